@@ -1,0 +1,80 @@
+"""Held-out evaluation: prompts given to the same generators, scored, averaged, and kept out of training and ledger."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from buffers.messages import Lease
+
+
+@dataclass(slots=True)
+class Sweep:
+    """One evaluation of one version."""
+
+    version: int
+    num_prompts: int
+    waiting: deque[int]
+    rewards: list[float] = field(default_factory=list)
+    num_failed: int = 0
+
+    @property
+    def done(self) -> bool:
+        return len(self.rewards) + self.num_failed == self.num_prompts
+
+
+class Evaluations:
+    """Sweeps under way, oldest first. A prompt whose lease fails or expires is asked again, up to `max_attempts`."""
+
+    def __init__(self, task: str, seed: int, lease_s: float, max_attempts: int) -> None:
+        self._task, self._seed, self._lease_s, self._max_attempts = task, seed, lease_s, max_attempts
+        self._sweeps: deque[Sweep] = deque()
+        self._leased: dict[int, tuple[Sweep, int, float]] = {}  # lease -> sweep, prompt, deadline
+        self._failures: dict[tuple[int, int], int] = {}  # (version, prompt) -> times
+
+    @property
+    def pending(self) -> int:
+        """Prompts without an answer."""
+        return sum(s.num_prompts - len(s.rewards) - s.num_failed for s in self._sweeps)
+
+    def request(self, version: int, num_prompts: int) -> None:
+        if num_prompts:
+            self._sweeps.append(Sweep(version, num_prompts, deque(range(num_prompts))))
+
+    def lease(self, lease_id: int, now: float) -> Lease | None:
+        for sweep in self._sweeps:
+            if sweep.waiting:
+                index = sweep.waiting.popleft()
+                self._leased[lease_id] = (sweep, index, now + self._lease_s)
+                return Lease(
+                    id=lease_id, split="eval", task=self._task, index=index, seed=self._seed, group=index,
+                    due=sweep.version, floor=sweep.version, num_samples=1,
+                )  # fmt: skip
+        return None
+
+    def owns(self, lease_id: int) -> bool:
+        return lease_id in self._leased
+
+    def renew(self, lease_id: int, now: float) -> None:
+        sweep, index, _ = self._leased[lease_id]
+        self._leased[lease_id] = (sweep, index, now + self._lease_s)
+
+    def submit(self, lease_id: int, reward: float) -> None:
+        sweep, _, _ = self._leased.pop(lease_id)
+        sweep.rewards.append(reward)
+
+    def fail(self, lease_id: int) -> None:
+        sweep, index, _ = self._leased.pop(lease_id)
+        times = self._failures[sweep.version, index] = self._failures.get((sweep.version, index), 0) + 1
+        if times < self._max_attempts:
+            sweep.waiting.append(index)
+        else:
+            sweep.num_failed += 1
+
+    def expire(self, now: float) -> None:
+        for lease_id in [lease_id for lease_id, (_, _, deadline) in self._leased.items() if deadline <= now]:
+            self.fail(lease_id)
+
+    def take_done(self) -> list[Sweep]:
+        """Finished sweeps, each once."""
+        done = [sweep for sweep in self._sweeps if sweep.done]
+        self._sweeps = deque(sweep for sweep in self._sweeps if not sweep.done)
+        return done

@@ -1,0 +1,52 @@
+"""The ledger: what became of every token generated and of every group leased.
+
+generated = trained + masked + Σ rejected + in flight, in tokens; leased = trained + Σ rejected + in flight, in groups.
+
+The two sides are counted apart: `generated` and `leased` when work is reported, the fates when its fate is decided. So
+`closes` is a check that can fail.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+
+REASONS = ("zero_variance", "duplicate", "cancelled", "failed", "late")
+FATES = ("trained", "masked", *REASONS, "in_flight")
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self.generated = 0
+        self.leased = 0
+        self.tokens: Counter[str] = Counter()
+        self.groups: Counter[str] = Counter()
+
+    def lease(self) -> None:
+        """A group was given out."""
+        self.leased += 1
+        self.groups["in_flight"] += 1
+
+    def generate(self, num_tokens: int, fate: str) -> None:
+        """`num_tokens` more were sampled, by work whose fate is `fate` so far."""
+        self.generated += num_tokens
+        self.tokens[fate] += num_tokens
+
+    def settle(self, old: str, new: str, num_tokens: int) -> None:
+        """One leased group, and the tokens known of it, changes its fate."""
+        assert old in FATES and new in FATES, (old, new)
+        self.groups[old] -= 1
+        self.groups[new] += 1
+        self.tokens[old] -= num_tokens
+        self.tokens[new] += num_tokens
+
+    def train(self, num_trained: int, num_excluded: int, excluded: str) -> None:
+        """A group in flight was trained; `num_excluded` of its tokens were not, as `excluded` (masked or late)."""
+        self.settle("in_flight", "trained", num_trained + num_excluded)
+        self.tokens["trained"] -= num_excluded
+        self.tokens[excluded] += num_excluded
+
+    def closes(self) -> bool:
+        return self.generated == sum(self.tokens.values()) and self.leased == sum(self.groups.values())
+
+    @staticmethod
+    def rejected(fates: Mapping[str, int]) -> dict[str, int]:
+        return {reason: fates[reason] for reason in REASONS}

@@ -1,0 +1,275 @@
+"""What the roles say to the buffer and what it answers: a closed union of small structs, encoded with msgpack.
+
+Every request is answered once. A request and its answer share a number, so a client may have many under way.
+Arrow data travels as a frame beside the message, never inside it.
+"""
+
+import msgspec
+
+
+class Struct(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    pass
+
+
+class Lease(Struct):
+    """The right and duty to produce one group, or to answer one evaluation prompt."""
+
+    id: int
+    """Names this lease; a group that is given out again gets another."""
+    split: str
+    """`train` or `eval`."""
+    task: str
+    index: int
+    """Names the prompt, with `task` and `seed`."""
+    seed: int
+    group: int
+    """Group number; for `eval` the prompt's number."""
+    due: int
+    """Step that the group is due at; for `eval` the version to evaluate."""
+    floor: int
+    """Oldest version that may begin it."""
+    num_samples: int
+
+
+# ---- from a generator
+
+
+class Join(Struct):
+    """-> Welcome. The first thing any generator says."""
+
+    generator: str
+
+
+class Welcome(Struct):
+    config: str
+    """The run's resolved configuration, as YAML."""
+    name: str
+    """The name asked for, or one that is free."""
+
+
+class Ask(Struct):
+    """-> Work, at once if there is some, else when there is or after `wait_s`."""
+
+    generator: str
+    count: int
+    """Groups wanted at most."""
+    wait_s: float
+
+
+class Work(Struct):
+    leases: list[Lease]
+    version: int
+    """Newest published version, -1 before the first."""
+    weights: str
+    """Where its manifest is."""
+    ended: bool = False
+    """The run is over: leave."""
+
+
+class GeneratorReport(Struct):
+    """Running totals of one life of a generator."""
+
+    version: int
+    idle_s: float
+    alive_s: float
+    sampled_tokens: int
+    updates: int
+    update_bytes: int
+    pause_s: float
+    digest_mismatches: int
+
+
+class Heartbeat(Struct):
+    """-> Standing. Renews leases."""
+
+    generator: str
+    progress: dict[int, int]
+    """Tokens sampled so far by lease id."""
+    report: GeneratorReport
+
+
+class Standing(Struct):
+    revoked: list[int]
+    """Leases that are no longer the generator's: abort them and say `Drop`."""
+    version: int
+    weights: str
+    ended: bool = False
+
+
+class Submit(Struct):
+    """-> Receipt, after the group is durable. Carries the group as one Arrow frame. Idempotent by lease."""
+
+    generator: str
+    lease: int
+
+
+class Evaluated(Struct):
+    """-> Receipt."""
+
+    generator: str
+    lease: int
+    reward: float
+
+
+class Fail(Struct):
+    """-> Receipt. The group could not be made (or, with `revoked`, was told to stop)."""
+
+    generator: str
+    lease: int
+    num_tokens: int
+    error: str
+    revoked: bool = False
+
+
+class Receipt(Struct):
+    lease: int
+    verdict: str
+    """`accepted`, or the reason why not."""
+
+
+# ---- from the learner
+
+
+class Next(Struct):
+    """-> Batch or Over, when there is one; NotYet after `wait_s`."""
+
+    step: int
+    wait_s: float
+
+
+class Batch(Struct):
+    """Carries the step's groups as one Arrow frame, in group order."""
+
+    step: int
+    groups: list[int]
+
+
+class NotYet(Struct):
+    waiting_for: str
+
+
+class Over(Struct):
+    """The run was told to stop."""
+
+    reason: str
+
+
+class Publish(Struct):
+    """-> Done. `version` can be pulled from now on."""
+
+    version: int
+    weights: str
+    """Where its manifest is."""
+
+
+class Consumed(Struct):
+    """-> Done. The step's groups are trained."""
+
+    step: int
+    num_trained: int
+    """Tokens that the learner trained; the buffer checks them against its own count."""
+    idle_s: float
+    """Seconds of its life that the learner waited for batches."""
+    alive_s: float
+    metrics: dict[str, float]
+
+
+class Finish(Struct):
+    """-> Done, once the last evaluation is in; NotYet after `wait_s`."""
+
+    wait_s: float
+
+
+class Done(Struct):
+    pass
+
+
+# ---- from the driver
+
+
+class Watch(Struct):
+    """-> News, when there are records after `after`, else after `wait_s`."""
+
+    after: int
+    wait_s: float
+
+
+class StepRecord(Struct):
+    step: int
+    time: float
+    """Seconds since version 0 was published."""
+    metrics: dict[str, float]
+
+
+class Evaluation(Struct):
+    version: int
+    time: float
+    reward: float
+    num_prompts: int
+
+
+class Account(Struct):
+    """One side of the ledger, in tokens or in groups."""
+
+    total: int
+    """Tokens generated, groups leased."""
+    trained: int
+    masked: int
+    rejected: dict[str, int]
+    in_flight: int
+
+
+class Status(Struct):
+    version: int
+    step: int
+    """Steps consumed."""
+    seconds: float
+    """Since version 0 was published."""
+    tokens: Account
+    groups: Account
+    trained_twice: int
+    staleness: dict[int, int]
+    """Trained tokens by staleness."""
+    generators: dict[str, GeneratorReport]
+    learner_idle: float
+    """Share of the learner's life that it waited for a batch."""
+    generator_idle: float
+    """Share of the generators' lives, together, in which their engines had nothing to do."""
+    weight_updates: int
+    weight_bytes: int
+    pause_s_mean: float
+    digest_mismatches: int
+    quarantined: dict[int, str]
+    """Error by group."""
+    waiting_for: str
+    """Who waits for whom and why, in a sentence."""
+    still_s: float
+    """Seconds since anything moved."""
+
+
+class News(Struct):
+    records: list[StepRecord]
+    evaluations: list[Evaluation]
+    status: Status
+
+
+class Stop(Struct):
+    """-> Done. Ends the run: asks for work and batches are answered with "over"."""
+
+    reason: str
+
+
+class Refused(Struct):
+    """The answer to a message that could not be understood or does not fit the state."""
+
+    reason: str
+
+
+Request = (
+    Join | Ask | Heartbeat | Submit | Evaluated | Fail | Next | Publish | Consumed | Finish | Watch | Stop
+)
+Reply = Welcome | Work | Standing | Receipt | Batch | NotYet | Over | Done | News | Refused
+
+encoder = msgspec.msgpack.Encoder()
+request_decoder = msgspec.msgpack.Decoder(Request)
+reply_decoder = msgspec.msgpack.Decoder(Reply)

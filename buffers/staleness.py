@@ -1,0 +1,42 @@
+"""How staleness is bounded: the whole rule, as functions of integers. Nothing else in the code base decides it.
+
+Words: B groups a step, S = the bound, v = the newest published version. Step k trains with version k. Places are numbered
+0, 1, 2, … in the order in which they are opened; place p is due at step ⌊p/B⌋. Each place is filled by one group; a group
+that is rejected leaves its place to a fresh one, which inherits the due step.
+
+**Admission.** A group due at step d may be leased while d ≤ v + S.
+**Floor.** A lease due at step d may be begun only by version max(0, d − S) or a newer one.
+
+**Proof, `wait` and `cancel`.** Step k trains exactly the groups due at k. Each was begun at its floor or later, and in-flight
+updates only raise the version of the tokens that follow, so each of its tokens was sampled at a version ≥ max(0, k − S).
+The step trains it with version k. Staleness = k − version ≤ S. It is never negative: the group was complete before step k
+was trained, hence before version k + 1 was published, so all its versions are ≤ k. The admission rule makes the floor
+reachable: d ≤ v + S gives d − S ≤ v, a version that has been published. `cancel` only replaces a group by a fresh one with
+the same due step, to which the same argument applies.
+
+**Proof, `mask`.** Step k trains the B oldest complete groups, of whatever due step, and `trainable` masks every token
+older than k − S. What is left is within S by construction. Every group taken at step k is complete, so no version exceeds k.
+"""
+
+import numpy as np
+
+
+def admits(due: int, version: int, bound: int) -> bool:
+    """May a group due at this step be leased while `version` is the newest published?"""
+    return due <= version + bound
+
+
+def floor(due: int, bound: int) -> int:
+    """The oldest version that may begin a group due at this step."""
+    return max(0, due - bound)
+
+
+def trainable(versions: np.ndarray, sampled: np.ndarray, step: int, bound: int) -> np.ndarray:
+    """[T] bool: the sampled tokens whose staleness, when step `step` trains them, is within the bound."""
+    return sampled & (step - versions <= bound)
+
+
+def histogram(versions: np.ndarray, trained: np.ndarray, step: int) -> dict[int, int]:
+    """Tokens trained at this step, by staleness."""
+    values, counts = np.unique(step - versions[trained], return_counts=True)
+    return {int(value): int(count) for value, count in zip(values, counts, strict=True)}

@@ -1,0 +1,85 @@
+"""From command-line overrides to a checked, typed `Config`. Hydra composes; past this module there is no DictConfig."""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from configs.schema import Config
+
+FOLDER = Path(__file__).parent
+
+
+def load(overrides: Sequence[str]) -> Config:
+    """Composes `config.yaml` with the overrides. Raises ValueError with every problem, named by field, rule and value."""
+    if problems := _unknown(overrides):
+        raise ValueError("\n".join(problems))
+    ConfigStore.instance().store(name="schema", node=Config)
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        try:
+            # A task's arguments are open-ended: Hydra wants a `++` where the schema cannot know the key.
+            composed = compose("config", overrides=[f"++{o}" if o.startswith("task.args") else o for o in overrides])
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ValueError(_explain(error, overrides)) from error
+    return check(composed)
+
+
+def parse(text: str) -> Config:
+    """A `config.yaml` that a run has written."""
+    return check(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
+
+
+def check(composed: DictConfig) -> Config:
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    if problems := config.problems():
+        raise ValueError("\n".join(problems))
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def fields() -> dict[str, object]:
+    """Every field by its dotted name, with its default."""
+    found: dict[str, object] = {}
+
+    def walk(node: DictConfig, prefix: str) -> None:
+        for key in node:
+            value = OmegaConf.select(node, str(key))
+            if OmegaConf.get_type(node, str(key)) not in (None, dict) and isinstance(value, DictConfig):
+                walk(value, f"{prefix}{key}.")
+            else:
+                found[f"{prefix}{key}"] = value
+
+    walk(OmegaConf.structured(Config), "")
+    return found
+
+
+def _unknown(overrides: Sequence[str]) -> list[str]:
+    """A problem for each override whose key no field or group has, with the names that come nearest."""
+    names = fields()
+    known = {*names, *(name.rpartition(".")[0] for name in names), *(p.parent.name for p in FOLDER.glob("*/*.yaml"))} - {""}
+    problems = []
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0].partition("@")[0]
+        if key not in known and not key.startswith("task.args."):
+            near = difflib.get_close_matches(key, sorted(known), n=3, cutoff=0.5)
+            hint = f" (nearest: {', '.join(near)})" if near else ""
+            problems.append(f"{key} must be a configuration key{hint}, got {override!r}")
+    return problems
+
+
+def _explain(error: Exception, overrides: Sequence[str]) -> str:
+    """Hydra's complaint in one line."""
+    root: BaseException = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    reason = " ".join(str(root).split("full_key")[0].split("Config search path")[0].split())
+    return f"{getattr(root, 'full_key', None) or ' '.join(overrides)}: {reason}"

@@ -1,0 +1,512 @@
+"""The configuration: every field, its default and the rule it obeys.
+
+The dataclasses are the schema and hold the defaults; the yaml files beside them only compose. Checks stand in three
+places, each once: names and types by OmegaConf, one part by its own `problems()`, across parts by `Config.problems()`.
+`load` collects all of them into one `ValueError`. Nothing adjusts a user's number silently.
+"""
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from ipaddress import ip_address
+from typing import Any
+
+
+Mode = StrEnum("Mode", {"async": "async", "on_policy": "on_policy"})
+"""`on_policy` is the synchronous baseline: S = 0, whatever `staleness.max_versions` says; same code."""
+
+
+class Role(StrEnum):
+    all = "all"
+    """A whole run: buffer, learner and generators."""
+    generators = "generators"
+    """Only generators, which join the run whose buffer answers at `buffer.address`."""
+
+
+class OnLate(StrEnum):
+    wait = "wait"
+    mask = "mask"
+    cancel = "cancel"
+
+
+class Durability(StrEnum):
+    fsync = "fsync"
+    os = "os"
+    none = "none"
+
+
+class EngineKind(StrEnum):
+    vllm = "vllm"
+    simulated = "simulated"
+
+
+class LearnerKind(StrEnum):
+    fsdp = "fsdp"
+    simulated = "simulated"
+
+
+class KvCache(StrEnum):
+    keep = "keep"
+    recompute = "recompute"
+
+
+class Transport(StrEnum):
+    shared_memory = "shared_memory"
+    disk = "disk"
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Attention(StrEnum):
+    auto = "auto"
+    packed_sdpa = "packed_sdpa"
+    varlen = "varlen"
+    flash_attention_2 = "flash_attention_2"
+
+
+class Advantage(StrEnum):
+    grpo = "grpo"
+    dr_grpo = "dr_grpo"
+    rloo = "rloo"
+
+
+class Correction(StrEnum):
+    none = "none"
+    token_tis = "token_tis"
+    icepop = "icepop"
+
+
+class Aggregation(StrEnum):
+    token_mean = "token_mean"
+    sequence_mean_token_mean = "sequence_mean_token_mean"
+    sequence_mean_token_sum = "sequence_mean_token_sum"
+
+
+class Proximal(StrEnum):
+    recompute = "recompute"
+    behavior = "behavior"
+
+
+def positive(**fields: float | None) -> list[str]:
+    """A problem for each field that is not a finite number above zero; None means "not set" and is fine."""
+    return [
+        f"{name} must be a finite number above 0, got {value}"
+        for name, value in fields.items()
+        if value is not None and not (math.isfinite(value) and value > 0)
+    ]
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    name: str | None = None
+    """Name of the run; its folder is `<outputs>/<name>`. None: task, algorithm and the time of day."""
+    outputs: str = "outputs"
+    """Folder that holds the runs."""
+    overwrite: bool = False
+    """Start anew in a folder that already holds a run (the old one is deleted)."""
+    resume: str | None = None
+    """Folder of a run to continue from its newest checkpoint; the run goes on in that folder."""
+    steps: int = 300
+    """Steps to train: each consumes `groups_per_step` groups and publishes one new version."""
+    seed: int = 0
+    """Seeds the prompt order, every sampled trajectory and the learner."""
+    stop_timeout_s: float = 6.0
+    """How long a stopping run waits for its roles before it kills them."""
+
+    def problems(self) -> list[str]:
+        found = positive(**{"run.steps": self.steps, "run.stop_timeout_s": self.stop_timeout_s})
+        if self.name is not None and (not self.name or "/" in self.name or self.name.startswith(".")):
+            found.append(f"run.name must be a plain folder name, got {self.name!r}")
+        if self.seed < 0:
+            found.append(f"run.seed must be >= 0, got {self.seed}")
+        if self.overwrite and self.resume is not None:
+            found.append(f"run.overwrite must be false when run.resume is set, got true with run.resume={self.resume}")
+        return found
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    path: str = "tiny"
+    """A Hugging Face causal-LM folder, or `tiny`: the small Qwen3 that the project makes and caches."""
+    dtype: Dtype = Dtype.float32
+    """What generators compute in and weights travel in. The learner keeps float32 master weights."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TaskConfig:
+    name: str = "arithmetic"
+    """A file of `generators/tasks/`, or `module:Class` for a task of your own."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments for the task's class."""
+
+
+@dataclass(kw_only=True, slots=True)
+class StalenessConfig:
+    max_versions: int = 2
+    """S: no token is trained that was sampled more than S versions before the one that trains it."""
+    on_late: OnLate = OnLate.wait
+    """What happens when a rollout takes longer than S steps allow: `wait`, `mask` or `cancel`."""
+    straggler_timeout_s: float | None = None
+    """`cancel` only: a group that has held a step this long is aborted and refilled."""
+
+    def problems(self) -> list[str]:
+        found = positive(**{"staleness.straggler_timeout_s": self.straggler_timeout_s})
+        if self.max_versions < 0:
+            found.append(f"staleness.max_versions must be >= 0, got {self.max_versions}")
+        if (self.on_late is OnLate.cancel) != (self.straggler_timeout_s is not None):
+            found.append(
+                "staleness.straggler_timeout_s must be set exactly when staleness.on_late=cancel, "
+                f"got {self.straggler_timeout_s} with on_late={self.on_late}"
+            )
+        return found
+
+
+@dataclass(kw_only=True, slots=True)
+class BufferConfig:
+    address: str = "tcp://127.0.0.1:0"
+    """Where the buffer listens (port 0: any free one) or, for `role=generators`, where it answers."""
+    durability: Durability = Durability.os
+    """When a group is acknowledged: on disk (`fsync`), in the kernel (`os`), or in memory (`none`)."""
+    lease_s: float = 30.0
+    """A lease that is not renewed for this long expires and is given out again."""
+    max_attempts: int = 3
+    """A group that fails this often is quarantined with its error, and the run goes on."""
+    segment_mb: int = 64
+    """A journal segment is closed at this size."""
+    watchdog_s: float = 120.0
+    """When nothing moves for this long, the buffer says who waits for whom; after twice as long the run ends."""
+
+    def problems(self) -> list[str]:
+        found = positive(
+            **{
+                "buffer.lease_s": self.lease_s,
+                "buffer.max_attempts": self.max_attempts,
+                "buffer.segment_mb": self.segment_mb,
+                "buffer.watchdog_s": self.watchdog_s,
+            }
+        )
+        scheme, _, host = self.address.partition("://")
+        host, _, port = host.rpartition(":")
+        if scheme != "tcp" or not port.isdigit() or int(port) > 65535:
+            found.append(f"buffer.address must read tcp://HOST:PORT, got {self.address!r}")
+        elif not _is_loopback(host):
+            found.append(
+                "buffer.address must be on the loopback interface (sockets beyond it are not authenticated yet), "
+                f"got {self.address!r}"
+            )
+        return found
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplingConfig:
+    temperature: float = 1.0
+    """Behaviour log-probabilities are those after temperature."""
+    max_tokens: int = 8
+    """Longest response, in tokens."""
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    accept_truncation_bias: bool = False
+    """Truncated sampling (top_p < 1, top_k > 0, min_p > 0) changes the support of the behaviour policy, which no
+    importance weight repairs. It is refused unless this is true."""
+
+    def problems(self) -> list[str]:
+        found = positive(
+            **{"sampling.temperature": self.temperature, "sampling.max_tokens": self.max_tokens, "sampling.top_p": self.top_p}
+        )
+        truncated = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        if truncated and not self.accept_truncation_bias:
+            found.append(
+                "sampling.top_p, top_k and min_p must be 1, -1 and 0 unless sampling.accept_truncation_bias=true, "
+                f"got {self.top_p}, {self.top_k} and {self.min_p}"
+            )
+        return found
+
+
+@dataclass(kw_only=True, slots=True)
+class SimulatedConfig:
+    """The simulated engine and learner: they keep time like real ones and use no CPU. For benchmarks of overlap."""
+
+    tokens_per_s: float = 100.0
+    """Decoding rate of one sequence."""
+    slots: int = 16
+    """Sequences that one engine decodes at a time."""
+    mean_tokens: float = 100.0
+    """Mean response length; lengths are lognormal, truncated at 8 × the mean."""
+    cv: float = 0.5
+    """Coefficient of variation of the response length."""
+    train_tokens_per_s: float = 3200.0
+    """Sampled tokens that the simulated learner trains a second."""
+
+    def problems(self) -> list[str]:
+        found = positive(
+            **{
+                "generators.simulated.tokens_per_s": self.tokens_per_s,
+                "generators.simulated.slots": self.slots,
+                "generators.simulated.mean_tokens": self.mean_tokens,
+                "generators.simulated.train_tokens_per_s": self.train_tokens_per_s,
+            }
+        )
+        if not (math.isfinite(self.cv) and self.cv >= 0):
+            found.append(f"generators.simulated.cv must be >= 0, got {self.cv}")
+        return found
+
+
+@dataclass(kw_only=True, slots=True)
+class GeneratorsConfig:
+    count: int = 2
+    """Generators that this command starts. Others may join a run at any time (`role=generators`)."""
+    engine: EngineKind = EngineKind.vllm
+    max_sequences: int = 256
+    """Sequences in flight in one engine."""
+    max_model_len: int = 64
+    """Longest prompt + response that an engine takes, in tokens."""
+    kv_cache_mb: int = 64
+    """KV cache of one engine (CPU)."""
+    prefix_cache: bool = False
+    """Reuse the KV of shared prompts; salted with the version, so that no request reads another version's KV."""
+    max_restarts: int = 5
+    """How often one generator may crash and be started again before the run stops."""
+    gpus: float | None = None
+    """GPUs of one engine; None divides what the cluster has between generators and learner."""
+    gpu_memory_fraction: float = 0.9
+    """Share of its GPU that an engine may take. Set it to about 0.4 where the learner shares the GPU."""
+    simulated: SimulatedConfig = field(default_factory=SimulatedConfig)
+
+    def problems(self) -> list[str]:
+        return (
+            positive(
+                **{
+                    "generators.max_sequences": self.max_sequences,
+                    "generators.max_model_len": self.max_model_len,
+                    "generators.kv_cache_mb": self.kv_cache_mb,
+                    "generators.gpu_memory_fraction": self.gpu_memory_fraction,
+                }
+            )
+            + ([] if self.count >= 0 else [f"generators.count must be >= 0, got {self.count}"])
+            + self.simulated.problems()
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class LearnerConfig:
+    engine: LearnerKind = LearnerKind.fsdp
+    ranks: int = 1
+    """Processes that share the model; one GPU each where there are GPUs."""
+    groups_per_step: int = 32
+    """B: groups that one step consumes."""
+    samples_per_prompt: int = 8
+    """Trajectories in a group."""
+    minibatches: int = 1
+    """Optimizer updates in a step; must divide `groups_per_step`."""
+    tokens_per_microbatch: int = 16384
+    """Packed tokens that one forward pass holds at most; a longer sequence goes alone."""
+    lr: float = 5e-4
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from zero."""
+    weight_decay: float = 0.0
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    max_grad_norm: float = 1.0
+    activation_checkpointing: bool = False
+    attention: Attention = Attention.auto
+    """`auto`: `flash_attention_2` where a GPU and flash-attn are found, `varlen` on other GPUs, else `packed_sdpa`."""
+    threads: int | None = None
+    """CPU threads of a rank; None leaves the choice to torch."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints; one is also written at the end and when a run is stopped."""
+    keep_checkpoints: int = 2
+    """Checkpoints kept; older ones are deleted."""
+    parity_tolerance: float | None = None
+    """Largest difference of log-probability between generator and learner that the parity probe accepts. None: 1e-4
+    for float32; for bfloat16 a mean of 0.03 and a maximum of 0.5."""
+    gpus: float | None = None
+    """GPUs of one rank; None divides what the cluster has between generators and learner."""
+    gpu_memory_fraction: float = 1.0
+    """Share of its GPU that a rank may take. Set it to about 0.5 where a generator shares the GPU."""
+
+    def problems(self) -> list[str]:
+        found = positive(
+            **{
+                "learner.ranks": self.ranks,
+                "learner.groups_per_step": self.groups_per_step,
+                "learner.samples_per_prompt": self.samples_per_prompt,
+                "learner.minibatches": self.minibatches,
+                "learner.tokens_per_microbatch": self.tokens_per_microbatch,
+                "learner.lr": self.lr,
+                "learner.max_grad_norm": self.max_grad_norm,
+                "learner.threads": self.threads,
+                "learner.checkpoint_every": self.checkpoint_every,
+                "learner.keep_checkpoints": self.keep_checkpoints,
+                "learner.parity_tolerance": self.parity_tolerance,
+                "learner.gpu_memory_fraction": self.gpu_memory_fraction,
+            }
+        )
+        if self.minibatches > 0 and self.groups_per_step % self.minibatches:
+            found.append(
+                f"learner.minibatches must divide learner.groups_per_step, got {self.minibatches} and {self.groups_per_step}"
+            )
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            found.append(f"learner.betas must be two numbers in [0, 1), got {list(self.betas)}")
+        if self.warmup_steps < 0:
+            found.append(f"learner.warmup_steps must be >= 0, got {self.warmup_steps}")
+        return found
+
+
+@dataclass(kw_only=True, slots=True)
+class AlgoConfig:
+    """An algorithm: advantages × off-policy correction × surrogate × aggregation. Presets in `configs/algo/`."""
+
+    name: str = "grpo"
+    advantage: Advantage = Advantage.grpo
+    correction: Correction = Correction.token_tis
+    """Weight of each token for proximal policy against behaviour policy."""
+    correction_cap: float = 2.0
+    """Upper end of the weight: `token_tis` truncates there, `icepop` drops the token."""
+    correction_floor: float = 0.5
+    """Lower end, `icepop` only: a token whose weight is below is dropped."""
+    proximal: Proximal = Proximal.recompute
+    """Where the proximal log-probabilities come from: a forward pass at the start of the step, or the behaviour's."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = 3.0
+    """Bound on the loss of tokens with negative advantage (Ye et al., 2020); None: no bound."""
+    aggregation: Aggregation = Aggregation.token_mean
+    dynamic_sampling: bool = False
+    """Reject groups whose rewards are all equal and lease a fresh group in their place (DAPO)."""
+
+    def problems(self) -> list[str]:
+        found = positive(
+            **{
+                "algo.correction_cap": self.correction_cap,
+                "algo.correction_floor": self.correction_floor,
+                "algo.clip_low": self.clip_low,
+                "algo.clip_high": self.clip_high,
+                "algo.dual_clip": self.dual_clip,
+            }
+        )
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            found.append(f"algo.dual_clip must be > 1, got {self.dual_clip}")
+        if self.correction_floor >= self.correction_cap:
+            found.append(
+                "algo.correction_floor must be below algo.correction_cap, "
+                f"got {self.correction_floor} and {self.correction_cap}"
+            )
+        return found
+
+
+@dataclass(kw_only=True, slots=True)
+class SyncConfig:
+    transport: Transport = Transport.shared_memory
+    """`shared_memory` for one host; `disk` through `sync.folder` for hosts that share a file system."""
+    folder: str | None = None
+    """`disk` only: the shared folder. None: `<outputs>/<name>/weights`."""
+    in_flight: bool = True
+    """Load new weights between two engine steps, requests kept. If false, an engine runs dry first."""
+    kv_cache: KvCache = KvCache.keep
+    """What becomes of the KV of running requests at an update: kept, or computed again under the new weights."""
+
+    def problems(self) -> list[str]:
+        if self.folder is not None and self.transport is not Transport.disk:
+            return [f"sync.folder must be set only when sync.transport=disk, got {self.folder!r} with {self.transport}"]
+        return []
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalConfig:
+    every: int = 0
+    """Steps between evaluations on held-out prompts; 0: only before the first step and after the last."""
+    prompts: int = 128
+    """Held-out prompts of one evaluation, one sample each at the run's temperature; 0 switches evaluation off."""
+
+    def problems(self) -> list[str]:
+        return [
+            f"eval.{name} must be >= 0, got {value}"
+            for name, value in (("every", self.every), ("prompts", self.prompts))
+            if value < 0
+        ]
+
+
+@dataclass(kw_only=True, slots=True)
+class ClusterConfig:
+    address: str | None = None
+    """Ray cluster to join (`auto` or host:port); None starts one inside this run and stops it with the run."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    mode: Mode = Mode["async"]
+    role: Role = Role.all
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    generators: GeneratorsConfig = field(default_factory=GeneratorsConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    @property
+    def bound(self) -> int:
+        """S: the staleness bound in force."""
+        return 0 if self.mode is Mode.on_policy else self.staleness.max_versions
+
+    def problems(self) -> list[str]:
+        """Every rule that is broken, one sentence each."""
+        parts = (self.run, self.sampling, self.staleness, self.algo, self.buffer, self.generators, self.learner)
+        return [problem for part in (*parts, self.sync, self.eval) for problem in part.problems()] + self._across()
+
+    def _across(self) -> list[str]:
+        gen, learner, algo = self.generators, self.learner, self.algo
+        rules = [
+            (
+                self.sampling.max_tokens >= gen.max_model_len,
+                "sampling.max_tokens must be below generators.max_model_len (the engine holds prompt and response), "
+                f"got {self.sampling.max_tokens} and {gen.max_model_len}",
+            ),
+            (
+                gen.max_sequences < learner.samples_per_prompt,
+                "generators.max_sequences must be at least learner.samples_per_prompt (an engine makes whole groups), "
+                f"got {gen.max_sequences} and {learner.samples_per_prompt}",
+            ),
+            (
+                self.bound > 0 and algo.correction is Correction.none,
+                "algo.correction must not be none when staleness.max_versions > 0 (an uncorrected loss diverges on stale "
+                f"tokens; token_tis works), got none with staleness.max_versions={self.bound}",
+            ),
+            (
+                self.staleness.on_late is OnLate.mask and not self.sync.in_flight,
+                "sync.in_flight must be true when staleness.on_late=mask (an overtaken group has no fresh tokens without "
+                "in-flight updates), got false",
+            ),
+            (
+                learner.samples_per_prompt < 2,
+                f"learner.samples_per_prompt must be at least 2 for algo.advantage={algo.advantage} (it compares the "
+                f"samples of a prompt), got {learner.samples_per_prompt}",
+            ),
+            (
+                (gen.engine is EngineKind.simulated) != (learner.engine is LearnerKind.simulated),
+                "generators.engine and learner.engine must both be simulated or neither, "
+                f"got {gen.engine} and {learner.engine}",
+            ),
+            (
+                self.role is Role.generators and (gen.count < 1 or self.buffer.address.endswith(":0")),
+                "role=generators must name the buffer to join and at least one generator, "
+                f"got buffer.address={self.buffer.address} and generators.count={gen.count}",
+            ),
+        ]
+        return [problem for broken, problem in rules if broken]

@@ -1,0 +1,51 @@
+"""From a lease to token ids, and from sampled tokens to a score: what lies between the task and the engine."""
+
+import random
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from buffers.messages import Lease
+from generators.task import Prompt, Score, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A prompt, ready for an engine."""
+
+    prompt: Prompt
+    tokens: list[int]
+
+
+class Episodes(Protocol):
+    def open(self, lease: Lease) -> Opening: ...
+
+    def score(self, opening: Opening, tokens: list[int]) -> Score: ...
+
+
+class TextEpisodes:
+    """One turn: the task's prompt as text (through the tokenizer's chat template if it has one), one sampled response."""
+
+    def __init__(self, task: Task, tokenizer: Any) -> None:
+        self._task, self._tokenizer = task, tokenizer
+
+    def open(self, lease: Lease) -> Opening:
+        prompt = self._task.prompt(lease.split, lease.index, lease.seed)
+        if self._tokenizer.chat_template:
+            turns = [{"role": "user", "content": prompt.text}]
+            tokens = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        else:
+            tokens = self._tokenizer.encode(prompt.text)
+        return Opening(prompt, list(tokens))
+
+    def score(self, opening: Opening, tokens: list[int]) -> Score:
+        return self._task.score(opening.prompt, self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+class SimulatedEpisodes:
+    """For the simulated engine: prompts of eight tokens, and rewards by the toss of a coin."""
+
+    def open(self, lease: Lease) -> Opening:
+        return Opening(Prompt(f"simulated {lease.index}", random.Random(f"{lease.seed} {lease.index}")), [0] * 8)
+
+    def score(self, opening: Opening, tokens: list[int]) -> Score:
+        return Score(float(opening.prompt.entry.random() < 0.5))

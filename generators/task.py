@@ -1,0 +1,32 @@
+"""What a task is: where prompts come from and how a response is scored. One file a task, in `generators/tasks/`."""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    text: str
+    entry: Any = None
+    """Whatever the task needs to score a response to this prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    reward: float
+    """What is trained on. Must be finite."""
+    components: dict[str, float] = field(default_factory=dict)
+    """Parts of the reward by name, for the record."""
+
+
+class Task(Protocol):
+    """Prompts are named by (split, index, seed), so that a lease needs to carry no text.
+
+    The same three give the same prompt in every process. `train` and `eval` never share a prompt.
+    """
+
+    name: str
+
+    def prompt(self, split: str, index: int, seed: int) -> Prompt: ...
+
+    def score(self, prompt: Prompt, response: str) -> Score: ...

@@ -1,0 +1,358 @@
+"""The generator: takes leases, drives an engine, scores what comes out, and submits whole groups.
+
+    Ask ──▶ Work(leases) ──▶ begin: prompt, floor, samples into the engine
+                                │
+        new weights ──▶ load between two steps, requests kept
+                                ▼
+                          engine.step() ──▶ all samples of a group done ──▶ score ──▶ Submit ──▶ Receipt
+    Heartbeat ──▶ Standing(revoked leases: abort them; the newest version)
+
+It keeps nothing that cannot be made again: when it dies, its leases expire and others make the groups.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import xxhash
+
+from buffers import messages as m
+from buffers.client import BufferClient
+from buffers.trajectory import Trajectory, encode, to_batch
+from configs import load as configs
+from configs.schema import Config, EngineKind
+from generators.engine import Completion, Engine, Sample
+from generators.episode import Episodes, Opening, SimulatedEpisodes, TextEpisodes
+from generators.task import Score
+from sync.manifest import DigestMismatch, Manifest
+from sync.subscriber import read_manifest
+
+log = logging.getLogger("slipstream.generator")
+
+HEARTBEAT_S = 0.5
+RESEND_S = 20.0
+
+
+@dataclass(slots=True)
+class Group:
+    """A lease being worked on."""
+
+    lease: m.Lease
+    opening: Opening
+    started_at: float
+    done: dict[int, Completion] = field(default_factory=dict)
+    """Finished samples by index."""
+
+
+@dataclass(slots=True)
+class Unacknowledged:
+    request: m.Submit | m.Evaluated | m.Fail
+    payload: object
+    sent_at: float
+
+
+def sample_seed(run_seed: int, split: str, group: int, sample: int) -> int:
+    """The seed of one sample: the same for every attempt at the group, whoever makes it."""
+    return xxhash.xxh32_intdigest(f"{run_seed}/{split}/{group}/{sample}")
+
+
+class Generator:
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        client: BufferClient,
+        engine: Engine,
+        episodes: Episodes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name, self._config, self._client = name, config, client
+        self._engine, self._episodes, self._clock = engine, episodes, clock
+        self._groups: dict[int, Group] = {}
+        self._waiting: deque[m.Lease] = deque()  # leased, not begun
+        self._asked: int | None = None  # number of the question under way
+        self._unacknowledged: dict[int, Unacknowledged] = {}
+        self._newest = (-1, "")
+        self._ended = False
+        self._started_at = self._last_beat = clock()
+        self._idle_s = self._pause_s = 0.0
+        self._sampled = self._updates = self._update_bytes = self._mismatches = 0
+
+    def run(self) -> None:
+        """Consumes leases and published weights; produces groups, scores and heartbeats.
+
+        Waits for the buffer only, and only when the engine has nothing to do. Ends when the buffer says that the run is
+        over or the client's timeout passes without a word from it (`BufferGone`), or with the engine's own error.
+        """
+        try:
+            while not self._ended:
+                self._listen()
+                self._beat()
+                self._update_weights()
+                self._ask()
+                self._begin()
+                self._step()
+        finally:
+            self._beat(last=True)
+            self._engine.shutdown()
+            self._client.close()
+
+    # ---- the buffer
+
+    def _listen(self) -> None:
+        busy = self._engine.num_unfinished > 0
+        began = self._clock()
+        for answer in self._client.receive(0.0 if busy else HEARTBEAT_S / 2):
+            self._hear(answer.number, answer.reply)
+        if not busy:
+            self._idle_s += self._clock() - began
+
+    def _hear(self, number: int, reply: m.Reply) -> None:
+        match reply:
+            case m.Work():
+                self._asked = None
+                self._waiting.extend(reply.leases)
+                self._notice(reply.version, reply.weights, reply.ended)
+            case m.Standing():
+                self._notice(reply.version, reply.weights, reply.ended)
+                for lease_id in reply.revoked:
+                    self._drop(lease_id)
+            case m.Receipt(verdict=verdict, lease=lease_id):
+                self._unacknowledged.pop(number, None)
+                if verdict not in ("accepted", "zero_variance"):
+                    log.info("lease %d: %s", lease_id, verdict)
+            case m.Refused(reason=reason):
+                raise RuntimeError(f"the buffer refused a message of {self.name}: {reason}")
+
+    def _notice(self, version: int, weights: str, ended: bool) -> None:
+        self._ended = self._ended or ended
+        if version > self._newest[0]:
+            self._newest = (version, weights)
+
+    def _beat(self, last: bool = False) -> None:
+        now = self._clock()
+        if not last and now - self._last_beat < HEARTBEAT_S:
+            return
+        self._last_beat = now
+        self._client.post(m.Heartbeat(generator=self.name, progress=self._progress(), report=self._report(now)))
+        for number in [n for n, u in self._unacknowledged.items() if now - u.sent_at > RESEND_S]:
+            old = self._unacknowledged.pop(number)
+            self._send(old.request, old.payload)
+
+    def _progress(self) -> dict[int, int]:
+        progress = {lease.id: 0 for lease in self._waiting}
+        for lease_id, group in self._groups.items():
+            progress[lease_id] = sum(len(completion.tokens) for completion in group.done.values())
+        for sample_id, num_tokens in self._engine.progress().items():
+            progress[_lease_of(sample_id)] += num_tokens
+        return progress
+
+    def _report(self, now: float) -> m.GeneratorReport:
+        return m.GeneratorReport(
+            version=-1 if self._engine.version is None else self._engine.version,
+            idle_s=self._idle_s,
+            alive_s=now - self._started_at,
+            sampled_tokens=self._sampled,
+            updates=self._updates,
+            update_bytes=self._update_bytes,
+            pause_s=self._pause_s,
+            digest_mismatches=self._mismatches,
+        )
+
+    def _ask(self) -> None:
+        used = self._engine.num_unfinished + len(self._waiting) * self._config.learner.samples_per_prompt
+        count = (self._config.generators.max_sequences - used) // self._config.learner.samples_per_prompt
+        if self._asked is None and count > 0:
+            self._asked = self._client.post(m.Ask(generator=self.name, count=count, wait_s=5.0))
+
+    def _send(self, request: m.Submit | m.Evaluated | m.Fail, payload: object = None) -> None:
+        number = self._client.post(request, payload)
+        self._unacknowledged[number] = Unacknowledged(request, payload, self._clock())
+
+    # ---- weights
+
+    def _update_weights(self) -> None:
+        """Takes up the newest version: at once, or (`sync.in_flight=false`) when the engine has run dry."""
+        version, weights = self._newest
+        if version <= self._held_version or (not self._config.sync.in_flight and self._engine.num_unfinished):
+            return
+        began = self._clock()
+        try:
+            manifest = self._load(weights)
+        except FileNotFoundError:
+            log.info("version %d is gone: a newer one has replaced it", version)
+            self._newest = (self._held_version, "")
+            self._last_beat = float("-inf")  # ask at once what the newest is
+            return
+        self._updates += 1
+        self._update_bytes += manifest.num_bytes
+        self._pause_s += self._clock() - began
+
+    def _load(self, weights: str) -> Manifest:
+        """Loads and verifies. A first mismatch is repaired by reading all again, a second one ends the generator."""
+        try:
+            manifest = read_manifest(weights)
+            self._engine.load(manifest)
+        except DigestMismatch as error:
+            self._mismatches += 1
+            log.error("%s; reading it again", error)
+            manifest = read_manifest(weights)
+            self._engine.load(manifest)
+        return manifest
+
+    @property
+    def _held_version(self) -> int:
+        return -1 if self._engine.version is None else self._engine.version
+
+    # ---- groups
+
+    def _begin(self) -> None:
+        """Begins what is leased, in order, once the engine holds a version at or above the lease's floor."""
+        draining = not self._config.sync.in_flight and self._newest[0] > self._held_version
+        while self._waiting and not draining and self._waiting[0].floor <= self._held_version:
+            self._open(self._waiting.popleft())
+
+    def _open(self, lease: m.Lease) -> None:
+        try:
+            opening = self._episodes.open(lease)
+            samples = [
+                Sample(
+                    id=f"{lease.id}/{sample}",
+                    prompt=opening.tokens,
+                    max_tokens=self._config.sampling.max_tokens,
+                    seed=sample_seed(lease.seed, lease.split, lease.group, sample),
+                )
+                for sample in range(lease.num_samples)
+            ]
+            for sample in samples:
+                self._engine.add(sample)
+        except Exception as error:  # a task is user code: whatever it raises fails this group, not the run
+            log.exception("prompt %d of task %s could not be begun", lease.index, lease.task)
+            self._engine.abort([f"{lease.id}/{sample}" for sample in range(lease.num_samples)])
+            self._send(m.Fail(generator=self.name, lease=lease.id, num_tokens=0, error=_describe(error)))
+            return
+        self._groups[lease.id] = Group(lease, opening, time.time())
+
+    def _step(self) -> None:
+        if not self._engine.num_unfinished:
+            return
+        for completion in self._engine.step():
+            self._sampled += len(completion.tokens)
+            group = self._groups[_lease_of(completion.id)]
+            group.done[int(completion.id.rpartition("/")[2])] = completion
+            if len(group.done) == group.lease.num_samples:
+                del self._groups[group.lease.id]
+                self._submit(group)
+
+    def _submit(self, group: Group) -> None:
+        lease = group.lease
+        completions = [group.done[sample] for sample in range(lease.num_samples)]
+        try:
+            scores = [_finite(self._episodes.score(group.opening, c.tokens)) for c in completions]
+        except Exception as error:  # user code, as in `_open`
+            log.exception("prompt %d of task %s could not be scored", lease.index, lease.task)
+            num_tokens = sum(len(completion.tokens) for completion in completions)
+            self._send(m.Fail(generator=self.name, lease=lease.id, num_tokens=num_tokens, error=_describe(error)))
+            return
+        if lease.split == "eval":
+            self._send(m.Evaluated(generator=self.name, lease=lease.id, reward=scores[0].reward))
+            return
+        rows = [
+            _trajectory(group, sample, completion, score, self.name)
+            for sample, (completion, score) in enumerate(zip(completions, scores, strict=True))
+        ]
+        self._send(m.Submit(generator=self.name, lease=lease.id), encode(to_batch(rows)))
+
+    def _drop(self, lease_id: int) -> None:
+        """The lease is someone else's now, or nobody's: stop, and say how far it had come."""
+        self._waiting = deque(lease for lease in self._waiting if lease.id != lease_id)
+        group = self._groups.pop(lease_id, None)
+        num_tokens = 0
+        if group is not None:
+            unfinished = [f"{lease_id}/{s}" for s in range(group.lease.num_samples) if s not in group.done]
+            aborted = self._engine.abort(unfinished)
+            self._sampled += sum(len(completion.tokens) for completion in aborted)
+            num_tokens = sum(len(completion.tokens) for completion in [*aborted, *group.done.values()])
+        self._send(m.Fail(generator=self.name, lease=lease_id, num_tokens=num_tokens, error="revoked", revoked=True))
+
+
+def _trajectory(group: Group, sample: int, completion: Completion, score: Score, generator: str) -> Trajectory:
+    prompt = group.opening.tokens
+    return Trajectory(
+        group=group.lease.group,
+        sample=sample,
+        due=group.lease.due,
+        prompt_id=group.lease.index,
+        task=group.lease.task,
+        tokens=[*prompt, *completion.tokens],
+        sampled=[False] * len(prompt) + [True] * len(completion.tokens),
+        logprobs=[0.0] * len(prompt) + completion.logprobs,
+        versions=[-1] * len(prompt) + completion.versions,
+        reward=score.reward,
+        rewards=score.components,
+        finish_reason=completion.finish_reason,
+        generator=generator,
+        started_at=group.started_at,
+        finished_at=time.time(),
+    )
+
+
+def _finite(score: Score) -> Score:
+    if not abs(score.reward) < float("inf"):
+        raise ValueError(f"reward must be finite, got {score.reward}")
+    return score
+
+
+def _lease_of(sample_id: str) -> int:
+    return int(sample_id.partition("/")[0])
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def join(address: str, name: str, seed: int) -> Generator:
+    """Joins the run whose buffer answers at `address`: its configuration decides model, task and sampling."""
+    client = BufferClient(address)
+    welcome = client.call(m.Join(generator=name), m.Welcome)
+    config = configs.parse(welcome.config)
+    return Generator(name, config, client, make_engine(config, seed), make_episodes(config))
+
+
+def make_engine(config: Config, seed: int) -> Engine:
+    if config.generators.engine is EngineKind.simulated:
+        from generators.simulated_engine import SimulatedEngine
+
+        simulated = config.generators.simulated
+        return SimulatedEngine(
+            tokens_per_s=simulated.tokens_per_s, slots=simulated.slots, mean_tokens=simulated.mean_tokens, cv=simulated.cv
+        )
+    from generators.vllm_engine import VllmEngine  # here, because importing vLLM takes seconds and changes torch
+
+    return VllmEngine(
+        config.model.path,
+        dtype=config.model.dtype,
+        max_model_len=config.generators.max_model_len,
+        max_sequences=config.generators.max_sequences,
+        kv_cache_mb=config.generators.kv_cache_mb,
+        prefix_cache=config.generators.prefix_cache,
+        kv_cache=config.sync.kv_cache,
+        temperature=config.sampling.temperature,
+        top_p=config.sampling.top_p,
+        top_k=config.sampling.top_k,
+        min_p=config.sampling.min_p,
+        seed=seed,
+        gpu_memory_fraction=config.generators.gpu_memory_fraction,
+    )
+
+
+def make_episodes(config: Config) -> Episodes:
+    if config.generators.engine is EngineKind.simulated:
+        return SimulatedEpisodes()
+    from transformers import AutoTokenizer
+
+    from generators.tasks import load_task
+
+    return TextEpisodes(load_task(config.task.name, config.task.args), AutoTokenizer.from_pretrained(config.model.path))

@@ -1,0 +1,34 @@
+"""What the learner asks of a training engine. `fsdp` is the real one; Megatron-core fits behind the same protocol."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from learners.packing import Packed
+
+LossFn = Callable[[torch.Tensor, torch.Tensor, Packed], torch.Tensor]
+"""(logprobs [T], entropy [T], microbatch) -> scalar: this microbatch's part of a sum whose denominator is global."""
+
+
+class Engine(Protocol):
+    """One rank of a sharded model with its optimizer. Every method is collective: all ranks call it in step."""
+
+    def logprobs(self, microbatches: Sequence[Packed]) -> list[torch.Tensor]:
+        """[T] float32 log-probability of each token given those before it in its sequence (0 for the first), no grad."""
+        ...
+
+    def update(self, microbatches: Sequence[Packed], loss_fn: LossFn, lr: float) -> float:
+        """One optimizer step on the sum of `loss_fn` over all microbatches of all ranks; returns the gradient norm."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors by Hugging Face name, one at a time, on the CPU and in the published dtype."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Writes model, optimizer and RNG state."""
+        ...
+
+    def load(self, folder: Path) -> None: ...

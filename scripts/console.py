@@ -1,0 +1,139 @@
+"""The live view of a run: on a terminal one picture that is redrawn, elsewhere a line now and then."""
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console as Rich
+from rich.console import Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from buffers import messages as m
+from configs.schema import Config
+
+LINE_EVERY_S = 2.0
+BARS = "▁▂▃▄▅▆▇█"
+
+
+class Console:
+    def __init__(self, config: Config, folder: Path, resume_step: int | None) -> None:
+        self._config, self._folder, self._first_step = config, folder, resume_step or 0
+        self._rich = Rich(highlight=False)
+        self._live = Live(console=self._rich, refresh_per_second=4, transient=True) if self._rich.is_terminal else None
+        self._began = time.monotonic()
+        self._last_line = 0.0
+        self._rewards: list[float] = []
+        self._num_evaluations = 0
+
+    def __enter__(self) -> None:
+        self._rich.print(
+            f"[bold]Slipstream[/] {self._config.mode}, {self._config.algo.name}, task {self._config.task.name}, "
+            f"S = {self._config.bound} ({self._config.staleness.on_late}), {self._config.run.steps} steps of "
+            f"{self._config.learner.groups_per_step} × {self._config.learner.samples_per_prompt} → {self._folder}"
+        )
+        if self._live is not None:
+            self._live.start()
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        self._rich.print(f"{self._clock()}  {text}")
+
+    def show(self, news: m.News) -> None:
+        self._rewards += [record.metrics["reward/mean"] for record in news.records]
+        for evaluation in news.evaluations[self._num_evaluations :]:
+            self.say(
+                f"version {evaluation.version}: held-out reward {evaluation.reward:.3f} ({evaluation.num_prompts} prompts)"
+            )
+        self._num_evaluations = len(news.evaluations)
+        if self._live is not None:
+            self._live.update(self._picture(news.status))
+        elif time.monotonic() - self._last_line > LINE_EVERY_S:
+            self._last_line = time.monotonic()
+            self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True)
+
+    def conclude(self, status: str, news: m.News | None) -> None:
+        if news is not None:
+            self.show(news)
+            self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True)
+        self._rich.print(f"{self._clock()}  {status}. Summary, journal, checkpoints, TensorBoard and logs: {self._folder}")
+        if status == "interrupted":
+            self._rich.print(f"           continue with run.resume={self._folder}")
+
+    def _clock(self) -> str:
+        return str(timedelta(seconds=int(time.monotonic() - self._began))).rjust(8)
+
+    def _left(self, status: m.Status) -> str:
+        done = status.step - self._first_step
+        if not done:
+            return "?"
+        return str(timedelta(seconds=int(status.seconds / done * (self._config.run.steps - status.step))))
+
+    def _line(self, status: m.Status) -> str:
+        if status.version < 0:
+            return f"starting: {status.waiting_for}, {len(status.generators)} of {self._config.generators.count} generators ready"
+        if not self._rewards:
+            return status.waiting_for
+        staleness, seconds = status.staleness, max(status.seconds, 1e-9)
+        mean = sum(k * n for k, n in staleness.items()) / max(1, sum(staleness.values()))
+        return (
+            f"step {status.step}/{self._config.run.steps}  v{status.version}  reward {_recent(self._rewards):.3f}  "
+            f"staleness {mean:.2f} (max {max(staleness, default=0)} of {self._config.bound})  "
+            f"tok/s {status.tokens.total / seconds:,.0f} generated {status.tokens.trained / seconds:,.0f} trained  "
+            f"idle learner {status.learner_idle:.0%} generators {status.generator_idle:.0%}  left {self._left(status)}"
+        )
+
+    def _picture(self, status: m.Status) -> Panel:
+        seconds = max(status.seconds, 1e-9)
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim")
+        table.add_column()
+        rows = {
+            "step": f"{status.step} of {self._config.run.steps}, version {status.version}, {self._left(status)} left",
+            "reward": f"{_recent(self._rewards):.3f}  {_sparkline(self._rewards)}" if self._rewards else "–",
+            "staleness": "  ".join(f"{k}: {share:.0%}" for k, share in _shares(status.staleness).items())
+            + f"   (bound {self._config.bound})",
+            "tokens/s": f"{status.tokens.total / seconds:,.0f} generated, {status.tokens.trained / seconds:,.0f} trained",
+            "idle": f"learner {status.learner_idle:.0%}, generators {status.generator_idle:.0%}",
+            "tokens": _account(status.tokens),
+            "groups": _account(status.groups),
+            "weights": f"{status.weight_updates} updates, {status.weight_bytes / 1e6:,.1f} MB, "
+            f"pause {status.pause_s_mean * 1e3:.1f} ms, {status.digest_mismatches} mismatches",
+            "generators": "  ".join(f"{name} v{report.version}" for name, report in status.generators.items()) or "starting",
+            "waiting": status.waiting_for,
+        }
+        if status.quarantined:
+            group, error = next(reversed(status.quarantined.items()))
+            rows["quarantined"] = f"{len(status.quarantined)} groups; last {group}: {error}"
+        for name, value in rows.items():
+            table.add_row(name, Text(value))
+        bar = ProgressBar(total=self._config.run.steps, completed=status.step)
+        return Panel(Group(bar, table), title=f"{self._folder.name} {self._clock().strip()}", title_align="left")
+
+
+def _recent(rewards: list[float]) -> float:
+    return sum(rewards[-5:]) / len(rewards[-5:])
+
+
+def _sparkline(values: list[float], width: int = 40) -> str:
+    size = max(1, -(-len(values) // width))
+    means = [sum(chunk) / len(chunk) for chunk in (values[i : i + size] for i in range(0, len(values), size))]
+    low, high = min(means), max(means)
+    return "".join(BARS[int((v - low) / (high - low or 1) * (len(BARS) - 1))] for v in means)
+
+
+def _shares(histogram: dict[int, int]) -> dict[int, float]:
+    total = sum(histogram.values()) or 1
+    return {k: n / total for k, n in histogram.items()}
+
+
+def _account(account: m.Account) -> str:
+    parts = {"trained": account.trained, "masked": account.masked, **account.rejected, "in flight": account.in_flight}
+    return f"{account.total:,} = " + " + ".join(f"{n:,} {name}" for name, n in parts.items() if n)

@@ -1,0 +1,143 @@
+"""What a run leaves behind: `summary.json`, rewritten at every step, and TensorBoard's event files.
+
+Definitions: `wall_s` is the driver's time; rates divide by the seconds since version 0 was published; `reward.first` and
+`reward.last` are means over the first and the last (up to) five steps; `idle.learner` is the share of its life that the
+learner waited for batches, `idle.generators` the share of their lives, together, in which engines had nothing to do.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from buffers import messages as m
+from configs.schema import Config
+
+NUM_AVERAGED = 5
+
+
+class Record:
+    """Writer of one run's folder. `take` the news as they come, `close` with how the run ended."""
+
+    def __init__(self, config: Config, folder: Path, resume_step: int | None) -> None:
+        self._config, self._folder, self._first_step = config, folder, resume_step or 0
+        self._began = time.monotonic()
+        self._writer: Any = None
+        self._rewards: list[float] = []
+        self._num_evaluations = 0
+        self._status: m.Status | None = None
+        self._before = self._read_before() if resume_step is not None else {}
+        self.num_steps = 0
+        """Step records taken in so far."""
+
+    def _read_before(self) -> dict[str, Any]:
+        path = self._folder / "summary.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def take(self, news: m.News) -> None:
+        self._status = news.status
+        for record in news.records:
+            self.num_steps += 1
+            self._rewards.append(record.metrics["reward/mean"])
+            self._log(record.step, record.metrics)
+        for evaluation in news.evaluations[self._num_evaluations :]:
+            self._log(evaluation.version, {"eval/reward": evaluation.reward})
+        self._num_evaluations = len(news.evaluations)
+        if news.records:
+            self._log(news.records[-1].step, status_metrics(news.status))
+            self._write("running")
+
+    def close(self, status: str) -> None:
+        if self._status is not None:
+            self._write(status)
+        if self._writer is not None:
+            self._writer.close()
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter  # here: importing torch takes seconds, the roles start meanwhile
+
+            self._writer = SummaryWriter(str(self._folder / "tensorboard"), purge_step=self._first_step, flush_secs=10)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def _write(self, status: str) -> None:
+        assert self._status is not None
+        temporary = self._folder / "summary.json.tmp"
+        temporary.write_text(json.dumps(self.summary(self._status, status), indent=1) + "\n")
+        os.replace(temporary, self._folder / "summary.json")
+
+    def summary(self, news: m.Status, status: str) -> dict[str, Any]:
+        first = self._rewards[:NUM_AVERAGED]
+        last = self._rewards[-NUM_AVERAGED:]
+        tokens, groups = news.tokens, news.groups
+        count = sum(news.staleness.values())
+        seconds = max(news.seconds, 1e-9)
+        return {
+            "mode": str(self._config.mode),
+            "status": status,
+            "steps": news.step,
+            "version": news.version,
+            "wall_s": round(time.monotonic() - self._began + self._before.get("wall_s", 0.0), 3),
+            "reward": {
+                "first": self._before.get("reward", {}).get("first") or mean(first),
+                "last": mean(last),
+            },
+            "tokens": {
+                "generated": tokens.total,
+                "trained": tokens.trained,
+                "masked": tokens.masked,
+                "rejected": tokens.rejected,
+                "in_flight": tokens.in_flight,
+            },
+            "groups": {
+                "leased": groups.total,
+                "trained": groups.trained,
+                "rejected": groups.rejected,
+                "in_flight": groups.in_flight,
+                "trained_twice": news.trained_twice,
+            },
+            "staleness": {
+                "bound": self._config.bound,
+                "max": max(news.staleness, default=0),
+                "mean": sum(k * n for k, n in news.staleness.items()) / count if count else 0.0,
+                "histogram": {str(k): news.staleness.get(k, 0) for k in range(self._config.bound + 1)},
+            },
+            "throughput": {
+                "generated_tokens_per_s": tokens.total / seconds,
+                "trained_tokens_per_s": tokens.trained / seconds,
+                "steps_per_s": (news.step - self._first_step) / seconds,
+            },
+            "idle": {"learner": news.learner_idle, "generators": news.generator_idle},
+            "weights": {
+                "updates": news.weight_updates,
+                "bytes": news.weight_bytes,
+                "pause_s_mean": news.pause_s_mean,
+                "digest_mismatches": news.digest_mismatches,
+            },
+        }
+
+
+def status_metrics(status: m.Status) -> dict[str, float]:
+    """The buffer's side of a step, for TensorBoard."""
+    seconds = max(status.seconds, 1e-9)
+    metrics = {
+        "throughput/generated_tokens_per_s": status.tokens.total / seconds,
+        "throughput/trained_tokens_per_s": status.tokens.trained / seconds,
+        "idle/learner": status.learner_idle,
+        "idle/generators": status.generator_idle,
+        "weights/pause_s_mean": status.pause_s_mean,
+        "weights/digest_mismatches": status.digest_mismatches,
+        "ledger/generated": status.tokens.total,
+        "ledger/trained": status.tokens.trained,
+        "ledger/masked": status.tokens.masked,
+        "ledger/in_flight": status.tokens.in_flight,
+    }
+    metrics |= {f"ledger/rejected_{reason}": count for reason, count in status.tokens.rejected.items()}
+    metrics |= {f"weights/lag_{name}": status.version - report.version for name, report in status.generators.items()}
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,115 @@
+"""The roles as Ray actors: a process each, with its own log file, that never outlives the driver."""
+
+import logging
+import os
+import select
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from configs import load as configs
+from configs.schema import Config
+
+
+class Role:
+    """What all roles share. The constructor runs first in the new process."""
+
+    def __init__(self, name: str, logs: Path, driver_pid: int) -> None:
+        die_with(driver_pid)
+        logs.mkdir(parents=True, exist_ok=True)
+        file = os.open(logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(file, stream.fileno())
+        logging.basicConfig(
+            level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
+        )
+
+
+def die_with(pid: int) -> None:
+    """Ends this process as soon as the process `pid` (on this host) has ended, however it ended."""
+    watched = os.pidfd_open(pid)
+
+    def wait() -> None:
+        select.select([watched], [], [])
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True, name="death-watch").start()
+
+
+@ray.remote(max_concurrency=2)
+class BufferRole(Role):
+    def start(self, config: Config, folder: Path, resume_step: int | None) -> str:
+        """Binds the buffer; returns its address."""
+        from buffers.server import BufferServer
+
+        self.server = BufferServer(config, folder, config_text=configs.to_yaml(config), resume_step=resume_step)
+        return self.server.address
+
+    def run(self) -> None:
+        self.server.run()
+
+    def stop(self) -> None:
+        self.server.stop()
+
+
+@ray.remote
+class GeneratorRole(Role):
+    def run(self, address: str, name: str, seed: int) -> None:
+        from generators.worker import join
+
+        join(address, name, seed).run()
+
+
+@ray.remote
+class LearnerRole(Role):
+    def run(self, config: Config, folder: Path, address: str, rank: int, rendezvous: str, resume_step: int | None) -> None:
+        from learners.learner import start
+
+        start(config, folder, address, rank, rendezvous, resume_step).run()
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Options of each role's actors."""
+
+    buffer: dict[str, Any]
+    learner: dict[str, Any]
+    generator: dict[str, Any]
+
+
+def place(config: Config, num_gpus: float) -> Places:
+    """Divides the GPUs of the cluster: what the configuration does not say is shared out evenly.
+
+    With fewer GPUs than processes, all share them by fraction (see `gpu_memory_fraction`); with none, all run on the CPU.
+    Everything stays on the driver's host: sockets beyond it are not authenticated yet. Raises ValueError when more is
+    asked for than there is.
+    """
+    ranks, engines = config.learner.ranks, config.generators.count
+    even = min(1.0, num_gpus / max(1, ranks + engines)) if num_gpus else 0.0
+    per_rank = even if config.learner.gpus is None else config.learner.gpus
+    per_engine = even if config.generators.gpus is None else config.generators.gpus
+    if ranks * per_rank + engines * per_engine > num_gpus + 1e-6:
+        raise ValueError(
+            f"learner.ranks × learner.gpus + generators.count × generators.gpus must be at most {num_gpus} (the GPUs "
+            f"found), got {ranks} × {per_rank} + {engines} × {per_engine}"
+        )
+    if 0 < per_engine < 1 and 0 < per_rank < 1 and config.generators.gpu_memory_fraction + config.learner.gpu_memory_fraction > 1:
+        raise ValueError(
+            "generators.gpu_memory_fraction + learner.gpu_memory_fraction must be at most 1 where they share a GPU, got "
+            f"{config.generators.gpu_memory_fraction} + {config.learner.gpu_memory_fraction}"
+        )
+    here = {"scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)}
+    restarts = config.generators.max_restarts
+    return Places(
+        buffer={"num_cpus": 0, **here},
+        learner={"num_cpus": 1, "num_gpus": per_rank, **here},
+        generator={
+            "num_cpus": 1, "num_gpus": per_engine, "max_restarts": restarts, "max_task_retries": restarts, **here
+        },
+    )  # fmt: skip

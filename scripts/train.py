@@ -1,0 +1,323 @@
+"""Starts a run, watches it, and ends it.
+
+       ┌───────────────────────────── driver (this process) ─────────────────────────────┐
+       │ composes the configuration, places the roles with Ray, shows and records the run │
+       └──┬──────────────────────┬──────────────────────────────┬────────────────────────┘
+          ▼                      ▼                              ▼
+    Generator.run() × n ──▶ BufferServer.run() ◀──▶ Learner.run() × ranks
+       generators/worker.py    buffers/server.py      learners/learner.py
+          ▲                                                     │
+          └──────────────── sync/: versioned weights ◀──────────┘
+
+Ray starts the processes, divides the GPUs and restarts generators that die; trajectories, weights and control go over
+ZeroMQ and shared memory. The learner is the only finite loop: any other role that ends is an error, and ends the run.
+
+    python scripts/train.py [key=value ...]      --help lists the keys, --cfg prints the composed configuration
+"""
+
+import dataclasses
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from console import Console
+from record import Record
+from roles import BufferRole, GeneratorRole, LearnerRole, place
+
+from buffers import messages as m
+from buffers.client import BufferClient, BufferGone
+from configs import load as configs
+from configs.schema import Config, LearnerKind, Role
+
+KILLED = 130
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM, a second time: the user will not wait."""
+
+
+class Signals:
+    """Remembers a request to stop; the second one does not wait."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            raise Interrupted
+        self.received = signal.Signals(number).name
+
+
+def main(arguments: list[str]) -> int:
+    if "--help" in arguments or "-h" in arguments:
+        print(__doc__, "", *(f"{name}={value}" for name, value in configs.fields().items()), sep="\n")
+        return 0
+    overrides = [argument for argument in arguments if argument != "--cfg"]
+    try:
+        config = configs.load(overrides)
+        if config.run.resume is not None:
+            config = configs.resume(Path(config.run.resume), overrides)
+        if "--cfg" in arguments:
+            print(configs.to_yaml(config), end="")
+            return 0
+        signals = Signals()
+        if config.role is Role.generators:
+            return Fleet(config, signals).drive()
+        config, folder, step = prepare(config)
+    except ValueError as error:
+        print(f"Slipstream cannot start:\n{error}", file=sys.stderr)
+        return 2
+    return Run(config, folder, step, signals).drive()
+
+
+def prepare(config: Config) -> tuple[Config, Path, int | None]:
+    """The run's folder and the step to resume from; makes the tiny model. Raises ValueError for what cannot be."""
+    if config.run.resume is not None:
+        from learners.checkpoint import latest
+
+        folder = Path(config.run.resume)
+        newest = latest(folder / "checkpoints")
+        if newest is None:
+            raise ValueError(f"run.resume must hold a checkpoint, got {folder} without one")
+        step = newest.manifest.step
+        if step >= config.run.steps:
+            raise ValueError(f"run.steps must be above the checkpoint's step ({step}) to resume, got {config.run.steps}")
+        return config, folder, step
+    name = config.run.name or f"{config.task.name.rpartition(':')[2]}-{config.algo.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = Path(config.run.outputs) / name
+    if folder.exists() and any(folder.iterdir()):
+        if not config.run.overwrite:
+            raise ValueError(
+                f"run.name must be new (or set run.overwrite=true, or run.resume={folder} to continue), got {name}, "
+                f"which exists in {config.run.outputs}"
+            )
+        shutil.rmtree(folder)
+    model = resolve_model(config)
+    config = dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, name=name),
+        model=dataclasses.replace(config.model, path=str(model)),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(configs.to_yaml(config))
+    return config, folder, None
+
+
+def resolve_model(config: Config) -> Path:
+    if config.learner.engine is LearnerKind.simulated:
+        return Path("simulated")
+    if config.model.path == "tiny":
+        from learners.tiny import tiny_model
+
+        return tiny_model()
+    path = Path(config.model.path)
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model.path must be a Hugging Face model folder or `tiny`, got {path} without a config.json")
+    return path.resolve()
+
+
+class Run:
+    """One whole run, from the first process to the last."""
+
+    def __init__(self, config: Config, folder: Path, resume_step: int | None, signals: Signals) -> None:
+        self._config, self._folder, self._resume_step, self._signals = config, folder.resolve(), resume_step, signals
+        self._record = Record(config, self._folder, resume_step)
+        self._console = Console(config, self._folder, resume_step)
+        self._refs: dict[Any, str] = {}  # what each `run()` will return -> its role
+
+    def drive(self) -> int:
+        """Consumes the buffer's news, produces the console, `summary.json` and TensorBoard.
+
+        Waits for the roles. Ends when the learner has ended, a role has failed, or the user has asked for it; returns the
+        exit status.
+        """
+        status, news = "failed", None
+        try:
+            with ray_cluster(self._config), self._console:
+                self._console.say("starting the buffer, the learner and the generators")
+                address, stop_buffer = self._launch()
+                client = BufferClient(address, timeout_s=2.0)
+                try:
+                    status, news = self._watch(client)
+                finally:
+                    self._wind_up(client, stop_buffer)
+        except Interrupted:
+            status = "interrupted"
+        except RoleFailed as error:
+            print(f"\n{error}\nThe run has failed. Logs: {self._folder / 'logs'}", file=sys.stderr)
+        finally:
+            self._record.close(status)
+        self._console.conclude(status, news)
+        return {"finished": 0, "interrupted": KILLED}.get(status, 1)
+
+    def _launch(self) -> tuple[str, Any]:
+        import ray
+
+        config, logs = self._config, self._folder / "logs"
+        places = place(config, ray.cluster_resources().get("GPU", 0))
+        buffer = BufferRole.options(**places.buffer).remote("buffer", logs, os.getpid())
+        address = self._get(buffer.start.remote(config, self._folder / "journal", self._resume_step), "buffer")
+        self._refs[buffer.run.remote()] = "buffer"
+        rendezvous = f"tcp://127.0.0.1:{free_port()}"
+        for rank in range(config.learner.ranks):
+            learner = LearnerRole.options(**places.learner).remote(f"learner-{rank}", logs, os.getpid())
+            ref = learner.run.remote(config, self._folder, address, rank, rendezvous, self._resume_step)
+            self._refs[ref] = f"learner-{rank}"
+        for number in range(config.generators.count):
+            name = f"generator-{number}"
+            generator = GeneratorRole.options(**places.generator).remote(name, logs, os.getpid())
+            self._refs[generator.run.remote(address, name, config.run.seed + 1000 + number)] = name
+        self._roles = [buffer, learner]
+        return address, buffer.stop.remote
+
+    def _watch(self, client: BufferClient) -> tuple[str, m.News | None]:
+        """Until the end; returns how it ended, and the last news."""
+        news: m.News | None = None
+        deadline = float("inf")
+        while True:
+            ended = self._ended_roles()
+            if "learner-0" in ended:
+                break
+            if ended and deadline == float("inf"):
+                raise RoleFailed(f"{ended[0]} ended before the learner did")
+            if self._signals.received and deadline == float("inf"):
+                self._console.say(f"{self._signals.received}: stopping after the step under way (again: at once)")
+                client.post(m.Stop(reason=self._signals.received))
+                deadline = time.monotonic() + self._config.run.stop_timeout_s
+            if time.monotonic() > deadline:
+                self._console.say("the roles did not stop in time and are killed")
+                return "interrupted", news
+            try:
+                news = client.call(m.Watch(after=self._record.num_steps, wait_s=0.25), m.News)
+            except BufferGone:
+                continue  # its role has ended, or will be heard again
+            self._record.take(news)
+            self._console.show(news)
+        news = client.call(m.Watch(after=self._record.num_steps, wait_s=0.0), m.News)
+        self._record.take(news)
+        return ("interrupted" if self._signals.received else "finished"), news
+
+    def _ended_roles(self) -> list[str]:
+        import ray
+
+        ready, _ = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0)
+        names = []
+        for ref in ready:
+            name = self._refs.pop(ref)
+            self._get(ref, name)
+            names.append(name)
+        return names
+
+    def _wind_up(self, client: BufferClient, stop_buffer: Any) -> None:
+        """Lets the generators leave by themselves, then the buffer; whoever is too slow is killed with the cluster."""
+        import ray
+
+        client.post(m.Stop(reason="the run is over"))
+        patience = time.monotonic() + 3.0
+        generators = [ref for ref, name in self._refs.items() if name.startswith("generator")]
+        ray.wait(generators, num_returns=len(generators), timeout=3.0) if generators else None
+        stop_buffer()
+        buffers = [ref for ref, name in self._refs.items() if name == "buffer"]
+        ray.wait(buffers, timeout=max(0.5, patience - time.monotonic())) if buffers else None
+        client.close()
+
+    def _get(self, ref: Any, name: str) -> Any:
+        import ray
+
+        try:
+            return ray.get(ref)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, ValueError):
+                raise RoleFailed(f"{name}: {cause}") from error
+            raise RoleFailed(f"{name} has failed:\n{error.traceback_str}") from error
+        except ray.exceptions.RayError as error:
+            tail = "".join(last_lines(self._folder / "logs" / f"{name}.log"))
+            raise RoleFailed(f"{name} has died: {type(error).__name__}. The end of its log:\n{tail}") from error
+
+
+class Fleet:
+    """Generators that join a run which another command has started."""
+
+    def __init__(self, config: Config, signals: Signals) -> None:
+        self._config, self._signals = config, signals
+
+    def drive(self) -> int:
+        """Consumes nothing itself; waits for the generators. Ends when the run does, or when the user asks for it."""
+        import ray
+
+        address = self._config.buffer.address
+        logs = Path(self._config.run.outputs).resolve() / f"fleet-{socket.gethostname()}-{os.getpid()}" / "logs"
+        with ray_cluster(self._config):
+            places = place(self._config, ray.cluster_resources().get("GPU", 0))
+            refs = []
+            for number in range(self._config.generators.count):
+                name = f"{socket.gethostname()}-{os.getpid()}-{number}"
+                role = GeneratorRole.options(**places.generator).remote(name, logs, os.getpid())
+                refs.append(role.run.remote(address, name, hash(name) % 2**31))
+            print(f"{len(refs)} generators join {address}; logs in {logs}")
+            while refs and not self._signals.received:
+                done, refs = ray.wait(refs, timeout=0.5)
+                for ref in done:
+                    try:
+                        ray.get(ref)
+                    except ray.exceptions.RayError as error:
+                        print(error, file=sys.stderr)
+                        return 1
+        print("the run is over" if not refs else f"{self._signals.received}: the generators have left")
+        return 0
+
+
+class RoleFailed(RuntimeError):
+    """A role has ended that should not have."""
+
+
+@contextmanager
+def ray_cluster(config: Config) -> Iterator[None]:
+    """A Ray cluster inside this run, or the one at `cluster.address`."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # our roles are actors: idle workers only cost start-up
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    if config.cluster.address is None:
+        num_roles = 1 + config.learner.ranks + config.generators.count
+        own = {"num_cpus": num_roles, "include_dashboard": False, "object_store_memory": 80 << 20}
+        ray.init(address="local", **own, **quiet)
+    else:
+        ray.init(address=config.cluster.address, **quiet)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def last_lines(path: Path, number: int = 30) -> list[str]:
+    return path.read_text(errors="replace").splitlines(keepends=True)[-number:] if path.exists() else []
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except Interrupted:
+        traceback.print_exc(limit=0)
+        sys.exit(KILLED)
