@@ -77,7 +77,9 @@ class BufferClient:
             for answer in self.receive(left):
                 if answer.number == number:
                     return answer.reply, answer.payload
-        raise BufferGone(f"no answer from the buffer at {self.address} to {type(request).__name__} in {self._timeout_s} s")
+        raise BufferGone(
+            f"no answer from the buffer at {self.address} to {type(request).__name__} in {self._timeout_s} s"
+        )
 
     def close(self) -> None:
         self._socket.close()

@@ -308,11 +308,15 @@ class LeaseBook:
             and group.accepted is None
             and group.due <= step
         )
-        num_complete = sum(len(v) for due, v in self._complete.items() if due == step or self.terms.on_late is OnLate.mask)
+        num_complete = sum(
+            len(v) for due, v in self._complete.items() if due == step or self.terms.on_late is OnLate.mask
+        )
         have = f"step {step} has {num_complete} of {self.terms.groups_per_step} groups"
         if not missing:
             return f"{have}; no generator holds a lease for it"
-        holders = ", ".join(f"{name} ({sum(1 for n, _ in missing if n == name)})" for name in sorted({n for n, _ in missing}))
+        holders = ", ".join(
+            f"{name} ({sum(1 for n, _ in missing if n == name)})" for name in sorted({n for n, _ in missing})
+        )
         return f"{have}; leased to {holders}, the oldest is group {min(g for _, g in missing)}"
 
     # ---- restart

@@ -265,9 +265,7 @@ class Refused(Struct):
     reason: str
 
 
-Request = (
-    Join | Ask | Heartbeat | Submit | Evaluated | Fail | Next | Publish | Consumed | Finish | Watch | Stop
-)
+Request = Join | Ask | Heartbeat | Submit | Evaluated | Fail | Next | Publish | Consumed | Finish | Watch | Stop
 Reply = Welcome | Work | Standing | Receipt | Batch | NotYet | Over | Done | News | Refused
 
 encoder = msgspec.msgpack.Encoder()

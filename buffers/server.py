@@ -277,9 +277,7 @@ class BufferServer:
         return self._evaluations.lease(next(self._lease_ids), now) or self.book.lease(generator, now)
 
     def _work(self, leases: list[m.Lease]) -> m.Work:
-        return m.Work(
-            leases=leases, version=self.book.version, weights=self._weights, ended=self._stopping is not None
-        )
+        return m.Work(leases=leases, version=self.book.version, weights=self._weights, ended=self._stopping is not None)
 
     def _heartbeat(self, beat: m.Heartbeat, now: float) -> m.Standing:
         lives = self._reports.setdefault(beat.generator, [_no_report()])
@@ -341,7 +339,9 @@ class BufferServer:
             if sweep.rewards:
                 mean = float(np.mean(sweep.rewards))
                 self._scores.append(
-                    m.Evaluation(version=sweep.version, time=self._seconds(), reward=mean, num_prompts=len(sweep.rewards))
+                    m.Evaluation(
+                        version=sweep.version, time=self._seconds(), reward=mean, num_prompts=len(sweep.rewards)
+                    )
                 )
                 log.info("version %d scores %.3f on %d held-out prompts", sweep.version, mean, len(sweep.rewards))
         return "accepted"
@@ -404,10 +404,14 @@ class BufferServer:
             counts[group] = (trained, excluded)
             self._staleness.update(by_staleness)
         num_trained = sum(trained for trained, _ in counts.values())
-        assert num_trained == request.num_trained, f"learner trained {request.num_trained} tokens, buffer counts {num_trained}"
+        assert num_trained == request.num_trained, (
+            f"learner trained {request.num_trained} tokens, buffer counts {num_trained}"
+        )
         num_excluded = sum(excluded for _, excluded in counts.values())
         if num_excluded and self._config.staleness.on_late is not OnLate.mask:
-            log.error("step %d: %d tokens were beyond the staleness bound and masked (a defect)", request.step, num_excluded)
+            log.error(
+                "step %d: %d tokens were beyond the staleness bound and masked (a defect)", request.step, num_excluded
+            )
         self.book.consume(request.step, counts)
         assert self.ledger.closes(), f"the ledger does not close after step {request.step}: {vars(self.ledger)}"
         self._journal.note(Trained(request.step, groups))
@@ -516,5 +520,12 @@ def _count(batch: pa.RecordBatch, step: int, bound: int) -> tuple[int, int, dict
 
 def _no_report() -> m.GeneratorReport:
     return m.GeneratorReport(
-        version=-1, idle_s=0.0, alive_s=0.0, sampled_tokens=0, updates=0, update_bytes=0, pause_s=0.0, digest_mismatches=0
+        version=-1,
+        idle_s=0.0,
+        alive_s=0.0,
+        sampled_tokens=0,
+        updates=0,
+        update_bytes=0,
+        pause_s=0.0,
+        digest_mismatches=0,
     )

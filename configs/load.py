@@ -34,6 +34,24 @@ def parse(text: str) -> Config:
     return check(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
 
 
+def resume(folder: Path, overrides: Sequence[str]) -> Config:
+    """The configuration of the run in `folder`, with overrides on top. Refuses changes that its journal cannot bear."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"run.resume must be the folder of a run, got {folder} without a config.yaml")
+    saved = OmegaConf.create(path.read_text())
+    if groups := [
+        o for o in overrides if "." not in o.partition("=")[0] and o.partition("=")[0] not in ("mode", "role")
+    ]:
+        raise ValueError(f"a resumed run takes single keys only, got {groups}")
+    config = check(OmegaConf.merge(OmegaConf.structured(Config), saved, OmegaConf.from_dotlist(list(overrides))))
+    for key in ("run.seed", "task.name", "learner.groups_per_step", "learner.samples_per_prompt"):
+        before, now = OmegaConf.select(saved, key), OmegaConf.select(OmegaConf.structured(config), key)
+        if before != now:
+            raise ValueError(f"{key} must stay {before} in a resumed run (its journal is made so), got {now}")
+    return config
+
+
 def check(composed: DictConfig) -> Config:
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
@@ -65,7 +83,11 @@ def fields() -> dict[str, object]:
 def _unknown(overrides: Sequence[str]) -> list[str]:
     """A problem for each override whose key no field or group has, with the names that come nearest."""
     names = fields()
-    known = {*names, *(name.rpartition(".")[0] for name in names), *(p.parent.name for p in FOLDER.glob("*/*.yaml"))} - {""}
+    known = {
+        *names,
+        *(name.rpartition(".")[0] for name in names),
+        *(p.parent.name for p in FOLDER.glob("*/*.yaml")),
+    } - {""}
     problems = []
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0].partition("@")[0]

@@ -11,7 +11,6 @@ from enum import StrEnum
 from ipaddress import ip_address
 from typing import Any
 
-
 Mode = StrEnum("Mode", {"async": "async", "on_policy": "on_policy"})
 """`on_policy` is the synchronous baseline: S = 0, whatever `staleness.max_versions` says; same code."""
 
@@ -222,7 +221,11 @@ class SamplingConfig:
 
     def problems(self) -> list[str]:
         found = positive(
-            **{"sampling.temperature": self.temperature, "sampling.max_tokens": self.max_tokens, "sampling.top_p": self.top_p}
+            **{
+                "sampling.temperature": self.temperature,
+                "sampling.max_tokens": self.max_tokens,
+                "sampling.top_p": self.top_p,
+            }
         )
         truncated = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
         if truncated and not self.accept_truncation_bias:

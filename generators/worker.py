@@ -327,7 +327,10 @@ def make_engine(config: Config, seed: int) -> Engine:
 
         simulated = config.generators.simulated
         return SimulatedEngine(
-            tokens_per_s=simulated.tokens_per_s, slots=simulated.slots, mean_tokens=simulated.mean_tokens, cv=simulated.cv
+            tokens_per_s=simulated.tokens_per_s,
+            slots=simulated.slots,
+            mean_tokens=simulated.mean_tokens,
+            cv=simulated.cv,
         )
     from generators.vllm_engine import VllmEngine  # here, because importing vLLM takes seconds and changes torch
 

@@ -63,7 +63,9 @@ class Console:
         if news is not None:
             self.show(news)
             self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True)
-        self._rich.print(f"{self._clock()}  {status}. Summary, journal, checkpoints, TensorBoard and logs: {self._folder}")
+        self._rich.print(
+            f"{self._clock()}  {status}. Summary, journal, checkpoints, TensorBoard and logs: {self._folder}"
+        )
         if status == "interrupted":
             self._rich.print(f"           continue with run.resume={self._folder}")
 
@@ -106,7 +108,8 @@ class Console:
             "groups": _account(status.groups),
             "weights": f"{status.weight_updates} updates, {status.weight_bytes / 1e6:,.1f} MB, "
             f"pause {status.pause_s_mean * 1e3:.1f} ms, {status.digest_mismatches} mismatches",
-            "generators": "  ".join(f"{name} v{report.version}" for name, report in status.generators.items()) or "starting",
+            "generators": "  ".join(f"{name} v{report.version}" for name, report in status.generators.items())
+            or "starting",
             "waiting": status.waiting_for,
         }
         if status.quarantined:

@@ -56,7 +56,9 @@ class Record:
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # here: importing torch takes seconds, the roles start meanwhile
+            from torch.utils.tensorboard import (
+                SummaryWriter,
+            )  # here: importing torch takes seconds, the roles start meanwhile
 
             self._writer = SummaryWriter(str(self._folder / "tensorboard"), purge_step=self._first_step, flush_secs=10)
         for name, value in metrics.items():

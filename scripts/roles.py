@@ -68,7 +68,9 @@ class GeneratorRole(Role):
 
 @ray.remote
 class LearnerRole(Role):
-    def run(self, config: Config, folder: Path, address: str, rank: int, rendezvous: str, resume_step: int | None) -> None:
+    def run(
+        self, config: Config, folder: Path, address: str, rank: int, rendezvous: str, resume_step: int | None
+    ) -> None:
         from learners.learner import start
 
         start(config, folder, address, rank, rendezvous, resume_step).run()
@@ -99,7 +101,11 @@ def place(config: Config, num_gpus: float) -> Places:
             f"learner.ranks × learner.gpus + generators.count × generators.gpus must be at most {num_gpus} (the GPUs "
             f"found), got {ranks} × {per_rank} + {engines} × {per_engine}"
         )
-    if 0 < per_engine < 1 and 0 < per_rank < 1 and config.generators.gpu_memory_fraction + config.learner.gpu_memory_fraction > 1:
+    if (
+        0 < per_engine < 1
+        and 0 < per_rank < 1
+        and config.generators.gpu_memory_fraction + config.learner.gpu_memory_fraction > 1
+    ):
         raise ValueError(
             "generators.gpu_memory_fraction + learner.gpu_memory_fraction must be at most 1 where they share a GPU, got "
             f"{config.generators.gpu_memory_fraction} + {config.learner.gpu_memory_fraction}"

@@ -93,7 +93,9 @@ def prepare(config: Config) -> tuple[Config, Path, int | None]:
             raise ValueError(f"run.resume must hold a checkpoint, got {folder} without one")
         step = newest.manifest.step
         if step >= config.run.steps:
-            raise ValueError(f"run.steps must be above the checkpoint's step ({step}) to resume, got {config.run.steps}")
+            raise ValueError(
+                f"run.steps must be above the checkpoint's step ({step}) to resume, got {config.run.steps}"
+            )
         return config, folder, step
     name = config.run.name or f"{config.task.name.rpartition(':')[2]}-{config.algo.name}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(config.run.outputs) / name
@@ -288,7 +290,9 @@ class RoleFailed(RuntimeError):
 def ray_cluster(config: Config) -> Iterator[None]:
     """A Ray cluster inside this run, or the one at `cluster.address`."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # our roles are actors: idle workers only cost start-up
+    os.environ.setdefault(
+        "RAY_prestart_worker_first_driver", "0"
+    )  # our roles are actors: idle workers only cost start-up
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 

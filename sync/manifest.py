@@ -1,6 +1,11 @@
-"""What a version's weights are: name, dtype, shape, place and digest of each tensor, and one digest over all."""
+"""What a version's weights are: name, dtype, shape and digest of each tensor, their file, and one digest over all."""
+
+from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
+import torch
+import xxhash
 
 
 class DigestMismatch(RuntimeError):
@@ -24,7 +29,30 @@ class Manifest(msgspec.Struct, frozen=True, tag=True):
     path: str
     """Safetensors file, complete and immutable."""
     num_bytes: int
+    """Size of that file."""
     tensors: tuple[TensorEntry, ...]
     """In the file's order."""
     digest: str
     """xxh3-128 over (name, dtype, shape, digest) of all tensors in order, hex."""
+
+    @property
+    def locator(self) -> str:
+        """The manifest's own file, beside the snapshot: what is announced, and what `read_manifest` takes."""
+        return str(Path(self.path).with_suffix(".json"))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's bytes; without a copy where it is contiguous and on the CPU."""
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(raw_bytes(tensor))
+
+
+def whole_digest(tensors: Iterable[TensorEntry]) -> str:
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(list(tensors)))

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Asynchronous against on-policy training on the same work: a table, a plot, and with --json FILE the figures.
+#   scripts/benchmark.sh --help
+set -euo pipefail
+. "$(dirname "$0")/env.sh"
+exec python "$(dirname "$0")/benchmark.py" "$@"

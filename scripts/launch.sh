@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Trains: prepares the environment (once), makes the tiny model (once), starts buffer, generators and learner.
+#   scripts/launch.sh                                      the tiny model learns arithmetic, on CPU or GPU
+#   scripts/launch.sh +experiment=smoke                    the same, short
+#   scripts/launch.sh mode=on_policy                       the synchronous baseline
+#   scripts/launch.sh staleness.max_versions=4 generators.count=3
+#   scripts/launch.sh run.resume=outputs/NAME              goes on from the newest checkpoint
+#   scripts/launch.sh role=generators buffer.address=tcp://127.0.0.1:PORT    more generators join a run
+#   scripts/launch.sh --help                               every key and its default
+set -euo pipefail
+. "$(dirname "$0")/env.sh"
+exec python "$(dirname "$0")/train.py" "$@"

@@ -1,0 +1,295 @@
+"""The buffer over real sockets: what it gives out, takes in, refuses and remembers."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from buffers import messages as m
+from buffers.client import BufferClient, RefusedByBuffer
+from buffers.journal import Journal, Rejected, Trained, read_events, read_groups
+from buffers.server import BufferServer, Stuck
+from buffers.trajectory import SCHEMA, Malformed, Trajectory, check_group, decode, encode, to_batch
+from configs.load import load
+from configs.schema import Config, Durability
+
+SMALL = ["learner.groups_per_step=2", "learner.samples_per_prompt=2", "run.steps=4", "eval.prompts=0"]
+
+
+def group_of(lease: m.Lease, version: int = 0, **changes: object) -> list[Trajectory]:
+    fields: dict[str, object] = {
+        "tokens": [5, 6, 7], "sampled": [False, True, True], "logprobs": [0.0, -0.5, -1.0], "versions": [-1, version, version],
+        "reward": 1.0, "rewards": {"correct": 1.0}, "finish_reason": "stop", "generator": "g", "started_at": 1.0,
+        "finished_at": 2.0, "group": lease.group, "due": lease.due, "prompt_id": lease.index, "task": lease.task,
+    }  # fmt: skip
+    return [Trajectory(sample=i, **{**fields, **changes}) for i in range(lease.num_samples)]  # type: ignore[arg-type]
+
+
+class Harness:
+    """A buffer in a thread, and a client."""
+
+    def __init__(self, config: Config, folder: Path, resume_step: int | None = None) -> None:
+        self.server = BufferServer(config, folder, config_text="text", resume_step=resume_step)
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+        self.client = BufferClient(self.server.address, timeout_s=5.0)
+
+    def _run(self) -> None:
+        try:
+            self.server.run()
+        except Stuck as error:
+            self.error = error
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.stop()
+        self.thread.join(timeout=5)
+        assert not self.thread.is_alive()
+
+    def publish(self, version: int) -> None:
+        self.client.call(m.Publish(version=version, weights=f"w{version}"), m.Done)
+
+    def ask(self, count: int = 100) -> list[m.Lease]:
+        return self.client.call(m.Ask(generator="g", count=count, wait_s=0.2), m.Work).leases
+
+    def submit(self, lease: m.Lease, payload: pa.Buffer | None = None) -> str:
+        data = encode(to_batch(group_of(lease))) if payload is None else payload
+        number = self.client.post(m.Submit(generator="g", lease=lease.id), data)
+        return next(a.reply.verdict for a in self.client.receive(5.0) if a.number == number)
+
+    def train(self, step: int) -> list[int]:
+        batch, payload = self.client.exchange(m.Next(step=step, wait_s=1.0), wait_s=1.0)
+        assert isinstance(batch, m.Batch) and payload is not None, batch
+        rows = pa.ipc.open_stream(payload).read_all()
+        assert sorted(set(rows.column("group").to_pylist())) == batch.groups
+        done = m.Consumed(step=step, num_trained=2 * rows.num_rows, idle_s=0, alive_s=1, metrics={})
+        self.client.call(done, m.Done)
+        return batch.groups
+
+    def status(self) -> m.Status:
+        return self.client.call(m.Watch(after=0, wait_s=0.0), m.News).status
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Callable[..., Harness]]:
+    running: list[Harness] = []
+
+    def start(*overrides: str, resume_step: int | None = None) -> Harness:
+        running.append(Harness(load([*SMALL, *overrides]), tmp_path / "journal", resume_step))
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.close()
+
+
+def test_groups_flow_from_lease_to_batch_and_the_ledger_closes(harness: Callable[..., Harness]) -> None:
+    run = harness("staleness.max_versions=1")
+    assert run.ask() == [], "no lease before version 0"
+    run.publish(0)
+    leases = run.ask()
+    assert [lease.group for lease in leases] == [0, 1, 2, 3]
+    assert all(run.submit(lease) == "accepted" for lease in reversed(leases))
+    assert run.submit(leases[0]) == "accepted", "sent again"
+    assert run.train(0) == [0, 1]
+    assert run.train(1) == [2, 3]
+    status = run.status()
+    assert (status.tokens.total, status.tokens.trained, status.tokens.in_flight) == (16, 16, 0)
+    assert (status.groups.total, status.groups.trained) == (4, 4)
+    assert status.staleness == {0: 8, 1: 8}
+
+
+def test_each_generator_that_waits_gets_an_even_share(harness: Callable[..., Harness]) -> None:
+    run = harness("learner.groups_per_step=8", "staleness.max_versions=0")
+    numbers = [run.client.post(m.Ask(generator=f"g{i}", count=8, wait_s=5.0)) for i in range(2)]
+    run.client.call(m.Watch(after=0, wait_s=0.2), m.News, wait_s=1)
+    run.client.post(m.Publish(version=0, weights="w"))
+    answers = {}
+    while len(answers) < 3:
+        answers |= {a.number: a.reply for a in run.client.receive(5.0)}
+    assert [len(answers[number].leases) for number in numbers] == [4, 4]
+
+
+MALFORMED = {
+    "no arrow at all": lambda lease: pa.py_buffer(b"\x80\x04K\x00."),
+    "cut": lambda lease: encode(to_batch(group_of(lease)))[:-100],
+    "another group's": lambda lease: encode(to_batch(group_of(lease, group=99))),
+    "too few samples": lambda lease: encode(to_batch(group_of(lease)[:1])),
+    "a reward that is NaN": lambda lease: encode(to_batch(group_of(lease, reward=float("nan")))),
+    "logprobs that are infinite": lambda lease: encode(to_batch(group_of(lease, logprobs=[0.0, -float("inf"), -1.0]))),
+    "logprobs of another length": lambda lease: encode(to_batch(group_of(lease, logprobs=[0.0, -1.0]))),
+    "a version not yet published": lambda lease: encode(to_batch(group_of(lease, version=3))),
+    "no tokens": lambda lease: encode(to_batch(group_of(lease, tokens=[], sampled=[], logprobs=[], versions=[]))),
+    "another schema": lambda lease: encode(pa.RecordBatch.from_pydict({"group": [lease.group]})),
+    "another schema version": lambda lease: encode(
+        to_batch(group_of(lease)).replace_schema_metadata({"slipstream.schema": "0"})
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", MALFORMED)
+def test_a_broken_group_is_refused_counted_and_made_again(harness: Callable[..., Harness], damage: str) -> None:
+    run = harness("staleness.max_versions=0")
+    run.publish(0)
+    first, second = run.ask()
+    assert run.submit(first, MALFORMED[damage](first)) == "failed"
+    assert run.submit(second) == "accepted"
+    (again,) = run.ask()
+    assert again.group == first.group and again.id != first.id
+    assert run.submit(again) == "accepted"
+    assert run.train(0) == [0, 1]
+    status = run.status()
+    assert status.groups.rejected["failed"] == 1 and status.groups.trained == 2
+
+
+def test_a_group_that_fails_for_good_is_quarantined_with_its_error_and_the_run_goes_on(
+    harness: Callable[..., Harness],
+) -> None:
+    run = harness("staleness.max_versions=0", "buffer.max_attempts=2")
+    run.publish(0)
+    lease, other = run.ask()
+    run.submit(other)
+    for _ in range(2):
+        run.client.call(m.Fail(generator="g", lease=lease.id, num_tokens=3, error="KeyError: 'x'"), m.Receipt)
+        (lease,) = run.ask()
+    assert lease.group == 2, "a fresh prompt takes the place"
+    run.submit(lease)
+    assert run.train(0) == [1, 2]
+    status = run.status()
+    assert status.quarantined == {0: "KeyError: 'x'"} and status.tokens.rejected["failed"] == 6
+
+
+def test_dynamic_sampling_refills_groups_whose_rewards_are_all_equal(harness: Callable[..., Harness]) -> None:
+    run = harness("staleness.max_versions=0", "algo=dapo")
+    run.publish(0)
+    first, second = run.ask()
+    mixed = [group_of(second)[0], group_of(second, reward=0.0)[1]]
+    assert run.submit(first) == "zero_variance"
+    assert run.submit(second, encode(to_batch(mixed))) == "accepted"
+    (refill,) = run.ask()
+    assert (refill.group, refill.due) == (2, 0)
+    assert run.submit(refill, encode(to_batch([group_of(refill)[0], group_of(refill, reward=0.0)[1]]))) == "accepted"
+    assert run.train(0) == [1, 2]
+    assert run.status().tokens.rejected["zero_variance"] == 4
+
+
+def test_rubbish_is_answered_and_never_stops_the_server(harness: Callable[..., Harness]) -> None:
+    run = harness()
+    run.client._socket.send(b"one frame")
+    run.client._socket.send_multipart([b"n", b"\xff\xfe rubbish"])
+    run.client._socket.send_multipart([b"\x07" + bytes(7), b"\x81\xa4type\xa4Nope"])
+    with pytest.raises(RefusedByBuffer, match="must be the one handed out"):
+        run.client.call(m.Consumed(step=3, num_trained=0, idle_s=0, alive_s=0, metrics={}), m.Done)
+    run.publish(0)
+    with pytest.raises(RefusedByBuffer, match="version must be above 0, got 0"):
+        run.publish(0)
+
+
+def test_a_stopped_run_tells_everyone_that_it_is_over(harness: Callable[..., Harness]) -> None:
+    run = harness()
+    run.publish(0)
+    run.client.call(m.Stop(reason="SIGINT"), m.Done)
+    assert run.client.call(m.Ask(generator="g", count=1, wait_s=5.0), m.Work).ended
+    over, _ = run.client.exchange(m.Next(step=0, wait_s=5.0))
+    assert over == m.Over(reason="SIGINT")
+
+
+def test_a_wait_without_end_is_named_and_ends_the_run(harness: Callable[..., Harness]) -> None:
+    run = harness("buffer.watchdog_s=0.2", "staleness.max_versions=0")
+    run.publish(0)
+    run.ask(count=1)
+    waiting, _ = run.client.exchange(m.Next(step=0, wait_s=0.1))
+    assert waiting == m.NotYet(
+        waiting_for="the learner waits: step 0 has 0 of 2 groups; leased to g (1), the oldest is group 0"
+    )
+    run.client.post(m.Next(step=0, wait_s=5.0))
+    run.thread.join(timeout=5)
+    assert isinstance(run.error, Stuck) and "leased to g (1)" in str(run.error)
+
+
+def test_a_taken_port_is_refused_with_its_address(harness: Callable[..., Harness], tmp_path: Path) -> None:
+    run = harness()
+    with pytest.raises(ValueError, match=f"buffer.address must be free, got {run.server.address}"):
+        BufferServer(load([*SMALL, f"buffer.address={run.server.address}"]), tmp_path / "other")
+
+
+def test_evaluation_is_leased_first_averaged_and_kept_off_the_ledger(harness: Callable[..., Harness]) -> None:
+    run = harness("eval.prompts=3", "staleness.max_versions=0")
+    run.publish(0)
+    leases = run.ask(count=4)
+    assert [lease.split for lease in leases] == ["eval"] * 3 + ["train"]
+    for lease, reward in zip(leases, (1.0, 0.0, 0.5), strict=False):
+        run.client.call(m.Evaluated(generator="g", lease=lease.id, reward=reward), m.Receipt)
+    news = run.client.call(m.Watch(after=0, wait_s=0.0), m.News)
+    assert [(e.version, e.reward, e.num_prompts) for e in news.evaluations] == [(0, 0.5, 3)]
+    assert news.status.groups.total == 1
+
+
+def test_a_restart_at_a_checkpoint_hands_out_the_same_groups_and_the_same_ledger(
+    harness: Callable[..., Harness],
+) -> None:
+    run = harness("staleness.max_versions=1")
+    run.publish(0)
+    for lease in run.ask():
+        run.submit(lease)
+    handed = [run.train(0)]
+    run.publish(1)
+    for lease in run.ask()[:1]:
+        run.submit(lease)
+    handed.append(run.train(1))
+    before = run.status()
+    run.close()
+    again = harness("staleness.max_versions=1", resume_step=1)
+    again.publish(1)
+    assert again.train(1) == handed[1]
+    again.publish(2)
+    after = again.status()
+    assert after.tokens.trained == before.tokens.trained and after.groups.trained == before.groups.trained
+    assert [lease.group for lease in again.ask()] == [5, 6, 7], "group 4 is in the journal"
+
+
+@pytest.mark.parametrize("durability", Durability)
+def test_the_journal_reads_back_what_was_written_and_cuts_a_torn_tail(tmp_path: Path, durability: Durability) -> None:
+    lease = m.Lease(id=1, split="train", task="t", index=0, seed=0, group=0, due=0, floor=0, num_samples=2)
+    batches = [to_batch(group_of(lease, group=g)) for g in range(6)]
+    journal = Journal(tmp_path, durability, segment_bytes=1)
+    for batch in batches[:3]:
+        journal.append(decode(memoryview(encode(batch))))
+        journal.commit()
+    journal.note(Trained(0, [0, 1]))
+    journal.note(Rejected(2, "zero_variance"))
+    journal.close()
+    open_end = Journal(tmp_path, durability, segment_bytes=1 << 20)
+    for batch in batches[3:]:
+        open_end.append(batch)
+    open_end.commit()
+    open_end._segment[0].flush()  # type: ignore[index]
+    assert list(read_groups(tmp_path)) == batches
+    segment = sorted(tmp_path.glob("*.arrow"))[-1]
+    whole = segment.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) * 5 // 6] ^= 1
+    for damaged, kept in ((whole[:-9], 5), (bytes(flipped), 5), (b"", 3), (whole[:4], 3)):
+        segment.write_bytes(damaged)
+        assert len(list(read_groups(tmp_path))) >= kept - 2
+        assert list(read_groups(tmp_path)) == batches[: len(list(read_groups(tmp_path)))], "never a wrong row"
+    (tmp_path / "steps.jsonl").write_bytes((tmp_path / "steps.jsonl").read_bytes() + b'{"type":"Trai')
+    assert list(read_events(tmp_path)) == [Trained(0, [0, 1]), Rejected(2, "zero_variance")]
+
+
+def test_a_closed_segment_opens_with_stock_pyarrow(tmp_path: Path) -> None:
+    lease = m.Lease(id=1, split="train", task="t", index=0, seed=0, group=0, due=0, floor=0, num_samples=2)
+    journal = Journal(tmp_path, Durability.os, segment_bytes=1)
+    journal.append(to_batch(group_of(lease)))
+    journal.commit()
+    table = pa.ipc.open_file(str(next(tmp_path.glob("*.arrow")))).read_all()
+    assert table.schema == SCHEMA and table.num_rows == 2
+
+
+def test_check_group_names_the_rule_that_is_broken() -> None:
+    lease = m.Lease(id=1, split="train", task="t", index=0, seed=0, group=4, due=2, floor=0, num_samples=2)
+    with pytest.raises(Malformed, match="group 4: reward must be finite, got nan for sample 0"):
+        check_group(to_batch(group_of(lease, reward=float("nan"))), group=4, due=2, num_samples=2, newest_version=0)
