@@ -1,0 +1,149 @@
+"""The simulated engine: it keeps time like a real one and computes nothing. For benchmarks of overlap."""
+
+import heapq
+import math
+import random
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from generators.engine import Completion, Sample
+from sync.manifest import Manifest
+
+TOKEN = 1
+"""What every simulated token is."""
+
+
+@dataclass(slots=True, order=True)
+class Decoding:
+    """A sample in a slot. Token i of it, counted from 1, is decoded at `started_at + i / rate`."""
+
+    ends_at: float
+    order: int
+    sample: Sample = field(compare=False)
+    num_tokens: int = field(compare=False)
+    started_at: float = field(compare=False)
+
+
+class SimulatedEngine:
+    """`generators.engine.Engine` in real time: `slots` samples decode side by side at `tokens_per_s` each, others queue.
+
+    Time is kept exactly: a sample ends num_tokens / tokens_per_s after it got its slot, and its slot passes to the next
+    at that very moment, however late anybody asks. Lengths are lognormal with mean `mean_tokens` and coefficient of
+    variation `cv`, cut at 8 × the mean and at the sample's `max_tokens`, and drawn from the sample's seed.
+    Every log-probability is 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokens_per_s: float,
+        slots: int,
+        mean_tokens: float,
+        cv: float,
+        patience_s: float = 0.005,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`patience_s`: the longest that a step sleeps, so that the caller gets round to weights and leases."""
+        self.version: int | None = None
+        self._rate, self._slots, self._patience_s = tokens_per_s, slots, patience_s
+        self._sigma = math.sqrt(math.log1p(cv**2))
+        self._mean_tokens = mean_tokens
+        self._clock, self._sleep = clock, sleep
+        self._decoding: list[Decoding] = []
+        """A heap: the first to end is first."""
+        self._waiting: deque[Sample] = deque()
+        self._ended: list[Completion] = []
+        """Over, but not yet handed out by `step`."""
+        self._loaded_at: list[float] = []
+        self._versions: list[int] = []
+        """Every version taken up, beside the time of it."""
+        self._order = 0
+
+    def add(self, sample: Sample) -> None:
+        assert self.version is not None, "load must be called before the first sample"
+        now = self._advance()
+        self._waiting.append(sample)
+        self._fill(now)
+
+    def abort(self, ids: list[str]) -> list[Completion]:
+        now, unwanted = self._advance(), set(ids)
+        aborted = [self._completion(d, self._num_decoded(d, now), "abort") for d in self._decoding if d.sample.id in unwanted]
+        aborted += [_completion(sample, [], "abort") for sample in self._waiting if sample.id in unwanted]
+        self._decoding = [d for d in self._decoding if d.sample.id not in unwanted]
+        heapq.heapify(self._decoding)
+        self._waiting = deque(sample for sample in self._waiting if sample.id not in unwanted)
+        self._fill(now)
+        return aborted
+
+    def step(self) -> list[Completion]:
+        """Sleeps until the next sample ends, or for `patience_s`; returns the samples that have ended."""
+        now = self._advance()
+        if not self._ended and self._decoding:
+            self._sleep(min(self._patience_s, self._decoding[0].ends_at - now))
+            self._advance()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def progress(self) -> dict[str, int]:
+        now = self._advance()
+        counts = {completion.id: len(completion.tokens) for completion in self._ended}
+        counts |= {d.sample.id: self._num_decoded(d, now) for d in self._decoding}
+        return counts | {sample.id: 0 for sample in self._waiting}
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._ended) + len(self._decoding) + len(self._waiting)
+
+    def load(self, manifest: Manifest) -> None:
+        """Tokens decoded from now on carry the manifest's version. The file is not read."""
+        self._loaded_at.append(self._advance())
+        self._versions.append(manifest.version)
+        self.version = manifest.version
+
+    def shutdown(self) -> None: ...
+
+    def _advance(self) -> float:
+        """Lets happen whatever was to happen by now; returns now."""
+        now = self._clock()
+        while self._decoding and self._decoding[0].ends_at <= now:
+            first = heapq.heappop(self._decoding)
+            self._ended.append(self._completion(first, first.num_tokens, self._finish_reason(first)))
+            self._fill(first.ends_at)
+        return now
+
+    def _fill(self, now: float) -> None:
+        """Gives free slots to those who wait."""
+        while self._waiting and len(self._decoding) < self._slots:
+            sample = self._waiting.popleft()
+            num_tokens = min(self._length(sample), sample.max_tokens)
+            heapq.heappush(self._decoding, Decoding(now + num_tokens / self._rate, self._order, sample, num_tokens, now))
+            self._order += 1
+
+    def _length(self, sample: Sample) -> int:
+        mu = math.log(self._mean_tokens) - self._sigma**2 / 2
+        length = random.Random(sample.seed).lognormvariate(mu, self._sigma)
+        return max(1, round(min(length, 8 * self._mean_tokens)))
+
+    def _finish_reason(self, decoding: Decoding) -> str:
+        return "length" if self._length(decoding.sample) > decoding.sample.max_tokens else "stop"
+
+    def _num_decoded(self, decoding: Decoding, now: float) -> int:
+        return min(decoding.num_tokens, int((now - decoding.started_at) * self._rate))
+
+    def _completion(self, decoding: Decoding, num_tokens: int, finish_reason: str) -> Completion:
+        times = [decoding.started_at + i / self._rate for i in range(1, num_tokens + 1)]
+        # A token that is decoded at the very moment of an update is still the old version's.
+        versions = [self._versions[bisect_left(self._loaded_at, t) - 1] for t in times]
+        return _completion(decoding.sample, versions, finish_reason)
+
+
+def _completion(sample: Sample, versions: list[int], finish_reason: str) -> Completion:
+    """A completion with a token for each version."""
+    count = len(versions)
+    return Completion(
+        id=sample.id, tokens=[TOKEN] * count, logprobs=[0.0] * count, versions=versions, finish_reason=finish_reason
+    )

@@ -1,0 +1,242 @@
+"""vLLM as a rollout engine, in this process: our loop calls its engine core step by step.
+
+Between two steps nothing is in flight inside vLLM, so that is where weights change: no pausing, no second process. The core
+is driven below vLLM's request front end (tokenizing, text, streaming), which a loop over token ids has no use for.
+
+Importing this module changes the process: vLLM takes `torch.set_num_threads` away and binds memory. Keep learners out.
+Written against vLLM 0.32; single GPU or CPU (tensor parallel size 1).
+"""
+
+import os
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+# Before torch and vLLM are imported. One OpenMP thread: more of them spin against each other and against other roles.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+import msgspec  # noqa: E402
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402
+from vllm import SamplingParams  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.v1.engine import EngineCoreRequest  # noqa: E402
+from vllm.v1.engine.core_client import InprocClient  # noqa: E402
+from vllm.v1.executor import Executor  # noqa: E402
+
+from configs.schema import KvCache  # noqa: E402
+from generators.engine import Completion, Sample  # noqa: E402
+from sync.manifest import Manifest  # noqa: E402
+from sync.vllm_plugin import keep_weights_unpacked  # noqa: E402
+
+
+@dataclass(slots=True)
+class Running:
+    """A sample in the engine, with what it has so far."""
+
+    sample: Sample
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def completion(self, finish_reason: str) -> Completion:
+        return Completion(
+            id=self.sample.id,
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish_reason=finish_reason,
+        )
+
+
+class VllmEngine:
+    """`generators.engine.Engine` on vLLM.
+
+    The model folder gives architecture and end-of-sequence ids only: weights come from snapshots, so nothing that has
+    not been attested can be sampled from.
+
+    A sample's tokens depend on its prompt, its seed and the weights only. Log-probabilities are those of the
+    distribution that was sampled from: after temperature and after top-p, top-k and min-p (greedy samples: temperature 1).
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str,
+        max_model_len: int,
+        max_sequences: int,
+        kv_cache_mb: int = 64,
+        prefix_cache: bool = False,
+        kv_cache: KvCache = KvCache.keep,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = -1,
+        min_p: float = 0.0,
+        seed: int = 0,
+        gpu_memory_fraction: float = 0.9,
+    ) -> None:
+        """`kv_cache_mb` counts on a CPU, `gpu_memory_fraction` on a GPU. `seed`: for what no sample's seed decides."""
+        self.version: int | None = None
+        self._max_model_len = max_model_len
+        self._prefix_cache = prefix_cache
+        self._kv_cache = kv_cache
+        self._salt: str | None = None
+        self._running: dict[str, Running] = {}
+        """By vLLM's request id, which is never used twice."""
+        self._request_ids: dict[str, str] = {}
+        """By sample id."""
+        self._num_requests = 0
+
+        config = EngineArgs(
+            model=model,
+            dtype=str(dtype),  # type: ignore[arg-type]
+            max_model_len=max_model_len,
+            max_num_seqs=max_sequences,
+            max_num_batched_tokens=max(max_sequences, 8192),
+            enable_prefix_caching=prefix_cache,
+            seed=seed % 2**31,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            logprobs_mode="processed_logprobs",
+            distributed_executor_backend="uni",
+            async_scheduling=False,  # weights change between two steps: nothing may run ahead
+            disable_log_stats=True,
+            worker_extension_cls="sync.vllm_plugin.WeightSync",
+            **(_cpu_arguments(kv_cache_mb) if current_platform.is_cpu() else {"gpu_memory_utilization": gpu_memory_fraction}),
+        ).create_engine_config()
+        self._core = InprocClient(config, Executor.get_class(config), log_stats=False)
+        self._core.collective_rpc("check_unpacked")
+        self._core.set_weight_version("none")
+
+        self._vocab_size = config.model_config.get_vocab_size()
+        stop = _end_of_sequence(config.model_config)
+        self._sampled = SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            stop_token_ids=stop,
+            logprobs=0,
+            detokenize=False,
+        )
+        self._greedy = SamplingParams(temperature=0.0, stop_token_ids=stop, logprobs=0, detokenize=False)
+
+    def add(self, sample: Sample) -> None:
+        """Raises ValueError for a prompt that the model cannot take."""
+        assert self.version is not None, "load must succeed before the first sample"
+        assert sample.id not in self._request_ids, f"sample {sample.id} is in the engine already"
+        needed = len(sample.prompt) + sample.max_tokens
+        if not sample.prompt or needed > self._max_model_len:
+            raise ValueError(
+                f"prompt + max_tokens must be 1 .. generators.max_model_len={self._max_model_len} tokens, "
+                f"got {len(sample.prompt)} + {sample.max_tokens}"
+            )
+        if not 0 <= min(sample.prompt) <= max(sample.prompt) < self._vocab_size:
+            raise ValueError(
+                f"prompt must have token ids in 0 .. {self._vocab_size - 1}, got {min(sample.prompt)} .. {max(sample.prompt)}"
+            )
+        self._submit(sample)
+
+    def abort(self, ids: list[str]) -> list[Completion]:
+        requests = [self._request_ids[id] for id in ids if id in self._request_ids]
+        self._core.abort_requests(requests)
+        return [self._remove(request).completion("abort") for request in requests]
+
+    def step(self) -> list[Completion]:
+        if not self._running:
+            return []
+        assert self.version is not None, "weights are not what was published: load must succeed before the next step"
+        outputs = self._core.get_output()
+        version = int(outputs.weight_version or self.version)
+        finished = []
+        for output in outputs.outputs:
+            running = self._running[output.request_id]
+            running.tokens += output.new_token_ids
+            running.versions += [version] * len(output.new_token_ids)
+            if output.new_logprobs is not None:
+                running.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            if output.finish_reason is not None:
+                finished.append(self._remove(output.request_id).completion(str(output.finish_reason)))
+        return finished
+
+    def progress(self) -> dict[str, int]:
+        return {running.sample.id: len(running.tokens) for running in self._running.values()}
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._running)
+
+    def load(self, manifest: Manifest) -> None:
+        """As `Engine.load`. FileNotFoundError leaves the version held before whole and in service."""
+        held, self.version = self.version, None
+        try:
+            self._core.collective_rpc("load_snapshot", args=(msgspec.to_builtins(manifest),))
+        except FileNotFoundError:
+            self.version = held
+            raise
+        if self._kv_cache is KvCache.recompute:
+            self._core.reset_prefix_cache(reset_running_requests=True)
+        self._core.set_weight_version(str(manifest.version))
+        self.version = manifest.version
+        if self._prefix_cache and self._salt != manifest.digest:
+            self._salt = manifest.digest
+            self._restart_unsampled()
+
+    def held_digests(self, manifest: Manifest) -> dict[str, str]:
+        """Digests of what the engine's parameters hold now, by the names of the manifest's tensors."""
+        return self._core.collective_rpc("held_digests", args=(msgspec.to_builtins(manifest),))[0]
+
+    def shutdown(self) -> None:
+        self._core.shutdown()
+
+    def _submit(self, sample: Sample) -> None:
+        request = str(self._num_requests)
+        self._num_requests += 1
+        params = copy(self._greedy if sample.greedy else self._sampled)  # making one anew costs 30 times as much
+        params.max_tokens = sample.max_tokens
+        params.seed = None if sample.greedy else sample.seed
+        self._core.add_request(
+            EngineCoreRequest(
+                request_id=request,
+                prompt_token_ids=sample.prompt,
+                mm_features=None,
+                sampling_params=params,
+                pooling_params=None,
+                arrival_time=0.0,
+                lora_request=None,
+                cache_salt=self._salt,  # the weights' digest: only samples of the same weights share KV
+                data_parallel_rank=None,
+            )
+        )
+        self._running[request] = Running(sample)
+        self._request_ids[sample.id] = request
+
+    def _remove(self, request: str) -> Running:
+        running = self._running.pop(request)
+        del self._request_ids[running.sample.id]
+        return running
+
+    def _restart_unsampled(self) -> None:
+        """Samples without a token begin anew, lest they read the prompt's KV that other weights have left in the cache."""
+        requests = [request for request, running in self._running.items() if not running.tokens]
+        self._core.abort_requests(requests)
+        for request in requests:
+            self._submit(self._remove(request).sample)
+
+
+def _cpu_arguments(kv_cache_mb: int) -> dict[str, Any]:
+    """Engine arguments for a CPU, and what must be switched off there before a model is built."""
+    torch._dynamo.config.disable = True  # a compiler for one line of the sampler: 10 s before the first token
+    keep_weights_unpacked()
+    return {"enforce_eager": True, "kv_cache_memory_bytes": kv_cache_mb << 20, "block_size": 32}
+
+
+def _end_of_sequence(model_config: Any) -> list[int]:
+    """End-of-sequence ids of the model's generation config (where it has none: of its config)."""
+    ids = model_config.try_get_generation_config().get("eos_token_id", model_config.hf_text_config.eos_token_id)
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)

@@ -1,0 +1,37 @@
+"""A simulated training engine: takes as long as training would, uses no CPU, learns nothing. For benchmarks of overlap."""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from learners.engine import LossFn
+from learners.packing import Packed
+
+
+class SimulatedTrainingEngine:
+    """See `learners.engine.Engine`. One update of n sampled tokens lasts n / tokens_per_s seconds."""
+
+    def __init__(self, tokens_per_s: float) -> None:
+        self._tokens_per_s = tokens_per_s
+
+    def logprobs(self, microbatches: Sequence[Packed]) -> list[Tensor]:
+        return [packed.behavior_logprobs for packed in microbatches]
+
+    def update(self, microbatches: Sequence[Packed], loss_fn: LossFn, lr: float) -> float:
+        deadline = time.monotonic() + sum(packed.num_sampled for packed in microbatches) / self._tokens_per_s
+        for packed in microbatches:
+            loss_fn(packed.behavior_logprobs, torch.zeros_like(packed.behavior_logprobs), packed)
+        time.sleep(max(0.0, deadline - time.monotonic()))
+        return 0.0
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield "simulated", torch.zeros(1)
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def load(self, folder: Path) -> None:
+        pass
