@@ -55,7 +55,7 @@ class Unacknowledged:
 
 def sample_seed(run_seed: int, split: str, group: int, sample: int) -> int:
     """The seed of one sample: the same for every attempt at the group, whoever makes it."""
-    return xxhash.xxh32_intdigest(f"{run_seed}/{split}/{group}/{sample}")
+    return xxhash.xxh32_intdigest(f"{run_seed}/{split}/{group}/{sample}".encode())
 
 
 class Generator:

@@ -121,9 +121,10 @@ def resolve_model(config: Config) -> Path:
     if config.learner.engine is LearnerKind.simulated:
         return Path("simulated")
     if config.model.path == "tiny":
+        from generators.tasks.arithmetic import Task
         from learners.tiny import tiny_model
 
-        return tiny_model()
+        return tiny_model(Task().solved("train", seed=0))
     path = Path(config.model.path)
     if not (path / "config.json").is_file():
         raise ValueError(f"model.path must be a Hugging Face model folder or `tiny`, got {path} without a config.json")
@@ -157,7 +158,7 @@ class Run:
                     self._wind_up(client, stop_buffer)
         except Interrupted:
             status = "interrupted"
-        except RoleFailed as error:
+        except (RoleFailed, ValueError) as error:
             print(f"\n{error}\nThe run has failed. Logs: {self._folder / 'logs'}", file=sys.stderr)
         finally:
             self._record.close(status)

@@ -1,0 +1,145 @@
+"""The tiny model: a Qwen3 of 0.1 M parameters with its own tokenizer, so that everything runs on a laptop without a hub.
+
+It is warm-started on solved questions until it knows the format and, asked greedily, most answers; then on answers of
+which 70 % are wrong, until a sampled answer is right three times in ten. What reinforcement learning has to do is real:
+turn a policy that is mostly wrong into one that is mostly right, on questions that it never saw.
+"""
+
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import xxhash
+from rich.progress import Progress
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+EOS = "<|end|>"
+HIDDEN, LAYERS, VOCABULARY = 64, 2, 320
+BATCH, LEARNING_RATE, STEPS = 128, 6e-3, 300
+SOFT_LEARNING_RATE, WRONG_SHARE, SOFT_STEPS, TARGET = 2e-4, 0.7, 300, 0.30
+IGNORED = -100
+
+
+def tiny_model(solved: Iterator[tuple[str, str]], cache: Path | None = None) -> Path:
+    """The folder of the model, made at the first call (half a minute) and kept in the cache.
+
+    `solved`: (question, answer), without end. Cache: `~/.cache/slipstream/models`, or the environment's SLIPSTREAM_CACHE.
+    """
+    cache = cache or Path(os.environ.get("SLIPSTREAM_CACHE", Path.home() / ".cache" / "slipstream")) / "models"
+    sample = list(islice(solved, 2000))
+    recipe = f"{Path(__file__).read_text()}{sample[:100]}"
+    folder = cache / f"tiny-{xxhash.xxh3_64_hexdigest(recipe.encode())}"
+    if not (folder / "config.json").exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=cache, prefix=".making-"))
+        _make(solved, [question for question, _ in sample], temporary)
+        try:
+            temporary.rename(folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(temporary)
+    return folder
+
+
+def _make(solved: Iterator[tuple[str, str]], texts: list[str], folder: Path) -> None:
+    print(f"Making the tiny model in {folder.parent}: once, about half a minute ...", file=sys.stderr)
+    began = time.monotonic()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        tokenizer = _tokenizer(texts)
+        model = _model(tokenizer.eos_token_id)
+        _warm_start(model, tokenizer, solved)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    print(f"The tiny model is ready ({time.monotonic() - began:.0f} s).", file=sys.stderr)
+
+
+def _tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: any text can be encoded, digits stand singly, the questions' phrases become one token each."""
+    bpe = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Split(Regex(r"\d"), "isolated")
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False),
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=EOS, pad_token=EOS, clean_up_tokenization_spaces=False)
+
+
+def _model(eos: int) -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=32, intermediate_size=2 * HIDDEN, tie_word_embeddings=False,
+            max_position_embeddings=256, bos_token_id=None, eos_token_id=eos, pad_token_id=eos,
+        )  # fmt: skip
+    )
+
+
+def _warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, solved: Iterator[tuple[str, str]]) -> None:
+    rng = random.Random(0)
+    check = _encode(tokenizer, list(islice(solved, 512)))
+    with Progress(transient=True, disable=not sys.stderr.isatty()) as progress:
+        bar = progress.add_task("tiny model", total=STEPS + SOFT_STEPS)
+        optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+        for step in range(STEPS):
+            rate = LEARNING_RATE * min(1.0, (step + 1) / 20, max(0.05, 1 - step / STEPS))
+            _fit(model, optimizer, rate, *_encode(tokenizer, list(islice(solved, BATCH))))
+            progress.advance(bar)
+        optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+        for step in range(SOFT_STEPS):
+            batch = [(q, _spoil(a, rng) if rng.random() < WRONG_SHARE else a) for q, a in islice(solved, BATCH)]
+            _fit(model, optimizer, SOFT_LEARNING_RATE, *_encode(tokenizer, batch))
+            progress.advance(bar)
+            if step % 4 == 3 and _sampled_reward(model, *check) <= TARGET:
+                break
+
+
+def _spoil(answer: str, rng: random.Random) -> str:
+    """A wrong answer that looks like one."""
+    return str(int(answer) + rng.choice([-20, -10, -10, -2, -1, -1, 1, 1, 2, 10, 10, 20]))
+
+
+def _encode(tokenizer: PreTrainedTokenizerFast, solved: list[tuple[str, str]]) -> tuple[Tensor, Tensor]:
+    """Tokens [n, L], padded, and labels [n, L]: the answer's tokens and the end, IGNORED elsewhere."""
+    pairs = [(tokenizer.encode(q), [*tokenizer.encode(a), tokenizer.eos_token_id]) for q, a in solved]
+    length = max(len(q) + len(a) for q, a in pairs)
+    tokens = [q + a + [tokenizer.eos_token_id] * (length - len(q) - len(a)) for q, a in pairs]
+    labels = [[IGNORED] * len(q) + a + [IGNORED] * (length - len(q) - len(a)) for q, a in pairs]
+    return torch.tensor(tokens), torch.tensor(labels)
+
+
+def _logprobs(model: Qwen3ForCausalLM, tokens: Tensor, labels: Tensor) -> Tensor:
+    """[n, L - 1], 0 where the label is IGNORED."""
+    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
+    return -F.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="none").view(len(tokens), -1)
+
+
+def _fit(
+    model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, rate: float, tokens: Tensor, labels: Tensor
+) -> None:
+    optimizer.param_groups[0]["lr"] = rate
+    optimizer.zero_grad()
+    (-_logprobs(model, tokens, labels).sum() / (labels != IGNORED).sum()).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+@torch.no_grad()
+def _sampled_reward(model: Qwen3ForCausalLM, tokens: Tensor, labels: Tensor) -> float:
+    """Probability that a sampled response is exactly the answer, on average."""
+    return float(_logprobs(model, tokens, labels).sum(1).exp().mean())
