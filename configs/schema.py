@@ -108,7 +108,7 @@ class RunConfig:
     """Start anew in a folder that already holds a run (the old one is deleted)."""
     resume: str | None = None
     """Folder of a run to continue from its newest checkpoint; the run goes on in that folder."""
-    steps: int = 300
+    steps: int = 150
     """Steps to train: each consumes `groups_per_step` groups and publishes one new version."""
     seed: int = 0
     """Seeds the prompt order, every sampled trajectory and the learner."""
@@ -306,7 +306,7 @@ class LearnerConfig:
     engine: LearnerKind = LearnerKind.fsdp
     ranks: int = 1
     """Processes that share the model; one GPU each where there are GPUs."""
-    groups_per_step: int = 32
+    groups_per_step: int = 64
     """B: groups that one step consumes."""
     samples_per_prompt: int = 8
     """Trajectories in a group."""
@@ -316,16 +316,17 @@ class LearnerConfig:
     """Packed tokens that one forward pass holds at most; a longer sequence goes alone."""
     lr: float = 5e-4
     """Peak learning rate of AdamW."""
-    warmup_steps: int = 0
+    warmup_steps: int = 10
     """Steps over which the learning rate rises linearly from zero."""
     weight_decay: float = 0.0
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
     max_grad_norm: float = 1.0
     activation_checkpointing: bool = False
     attention: Attention = Attention.auto
     """`auto`: `flash_attention_2` where a GPU and flash-attn are found, `varlen` on other GPUs, else `packed_sdpa`."""
-    threads: int | None = None
-    """CPU threads of a rank; None leaves the choice to torch."""
+    threads: int | None = 1
+    """CPU threads of a rank; None leaves the choice to torch. On a machine that generators share, one is fastest: threads
+    that spin while they wait take the cores from the engines."""
     checkpoint_every: int = 50
     """Steps between checkpoints; one is also written at the end and when a run is stopped."""
     keep_checkpoints: int = 2

@@ -16,6 +16,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"  # how a sequence is split depends on what else is in the batch
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import msgspec  # noqa: E402
@@ -110,7 +111,7 @@ class VllmEngine:
             **(_cpu_arguments(kv_cache_mb) if current_platform.is_cpu() else {"gpu_memory_utilization": gpu_memory_fraction}),
         ).create_engine_config()
         self._core = InprocClient(config, Executor.get_class(config), log_stats=False)
-        self._core.collective_rpc("check_unpacked")
+        self._core.collective_rpc("prepare_model")
         self._core.set_weight_version("none")
 
         self._vocab_size = config.model_config.get_vocab_size()

@@ -25,7 +25,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 EOS = "<|end|>"
 HIDDEN, LAYERS, VOCABULARY = 64, 2, 320
-BATCH, LEARNING_RATE, STEPS = 128, 6e-3, 300
+BATCH, LEARNING_RATE, STEPS = 128, 6e-3, 450
 SOFT_LEARNING_RATE, WRONG_SHARE, SOFT_STEPS, TARGET = 2e-4, 0.7, 300, 0.30
 IGNORED = -100
 
@@ -52,12 +52,14 @@ def tiny_model(solved: Iterator[tuple[str, str]], cache: Path | None = None) -> 
 
 def _make(solved: Iterator[tuple[str, str]], texts: list[str], folder: Path) -> None:
     print(f"Making the tiny model in {folder.parent}: once, about half a minute ...", file=sys.stderr)
-    began = time.monotonic()
+    began, num_threads = time.monotonic(), torch.get_num_threads()
+    torch.set_num_threads(1)  # nothing here is large enough for two, and two wait for each other on a busy machine
     with torch.random.fork_rng():
         torch.manual_seed(0)
         tokenizer = _tokenizer(texts)
         model = _model(tokenizer.eos_token_id)
         _warm_start(model, tokenizer, solved)
+    torch.set_num_threads(num_threads)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -116,7 +118,8 @@ def _spoil(answer: str, rng: random.Random) -> str:
 
 def _encode(tokenizer: PreTrainedTokenizerFast, solved: list[tuple[str, str]]) -> tuple[Tensor, Tensor]:
     """Tokens [n, L], padded, and labels [n, L]: the answer's tokens and the end, IGNORED elsewhere."""
-    pairs = [(tokenizer.encode(q), [*tokenizer.encode(a), tokenizer.eos_token_id]) for q, a in solved]
+    questions, answers = (tokenizer(list(texts))["input_ids"] for texts in zip(*solved, strict=True))
+    pairs = [(q, [*a, tokenizer.eos_token_id]) for q, a in zip(questions, answers, strict=True)]
     length = max(len(q) + len(a) for q, a in pairs)
     tokens = [q + a + [tokenizer.eos_token_id] * (length - len(q) - len(a)) for q, a in pairs]
     labels = [[IGNORED] * len(q) + a + [IGNORED] * (length - len(q) - len(a)) for q, a in pairs]

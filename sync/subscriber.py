@@ -1,5 +1,6 @@
 """A generator's side of the weights: reads a manifest, maps the snapshot it names, verifies the bytes."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,13 +32,15 @@ class Snapshot:
     def __init__(self, manifest: Manifest) -> None:
         """Raises FileNotFoundError when the file is gone, DigestMismatch when it is not the size that it should be."""
         self.manifest = manifest
-        num_bytes = Path(manifest.path).stat().st_size
-        if num_bytes != manifest.num_bytes:
-            raise DigestMismatch(f"{manifest.path} has {num_bytes} bytes, its manifest says {manifest.num_bytes}")
-        try:
-            self._file = safe_open(manifest.path, framework="pt")
-        except SafetensorError as error:
-            raise DigestMismatch(f"{manifest.path} is not a snapshot: {error}") from None
+        with open(manifest.path, "rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            if num_bytes != manifest.num_bytes:
+                raise DigestMismatch(f"{manifest.path} has {num_bytes} bytes, its manifest says {manifest.num_bytes}")
+            try:
+                # safe_open opens twice by name; between the two the publisher may delete the file.
+                self._file = safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt")
+            except SafetensorError as error:
+                raise DigestMismatch(f"{manifest.path} is not a snapshot: {error}") from None
         absent = {entry.name for entry in manifest.tensors}.symmetric_difference(self._file.keys())
         if absent:
             raise DigestMismatch(f"{manifest.path} and its manifest differ in the tensors {sorted(absent)[:3]}")

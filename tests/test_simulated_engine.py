@@ -1,0 +1,196 @@
+import math
+import statistics
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from generators.engine import Completion, Sample
+from generators.simulated_engine import SimulatedEngine
+from sync.manifest import Manifest
+
+
+class Time:
+    """A clock that moves only when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.now += seconds
+
+
+def manifest(version: int) -> Manifest:
+    return Manifest(version, "x", f"/nowhere/v{version}.safetensors", 0, (), "")
+
+
+def make(clock: Time, *, slots: int = 2, rate: float = 10.0, mean: float = 20.0, cv: float = 0.0) -> SimulatedEngine:
+    engine = SimulatedEngine(
+        tokens_per_s=rate, slots=slots, mean_tokens=mean, cv=cv, clock=clock.clock, sleep=clock.sleep
+    )
+    engine.load(manifest(0))
+    return engine
+
+
+def sample(number: int, max_tokens: int = 10**6) -> Sample:
+    return Sample(id=f"s{number}", prompt=[1, 2], max_tokens=max_tokens, seed=number)
+
+
+def run_dry(engine: SimulatedEngine, clock: Time) -> dict[str, tuple[float, Completion]]:
+    """When each sample was handed out, and what it was."""
+    done = {}
+    while engine.num_unfinished:
+        for completion in engine.step():
+            done[completion.id] = (clock.now, completion)
+    return done
+
+
+def test_a_sample_takes_its_length_over_the_rate() -> None:
+    clock = Time()
+    engine = make(clock)
+    engine.add(sample(0))
+    ((at, completion),) = run_dry(engine, clock).values()
+    assert at == pytest.approx(2.0)
+    assert (len(completion.tokens), completion.finish_reason) == (20, "stop")
+    assert completion.versions == [0] * 20 and completion.logprobs == [0.0] * 20
+
+
+def test_surplus_samples_queue_and_no_time_is_lost_between_them() -> None:
+    clock = Time()
+    engine = make(clock, slots=2)
+    for i in range(7):
+        engine.add(sample(i))
+    done = run_dry(engine, clock)
+    assert [round(at, 6) for at, _ in done.values()] == [2, 2, 4, 4, 6, 6, 8]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(1, 5),
+    st.floats(0, 2),
+    st.lists(st.integers(0, 10**6), min_size=1, max_size=30, unique=True),
+    st.lists(st.floats(0.001, 50), min_size=1, max_size=10),
+)
+def test_time_does_not_drift_however_late_the_caller_is(
+    slots: int, cv: float, seeds: list[int], pauses: list[float]
+) -> None:
+    """Against a list-scheduling reference: the k-th sample begins when the first of the slots is free."""
+    clock = Time()
+    engine = make(clock, slots=slots, cv=cv)
+    for seed in seeds:
+        engine.add(sample(seed))
+    done: dict[str, Completion] = {}
+    turn = 0
+    while engine.num_unfinished:
+        clock.now += pauses[turn % len(pauses)]  # away on other business
+        turn += 1
+        done |= {completion.id: completion for completion in engine.step()}
+    free = [0.0] * slots
+    for seed in seeds:
+        slot = free.index(min(free))
+        free[slot] += len(done[f"s{seed}"].tokens) / 10.0
+    assert max(free) == pytest.approx(_busy_until(seeds, slots, cv), abs=1e-6)
+
+
+def _busy_until(seeds: list[int], slots: int, cv: float) -> float:
+    """When an engine that is never kept waiting has done the same work."""
+    clock = Time()
+    engine = make(clock, slots=slots, cv=cv)
+    for seed in seeds:
+        engine.add(sample(seed))
+    return max(at for at, _ in run_dry(engine, clock).values())
+
+
+def test_each_token_carries_the_version_in_force_when_it_was_decoded() -> None:
+    clock = Time()
+    engine = make(clock)
+    engine.add(sample(0))
+    clock.now = 0.55  # five tokens, at 0.1 .. 0.5
+    assert engine.progress() == {"s0": 5}
+    engine.load(manifest(1))
+    clock.now = 1.25  # seven more
+    engine.load(manifest(4))
+    ((_, completion),) = run_dry(engine, clock).values()
+    assert completion.versions == [0] * 5 + [1] * 7 + [4] * 8
+
+
+def test_a_queued_sample_has_only_versions_from_after_it_began() -> None:
+    clock = Time()
+    engine = make(clock, slots=1)
+    engine.add(sample(0))
+    engine.add(sample(1))
+    clock.now = 1.0
+    engine.load(manifest(1))
+    done = run_dry(engine, clock)
+    assert set(done["s0"][1].versions) == {0, 1}
+    assert set(done["s1"][1].versions) == {1}
+
+
+def test_an_aborted_sample_returns_what_it_had_and_frees_its_slot() -> None:
+    clock = Time()
+    engine = make(clock, slots=1)
+    for i in range(3):
+        engine.add(sample(i))
+    clock.now = 0.75
+    aborted = {completion.id: completion for completion in engine.abort(["s0", "s2", "unknown"])}
+    assert len(aborted["s0"].tokens) == 7 and aborted["s2"].tokens == []
+    assert {completion.finish_reason for completion in aborted.values()} == {"abort"}
+    assert engine.num_unfinished == 1
+    ((at, completion),) = run_dry(engine, clock).values()
+    assert (completion.id, at) == ("s1", pytest.approx(2.75))
+
+
+def test_lengths_have_the_stated_mean_and_spread_and_follow_from_the_seed() -> None:
+    clock = Time()
+
+    def lengths() -> list[int]:
+        engine = make(clock, slots=5000, mean=100, cv=0.5)
+        for i in range(5000):
+            engine.add(sample(i))
+        return [len(completion.tokens) for _, completion in sorted(run_dry(engine, clock).values(), key=lambda d: d[1].id)]
+
+    first = lengths()
+    assert first == lengths()
+    mean = statistics.mean(first)
+    assert mean == pytest.approx(100, rel=0.03)
+    assert statistics.stdev(first) / mean == pytest.approx(0.5, rel=0.06)
+    assert max(first) <= 800 and min(first) >= 1
+
+
+def test_max_tokens_cuts_a_sample_short() -> None:
+    clock = Time()
+    engine = make(clock)
+    engine.add(sample(0, max_tokens=3))
+    engine.add(sample(1, max_tokens=20))
+    done = run_dry(engine, clock)
+    assert [(len(c.tokens), c.finish_reason) for _, c in done.values()] == [(3, "length"), (20, "stop")]
+
+
+def test_a_step_sleeps_no_longer_than_its_patience() -> None:
+    clock = Time()
+    engine = make(clock)
+    engine.add(sample(0))
+    assert engine.step() == [] and clock.now == pytest.approx(0.005)
+    clock.now = 1.999
+    (completion,) = engine.step()
+    assert completion.id == "s0" and clock.now == pytest.approx(2.0)
+    assert engine.step() == [] and clock.now == pytest.approx(2.0)
+
+
+def test_it_keeps_real_time_and_leaves_the_cpu_alone() -> None:
+    engine = SimulatedEngine(tokens_per_s=1000, slots=16, mean_tokens=100, cv=0)
+    engine.load(manifest(0))
+    for i in range(160):
+        engine.add(sample(i))
+    began, cpu, num_tokens = time.monotonic(), time.process_time(), 0
+    while engine.num_unfinished:
+        num_tokens += sum(len(completion.tokens) for completion in engine.step())
+    seconds = time.monotonic() - began
+    assert num_tokens == 16000
+    assert math.isclose(seconds, 1.0, abs_tol=0.1)
+    assert (time.process_time() - cpu) / seconds < 0.15

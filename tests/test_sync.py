@@ -1,0 +1,263 @@
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from sync.manifest import DigestMismatch, TensorEntry, tensor_digest, whole_digest
+from sync.publisher import PREFIX, Publisher, sweep
+from sync.snapshot import SnapshotWriter
+from sync.subscriber import Snapshot, read_manifest
+
+
+def weights(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"model.embed.weight": (10, 4), "model.layers.0.mlp.weight": (4, 6), "model.norm.weight": (4,), "scale": ()}
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[Publisher]:
+    publisher = Publisher(tmp_path / "weights", "first life")
+    yield publisher
+    publisher.close()
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_subscriber_reads_the_bits_that_were_published(publisher: Publisher, dtype: torch.dtype) -> None:
+    published = weights(0, dtype)
+    announced = publisher.publish(3, published.items())
+    manifest = read_manifest(announced.locator)
+    assert manifest == announced
+    assert (manifest.version, manifest.incarnation) == (3, "first life")
+    snapshot = Snapshot(manifest)
+    snapshot.verify()
+    assert same(dict(snapshot.tensors()), published)
+    assert publisher.seconds > 0
+
+
+def test_the_snapshot_is_a_stock_safetensors_file(publisher: Publisher) -> None:
+    published = weights(0)
+    assert same(load_file(publisher.publish(0, published.items()).path), published)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["float32", "bfloat16", "uint8", "int64"]), st.lists(st.integers(0, 5), max_size=3))),
+    st.integers(8, 400),
+)
+def test_any_tensors_survive_any_room_for_the_header(
+    tmp_path_factory: pytest.TempPathFactory, specs: list[tuple[str, list[int]]], room: int
+) -> None:
+    tensors = {
+        f"tensor.{i}": torch.arange(torch.Size(shape).numel()).reshape(shape).to(getattr(torch, dtype))
+        for i, (dtype, shape) in enumerate(specs)
+    }
+    path = tmp_path_factory.mktemp("any") / "file"
+    writer = SnapshotWriter(header_room=room)
+    for _ in range(2):  # the second time the room is known
+        entries = writer.write(path, tensors.items())
+        assert same(load_file(path), tensors)
+        assert [entry.digest for entry in entries] == [tensor_digest(t) for t in tensors.values()]
+        assert [path] == list(path.parent.iterdir())
+
+
+def test_a_tensor_is_written_before_the_next_is_asked_for(publisher: Publisher) -> None:
+    def one_at_a_time() -> Iterator[tuple[str, torch.Tensor]]:
+        buffer = torch.empty(1 << 20)  # reused: a writer that kept tensors would find the last one everywhere
+        for i in range(4):
+            yield f"tensor.{i}", buffer.fill_(i)
+
+    snapshot = Snapshot(publisher.publish(0, one_at_a_time()))
+    snapshot.verify()
+    assert [tensor[0].item() for _, tensor in snapshot.tensors()] == [0, 1, 2, 3]
+
+
+def test_the_whole_digest_covers_names_dtypes_shapes_and_order() -> None:
+    entry = TensorEntry("a", "float32", (2, 3), "00")
+    other = TensorEntry("b", "float32", (2, 3), "00")
+    changed = [
+        msgspec.structs.replace(entry, name="c"),
+        msgspec.structs.replace(entry, dtype="bfloat16"),
+        msgspec.structs.replace(entry, shape=(3, 2)),
+        msgspec.structs.replace(entry, digest="01"),
+    ]
+    digests = [whole_digest([entry, other]), whole_digest([other, entry]), whole_digest([entry])]
+    digests += [whole_digest([c, other]) for c in changed]
+    assert len(set(digests)) == len(digests)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**9), st.integers(0, 7))
+def test_a_single_flipped_bit_anywhere_in_a_tensor_is_noticed(
+    tmp_path_factory: pytest.TempPathFactory, at: int, bit: int
+) -> None:
+    publisher = Publisher(tmp_path_factory.mktemp("flip") / "weights", "x")
+    try:
+        manifest = publisher.publish(0, weights(0).items())
+        raw = bytearray(Path(manifest.path).read_bytes())
+        num_raw = sum(tensor.nbytes for tensor in weights(0).values())
+        raw[len(raw) - 1 - at % num_raw] ^= 1 << bit
+        Path(manifest.path).write_bytes(raw)
+        with pytest.raises(DigestMismatch, match="1 of 4 tensors in the file"):
+            Snapshot(manifest).verify()
+    finally:
+        publisher.close()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 7, 100, -1])
+def test_a_truncated_file_is_noticed_when_it_is_opened(publisher: Publisher, num_bytes: int) -> None:
+    manifest = publisher.publish(0, weights(0).items())
+    os.truncate(manifest.path, num_bytes % manifest.num_bytes)
+    with pytest.raises(DigestMismatch, match="bytes"):
+        Snapshot(manifest)
+
+
+def test_a_file_of_the_right_size_that_is_no_snapshot_is_noticed(publisher: Publisher) -> None:
+    manifest = publisher.publish(0, weights(0).items())
+    Path(manifest.path).write_bytes(b"\xff" * manifest.num_bytes)
+    with pytest.raises(DigestMismatch, match="not a snapshot"):
+        Snapshot(manifest)
+
+
+def test_another_versions_file_is_noticed(publisher: Publisher) -> None:
+    old = publisher.publish(0, weights(0).items())
+    new = publisher.publish(1, weights(1).items())
+    Path(new.path).write_bytes(Path(old.path).read_bytes())
+    with pytest.raises(DigestMismatch, match="4 of 4 tensors in the file .*: model.embed.weight, "):
+        Snapshot(new).verify()
+
+
+def test_a_manifest_that_contradicts_itself_is_refused(publisher: Publisher) -> None:
+    manifest = publisher.publish(0, weights(0).items())
+    locator = Path(manifest.locator)
+    whole = locator.read_bytes()
+    locator.write_bytes(whole.replace(b'"scale"', b'"scalf"'))
+    with pytest.raises(DigestMismatch, match="list of tensors"):
+        read_manifest(locator)
+    locator.write_bytes(whole[:-10])
+    with pytest.raises(DigestMismatch, match="not a manifest"):
+        read_manifest(locator)
+
+
+def test_a_missing_snapshot_is_reported_and_never_created(publisher: Publisher) -> None:
+    manifest = publisher.publish(0, weights(0).items())
+    Path(manifest.path).unlink()
+    with pytest.raises(FileNotFoundError):
+        Snapshot(manifest)
+    assert not Path(manifest.path).exists()
+
+
+def test_the_newest_versions_are_kept_and_a_mapped_one_outlives_its_file(publisher: Publisher) -> None:
+    first = publisher.publish(0, weights(0).items())
+    mapped = Snapshot(first)
+    for version in (1, 2, 5):
+        publisher.publish(version, weights(version).items())
+    files = {file.name for file in publisher.folder.iterdir()}
+    assert files == {"owner", "v2.json", "v2.safetensors", "v5.json", "v5.safetensors"}
+    with pytest.raises(FileNotFoundError):
+        read_manifest(first.locator)
+    mapped.verify()
+    assert same(dict(mapped.tensors()), weights(0))
+
+
+def test_a_reader_never_sees_half_a_version(tmp_path: Path) -> None:
+    """A process publishes as fast as it can; every manifest that is found names a whole file of its own version."""
+    writer = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys, torch; from sync.publisher import Publisher\n"
+            "publisher = Publisher(sys.argv[1], 'x')\n"
+            "for version in range(10**6): publisher.publish(version, [('a', torch.full((50_000,), float(version)))])",
+            str(tmp_path / "weights"),
+        ]
+    )
+    try:
+        seen = set()
+        deadline = time.monotonic() + 60
+        while len(seen) < 50 and time.monotonic() < deadline:
+            for locator in (tmp_path / "weights").glob("v*.json"):
+                try:
+                    snapshot = Snapshot(read_manifest(locator))
+                except FileNotFoundError:
+                    continue
+                snapshot.verify()
+                assert locator.name == f"v{snapshot.manifest.version}.json"
+                assert dict(snapshot.tensors())["a"][-1].item() == snapshot.manifest.version
+                seen.add(snapshot.manifest.version)
+        assert len(seen) >= 50
+    finally:
+        writer.kill()
+        writer.wait()
+
+
+def test_a_folder_seen_from_elsewhere_is_read_from_there(publisher: Publisher, tmp_path: Path) -> None:
+    manifest = publisher.publish(0, weights(0).items())
+    elsewhere = tmp_path / "mounted elsewhere"
+    elsewhere.symlink_to(publisher.folder)
+    seen = read_manifest(elsewhere / Path(manifest.locator).name)
+    assert Path(seen.path).parent == elsewhere
+    Snapshot(seen).verify()
+
+
+def test_close_removes_the_folder(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path / "weights", "x")
+    publisher.publish(0, weights(0).items())
+    publisher.close()
+    assert not publisher.folder.exists()
+
+
+def test_a_folder_in_use_is_refused(publisher: Publisher) -> None:
+    with pytest.raises(ValueError, match="must not be in use by another run"):
+        Publisher(publisher.folder, "second life")
+
+
+def publish_and_die(folder: Path) -> None:
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import os, sys, torch; from sync.publisher import Publisher\n"
+            "Publisher(sys.argv[1], 'x').publish(7, [('a', torch.zeros(3))]); os.kill(os.getpid(), 9)",
+            str(folder),
+        ],
+        check=False,
+    )
+    assert (folder / "v7.safetensors").exists()
+
+
+def test_a_new_life_begins_with_an_empty_folder_and_may_count_from_a_lower_version(tmp_path: Path) -> None:
+    publish_and_die(tmp_path / "weights")
+    publisher = Publisher(tmp_path / "weights", "second life", keep=1)
+    assert [file.name for file in publisher.folder.iterdir()] == ["owner"]
+    assert read_manifest(publisher.publish(5, weights(0).items()).locator).incarnation == "second life"
+    publisher.close()
+
+
+def test_folders_of_the_dead_are_swept_and_nothing_else_is(tmp_path: Path) -> None:
+    dead, alive, stranger = (tmp_path / f"{PREFIX}{name}" for name in ("dead", "alive", "stranger"))
+    publish_and_die(dead)
+    stranger.mkdir()  # no owner: not made by a publisher
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "owner").touch()
+    living = Publisher(alive, "x")  # sweeps
+    assert not dead.exists()
+    publish_and_die(dead)
+    assert sweep(tmp_path) == [dead]
+    assert {folder.name for folder in tmp_path.iterdir()} == {alive.name, stranger.name, "other"}
+    living.close()

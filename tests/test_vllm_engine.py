@@ -1,0 +1,413 @@
+"""The real engine. vLLM changes its process (threads, memory binding, a process group), so the fixture puts back what it can.
+
+Three engines share one import of vLLM. Where an engine's numbers are judged, a Hugging Face forward pass is the judge.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+from configs.schema import KvCache
+from generators.engine import Completion, Sample
+from sync.manifest import DigestMismatch, Manifest
+from sync.publisher import Publisher
+
+VOCAB, END = 80, 1
+TOLERANCE = 5e-5
+"""Largest difference to Hugging Face's float32 log-probabilities; wrong weights or KV differ by more than 0.1."""
+
+Weights = dict[str, torch.Tensor]
+
+
+def make_model(tied: bool, seed: int, end: int | None) -> Qwen3ForCausalLM:
+    """A small Qwen3 whose weights are large enough that any mistake shows."""
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,  # the least that vLLM has a CPU kernel for
+            max_position_embeddings=256,
+            tie_word_embeddings=tied,
+            bos_token_id=None,
+            eos_token_id=end,
+            pad_token_id=0,
+        )
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0, 1.5 / parameter.shape[1] ** 0.5)
+    return model
+
+
+class Rig:
+    """An engine, the publisher it pulls from, and two models: version v has the weights of model v % 2."""
+
+    def __init__(self, folder: Path, tied: bool, end: int | None, **arguments: Any) -> None:
+        from generators.vllm_engine import VllmEngine
+
+        self.temperature = arguments.get("temperature", 1.0)
+        self.models = [make_model(tied, seed, end) for seed in (0, 1)]
+        self.models[0].save_pretrained(folder / "model")
+        weights = load_file(folder / "model" / "model.safetensors")  # the names that belong in a file
+        self.weights: list[Weights] = [{name: model.state_dict()[name] for name in weights} for model in self.models]
+        self.engine = VllmEngine(
+            str(folder / "model"), dtype="float32", max_model_len=160, max_sequences=32, kv_cache_mb=16, **arguments
+        )
+        self.publisher = Publisher(folder / "weights", "x")
+        self._version = -1
+        self._num_samples = 0
+
+    def publish(self, model: int) -> Manifest:
+        """The next version that has this model's weights."""
+        self._version += 1 + (self._version + 1 - model) % 2
+        return self.publisher.publish(self._version, self.weights[model].items())
+
+    def load(self, model: int) -> Manifest:
+        manifest = self.publish(model)
+        self.engine.load(manifest)
+        return manifest
+
+    def add(self, prompt: list[int], max_tokens: int, seed: int, greedy: bool = False) -> Sample:
+        self._num_samples += 1
+        sample = Sample(id=f"s{self._num_samples}", prompt=prompt, max_tokens=max_tokens, seed=seed, greedy=greedy)
+        self.engine.add(sample)
+        return sample
+
+    def finish(self) -> dict[str, Completion]:
+        done = {}
+        while self.engine.num_unfinished:
+            done |= {completion.id: completion for completion in self.engine.step()}
+        return done
+
+    def forward(self, model: int, tokens: list[int], cache: DynamicCache | None = None) -> torch.Tensor:
+        """[n, VOCAB] log-probabilities of what follows each token, the cache's tokens before them."""
+        with torch.no_grad():
+            logits = self.models[model](torch.tensor([tokens]), past_key_values=cache, use_cache=cache is not None).logits
+        return (logits[0] / self.temperature).log_softmax(-1)
+
+    def difference(self, sample: Sample, completion: Completion, expected: torch.Tensor, first: int, last: int) -> float:
+        """Largest |vLLM - expected| over the sampled tokens first .. last - 1; `expected` ends with the last one's."""
+        tokens = torch.tensor(completion.tokens[first:last])
+        held = torch.tensor(completion.logprobs[first:last])
+        return (held - expected[-len(tokens) :].gather(1, tokens[:, None])[:, 0]).abs().max().item()
+
+
+@pytest.fixture(scope="module")
+def make_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Rig]]:
+    set_num_threads, disabled = torch.set_num_threads, torch._dynamo.config.disable
+    rigs: list[Rig] = []
+
+    def make(**arguments: Any) -> Rig:
+        rigs.append(Rig(tmp_path_factory.mktemp("rig"), **arguments))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.engine.shutdown()
+        rig.publisher.close()
+    torch.set_num_threads, torch._dynamo.config.disable = set_num_threads, disabled
+
+
+@pytest.fixture(scope="module")
+def tied(make_rig: Callable[..., Rig]) -> Rig:
+    """Tied head, an end of sequence, KV kept, no prefix cache."""
+    return make_rig(tied=True, end=END)
+
+
+@pytest.fixture(scope="module")
+def untied(make_rig: Callable[..., Rig]) -> Rig:
+    """Untied head, no end of sequence, KV kept, with prefix cache."""
+    return make_rig(tied=False, end=None, prefix_cache=True)
+
+
+@pytest.fixture(scope="module")
+def recompute(make_rig: Callable[..., Rig]) -> Rig:
+    """Tied head, no end of sequence, KV computed anew, temperature 0.7."""
+    return make_rig(tied=True, end=None, kv_cache=KvCache.recompute, temperature=0.7)
+
+
+@pytest.fixture(params=["tied", "untied", "recompute"])
+def rig(request: pytest.FixtureRequest) -> Rig:
+    return request.getfixturevalue(request.param)
+
+
+def prompts(count: int, length: int = 6) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(2, VOCAB, (count, length), generator=generator).tolist()
+
+
+def cross(rig: Rig, steps: int = 20) -> tuple[Manifest, Manifest, list[tuple[Sample, Completion, int]]]:
+    """Samples that begin under model 0 and end under model 1; with each, how many tokens it had at the update."""
+    before = rig.load(0)
+    samples = [rig.add(prompt, 40 + i, seed=i) for i, prompt in enumerate(prompts(12))]
+    done: dict[str, Completion] = {}
+    for _ in range(steps):
+        done |= {completion.id: completion for completion in rig.engine.step()}
+    held = rig.engine.progress()
+    after = rig.load(1)
+    assert rig.engine.progress() == held, "an update neither loses nor adds a token"
+    done |= rig.finish()
+    crossing = [(sample, done[sample.id], held[sample.id]) for sample in samples if sample.id in held]
+    assert len(crossing) >= 4, "too few samples met the update: the test would say nothing"
+    return before, after, crossing
+
+
+def test_each_token_carries_the_version_that_sampled_it(rig: Rig) -> None:
+    before, after, crossing = cross(rig)
+    for _, completion, held in crossing:
+        count = len(completion.tokens)
+        assert completion.versions == [before.version] * held + [after.version] * (count - held)
+        assert len(completion.logprobs) == count > held > 0
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_kept_kv_is_the_old_versions_and_what_follows_is_the_new_ones(name: str, request: pytest.FixtureRequest) -> None:
+    rig: Rig = request.getfixturevalue(name)
+    for sample, completion, held in cross(rig)[2]:
+        tokens = sample.prompt + completion.tokens
+        old, new = (rig.forward(model, tokens[:-1]) for model in (0, 1))
+        cache = DynamicCache()
+        rig.forward(0, tokens[: len(sample.prompt) + held - 1], cache)
+        mixed = rig.forward(1, tokens[len(sample.prompt) + held - 1 : -1], cache)
+        until = len(tokens) - len(sample.prompt)
+        assert rig.difference(sample, completion, old[: len(sample.prompt) + held - 1], 0, held) < TOLERANCE
+        assert rig.difference(sample, completion, mixed, held, until) < TOLERANCE
+        assert rig.difference(sample, completion, new, held, until) > 0.1
+        assert rig.difference(sample, completion, old, held, until) > 0.1
+
+
+def test_recomputed_kv_leaves_no_trace_of_the_old_version(recompute: Rig) -> None:
+    for sample, completion, held in cross(recompute)[2]:
+        tokens = sample.prompt + completion.tokens
+        old, new = (recompute.forward(model, tokens[:-1]) for model in (0, 1))
+        until = len(tokens) - len(sample.prompt)
+        assert recompute.difference(sample, completion, old[: len(sample.prompt) + held - 1], 0, held) < TOLERANCE
+        assert recompute.difference(sample, completion, new, held, until) < TOLERANCE
+
+
+def test_the_digests_are_of_what_the_engine_holds(rig: Rig) -> None:
+    other, manifest = rig.publish(0), rig.load(1)
+    published = {entry.name: entry.digest for entry in manifest.tensors}
+    assert rig.engine.held_digests(manifest) == published
+    assert all(digest != published[name] for name, digest in ((e.name, e.digest) for e in other.tensors))
+
+
+@pytest.mark.parametrize(
+    ("parameter", "row", "changed"),
+    [
+        ("model.layers.1.self_attn.qkv_proj.weight", 0, "model.layers.1.self_attn.q_proj.weight"),
+        ("model.layers.1.self_attn.qkv_proj.weight", 128, "model.layers.1.self_attn.k_proj.weight"),
+        ("model.layers.1.self_attn.qkv_proj.weight", -1, "model.layers.1.self_attn.v_proj.weight"),
+        ("model.layers.0.mlp.gate_up_proj.weight", 95, "model.layers.0.mlp.gate_proj.weight"),
+        ("model.layers.0.mlp.gate_up_proj.weight", 96, "model.layers.0.mlp.up_proj.weight"),
+        ("lm_head.weight", VOCAB - 1, "lm_head.weight"),
+        ("model.embed_tokens.weight", 0, "model.embed_tokens.weight"),
+        ("model.norm.weight", 3, "model.norm.weight"),
+    ],
+)
+def test_one_changed_number_in_the_engine_changes_the_digest_of_its_tensor_alone(
+    untied: Rig, parameter: str, row: int, changed: str
+) -> None:
+    manifest = untied.load(0)
+    model = untied.engine._core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
+    dict(model.named_parameters())[parameter].data[row] += 1e-3
+    held = untied.engine.held_digests(manifest)
+    assert [entry.name for entry in manifest.tensors if held[entry.name] != entry.digest] == [changed]
+    untied.load(0)
+
+
+def flip_a_bit(manifest: Manifest) -> None:
+    with open(manifest.path, "r+b") as file:
+        file.seek(manifest.num_bytes - 1000)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+
+
+def truncate(manifest: Manifest) -> None:
+    with open(manifest.path, "r+b") as file:
+        file.truncate(manifest.num_bytes - 1)
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, truncate])
+def test_damaged_weights_are_never_served_and_a_good_load_repairs(tied: Rig, damage: Callable[[Manifest], None]) -> None:
+    before = tied.load(0)
+    sample = tied.add(prompts(1)[0], 30, seed=5)
+    tied.engine.step()
+    damaged = tied.publish(1)
+    damage(damaged)
+    with pytest.raises(DigestMismatch, match="1 of 24 tensors in the file|bytes"):
+        tied.engine.load(damaged)
+    assert tied.engine.version is None
+    for forbidden in (tied.engine.step, lambda: tied.add([2], 1, seed=0)):
+        with pytest.raises(AssertionError):
+            forbidden()
+    assert tied.engine.progress() == {sample.id: 1}, "nothing was sampled in between"
+    after = tied.load(1)
+    completion = tied.finish()[sample.id]
+    assert set(completion.versions) <= {before.version, after.version} and completion.versions[0] == before.version
+
+
+def test_weights_that_do_not_fit_the_model_are_refused_by_name(untied: Rig) -> None:
+    whole = untied.weights[0]
+    name = "model.layers.0.self_attn.k_proj.weight"
+    wrong: list[tuple[Weights, str]] = [
+        ({key: tensor for key, tensor in whole.items() if key != name}, "lacks .*k_proj"),
+        ({key: tensor for key, tensor in whole.items() if key != "lm_head.weight"}, "does not fill .*lm_head"),
+        ({key: tensor for key, tensor in whole.items() if "down_proj" not in key}, "does not fill .*down_proj"),
+        (whole | {"model.layers.7.mlp.up_proj.bias": torch.zeros(3)}, "lacks .*gate_proj.bias"),
+        (whole | {"model.extra.weight": torch.zeros(3)}, "no place for .*model.extra.weight"),
+        (whole | {"lm_head.weight": whole["lm_head.weight"][:-1].clone()}, "does not fill .*lm_head"),
+        (whole | {"model.norm.weight": whole["model.norm.weight"].bfloat16()}, "published as bfloat16"),
+    ]
+    for weights, message in wrong:
+        untied._version += 2
+        manifest = untied.publisher.publish(untied._version, weights.items())
+        with pytest.raises(DigestMismatch, match=message):
+            untied.engine.load(manifest)
+        assert untied.engine.version is None
+    untied.load(0)
+
+
+def test_an_engine_whose_parameters_do_not_take_the_weights_is_found_out(untied: Rig) -> None:
+    """The file is right; the engine's loader loses a tensor, as it does where weights are packed away."""
+    untied.load(0)
+    model = untied.engine._core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
+    parameter = dict(model.named_parameters())["model.norm.weight"]
+    loader, parameter.weight_loader = getattr(parameter, "weight_loader", None), lambda *_: None
+    with pytest.raises(DigestMismatch, match="1 of 25 tensors in the engine .*: model.norm.weight"):
+        untied.load(1)
+    if loader is None:
+        del parameter.weight_loader
+    else:
+        parameter.weight_loader = loader
+    untied.load(1)
+
+
+def test_a_version_that_is_gone_leaves_the_one_before_in_service(tied: Rig) -> None:
+    before = tied.load(0)
+    sample = tied.add(prompts(1)[0], 8, seed=1)
+    gone = tied.publish(1)
+    Path(gone.path).unlink()
+    with pytest.raises(FileNotFoundError):
+        tied.engine.load(gone)
+    assert tied.engine.version == before.version
+    assert set(tied.finish()[sample.id].versions) == {before.version}
+
+
+def test_a_sample_is_the_same_alone_and_in_a_crowd_to_the_last_bit(rig: Rig) -> None:
+    rig.load(0)
+    wanted = [(prompt, 30, seed) for seed, prompt in enumerate(prompts(4, length=9))]
+    alone = []
+    for prompt, max_tokens, seed in wanted:
+        sample = rig.add(prompt, max_tokens, seed)
+        alone.append(rig.finish()[sample.id])
+    for i, prompt in enumerate(prompts(40, length=5)):  # more than fit at once: some wait
+        rig.add(prompt, 3 + i % 17, seed=1000 + i)
+    rig.engine.step()
+    samples = [rig.add(*want) for want in wanted]
+    done = rig.finish()
+    for sample, reference in zip(samples, alone, strict=True):
+        assert done[sample.id].tokens == reference.tokens
+        assert done[sample.id].logprobs == reference.logprobs
+        assert done[sample.id].finish_reason == reference.finish_reason
+
+
+def test_different_seeds_give_different_samples(tied: Rig) -> None:
+    tied.load(0)
+    samples = [tied.add(prompts(1)[0], 20, seed) for seed in range(16)]
+    done = tied.finish()
+    assert len({tuple(done[sample.id].tokens) for sample in samples}) == 16
+
+
+def test_a_greedy_sample_takes_the_likeliest_token_each_time(recompute: Rig) -> None:
+    recompute.load(0)
+    sample = recompute.add(prompts(1)[0], 20, seed=0, greedy=True)
+    recompute.add(prompts(1)[0], 20, seed=0)
+    completion = recompute.finish()[sample.id]
+    logprobs = recompute.forward(0, sample.prompt + completion.tokens[:-1])
+    assert completion.tokens == logprobs[len(sample.prompt) - 1 :].argmax(-1).tolist()
+
+
+def test_a_sample_ends_at_the_end_of_sequence_or_at_its_length(tied: Rig) -> None:
+    tied.load(0)
+    for seed in range(64):
+        tied.add(prompts(1)[0], 30, seed)
+    reasons = set()
+    for completion in tied.finish().values():
+        reasons.add(completion.finish_reason)
+        assert END not in completion.tokens[:-1]
+        assert (completion.tokens[-1] == END) == (completion.finish_reason == "stop")
+        assert len(completion.tokens) == 30 or completion.finish_reason == "stop"
+    assert reasons == {"stop", "length"}
+
+
+def test_an_aborted_sample_returns_what_it_had_and_the_others_go_on(untied: Rig) -> None:
+    untied.load(0)
+    samples = [untied.add(prompt, 25, seed=i) for i, prompt in enumerate(prompts(40))]  # 8 of them have to wait
+    for _ in range(10):
+        assert untied.engine.step() == []
+    held = untied.engine.progress()
+    ends = [samples[3].id, samples[39].id]
+    aborted = {completion.id: completion for completion in untied.engine.abort([*ends, "unknown"])}
+    assert list(aborted) == ends
+    for id, completion in aborted.items():
+        assert (completion.finish_reason, len(completion.tokens)) == ("abort", held[id])
+        assert len(completion.logprobs) == len(completion.versions) == held[id]
+    assert [held[id] for id in ends] == [10, 0]
+    assert untied.engine.num_unfinished == 38
+    done = untied.finish()
+    assert done.keys() == {sample.id for sample in samples} - set(ends)
+    assert {len(completion.tokens) for completion in done.values()} == {25}
+
+
+def test_the_prefix_cache_never_gives_a_sample_the_kv_of_other_weights(untied: Rig) -> None:
+    """A prompt of three blocks is cached under model 0. Under model 1 it is asked for by a sample that was waiting at the
+    update and by one that came later; a running sample keeps the old KV alive all the while."""
+    prompt = prompts(1, length=100)[0]
+    untied.load(0)
+    untied.add(prompt, 2, seed=0)
+    untied.finish()
+    for i in range(32):
+        untied.add(prompt[:64] + [2 + i], 40, seed=i)
+    for _ in range(3):
+        untied.engine.step()
+    waiting = untied.add(prompt, 10, seed=1)
+    untied.engine.step()
+    assert untied.engine.progress()[waiting.id] == 0
+    after = untied.load(1)
+    later = untied.add(prompt, 10, seed=2)
+    done = untied.finish()
+    again = untied.add(prompt, 10, seed=3)  # finds model 1's own KV
+    done |= untied.finish()
+    for sample in (waiting, later, again):
+        completion = done[sample.id]
+        assert completion.versions == [after.version] * 10
+        expected = untied.forward(1, prompt + completion.tokens[:-1])
+        assert untied.difference(sample, completion, expected, 0, 10) < TOLERANCE
+
+
+def test_a_sample_that_the_model_cannot_take_is_refused_with_the_numbers(tied: Rig) -> None:
+    tied.load(0)
+    with pytest.raises(ValueError, match="max_model_len=160 tokens, got 150 . 11"):
+        tied.add([2] * 150, 11, seed=0)
+    with pytest.raises(ValueError, match="got 0 . 5"):
+        tied.add([], 5, seed=0)
+    with pytest.raises(ValueError, match="token ids in 0 .. 79, got 2 .. 80"):
+        tied.add([2, 80], 5, seed=0)
+    assert tied.engine.num_unfinished == 0
+    sample = tied.add([2] * 150, 10, seed=0)
+    assert tied.finish()[sample.id].tokens
