@@ -10,7 +10,7 @@ from torch import Tensor
 
 from algos.corrections import clamped, correction_weights
 from algos.surrogates import ppo_clip
-from configs.schema import AlgoConfig
+from configs.schema import AlgoConfig, Correction
 
 
 def policy_loss(
@@ -62,7 +62,7 @@ def _sums(
         "tokens": torch.ones_like(ratio),
         "entropy": entropy,
         "clipped": clipped,
-        "truncated": correction != raw,
+        "truncated": (raw > correction) & (correction > 0) & (algo.correction is not Correction.none),
         "dropped": correction == 0,
         "weight": correction,
         "weight_squared": correction.square(),

@@ -36,7 +36,7 @@ class BufferClient:
         self.address = address
         self._timeout_s = timeout_s
         self._numbers = itertools.count()
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.connect(address)
 

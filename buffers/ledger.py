@@ -9,6 +9,8 @@ The two sides are counted apart: `generated` and `leased` when work is reported,
 from collections import Counter
 from collections.abc import Mapping
 
+from buffers.messages import Account
+
 REASONS = ("zero_variance", "duplicate", "cancelled", "failed", "late")
 FATES = ("trained", "masked", *REASONS, "in_flight")
 
@@ -47,6 +49,18 @@ class Ledger:
     def closes(self) -> bool:
         return self.generated == sum(self.tokens.values()) and self.leased == sum(self.groups.values())
 
-    @staticmethod
-    def rejected(fates: Mapping[str, int]) -> dict[str, int]:
-        return {reason: fates[reason] for reason in REASONS}
+    def token_account(self) -> Account:
+        return _account(self.generated, self.tokens)
+
+    def group_account(self) -> Account:
+        return _account(self.leased, self.groups)
+
+
+def _account(total: int, fates: Mapping[str, int]) -> Account:
+    return Account(
+        total=total,
+        trained=fates["trained"],
+        masked=fates["masked"],
+        rejected={reason: fates[reason] for reason in REASONS},
+        in_flight=fates["in_flight"],
+    )

@@ -7,7 +7,7 @@ Arrow data travels as a frame beside the message, never inside it.
 import msgspec
 
 
-class Struct(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Struct(msgspec.Struct, tag=True, kw_only=True):
     pass
 
 

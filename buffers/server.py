@@ -25,6 +25,7 @@ import zmq
 
 from buffers import messages as m
 from buffers.evaluation import Evaluations
+from buffers.fleet import Fleet
 from buffers.journal import Journal, Rejected, Trained, read_events, read_groups
 from buffers.leases import LeaseBook, Terms
 from buffers.ledger import Ledger
@@ -98,9 +99,8 @@ class BufferServer:
 
         self._handed: tuple[int, list[int], pa.Buffer] | None = None  # the step being trained
         self._weights = ""
-        self._reports: dict[str, list[m.GeneratorReport]] = {}  # lives of each generator
+        self._fleet = Fleet()
         self._learner_idle = (0.0, 0.0)
-        self._published_at: dict[int, float] = {}
         self._started_at: float | None = None
         self._moved_at = clock()
         self._warned_at = clock()
@@ -108,7 +108,7 @@ class BufferServer:
         self._parked: list[Parked] = []
         self._outbox: list[list[bytes | pa.Buffer]] = []
 
-        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
@@ -173,7 +173,7 @@ class BufferServer:
         now = self._clock()
         match request:
             case m.Join(generator=name):
-                self._reports.setdefault(name, []).append(_no_report())
+                self._fleet.join(name)
                 return m.Welcome(config=self._config_text, name=name)
             case m.Heartbeat():
                 return self._heartbeat(request, now)
@@ -227,6 +227,8 @@ class BufferServer:
         work = self._lease_out([p.request for p in self._parked if isinstance(p.request, m.Ask)], now) if asking else {}
         waiting = []
         for parked in self._parked:
+            reply: m.Reply | None
+            payload: pa.Buffer | None
             match parked.request:
                 case m.Ask():
                     reply, payload = work.get(id(parked.request)), None
@@ -280,10 +282,8 @@ class BufferServer:
         return m.Work(leases=leases, version=self.book.version, weights=self._weights, ended=self._stopping is not None)
 
     def _heartbeat(self, beat: m.Heartbeat, now: float) -> m.Standing:
-        lives = self._reports.setdefault(beat.generator, [_no_report()])
-        if beat.report.sampled_tokens > lives[-1].sampled_tokens:
+        if self._fleet.report(beat.generator, beat.report):
             self._moved_at = now
-        lives[-1] = beat.report
         training = {}
         for lease_id, num_tokens in beat.progress.items():
             if self._evaluations.owns(lease_id):
@@ -433,36 +433,20 @@ class BufferServer:
         return 0.0 if self._started_at is None else self._clock() - self._started_at
 
     def status(self, now: float) -> m.Status:
-        lives = [life for lives in self._reports.values() for life in lives]
-        alive = sum(life.alive_s for life in lives)
-        updates = sum(life.updates for life in lives)
-        idle, learner_alive = self._learner_idle
-        tokens, groups = self.ledger.tokens, self.ledger.groups
         return m.Status(
             version=self.book.version,
             step=self.book.num_consumed,
             seconds=self._seconds(),
-            tokens=m.Account(
-                total=self.ledger.generated, trained=tokens["trained"], masked=tokens["masked"],
-                rejected=Ledger.rejected(tokens), in_flight=tokens["in_flight"],
-            ),
-            groups=m.Account(
-                total=self.ledger.leased, trained=groups["trained"], masked=0,
-                rejected=Ledger.rejected(groups), in_flight=groups["in_flight"],
-            ),
+            tokens=self.ledger.token_account(),
+            groups=self.ledger.group_account(),
             trained_twice=self.book.trained_twice,
             staleness=dict(sorted(self._staleness.items())),
-            generators={name: lives[-1] for name, lives in self._reports.items()},
-            learner_idle=idle / learner_alive if learner_alive else 0.0,
-            generator_idle=sum(life.idle_s for life in lives) / alive if alive else 0.0,
-            weight_updates=updates,
-            weight_bytes=sum(life.update_bytes for life in lives),
-            pause_s_mean=sum(life.pause_s for life in lives) / updates if updates else 0.0,
-            digest_mismatches=sum(life.digest_mismatches for life in lives),
+            learner_idle=self._learner_idle[0] / self._learner_idle[1] if self._learner_idle[1] else 0.0,
             quarantined=self.book.quarantined,
             waiting_for=self._waiting_for(now),
             still_s=now - self._moved_at,
-        )  # fmt: skip
+            **self._fleet.summary(),
+        )
 
     def _waiting_for(self, now: float) -> str:
         if self.book.version < 0:
@@ -516,16 +500,3 @@ def _count(batch: pa.RecordBatch, step: int, bound: int) -> tuple[int, int, dict
     mask = trainable(versions, sampled, step, bound)
     trained = int(np.count_nonzero(mask))
     return trained, int(np.count_nonzero(sampled)) - trained, histogram(versions, mask, step)
-
-
-def _no_report() -> m.GeneratorReport:
-    return m.GeneratorReport(
-        version=-1,
-        idle_s=0.0,
-        alive_s=0.0,
-        sampled_tokens=0,
-        updates=0,
-        update_bytes=0,
-        pause_s=0.0,
-        digest_mismatches=0,
-    )

@@ -7,7 +7,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.schema import Config
@@ -52,7 +52,7 @@ def resume(folder: Path, overrides: Sequence[str]) -> Config:
     return config
 
 
-def check(composed: DictConfig) -> Config:
+def check(composed: DictConfig | ListConfig) -> Config:
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     if problems := config.problems():
@@ -69,9 +69,9 @@ def fields() -> dict[str, object]:
     found: dict[str, object] = {}
 
     def walk(node: DictConfig, prefix: str) -> None:
-        for key in node:
-            value = OmegaConf.select(node, str(key))
-            if OmegaConf.get_type(node, str(key)) not in (None, dict) and isinstance(value, DictConfig):
+        for key in map(str, node):
+            value = OmegaConf.select(node, key)
+            if OmegaConf.get_type(node, key) not in (None, dict) and isinstance(value, DictConfig):
                 walk(value, f"{prefix}{key}.")
             else:
                 found[f"{prefix}{key}"] = value

@@ -108,7 +108,7 @@ class RunConfig:
     """Start anew in a folder that already holds a run (the old one is deleted)."""
     resume: str | None = None
     """Folder of a run to continue from its newest checkpoint; the run goes on in that folder."""
-    steps: int = 150
+    steps: int = 240
     """Steps to train: each consumes `groups_per_step` groups and publishes one new version."""
     seed: int = 0
     """Seeds the prompt order, every sampled trajectory and the learner."""
@@ -314,7 +314,7 @@ class LearnerConfig:
     """Optimizer updates in a step; must divide `groups_per_step`."""
     tokens_per_microbatch: int = 16384
     """Packed tokens that one forward pass holds at most; a longer sequence goes alone."""
-    lr: float = 5e-4
+    lr: float = 2e-4
     """Peak learning rate of AdamW."""
     warmup_steps: int = 10
     """Steps over which the learning rate rises linearly from zero."""

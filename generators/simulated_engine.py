@@ -28,7 +28,7 @@ class Decoding:
 
 
 class SimulatedEngine:
-    """`generators.engine.Engine` in real time: `slots` samples decode side by side at `tokens_per_s` each, others queue.
+    """An `Engine` in real time: `slots` samples decode side by side at `tokens_per_s` each, others queue.
 
     Time is kept exactly: a sample ends num_tokens / tokens_per_s after it got its slot, and its slot passes to the next
     at that very moment, however late anybody asks. Lengths are lognormal with mean `mean_tokens` and coefficient of
@@ -71,7 +71,8 @@ class SimulatedEngine:
 
     def abort(self, ids: list[str]) -> list[Completion]:
         now, unwanted = self._advance(), set(ids)
-        aborted = [self._completion(d, self._num_decoded(d, now), "abort") for d in self._decoding if d.sample.id in unwanted]
+        running = [decoding for decoding in self._decoding if decoding.sample.id in unwanted]
+        aborted = [self._completion(decoding, self._num_decoded(decoding, now), "abort") for decoding in running]
         aborted += [_completion(sample, [], "abort") for sample in self._waiting if sample.id in unwanted]
         self._decoding = [d for d in self._decoding if d.sample.id not in unwanted]
         heapq.heapify(self._decoding)
@@ -120,7 +121,8 @@ class SimulatedEngine:
         while self._waiting and len(self._decoding) < self._slots:
             sample = self._waiting.popleft()
             num_tokens = min(self._length(sample), sample.max_tokens)
-            heapq.heappush(self._decoding, Decoding(now + num_tokens / self._rate, self._order, sample, num_tokens, now))
+            ends_at = now + num_tokens / self._rate
+            heapq.heappush(self._decoding, Decoding(ends_at, self._order, sample, num_tokens, now))
             self._order += 1
 
     def _length(self, sample: Sample) -> int:

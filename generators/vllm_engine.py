@@ -1,23 +1,30 @@
 """vLLM as a rollout engine, in this process: our loop calls its engine core step by step.
 
-Between two steps nothing is in flight inside vLLM, so that is where weights change: no pausing, no second process. The core
-is driven below vLLM's request front end (tokenizing, text, streaming), which a loop over token ids has no use for.
+Between two steps nothing is in flight inside vLLM, so that is where weights change: no pausing, no second process. The
+core is driven below vLLM's request front end (tokenizing, text, streaming), which a loop over token ids has no use for.
 
 Importing this module changes the process: vLLM takes `torch.set_num_threads` away and binds memory. Keep learners out.
 Written against vLLM 0.32; single GPU or CPU (tensor parallel size 1).
 """
 
+import logging
 import os
+import warnings
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-# Before torch and vLLM are imported. One OpenMP thread: more of them spin against each other and against other roles.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# All of this counts only before torch and vLLM are imported.
+os.environ |= {
+    "OMP_NUM_THREADS": "1",  # more of them spin against each other and against other roles
+    "VLLM_CPU_ATTN_SPLIT_KV": "0",  # how a sequence is split depends on what else is in the batch
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"  # how a sequence is split depends on what else is in the batch
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
 
 import msgspec  # noqa: E402
 import torch  # noqa: E402
@@ -60,8 +67,10 @@ class VllmEngine:
     The model folder gives architecture and end-of-sequence ids only: weights come from snapshots, so nothing that has
     not been attested can be sampled from.
 
-    A sample's tokens depend on its prompt, its seed and the weights only. Log-probabilities are those of the
-    distribution that was sampled from: after temperature and after top-p, top-k and min-p (greedy samples: temperature 1).
+    A sample depends on its prompt, its seed and the weights only; on a CPU to the last bit, whatever runs beside it, as
+    long as the KV cache is large enough (a sample that was pushed out and computed again may differ in the last bits)
+    and the prefix cache is off. Log-probabilities are those of the distribution that was sampled from: after
+    temperature, top-p, top-k and min-p (greedy samples: temperature 1).
     """
 
     def __init__(
@@ -93,12 +102,14 @@ class VllmEngine:
         """By sample id."""
         self._num_requests = 0
 
+        platform: dict[str, Any] = {"gpu_memory_utilization": gpu_memory_fraction}
+        if current_platform.is_cpu():
+            platform = _cpu_arguments(kv_cache_mb, max_model_len)
         config = EngineArgs(
             model=model,
-            dtype=str(dtype),  # type: ignore[arg-type]
+            dtype=str(dtype),
             max_model_len=max_model_len,
             max_num_seqs=max_sequences,
-            max_num_batched_tokens=max(max_sequences, 8192),
             enable_prefix_caching=prefix_cache,
             seed=seed % 2**31,
             load_format="dummy",
@@ -108,7 +119,7 @@ class VllmEngine:
             async_scheduling=False,  # weights change between two steps: nothing may run ahead
             disable_log_stats=True,
             worker_extension_cls="sync.vllm_plugin.WeightSync",
-            **(_cpu_arguments(kv_cache_mb) if current_platform.is_cpu() else {"gpu_memory_utilization": gpu_memory_fraction}),
+            **platform,
         ).create_engine_config()
         self._core = InprocClient(config, Executor.get_class(config), log_stats=False)
         self._core.collective_rpc("prepare_model")
@@ -138,9 +149,8 @@ class VllmEngine:
                 f"got {len(sample.prompt)} + {sample.max_tokens}"
             )
         if not 0 <= min(sample.prompt) <= max(sample.prompt) < self._vocab_size:
-            raise ValueError(
-                f"prompt must have token ids in 0 .. {self._vocab_size - 1}, got {min(sample.prompt)} .. {max(sample.prompt)}"
-            )
+            found = f"{min(sample.prompt)} .. {max(sample.prompt)}"
+            raise ValueError(f"prompt must have token ids in 0 .. {self._vocab_size - 1}, got {found}")
         self._submit(sample)
 
     def abort(self, ids: list[str]) -> list[Completion]:
@@ -223,18 +233,25 @@ class VllmEngine:
         return running
 
     def _restart_unsampled(self) -> None:
-        """Samples without a token begin anew, lest they read the prompt's KV that other weights have left in the cache."""
+        """Samples without a token begin anew, lest they read prompt KV that other weights have left in the cache."""
         requests = [request for request, running in self._running.items() if not running.tokens]
         self._core.abort_requests(requests)
         for request in requests:
             self._submit(self._remove(request).sample)
 
 
-def _cpu_arguments(kv_cache_mb: int) -> dict[str, Any]:
-    """Engine arguments for a CPU, and what must be switched off there before a model is built."""
+def _cpu_arguments(kv_cache_mb: int, max_model_len: int) -> dict[str, Any]:
+    """Engine arguments for a CPU; switches off what must be off there before a model is built."""
+    torch.set_num_threads(1)  # where torch was imported before this module, OMP_NUM_THREADS came too late
     torch._dynamo.config.disable = True  # a compiler for one line of the sampler: 10 s before the first token
     keep_weights_unpacked()
-    return {"enforce_eager": True, "kv_cache_memory_bytes": kv_cache_mb << 20, "block_size": 32}
+    return {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": kv_cache_mb << 20,
+        "block_size": 32,  # the least; the default of 128 wastes most of a block on short samples
+        "enable_chunked_prefill": False,  # a prompt in two pieces is summed in another order than in one
+        "max_num_batched_tokens": max(max_model_len, 8192),
+    }
 
 
 def _end_of_sequence(model_config: Any) -> list[int]:

@@ -23,24 +23,47 @@ class Checkpoint:
     manifest: CheckpointManifest
 
 
-def save(folder: Path, manifest: CheckpointManifest, write: Callable[[Path], None], keep: int, *, first_rank: bool) -> Path:
-    """Writes `folder/step_<k>` by `write(subfolder)`, which every rank calls; keeps the newest `keep`."""
+def save(
+    folder: Path,
+    manifest: CheckpointManifest,
+    write: Callable[[Path], None],
+    keep: int,
+    *,
+    first_rank: bool = True,
+    barrier: Callable[[], None] = lambda: None,
+) -> Path:
+    """Writes `folder/step_<k>` by `write(subfolder)`; keeps the newest `keep`. Every rank calls it.
+
+    `barrier` must hold all ranks until each has come to it: the first one makes the folder and gives it its name.
+    """
     final = folder / f"step_{manifest.step}"
     temporary = folder / f".step_{manifest.step}.tmp"
     if first_rank:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
+    barrier()
     write(temporary / "engine")
+    barrier()
     if first_rank:
         with open(temporary / "manifest.json", "wb") as file:
             file.write(msgspec.json.encode(manifest))
             file.flush()
             os.fsync(file.fileno())
+        _sync_folder(temporary)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
+        _sync_folder(folder)
         for old in complete(folder)[:-keep]:
             shutil.rmtree(old.folder)
     return final
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def complete(folder: Path) -> list[Checkpoint]:

@@ -1,12 +1,12 @@
 """The FSDP2 engine: a Hugging Face causal LM under `fully_shard`, on gloo (CPU) or NCCL.
 
-float32 master weights; with `dtype=bfloat16` forward and backward compute in bfloat16 and gradients are reduced in float32.
-The language-model head never makes [tokens, vocabulary] at once: it returns log-probabilities, chunk by chunk.
+float32 master weights; on a GPU with `dtype=bfloat16` forward and backward compute in bfloat16 and gradients are reduced
+in float32.
 """
 
 import math
-import types
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
-from configs.schema import Attention
+from configs.schema import Attention, Dtype
 from learners.engine import LossFn
+from learners.logprobs import LogprobHead
 from learners.packing import Packed
-
-CHUNK = 4096
-"""Tokens whose logits exist at the same time."""
 
 
 def packed_sdpa(
@@ -64,24 +62,26 @@ def padded_sdpa(
     max_length_q: int = 0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As `packed_sdpa`, for many short sequences on a CPU: they are padded for the attention alone, one call in all.
+    """As `packed_sdpa`, for many short sequences: they are padded for the attention alone, one call in all.
 
-    A padded key stands behind every real query of its sequence, so the causal mask hides it.
+    Padding stands behind every real token of its sequence: the causal mask hides it, and its own output is left out.
     """
     assert cu_seq_lens_q is not None, "packed attention needs the lengths of the sequences"
     lengths = cu_seq_lens_q.diff()
     if len(lengths) * max_length_q > 2 * query.shape[2] + 1024:
         return packed_sdpa(module, query, key, value, attention_mask, scaling, cu_seq_lens_q=cu_seq_lens_q)
-    real = torch.arange(max_length_q, device=query.device) < lengths[:, None]
-
-    def pad(packed: Tensor) -> Tensor:
-        padded = packed.new_zeros(len(lengths), max_length_q, packed.shape[1], packed.shape[3])
-        return padded.masked_scatter(real[..., None, None], packed[0].transpose(0, 1).contiguous()).transpose(1, 2)
-
-    out = F.scaled_dot_product_attention(
-        pad(query), pad(key), pad(value), is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    column = torch.arange(max_length_q, device=query.device)
+    # A place beyond the end of its sequence repeats the last token: index_select is several times faster than scattering.
+    index = torch.minimum(cu_seq_lens_q[:-1, None] + column, cu_seq_lens_q[1:, None] - 1)
+    real = (column < lengths[:, None]).flatten().nonzero()[:, 0]
+    q, k, v = (
+        packed[0].transpose(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
+        for packed in (query, key, value)
     )
-    return out.transpose(1, 2)[real][None].contiguous(), None
+    out = F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, real)[None], None
 
 
 def varlen(
@@ -96,10 +96,10 @@ def varlen(
     max_length_q: int = 0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The same by torch's own variable-length kernel (CUDA, bfloat16 or float16)."""
+    """The same by torch's own variable-length kernel (CUDA, bfloat16)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
+    q, k, v = (packed[0].transpose(0, 1).contiguous() for packed in (query, key, value))
     out = varlen_attn(
         q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, window_size=(-1, 0), scale=scaling,
         enable_gqa=q.shape[1] != k.shape[1],
@@ -112,35 +112,19 @@ for _name, _function in (("packed_sdpa", padded_sdpa), ("varlen", varlen)):
     AttentionMaskInterface.register(_name, lambda *args, **kwargs: None)
 
 
-def choose_attention(wanted: Attention) -> str:
-    if wanted is not Attention.auto:
-        return str(wanted)
-    if not torch.cuda.is_available():
-        return "packed_sdpa"
-    try:
-        import flash_attn  # noqa: F401
-    except ImportError:
-        return "varlen"
-    return "flash_attention_2"
-
-
-def _head_forward(self: Any, hidden: Tensor) -> Tensor:
-    """Replaces the head's forward: [1, T, H] -> [1, T, 2], log-probability of `targets` and entropy at each position."""
-
-    def chunk(h: Tensor, targets: Tensor) -> Tensor:
-        logits = F.linear(h, self.weight, self.bias).float() / self.temperature
-        normalizer = torch.logsumexp(logits, -1)
-        logprobs = logits.gather(-1, targets[:, None])[:, 0] - normalizer
-        with torch.no_grad():
-            entropy = normalizer - ((logits - normalizer[:, None]).exp() * logits).sum(-1)
-        return torch.stack([logprobs, entropy], -1)
-
-    parts = zip(hidden[0].split(CHUNK), self.targets.split(CHUNK), strict=True)
-    if not torch.is_grad_enabled():
-        return torch.cat([chunk(h, t) for h, t in parts])[None]
-    if len(hidden[0]) <= CHUNK:
-        return chunk(hidden[0], self.targets)[None]
-    return torch.cat([checkpoint(chunk, h, t, use_reentrant=False) for h, t in parts])[None]
+def choose_attention(wanted: Attention, device: torch.device, dtype: Dtype) -> Attention:
+    """What `auto` stands for here. Raises ValueError for a kernel that this device or dtype has not."""
+    flash = device.type == "cuda" and dtype is Dtype.bfloat16
+    if wanted is Attention.auto:
+        if not flash:
+            return Attention.packed_sdpa
+        return Attention.flash_attention_2 if find_spec("flash_attn") else Attention.varlen
+    if wanted is not Attention.packed_sdpa and not flash:
+        raise ValueError(
+            "learner.attention must be auto or packed_sdpa except on a GPU with model.dtype=bfloat16, "
+            f"got {wanted} on {device.type} with {dtype}"
+        )
+    return wanted
 
 
 class FsdpEngine:
@@ -150,7 +134,7 @@ class FsdpEngine:
         self,
         path: str | Path,
         *,
-        dtype: str = "float32",
+        dtype: Dtype = Dtype.float32,
         temperature: float = 1.0,
         attention: Attention = Attention.auto,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -158,83 +142,119 @@ class FsdpEngine:
         max_grad_norm: float = 1.0,
         activation_checkpointing: bool = False,
     ) -> None:
-        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        cuda = torch.cuda.is_available()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._publish_dtype = getattr(torch, dtype)
         self._max_grad_norm = max_grad_norm
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=choose_attention(attention)
-        ).to(self._device)
+        attention = choose_attention(attention, self._device, dtype)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=str(attention))
+        layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+        model.train()  # dropout would make every log-probability a random number
         if activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.lm_head.forward = types.MethodType(_head_forward, model.lm_head)
-        model.lm_head.temperature = temperature
+            for layer in layers:
+                layer.training = True  # the layer's own flag, not its children's: layers checkpoint only in training
+        self._head = LogprobHead(model.get_output_embeddings(), temperature)
         mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
-        compute = torch.bfloat16 if dtype == "bfloat16" else None
+        compute = torch.bfloat16 if cuda and dtype is Dtype.bfloat16 else None
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-        self._model = model.train()
-        self._parameters = list(model.parameters())
-        self._optimizer = torch.optim.AdamW(self._parameters, lr=0.0, betas=betas, weight_decay=weight_decay)
+        # All modules reshard after a forward pass, the root too: one left gathered by a forward without backward would go on
+        # computing with the weights from before the next update.
+        for module in (*layers, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        self._model = model
+        self._named = dict(model.named_parameters())
+        self._optimizer = torch.optim.AdamW(
+            self._named.values(), lr=0.0, betas=betas, weight_decay=weight_decay, fused=True
+        )
+        for (
+            parameter
+        ) in self._named.values():  # what AdamW would make at its first step, so that a fresh engine can load
+            self._optimizer.state[parameter] = {
+                "step": torch.zeros((), device=self._device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
 
     def _forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """[T] log-probability and [T] entropy of each token given those before it; 0 for the first of a sequence."""
+        """[T] log-probability and [T] entropy, on the CPU, of each token given those before it; 0 where there are none."""
+        targets = packed.positions.nonzero()[:, 0]
         tokens, cu_seqlens = packed.tokens.to(self._device), packed.cu_seqlens.to(self._device)
-        self._model.lm_head.targets = tokens.roll(-1)
+        self._head.ask(sources=(targets - 1).to(self._device), targets=packed.tokens[targets].to(self._device))
         out = self._model(
             input_ids=tokens[None],
             position_ids=packed.positions.to(self._device)[None],
-            use_cache=False,  # with a cache, packed sequences would see each other
+            use_cache=False,  # with a cache, transformers lets packed sequences see each other
             cu_seq_lens_q=cu_seqlens,
             cu_seq_lens_k=cu_seqlens,
             max_length_q=packed.max_seqlen,
             max_length_k=packed.max_seqlen,
         ).logits[0]
-        first = packed.positions.to(self._device) == 0
-        shifted = torch.where(first[:, None], 0.0, out.roll(1, 0)).cpu()
-        return shifted[:, 0], shifted[:, 1]
+        spread = torch.zeros(len(tokens), 2).index_copy(0, targets, out.cpu())
+        return spread[:, 0], spread[:, 1]
 
     @torch.no_grad()
     def logprobs(self, microbatches: Sequence[Packed]) -> list[Tensor]:
-        found = [self._forward(packed)[0] for packed in microbatches]
-        for module in self._model.modules():  # a forward without backward leaves some unsharded: their weights would go stale
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        return found
+        return [self._forward(packed)[0] for packed in microbatches]
 
     def update(self, microbatches: Sequence[Packed], loss_fn: LossFn, lr: float) -> float:
+        """Raises FloatingPointError, and updates nothing, when the gradient is not finite."""
         world = dist.get_world_size()
         for number, packed in enumerate(microbatches):
             self._model.set_requires_gradient_sync(number == len(microbatches) - 1)
             logprobs, entropy = self._forward(packed)
             (loss_fn(logprobs, entropy, packed) * world).backward()  # FSDP averages over ranks, the loss is a sum
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
-        grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-        if not math.isfinite(grad_norm):
-            raise FloatingPointError(f"the gradient norm must be finite, got {grad_norm}: nothing was updated")
+        grad_norm = self._clip()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
         self._optimizer.zero_grad()
         return grad_norm
 
+    def _clip(self) -> float:
+        """Scales the gradient to `max_grad_norm` where it is longer; returns its norm before."""
+        shards = [p.grad.to_local() for p in self._named.values() if p.grad is not None]
+        squared = torch.stack(torch._foreach_norm(shards)).square().sum()
+        dist.all_reduce(squared)
+        norm = math.sqrt(squared.item())
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient norm must be finite, got {norm}: nothing was updated")
+        if norm > self._max_grad_norm:
+            torch._foreach_mul_(shards, self._max_grad_norm / (norm + 1e-6))
+        return norm
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._model.named_parameters():
-            cast = parameter.detach().to(self._publish_dtype)
-            yield name, (cast.full_tensor() if isinstance(cast, DTensor) else cast).cpu()
+        """The tensors are only to be read, and before the next update."""
+        for name, parameter in self._named.items():
+            whole = parameter.detach().to(self._publish_dtype).full_tensor()  # cast first: less to gather
+            yield from revert_weight_conversion(self._model, {name: whole.cpu()}).items()
 
     def save(self, folder: Path) -> None:
-        dcp.save(self._state(), checkpoint_id=folder)
+        """Shards of plain safetensors, which a different number of ranks can load."""
+        folder.mkdir(parents=True, exist_ok=True)
+        dcp.save(self._state(), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+        random = folder / "random"
+        random.mkdir(exist_ok=True)
+        save_file(self._random(), random / f"rank_{dist.get_rank()}.safetensors")
 
     def load(self, folder: Path) -> None:
-        state = self._state()
-        dcp.load(state, checkpoint_id=folder)
-        set_state_dict(
-            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
-        torch.set_rng_state(state["rng"])
+        """Raises FileNotFoundError, or what torch raises, when the folder is not a checkpoint of this model."""
+        dcp.load(self._state(), storage_reader=HuggingFaceStorageReader(str(folder)))
+        state = folder / "random" / f"rank_{dist.get_rank()}.safetensors"
+        if state.exists():  # with more ranks than wrote it, a new one keeps its own
+            random = load_file(state)
+            torch.set_rng_state(random["cpu"])
+            if "cuda" in random:
+                torch.cuda.set_rng_state(random["cuda"])
 
-    def _state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self._model, self._optimizer)
-        return {"model": model, "optimizer": optimizer, "rng": torch.get_rng_state()}
+    def _state(self) -> dict[str, Tensor]:
+        """Model and optimizer by name: the live tensors, so that loading writes into them."""
+        state: dict[str, Tensor] = {}
+        for name, parameter in self._named.items():
+            state[f"model.{name}"] = parameter.detach()
+            state |= {f"{key}.{name}": value for key, value in self._optimizer.state[parameter].items()}
+        return state
+
+    def _random(self) -> dict[str, Tensor]:
+        cuda = {"cuda": torch.cuda.get_rng_state()} if self._device.type == "cuda" else {}
+        return {"cpu": torch.get_rng_state(), **cuda}

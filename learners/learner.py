@@ -1,8 +1,8 @@
 """The learner: trains on the buffer's batches, publishes a version after each step, writes checkpoints.
 
-    publish(v) ─▶ next batch, due at step v ─▶ pack ─▶ advantages ─▶ proximal log-probabilities ─▶ minibatch updates ─┐
-        ▲                                                                                                            │
-        └──────────────────────────────────── v + 1, consumed(v), checkpoint ◀───────────────────────────────────────┘
+publish(v) ─▶ next batch, due at step v ─▶ pack ─▶ advantages ─▶ proximal log-probabilities ─▶ minibatch updates ─┐
+    ▲                                                                                                            │
+    └──────────────────────────────────── v + 1, consumed(v), checkpoint ◀───────────────────────────────────────┘
 """
 
 import logging
@@ -125,7 +125,11 @@ class Learner:
         learner, run = self._config.learner, self._config.run
         manifest = checkpoint.CheckpointManifest(self.step, self._incarnation, run.seed)
         checkpoint.save(
-            self._folder / "checkpoints", manifest, self._engine.save, learner.keep_checkpoints, first_rank=self._rank == 0
+            self._folder / "checkpoints",
+            manifest,
+            self._engine.save,
+            learner.keep_checkpoints,
+            first_rank=self._rank == 0,
         )
         log.info("checkpoint of step %d written", self.step)
         return self.step
@@ -136,9 +140,7 @@ class Learner:
         """One step; returns its metrics and the number of tokens trained (on all ranks)."""
         began = time.monotonic()
         config, algo = self._config, self._config.algo
-        mask = torch.from_numpy(
-            trainable(batch.versions.numpy(), batch.sampled.numpy(), self.step, config.bound)
-        )
+        mask = torch.from_numpy(trainable(batch.versions.numpy(), batch.sampled.numpy(), self.step, config.bound))
         advantages = ADVANTAGES[algo.advantage](batch.rewards, batch.groups)[batch.sequence]
         self._probe(batch)
         proximal = self._proximal(batch)
@@ -256,9 +258,7 @@ def _describe(batch: Batch, mask: Tensor, step: int) -> dict[str, float]:
     }
 
 
-def start(
-    config: Config, folder: Path, address: str, rank: int, rendezvous: str, resume_step: int | None
-) -> Learner:
+def start(config: Config, folder: Path, address: str, rank: int, rendezvous: str, resume_step: int | None) -> Learner:
     """One rank of the learner, ready to run: process group, engine (from the checkpoint, if any), publisher, client."""
     if config.learner.threads is not None:
         torch.set_num_threads(config.learner.threads)

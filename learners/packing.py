@@ -100,16 +100,18 @@ def pack(batch: Batch, rows: Sequence[int]) -> Packed:
 def plan(lengths: np.ndarray, budget: int, num_ranks: int) -> list[list[list[int]]]:
     """Divides sequences into microbatches: [rank][microbatch] -> rows, ascending.
 
-    Each microbatch holds at most `budget` tokens, or one longer sequence alone; every rank has equally many. Longest
-    first, always to the microbatch with the fewest tokens (Graham, 1969). Raises ValueError for fewer rows than ranks.
+    Each microbatch holds at most `budget` tokens, or one longer sequence alone; every rank has equally many, none is
+    empty. Longest first, always to the microbatch with the fewest tokens (Graham, 1969). Where the ranks do not divide the
+    number of rows, there may be too few rows to keep all of that: then, and only then, the budget gives way.
+    Raises ValueError for fewer rows than ranks.
     """
     if len(lengths) < num_ranks:
         raise ValueError(f"a minibatch must hold at least a sequence a rank, got {len(lengths)} for {num_ranks} ranks")
-    per_rank = max(1, -(-int(lengths.sum()) // (budget * num_ranks)))
+    most = len(lengths) // num_ranks
+    per_rank = min(most, -(-int(lengths.sum()) // (budget * num_ranks)))
     while True:
         bins = _fill(lengths, per_rank * num_ranks)
-        fits = all(len(rows) == 1 or lengths[rows].sum() <= budget for rows in bins)
-        if fits or (per_rank + 1) * num_ranks > len(lengths):
+        if per_rank == most or all(len(rows) == 1 or lengths[rows].sum() <= budget for rows in bins):
             return [bins[rank::num_ranks] for rank in range(num_ranks)]
         per_rank += 1
 

@@ -40,7 +40,7 @@ class Record:
         for record in news.records:
             self.num_steps += 1
             self._rewards.append(record.metrics["reward/mean"])
-            self._log(record.step, record.metrics)
+            self._log(record.step, record.metrics | {"time/seconds": record.time})
         for evaluation in news.evaluations[self._num_evaluations :]:
             self._log(evaluation.version, {"eval/reward": evaluation.reward})
         self._num_evaluations = len(news.evaluations)

@@ -42,7 +42,6 @@ def die_with(pid: int) -> None:
     threading.Thread(target=wait, daemon=True, name="death-watch").start()
 
 
-@ray.remote(max_concurrency=2)
 class BufferRole(Role):
     def start(self, config: Config, folder: Path, resume_step: int | None) -> str:
         """Binds the buffer; returns its address."""
@@ -58,7 +57,6 @@ class BufferRole(Role):
         self.server.stop()
 
 
-@ray.remote
 class GeneratorRole(Role):
     def run(self, address: str, name: str, seed: int) -> None:
         from generators.worker import join
@@ -66,7 +64,6 @@ class GeneratorRole(Role):
         join(address, name, seed).run()
 
 
-@ray.remote
 class LearnerRole(Role):
     def run(
         self, config: Config, folder: Path, address: str, rank: int, rendezvous: str, resume_step: int | None
@@ -78,11 +75,11 @@ class LearnerRole(Role):
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Options of each role's actors."""
+    """Each role's actor class, with the resources it is given."""
 
-    buffer: dict[str, Any]
-    learner: dict[str, Any]
-    generator: dict[str, Any]
+    buffer: Any
+    learner: Any
+    generator: Any
 
 
 def place(config: Config, num_gpus: float) -> Places:
@@ -113,9 +110,9 @@ def place(config: Config, num_gpus: float) -> Places:
     here = {"scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)}
     restarts = config.generators.max_restarts
     return Places(
-        buffer={"num_cpus": 0, **here},
-        learner={"num_cpus": 1, "num_gpus": per_rank, **here},
-        generator={
-            "num_cpus": 1, "num_gpus": per_engine, "max_restarts": restarts, "max_task_retries": restarts, **here
-        },
-    )  # fmt: skip
+        buffer=ray.remote(max_concurrency=2, num_cpus=0)(BufferRole).options(**here),
+        learner=ray.remote(num_cpus=1)(LearnerRole).options(num_gpus=per_rank, **here),
+        generator=ray.remote(num_cpus=1)(GeneratorRole).options(
+            num_gpus=per_engine, max_restarts=restarts, max_task_retries=restarts, **here
+        ),
+    )

@@ -32,12 +32,13 @@ from typing import Any
 
 from console import Console
 from record import Record
-from roles import BufferRole, GeneratorRole, LearnerRole, place
+from roles import place
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone
 from configs import load as configs
 from configs.schema import Config, LearnerKind, Role
+from generators.tasks import load_task
 
 KILLED = 130
 
@@ -106,6 +107,7 @@ def prepare(config: Config) -> tuple[Config, Path, int | None]:
                 f"which exists in {config.run.outputs}"
             )
         shutil.rmtree(folder)
+    load_task(config.task.name, config.task.args)  # so that a bad task is known before anything starts
     model = resolve_model(config)
     config = dataclasses.replace(
         config,
@@ -170,17 +172,17 @@ class Run:
 
         config, logs = self._config, self._folder / "logs"
         places = place(config, ray.cluster_resources().get("GPU", 0))
-        buffer = BufferRole.options(**places.buffer).remote("buffer", logs, os.getpid())
+        buffer = places.buffer.remote("buffer", logs, os.getpid())
         address = self._get(buffer.start.remote(config, self._folder / "journal", self._resume_step), "buffer")
         self._refs[buffer.run.remote()] = "buffer"
         rendezvous = f"tcp://127.0.0.1:{free_port()}"
         for rank in range(config.learner.ranks):
-            learner = LearnerRole.options(**places.learner).remote(f"learner-{rank}", logs, os.getpid())
+            learner = places.learner.remote(f"learner-{rank}", logs, os.getpid())
             ref = learner.run.remote(config, self._folder, address, rank, rendezvous, self._resume_step)
             self._refs[ref] = f"learner-{rank}"
         for number in range(config.generators.count):
             name = f"generator-{number}"
-            generator = GeneratorRole.options(**places.generator).remote(name, logs, os.getpid())
+            generator = places.generator.remote(name, logs, os.getpid())
             self._refs[generator.run.remote(address, name, config.run.seed + 1000 + number)] = name
         self._roles = [buffer, learner]
         return address, buffer.stop.remote
@@ -268,7 +270,7 @@ class Fleet:
             refs = []
             for number in range(self._config.generators.count):
                 name = f"{socket.gethostname()}-{os.getpid()}-{number}"
-                role = GeneratorRole.options(**places.generator).remote(name, logs, os.getpid())
+                role = places.generator.remote(name, logs, os.getpid())
                 refs.append(role.run.remote(address, name, hash(name) % 2**31))
             print(f"{len(refs)} generators join {address}; logs in {logs}")
             while refs and not self._signals.received:

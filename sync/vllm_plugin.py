@@ -1,8 +1,8 @@
 """What runs inside vLLM's worker: takes up snapshots in place, and attests what the engine's parameters then hold.
 
 vLLM keeps weights in a layout of its own: q, k and v in one matrix, gate and up in another, the vocabulary padded to a
-multiple of 64 rows, a tied head not at all. `Layout` finds each published tensor in there again, so that what the engine
-holds can be digested tensor by tensor and compared with what the learner published.
+multiple of 64 rows, a tied head not at all. `Layout` finds each published tensor in there again, so that what the
+engine holds can be digested tensor by tensor and compared with what the learner published.
 
 Tensor parallel size 1 only: a shard does not hold the tensors that were digested. Written against vLLM 0.32.
 """

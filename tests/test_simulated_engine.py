@@ -152,7 +152,9 @@ def test_lengths_have_the_stated_mean_and_spread_and_follow_from_the_seed() -> N
         engine = make(clock, slots=5000, mean=100, cv=0.5)
         for i in range(5000):
             engine.add(sample(i))
-        return [len(completion.tokens) for _, completion in sorted(run_dry(engine, clock).values(), key=lambda d: d[1].id)]
+        return [
+            len(completion.tokens) for _, completion in sorted(run_dry(engine, clock).values(), key=lambda d: d[1].id)
+        ]
 
     first = lengths()
     assert first == lengths()

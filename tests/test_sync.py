@@ -20,7 +20,12 @@ from sync.subscriber import Snapshot, read_manifest
 
 def weights(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"model.embed.weight": (10, 4), "model.layers.0.mlp.weight": (4, 6), "model.norm.weight": (4,), "scale": ()}
+    shapes = {
+        "model.embed.weight": (10, 4),
+        "model.layers.0.mlp.weight": (4, 6),
+        "model.norm.weight": (4,),
+        "scale": (),
+    }
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
 
@@ -57,7 +62,9 @@ def test_the_snapshot_is_a_stock_safetensors_file(publisher: Publisher) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from(["float32", "bfloat16", "uint8", "int64"]), st.lists(st.integers(0, 5), max_size=3))),
+    st.lists(
+        st.tuples(st.sampled_from(["float32", "bfloat16", "uint8", "int64"]), st.lists(st.integers(0, 5), max_size=3))
+    ),
     st.integers(8, 400),
 )
 def test_any_tensors_survive_any_room_for_the_header(

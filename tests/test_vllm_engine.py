@@ -1,4 +1,4 @@
-"""The real engine. vLLM changes its process (threads, memory binding, a process group), so the fixture puts back what it can.
+"""The real engine. vLLM changes its process (threads, memory, a process group): the fixture puts back what it can.
 
 Three engines share one import of vLLM. Where an engine's numbers are judged, a Hugging Face forward pass is the judge.
 """
@@ -95,10 +95,14 @@ class Rig:
     def forward(self, model: int, tokens: list[int], cache: DynamicCache | None = None) -> torch.Tensor:
         """[n, VOCAB] log-probabilities of what follows each token, the cache's tokens before them."""
         with torch.no_grad():
-            logits = self.models[model](torch.tensor([tokens]), past_key_values=cache, use_cache=cache is not None).logits
+            logits = self.models[model](
+                torch.tensor([tokens]), past_key_values=cache, use_cache=cache is not None
+            ).logits
         return (logits[0] / self.temperature).log_softmax(-1)
 
-    def difference(self, sample: Sample, completion: Completion, expected: torch.Tensor, first: int, last: int) -> float:
+    def difference(
+        self, sample: Sample, completion: Completion, expected: torch.Tensor, first: int, last: int
+    ) -> float:
         """Largest |vLLM - expected| over the sampled tokens first .. last - 1; `expected` ends with the last one's."""
         tokens = torch.tensor(completion.tokens[first:last])
         held = torch.tensor(completion.logprobs[first:last])
@@ -174,7 +178,9 @@ def test_each_token_carries_the_version_that_sampled_it(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
-def test_kept_kv_is_the_old_versions_and_what_follows_is_the_new_ones(name: str, request: pytest.FixtureRequest) -> None:
+def test_kept_kv_is_the_old_versions_and_what_follows_is_the_new_ones(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     rig: Rig = request.getfixturevalue(name)
     for sample, completion, held in cross(rig)[2]:
         tokens = sample.prompt + completion.tokens
@@ -243,7 +249,9 @@ def truncate(manifest: Manifest) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip_a_bit, truncate])
-def test_damaged_weights_are_never_served_and_a_good_load_repairs(tied: Rig, damage: Callable[[Manifest], None]) -> None:
+def test_damaged_weights_are_never_served_and_a_good_load_repairs(
+    tied: Rig, damage: Callable[[Manifest], None]
+) -> None:
     before = tied.load(0)
     sample = tied.add(prompts(1)[0], 30, seed=5)
     tied.engine.step()
@@ -375,8 +383,8 @@ def test_an_aborted_sample_returns_what_it_had_and_the_others_go_on(untied: Rig)
 
 
 def test_the_prefix_cache_never_gives_a_sample_the_kv_of_other_weights(untied: Rig) -> None:
-    """A prompt of three blocks is cached under model 0. Under model 1 it is asked for by a sample that was waiting at the
-    update and by one that came later; a running sample keeps the old KV alive all the while."""
+    """A prompt of three blocks is cached under model 0. Under model 1 it is asked for by a sample that was waiting at
+    the update and by one that came later; running samples keep the old KV alive all the while."""
     prompt = prompts(1, length=100)[0]
     untied.load(0)
     untied.add(prompt, 2, seed=0)

@@ -1,0 +1,49 @@
+"""What the generators say of themselves, added up over all of them and over the lives of each."""
+
+from typing import Any
+
+from buffers import messages as m
+
+
+class Fleet:
+    def __init__(self) -> None:
+        self._lives: dict[str, list[m.GeneratorReport]] = {}
+        """The latest report of each life, by generator."""
+
+    def join(self, generator: str) -> None:
+        """A new life begins."""
+        self._lives.setdefault(generator, []).append(_nothing_yet())
+
+    def report(self, generator: str, report: m.GeneratorReport) -> bool:
+        """Takes in a report; true if the generator has sampled since its last."""
+        lives = self._lives.setdefault(generator, [_nothing_yet()])
+        moved = report.sampled_tokens > lives[-1].sampled_tokens
+        lives[-1] = report
+        return moved
+
+    def summary(self) -> dict[str, Any]:
+        """The fields of `messages.Status` that speak of generators."""
+        lives = [life for lives in self._lives.values() for life in lives]
+        alive = sum(life.alive_s for life in lives)
+        updates = sum(life.updates for life in lives)
+        return {
+            "generators": {name: lives[-1] for name, lives in self._lives.items()},
+            "generator_idle": sum(life.idle_s for life in lives) / alive if alive else 0.0,
+            "weight_updates": updates,
+            "weight_bytes": sum(life.update_bytes for life in lives),
+            "pause_s_mean": sum(life.pause_s for life in lives) / updates if updates else 0.0,
+            "digest_mismatches": sum(life.digest_mismatches for life in lives),
+        }
+
+
+def _nothing_yet() -> m.GeneratorReport:
+    return m.GeneratorReport(
+        version=-1,
+        idle_s=0.0,
+        alive_s=0.0,
+        sampled_tokens=0,
+        updates=0,
+        update_bytes=0,
+        pause_s=0.0,
+        digest_mismatches=0,
+    )

@@ -1,0 +1,43 @@
+"""What several test files share: the tiny model, and batches that look like a generator's."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: as in the generators, whose bits are compared
+
+from buffers.trajectory import Trajectory
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """The folder of the tiny model (made once, then cached)."""
+    from generators.tasks.arithmetic import Task
+    from learners import tiny
+
+    return tiny.tiny_model(Task().solved("train", seed=0))
+
+
+@pytest.fixture(scope="session")
+def trajectories() -> list[Trajectory]:
+    """Six groups of two, of many lengths, over the tiny model's vocabulary."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for group in range(6):
+        for sample in range(2):
+            prompt, response = rng.integers(3, 9), rng.integers(1, 12)
+            length = int(prompt + response)
+            sampled = [i >= prompt for i in range(length)]
+            rows.append(
+                Trajectory(
+                    group=group, sample=sample, due=0, prompt_id=group, task="t", sampled=sampled, finish_reason="stop",
+                    tokens=rng.integers(0, 300, length).tolist(), versions=[0 if s else -1 for s in sampled],
+                    logprobs=[float(-rng.exponential()) if s else 0.0 for s in sampled], generator="g",
+                    reward=float(rng.random()), started_at=0.0, finished_at=1.0,
+                )
+            )  # fmt: skip
+    return rows

@@ -1,0 +1,98 @@
+"""Bad input is refused at start-up, with field, rule and value."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.load import FOLDER, fields, load, parse, resume, to_yaml
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("experiment/*.yaml")), ids=lambda p: p.stem)
+def test_every_experiment_composes(path: Path) -> None:
+    load([f"+experiment={path.stem}"])
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("algo/*.yaml")), ids=lambda p: p.stem)
+def test_every_preset_composes_and_bears_its_name(path: Path) -> None:
+    assert load([f"algo={path.stem}"]).algo.name == path.stem
+
+
+def test_a_written_configuration_reads_back_the_same() -> None:
+    config = load(["mode=on_policy", "task.args={digits: 2}", "run.name=x"])
+    assert parse(to_yaml(config)) == config
+    assert "learner.groups_per_step" in fields()
+
+
+REFUSED = {
+    "generators.cuont=3": r"generators.cuont must be a configuration key \(nearest: generators.count.*'generators.cuont=3'",
+    "+foo.bar=1": r"foo.bar must be a configuration key, got '\+foo.bar=1'",
+    "mode=sync": r"mode: Invalid value 'sync', expected one of \[async, on_policy\]",
+    "run.steps=1.5": r"run.steps: Value '1.5' of type 'float' could not be converted to Integer",
+    "run.steps=0": "run.steps must be a finite number above 0, got 0",
+    "learner.lr=nan": "learner.lr must be a finite number above 0, got nan",
+    "algo=nope": "algo=nope: .*Available options in 'algo'",
+    "learner.minibatches=5": "learner.minibatches must divide learner.groups_per_step, got 5 and 64",
+    "sampling.max_tokens=64": "sampling.max_tokens must be below generators.max_model_len .* got 64 and 64",
+    "sampling.top_p=0.9": "unless sampling.accept_truncation_bias=true, got 0.9, -1 and 0.0",
+    "sampling.temperature=0": "sampling.temperature must be a finite number above 0, got 0.0",
+    "algo.correction=none": "algo.correction must not be none when staleness.max_versions > 0 .*max_versions=2",
+    "staleness.max_versions=-1": "staleness.max_versions must be >= 0, got -1",
+    "staleness.on_late=cancel": "straggler_timeout_s must be set exactly when staleness.on_late=cancel",
+    "staleness.on_late=mask sync.in_flight=false": "sync.in_flight must be true when staleness.on_late=mask",
+    "learner.samples_per_prompt=1": "learner.samples_per_prompt must be at least 2 for algo.advantage=grpo",
+    "generators.max_sequences=4": "generators.max_sequences must be at least learner.samples_per_prompt .* got 4 and 8",
+    "generators.engine=simulated": "must both be simulated or neither, got simulated and fsdp",
+    "buffer.address=tcp://0.0.0.0:5555": "buffer.address must be on the loopback interface .*0.0.0.0:5555",
+    "buffer.address=nowhere": "buffer.address must read tcp://HOST:PORT, got 'nowhere'",
+    "role=generators": "role=generators must name the buffer to join",
+    "sync.folder=/tmp/w": "sync.folder must be set only when sync.transport=disk",
+    "run.name=a/b": "run.name must be a plain folder name, got 'a/b'",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_refused_with_field_rule_and_value(overrides: str) -> None:
+    with pytest.raises(ValueError, match=REFUSED[overrides]):
+        load(overrides.split())
+
+
+def test_on_policy_is_s_zero_and_needs_no_correction() -> None:
+    assert load(["mode=on_policy", "algo.correction=none"]).bound == 0
+
+
+def test_all_problems_come_in_one_message() -> None:
+    with pytest.raises(ValueError) as error:
+        load(["learner.minibatches=5", "sampling.top_p=0.9", "run.steps=0"])
+    assert len(str(error.value).splitlines()) == 3
+
+
+def test_a_resumed_run_keeps_what_its_journal_depends_on(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(load(["run.seed=3"])))
+    assert resume(tmp_path, ["run.steps=500"]).run.steps == 500
+    with pytest.raises(ValueError, match="learner.groups_per_step must stay 64 in a resumed run .* got 32"):
+        resume(tmp_path, ["learner.groups_per_step=32"])
+    with pytest.raises(ValueError, match="must be the folder of a run"):
+        resume(tmp_path / "absent", [])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run.stpes=3"], "run.stpes must be a configuration key (nearest: run.steps"),
+        (["model.path=/no/such/model"], "model.path must be a Hugging Face model folder or `tiny`, got /no/such/model"),
+        (["task.name=nope"], "task.name must be one of ['arithmetic'], or read module:Class, got 'nope'"),
+        (["task.args.digits=0"], "task.args must suit Task of generators.tasks.arithmetic, got {'digits': 0}"),
+    ],
+)
+def test_the_command_says_what_is_wrong_and_leaves_nothing_behind(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    command = [sys.executable, "scripts/train.py", f"run.outputs={tmp_path}", *overrides]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())

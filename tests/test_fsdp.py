@@ -1,0 +1,213 @@
+"""What the FSDP2 engine keeps to besides the mathematics of one update (`test_learner.py`): heads, dropout, dtypes, shards."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from configs.schema import Attention, Dtype
+from learners import logprobs as heads
+from learners.fsdp import FsdpEngine, choose_attention
+from learners.packing import Batch, Packed, microbatches
+
+SIZES = dict(
+    vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=64,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    rendezvous = tmp_path_factory.mktemp("rendezvous") / "file"
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("qwen3")
+    Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tied_with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("phi")
+    PhiForCausalLM(PhiConfig(**SIZES, tie_word_embeddings=True, resid_pdrop=0.5, embd_pdrop=0.5)).save_pretrained(
+        folder
+    )
+    return folder
+
+
+def batch_of(lengths: list[int]) -> Batch:
+    ends = torch.tensor(lengths).cumsum(0)
+    num_tokens = int(ends[-1])
+    return Batch(
+        tokens=torch.randint(0, 48, (num_tokens,), generator=torch.Generator().manual_seed(0)),
+        sampled=torch.isin(torch.arange(num_tokens), ends - 1),
+        behavior_logprobs=torch.zeros(num_tokens),
+        versions=torch.zeros(num_tokens, dtype=torch.int32),
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).numpy(),
+        rewards=torch.zeros(len(lengths)),
+        groups=torch.arange(len(lengths)),
+    )
+
+
+@pytest.fixture(scope="module")
+def packed() -> list[Packed]:
+    return microbatches(batch_of([5, 9, 2, 30, 7, 1, 12, 4]), range(8), 40, 1, 0)
+
+
+def mean_logprob(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
+    return -logprobs.sum() / 70
+
+
+def weights_of(engine: FsdpEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.weights()}
+
+
+def test_logprobs_and_entropy_are_those_after_temperature(qwen3: Path, packed: list[Packed]) -> None:
+    engine, seen = FsdpEngine(qwen3, temperature=0.7), []
+
+    def record(logprobs: Tensor, entropy: Tensor, part: Packed) -> Tensor:
+        seen.append((logprobs.detach(), entropy.detach(), part))
+        return logprobs.sum()
+
+    engine.update(packed, record, lr=0.0)
+    model = AutoModelForCausalLM.from_pretrained(qwen3, attn_implementation="eager")
+    for logprobs, entropy, part in seen:
+        for start, end in zip(part.cu_seqlens.tolist(), part.cu_seqlens.tolist()[1:], strict=False):
+            tokens = part.tokens[start:end]
+            with torch.no_grad():
+                expected = (model(tokens[None], use_cache=False).logits[0, :-1].double() / 0.7).log_softmax(-1)
+            picked = expected.gather(-1, tokens[1:, None])[:, 0]
+            torch.testing.assert_close(logprobs[start + 1 : end].double(), picked, atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                entropy[start + 1 : end].double(), -(expected.exp() * expected).sum(-1), atol=1e-5, rtol=0
+            )
+            assert logprobs[start] == 0 and entropy[start] == 0
+
+
+def test_entropy_carries_no_gradient(qwen3: Path, packed: list[Packed]) -> None:
+    assert (
+        FsdpEngine(qwen3).update(packed, lambda logprobs, entropy, part: entropy.sum() + 0 * logprobs.sum(), 1e-3) == 0
+    )
+
+
+def test_chunks_at_the_head_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight = torch.randn(11, 8, dtype=torch.float64), torch.randn(20, 8, dtype=torch.float64)
+    targets, upstream = torch.randint(0, 20, (11,)), torch.randn(11)
+    found = []
+    for elements in (2**20, 3 * 20):
+        monkeypatch.setattr(heads, "CHUNK_ELEMENTS", elements)
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logprobs, entropy = heads.chunked_logprobs(h, w, None, targets, 1.3)
+        (logprobs * upstream).sum().backward()
+        found.append((logprobs.detach(), entropy, h.grad, w.grad))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_forward_pass_before_an_update_leaves_no_stale_weights_behind(qwen3: Path, packed: list[Packed]) -> None:
+    looked, blind = FsdpEngine(qwen3), FsdpEngine(qwen3)
+    for _ in range(2):
+        looked.logprobs(packed)
+        assert looked.update(packed, mean_logprob, 1e-2) == blind.update(packed, mean_logprob, 1e-2)
+    assert all(map(torch.equal, looked.logprobs(packed), blind.logprobs(packed)))
+
+
+@pytest.mark.parametrize("model", ["qwen3", "tied_with_dropout"])
+def test_training_is_the_same_to_the_bit_each_time_and_dropout_is_off(
+    model: str, packed: list[Packed], request: pytest.FixtureRequest
+) -> None:
+    folder, results = request.getfixturevalue(model), []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        engine = FsdpEngine(folder)
+        norms = [engine.update(packed, mean_logprob, 1e-2) for _ in range(3)]
+        results.append((norms, weights_of(engine)))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(tensor, results[1][1][name]) for name, tensor in results[0][1].items())
+
+
+@pytest.mark.parametrize("model", ["qwen3", "tied_with_dropout"])
+def test_weights_bear_the_names_and_values_of_the_model_file(model: str, request: pytest.FixtureRequest) -> None:
+    from safetensors.torch import load_file
+
+    folder = request.getfixturevalue(model)
+    stored, published = load_file(folder / "model.safetensors"), weights_of(FsdpEngine(folder, dtype=Dtype.bfloat16))
+    assert published.keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name].to(torch.bfloat16)) for name, tensor in published.items())
+
+
+def test_activation_checkpointing_changes_memory_and_not_the_numbers(
+    tied_with_dropout: Path, packed: list[Packed]
+) -> None:
+    plain, thrifty = (FsdpEngine(tied_with_dropout, activation_checkpointing=on) for on in (False, True))
+    calls = []
+    layer = thrifty._model.model.layers[0].mlp
+    layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert plain.update(packed, mean_logprob, 1e-2) == pytest.approx(
+        thrifty.update(packed, mean_logprob, 1e-2), rel=1e-6
+    )
+    assert len(calls) == 2 * len(packed), "each layer must be computed again in the backward pass"
+    expected = weights_of(plain)
+    for name, tensor in weights_of(thrifty).items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0)
+
+
+def test_a_kernel_that_cannot_run_here_is_refused_at_the_start(qwen3: Path) -> None:
+    with pytest.raises(ValueError, match="learner.attention must be auto or packed_sdpa .* got varlen on cpu"):
+        FsdpEngine(qwen3, attention=Attention.varlen)
+    gpu = torch.device("cuda")
+    assert choose_attention(Attention.auto, gpu, Dtype.float32) is Attention.packed_sdpa
+    assert choose_attention(Attention.auto, gpu, Dtype.bfloat16) is not Attention.packed_sdpa
+
+
+def test_a_checkpoint_holds_nothing_but_safetensors(qwen3: Path, packed: list[Packed], tmp_path: Path) -> None:
+    engine = FsdpEngine(qwen3)
+    engine.update(packed, mean_logprob, 1e-2)
+    engine.save(tmp_path / "engine")
+    assert {path.suffix for path in (tmp_path / "engine").rglob("*") if path.is_file()} == {".safetensors"}
+
+
+RANK = """
+import sys, torch, torch.distributed as dist
+from pathlib import Path
+from learners.fsdp import FsdpEngine
+from test_fsdp import batch_of, mean_logprob
+from learners.packing import microbatches
+model, out, rank = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=2)
+torch.manual_seed(rank)
+engine = FsdpEngine(model)
+parts = microbatches(batch_of([5, 9, 2, 30, 7, 1, 12, 4]), range(8), 40, 2, rank)
+engine.update(parts, mean_logprob, 1e-2)
+engine.save(out / "engine")
+"""
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(qwen3: Path, packed: list[Packed], tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK, str(qwen3), str(tmp_path), str(rank)], env=environment)
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=110) for rank in ranks] == [0, 0]
+    resumed, alone = FsdpEngine(qwen3), FsdpEngine(qwen3)
+    resumed.load(tmp_path / "engine")
+    alone.update(packed, mean_logprob, 1e-2)
+    for engine in (resumed, alone):
+        engine.update(packed, mean_logprob, 1e-2)
+    expected = weights_of(alone)
+    for name, tensor in weights_of(resumed).items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=0)

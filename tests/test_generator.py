@@ -1,0 +1,135 @@
+"""The generator between a real buffer and a simulated engine: failures are data, leases are kept, the end is the end."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from buffers import messages as m
+from buffers.client import BufferClient
+from buffers.journal import read_groups
+from buffers.server import BufferServer
+from configs.load import load
+from configs.schema import Config
+from generators.episode import Opening, SimulatedEpisodes
+from generators.simulated_engine import SimulatedEngine
+from generators.task import Score
+from generators.worker import Generator
+from sync.publisher import Publisher
+
+BASE = [
+    "generators.engine=simulated", "learner.engine=simulated", "learner.groups_per_step=4", "run.steps=3",
+    "learner.samples_per_prompt=2", "eval.prompts=0", "generators.max_sequences=16", "buffer.max_attempts=2",
+]  # fmt: skip
+
+
+class Picky(SimulatedEpisodes):
+    """Raises, or scores NaN, for some prompts."""
+
+    def open(self, lease: m.Lease) -> Opening:
+        if lease.index == 1:
+            raise KeyError("no such prompt")
+        return super().open(lease)
+
+    def score(self, opening: Opening, tokens: list[int]) -> Score:
+        if opening.prompt.text == "simulated 2":
+            return Score(float("nan"))
+        if opening.prompt.text == "simulated 5":
+            raise TimeoutError("the judge is away")
+        return super().score(opening, tokens)
+
+
+class Rig:
+    """A buffer, generators in threads, and a learner that only takes and publishes."""
+
+    def __init__(self, config: Config, folder: Path, episodes: SimulatedEpisodes, count: int = 1) -> None:
+        self.folder = folder
+        self.server = BufferServer(config, folder / "journal")
+        self.threads = [threading.Thread(target=self.server.run)]
+        self.client = BufferClient(self.server.address, timeout_s=10.0)
+        self.publisher = Publisher(folder / "weights", "life")
+        for number in range(count):
+            engine = SimulatedEngine(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5)
+            client = BufferClient(self.server.address, timeout_s=10.0)
+            generator = Generator(f"g{number}", config, client, engine, episodes)
+            self.threads.append(threading.Thread(target=generator.run))
+        for thread in self.threads:
+            thread.start()
+
+    def publish(self, version: int) -> None:
+        manifest = self.publisher.publish(version, [("w", torch.tensor([float(version)]))])
+        self.client.call(m.Publish(version=version, weights=manifest.locator), m.Done)
+
+    def train(self, step: int) -> list[int]:
+        reply, payload = self.client.exchange(m.Next(step=step, wait_s=8.0), wait_s=8.0)
+        assert isinstance(reply, m.Batch), reply
+        trained = sum(int(b.column("sampled").flatten().to_numpy(False).sum()) for b in read_groups(self.folder / "journal")
+                      if b.column("group")[0].as_py() in reply.groups)  # fmt: skip
+        done = m.Consumed(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
+        self.client.call(done, m.Done)
+        return reply.groups
+
+    def close(self) -> m.Status:
+        self.client.call(m.Stop(reason="over"), m.Done)
+        for thread in self.threads[1:]:
+            thread.join(timeout=10)
+            assert not thread.is_alive()
+        status = self.client.call(m.Watch(after=0, wait_s=0.0), m.News).status
+        self.server.stop()
+        self.threads[0].join(timeout=10)
+        self.client.close()
+        self.publisher.close()
+        return status
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    yield lambda *overrides, episodes=None, count=1: Rig(
+        load([*BASE, *overrides]), tmp_path, episodes or SimulatedEpisodes(), count
+    )
+
+
+def test_a_task_that_raises_and_a_reward_that_is_nan_are_quarantined_and_the_run_goes_on(
+    start: Callable[..., Rig],
+) -> None:
+    rig = start("staleness.max_versions=1", episodes=Picky())
+    rig.publish(0)
+    trained = []
+    for step in range(3):
+        trained += rig.train(step)
+        rig.publish(step + 1)
+    status = rig.close()
+    assert len(trained) == len(set(trained)) == 12 and not {1, 2, 5} & set(trained)
+    assert status.quarantined == {
+        1: "KeyError: 'no such prompt'",
+        2: "ValueError: reward must be finite, got nan",
+        5: "TimeoutError: the judge is away",
+    }
+    assert status.groups.rejected["failed"] == 6, "each was tried twice"
+    assert status.tokens.total == status.tokens.trained + sum(status.tokens.rejected.values()) + status.tokens.in_flight
+
+
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_staleness_stays_within_the_bound_with_two_generators(start: Callable[..., Rig], in_flight: bool) -> None:
+    rig = start("staleness.max_versions=2", f"sync.in_flight={in_flight}", "run.steps=8", count=2)
+    for step in range(8):
+        rig.publish(step)
+        rig.train(step)
+    status = rig.close()
+    assert max(status.staleness) <= 2 and status.tokens.rejected["late"] == 0
+    assert status.tokens.trained == status.tokens.total and status.tokens.in_flight == 0
+    assert {name for name, report in status.generators.items() if report.updates} == {"g0", "g1"}
+
+
+def test_tokens_carry_the_versions_of_an_update_in_flight(start: Callable[..., Rig], tmp_path: Path) -> None:
+    rig = start("staleness.max_versions=2", "staleness.on_late=mask", "run.steps=6")
+    for step in range(6):
+        rig.publish(step)
+        rig.train(step)
+    rig.close()
+    versions = [v for b in read_groups(tmp_path / "journal") for v in b.column("versions").to_pylist()]
+    sampled = [[v for v in row if v >= 0] for row in versions]
+    assert all(row == sorted(row) for row in sampled), "versions never fall within a trajectory"
+    assert len({v for row in sampled for v in row}) > 1

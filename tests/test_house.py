@@ -1,0 +1,71 @@
+"""The rules of the house that a machine can check."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAY_IMPORT = {
+    "configs": set(),
+    "algos": {"configs"},
+    "buffers": {"configs"},
+    "sync": {"configs"},
+    "generators": {"configs", "algos", "buffers", "sync"},
+    "learners": {"configs", "algos", "buffers", "sync"},
+}
+ONLY_IN = {
+    "vllm": {"generators/vllm_engine.py", "sync/vllm_plugin.py"},
+    "ray": {"scripts/train.py", "scripts/roles.py"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Top-level names of everything that a file imports, wherever in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add((node.module or "").partition(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_point_one_way(package: str) -> None:
+    for path in (ROOT / package).rglob("*.py"):
+        wrong = imports(path) & MAY_IMPORT.keys() - MAY_IMPORT[package] - {package}
+        assert not wrong, f"{path.relative_to(ROOT)} imports {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("library", ONLY_IN)
+def test_heavy_libraries_are_imported_where_they_belong(library: str) -> None:
+    found = {
+        str(path.relative_to(ROOT))
+        for folder in (*MAY_IMPORT, "scripts")
+        for path in (ROOT / folder).rglob("*.py")
+        if library in imports(path)
+    }
+    assert found == ONLY_IN[library]
+
+
+def test_configs_and_buffers_start_without_torch() -> None:
+    code = "import sys, buffers.server, buffers.client, configs.load; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_nothing_from_outside_is_unpickled_or_evaluated() -> None:
+    for folder in (*MAY_IMPORT, "scripts"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert not imports(path) & {"pickle", "cloudpickle", "dill", "marshal"}, path
+            calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+            assert not [f for f in calls if isinstance(f, ast.Name) and f.id in ("eval", "exec")], path
+
+
+def test_every_file_holds_one_concept() -> None:
+    for folder in (*MAY_IMPORT, "scripts"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.name != "schema.py":
+                assert len(path.read_text().splitlines()) <= 500, f"{path.relative_to(ROOT)} holds two concepts"

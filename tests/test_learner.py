@@ -1,0 +1,226 @@
+"""Packing, the FSDP2 engine and checkpoints, against plain PyTorch on the same sequences."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from buffers.trajectory import Trajectory, to_batch
+from configs.schema import Dtype
+from learners import checkpoint
+from learners.engine import LossFn
+from learners.fsdp import FsdpEngine, packed_sdpa, padded_sdpa
+from learners.learner import ParityError, check_parity
+from learners.packing import Batch, Packed, from_arrow, microbatches, minibatch_rows, pack, plan
+
+
+@pytest.fixture(scope="module")
+def batch(trajectories: list[Trajectory]) -> Batch:
+    return from_arrow(pa.Table.from_batches([to_batch(trajectories[:4]), to_batch(trajectories[4:])]))
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def engine(tiny_model: Path, process_group: None) -> FsdpEngine:
+    return FsdpEngine(tiny_model, max_grad_norm=0.5, weight_decay=0.1)
+
+
+def plain_logprobs(model: torch.nn.Module, batch: Batch) -> Tensor:
+    """[T] by one forward a sequence, with Hugging Face's own attention."""
+    parts = []
+    for start, end in zip(batch.offsets, batch.offsets[1:], strict=False):
+        tokens = batch.tokens[start:end]
+        logits = model(tokens[None], use_cache=False).logits[0]
+        parts += [torch.zeros(1), logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]]
+    return torch.cat(parts)
+
+
+def sum_loss(batch: Batch, weights: Tensor) -> LossFn:
+    return lambda logprobs, entropy, packed: -(logprobs * weights[packed.index]).sum() / len(batch.tokens)
+
+
+def scattered(batch: Batch, packed: list[Packed], values: list[Tensor]) -> Tensor:
+    out = torch.full((len(batch.tokens),), float("nan"))
+    for part, value in zip(packed, values, strict=True):
+        out[part.index] = value
+    return out
+
+
+def test_arrow_columns_become_flat_tensors(batch: Batch, trajectories: list[Trajectory]) -> None:
+    assert batch.tokens.tolist() == [token for row in trajectories for token in row.tokens]
+    assert batch.sampled.tolist() == [flag for row in trajectories for flag in row.sampled]
+    assert np.diff(batch.offsets).tolist() == [len(row.tokens) for row in trajectories]
+    assert batch.rewards.tolist() == pytest.approx([row.reward for row in trajectories])
+    assert batch.groups.tolist() == [row.group for row in trajectories]
+
+
+@given(st.lists(st.integers(1, 50), min_size=4, max_size=40), st.integers(1, 80), st.integers(1, 4))
+def test_a_plan_holds_every_row_once_within_budget_and_equally_many_for_each_rank(
+    lengths: list[int], budget: int, num_ranks: int
+) -> None:
+    shares = plan(np.array(lengths), budget, num_ranks)
+    assert sorted(row for share in shares for rows in share for row in rows) == list(range(len(lengths)))
+    assert len({len(share) for share in shares}) == 1 and all(rows for share in shares for rows in share)
+    crowded = [rows for share in shares for rows in share if len(rows) > 1 and sum(lengths[r] for r in rows) > budget]
+    assert not crowded or len(shares[0]) == len(lengths) // num_ranks, "over budget only where rows run out"
+
+
+def test_minibatches_keep_groups_whole_and_cover_the_batch(batch: Batch) -> None:
+    parts = minibatch_rows(batch, 3)
+    assert [sorted(set(batch.groups[part].tolist())) for part in parts] == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("attention", [packed_sdpa, padded_sdpa])
+def test_packed_sequences_cannot_see_each_other(attention) -> None:  # type: ignore[no-untyped-def]
+    lengths = [5, 1, 7]
+    cu_seqlens = torch.tensor([0, 5, 6, 13], dtype=torch.int32)
+    query, key, value = torch.randn(1, 4, 13, 8), torch.randn(1, 2, 13, 8), torch.randn(1, 2, 13, 8)
+    out, _ = attention(None, query, key, value, None, cu_seq_lens_q=cu_seqlens, max_length_q=7)
+    for i, (q, k, v) in enumerate(zip(*(t.split(lengths, 2) for t in (query, key, value)), strict=True)):
+        alone = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        torch.testing.assert_close(out.split(lengths, 1)[i], alone.transpose(1, 2))
+
+
+@pytest.mark.parametrize("budget", [10_000, 40])
+def test_logprobs_equal_one_forward_a_sequence(engine: FsdpEngine, tiny_model: Path, batch: Batch, budget: int) -> None:
+    packed = microbatches(batch, range(batch.num_sequences), budget, 1, 0)
+    assert (len(packed) > 1) == (budget == 40)
+    found = scattered(batch, packed, engine.logprobs(packed))
+    with torch.no_grad():
+        expected = plain_logprobs(AutoModelForCausalLM.from_pretrained(tiny_model), batch)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("budget", [10_000, 40])
+def test_an_update_equals_plain_pytorch(engine: FsdpEngine, tiny_model: Path, batch: Batch, budget: int) -> None:
+    weights = torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(0))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    for lr in (1e-3, 5e-4):
+        packed = microbatches(batch, range(batch.num_sequences), budget, 1, 0)
+        norm = engine.update(packed, sum_loss(batch, weights), lr)
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.zero_grad()
+        (-(plain_logprobs(model, batch) * weights).sum() / len(batch.tokens)).backward()
+        assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)), rel=1e-4)
+        optimizer.step()
+    published = dict(engine.weights())
+    assert set(published) == set(dict(model.named_parameters()))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(published[name], parameter.detach(), atol=5e-5, rtol=0)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(engine: FsdpEngine, batch: Batch) -> None:
+    before = {name: tensor.clone() for name, tensor in engine.weights()}
+    poison = torch.full((len(batch.tokens),), float("nan"))
+    with pytest.raises(FloatingPointError, match="gradient norm must be finite, got nan"):
+        engine.update([pack(batch, range(3))], sum_loss(batch, poison), 1e-3)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.weights())
+
+
+def test_a_resumed_engine_goes_on_to_the_same_bits(
+    engine: FsdpEngine, tiny_model: Path, batch: Batch, tmp_path: Path
+) -> None:
+    packed, weights = [pack(batch, range(batch.num_sequences))], torch.ones(len(batch.tokens))
+    engine.update(packed, sum_loss(batch, weights), 1e-3)
+    engine.save(tmp_path / "engine")
+    engine.update(packed, sum_loss(batch, weights), 1e-3)
+    resumed = FsdpEngine(tiny_model, max_grad_norm=0.5, weight_decay=0.1)
+    resumed.load(tmp_path / "engine")
+    resumed.update(packed, sum_loss(batch, weights), 1e-3)
+    expected = dict(engine.weights())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.weights())
+
+
+RANK = """
+import sys, torch, torch.distributed as dist
+from pathlib import Path
+from learners.fsdp import FsdpEngine
+from learners.packing import microbatches
+batch = torch.load(sys.argv[2], weights_only=False)  # written by the test itself, a moment ago
+rank, world = int(sys.argv[4]), int(sys.argv[5])
+dist.init_process_group("gloo", init_method=sys.argv[3], rank=rank, world_size=world)
+engine = FsdpEngine(sys.argv[1], max_grad_norm=0.5)
+for _ in range(2):
+    parts = microbatches(batch, range(batch.num_sequences), 60, world, rank)
+    norm = engine.update(parts, lambda lp, e, p: -lp.sum() / len(batch.tokens), 1e-3)
+weights = {name: tensor for name, tensor in engine.weights()}
+if rank == 0: torch.save((norm, weights), sys.argv[6])
+dist.destroy_process_group()
+"""
+
+
+def test_two_ranks_train_to_the_same_weights_as_one(
+    engine: FsdpEngine, tiny_model: Path, batch: Batch, tmp_path: Path
+) -> None:
+    torch.save(batch, tmp_path / "batch.pt")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        rendezvous = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tiny_model), str(tmp_path / "batch.pt"), rendezvous, str(rank), "2",
+             str(tmp_path / "out.pt")],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
+    norm, weights = torch.load(tmp_path / "out.pt", weights_only=True)
+    mine = FsdpEngine(tiny_model, max_grad_norm=0.5)
+    for _ in range(2):
+        own = mine.update([pack(batch, range(batch.num_sequences))], sum_loss(batch, torch.ones(len(batch.tokens))), 1e-3)
+    assert norm == pytest.approx(own, rel=1e-4)
+    for name, tensor in mine.weights():
+        torch.testing.assert_close(weights[name], tensor, atol=5e-5, rtol=0)
+
+
+def test_a_half_written_checkpoint_is_never_chosen(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        folder.mkdir()
+
+    for step in (10, 9, 20, 30):
+        manifest = checkpoint.CheckpointManifest(step, "life", 0)
+        checkpoint.save(tmp_path, manifest, write, keep=2, first_rank=True)
+    assert [c.manifest.step for c in checkpoint.complete(tmp_path)] == [20, 30]
+    (tmp_path / "step_30" / "manifest.json").write_bytes(b'{"step":3')
+    shutil.copytree(tmp_path / "step_20", tmp_path / "step_40")
+    (tmp_path / "step_50").mkdir()
+    (tmp_path / "step_50" / "manifest.json").write_bytes(msgspec.json.encode(checkpoint.CheckpointManifest(50, "x", 0)))
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None and newest.manifest.step == 20
+
+
+def test_the_parity_probe_names_the_worst_token_and_both_values() -> None:
+    generator, learner = torch.tensor([0.0, -1.0, -2.0]), torch.tensor([-9.0, -1.00001, -2.5])
+    fresh, tokens = torch.tensor([False, True, True]), torch.tensor([7, 8, 9])
+    with pytest.raises(ParityError, match=r"token 2 of the first batch, id 9, has -2.000000 .* and -2.500000"):
+        check_parity(learner, generator, fresh, tokens, Dtype.float32, None)
+    check_parity(learner, generator, torch.tensor([False, True, False]), tokens, Dtype.float32, None)
+    with pytest.raises(ParityError, match=r"mean 0.25"):
+        check_parity(learner, generator, fresh, tokens, Dtype.bfloat16, None)
+    with pytest.raises(ParityError):
+        check_parity(torch.full((3,), float("nan")), generator, fresh, tokens, Dtype.float32, None)

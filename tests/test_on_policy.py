@@ -1,0 +1,103 @@
+"""S = 0 is the synchronous algorithm, bit for bit: the whole pipeline against a plain loop, real vLLM on both sides."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from algos.advantages import grpo
+from algos.aggregation import token_weights
+from algos.loss import policy_loss
+from buffers.messages import Lease
+from buffers.trajectory import Trajectory, to_batch
+from configs.load import load
+from configs.schema import Aggregation, Config
+from generators.engine import Sample
+from generators.worker import make_engine, make_episodes, sample_seed
+from learners.fsdp import FsdpEngine
+from learners.packing import from_arrow, microbatches
+from sync.publisher import Publisher
+
+ROOT = Path(__file__).parents[1]
+STEPS, GROUPS, SAMPLES = 4, 8, 4
+SAME = [
+    "mode=on_policy", f"run.steps={STEPS}", f"learner.groups_per_step={GROUPS}", f"learner.samples_per_prompt={SAMPLES}",
+    "generators.count=1", "eval.prompts=0", "learner.lr=1e-3", "learner.warmup_steps=0",
+]  # fmt: skip
+
+
+def synchronous(config: Config, folder: Path) -> dict[str, Tensor]:
+    """Generate a batch, train on it, repeat. No buffer, no sockets, no other process."""
+    import pyarrow as pa
+
+    engine, episodes = make_engine(config, seed=123), make_episodes(config)
+    trainer, publisher = FsdpEngine(config.model.path, betas=(0.9, 0.99)), Publisher(folder, "reference")
+    for step in range(STEPS):
+        engine.load(publisher.publish(step, trainer.weights()))
+        openings = {}
+        for group in range(step * GROUPS, (step + 1) * GROUPS):
+            lease = Lease(id=0, split="train", task="arithmetic", index=group, seed=0, group=group, due=step, floor=step,
+                          num_samples=SAMPLES)  # fmt: skip
+            openings[group] = episodes.open(lease)
+            for i in range(SAMPLES):
+                seed = sample_seed(0, "train", group, i)
+                engine.add(Sample(id=f"{group}/{i}", prompt=openings[group].tokens, max_tokens=8, seed=seed))
+        done = {}
+        while engine.num_unfinished:
+            done |= {completion.id: completion for completion in engine.step()}
+        rows = []
+        for group, opening in openings.items():
+            for i in range(SAMPLES):
+                c, n = done[f"{group}/{i}"], len(opening.tokens)
+                rows.append(Trajectory(
+                    group=group, sample=i, due=step, prompt_id=group, task="t", tokens=opening.tokens + c.tokens,
+                    sampled=[False] * n + [True] * len(c.tokens), logprobs=[0.0] * n + c.logprobs,
+                    versions=[-1] * n + c.versions, reward=episodes.score(opening, c.tokens).reward,
+                    finish_reason=c.finish_reason, generator="g", started_at=0.0, finished_at=0.0,
+                ))  # fmt: skip
+        batch = from_arrow(pa.Table.from_batches([to_batch(rows)]))
+        assert set(batch.versions[batch.sampled].tolist()) == {step}
+        advantages = grpo(batch.rewards, batch.groups)[batch.sequence]
+        weights = token_weights(Aggregation.token_mean, batch.sampled, batch.sequence, batch.num_sequences)
+        packed = microbatches(batch, range(batch.num_sequences), 16384, 1, 0)
+
+        def loss_fn(logprobs, entropy, part, batch=batch, advantages=advantages, weights=weights):  # type: ignore[no-untyped-def]
+            columns = {"advantages": advantages, "mask": batch.sampled, "weights": weights}
+            return policy_loss(
+                config.algo, logprobs=logprobs, proximal_logprobs=logprobs.detach(), entropy=entropy,
+                behavior_logprobs=batch.behavior_logprobs[part.index],
+                **{name: column[part.index] for name, column in columns.items()},
+            )[0]  # fmt: skip
+
+        trainer.update(packed, loss_fn, 1e-3)
+    publisher.close()
+    engine.shutdown()
+    return {name: tensor.clone() for name, tensor in trainer.weights()}
+
+
+@pytest.mark.timeout(200)
+def test_the_pipeline_at_s_zero_is_the_synchronous_loop_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/train.py", f"run.outputs={tmp_path}", "run.name=run", *SAME]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        torch.set_num_threads(1)
+        expected = synchronous(load([*SAME, f"model.path={tiny_model}"]), tmp_path / "weights")
+        pipeline = FsdpEngine(tiny_model, betas=(0.9, 0.99))
+        start = {name: tensor.clone() for name, tensor in pipeline.weights()}
+        pipeline.load(tmp_path / "run" / "checkpoints" / f"step_{STEPS}" / "engine")
+        found = dict(pipeline.weights())
+    finally:
+        dist.destroy_process_group()
+    assert any(not torch.equal(start[name], found[name]) for name in found), "nothing was learned"
+    different = [name for name in expected if not torch.equal(expected[name], found[name])]
+    assert not different, f"{len(different)} of {len(expected)} tensors differ: {different[:3]}"

@@ -1,0 +1,182 @@
+"""Whole runs, as a user starts them: real processes, and for the main job real vLLM and real Ray."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).parents[1]
+SIMULATED = [
+    "generators.engine=simulated", "learner.engine=simulated", "learner.groups_per_step=4", "eval.prompts=0",
+    "learner.samples_per_prompt=4", "generators.max_sequences=32", "generators.max_model_len=1000",
+    "sampling.max_tokens=200", "generators.simulated.mean_tokens=20", "generators.simulated.train_tokens_per_s=2000",
+]  # fmt: skip
+SUMMARY = {
+    "mode": None, "status": None, "steps": None, "version": None, "wall_s": None, "reward": {"first", "last"},
+    "tokens": {"generated", "trained", "masked", "rejected", "in_flight"},
+    "groups": {"leased", "trained", "rejected", "in_flight", "trained_twice"},
+    "staleness": {"bound", "max", "mean", "histogram"},
+    "throughput": {"generated_tokens_per_s", "trained_tokens_per_s", "steps_per_s"},
+    "idle": {"learner", "generators"}, "weights": {"updates", "bytes", "pause_s_mean", "digest_mismatches"},
+}  # fmt: skip
+
+
+class Started:
+    """A run under way."""
+
+    def __init__(self, outputs: Path, *overrides: str) -> None:
+        self.folder = outputs / "run"
+        named = [] if any(o.startswith("run.resume") for o in overrides) else ["run.name=run"]
+        command = [sys.executable, "scripts/train.py", f"run.outputs={outputs}", *named, *overrides]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.seen: set[psutil.Process] = set()
+
+    def descendants(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.seen |= set(psutil.Process(self.process.pid).children(recursive=True))
+        return [p for p in self.seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+    def wait_for(self, holds: Callable[[], bool], what: str, timeout_s: float = 90) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not holds():
+            self.descendants()
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.process.stdout.read()}"  # type: ignore[union-attr]
+            assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
+            time.sleep(0.1)
+
+    def steps(self) -> int:
+        path = self.folder / "summary.json"
+        return int(json.loads(path.read_text())["steps"]) if path.exists() else 0
+
+    def finish(self, timeout_s: float = 110) -> tuple[int, str]:
+        out, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, out
+
+    def summary(self) -> dict:  # type: ignore[type-arg]
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def assert_nothing_left(self, within_s: float = 8) -> None:
+        deadline = time.monotonic() + within_s
+        while left := self.descendants():
+            assert time.monotonic() < deadline, f"still alive: {[' '.join(p.cmdline())[:80] for p in left]}"
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        for process in [*self.descendants(), psutil.Process(self.process.pid)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    runs: list[Started] = []
+
+    def begin(*overrides: str) -> Started:
+        runs.append(Started(tmp_path, *overrides))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        if run.process.poll() is None:
+            run.kill()
+
+
+def assert_accounts_close(summary: dict) -> None:  # type: ignore[type-arg]
+    tokens, groups = summary["tokens"], summary["groups"]
+    rest = sum(tokens["rejected"].values()) + tokens["in_flight"]
+    assert tokens["generated"] == tokens["trained"] + tokens["masked"] + rest
+    assert groups["leased"] == groups["trained"] + sum(groups["rejected"].values()) + groups["in_flight"]
+    assert groups["trained_twice"] == 0
+    assert sum(summary["staleness"]["histogram"].values()) == tokens["trained"]
+    assert summary["staleness"]["max"] <= summary["staleness"]["bound"]
+
+
+def descendants_named(run: Started, name: str) -> list[psutil.Process]:
+    found = []
+    for process in run.descendants():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if name in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+@pytest.mark.timeout(240)
+def test_the_main_job_learns_survives_a_killed_generator_and_accounts_for_every_token(
+    start: Callable[..., Started], tiny_model: Path
+) -> None:
+    run = start("+experiment=smoke")
+    run.wait_for(lambda: run.steps() >= 3, "third step")
+    descendants_named(run, "ray::GeneratorRole")[0].send_signal(signal.SIGKILL)
+    code, out = run.finish(200)
+    assert code == 0, out
+    summary = run.summary()
+    assert {key: set(value) if isinstance(value, dict) else None for key, value in summary.items()} == SUMMARY
+    assert (summary["status"], summary["mode"], summary["steps"]) == ("finished", "async", 40)
+    assert_accounts_close(summary)
+    assert summary["reward"]["last"] > summary["reward"]["first"] + 0.1
+    assert summary["weights"]["digest_mismatches"] == 0 and summary["weights"]["updates"] > 40
+    assert summary["staleness"]["bound"] == 2 and summary["staleness"]["mean"] > 0, "it was asynchronous"
+    assert "held-out reward" in out
+    logs = {path.name for path in (run.folder / "logs").iterdir()}
+    assert logs == {"buffer.log", "learner-0.log", "generator-0.log", "generator-1.log"}
+    assert "parity probe" in (run.folder / "logs" / "learner-0.log").read_text()
+    for name in ("config.yaml", "journal", "checkpoints/step_40/manifest.json"):
+        assert (run.folder / name).exists()
+    events = EventAccumulator(str(run.folder / "tensorboard"))
+    events.Reload()
+    assert len(events.Scalars("reward/mean")) == 40 and len(events.Scalars("eval/reward")) == 2
+    assert {"staleness/mean", "throughput/trained_tokens_per_s", "offpolicy/ess"} <= set(events.Tags()["scalars"])
+    run.assert_nothing_left()
+    assert not list(Path("/dev/shm").glob("slipstream-run-*"))
+
+
+def test_ctrl_c_writes_a_checkpoint_leaves_nothing_behind_and_the_run_goes_on_from_it(
+    start: Callable[..., Started],
+) -> None:
+    run = start(*SIMULATED, "run.steps=1000")
+    run.wait_for(lambda: run.steps() >= 2, "second step")
+    began = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    code, out = run.finish(30)
+    assert code == 130, out
+    assert time.monotonic() - began < 10
+    run.assert_nothing_left()
+    before = run.summary()
+    assert before["status"] == "interrupted" and f"run.resume={run.folder}" in out
+    assert_accounts_close(before)
+    steps = before["steps"]
+    again = start(f"run.resume={run.folder}", f"run.steps={steps + 3}")
+    code, out = again.finish()
+    assert code == 0, out
+    after = again.summary()
+    assert (after["steps"], after["version"], after["status"]) == (steps + 3, steps + 3, "finished")
+    assert after["groups"]["trained"] == 4 * (steps + 3)
+    assert_accounts_close(after)
+
+
+def test_when_the_driver_is_killed_no_process_outlives_it(start: Callable[..., Started]) -> None:
+    run = start(*SIMULATED, "run.steps=1000")
+    run.wait_for(lambda: run.steps() >= 1, "first step")
+    assert len(run.descendants()) >= 4
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait()
+    run.assert_nothing_left()
+
+
+def test_a_role_that_fails_ends_the_run_with_its_traceback(start: Callable[..., Started]) -> None:
+    run = start(*SIMULATED, "run.steps=1000")
+    run.wait_for(lambda: run.steps() >= 1, "first step")
+    descendants_named(run, "ray::LearnerRole")[0].send_signal(signal.SIGKILL)
+    code, out = run.finish(60)
+    assert code == 1 and "learner-0 has died" in out and "The run has failed" in out
+    assert run.summary()["status"] == "failed"
+    run.assert_nothing_left()

@@ -1,0 +1,85 @@
+"""Tasks, and the tiny model that learns them."""
+
+import time
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from generators.task import Prompt, Score
+from generators.tasks import load_task
+from generators.tasks.arithmetic import Task
+from learners import tiny
+
+
+class Echo:
+    """A task of a user's own."""
+
+    name = "echo"
+
+    def prompt(self, split: str, index: int, seed: int) -> Prompt:
+        return Prompt(f"{split} {index}")
+
+    def score(self, prompt: Prompt, response: str) -> Score:
+        return Score(float(response == prompt.text))
+
+
+def test_a_prompt_is_the_same_wherever_it_is_made_and_differs_by_index_and_seed() -> None:
+    one, other = load_task("arithmetic", {}), load_task("arithmetic", {})
+    texts = {(i, s): one.prompt("train", i, s).text for i in range(20) for s in range(2)}
+    assert texts == {(i, s): other.prompt("train", i, s).text for i, s in texts}
+    assert len(set(texts.values())) > 30
+
+
+def test_training_and_evaluation_never_share_a_question() -> None:
+    task = Task()
+    train, held_out = ({task.prompt(split, i, 0).text for i in range(2000)} for split in ("train", "eval"))
+    assert not train & held_out
+    assert len(held_out) > 50
+    assert not {question for question, _ in islice(task.solved("train", 0), 2000)} & held_out
+
+
+def test_the_right_answer_scores_one_and_anything_else_nothing() -> None:
+    task = Task()
+    prompt = task.prompt("train", 3, 0)
+    answer = prompt.entry["answer"]
+    assert task.score(prompt, f" {answer}\n") == Score(1.0, {"correct": 1.0})
+    for wrong in (str(int(answer) + 1), "", "banana", f"{answer}{answer}", "ÿ"):
+        assert task.score(prompt, wrong).reward == 0.0
+
+
+def test_a_task_may_live_anywhere() -> None:
+    assert load_task(f"{__name__}:Echo", {}).score(Prompt("a"), "a").reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("nope", {}, r"task.name must be one of \['arithmetic'\].* got 'nope'"),
+        ("no.such.module:Task", {}, "task.name must name a class that can be imported, got 'no.such.module:Task'"),
+        ("arithmetic", {"digitz": 2}, "task.args must suit Task of generators.tasks.arithmetic, got {'digitz': 2}"),
+    ],
+)
+def test_a_task_that_cannot_be_is_refused(name: str, args: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_task(name, args)
+
+
+def test_the_tiny_model_loads_with_stock_transformers_and_starts_where_learning_is_possible(tiny_model: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    text = "Grüße, 12 + 7 \n 日本"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert len(tokenizer.encode("Calculate 3 + 7 + 10.")) == 8
+    solved = list(islice(Task().solved("eval", 1), 256))
+    with torch.no_grad():
+        reward = tiny._sampled_reward(model, *tiny._encode(tokenizer, solved))
+    assert 0.2 <= reward <= 0.4
+
+
+def test_the_second_call_finds_the_model_in_the_cache(tiny_model: Path) -> None:
+    began = time.monotonic()
+    assert tiny.tiny_model(Task().solved("train", seed=0)) == tiny_model
+    assert time.monotonic() - began < 5
