@@ -149,7 +149,7 @@ class FsdpEngine:
         attention = choose_attention(attention, self._device, dtype)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=str(attention))
         layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
-        model.train()  # dropout would make every log-probability a random number
+        model.eval()  # dropout would make every log-probability a random number
         if activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             for layer in layers:
@@ -167,9 +167,8 @@ class FsdpEngine:
         self._optimizer = torch.optim.AdamW(
             self._named.values(), lr=0.0, betas=betas, weight_decay=weight_decay, fused=True
         )
-        for (
-            parameter
-        ) in self._named.values():  # what AdamW would make at its first step, so that a fresh engine can load
+        # What AdamW would make at its first step: so a fresh engine has a place to load into.
+        for parameter in self._named.values():
             self._optimizer.state[parameter] = {
                 "step": torch.zeros((), device=self._device),
                 "exp_avg": torch.zeros_like(parameter),

@@ -126,6 +126,26 @@ def test_on_policy_every_weight_is_one_and_every_divergence_zero() -> None:
         assert found[f"offpolicy/{name}"] == pytest.approx(0.0, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("correction", "truncated", "dropped"), [("none", 0, 0), ("token_tis", 1, 0), ("icepop", 0, 2)]
+)
+def test_truncated_and_dropped_tokens_are_counted_apart(correction: str, truncated: int, dropped: int) -> None:
+    """π_p / μ is 4, 1 and 1/4."""
+    proximal = torch.tensor([0.0, 0.0, 0.0])
+    behavior = torch.tensor([-math.log(4.0), 0.0, math.log(4.0)])
+    _, sums = policy_loss(
+        AlgoConfig(correction=Correction(correction)),
+        logprobs=proximal,
+        proximal_logprobs=proximal,
+        behavior_logprobs=behavior,
+        advantages=torch.ones(3),
+        mask=torch.ones(3, dtype=torch.bool),
+        weights=torch.ones(3) / 3,
+        entropy=torch.ones(3),
+    )
+    assert (int(sums["truncated"]), int(sums["dropped"])) == (truncated, dropped)
+
+
 def test_an_empty_mask_gives_zero_and_never_nan() -> None:
     columns = case() | {"mask": torch.zeros(24, dtype=torch.bool)}
     columns["weights"] = token_weights(Aggregation.token_mean, columns["mask"], torch.zeros(24, dtype=torch.long), 1)
