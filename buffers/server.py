@@ -29,7 +29,7 @@ from buffers.fleet import Fleet
 from buffers.journal import Journal, Rejected, Trained, read_events, read_groups
 from buffers.leases import LeaseBook, Terms
 from buffers.ledger import Ledger
-from buffers.staleness import histogram, trainable
+from buffers.staleness import count
 from buffers.trajectory import Malformed, check_group, decode, flat
 from configs.schema import Config, OnLate
 
@@ -400,7 +400,7 @@ class BufferServer:
         groups = self._handed[1]
         counts = {}
         for group in groups:
-            trained, excluded, by_staleness = _count(self._batches.pop(group), request.step, self._bound)
+            trained, excluded, by_staleness = count(self._batches.pop(group), request.step, self._bound)
             counts[group] = (trained, excluded)
             self._staleness.update(by_staleness)
         num_trained = sum(trained for trained, _ in counts.values())
@@ -481,7 +481,7 @@ class BufferServer:
                 continue
             complete.append((group, due, num_tokens))
             if group in step_of and step_of[group] < step:
-                trained, excluded, by_staleness = _count(batch, step_of[group], self._bound)
+                trained, excluded, by_staleness = count(batch, step_of[group], self._bound)
                 self._staleness.update(by_staleness)
                 self.ledger.lease()
                 self.ledger.generate(trained + excluded, "in_flight")
@@ -492,11 +492,3 @@ class BufferServer:
                 self._batches[group] = batch
         self.book.restore(step, complete, consumed, rejected)
         log.info("resumed at step %d with %d complete groups at hand", step, len(self._batches))
-
-
-def _count(batch: pa.RecordBatch, step: int, bound: int) -> tuple[int, int, dict[int, int]]:
-    """(tokens trained, sampled tokens excluded, trained tokens by staleness) of a group at a step."""
-    sampled, versions = flat(batch, "sampled"), flat(batch, "versions")
-    mask = trainable(versions, sampled, step, bound)
-    trained = int(np.count_nonzero(mask))
-    return trained, int(np.count_nonzero(sampled)) - trained, histogram(versions, mask, step)

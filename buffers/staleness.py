@@ -19,6 +19,9 @@ older than k − S. What is left is within S by construction. Every group taken 
 """
 
 import numpy as np
+import pyarrow as pa
+
+from buffers.trajectory import flat
 
 
 def admits(due: int, version: int, bound: int) -> bool:
@@ -40,3 +43,11 @@ def histogram(versions: np.ndarray, trained: np.ndarray, step: int) -> dict[int,
     """Tokens trained at this step, by staleness."""
     values, counts = np.unique(step - versions[trained], return_counts=True)
     return {int(value): int(count) for value, count in zip(values, counts, strict=True)}
+
+
+def count(batch: pa.RecordBatch, step: int, bound: int) -> tuple[int, int, dict[int, int]]:
+    """(tokens trained, sampled tokens excluded, trained tokens by staleness) of a group at a step."""
+    sampled, versions = flat(batch, "sampled"), flat(batch, "versions")
+    mask = trainable(versions, sampled, step, bound)
+    trained = int(np.count_nonzero(mask))
+    return trained, int(np.count_nonzero(sampled)) - trained, histogram(versions, mask, step)

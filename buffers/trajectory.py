@@ -129,6 +129,7 @@ def check_group(batch: pa.RecordBatch, *, group: int, due: int, num_samples: int
         must(batch.column(name).flatten().null_count == 0, f"`{name}` must hold no nulls")
     sampled, logprobs, versions = (flat(batch, name) for name in ("sampled", "logprobs", "versions"))
     must(bool(flat(batch, "tokens").min() >= 0), "tokens must be >= 0")
+    must(not any(row[0] for row in batch.column("sampled").to_pylist()), "the first token must not be sampled")
     must(bool(np.isfinite(logprobs).all()), "logprobs must be finite")
     must(bool((logprobs <= 1e-3).all()), "logprobs must be <= 0 (but for rounding)")
     versioned = versions[sampled]

@@ -493,6 +493,17 @@ class Config:
                 f"tokens; token_tis works), got none with staleness.max_versions={self.bound}",
             ),
             (
+                self.bound > 0 and algo.proximal is Proximal.behavior,
+                "algo.proximal must be recompute when staleness.max_versions > 0 (with the behaviour's log-probabilities "
+                f"every correction weight is 1), got behavior with staleness.max_versions={self.bound}",
+            ),
+            (
+                learner.groups_per_step * learner.samples_per_prompt % (learner.ranks * max(1, learner.minibatches))
+                != 0,
+                "learner.ranks × learner.minibatches must divide learner.groups_per_step × learner.samples_per_prompt, got "
+                f"{learner.ranks} × {learner.minibatches} and {learner.groups_per_step} × {learner.samples_per_prompt}",
+            ),
+            (
                 self.staleness.on_late is OnLate.mask and not self.sync.in_flight,
                 "sync.in_flight must be true when staleness.on_late=mask (an overtaken group has no fresh tokens without "
                 "in-flight updates), got false",

@@ -123,6 +123,7 @@ class Learner:
 
     def _save(self) -> int:
         learner, run = self._config.learner, self._config.run
+        barrier = dist.barrier if learner.ranks > 1 else (lambda: None)
         manifest = checkpoint.CheckpointManifest(self.step, self._incarnation, run.seed)
         checkpoint.save(
             self._folder / "checkpoints",
@@ -130,6 +131,7 @@ class Learner:
             self._engine.save,
             learner.keep_checkpoints,
             first_rank=self._rank == 0,
+            barrier=barrier,
         )
         log.info("checkpoint of step %d written", self.step)
         return self.step

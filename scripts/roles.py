@@ -1,5 +1,6 @@
 """The roles as Ray actors: a process each, with its own log file, that never outlives the driver."""
 
+import contextlib
 import logging
 import os
 import select
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -19,8 +21,9 @@ from configs.schema import Config
 class Role:
     """What all roles share. The constructor runs first in the new process."""
 
-    def __init__(self, name: str, logs: Path, driver_pid: int) -> None:
-        die_with(driver_pid)
+    def __init__(self, name: str, logs: Path, driver_pid: int, own_cluster: bool) -> None:
+        raylet = psutil.Process(os.getppid())
+        die_with(driver_pid, [raylet, *raylet.children()] if own_cluster else [])
         logs.mkdir(parents=True, exist_ok=True)
         file = os.open(logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for stream in (sys.stdout, sys.stderr):
@@ -31,12 +34,19 @@ class Role:
         )
 
 
-def die_with(pid: int) -> None:
-    """Ends this process as soon as the process `pid` (on this host) has ended, however it ended."""
+def die_with(pid: int, others: list[psutil.Process]) -> None:
+    """Ends this process, and `others`, as soon as the process `pid` (on this host) has ended, however it ended.
+
+    The others are the rest of a cluster that the driver has started: Ray's agents outlive a killed driver for long.
+    """
     watched = os.pidfd_open(pid)
 
     def wait() -> None:
         select.select([watched], [], [])
+        for process in others:
+            if process.pid != os.getpid():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True, name="death-watch").start()

@@ -172,17 +172,18 @@ class Run:
 
         config, logs = self._config, self._folder / "logs"
         places = place(config, ray.cluster_resources().get("GPU", 0))
-        buffer = places.buffer.remote("buffer", logs, os.getpid())
+        common = (logs, os.getpid(), config.cluster.address is None)
+        buffer = places.buffer.remote("buffer", *common)
         address = self._get(buffer.start.remote(config, self._folder / "journal", self._resume_step), "buffer")
         self._refs[buffer.run.remote()] = "buffer"
         rendezvous = f"tcp://127.0.0.1:{free_port()}"
         for rank in range(config.learner.ranks):
-            learner = places.learner.remote(f"learner-{rank}", logs, os.getpid())
+            learner = places.learner.remote(f"learner-{rank}", *common)
             ref = learner.run.remote(config, self._folder, address, rank, rendezvous, self._resume_step)
             self._refs[ref] = f"learner-{rank}"
         for number in range(config.generators.count):
             name = f"generator-{number}"
-            generator = places.generator.remote(name, logs, os.getpid())
+            generator = places.generator.remote(name, *common)
             self._refs[generator.run.remote(address, name, config.run.seed + 1000 + number)] = name
         self._roles = [buffer, learner]
         return address, buffer.stop.remote
@@ -270,7 +271,7 @@ class Fleet:
             refs = []
             for number in range(self._config.generators.count):
                 name = f"{socket.gethostname()}-{os.getpid()}-{number}"
-                role = places.generator.remote(name, logs, os.getpid())
+                role = places.generator.remote(name, logs, os.getpid(), self._config.cluster.address is None)
                 refs.append(role.run.remote(address, name, hash(name) % 2**31))
             print(f"{len(refs)} generators join {address}; logs in {logs}")
             while refs and not self._signals.received:

@@ -121,6 +121,7 @@ MALFORMED = {
     "a reward that is NaN": lambda lease: encode(to_batch(group_of(lease, reward=float("nan")))),
     "logprobs that are infinite": lambda lease: encode(to_batch(group_of(lease, logprobs=[0.0, -float("inf"), -1.0]))),
     "logprobs of another length": lambda lease: encode(to_batch(group_of(lease, logprobs=[0.0, -1.0]))),
+    "a first token that was sampled": lambda lease: encode(to_batch(group_of(lease, sampled=[True, True, True]))),
     "a version not yet published": lambda lease: encode(to_batch(group_of(lease, version=3))),
     "no tokens": lambda lease: encode(to_batch(group_of(lease, tokens=[], sampled=[], logprobs=[], versions=[]))),
     "another schema": lambda lease: encode(pa.RecordBatch.from_pydict({"group": [lease.group]})),

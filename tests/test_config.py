@@ -40,6 +40,8 @@ REFUSED = {
     "sampling.top_p=0.9": "unless sampling.accept_truncation_bias=true, got 0.9, -1 and 0.0",
     "sampling.temperature=0": "sampling.temperature must be a finite number above 0, got 0.0",
     "algo.correction=none": "algo.correction must not be none when staleness.max_versions > 0 .*max_versions=2",
+    "algo.proximal=behavior": "algo.proximal must be recompute when staleness.max_versions > 0",
+    "learner.ranks=3": "learner.ranks × learner.minibatches must divide .* got 3 × 1 and 64 × 8",
     "staleness.max_versions=-1": "staleness.max_versions must be >= 0, got -1",
     "staleness.on_late=cancel": "straggler_timeout_s must be set exactly when staleness.on_late=cancel",
     "staleness.on_late=mask sync.in_flight=false": "sync.in_flight must be true when staleness.on_late=mask",
@@ -66,7 +68,7 @@ def test_on_policy_is_s_zero_and_needs_no_correction() -> None:
 
 def test_all_problems_come_in_one_message() -> None:
     with pytest.raises(ValueError) as error:
-        load(["learner.minibatches=5", "sampling.top_p=0.9", "run.steps=0"])
+        load(["learner.lr=nan", "sampling.top_p=0.9", "run.steps=0"])
     assert len(str(error.value).splitlines()) == 3
 
 

@@ -192,7 +192,9 @@ def test_two_ranks_train_to_the_same_weights_as_one(
     norm, weights = torch.load(tmp_path / "out.pt", weights_only=True)
     mine = FsdpEngine(tiny_model, max_grad_norm=0.5)
     for _ in range(2):
-        own = mine.update([pack(batch, range(batch.num_sequences))], sum_loss(batch, torch.ones(len(batch.tokens))), 1e-3)
+        own = mine.update(
+            [pack(batch, range(batch.num_sequences))], sum_loss(batch, torch.ones(len(batch.tokens))), 1e-3
+        )
     assert norm == pytest.approx(own, rel=1e-4)
     for name, tensor in mine.weights():
         torch.testing.assert_close(weights[name], tensor, atol=5e-5, rtol=0)
