@@ -6,7 +6,8 @@
 give: both sides compete for the same arithmetic. `simulated` shows the overlap itself: engine and learner keep time (so many
 tokens a second) and use no CPU, while leases, buffer, sockets, weights and Ray are the real ones. Both sides are balanced,
 lengths are lognormal. `of bound` is the share of max(generation, training): the time that the slower side alone would need for
-the tokens of the measured steps, divided by the time they took. The first steps, in which the pipeline fills, are not measured.
+the tokens of the measured steps, divided by the time they took. The first and the last steps, in which the pipeline fills and
+drains, are not measured.
 """
 
 import argparse
@@ -26,14 +27,14 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 SLOTS, RATE, MEAN_TOKENS = 16, 100, 100
-GROUPS, SAMPLES = 8, 4
-WARM_UP = 6
+GROUPS, SAMPLES = 16, 2
+WARM_UP, DRAIN = 6, 4
 TARGET = 0.6
 
 SIMULATED = [
     "generators.engine=simulated", "learner.engine=simulated", "eval.prompts=0", "generators.count=2",
     f"learner.groups_per_step={GROUPS}", f"learner.samples_per_prompt={SAMPLES}", "generators.max_model_len=2000",
-    "sampling.max_tokens=1000", f"generators.max_sequences={2 * SLOTS}", f"generators.simulated.slots={SLOTS}",
+    "sampling.max_tokens=1000", f"generators.max_sequences={SLOTS + 2 * SAMPLES}", f"generators.simulated.slots={SLOTS}",
     f"generators.simulated.tokens_per_s={RATE}", f"generators.simulated.mean_tokens={MEAN_TOKENS}",
     f"generators.simulated.train_tokens_per_s={2 * SLOTS * RATE}",
 ]  # fmt: skip
@@ -73,8 +74,10 @@ def cases(setting: str, steps: int | None) -> list[Case]:
             lengths = f"generators.simulated.cv={cv}"
             waits = (lengths, "mode=on_policy")
             overlaps = (lengths, "staleness.max_versions=3", f"staleness.on_late={on_late}")
-            found.append(Case("simulated", f"on-policy, CV {cv}", (*SIMULATED, *waits), (steps or 40) // 3 + WARM_UP))
-            found.append(Case("simulated", f"async S=3 {on_late}, CV {cv}", (*SIMULATED, *overlaps), steps or 40))
+            found.append(
+                Case("simulated", f"on-policy, CV {cv}", (*SIMULATED, *waits), (steps or 50) // 4 + WARM_UP + DRAIN)
+            )
+            found.append(Case("simulated", f"async S=3 {on_late}, CV {cv}", (*SIMULATED, *overlaps), steps or 50))
     if setting in ("real", "both"):
         for name, overrides in (("on-policy", ("mode=on_policy",)), ("async S=2", ())):
             found.append(Case("real", name, (*overrides, "eval.prompts=0"), steps or 100))
@@ -92,14 +95,14 @@ def measure(case: Case, seed: int, outputs: Path) -> Result:
     summary = json.loads((outputs / name / "summary.json").read_text())
     scalars = read_scalars(outputs / name / "tensorboard", ("time/seconds", "length/mean", "reward/mean"))
     seconds, lengths, rewards = (scalars[key] for key in ("time/seconds", "length/mean", "reward/mean"))
-    window = seconds[-1] - seconds[WARM_UP - 1]
-    tokens = sum(lengths[WARM_UP:]) * SAMPLES * GROUPS
+    window = seconds[-DRAIN - 1] - seconds[WARM_UP - 1]
+    tokens = sum(lengths[WARM_UP:-DRAIN]) * SAMPLES * GROUPS
     averaged = [mean(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
     return Result(
         setting=case.setting,
         name=case.name,
         seed=seed,
-        steps_per_s=(len(seconds) - WARM_UP) / window,
+        steps_per_s=(len(seconds) - WARM_UP - DRAIN) / window,
         generated_tokens_per_s=summary["throughput"]["generated_tokens_per_s"],
         trained_tokens_per_s=summary["throughput"]["trained_tokens_per_s"],
         share_of_bound=tokens / (2 * SLOTS * RATE) / window if case.setting == "simulated" else None,
@@ -126,10 +129,10 @@ def tables(results: list[Result]) -> list[Table]:
     for setting in dict.fromkeys(result.setting for result in results):
         table = Table(title=f"{setting}, means over seeds", title_justify="left")
         for column in (
-            "", "steps/s", "generated tok/s", "trained tok/s", "of bound", "masked", "idle learner", "idle generators",
-            "staleness mean (max)", f"s to reward {TARGET}",
+            "", "steps/s", "tok/s\ngenerated", "tok/s\ntrained", "of\nbound", "masked", "idle\nlearner", "idle\ngenerators",
+            "staleness\nmean (max)", f"s to\nreward {TARGET}",
         ):  # fmt: skip
-            table.add_column(column, justify="left" if not column else "right")
+            table.add_column(column, justify="left" if not column else "right", no_wrap=True)
         mine = [result for result in results if result.setting == setting]
         for name in dict.fromkeys(result.name for result in mine):
             table.add_row(name, *row([result for result in mine if result.name == name]))
@@ -195,15 +198,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setting", choices=("simulated", "real", "both"), default="both")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each case, interleaved (default 3)")
-    parser.add_argument("--steps", type=int, help="steps of a run (default: simulated 40, real 100)")
+    parser.add_argument("--steps", type=int, help="steps of a run (default: simulated 50, real 100)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every run's figures")
     parser.add_argument("--png", type=Path, default=Path("benchmark.png"), metavar="FILE")
     arguments = parser.parse_args()
-    if arguments.seeds < 1 or (arguments.steps is not None and arguments.steps <= WARM_UP):
+    if arguments.seeds < 1 or (arguments.steps is not None and arguments.steps <= WARM_UP + DRAIN):
         parser.error(
-            f"--seeds must be at least 1 and --steps above {WARM_UP}, got {arguments.seeds} and {arguments.steps}"
+            f"--seeds must be at least 1 and --steps above {WARM_UP + DRAIN}, got {arguments.seeds} and {arguments.steps}"
         )
-    console, results = Console(), []
+    console, results = Console(width=None if sys.stdout.isatty() else 120), []
     work = [(case, seed) for seed in range(arguments.seeds) for case in cases(arguments.setting, arguments.steps)]
     with tempfile.TemporaryDirectory(prefix="slipstream-benchmark-") as outputs:
         for number, (case, seed) in enumerate(work, 1):

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console as Rich
-from rich.console import Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -117,8 +116,8 @@ class Console:
             rows["quarantined"] = f"{len(status.quarantined)} groups; last {group}: {error}"
         for name, value in rows.items():
             table.add_row(name, Text(value))
-        bar = ProgressBar(total=self._config.run.steps, completed=status.step)
-        return Panel(Group(bar, table), title=f"{self._folder.name} {self._clock().strip()}", title_align="left")
+        table.add_row("", ProgressBar(total=self._config.run.steps, completed=status.step))
+        return Panel(table, title=f"{self._folder.name} {self._clock().strip()}", title_align="left")
 
 
 def _recent(rewards: list[float]) -> float:

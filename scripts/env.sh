@@ -28,8 +28,8 @@ prepare() {
   # uv does not read pip's configuration: hand it on, so that mirrors and local wheels work. PyTorch's CPU wheels come from
   # pip's find-links where it has them, else from PyTorch's own index.
   local links index extra
-  links=$("$venv/bin/python" -m pip config get global.find-links 2>/dev/null || true)
-  index=$("$venv/bin/python" -m pip config get global.index-url 2>/dev/null || true)
+  links=${PIP_FIND_LINKS:-$("$venv/bin/python" -m pip config get global.find-links 2>/dev/null || true)}
+  index=${PIP_INDEX_URL:-$("$venv/bin/python" -m pip config get global.index-url 2>/dev/null || true)}
   [ -n "$links" ] && export UV_FIND_LINKS="${UV_FIND_LINKS:-${links//[[:space:]]/,}}"
   [ -n "$index" ] && export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
   extra=()
