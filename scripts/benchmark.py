@@ -26,17 +26,18 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
-SLOTS, RATE, MEAN_TOKENS = 16, 100, 100
-GROUPS, SAMPLES = 16, 2
+GROUPS, SAMPLES, STALENESS = 8, 2, 3
+RATE, MEAN_TOKENS = 100, 150
+SLOTS = (STALENESS + 1) * GROUPS * SAMPLES
 WARM_UP, DRAIN = 6, 4
 TARGET = 0.6
 
 SIMULATED = [
     "generators.engine=simulated", "learner.engine=simulated", "eval.prompts=0", "generators.count=2",
     f"learner.groups_per_step={GROUPS}", f"learner.samples_per_prompt={SAMPLES}", "generators.max_model_len=2000",
-    "sampling.max_tokens=1000", f"generators.max_sequences={SLOTS + 2 * SAMPLES}", f"generators.simulated.slots={SLOTS}",
+    "sampling.max_tokens=1900", f"generators.max_sequences={SLOTS}", f"generators.simulated.slots={SLOTS}",
     f"generators.simulated.tokens_per_s={RATE}", f"generators.simulated.mean_tokens={MEAN_TOKENS}",
-    f"generators.simulated.train_tokens_per_s={2 * SLOTS * RATE}",
+    f"generators.simulated.train_tokens_per_s={GROUPS * SAMPLES * RATE}",
 ]  # fmt: skip
 
 
@@ -73,11 +74,13 @@ def cases(setting: str, steps: int | None) -> list[Case]:
         for cv, on_late in ((0.5, "wait"), (1.0, "mask")):
             lengths = f"generators.simulated.cv={cv}"
             waits = (lengths, "mode=on_policy")
-            overlaps = (lengths, "staleness.max_versions=3", f"staleness.on_late={on_late}")
+            overlaps = (lengths, f"staleness.max_versions={STALENESS}", f"staleness.on_late={on_late}")
             found.append(
-                Case("simulated", f"on-policy, CV {cv}", (*SIMULATED, *waits), (steps or 50) // 4 + WARM_UP + DRAIN)
+                Case("simulated", f"on-policy, CV {cv}", (*SIMULATED, *waits), (steps or 60) // 4 + WARM_UP + DRAIN)
             )
-            found.append(Case("simulated", f"async S=3 {on_late}, CV {cv}", (*SIMULATED, *overlaps), steps or 50))
+            found.append(
+                Case("simulated", f"async S={STALENESS} {on_late}, CV {cv}", (*SIMULATED, *overlaps), steps or 60)
+            )
     if setting in ("real", "both"):
         for name, overrides in (("on-policy", ("mode=on_policy",)), ("async S=2", ())):
             found.append(Case("real", name, (*overrides, "eval.prompts=0"), steps or 100))
@@ -105,7 +108,7 @@ def measure(case: Case, seed: int, outputs: Path) -> Result:
         steps_per_s=(len(seconds) - WARM_UP - DRAIN) / window,
         generated_tokens_per_s=summary["throughput"]["generated_tokens_per_s"],
         trained_tokens_per_s=summary["throughput"]["trained_tokens_per_s"],
-        share_of_bound=tokens / (2 * SLOTS * RATE) / window if case.setting == "simulated" else None,
+        share_of_bound=tokens / (GROUPS * SAMPLES * RATE) / window if case.setting == "simulated" else None,
         masked_share=summary["tokens"]["masked"] / max(1, summary["tokens"]["generated"]),
         idle_learner=summary["idle"]["learner"],
         idle_generators=summary["idle"]["generators"],
@@ -198,7 +201,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setting", choices=("simulated", "real", "both"), default="both")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each case, interleaved (default 3)")
-    parser.add_argument("--steps", type=int, help="steps of a run (default: simulated 50, real 100)")
+    parser.add_argument("--steps", type=int, help="steps of a run (default: simulated 60, real 100)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every run's figures")
     parser.add_argument("--png", type=Path, default=Path("benchmark.png"), metavar="FILE")
     arguments = parser.parse_args()

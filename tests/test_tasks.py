@@ -41,6 +41,11 @@ def test_training_and_evaluation_never_share_a_question() -> None:
     assert not {question for question, _ in islice(task.solved("train", 0), 2000)} & held_out
 
 
+def test_a_split_that_is_not_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="split must be train or eval, got 'test'"):
+        Task().prompt("test", 0, 0)
+
+
 def test_the_right_answer_scores_one_and_anything_else_nothing() -> None:
     task = Task()
     prompt = task.prompt("train", 3, 0)
@@ -59,6 +64,8 @@ def test_a_task_may_live_anywhere() -> None:
     [
         ("nope", {}, r"task.name must be one of \['arithmetic'\].* got 'nope'"),
         ("no.such.module:Task", {}, "task.name must name a class that can be imported, got 'no.such.module:Task'"),
+        (":x", {}, "task.name must name a class that can be imported, got ':x'"),
+        ("os:path", {}, "task.name must name a class, got 'os:path', which is a module"),
         ("arithmetic", {"digitz": 2}, "task.args must suit Task of generators.tasks.arithmetic, got {'digitz': 2}"),
     ],
 )

@@ -18,8 +18,10 @@ def load_task(name: str, args: Mapping[str, Any]) -> Task:
         module, class_name = f"{__name__}.{name}", "Task"
     try:
         task_class = getattr(importlib.import_module(module), class_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ValueError(f"task.name must name a class that can be imported, got {name!r}: {error}") from error
+    if not isinstance(task_class, type):
+        raise ValueError(f"task.name must name a class, got {name!r}, which is a {type(task_class).__name__}")
     try:
         return task_class(**args)
     except (TypeError, ValueError, AssertionError) as error:

@@ -11,6 +11,7 @@ from generators.task import Prompt, Score
 
 NUM_BUCKETS = 8
 """Questions are divided by a hash of their text: bucket 0 is held out, so that `eval` never shares one with `train`."""
+MAX_DRAWS = 10_000
 
 
 class Task:
@@ -40,8 +41,11 @@ class Task:
             yield entry["question"], entry["answer"]
 
     def _draw(self, split: str, rng: random.Random) -> dict[str, Any]:
-        while True:
+        if split not in ("train", "eval"):
+            raise ValueError(f"split must be train or eval, got {split!r}")
+        for _ in range(MAX_DRAWS):
             entry = self._questions[rng.randrange(1 << 40)]
             held_out = xxhash.xxh3_64_intdigest(entry["question"].encode()) % NUM_BUCKETS == 0
             if held_out == (split == "eval"):
                 return entry
+        raise ValueError(f"task.args must leave questions for {split}, found none in {MAX_DRAWS} draws")
