@@ -199,6 +199,13 @@ class LeaseBook:
             return "over"
         return self._lose(lease_id, attempt, error)
 
+    def release(self, generator: str) -> list[tuple[int, str]]:
+        """Takes back what a generator held that has begun a new life; returns (group, outcome) for each."""
+        for attempt in self._attempts.values():
+            if attempt.generator == generator:
+                attempt.deadline = float("-inf")
+        return self.expire(float("-inf"))
+
     def expire(self, now: float) -> list[tuple[int, str]]:
         """Takes back leases whose deadline has passed; returns (group, outcome) for each."""
         expired = [

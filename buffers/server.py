@@ -174,6 +174,8 @@ class BufferServer:
         match request:
             case m.Join(generator=name):
                 self._fleet.join(name)
+                for group, outcome in self.book.release(name):
+                    self._lost(group, outcome)
                 return m.Welcome(config=self._config_text, name=name)
             case m.Heartbeat():
                 return self._heartbeat(request, now)

@@ -242,6 +242,19 @@ def test_the_first_complete_attempt_wins_and_the_other_is_a_duplicate() -> None:
     assert book.ledger.closes()
 
 
+def test_what_a_generator_held_before_it_was_restarted_is_given_out_at_once() -> None:
+    book = LeaseBook(terms(OnLate.wait, 0, batch=3), Ledger())
+    book.publish(0)
+    done, lost, other = book.lease("g0", 0.0), book.lease("g0", 0.0), book.lease("g1", 0.0)
+    assert done is not None and lost is not None and other is not None
+    book.submit(done.id, 4)
+    assert book.release("g0") == [(lost.group, "lost")]
+    again = book.lease("g1", 0.0)
+    assert again is not None and again.group == lost.group
+    assert book.heartbeat("g1", {other.id: 1, again.id: 1}, 0.0) == []
+    assert book.ledger.closes()
+
+
 def test_a_straggler_is_cancelled_only_after_holding_its_step_and_is_refilled() -> None:
     book = LeaseBook(terms(OnLate.cancel, 1, batch=1), Ledger())
     book.publish(0)
