@@ -273,7 +273,7 @@ class Fleet:
                 name = f"{socket.gethostname()}-{os.getpid()}-{number}"
                 role = places.generator.remote(name, logs, os.getpid(), self._config.cluster.address is None)
                 refs.append(role.run.remote(address, name, hash(name) % 2**31))
-            print(f"{len(refs)} generators join {address}; logs in {logs}")
+            print(f"{len(refs)} generators join {address}; logs in {logs}", flush=True)
             while refs and not self._signals.received:
                 done, refs = ray.wait(refs, timeout=0.5)
                 for ref in done:
