@@ -52,6 +52,10 @@ class Signals:
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self.install()
+
+    def install(self) -> None:
+        """Takes SIGINT and SIGTERM. To be repeated after `ray.init`, which puts its own handler in the place of SIGTERM's."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._receive)
 
@@ -151,6 +155,7 @@ class Run:
         status, news = "failed", None
         try:
             with ray_cluster(self._config), self._console:
+                self._signals.install()
                 self._console.say("starting the buffer, the learner and the generators")
                 address, stop_buffer = self._launch()
                 client = BufferClient(address, timeout_s=2.0)
@@ -267,6 +272,7 @@ class Fleet:
         address = self._config.buffer.address
         logs = Path(self._config.run.outputs).resolve() / f"fleet-{socket.gethostname()}-{os.getpid()}" / "logs"
         with ray_cluster(self._config):
+            self._signals.install()
             places = place(self._config, ray.cluster_resources().get("GPU", 0))
             refs = []
             for number in range(self._config.generators.count):

@@ -139,13 +139,14 @@ def test_the_main_job_learns_survives_a_killed_generator_and_accounts_for_every_
     assert not list(Path("/dev/shm").glob("slipstream-run-*"))
 
 
-def test_ctrl_c_writes_a_checkpoint_leaves_nothing_behind_and_the_run_goes_on_from_it(
-    start: Callable[..., Started],
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_leaves_a_checkpoint_and_no_process_and_goes_on_from_it(
+    start: Callable[..., Started], number: signal.Signals
 ) -> None:
     run = start(*SIMULATED, "run.steps=1000")
     run.wait_for(lambda: run.steps() >= 2, "second step")
     began = time.monotonic()
-    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(number)
     code, out = run.finish(30)
     assert code == 130, out
     assert time.monotonic() - began < 10
