@@ -43,8 +43,6 @@ class Join(Struct):
 class Welcome(Struct):
     config: str
     """The run's resolved configuration, as YAML."""
-    name: str
-    """The name asked for, or one that is free."""
 
 
 class Ask(Struct):

@@ -176,7 +176,7 @@ class BufferServer:
                 self._fleet.join(name)
                 for group, outcome in self.book.release(name):
                     self._lost(group, outcome)
-                return m.Welcome(config=self._config_text, name=name)
+                return m.Welcome(config=self._config_text)
             case m.Heartbeat():
                 return self._heartbeat(request, now)
             case m.Submit():
