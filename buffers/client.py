@@ -35,6 +35,7 @@ class BufferClient:
     def __init__(self, address: str, *, timeout_s: float = 60.0) -> None:
         self.address = address
         self._timeout_s = timeout_s
+        self._heard_at = time.monotonic()
         self._numbers = itertools.count()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
@@ -47,6 +48,11 @@ class BufferClient:
         self._socket.send_multipart([*frames, payload] if payload is not None else frames, copy=payload is None)
         return number
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the buffer was last heard."""
+        return time.monotonic() - self._heard_at
+
     def receive(self, wait_s: float) -> Iterable[Answer]:
         """Answers that are there; waits up to `wait_s` for the first."""
         if not self._socket.poll(int(wait_s * 1000)):
@@ -56,6 +62,7 @@ class BufferClient:
                 number, body, *payload = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            self._heard_at = time.monotonic()
             yield Answer(
                 int.from_bytes(number.bytes, "little"),
                 m.reply_decoder.decode(body.buffer),

@@ -21,13 +21,23 @@ class Sweep:
         return len(self.rewards) + self.num_failed == self.num_prompts
 
 
+@dataclass(slots=True)
+class Leased:
+    """A prompt that a generator is answering."""
+
+    sweep: Sweep
+    index: int
+    generator: str
+    deadline: float
+
+
 class Evaluations:
     """Sweeps under way, oldest first. A prompt whose lease fails or expires is asked again, up to `max_attempts`."""
 
     def __init__(self, task: str, seed: int, lease_s: float, max_attempts: int) -> None:
         self._task, self._seed, self._lease_s, self._max_attempts = task, seed, lease_s, max_attempts
         self._sweeps: deque[Sweep] = deque()
-        self._leased: dict[int, tuple[Sweep, int, float]] = {}  # lease -> sweep, prompt, deadline
+        self._leased: dict[int, Leased] = {}
         self._failures: dict[tuple[int, int], int] = {}  # (version, prompt) -> times
 
     @property
@@ -39,11 +49,11 @@ class Evaluations:
         if num_prompts:
             self._sweeps.append(Sweep(version, num_prompts, deque(range(num_prompts))))
 
-    def lease(self, lease_id: int, now: float) -> Lease | None:
+    def lease(self, lease_id: int, generator: str, now: float) -> Lease | None:
         for sweep in self._sweeps:
             if sweep.waiting:
                 index = sweep.waiting.popleft()
-                self._leased[lease_id] = (sweep, index, now + self._lease_s)
+                self._leased[lease_id] = Leased(sweep, index, generator, now + self._lease_s)
                 return Lease(
                     id=lease_id, split="eval", task=self._task, index=index, seed=self._seed, group=index,
                     due=sweep.version, floor=sweep.version, num_samples=1,
@@ -54,15 +64,14 @@ class Evaluations:
         return lease_id in self._leased
 
     def renew(self, lease_id: int, now: float) -> None:
-        sweep, index, _ = self._leased[lease_id]
-        self._leased[lease_id] = (sweep, index, now + self._lease_s)
+        self._leased[lease_id].deadline = now + self._lease_s
 
     def submit(self, lease_id: int, reward: float) -> None:
-        sweep, _, _ = self._leased.pop(lease_id)
-        sweep.rewards.append(reward)
+        self._leased.pop(lease_id).sweep.rewards.append(reward)
 
     def fail(self, lease_id: int) -> None:
-        sweep, index, _ = self._leased.pop(lease_id)
+        leased = self._leased.pop(lease_id)
+        sweep, index = leased.sweep, leased.index
         times = self._failures[sweep.version, index] = self._failures.get((sweep.version, index), 0) + 1
         if times < self._max_attempts:
             sweep.waiting.append(index)
@@ -70,7 +79,12 @@ class Evaluations:
             sweep.num_failed += 1
 
     def expire(self, now: float) -> None:
-        for lease_id in [lease_id for lease_id, (_, _, deadline) in self._leased.items() if deadline <= now]:
+        for lease_id in [lease_id for lease_id, leased in self._leased.items() if leased.deadline <= now]:
+            self.fail(lease_id)
+
+    def release(self, generator: str) -> None:
+        """Gives up what an earlier life of `generator` held."""
+        for lease_id in [lease_id for lease_id, leased in self._leased.items() if leased.generator == generator]:
             self.fail(lease_id)
 
     def take_done(self) -> list[Sweep]:

@@ -40,6 +40,12 @@ class Join(Struct):
     generator: str
 
 
+class Leave(Struct):
+    """-> Done. The last thing said by a generator, or of it: its leases are free."""
+
+    generator: str
+
+
 class Welcome(Struct):
     config: str
     """The run's resolved configuration, as YAML."""
@@ -239,6 +245,8 @@ class Status(Struct):
     digest_mismatches: int
     quarantined: dict[int, str]
     """Error by group."""
+    refused: dict[str, int]
+    """Messages that were refused, by reason."""
     waiting_for: str
     """Who waits for whom and why, in a sentence."""
     still_s: float
@@ -263,7 +271,7 @@ class Refused(Struct):
     reason: str
 
 
-Request = Join | Ask | Heartbeat | Submit | Evaluated | Fail | Next | Publish | Consumed | Finish | Watch | Stop
+Request = Join | Leave | Ask | Heartbeat | Submit | Evaluated | Fail | Next | Publish | Consumed | Finish | Watch | Stop
 Reply = Welcome | Work | Standing | Receipt | Batch | NotYet | Over | Done | News | Refused
 
 encoder = msgspec.msgpack.Encoder()

@@ -26,9 +26,10 @@ import zmq
 from buffers import messages as m
 from buffers.evaluation import Evaluations
 from buffers.fleet import Fleet
-from buffers.journal import Journal, Rejected, Trained, read_events, read_groups
+from buffers.journal import Journal, Rejected, Trained
 from buffers.leases import LeaseBook, Terms
 from buffers.ledger import Ledger
+from buffers.recovery import recover
 from buffers.staleness import count
 from buffers.trajectory import Malformed, check_group, decode, flat
 from configs.schema import Config, OnLate
@@ -94,7 +95,9 @@ class BufferServer:
         self._records: list[m.StepRecord] = []
         self._scores: list[m.Evaluation] = []
         if resume_step is not None:
-            self._restore(folder, resume_step)
+            self._batches, self._staleness = recover(
+                folder, resume_step, self.book, self.ledger, self._bound, config.staleness.on_late
+            )
         self._journal = Journal(folder, config.buffer.durability, config.buffer.segment_mb << 20)
 
         self._handed: tuple[int, list[int], pa.Buffer] | None = None  # the step being trained
@@ -118,6 +121,7 @@ class BufferServer:
         except zmq.ZMQError as error:
             raise ValueError(f"buffer.address must be free, got {config.buffer.address}: {error.strerror}") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        log.info("the buffer answers at %s", self.address)
 
     def run(self) -> None:
         """Consumes every role's requests, produces their answers, the journal and the ledger.
@@ -134,13 +138,17 @@ class BufferServer:
                 self._journal.commit()
                 self._send()
         finally:
-            self._journal.commit()
-            self._journal.close()
-            self._socket.close()
+            self.close()
 
     def stop(self) -> None:
         """Ends `run` after the turn under way. May be called from another thread."""
         self._running = False
+
+    def close(self) -> None:
+        """Makes durable what is not yet, and lets go of the address."""
+        self._journal.commit()
+        self._journal.close()
+        self._socket.close()
 
     # ---- the turn
 
@@ -156,13 +164,13 @@ class BufferServer:
                 sender, number, body, *payload = frames
                 self._handle(sender.bytes, number.bytes, body.buffer, [frame.buffer for frame in payload])
             else:
-                self._refuse("a message must have at least three frames")
+                self._refuse("malformed message", "a message must have at least three frames")
 
     def _handle(self, sender: bytes, number: bytes, body: memoryview, payload: list[memoryview]) -> None:
         try:
             request = m.request_decoder.decode(body)
         except msgspec.DecodeError as error:
-            self._answer(sender, number, self._refuse(f"not a request: {error}"))
+            self._answer(sender, number, self._refuse("malformed message", str(error)))
             return
         if isinstance(request, m.Ask | m.Next | m.Watch | m.Finish):
             self._parked.append(Parked(sender, number, request, self._clock() + request.wait_s))
@@ -174,9 +182,11 @@ class BufferServer:
         match request:
             case m.Join(generator=name):
                 self._fleet.join(name)
-                for group, outcome in self.book.release(name):
-                    self._lost(group, outcome)
+                self._release(name)
                 return m.Welcome(config=self._config_text)
+            case m.Leave(generator=name):
+                self._release(name)
+                return m.Done()
             case m.Heartbeat():
                 return self._heartbeat(request, now)
             case m.Submit():
@@ -202,10 +212,11 @@ class BufferServer:
             self._socket.send_multipart(frames, copy=len(frames) < 4)
         self._outbox.clear()
 
-    def _refuse(self, reason: str) -> m.Refused:
+    def _refuse(self, reason: str, detail: str) -> m.Refused:
+        """Counts a message that cannot be taken in; `reason` is one of a few, `detail` says which message and why."""
         self._refusals[reason] += 1
-        log.warning("refused: %s", reason)
-        return m.Refused(reason=reason)
+        log.warning("refused, %s: %s", reason, detail)
+        return m.Refused(reason=detail)
 
     def _tick(self) -> None:
         now = self._clock()
@@ -278,10 +289,15 @@ class BufferServer:
     def _one_lease(self, generator: str, now: float) -> m.Lease | None:
         if self.book.version < 0:
             return None
-        return self._evaluations.lease(next(self._lease_ids), now) or self.book.lease(generator, now)
+        return self._evaluations.lease(next(self._lease_ids), generator, now) or self.book.lease(generator, now)
 
     def _work(self, leases: list[m.Lease]) -> m.Work:
         return m.Work(leases=leases, version=self.book.version, weights=self._weights, ended=self._stopping is not None)
+
+    def _release(self, generator: str) -> None:
+        for group, outcome in self.book.release(generator):
+            self._lost(group, outcome)
+        self._evaluations.release(generator)
 
     def _heartbeat(self, beat: m.Heartbeat, now: float) -> m.Standing:
         if self._fleet.report(beat.generator, beat.report):
@@ -312,7 +328,7 @@ class BufferServer:
                     newest_version=self.book.version,
                 )  # fmt: skip
         except Malformed as error:
-            self._refuse(f"group from {request.generator}: {error}")
+            self._refuse("malformed group", f"from {request.generator}: {error}")
             return self._failed(request.lease, 0, str(error))
         num_tokens = int(np.count_nonzero(flat(batch, "sampled")))
         verdict = self.book.submit(request.lease, num_tokens)
@@ -332,7 +348,9 @@ class BufferServer:
         if not self._evaluations.owns(request.lease):
             return "duplicate"
         if not np.isfinite(request.reward):
-            self._refuse(f"evaluation from {request.generator}: reward must be finite, got {request.reward}")
+            self._refuse(
+                "malformed evaluation", f"from {request.generator}: reward must be finite, got {request.reward}"
+            )
             self._evaluations.fail(request.lease)
             return "failed"
         self._moved_at = self._clock()
@@ -370,7 +388,7 @@ class BufferServer:
 
     def _publish(self, request: m.Publish, now: float) -> m.Reply:
         if request.version <= self.book.version:
-            return self._refuse(f"version must be above {self.book.version}, got {request.version}")
+            return self._refuse("wrong version", f"version must be above {self.book.version}, got {request.version}")
         self.book.publish(request.version)
         self._weights = request.weights
         self._moved_at = now
@@ -398,7 +416,7 @@ class BufferServer:
 
     def _consumed(self, request: m.Consumed, now: float) -> m.Reply:
         if self._handed is None or self._handed[0] != request.step:
-            return self._refuse(f"consumed step must be the one handed out, got {request.step}")
+            return self._refuse("wrong step", f"consumed step must be the one handed out, got {request.step}")
         groups = self._handed[1]
         counts = {}
         for group in groups:
@@ -409,11 +427,9 @@ class BufferServer:
         assert num_trained == request.num_trained, (
             f"learner trained {request.num_trained} tokens, buffer counts {num_trained}"
         )
-        num_excluded = sum(excluded for _, excluded in counts.values())
-        if num_excluded and self._config.staleness.on_late is not OnLate.mask:
-            log.error(
-                "step %d: %d tokens were beyond the staleness bound and masked (a defect)", request.step, num_excluded
-            )
+        excluded = sum(excluded for _, excluded in counts.values())
+        if excluded and self._config.staleness.on_late is not OnLate.mask:
+            log.error("step %d: %d tokens were beyond the staleness bound and masked: a defect", request.step, excluded)
         self.book.consume(request.step, counts)
         assert self.ledger.closes(), f"the ledger does not close after step {request.step}: {vars(self.ledger)}"
         self._journal.note(Trained(request.step, groups))
@@ -445,6 +461,7 @@ class BufferServer:
             staleness=dict(sorted(self._staleness.items())),
             learner_idle=self._learner_idle[0] / self._learner_idle[1] if self._learner_idle[1] else 0.0,
             quarantined=self.book.quarantined,
+            refused=dict(self._refusals),
             waiting_for=self._waiting_for(now),
             still_s=now - self._moved_at,
             **self._fleet.summary(),
@@ -459,38 +476,3 @@ class BufferServer:
             return f"the run waits for {self._evaluations.pending} evaluation prompts"
         asking = sum(isinstance(p.request, m.Ask) for p in self._parked)
         return f"the learner trains step {self.book.num_consumed}; {asking} generators wait for admission"
-
-    # ---- restart
-
-    def _restore(self, folder: Path, step: int) -> None:
-        consumed: dict[int, list[int]] = {}
-        rejected: dict[int, str] = {}
-        for event in read_events(folder):
-            match event:
-                case Trained():
-                    consumed[event.step] = event.groups
-                case Rejected():
-                    rejected[event.group] = event.reason
-        step_of = {group: k for k, groups in consumed.items() for group in groups}
-        complete = []
-        for batch in read_groups(folder):
-            group, due = batch.column("group")[0].as_py(), batch.column("due")[0].as_py()
-            num_tokens = int(np.count_nonzero(flat(batch, "sampled")))
-            if group in rejected:
-                self.ledger.lease()
-                self.ledger.generate(num_tokens, "in_flight")
-                self.ledger.settle("in_flight", rejected[group], num_tokens)
-                continue
-            complete.append((group, due, num_tokens))
-            if group in step_of and step_of[group] < step:
-                trained, excluded, by_staleness = count(batch, step_of[group], self._bound)
-                self._staleness.update(by_staleness)
-                self.ledger.lease()
-                self.ledger.generate(trained + excluded, "in_flight")
-                self.ledger.train(
-                    trained, excluded, "masked" if self._config.staleness.on_late is OnLate.mask else "late"
-                )
-            else:
-                self._batches[group] = batch
-        self.book.restore(step, complete, consumed, rejected)
-        log.info("resumed at step %d with %d complete groups at hand", step, len(self._batches))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from buffers import messages as m
-from buffers.client import BufferClient
+from buffers.client import BufferClient, BufferGone
 from buffers.trajectory import Trajectory, encode, to_batch
 from configs import load as configs
 from configs.schema import Config, EngineKind
@@ -84,7 +84,8 @@ class Generator:
         """Consumes leases and published weights; produces groups, scores and heartbeats.
 
         Waits for the buffer only, and only when the engine has nothing to do. Ends when the buffer says that the run is
-        over or the client's timeout passes without a word from it (`BufferGone`), or with the engine's own error.
+        over, with `BufferGone` when it has been silent for as long as a lease lasts (by then all leases are lost), or with
+        the engine's own error.
         """
         try:
             while not self._ended:
@@ -96,6 +97,7 @@ class Generator:
                 self._step()
         finally:
             self._beat(last=True)
+            self._client.post(m.Leave(generator=self.name))
             self._engine.shutdown()
             self._client.close()
 
@@ -108,6 +110,8 @@ class Generator:
             self._hear(answer.number, answer.reply)
         if not busy:
             self._idle_s += self._clock() - began
+        if self._client.silent_s > self._config.buffer.lease_s:
+            raise BufferGone(f"the buffer at {self._client.address} has been silent for {self._client.silent_s:.0f} s")
 
     def _hear(self, number: int, reply: m.Reply) -> None:
         match reply:

@@ -3,4 +3,5 @@
 #   scripts/benchmark.sh --help
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
+prepare
 exec python "$(dirname "$0")/benchmark.py" "$@"

@@ -33,7 +33,8 @@ class Console:
         self._rich.print(
             f"[bold]Slipstream[/] {self._config.mode}, {self._config.algo.name}, task {self._config.task.name}, "
             f"S = {self._config.bound} ({self._config.staleness.on_late}), {self._config.run.steps} steps of "
-            f"{self._config.learner.groups_per_step} × {self._config.learner.samples_per_prompt} → {self._folder}"
+            f"{self._config.learner.groups_per_step} × {self._config.learner.samples_per_prompt} → {self._folder}",
+            soft_wrap=True,
         )
         if self._live is not None:
             self._live.start()
@@ -63,10 +64,11 @@ class Console:
             self.show(news)
             self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True)
         self._rich.print(
-            f"{self._clock()}  {status}. Summary, journal, checkpoints, TensorBoard and logs: {self._folder}"
+            f"{self._clock()}  {status}. Summary, journal, checkpoints, TensorBoard and logs: {self._folder}",
+            soft_wrap=True,
         )
         if status == "interrupted":
-            self._rich.print(f"           continue with run.resume={self._folder}")
+            self._rich.print(f"           continue with run.resume={self._folder}", soft_wrap=True)
 
     def _clock(self) -> str:
         return str(timedelta(seconds=int(time.monotonic() - self._began))).rjust(8)
@@ -114,6 +116,10 @@ class Console:
         if status.quarantined:
             group, error = next(reversed(status.quarantined.items()))
             rows["quarantined"] = f"{len(status.quarantined)} groups; last {group}: {error}"
+        if status.refused:
+            rows["refused"] = (
+                ", ".join(f"{n} × {reason}" for reason, n in status.refused.items()) + " (see logs/buffer.log)"
+            )
         for name, value in rows.items():
             table.add_row(name, Text(value))
         table.add_row("", ProgressBar(total=self._config.run.steps, completed=status.step))

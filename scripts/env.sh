@@ -1,4 +1,4 @@
-# Prepares the environment once, then gets out of the way. Sourced by the other scripts: `. scripts/env.sh EXTRA...`
+# Prepares the environment once, then gets out of the way. The other scripts source it and call `prepare EXTRA...`.
 #
 # With uv (installed into the environment) a cold start takes about a minute and a warm one a second. SLIPSTREAM_VENV names
 # another place for the environment; PYTHON another interpreter (3.11 or 3.12).
@@ -7,15 +7,30 @@ venv=${SLIPSTREAM_VENV:-$root/.venv}
 
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then backend=cuda; else backend=cpu; fi
 
+# The file that says that the environment holds these extras of this project.
+stamp_of() {
+  echo "$venv/.slipstream-$(printf '%s %s' "$1" "$root" | cat - "$root/pyproject.toml" | cksum | tr ' ' -)"
+}
+
 prepare() {
-  local extras stamp began=$SECONDS
+  local extras stamp
   extras=$(printf '%s\n' "$backend" "$@" | sort -u | paste -sd,)
-  stamp="$venv/.slipstream-$(printf '%s %s' "$extras" "$root" | cat - "$root/pyproject.toml" | cksum | tr ' ' -)"
-  [ -e "$stamp" ] && return 0
-  # Two first starts at once would tear each other's packages.
-  exec 9>"$root/.env.lock"
-  flock 9
-  [ -e "$stamp" ] && return 0
+  stamp=$(stamp_of "$extras")
+  if [ ! -e "$stamp" ]; then
+    # Two first starts at once would tear each other's packages. The lock is let go of before anything else starts.
+    mkdir -p "$venv"
+    exec 9>"$venv/.slipstream-lock"
+    flock 9
+    [ -e "$stamp" ] || make_environment "$extras" || { echo "The environment could not be prepared." >&2; exec 9>&-; return 1; }
+    exec 9>&-
+  fi
+  PATH="$venv/bin:$PATH"
+  # An engine that compiles its bytecode anew at each start takes 25 s instead of 10.
+  unset PYTHONDONTWRITEBYTECODE
+}
+
+make_environment() {
+  local extras=$1 began=$SECONDS
   echo "Preparing the environment in $venv with [$extras]: once, 1 to 5 minutes ..." >&2
   local python
   for python in "${PYTHON:-}" python3.11 python3.12 python3; do
@@ -23,8 +38,8 @@ prepare() {
     python=
   done
   [ -n "$python" ] || { echo "Slipstream needs Python 3.11 or 3.12 on the PATH (or in PYTHON)." >&2; return 1; }
-  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv
+  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || return 1
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv || return 1
   # uv does not read pip's configuration: hand it on, so that mirrors and local wheels work. PyTorch's CPU wheels come from
   # pip's find-links where it has them, else from PyTorch's own index.
   local links index extra
@@ -36,12 +51,7 @@ prepare() {
   if [ "$backend" = cpu ] && ! ls ${UV_FIND_LINKS:-/nonexistent}/torch-*+cpu-*.whl >/dev/null 2>&1; then
     extra=(--extra-index-url https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match)
   fi
-  "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "${extra[@]}" --editable "$root[$extras]" >&2
-  touch "$stamp"
+  "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "${extra[@]}" --editable "$root[$extras]" >&2 || return 1
+  touch "$(stamp_of "$extras")" "$(stamp_of "$backend")" # what has more is enough for those who need less
   echo "The environment is ready ($((SECONDS - began)) s)." >&2
 }
-
-prepare "$@" || exit 1
-PATH="$venv/bin:$PATH"
-# An engine that compiles its bytecode anew at each start takes 25 s instead of 10.
-unset PYTHONDONTWRITEBYTECODE

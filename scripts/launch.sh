@@ -9,4 +9,5 @@
 #   scripts/launch.sh --help                               every key and its default
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
+prepare
 exec python "$(dirname "$0")/train.py" "$@"

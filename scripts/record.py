@@ -137,6 +137,7 @@ def status_metrics(status: m.Status) -> dict[str, float]:
         "ledger/in_flight": status.tokens.in_flight,
     }
     metrics |= {f"ledger/rejected_{reason}": count for reason, count in status.tokens.rejected.items()}
+    metrics |= {f"refused/{reason.replace(' ', '_')}": count for reason, count in status.refused.items()}
     metrics |= {f"weights/lag_{name}": status.version - report.version for name, report in status.generators.items()}
     return {name: float(value) for name, value in metrics.items()}
 

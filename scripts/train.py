@@ -30,6 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import xxhash
 from console import Console
 from record import Record
 from roles import place
@@ -67,6 +68,7 @@ class Signals:
 
 def main(arguments: list[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that it may be piped into `head`
         print(__doc__, "", *(f"{name}={value}" for name, value in configs.fields().items()), sep="\n")
         return 0
     overrides = [argument for argument in arguments if argument != "--cfg"]
@@ -158,6 +160,7 @@ class Run:
                 self._signals.install()
                 self._console.say("starting the buffer, the learner and the generators")
                 address, stop_buffer = self._launch()
+                self._console.say(f"the buffer answers at {address}")
                 client = BufferClient(address, timeout_s=2.0)
                 try:
                     status, news = self._watch(client)
@@ -245,18 +248,7 @@ class Run:
         client.close()
 
     def _get(self, ref: Any, name: str) -> Any:
-        import ray
-
-        try:
-            return ray.get(ref)
-        except ray.exceptions.RayTaskError as error:
-            cause = error.cause
-            if isinstance(cause, ValueError):
-                raise RoleFailed(f"{name}: {cause}") from error
-            raise RoleFailed(f"{name} has failed:\n{error.traceback_str}") from error
-        except ray.exceptions.RayError as error:
-            tail = "".join(last_lines(self._folder / "logs" / f"{name}.log"))
-            raise RoleFailed(f"{name} has died: {type(error).__name__}. The end of its log:\n{tail}") from error
+        return result(ref, name, self._folder / "logs")
 
 
 class Fleet:
@@ -264,32 +256,77 @@ class Fleet:
 
     def __init__(self, config: Config, signals: Signals) -> None:
         self._config, self._signals = config, signals
+        name = f"{socket.gethostname()}-{os.getpid()}"
+        self._names = [f"{name}-{number}" for number in range(config.generators.count)]
+        self._logs = Path(config.run.outputs).resolve() / f"fleet-{name}" / "logs"
 
     def drive(self) -> int:
-        """Consumes nothing itself; waits for the generators. Ends when the run does, or when the user asks for it."""
+        """Consumes the buffer's news; waits for the generators. Ends when the run does, or when the user asks for it.
+
+        Raises ValueError when no buffer answers at `buffer.address`. Returns the exit status.
+        """
+        address = self._config.buffer.address
+        client = BufferClient(address, timeout_s=10.0)
+        try:
+            news = client.call(m.Watch(after=sys.maxsize, wait_s=0.0), m.News)
+        except BufferGone as error:
+            raise ValueError(f"buffer.address must be a running buffer's, got {address}: {error}") from error
+        print(f"{address} is at step {news.status.step}; starting {len(self._names)} generators", flush=True)
+        try:
+            with ray_cluster(self._config):
+                self._signals.install()
+                return self._watch(client, self._launch())
+        except RoleFailed as error:
+            print(f"{error}\nLogs: {self._logs}", file=sys.stderr)
+            return 1
+        finally:
+            for name in self._names:
+                client.post(m.Leave(generator=name))  # they have been killed: others may take their leases at once
+            client.close()
+
+    def _launch(self) -> dict[Any, str]:
         import ray
 
-        address = self._config.buffer.address
-        logs = Path(self._config.run.outputs).resolve() / f"fleet-{socket.gethostname()}-{os.getpid()}" / "logs"
-        with ray_cluster(self._config):
-            self._signals.install()
-            places = place(self._config, ray.cluster_resources().get("GPU", 0))
-            refs = []
-            for number in range(self._config.generators.count):
-                name = f"{socket.gethostname()}-{os.getpid()}-{number}"
-                role = places.generator.remote(name, logs, os.getpid(), self._config.cluster.address is None)
-                refs.append(role.run.remote(address, name, hash(name) % 2**31))
-            print(f"{len(refs)} generators join {address}; logs in {logs}", flush=True)
-            while refs and not self._signals.received:
-                done, refs = ray.wait(refs, timeout=0.5)
-                for ref in done:
-                    try:
-                        ray.get(ref)
-                    except ray.exceptions.RayError as error:
-                        print(error, file=sys.stderr)
-                        return 1
+        places = place(self._config, ray.cluster_resources().get("GPU", 0))
+        refs = {}
+        for name in self._names:
+            role = places.generator.remote(name, self._logs, os.getpid(), self._config.cluster.address is None)
+            refs[role.run.remote(self._config.buffer.address, name, xxhash.xxh32_intdigest(name.encode()))] = name
+        return refs
+
+    def _watch(self, client: BufferClient, refs: dict[Any, str]) -> int:
+        import ray
+
+        joined: set[str] = set()
+        while refs and not self._signals.received:
+            done, _ = ray.wait(list(refs), timeout=1.0)
+            for ref in done:
+                result(ref, refs.pop(ref), self._logs)
+            try:
+                status = client.call(m.Watch(after=sys.maxsize, wait_s=0.0), m.News).status
+            except BufferGone:
+                continue  # the run is over, or its host is gone: the generators find out by themselves
+            for name in self._names:
+                if name not in joined and name in status.generators and status.generators[name].version >= 0:
+                    joined.add(name)
+                    print(f"{name} generates with version {status.generators[name].version}", flush=True)
         print("the run is over" if not refs else f"{self._signals.received}: the generators have left")
-        return 0
+        return KILLED if refs else 0
+
+
+def result(ref: Any, name: str, logs: Path) -> Any:
+    """What the role's method has returned. Raises RoleFailed, with the traceback or the end of the log."""
+    import ray
+
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, ValueError):
+            raise RoleFailed(f"{name}: {error.cause}") from error
+        raise RoleFailed(f"{name} has failed:\n{error.traceback_str}") from error
+    except ray.exceptions.RayError as error:
+        tail = "".join(last_lines(logs / f"{name}.log"))
+        raise RoleFailed(f"{name} has died: {type(error).__name__}. The end of its log:\n{tail}") from error
 
 
 class RoleFailed(RuntimeError):

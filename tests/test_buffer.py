@@ -187,6 +187,7 @@ def test_rubbish_is_answered_and_never_stops_the_server(harness: Callable[..., H
     run.publish(0)
     with pytest.raises(RefusedByBuffer, match="version must be above 0, got 0"):
         run.publish(0)
+    assert run.status().refused == {"malformed message": 3, "wrong step": 1, "wrong version": 1}
 
 
 def test_a_stopped_run_tells_everyone_that_it_is_over(harness: Callable[..., Harness]) -> None:
@@ -227,6 +228,18 @@ def test_evaluation_is_leased_first_averaged_and_kept_off_the_ledger(harness: Ca
     news = run.client.call(m.Watch(after=0, wait_s=0.0), m.News)
     assert [(e.version, e.reward, e.num_prompts) for e in news.evaluations] == [(0, 0.5, 3)]
     assert news.status.groups.total == 1
+
+
+def test_a_generator_that_leaves_or_comes_back_frees_all_its_leases_at_once(harness: Callable[..., Harness]) -> None:
+    run = harness("eval.prompts=1", "staleness.max_versions=0", "buffer.max_attempts=9")
+    run.publish(0)
+    for farewell, answer in ((m.Leave(generator="g"), m.Done), (m.Join(generator="g"), m.Welcome)):
+        before = run.ask()
+        run.client.call(farewell, answer)
+        after = run.ask()
+        assert [(lease.split, lease.group) for lease in after] == [("eval", 0), ("train", 0), ("train", 1)]
+        assert not {lease.id for lease in after} & {lease.id for lease in before}
+        run.client.call(m.Leave(generator="g"), m.Done)
 
 
 def test_a_restart_at_a_checkpoint_hands_out_the_same_groups_and_the_same_ledger(

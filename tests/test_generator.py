@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from buffers import messages as m
-from buffers.client import BufferClient
+from buffers.client import BufferClient, BufferGone
 from buffers.journal import read_groups
 from buffers.server import BufferServer
 from configs.load import load
@@ -121,6 +121,21 @@ def test_staleness_stays_within_the_bound_with_two_generators(start: Callable[..
     assert max(status.staleness) <= 2 and status.tokens.rejected["late"] == 0
     assert status.tokens.trained == status.tokens.total and status.tokens.in_flight == 0
     assert {name for name, report in status.generators.items() if report.updates} == {"g0", "g1"}
+
+
+def test_a_generator_leaves_when_its_buffer_has_been_silent_for_as_long_as_a_lease_lasts(tmp_path: Path) -> None:
+    config = load([*BASE, "buffer.lease_s=0.4"])
+    server = BufferServer(config, tmp_path)
+    client = BufferClient(server.address, timeout_s=10.0)
+    with pytest.raises(BufferGone, match=f"{server.address} has been silent for"):
+        Generator(
+            "g",
+            config,
+            client,
+            SimulatedEngine(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5),
+            SimulatedEpisodes(),
+        ).run()
+    server.close()
 
 
 def test_tokens_carry_the_versions_of_an_update_in_flight(start: Callable[..., Rig], tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,11 +33,9 @@ def batch(trajectories: list[Trajectory]) -> Batch:
 
 
 @pytest.fixture(scope="module")
-def process_group() -> Iterator[None]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    rendezvous = tmp_path_factory.mktemp("gloo") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -177,9 +174,7 @@ def test_two_ranks_train_to_the_same_weights_as_one(
     engine: FsdpEngine, tiny_model: Path, batch: Batch, tmp_path: Path
 ) -> None:
     torch.save(batch, tmp_path / "batch.pt")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        rendezvous = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    rendezvous = f"file://{tmp_path}/rendezvous"
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(tiny_model), str(tmp_path / "batch.pt"), rendezvous, str(rank), "2",

@@ -1,6 +1,5 @@
 """S = 0 is the synchronous algorithm, bit for bit: the whole pipeline against a plain loop, real vLLM on both sides."""
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -85,10 +84,7 @@ def test_the_pipeline_at_s_zero_is_the_synchronous_loop_bit_for_bit(tiny_model: 
     command = [sys.executable, "scripts/train.py", f"run.outputs={tmp_path}", "run.name=run", *SAME]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         torch.set_num_threads(1)
         pipeline = FsdpEngine(tiny_model, betas=(0.9, 0.99))

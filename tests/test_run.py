@@ -3,9 +3,9 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from buffers.journal import read_groups
 
 ROOT = Path(__file__).parents[1]
 SIMULATED = [
@@ -36,7 +38,7 @@ class Started:
     def __init__(self, outputs: Path, *overrides: str) -> None:
         self.folder = outputs / "run"
         named = [] if any(o.startswith("run.resume") for o in overrides) else ["run.name=run"]
-        command = [sys.executable, "scripts/train.py", f"run.outputs={outputs}", *named, *overrides]
+        command = ["scripts/launch.sh", f"run.outputs={outputs}", *named, *overrides]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.seen: set[psutil.Process] = set()
 
@@ -162,6 +164,35 @@ def test_a_stopped_run_leaves_a_checkpoint_and_no_process_and_goes_on_from_it(
     assert (after["steps"], after["version"], after["status"]) == (steps + 3, steps + 3, "finished")
     assert after["groups"]["trained"] == 4 * (steps + 3)
     assert_accounts_close(after)
+
+
+def test_generators_join_a_run_and_leave_it(start: Callable[..., Started]) -> None:
+    run = start(*SIMULATED, "run.steps=1000", "generators.count=1", "buffer.lease_s=3")
+    run.wait_for(lambda: run.steps() >= 1, "first step")
+    address = re.search(r"tcp://\S+", (run.folder / "logs" / "buffer.log").read_text())
+    assert address is not None
+    fleets = [start("role=generators", "generators.count=1", f"buffer.address={address[0]}") for _ in range(2)]
+
+    def makers() -> set[str]:
+        return {name for batch in read_groups(run.folder / "journal") for name in batch.column("generator").to_pylist()}
+
+    run.wait_for(lambda: len(makers()) == 3, "group from either fleet")
+    fleets[0].process.send_signal(signal.SIGINT)
+    code, out = fleets[0].finish(20)
+    assert code == 130 and "SIGINT: the generators have left" in out, out
+    fleets[0].assert_nothing_left()
+    steps = run.steps()
+    run.wait_for(lambda: run.steps() >= steps + 3, "step without those who left", timeout_s=10)
+    run.process.kill()
+    code, out = fleets[1].finish(20)
+    assert code == 1 and "has been silent for" in out, out
+    fleets[1].assert_nothing_left()
+
+
+def test_generators_that_find_no_run_to_join_say_so(tmp_path: Path) -> None:
+    command = ["scripts/launch.sh", "role=generators", "buffer.address=tcp://127.0.0.1:9", f"run.outputs={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "buffer.address must be a running buffer's, got tcp://127.0.0.1:9" in done.stderr
 
 
 def test_when_the_driver_is_killed_no_process_outlives_it(start: Callable[..., Started]) -> None:
