@@ -61,6 +61,7 @@ class Console:
 
     def conclude(self, status: str, news: m.News | None) -> None:
         if news is not None:
+            self._last_line = time.monotonic()  # the line that follows is the last
             self.show(news)
             self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True)
         self._rich.print(
