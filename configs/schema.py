@@ -108,7 +108,7 @@ class RunConfig:
     """Start anew in a folder that already holds a run (the old one is deleted)."""
     resume: str | None = None
     """Folder of a run to continue from its newest checkpoint; the run goes on in that folder."""
-    steps: int = 240
+    steps: int = 320
     """Steps to train: each consumes `groups_per_step` groups and publishes one new version."""
     seed: int = 0
     """Seeds the prompt order, every sampled trajectory and the learner."""
@@ -430,7 +430,7 @@ class SyncConfig:
 class EvalConfig:
     every: int = 0
     """Steps between evaluations on held-out prompts; 0: only before the first step and after the last."""
-    prompts: int = 128
+    prompts: int = 512
     """Held-out prompts of one evaluation, one sample each at the run's temperature; 0 switches evaluation off."""
 
     def problems(self) -> list[str]:
