@@ -1,17 +1,28 @@
-"""A role's end of the conversation with the buffer: numbered requests out, answers in, in any order."""
+"""A role's end of the conversation with the buffer: numbered requests out, answers in, in any order.
+
+When the buffer is started again, what has no answer yet is sent again: all requests may be repeated without harm.
+"""
 
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import pyarrow as pa
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from buffers import messages as m
+from buffers.journal import Reader, is_here
+from buffers.keys import show_key
+from buffers.trajectory import SCHEMA, SCHEMA_VERSION, encode
 
 R = TypeVar("R", bound=m.Struct)
+
+CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
+REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
 class BufferGone(RuntimeError):
@@ -22,71 +33,161 @@ class RefusedByBuffer(RuntimeError):
     """The buffer would not do what was asked."""
 
 
+class KeysRefused(ValueError):
+    """The buffer does not know this client's key, or one side has keys and the other has none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     number: int
     reply: m.Reply
-    payload: memoryview | None
+    payload: list[memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A step's groups."""
+
+    step: int
+    groups: list[int]
+    weights: list[float]
+    """Importance weight of each group; empty: all 1."""
+    table: pa.Table
+    """The rows of all groups, in order, with the columns of `buffers.trajectory`."""
 
 
 class BufferClient:
     """Not thread-safe: one client a thread."""
 
-    def __init__(self, address: str, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, address: str, *, timeout_s: float = 60.0, keys: str | None = None) -> None:
+        """`keys` is the folder that `buffer.keys` names. Raises ValueError when it does not hold what is needed."""
         self.address = address
         self._timeout_s = timeout_s
         self._heard_at = time.monotonic()
         self._numbers = itertools.count()
+        self._unanswered: dict[int, list[bytes | pa.Buffer]] = {}
+        self._connected = False
+        self._reader: Reader | None = None
+        self._located = False
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
+        if keys is not None:
+            show_key(self._socket, Path(keys))
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(CONNECTED | REFUSED)
         self._socket.connect(address)
-
-    def post(self, request: m.Request, payload: pa.Buffer | None = None) -> int:
-        """Sends without waiting; `receive` gives the answer, under the number returned."""
-        number = next(self._numbers)
-        frames = [number.to_bytes(8, "little"), m.encoder.encode(request)]
-        self._socket.send_multipart([*frames, payload] if payload is not None else frames, copy=payload is None)
-        return number
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
 
     @property
     def silent_s(self) -> float:
         """Seconds since the buffer was last heard."""
         return time.monotonic() - self._heard_at
 
-    def receive(self, wait_s: float) -> Iterable[Answer]:
+    def post(self, request: m.Request, payload: pa.Buffer | None = None) -> int:
+        """Sends without waiting; `receive` gives the answer, under the number returned."""
+        number = next(self._numbers)
+        frames = [number.to_bytes(8, "little"), m.encoder.encode(request)]
+        self._unanswered[number] = frames if payload is None else [*frames, payload]
+        self._send(number)
+        return number
+
+    def _send(self, number: int) -> None:
+        frames = self._unanswered[number]
+        try:
+            self._socket.send_multipart(frames, copy=len(frames) < 3)
+        except zmq.Again as error:
+            raise BufferGone(f"the buffer at {self.address} takes no more messages for {self._timeout_s} s") from error
+
+    def receive(self, wait_s: float) -> Iterator[Answer]:
         """Answers that are there; waits up to `wait_s` for the first."""
-        if not self._socket.poll(int(wait_s * 1000)):
-            return
+        ready = dict(self._poller.poll(int(wait_s * 1000)))
+        if self._monitor in ready:
+            self._notice_connection()
         while True:
             try:
                 number, body, *payload = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             self._heard_at = time.monotonic()
-            yield Answer(
-                int.from_bytes(number.bytes, "little"),
-                m.reply_decoder.decode(body.buffer),
-                payload[0].buffer if payload else None,
-            )
+            answered = int.from_bytes(number.bytes, "little")
+            self._unanswered.pop(answered, None)
+            yield Answer(answered, m.reply_decoder.decode(body.buffer), [frame.buffer for frame in payload])
+
+    def _notice_connection(self) -> None:
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event & REFUSED:
+                raise KeysRefused(
+                    f"buffer.keys must hold a key that the buffer at {self.address} lets in, or none if it has none "
+                    "(see scripts/keys.sh): it has refused this client"
+                )
+            if self._connected:  # again: another life of the buffer, which knows nothing of what was under way
+                for number in list(self._unanswered):
+                    self._send(number)
+            self._connected = True
 
     def call(self, request: m.Request, expect: type[R], *, wait_s: float = 0.0) -> R:
         """Sends and waits for the answer, `wait_s` longer than usual where the buffer may take that long to answer."""
         reply, _ = self.exchange(request, wait_s=wait_s)
-        if isinstance(reply, m.Refused):
-            raise RefusedByBuffer(reply.reason)
         assert isinstance(reply, expect), reply
         return reply
 
-    def exchange(self, request: m.Request, *, wait_s: float = 0.0) -> tuple[m.Reply, memoryview | None]:
-        number = self.post(request)
+    def exchange(
+        self, request: m.Request, *, wait_s: float = 0.0, payload: pa.Buffer | None = None
+    ) -> tuple[m.Reply, list[memoryview]]:
+        """As `call`, with the frames that came with the answer. Other answers that come meanwhile are let go.
+
+        Raises BufferGone when there is no answer in time, RefusedByBuffer when the buffer refuses.
+        """
+        number = self.post(request, payload)
         deadline = time.monotonic() + self._timeout_s + wait_s
         while (left := deadline - time.monotonic()) > 0:
             for answer in self.receive(left):
                 if answer.number == number:
+                    if isinstance(answer.reply, m.Refused):
+                        raise RefusedByBuffer(answer.reply.reason)
                     return answer.reply, answer.payload
         raise BufferGone(
-            f"no answer from the buffer at {self.address} to {type(request).__name__} in {self._timeout_s} s"
+            f"no answer from the buffer at {self.address} to {type(request).__name__} in {self._timeout_s + wait_s:.0f} s"
         )
 
+    def submit(self, generator: str, leases: list[int], groups: pa.RecordBatch) -> list[str]:
+        """Hands in the rows of some leases' groups, in this order, and waits until they are durable. One verdict each."""
+        request = m.Submit(generator=generator, leases=leases, schema=SCHEMA_VERSION)
+        reply, _ = self.exchange(request, payload=encode(groups))
+        assert isinstance(reply, m.Receipt), reply
+        return reply.verdicts
+
+    def next(self, step: int, wait_s: float) -> Taken | m.NotYet | m.Over:
+        """What step `step` trains, mapped from the journal where it is on this host, else fetched.
+
+        Raises DamagedGroup when the journal's bytes have changed.
+        """
+        if not self._located:
+            where = self.call(m.Locate(), m.Located)
+            self._reader = Reader(Path(where.folder)) if is_here(Path(where.folder), where.mark) else None
+            self._located = True
+        mapped = self._reader is not None
+        reply, payload = self.exchange(m.Next(step=step, wait_s=wait_s, mapped=mapped), wait_s=wait_s)
+        if not isinstance(reply, m.Batch):
+            assert isinstance(reply, m.NotYet | m.Over), reply
+            return reply
+        if self._reader is not None:
+            batches = [self._reader.read(place) for place in reply.slices]
+        else:
+            distinct = dict.fromkeys((s.segment, s.offset) for s in reply.slices)
+            whole = {
+                key: pa.ipc.read_record_batch(pa.py_buffer(frame), SCHEMA)
+                for key, frame in zip(distinct, payload, strict=True)
+            }
+            batches = [whole[s.segment, s.offset].slice(s.row, s.rows) for s in reply.slices]
+        return Taken(step, reply.groups, reply.weights, pa.Table.from_batches(batches, SCHEMA))
+
     def close(self) -> None:
+        if self._socket.closed:
+            return
+        self._socket.disable_monitor()
+        self._monitor.close()
         self._socket.close()

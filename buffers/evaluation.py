@@ -1,6 +1,7 @@
 """Held-out evaluation: prompts given to the same generators, scored, averaged, and kept out of training and ledger."""
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from buffers.messages import Lease
@@ -49,10 +50,10 @@ class Evaluations:
         if num_prompts:
             self._sweeps.append(Sweep(version, num_prompts, deque(range(num_prompts))))
 
-    def lease(self, lease_id: int, generator: str, now: float) -> Lease | None:
+    def lease(self, lease_ids: Iterator[int], generator: str, now: float) -> Lease | None:
         for sweep in self._sweeps:
             if sweep.waiting:
-                index = sweep.waiting.popleft()
+                index, lease_id = sweep.waiting.popleft(), next(lease_ids)
                 self._leased[lease_id] = Leased(sweep, index, generator, now + self._lease_s)
                 return Lease(
                     id=lease_id, split="eval", task=self._task, index=index, seed=self._seed, group=index,
@@ -77,6 +78,15 @@ class Evaluations:
             sweep.waiting.append(index)
         else:
             sweep.num_failed += 1
+
+    def withdraw(self, version: int) -> None:
+        """This version is scored already."""
+        self._sweeps = deque(sweep for sweep in self._sweeps if sweep.version != version)
+
+    def clear(self) -> None:
+        """Forgets all sweeps; leases of theirs that are under way are nobody's."""
+        self._sweeps.clear()
+        self._leased.clear()
 
     def expire(self, now: float) -> None:
         for lease_id in [lease_id for lease_id, leased in self._leased.items() if leased.deadline <= now]:

@@ -1,116 +1,290 @@
-"""The journal: every accepted group on disk, an Arrow record batch each, in segment files; beside it the step log.
+"""The journal: every accepted group on disk, and the log of what became of it.
 
-A segment is an Arrow IPC file. While it is written it has no footer, and is read as the stream that it holds; once closed,
-any Arrow reader opens it. Each batch carries the xxh3-64 of its serialized bytes; the first batch that is cut or does not
-match ends its segment, and what follows is not trusted.
+    journal/000000.arrow   groups, an Arrow record batch each, in an Arrow IPC file
+    journal/log.jsonl      events (`buffers.events`), a JSON line each; `Accepted` says where a group is, and its checksum
+
+A segment is written record batch after record batch and gets its footer when it is closed; from then on any Arrow reader
+opens it. The log is the authority: a group is in the journal when its line is whole and its bytes match the line's xxh3-64.
+Whatever follows the first line or the first bytes that do not is a torn tail: cut at recovery, never trusted.
 """
 
+import fcntl
+import logging
 import os
+import secrets
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
-import msgspec
 import pyarrow as pa
 import xxhash
 
+from buffers import events as e
+from buffers.arrow_ipc import MAGIC, footer
+from buffers.messages import Slice
 from buffers.trajectory import SCHEMA
 from configs.schema import Durability
 
-_MAGIC = 8  # "ARROW1" and two bytes of padding, before the stream begins
+log = logging.getLogger("slipstream.buffer")
+
+HEAD = MAGIC + bytes(2) + SCHEMA.serialize().to_pybytes()
+"""How every segment begins."""
 
 
-class Trained(msgspec.Struct, frozen=True, tag=True):
-    """Step `step` consumed these groups."""
+@dataclass(slots=True)
+class Segment:
+    """The one being written."""
 
-    step: int
-    groups: list[int]
-
-
-class Rejected(msgspec.Struct, frozen=True, tag=True):
-    group: int
-    reason: str
-    error: str = ""
-
-
-Event = Trained | Rejected
+    number: int
+    file: int
+    size: int
+    blocks: list[tuple[int, int, int]]
+    """(offset, bytes of metadata, bytes of body) of each record batch, for the footer."""
 
 
 class Journal:
-    """Writer of one folder. `append` and `note` buffer; `commit` makes all of it as durable as was asked for."""
+    """Writer of one folder; one process at a time. `append` and `note` gather; `commit` makes all of it durable at once."""
 
     def __init__(self, folder: Path, durability: Durability, segment_bytes: int) -> None:
+        """Raises ValueError when another process writes this journal."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+        self.folder = folder
         self._durability = durability
         self._segment_bytes = segment_bytes
-        self._log = open(folder / "steps.jsonl", "ab", buffering=1 << 16)  # noqa: SIM115
-        self._segment: tuple[BinaryIO, pa.ipc.RecordBatchFileWriter] | None = None
-        self._next_segment = len(list(folder.glob("*.arrow")))
+        self._lock = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._lock)
+            raise ValueError(f"the journal must have one writer, got {folder}, which another process writes") from error
+        self.mark = f"{boot_id()} {secrets.token_hex(8)}"
+        os.ftruncate(self._lock, 0)
+        os.write(self._lock, self.mark.encode())
+        self._log = os.open(folder / "log.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._segment: Segment | None = None
+        self._next_segment = 1 + max((int(path.stem) for path in folder.glob("*.arrow")), default=-1)
+        self._batches: list[bytes | pa.Buffer] = []
+        self._lines: list[bytes] = []
 
-    def append(self, batch: pa.RecordBatch) -> None:
+    def append(self, message: pa.Buffer) -> tuple[int, int, int]:
+        """Takes in a record batch, serialized by `RecordBatch.serialize`; returns (segment, offset, xxh3-64)."""
         if self._segment is None:
-            file = open(self._folder / f"{self._next_segment:06d}.arrow", "xb", buffering=1 << 20)  # noqa: SIM115
-            self._segment = (file, pa.ipc.new_file(file, SCHEMA))
+            file = os.open(segment_path(self.folder, self._next_segment), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            self._segment = Segment(self._next_segment, file, len(HEAD), [])
+            self._batches.append(HEAD)
             self._next_segment += 1
-        self._segment[1].write_batch(batch, custom_metadata={"xxh3": _checksum(batch)})
+        offset, num_metadata = self._segment.size, 8 + int.from_bytes(memoryview(message)[4:8], "little")
+        self._segment.blocks.append((offset, num_metadata, message.size - num_metadata))
+        self._segment.size += message.size
+        self._batches.append(message)
+        return self._segment.number, offset, xxhash.xxh3_64_intdigest(message)
 
-    def note(self, event: Event) -> None:
-        self._log.write(msgspec.json.encode(event) + b"\n")
+    def note(self, event: e.AnyEvent) -> None:
+        self._lines.append(e.encode(event))
 
     def commit(self) -> None:
-        """Returns once everything written so far is where `durability` wants it."""
-        for file in [self._log] if self._segment is None else [self._log, self._segment[0]]:
-            if self._durability is not Durability.none:
-                file.flush()
+        """Returns once everything taken in so far is where `durability` wants it: first the groups, then the log."""
+        if self._segment is not None and self._batches:
+            _write(self._segment.file, self._batches)
             if self._durability is Durability.fsync:
-                os.fsync(file.fileno())
-        if self._segment is not None and self._segment[0].tell() >= self._segment_bytes:
+                os.fdatasync(self._segment.file)
+            self._batches.clear()
+        if self._lines:
+            _write(self._log, [b"".join(self._lines)])
+            if self._durability is Durability.fsync:
+                os.fdatasync(self._log)
+            self._lines.clear()
+        if self._segment is not None and self._segment.size >= self._segment_bytes:
             self._close_segment()
 
     def close(self) -> None:
+        self.commit()
         self._close_segment()
-        self._log.close()
+        os.close(self._log)
+        os.close(self._lock)
+
+    def drop(self, segments: list[int]) -> None:
+        """Deletes segments; the event that says so must be durable before."""
+        for number in segments:
+            segment_path(self.folder, number).unlink(missing_ok=True)
+
+    def closed_segments(self) -> set[int]:
+        """Those that are in the folder and not written any more."""
+        present = {int(path.stem) for path in self.folder.glob("*.arrow")}
+        return present - ({self._segment.number} if self._segment else set())
 
     def _close_segment(self) -> None:
         if self._segment is not None:
-            file, writer = self._segment
-            writer.close()
-            file.close()
+            _write(self._segment.file, [footer(SCHEMA, self._segment.blocks)])
+            if self._durability is not Durability.none:
+                os.fdatasync(self._segment.file)
+            os.close(self._segment.file)
             self._segment = None
 
 
-def _checksum(batch: pa.RecordBatch) -> str:
-    return xxhash.xxh3_64_hexdigest(batch.serialize())
+def boot_id() -> str:
+    """Names this host, until it is started again."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def is_here(folder: Path, mark: str) -> bool:
+    """Is the journal in `folder` the one whose `Journal.mark` this is, on this very host (so that it may be mapped)?"""
+    try:
+        return mark.startswith(boot_id()) and (folder / ".lock").read_text() == mark
+    except OSError:
+        return False
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}.arrow"
+
+
+def _write(file: int, chunks: list[bytes | pa.Buffer]) -> None:
+    """All of the chunks, however few the kernel takes at a time."""
+    views = [memoryview(chunk).cast("B") for chunk in chunks]
+    while views:
+        written = os.writev(file, views[:1000])
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if views:
+            views[0] = views[0][written:]
+
+
+def read_bytes(folder: Path, segment: int, offset: int, size: int) -> bytes:
+    """A copy of what is there."""
+    with open(segment_path(folder, segment), "rb") as file:
+        return os.pread(file.fileno(), size, offset)
+
+
+class Reader:
+    """Reads groups where `Accepted` events (or `messages.Slice`) say that they are. Segments are mapped, not copied."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._maps: dict[int, pa.Buffer] = {}
+
+    def read(self, content: e.Accepted | Slice) -> pa.RecordBatch:
+        """Raises DamagedGroup when the bytes are not those that were written."""
+        data = self.data(content.segment, content.offset, content.size)
+        if data is None or xxhash.xxh3_64_intdigest(data) != content.xxh3:
+            raise DamagedGroup(
+                f"the {content.size} bytes at {content.offset} of {segment_path(self._folder, content.segment)} must have "
+                f"checksum {content.xxh3:016x}"
+            )
+        return pa.ipc.read_record_batch(data, SCHEMA).slice(content.row, content.rows)
+
+    def data(self, segment: int, offset: int, size: int) -> pa.Buffer | None:
+        """The bytes there, mapped; None when the file does not reach so far."""
+        mapped = self._maps.get(segment)
+        if mapped is None or mapped.size < offset + size:
+            path = segment_path(self._folder, segment)
+            if not path.exists() or path.stat().st_size < offset + size:
+                return None
+            mapped = self._maps[segment] = pa.memory_map(str(path)).read_buffer()
+            while len(self._maps) > 8:
+                del self._maps[next(iter(self._maps))]
+        return mapped.slice(offset, size)
+
+
+class DamagedGroup(ValueError):
+    """A group's bytes do not match their checksum."""
+
+
+def read_events(folder: Path) -> Iterator[e.AnyEvent]:
+    """Every event up to the first line that is not whole."""
+    for event, _ in _read_log(folder):
+        yield event
+
+
+def _read_log(folder: Path) -> Iterator[tuple[e.AnyEvent, int]]:
+    """(event, end of its line in the file)."""
+    path = folder / "log.jsonl"
+    if not path.exists():
+        return
+    end = 0
+    with open(path, "rb") as file:
+        for line in file:
+            end += len(line)
+            event = e.decode(line)
+            if event is None:
+                return
+            yield event, end
 
 
 def read_groups(folder: Path) -> Iterator[pa.RecordBatch]:
-    """Every intact batch, in the order written."""
-    for path in sorted(folder.glob("*.arrow")):
-        yield from _read_segment(path)
+    """Every group in the journal, in the order of acceptance. Raises DamagedGroup."""
+    reader = Reader(folder)
+    dropped = {number for event in read_events(folder) if isinstance(event, e.Dropped) for number in event.segments}
+    for event in read_events(folder):
+        if isinstance(event, e.Accepted) and event.segment not in dropped:
+            yield reader.read(event)
 
 
-def _read_segment(path: Path) -> Iterator[pa.RecordBatch]:
-    with pa.memory_map(str(path)) as file:
-        if file.size() <= _MAGIC:
-            return
-        try:
-            stream = pa.ipc.open_stream(file.read_buffer()[_MAGIC:])
-            while True:
-                batch, metadata = stream.read_next_batch_with_custom_metadata()
-                if metadata is None or metadata[b"xxh3"].decode() != _checksum(batch):
-                    return
-                yield batch
-        except (StopIteration, pa.ArrowException, OSError):
-            return  # the end, or a torn tail
+def mend(folder: Path) -> list[str]:
+    """Cuts torn tails, and closes the segments that a crash has left without a footer. Returns what was cut, in words.
+
+    The log is cut at its first broken line, or at the first group whose bytes do not match: an acknowledged group is
+    therefore lost only where the disk has lost it. Called before a `Journal` is opened, by the process that will open it.
+    """
+    if not (folder / "log.jsonl").exists():
+        return []
+    told, reader, end = [], Reader(folder), 0
+    contents: dict[int, list[e.Accepted]] = {}
+    dropped: set[int] = set()
+    closed = {int(path.stem): _is_closed(path) for path in folder.glob("*.arrow")}
+    for event, line_end in _read_log(folder):
+        if isinstance(event, e.Dropped):
+            dropped.update(event.segments)
+        if isinstance(event, e.Accepted):
+            # A closed segment was made durable before it was closed; its groups are checked when they are read.
+            if not closed.get(event.segment) and event.segment not in dropped and not _whole(reader, event):
+                told.append(f"group {event.group}, and all after it: its bytes are torn or changed")
+                break
+            contents.setdefault(event.segment, []).append(event)
+        end = line_end
+    size = (folder / "log.jsonl").stat().st_size
+    if size > end:
+        told.append(f"the last {size - end} bytes of log.jsonl")
+        os.truncate(folder / "log.jsonl", end)
+    for number, done in closed.items():
+        if number in dropped:
+            segment_path(folder, number).unlink()
+        elif not done:
+            _close_torn(segment_path(folder, number), contents.get(number, []), told)
+    return told
 
 
-def read_events(folder: Path) -> Iterator[Event]:
-    """Every whole line of the step log."""
-    path = folder / "steps.jsonl"
-    if not path.exists():
+def _whole(reader: Reader, content: e.Accepted) -> bool:
+    data = reader.data(content.segment, content.offset, content.size)
+    return data is not None and xxhash.xxh3_64_intdigest(data) == content.xxh3
+
+
+def _is_closed(path: Path) -> bool:
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size < len(HEAD) + len(MAGIC):
+            return False
+        file.seek(-len(MAGIC), os.SEEK_END)
+        return file.read() == MAGIC
+
+
+def _close_torn(path: Path, contents: list[e.Accepted], told: list[str]) -> None:
+    end = max((content.offset + content.size for content in contents), default=len(HEAD))
+    size = path.stat().st_size
+    if size > end:
+        told.append(f"the last {size - end} bytes of {path.name}")
+    if not contents:
+        path.unlink()
         return
-    decoder = msgspec.json.Decoder(Event)
-    for line in path.read_bytes().splitlines(keepends=True):
-        if line.endswith(b"\n"):
-            yield decoder.decode(line)
+    file = os.open(path, os.O_RDWR)
+    try:
+        os.ftruncate(file, end)
+        blocks = []
+        for offset, size in sorted({(content.offset, content.size) for content in contents}):
+            num_metadata = 8 + int.from_bytes(os.pread(file, 4, offset + 4), "little")
+            blocks.append((offset, num_metadata, size - num_metadata))
+        os.lseek(file, 0, os.SEEK_END)
+        _write(file, [footer(SCHEMA, blocks)])
+        os.fsync(file)
+    finally:
+        os.close(file)

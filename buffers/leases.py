@@ -1,267 +1,351 @@
-"""The lease book: who may make which group, for which step, and what became of it. Pure logic: no sockets, no clock.
+"""The lease book: who may make which group, for which step, and what became of it. Pure logic: no sockets, no clock, no files.
 
 A group's life:
 
-    opened ──lease──▶ leased ──submit──▶ complete ──consume──▶ trained
+    opened ──lease──▶ leased ──submit──▶ complete ──consume──▶ trained, up to `max_uses` times
       ▲                 │  ▲                │
-      │      expire, fail  lease            └──reject(zero_variance)──▶ rejected: its place is freed
+      │      expire, fail  lease            └──reject(zero_variance, unsampled)──▶ rejected
       │                 ▼  │
       │                lost ──max_attempts──▶ rejected (failed), quarantined
       └── a fresh group takes a freed place and inherits its due step
 
 Each lease has its own fate on the ledger: in flight until its group is trained or it loses (failed, duplicate, cancelled,
-zero_variance). Times are seconds on any monotonic clock, passed in.
+zero_variance, unsampled). Every change is told as an event; `apply`, given the same events in order, makes the same book.
+Times are seconds on any monotonic clock, passed in.
 """
 
 import heapq
 import itertools
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 
+import numpy as np
+
+from buffers import events as e
+from buffers.groups import Attempt, Group, Handout, Terms, Use, name_holders
 from buffers.ledger import Ledger
 from buffers.messages import Lease
+from buffers.prompts import PromptOrder
+from buffers.samplers import Fifo, Sampler, draw
 from buffers.staleness import admits, floor
 from configs.schema import OnLate
 
-
-@dataclass(slots=True)
-class Attempt:
-    """One lease of one group."""
-
-    group: int
-    generator: str
-    deadline: float
-    leased_at: float
-    num_tokens: int = 0
-    fate: str = "in_flight"
-
-
-@dataclass(slots=True)
-class Group:
-    """A group that is neither trained nor rejected."""
-
-    due: int
-    attempts: set[int] = field(default_factory=set)
-    """Leases under way."""
-    accepted: int | None = None
-    """The lease whose submission won."""
-    num_failures: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """What the book is kept by; see `configs.schema` for the fields of the same names."""
-
-    groups_per_step: int
-    steps: int
-    max_versions: int
-    on_late: OnLate
-    samples_per_prompt: int
-    lease_s: float
-    max_attempts: int
-    straggler_timeout_s: float | None
-    task: str
-    seed: int
+MAX_DEAD = 10_000  # lost leases remembered, so that what their generators still say of them is understood
 
 
 class LeaseBook:
-    def __init__(self, terms: Terms, ledger: Ledger, lease_ids: Iterator[int] | None = None) -> None:
+    def __init__(
+        self,
+        terms: Terms,
+        ledger: Ledger,
+        *,
+        sampler: Sampler | None = None,
+        lease_ids: Iterator[int] | None = None,
+        note: Callable[[e.AnyEvent], None] = lambda event: None,
+    ) -> None:
         self.terms = terms
         self.ledger = ledger
         self.version = -1
         """Newest published version."""
+        self.newest_version = -1
+        """Newest version that any life of the learner has published."""
         self.groups: dict[int, Group] = {}
         self.quarantined: dict[int, str] = {}
         self.num_consumed = 0
         self.trained_twice = 0
-        self._attempts: dict[int, Attempt] = {}
+        self.num_rejected: Counter[str] = Counter()
+        self.bytes_held = 0
+        """Journal bytes of complete groups that may still be trained."""
+        self._prompts = PromptOrder(terms.task_size, terms.seed)
+        self._sampler = Fifo() if sampler is None else sampler
+        self._note = note
+        self._attempts: dict[int, Attempt] = {}  # in flight
+        self._dead: OrderedDict[int, Attempt] = OrderedDict()  # lost, or accepted and done with
         self._lease_ids = itertools.count() if lease_ids is None else lease_ids
+        self._deadlines: list[tuple[float, int]] = []  # heap, at the times of granting or of the last look
         self._next_group = 0
         self._next_place = 0
         self._lost: list[tuple[int, int]] = []  # heap of (due, group)
         self._freed: list[int] = []  # heap of due
-        self._unused: list[int] = []  # heap of group numbers that a restart found leased but not complete
-        self._complete: defaultdict[int, set[int]] = defaultdict(set)  # by due
-        self._consumed: set[int] = set()
-        self._scripted: dict[int, list[int]] = {}
+        self._extra: Counter[int] = Counter()  # places beyond `num_places`, by due
+        self._filled: Counter[int] = Counter()  # places whose group is complete or was, by due
+        self._filled_through = 0  # all places due before this step are filled
+        self.pool: dict[int, Group] = {}
+        """Complete groups that are not used up."""
+        self._changed = True
+        self._scripted: dict[int, Handout] = {}
+        self._trained: dict[int, tuple[list[Use], e.Trained]] = {}  # by step, since the oldest checkpoint
+        self._floor_step = 0  # steps before this one cannot be undone any more
         self._held: tuple[int, float] | None = None  # the step the learner waits for, since when
 
     # ---- generators
 
     def lease(self, generator: str, now: float) -> Lease | None:
-        """The next group that may be given out, lowest due step first; None when admission or the run's end forbids."""
-        opening = self._open_group()
-        if opening is None:
+        """The next group that may be given out, lowest due step first; None when admission, a budget or the end forbids."""
+        due, source = self._next_opening()
+        if due >= self.terms.steps or self.version < 0 or not admits(due, self.version, self.terms.max_versions):
             return None
-        number, group = opening
+        if due > self.num_consumed and self.budget_reached() is not None:
+            return None
+        number = self._lost[0][1] if source == "lost" else self._next_group
         lease_id = next(self._lease_ids)
-        group.attempts.add(lease_id)
-        self._attempts[lease_id] = Attempt(number, generator, now + self.terms.lease_s, now)
-        self.ledger.lease()
+        self._grant(lease_id, number, due, generator, now)
+        self._note(e.Leased(lease=lease_id, group=number, due=due, generator=generator, at=time.time()))
         return Lease(
-            id=lease_id,
-            split="train",
-            task=self.terms.task,
-            index=number,
-            seed=self.terms.seed,
-            group=number,
-            due=group.due,
-            floor=floor(group.due, self.terms.max_versions),
-            num_samples=self.terms.samples_per_prompt,
-        )
+            id=lease_id, split="train", task=self.terms.task, index=self._prompts.index(number), seed=self.terms.seed,
+            group=number, due=due, floor=floor(due, self.terms.max_versions), num_samples=self.terms.samples_per_prompt,
+        )  # fmt: skip
 
-    def _open_group(self) -> tuple[int, Group] | None:
-        while self._lost and self._lost[0][1] not in self.groups:
-            heapq.heappop(self._lost)  # completed or rejected since it was lost
-        fresh = self._next_place // self.terms.groups_per_step
-        candidates = [
-            (self._lost[0][0] if self._lost else self.terms.steps, "lost"),
-            (self._freed[0] if self._freed else self.terms.steps, "freed"),
-            (fresh, "fresh"),
-        ]
-        due, source = min(candidates, key=lambda candidate: candidate[0])
-        if self.version < 0 or due >= self.terms.steps or not admits(due, self.version, self.terms.max_versions):
-            return None
-        if source == "lost":
-            _, number = heapq.heappop(self._lost)
-            if self.groups[number].attempts or self.groups[number].accepted is not None:
-                return self._open_group()
-            return number, self.groups[number]
-        if source == "freed":
-            heapq.heappop(self._freed)
-        else:
-            self._next_place += 1
-        number = heapq.heappop(self._unused) if self._unused else self._next_group
-        self._next_group = max(self._next_group, number + 1)
-        self.groups[number] = Group(due)
-        return number, self.groups[number]
+    def _next_opening(self) -> tuple[int, str]:
+        """(due step, source) of the place to be given out next."""
+        while self._lost and not self._is_lost(self._lost[0][1]):
+            heapq.heappop(self._lost)
+        best = (self.terms.due(self._next_place), "fresh")
+        if self._freed and self._freed[0] <= best[0]:
+            best = (self._freed[0], "freed")
+        if self._lost and self._lost[0][0] <= best[0]:
+            best = (self._lost[0][0], "lost")
+        return best
+
+    def _is_lost(self, number: int) -> bool:
+        group = self.groups.get(number)
+        return group is not None and not group.attempts and group.accepted is None
+
+    def _grant(self, lease_id: int, number: int, due: int, generator: str, now: float) -> None:
+        if number not in self.groups:
+            if self._freed and self._freed[0] == due:
+                heapq.heappop(self._freed)
+            else:
+                self._next_place += 1
+            self._next_group = number + 1
+            self.groups[number] = Group(due)
+        self.groups[number].attempts.add(lease_id)
+        self._attempts[lease_id] = Attempt(lease_id, number, generator, now + self.terms.lease_s, now)
+        heapq.heappush(self._deadlines, (now + self.terms.lease_s, lease_id))
+        self.ledger.lease()
+
+    def budget_reached(self) -> str | None:
+        """The budget that holds new leases back, in words. What the step at hand needs is leased all the same."""
+        held = {
+            "max_groups": (len(self.pool) + len(self._attempts), self.terms.max_groups),
+            "max_tokens": (self.ledger.tokens["in_flight"], self.terms.max_tokens),
+            "max_bytes": (self.bytes_held, self.terms.max_bytes),
+        }
+        for name, (amount, limit) in held.items():
+            if limit is not None and amount >= limit:
+                return f"buffer.{name} is reached ({amount:,} of {limit:,})"
+        return None
 
     def heartbeat(self, generator: str, progress: dict[int, int], now: float) -> list[int]:
         """Renews the leases named and notes how far they are; returns those that are no longer the generator's."""
         revoked = []
         for lease_id, num_tokens in progress.items():
             attempt = self._attempts.get(lease_id)
-            if attempt is None:
-                revoked.append(lease_id)
+            if attempt is not None:
+                self._progress(attempt, num_tokens)
+                attempt.deadline = now + self.terms.lease_s
                 continue
-            self._note(attempt, num_tokens)
-            attempt.deadline = now + self.terms.lease_s
-            if attempt.fate != "in_flight":
-                revoked.append(lease_id)
+            revoked.append(lease_id)
+            if lease_id in self._dead:
+                self._progress(self._dead[lease_id], num_tokens)
         return revoked
 
     def lease_of(self, lease_id: int) -> tuple[int, int] | None:
         """(group, due) of a lease that could still be accepted."""
-        attempt = self._attempts.get(lease_id)
+        attempt = self._attempts.get(lease_id) or self._dead.get(lease_id)
         group = self.groups.get(attempt.group) if attempt else None
-        return (attempt.group, group.due) if attempt and group else None
+        return (attempt.group, group.due) if attempt and group and group.accepted is None else None
 
-    def submit(self, lease_id: int, num_tokens: int) -> str:
-        """`accepted` for the first complete attempt of a group (and when it is sent again), else `duplicate`."""
-        attempt = self._attempts.get(lease_id)
+    def is_accepted(self, lease_id: int) -> bool:
+        """Has this very lease been accepted already?"""
+        attempt = self._dead.get(lease_id)
+        return attempt is not None and attempt.fate == "accepted"
+
+    def accept(self, content: e.Accepted) -> None:
+        """The first complete attempt of its group (`lease_of` has said so). Other attempts become duplicates."""
+        lease_id = content.lease
+        attempt = self._attempts.get(lease_id) or self._dead[lease_id]
+        group = self.groups[attempt.group]
+        assert group.accepted is None, f"group {attempt.group} was accepted twice"
+        self._progress(attempt, content.tokens)
+        if attempt.fate != "in_flight":  # late, but first
+            self.ledger.settle(attempt.fate, "in_flight", attempt.num_tokens)
+        self._bury(attempt, "accepted")
+        group.accepted, group.content = attempt, content
+        for other in group.attempts - {lease_id}:
+            self._settle(self._attempts[other], "duplicate")
+        group.attempts.clear()
+        self.pool[attempt.group] = group
+        self.bytes_held += content.size
+        self._fill(group.due, 1)
+        self._note(content)
+
+    def duplicate(self, lease_id: int, num_tokens: int) -> None:
+        """A complete group that comes too late: its place is taken, or gone."""
+        attempt = self._attempts.get(lease_id) or self._dead.get(lease_id)
         if attempt is None:
             self.ledger.generate(num_tokens, "duplicate")
-            return "duplicate"
-        self._note(attempt, num_tokens)
-        group = self.groups.get(attempt.group)
-        if group is None or group.accepted not in (None, lease_id):
-            self._settle(attempt, "duplicate")
-            del self._attempts[lease_id]
-            return "duplicate"
-        if group.accepted is None:
-            self._settle(attempt, "in_flight")
-            group.accepted = lease_id
-            self._complete[group.due].add(attempt.group)
-            for other in group.attempts - {lease_id}:
-                self._settle(self._attempts[other], "duplicate")
-            group.attempts.clear()
-        return "accepted"
+        elif attempt.fate == "accepted":
+            return  # sent again because the receipt was lost
+        else:
+            self._progress(attempt, num_tokens)
+            if attempt.fate != "duplicate":
+                self._settle(attempt, "duplicate")
+        self._note(e.Duplicate(lease=lease_id, tokens=num_tokens))
 
-    def is_complete(self, lease_id: int) -> bool:
-        """Has this very lease been accepted already?"""
-        attempt = self._attempts.get(lease_id)
-        group = self.groups.get(attempt.group) if attempt else None
-        return group is not None and group.accepted == lease_id
-
-    def fail(self, lease_id: int, num_tokens: int, error: str) -> str:
+    def fail(self, lease_id: int, num_tokens: int, error: str, *, counts: bool = True) -> str:
         """The group could not be made: it is given out again, or quarantined after `max_attempts`.
 
         Returns `lost`, `quarantined`, or `over` when the lease had lost its group before.
         """
         attempt = self._attempts.get(lease_id)
         if attempt is None:
-            self.ledger.generate(num_tokens, "failed")
+            dead = self._dead.get(lease_id)
+            if dead is not None and dead.fate == "accepted":
+                return "over"
+            if dead is None:
+                self.ledger.generate(num_tokens, "failed")
+            else:
+                self._progress(dead, num_tokens)
+            self._note(e.Failed(lease=lease_id, tokens=num_tokens, error=error, counts=False, at=time.time()))
             return "over"
-        self._note(attempt, num_tokens)
-        del self._attempts[lease_id]
-        if attempt.fate != "in_flight":
-            return "over"
-        return self._lose(lease_id, attempt, error)
+        self._progress(attempt, num_tokens)
+        return self._lose(attempt, error, counts)
 
-    def release(self, generator: str) -> list[tuple[int, str]]:
-        """Takes back what a generator held that has begun a new life; returns (group, outcome) for each."""
-        for attempt in self._attempts.values():
-            if attempt.generator == generator:
-                attempt.deadline = float("-inf")
-        return self.expire(float("-inf"))
+    def release(self, generator: str, error: str | None) -> list[tuple[int, str]]:
+        """Takes back what a generator holds; returns (group, outcome) of each. `error` None: it left in good order."""
+        held = [attempt for attempt in self._attempts.values() if attempt.generator == generator]
+        return [(a.group, self._lose(a, error or f"{generator} left", error is not None)) for a in held]
 
     def expire(self, now: float) -> list[tuple[int, str]]:
-        """Takes back leases whose deadline has passed; returns (group, outcome) for each."""
-        expired = [
-            (lease_id, attempt)
-            for lease_id, attempt in self._attempts.items()
-            if attempt.fate == "in_flight" and attempt.deadline <= now and not self.is_complete(lease_id)
-        ]
-        return [
-            (attempt.group, self._lose(lease_id, attempt, f"lease expired at {attempt.generator}"))
-            for lease_id, attempt in expired
-        ]
+        """Takes back leases whose deadline has passed; returns (group, outcome) of each."""
+        outcomes = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, lease_id = heapq.heappop(self._deadlines)
+            attempt = self._attempts.get(lease_id)
+            if attempt is None:
+                continue
+            if attempt.deadline > now:
+                heapq.heappush(self._deadlines, (attempt.deadline, lease_id))
+            else:
+                outcomes.append((attempt.group, self._lose(attempt, f"lease expired at {attempt.generator}", True)))
+        return outcomes
 
-    def _lose(self, lease_id: int, attempt: Attempt, error: str) -> str:
+    def _lose(self, attempt: Attempt, error: str, counts: bool) -> str:
         self._settle(attempt, "failed")
+        self._note(e.Failed(attempt.lease, attempt.num_tokens, error, time.time(), counts))
         group = self.groups[attempt.group]
-        group.attempts.discard(lease_id)
-        group.num_failures += 1
-        if group.num_failures >= self.terms.max_attempts:
+        group.attempts.discard(attempt.lease)
+        group.num_failures += counts
+        if group.num_failures >= self.terms.max_attempts and not group.attempts:
             self.quarantined[attempt.group] = error
-            self.reject(attempt.group, "failed")
+            self.reject(attempt.group, "failed", error)
             return "quarantined"
-        heapq.heappush(self._lost, (group.due, attempt.group))
+        if not group.attempts:
+            heapq.heappush(self._lost, (group.due, attempt.group))
         return "lost"
 
-    def _note(self, attempt: Attempt, num_tokens: int) -> None:
-        self.ledger.generate(num_tokens - attempt.num_tokens, attempt.fate)
+    def _progress(self, attempt: Attempt, num_tokens: int) -> None:
+        fate = "in_flight" if attempt.fate == "accepted" else attempt.fate
+        self.ledger.generate(num_tokens - attempt.num_tokens, fate)
         attempt.num_tokens = num_tokens
 
     def _settle(self, attempt: Attempt, fate: str) -> None:
+        """The attempt is over and will not be trained."""
         self.ledger.settle(attempt.fate, fate, attempt.num_tokens)
+        self._bury(attempt, fate)
+
+    def _bury(self, attempt: Attempt, fate: str) -> None:
         attempt.fate = fate
+        self._attempts.pop(attempt.lease, None)
+        self._dead[attempt.lease] = attempt
+        while len(self._dead) > MAX_DEAD:
+            self._dead.popitem(last=False)
+
+    def _fill(self, due: int, by: int) -> None:
+        self._changed = True
+        self._filled[due] += by
+        if by < 0:
+            self._filled_through = min(self._filled_through, due)
+        while self._filled[self._filled_through] >= (
+            self.terms.num_places(self._filled_through) + self._extra[self._filled_through]
+        ):
+            self._filled_through += 1
 
     # ---- learner
 
     def publish(self, version: int) -> None:
         assert version > self.version, f"version {version} was published after {self.version}"
         self.version = version
+        self.newest_version = max(version, self.newest_version)
 
-    def ready(self, step: int, now: float) -> list[int] | None:
-        """Groups that step `step` trains, in the order of their numbers; None while some are missing."""
-        groups = self._choose(step)
-        if groups is not None:
-            self._held = None
-        elif self._held is None or self._held[0] != step:
-            self._held = (step, now)
-        return groups
-
-    def _choose(self, step: int) -> list[int] | None:
+    def ready(self, step: int, now: float) -> Handout | None:
+        """What step `step` trains; None while some of it is missing."""
         if step in self._scripted:
             return self._scripted[step]
-        if self.terms.on_late is OnLate.mask:
-            complete = sorted((due, number) for due, numbers in self._complete.items() for number in numbers)
-            chosen = [number for _, number in complete[: self.terms.groups_per_step]]
-        else:
-            chosen = list(self._complete[step])
-        return sorted(chosen) if len(chosen) == self.terms.groups_per_step else None
+        if self._changed and (handout := self._choose(step)) is not None:
+            self._scripted[step] = handout
+            self._note(e.Handed(step, handout.groups, handout.weights))
+            return handout
+        self._changed = False
+        if self._held is None or self._held[0] != step:
+            self._held = (step, now)
+        return None
+
+    def _choose(self, step: int) -> Handout | None:
+        wait = self.terms.on_late is not OnLate.mask
+        all_due = self._filled_through > step
+        if (wait and not all_due) or (not all_due and len(self.pool) < self.terms.groups_per_step):
+            return None
+        self._evict(step)
+        short = self.terms.groups_per_step - len(self.pool)
+        if short > 0:
+            if self._filled_through > step:  # nothing more is on its way: places are added
+                self._open(step, short)
+            return None
+        pool = sorted((group.due, number) for number, group in self.pool.items())
+        if isinstance(self._sampler, Fifo):  # the rule, without the columns
+            return Handout(sorted(number for _, number in pool[: self.terms.groups_per_step]), [])
+        return self._sample(step, [number for _, number in pool])
+
+    def _open(self, step: int, places: int) -> None:
+        self._extra[step] += places
+        self._filled_through = min(self._filled_through, step)
+        for _ in range(places):
+            heapq.heappush(self._freed, step)
+        self._note(e.Opened(step, places))
+
+    def _sample(self, step: int, pool: list[int]) -> Handout:
+        contents = [self.content(number) for number in pool]
+        uses = [self.pool[number].uses for number in pool]
+        rng = np.random.default_rng([self.terms.seed, step])
+        rows, weights = draw(self._sampler, contents, uses, self.terms.groups_per_step, rng)
+        chosen = sorted((pool[row], weight) for row, weight in zip(rows, weights, strict=True))
+        unweighted = all(weight == 1.0 for weight in weights)
+        return Handout([number for number, _ in chosen], [] if unweighted else [weight for _, weight in chosen])
+
+    def _evict(self, step: int) -> None:
+        """Lets go of groups that the bound forbids to train from now on, where a sampler or `max_uses` may leave such."""
+        if isinstance(self._sampler, Fifo) and self.terms.max_uses == 1:
+            return
+        promised = {number for handout in self._scripted.values() for number in handout.groups}
+        retired = []
+        for number, group in list(self.pool.items()):
+            content = self.content(number)
+            version = content.newest if self.terms.on_late is OnLate.mask else content.oldest
+            if version < step - self.terms.max_versions and number not in promised:
+                if group.uses:
+                    self._retire(number)
+                    retired.append(number)
+                else:
+                    self.reject(number, "unsampled", refill=False)
+        if retired:
+            self._note(e.Retired(retired))
+
+    def _retire(self, number: int) -> None:
+        self.bytes_held -= self.content(number).size
+        del self.groups[number], self.pool[number]
 
     def cancel_stragglers(self, now: float) -> list[int]:
         """`cancel` only: rejects groups that have held the step being waited for too long; returns them."""
@@ -269,96 +353,149 @@ class LeaseBook:
             return []
         step, since = self._held
         assert self.terms.straggler_timeout_s is not None
-        late = [
-            number
-            for number, group in self.groups.items()
-            if group.due == step and group.accepted is None and group.attempts
-            and now - max([since, *(self._attempts[a].leased_at for a in group.attempts)]) >= self.terms.straggler_timeout_s
-        ]  # fmt: skip
+        late = []
+        for number, group in self.groups.items():
+            if group.due <= step and group.accepted is None and group.attempts:
+                began = max([since, *(self._attempts[lease].leased_at for lease in group.attempts)])
+                if now - began >= self.terms.straggler_timeout_s:
+                    late.append(number)
         for number in late:
             self.reject(number, "cancelled")
         return late
 
-    def reject(self, number: int, reason: str) -> None:
-        """A group will not be trained. Its place goes to a fresh one."""
+    def reject(self, number: int, reason: str, error: str = "", *, refill: bool = True) -> None:
+        """A group will not be trained. With `refill`, its place goes to a fresh one."""
         group = self.groups.pop(number)
-        accepted = () if group.accepted is None else (group.accepted,)
-        for lease_id in (*group.attempts, *accepted):
+        num_tokens = group.accepted.num_tokens if group.accepted else 0
+        for lease_id in list(group.attempts):
             self._settle(self._attempts[lease_id], reason)
-        for lease_id in accepted:
-            del self._attempts[lease_id]
-        self._complete[group.due].discard(number)
-        heapq.heappush(self._freed, group.due)
+        if group.accepted is not None and group.content is not None:
+            self.ledger.settle("in_flight", reason, group.accepted.num_tokens)
+            self.pool.pop(number, None)
+            self.bytes_held -= group.content.size
+            if refill:
+                self._fill(group.due, -1)
+        if refill:
+            heapq.heappush(self._freed, group.due)
+        self.num_rejected[reason] += 1
+        self._note(e.Rejected(number, reason, error, group.due, num_tokens, time.time()))
 
-    def consume(self, step: int, counts: dict[int, tuple[int, int]]) -> None:
-        """Step `step` trained these groups; `counts` gives (tokens trained, tokens excluded) of each."""
-        excluded = "masked" if self.terms.on_late is OnLate.mask else "late"
-        for number, (num_trained, num_excluded) in counts.items():
-            group = self.groups.pop(number)
-            assert group.accepted is not None
-            del self._attempts[group.accepted]
-            self._complete[group.due].discard(number)
-            self.ledger.train(num_trained, num_excluded, excluded)
-            self.trained_twice += number in self._consumed
-            self._consumed.add(number)
-        self.num_consumed = step + 1
-        self._complete.pop(step, None) if self.terms.on_late is not OnLate.mask else None
-        self._scripted.pop(step, None)
+    def consume(self, event: e.Trained) -> None:
+        """A step has been trained."""
+        assert event.step == self.num_consumed, f"step {event.step} was trained after {self.num_consumed}"
+        uses = []
+        for number, trained, excluded in zip(event.groups, event.trained, event.excluded, strict=True):
+            group = self.groups[number]
+            first = group.uses == 0
+            if first:
+                self.ledger.train(trained, excluded, self.terms.excluded_as)
+            else:
+                self.ledger.replayed += trained
+            group.uses += 1
+            self.trained_twice += group.uses > self.terms.max_uses
+            uses.append(Use(number, group, trained, excluded, first))
+            if group.uses >= self.terms.max_uses:
+                self._retire(number)
+        self.ledger.staleness.update(event.staleness)
+        self._trained[event.step] = (uses, event)
+        self._scripted.pop(event.step, None)
+        self.num_consumed = event.step + 1
+        self._changed, self._held = True, None
+        self._note(event)
 
-    def waiting_for(self, step: int, now: float) -> str:
+    def checkpoint(self, event: e.Checkpointed) -> None:
+        """Steps before the oldest kept checkpoint cannot be undone any more, and are forgotten."""
+        for step in range(self._floor_step, event.oldest):
+            self._trained.pop(step, None)
+            self._filled.pop(step, None) if step < self._filled_through else None
+            self._extra.pop(step, None) if step < self._filled_through else None
+        self._floor_step = max(self._floor_step, event.oldest)
+        self._note(event)
+
+    def rewind(self, step: int) -> None:
+        """The learner starts again from the checkpoint of `step`: later steps are undone and will be handed out as they were.
+
+        Raises ValueError for a step that is not between the oldest kept checkpoint and the newest trained step.
+        """
+        if not self._floor_step <= step <= self.num_consumed:
+            raise ValueError(f"step must be in {self._floor_step}..{self.num_consumed} to rewind to, got {step}")
+        self._revoke_beyond(step)
+        for undone in range(self.num_consumed - 1, step - 1, -1):
+            uses, event = self._trained.pop(undone)
+            for use in uses:
+                group = use.group
+                if use.first:
+                    self.ledger.untrain(use.trained, use.excluded, self.terms.excluded_as)
+                else:
+                    self.ledger.replayed -= use.trained
+                group.uses -= 1
+                if use.number not in self.pool:
+                    self.groups[use.number] = self.pool[use.number] = group
+                    self.bytes_held += self.content(use.number).size
+            self.ledger.staleness.subtract(event.staleness)
+            self._scripted[undone] = Handout(event.groups, event.weights)
+        self.ledger.staleness += Counter()  # drops what has come to zero
+        self.num_consumed, self.version = step, -1
+        self._changed, self._held = True, None
+        self._note(e.Rewound(step=step))
+
+    def _revoke_beyond(self, step: int) -> None:
+        """Takes back leases that version `step` does not admit: their generators will fall behind the floor."""
+        open_groups = {number: group for number, group in self.groups.items() if group.accepted is None}
+        beyond = {n for n, group in open_groups.items() if not admits(group.due, step, self.terms.max_versions)}
+        for attempt in [attempt for attempt in self._attempts.values() if attempt.group in beyond]:
+            self._lose(attempt, f"the learner went back to step {step}", False)
+        for attempt in [attempt for attempt in self._dead.values() if attempt.group in beyond]:
+            del self._dead[attempt.lease]  # so that it cannot come in late
+
+    def waiting_for(self, step: int) -> str:
         """Who holds step `step`, in a sentence."""
-        missing = sorted(
-            (attempt.generator, attempt.group)
-            for attempt in self._attempts.values()
-            if attempt.fate == "in_flight"
-            and (group := self.groups.get(attempt.group)) is not None
-            and group.accepted is None
-            and group.due <= step
-        )
-        num_complete = sum(
-            len(v) for due, v in self._complete.items() if due == step or self.terms.on_late is OnLate.mask
-        )
-        have = f"step {step} has {num_complete} of {self.terms.groups_per_step} groups"
-        if not missing:
-            return f"{have}; no generator holds a lease for it"
-        holders = ", ".join(
-            f"{name} ({sum(1 for n, _ in missing if n == name)})" for name in sorted({n for n, _ in missing})
-        )
-        return f"{have}; leased to {holders}, the oldest is group {min(g for _, g in missing)}"
+        attempts = self._attempts.values()
+        missing = [a for a in attempts if a.group in self.groups and self.groups[a.group].due <= step]
+        at_hand = sum(group.due <= step or self.terms.on_late is OnLate.mask for group in self.pool.values())
+        have = f"step {step} has {at_hand} of {self.terms.groups_per_step} groups"
+        return f"{have}; {name_holders(missing)}"
 
     # ---- restart
 
-    def restore(
-        self,
-        step: int,
-        complete: Iterable[tuple[int, int, int]],
-        consumed: dict[int, list[int]],
-        rejected: Iterable[int],
-    ) -> None:
-        """Takes up a run at the checkpoint of step `step`.
+    def apply(self, event: e.AnyEvent, now: float) -> None:
+        """Does again what an event says was done. The book must have no `note` that writes it down a second time."""
+        match event:
+            case e.Leased():
+                self._grant(event.lease, event.group, event.due, event.generator, now)
+            case e.Accepted():
+                self.accept(event)
+            case e.Failed():
+                self.fail(event.lease, event.tokens, event.error, counts=event.counts)
+            case e.Duplicate():
+                self.duplicate(event.lease, event.tokens)
+            case e.Rejected():
+                if event.group in self.groups:  # else rejected by the failure before it
+                    self.reject(event.group, event.reason, event.error, refill=event.reason != "unsampled")
+            case e.Opened():
+                self._open(event.step, event.places)
+            case e.Retired():
+                for number in event.groups:
+                    self._retire(number)
+            case e.Handed():
+                self._scripted[event.step] = Handout(event.groups, event.weights)
+            case e.Trained():
+                self.consume(event)
+            case e.Rewound():
+                self.rewind(event.step)
+            case e.Checkpointed():
+                self.checkpoint(event)
+            case e.Published():
+                self.publish(event.version)
 
-        `complete` holds (group, due, sampled tokens) of every group in the journal that was not rejected, `consumed` the
-        groups of every step that was trained, `rejected` all rejected groups. Steps from `step` on are handed the same
-        groups again where the step log names them.
-        """
-        done = {number for k, numbers in consumed.items() if k < step for number in numbers}
-        self._scripted = {k: sorted(numbers) for k, numbers in consumed.items() if k >= step}
-        self._consumed, self.num_consumed = done, step
-        filled: defaultdict[int, int] = defaultdict(int)
-        used = set(rejected)
-        for number, due, num_tokens in complete:
-            used.add(number)
-            filled[due] += 1
-            if number in done:
-                continue
-            lease_id = next(self._lease_ids)
-            self.groups[number] = Group(due, accepted=lease_id)
-            self._attempts[lease_id] = Attempt(number, "journal", float("inf"), 0.0, num_tokens)
-            self._complete[due].add(number)
-            self.ledger.lease()
-            self.ledger.generate(num_tokens, "in_flight")
-        self._next_group = max(used, default=-1) + 1
-        self._unused = sorted(set(range(self._next_group)) - used)
-        opened = max(filled, default=-1) + 1
-        self._next_place = opened * self.terms.groups_per_step
-        self._freed = sorted(d for d in range(opened) for _ in range(self.terms.groups_per_step - filled[d]))
+    def segments_needed(self) -> set[int]:
+        """Segments of groups that may still be trained, or trained again after a rewind."""
+        alive = [group.content for group in self.groups.values()]
+        undoable = [use.group.content for uses, _ in self._trained.values() for use in uses]
+        return {content.segment for content in (*alive, *undoable) if content is not None}
+
+    def content(self, number: int) -> e.Accepted:
+        """Where a complete group is."""
+        content = self.groups[number].content
+        assert content is not None
+        return content

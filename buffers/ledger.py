@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from buffers.messages import Account
 
 REASONS = ("zero_variance", "duplicate", "cancelled", "failed", "late")
-FATES = ("trained", "masked", *REASONS, "in_flight")
+SAMPLER_REASONS = ("unsampled",)
+"""Reasons that only some samplers know: a group that was not chosen while it was within the bound."""
+FATES = ("trained", "masked", *REASONS, *SAMPLER_REASONS, "in_flight")
 
 
 class Ledger:
@@ -21,6 +23,10 @@ class Ledger:
         self.leased = 0
         self.tokens: Counter[str] = Counter()
         self.groups: Counter[str] = Counter()
+        self.staleness: Counter[int] = Counter()
+        """Trained tokens by staleness; a token that is trained twice counts twice."""
+        self.replayed = 0
+        """Tokens trained again (`buffer.max_uses` above 1), beyond their first time."""
 
     def lease(self) -> None:
         """A group was given out."""
@@ -46,6 +52,12 @@ class Ledger:
         self.tokens["trained"] -= num_excluded
         self.tokens[excluded] += num_excluded
 
+    def untrain(self, num_trained: int, num_excluded: int, excluded: str) -> None:
+        """The learner went back to before it trained this group: it is in flight again."""
+        self.tokens[excluded] -= num_excluded
+        self.tokens["trained"] += num_excluded
+        self.settle("trained", "in_flight", num_trained + num_excluded)
+
     def closes(self) -> bool:
         return self.generated == sum(self.tokens.values()) and self.leased == sum(self.groups.values())
 
@@ -61,6 +73,6 @@ def _account(total: int, fates: Mapping[str, int]) -> Account:
         total=total,
         trained=fates["trained"],
         masked=fates["masked"],
-        rejected={reason: fates[reason] for reason in REASONS},
+        rejected={r: fates[r] for r in (*REASONS, *SAMPLER_REASONS) if r in REASONS or fates[r]},
         in_flight=fates["in_flight"],
     )

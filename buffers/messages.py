@@ -4,7 +4,12 @@ Every request is answered once. A request and its answer share a number, so a cl
 Arrow data travels as a frame beside the message, never inside it.
 """
 
+from typing import Annotated
+
 import msgspec
+
+Name = Annotated[str, msgspec.Meta(max_length=200)]
+"""Of a generator."""
 
 
 class Struct(msgspec.Struct, tag=True, kw_only=True):
@@ -37,13 +42,15 @@ class Lease(Struct):
 class Join(Struct):
     """-> Welcome. The first thing any generator says."""
 
-    generator: str
+    generator: Name
 
 
 class Leave(Struct):
     """-> Done. The last thing said by a generator, or of it: its leases are free."""
 
-    generator: str
+    generator: Name
+    error: str | None = None
+    """Why it leaves, if not in good order: then the groups it held count as failed."""
 
 
 class Welcome(Struct):
@@ -54,7 +61,7 @@ class Welcome(Struct):
 class Ask(Struct):
     """-> Work, at once if there is some, else when there is or after `wait_s`."""
 
-    generator: str
+    generator: Name
     count: int
     """Groups wanted at most."""
     wait_s: float
@@ -86,7 +93,7 @@ class GeneratorReport(Struct):
 class Heartbeat(Struct):
     """-> Standing. Renews leases."""
 
-    generator: str
+    generator: Name
     progress: dict[int, int]
     """Tokens sampled so far by lease id."""
     report: GeneratorReport
@@ -101,16 +108,21 @@ class Standing(Struct):
 
 
 class Submit(Struct):
-    """-> Receipt, after the group is durable. Carries the group as one Arrow frame. Idempotent by lease."""
+    """-> Receipt, after the groups are durable. Carries the rows of all of them, in this order, as one Arrow frame.
 
-    generator: str
-    lease: int
+    Idempotent by lease.
+    """
+
+    generator: Name
+    leases: list[int]
+    schema: int
+    """`SCHEMA_VERSION` of the sender."""
 
 
 class Evaluated(Struct):
     """-> Receipt."""
 
-    generator: str
+    generator: Name
     lease: int
     reward: float
 
@@ -118,7 +130,7 @@ class Evaluated(Struct):
 class Fail(Struct):
     """-> Receipt. The group could not be made (or, with `revoked`, was told to stop)."""
 
-    generator: str
+    generator: Name
     lease: int
     num_tokens: int
     error: str
@@ -126,26 +138,54 @@ class Fail(Struct):
 
 
 class Receipt(Struct):
-    lease: int
-    verdict: str
-    """`accepted`, or the reason why not."""
+    leases: list[int]
+    verdicts: list[str]
+    """Of each lease: `accepted`, or the reason why not."""
 
 
 # ---- from the learner
 
 
+class Locate(Struct):
+    """-> Located."""
+
+
+class Located(Struct):
+    folder: str
+    """Where the journal is, on the buffer's host."""
+    mark: str
+    """How a reader knows that it is on that host (`journal.is_here`)."""
+
+
 class Next(Struct):
-    """-> Batch or Over, when there is one; NotYet after `wait_s`."""
+    """-> Batch or Over, when there is one; NotYet after `wait_s`. Asked again, it is answered with the same."""
 
     step: int
     wait_s: float
+    mapped: bool = False
+    """The asker maps the journal: the groups need not travel."""
+
+
+class Slice(Struct, array_like=True):
+    """Where a group is in the journal."""
+
+    segment: int
+    offset: int
+    size: int
+    xxh3: int
+    row: int
+    rows: int
 
 
 class Batch(Struct):
-    """Carries the step's groups as one Arrow frame, in group order."""
+    """What a step trains, in this order. To those who do not map the journal it carries the record batches, each once, in
+    order of their first slice."""
 
     step: int
     groups: list[int]
+    slices: list[Slice]
+    weights: list[float] = []
+    """Importance weight of each group; empty: all 1."""
 
 
 class NotYet(Struct):
@@ -159,7 +199,7 @@ class Over(Struct):
 
 
 class Publish(Struct):
-    """-> Done. `version` can be pulled from now on."""
+    """-> Done. `version` can be pulled from now on. Idempotent."""
 
     version: int
     weights: str
@@ -167,7 +207,7 @@ class Publish(Struct):
 
 
 class Consumed(Struct):
-    """-> Done. The step's groups are trained."""
+    """-> Done. The step's groups are trained. Idempotent."""
 
     step: int
     num_trained: int
@@ -176,6 +216,19 @@ class Consumed(Struct):
     """Seconds of its life that the learner waited for batches."""
     alive_s: float
     metrics: dict[str, float]
+
+
+class Checkpointed(Struct):
+    """-> Done. The checkpoint of `step` is written; `oldest` is the oldest one kept."""
+
+    step: int
+    oldest: int
+
+
+class Rewind(Struct):
+    """-> Done. The learner goes on from the checkpoint of `step`: later steps will be handed out again, as they were."""
+
+    step: int
 
 
 class Finish(Struct):
@@ -245,6 +298,8 @@ class Status(Struct):
     digest_mismatches: int
     quarantined: dict[int, str]
     """Error by group."""
+    replayed: int
+    """Tokens trained again, beyond their first time (`buffer.max_uses`)."""
     refused: dict[str, int]
     """Messages that were refused, by reason."""
     waiting_for: str
@@ -271,8 +326,11 @@ class Refused(Struct):
     reason: str
 
 
-Request = Join | Leave | Ask | Heartbeat | Submit | Evaluated | Fail | Next | Publish | Consumed | Finish | Watch | Stop
-Reply = Welcome | Work | Standing | Receipt | Batch | NotYet | Over | Done | News | Refused
+Request = (
+    Join | Leave | Ask | Heartbeat | Submit | Evaluated | Fail | Locate | Next | Publish | Consumed | Checkpointed | Rewind
+    | Finish | Watch | Stop
+)  # fmt: skip
+Reply = Welcome | Work | Standing | Receipt | Located | Batch | NotYet | Over | Done | News | Refused
 
 encoder = msgspec.msgpack.Encoder()
 request_decoder = msgspec.msgpack.Decoder(Request)

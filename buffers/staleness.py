@@ -18,10 +18,9 @@ the same due step, to which the same argument applies.
 older than k − S. What is left is within S by construction. Every group taken at step k is complete, so no version exceeds k.
 """
 
-import numpy as np
-import pyarrow as pa
+from collections.abc import Mapping
 
-from buffers.trajectory import flat
+import numpy as np
 
 
 def admits(due: int, version: int, bound: int) -> bool:
@@ -35,19 +34,12 @@ def floor(due: int, bound: int) -> int:
 
 
 def trainable(versions: np.ndarray, sampled: np.ndarray, step: int, bound: int) -> np.ndarray:
-    """[T] bool: the sampled tokens whose staleness, when step `step` trains them, is within the bound."""
-    return sampled & (step - versions <= bound)
+    """[T] bool: the sampled tokens whose staleness, when step `step` trains them, is within the bound (and not negative)."""
+    return sampled & (step - versions <= bound) & (versions <= step)
 
 
-def histogram(versions: np.ndarray, trained: np.ndarray, step: int) -> dict[int, int]:
-    """Tokens trained at this step, by staleness."""
-    values, counts = np.unique(step - versions[trained], return_counts=True)
-    return {int(value): int(count) for value, count in zip(values, counts, strict=True)}
-
-
-def count(batch: pa.RecordBatch, step: int, bound: int) -> tuple[int, int, dict[int, int]]:
-    """(tokens trained, sampled tokens excluded, trained tokens by staleness) of a group at a step."""
-    sampled, versions = flat(batch, "sampled"), flat(batch, "versions")
-    mask = trainable(versions, sampled, step, bound)
-    trained = int(np.count_nonzero(mask))
-    return trained, int(np.count_nonzero(sampled)) - trained, histogram(versions, mask, step)
+def count(versions: Mapping[int, int], step: int, bound: int) -> tuple[int, int, dict[int, int]]:
+    """(tokens trained, sampled tokens excluded, trained tokens by staleness) at a step, from sampled tokens by version."""
+    trained = {step - version: tokens for version, tokens in versions.items() if 0 <= step - version <= bound}
+    total = sum(trained.values())
+    return total, sum(versions.values()) - total, trained

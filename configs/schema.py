@@ -34,6 +34,11 @@ class Durability(StrEnum):
     none = "none"
 
 
+class Retention(StrEnum):
+    all = "all"
+    checkpoints = "checkpoints"
+
+
 class EngineKind(StrEnum):
     vllm = "vllm"
     simulated = "simulated"
@@ -140,6 +145,9 @@ class TaskConfig:
     """A file of `generators/tasks/`, or `module:Class` for a task of your own."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the task's class."""
+    size: int | None = None
+    """Training prompts in the task, walked through in epochs, each in an order of its own. None: what the task says of
+    itself (`num_prompts`), or no end."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -175,6 +183,26 @@ class BufferConfig:
     """A group that fails this often is quarantined with its error, and the run goes on."""
     segment_mb: int = 64
     """A journal segment is closed at this size."""
+    retention: Retention = Retention.all
+    """`all` keeps every segment, for queries and replay; `checkpoints` deletes those that no kept checkpoint needs."""
+    max_uses: int = 1
+    """How often a group may be trained; must divide `learner.groups_per_step`. Above 1, fewer fresh groups are made."""
+    sampler: str = "fifo"
+    """Which complete groups a step trains: `fifo`, `freshest`, `prioritized`, `reward_balanced`, or `module:Class`."""
+    sampler_args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments for the sampler's class."""
+    max_groups: int | None = None
+    """Groups held (leased, or complete and not used up) at which leasing pauses. What the step at hand needs is leased all
+    the same. None: only the staleness bound limits them, to (S + 1) steps."""
+    max_tokens: int | None = None
+    """The same in sampled tokens."""
+    max_bytes: int | None = None
+    """The same in bytes of complete groups."""
+    metrics_port: int | None = None
+    """Port on the loopback interface where Prometheus finds the buffer's metrics; None: nowhere."""
+    keys: str | None = None
+    """Folder of CURVE keys (`scripts/keys.sh` makes one): all sockets of the buffer are then encrypted, and open to those
+    keys only. Needed when `buffer.address` is not on the loopback interface."""
     watchdog_s: float = 120.0
     """When nothing moves for this long, the buffer says who waits for whom; after twice as long the run ends."""
 
@@ -185,21 +213,28 @@ class BufferConfig:
                 "buffer.max_attempts": self.max_attempts,
                 "buffer.segment_mb": self.segment_mb,
                 "buffer.watchdog_s": self.watchdog_s,
+                "buffer.max_uses": self.max_uses,
+                "buffer.max_groups": self.max_groups,
+                "buffer.max_tokens": self.max_tokens,
+                "buffer.max_bytes": self.max_bytes,
+                "buffer.metrics_port": self.metrics_port,
             }
         )
         scheme, _, host = self.address.partition("://")
         host, _, port = host.rpartition(":")
+        if scheme == "ipc" and host + port:
+            return found
         if scheme != "tcp" or not port.isdigit() or int(port) > 65535:
-            found.append(f"buffer.address must read tcp://HOST:PORT, got {self.address!r}")
-        elif not _is_loopback(host):
+            found.append(f"buffer.address must read tcp://HOST:PORT or ipc://PATH, got {self.address!r}")
+        elif not is_loopback(host) and self.keys is None:
             found.append(
-                "buffer.address must be on the loopback interface (sockets beyond it are not authenticated yet), "
-                f"got {self.address!r}"
+                "buffer.keys must name a folder of keys when buffer.address is beyond the loopback interface (make one with "
+                f"`scripts/keys.sh FOLDER`), got none with {self.address!r}"
             )
         return found
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -507,6 +542,16 @@ class Config:
                 self.staleness.on_late is OnLate.mask and not self.sync.in_flight,
                 "sync.in_flight must be true when staleness.on_late=mask (an overtaken group has no fresh tokens without "
                 "in-flight updates), got false",
+            ),
+            (
+                self.buffer.max_uses > 0 and learner.groups_per_step % self.buffer.max_uses != 0,
+                "buffer.max_uses must divide learner.groups_per_step, "
+                f"got {self.buffer.max_uses} and {learner.groups_per_step}",
+            ),
+            (
+                self.bound == 0 and (self.buffer.max_uses > 1 or self.buffer.sampler != "fifo"),
+                "buffer.max_uses must be 1 and buffer.sampler fifo when staleness.max_versions = 0 (only the groups of the "
+                f"step itself are within the bound), got {self.buffer.max_uses} and {self.buffer.sampler}",
             ),
             (
                 learner.samples_per_prompt < 2,

@@ -20,7 +20,7 @@ import xxhash
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone
-from buffers.trajectory import Trajectory, encode, to_batch
+from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode, to_batch
 from configs import load as configs
 from configs.schema import Config, EngineKind
 from generators.engine import Completion, Engine, Sample
@@ -32,7 +32,6 @@ from sync.subscriber import read_manifest
 log = logging.getLogger("slipstream.generator")
 
 HEARTBEAT_S = 0.5
-RESEND_S = 20.0
 
 
 @dataclass(slots=True)
@@ -44,13 +43,6 @@ class Group:
     started_at: float
     done: dict[int, Completion] = field(default_factory=dict)
     """Finished samples by index."""
-
-
-@dataclass(slots=True)
-class Unacknowledged:
-    request: m.Submit | m.Evaluated | m.Fail
-    payload: object
-    sent_at: float
 
 
 def sample_seed(run_seed: int, split: str, group: int, sample: int) -> int:
@@ -73,8 +65,8 @@ class Generator:
         self._groups: dict[int, Group] = {}
         self._waiting: deque[m.Lease] = deque()  # leased, not begun
         self._asked: int | None = None  # number of the question under way
-        self._unacknowledged: dict[int, Unacknowledged] = {}
-        self._newest = (-1, "")
+        self._newest = (-1, "")  # version and where its manifest is
+        self._held = ""  # the same of the version held
         self._ended = False
         self._started_at = self._last_beat = clock()
         self._idle_s = self._pause_s = 0.0
@@ -87,6 +79,7 @@ class Generator:
         over, with `BufferGone` when it has been silent for as long as a lease lasts (by then all leases are lost), or with
         the engine's own error.
         """
+        error: str | None = "its process was stopped"
         try:
             while not self._ended:
                 self._listen()
@@ -95,9 +88,13 @@ class Generator:
                 self._ask()
                 self._begin()
                 self._step()
+            error = None
+        except Exception as raised:
+            error = _describe(raised)
+            raise
         finally:
             self._beat(last=True)
-            self._client.post(m.Leave(generator=self.name))
+            self._client.post(m.Leave(generator=self.name, error=error))
             self._engine.shutdown()
             self._client.close()
 
@@ -123,17 +120,17 @@ class Generator:
                 self._notice(reply.version, reply.weights, reply.ended)
                 for lease_id in reply.revoked:
                     self._drop(lease_id)
-            case m.Receipt(verdict=verdict, lease=lease_id):
-                self._unacknowledged.pop(number, None)
-                if verdict not in ("accepted", "zero_variance"):
-                    log.info("lease %d: %s", lease_id, verdict)
+            case m.Receipt(verdicts=verdicts, leases=leases):
+                for lease_id, verdict in zip(leases, verdicts, strict=True):
+                    if verdict not in ("accepted", "zero_variance"):
+                        log.info("lease %d: %s", lease_id, verdict)
             case m.Refused(reason=reason):
-                raise RuntimeError(f"the buffer refused a message of {self.name}: {reason}")
+                log.error("the buffer has refused a message: %s", reason)
 
     def _notice(self, version: int, weights: str, ended: bool) -> None:
         self._ended = self._ended or ended
-        if version > self._newest[0]:
-            self._newest = (version, weights)
+        if version >= 0:
+            self._newest = (version, weights)  # after a rewind it may be lower than the one held
 
     def _beat(self, last: bool = False) -> None:
         now = self._clock()
@@ -141,9 +138,6 @@ class Generator:
             return
         self._last_beat = now
         self._client.post(m.Heartbeat(generator=self.name, progress=self._progress(), report=self._report(now)))
-        for number in [n for n, u in self._unacknowledged.items() if now - u.sent_at > RESEND_S]:
-            old = self._unacknowledged.pop(number)
-            self._send(old.request, old.payload)
 
     def _progress(self) -> dict[int, int]:
         progress = {lease.id: 0 for lease in self._waiting}
@@ -171,25 +165,22 @@ class Generator:
         if self._asked is None and count > 0:
             self._asked = self._client.post(m.Ask(generator=self.name, count=count, wait_s=5.0))
 
-    def _send(self, request: m.Submit | m.Evaluated | m.Fail, payload: object = None) -> None:
-        number = self._client.post(request, payload)
-        self._unacknowledged[number] = Unacknowledged(request, payload, self._clock())
-
     # ---- weights
 
     def _update_weights(self) -> None:
         """Takes up the newest version: at once, or (`sync.in_flight=false`) when the engine has run dry."""
         version, weights = self._newest
-        if version <= self._held_version or (not self._config.sync.in_flight and self._engine.num_unfinished):
+        if weights == self._held or (not self._config.sync.in_flight and self._engine.num_unfinished):
             return
         began = self._clock()
         try:
             manifest = self._load(weights)
         except FileNotFoundError:
             log.info("version %d is gone: a newer one has replaced it", version)
-            self._newest = (self._held_version, "")
+            self._newest = (self._held_version, self._held)
             self._last_beat = float("-inf")  # ask at once what the newest is
             return
+        self._held = weights
         self._updates += 1
         self._update_bytes += manifest.num_bytes
         self._pause_s += self._clock() - began
@@ -214,7 +205,7 @@ class Generator:
 
     def _begin(self) -> None:
         """Begins what is leased, in order, once the engine holds a version at or above the lease's floor."""
-        draining = not self._config.sync.in_flight and self._newest[0] > self._held_version
+        draining = not self._config.sync.in_flight and self._newest[1] != self._held
         while self._waiting and not draining and self._waiting[0].floor <= self._held_version:
             self._open(self._waiting.popleft())
 
@@ -235,22 +226,28 @@ class Generator:
         except Exception as error:  # a task is user code: whatever it raises fails this group, not the run
             log.exception("prompt %d of task %s could not be begun", lease.index, lease.task)
             self._engine.abort([f"{lease.id}/{sample}" for sample in range(lease.num_samples)])
-            self._send(m.Fail(generator=self.name, lease=lease.id, num_tokens=0, error=_describe(error)))
+            self._client.post(m.Fail(generator=self.name, lease=lease.id, num_tokens=0, error=_describe(error)))
             return
         self._groups[lease.id] = Group(lease, opening, time.time())
 
     def _step(self) -> None:
         if not self._engine.num_unfinished:
             return
+        whole: dict[int, list[Trajectory]] = {}  # by lease
         for completion in self._engine.step():
             self._sampled += len(completion.tokens)
             group = self._groups[_lease_of(completion.id)]
             group.done[int(completion.id.rpartition("/")[2])] = completion
             if len(group.done) == group.lease.num_samples:
                 del self._groups[group.lease.id]
-                self._submit(group)
+                if (rows := self._score(group)) is not None:
+                    whole[group.lease.id] = rows
+        if whole:
+            batch = to_batch([row for rows in whole.values() for row in rows])
+            self._client.post(m.Submit(generator=self.name, leases=list(whole), schema=SCHEMA_VERSION), encode(batch))
 
-    def _submit(self, group: Group) -> None:
+    def _score(self, group: Group) -> list[Trajectory] | None:
+        """The group's rows; None when it is an evaluation prompt (the score is sent) or could not be scored."""
         lease = group.lease
         completions = [group.done[sample] for sample in range(lease.num_samples)]
         try:
@@ -258,16 +255,17 @@ class Generator:
         except Exception as error:  # user code, as in `_open`
             log.exception("prompt %d of task %s could not be scored", lease.index, lease.task)
             num_tokens = sum(len(completion.tokens) for completion in completions)
-            self._send(m.Fail(generator=self.name, lease=lease.id, num_tokens=num_tokens, error=_describe(error)))
-            return
+            self._client.post(
+                m.Fail(generator=self.name, lease=lease.id, num_tokens=num_tokens, error=_describe(error))
+            )
+            return None
         if lease.split == "eval":
-            self._send(m.Evaluated(generator=self.name, lease=lease.id, reward=scores[0].reward))
-            return
-        rows = [
+            self._client.post(m.Evaluated(generator=self.name, lease=lease.id, reward=scores[0].reward))
+            return None
+        return [
             _trajectory(group, sample, completion, score, self.name)
             for sample, (completion, score) in enumerate(zip(completions, scores, strict=True))
         ]
-        self._send(m.Submit(generator=self.name, lease=lease.id), encode(to_batch(rows)))
 
     def _drop(self, lease_id: int) -> None:
         """The lease is someone else's now, or nobody's: stop, and say how far it had come."""
@@ -279,7 +277,9 @@ class Generator:
             aborted = self._engine.abort(unfinished)
             self._sampled += sum(len(completion.tokens) for completion in aborted)
             num_tokens = sum(len(completion.tokens) for completion in [*aborted, *group.done.values()])
-        self._send(m.Fail(generator=self.name, lease=lease_id, num_tokens=num_tokens, error="revoked", revoked=True))
+        self._client.post(
+            m.Fail(generator=self.name, lease=lease_id, num_tokens=num_tokens, error="revoked", revoked=True)
+        )
 
 
 def _trajectory(group: Group, sample: int, completion: Completion, score: Score, generator: str) -> Trajectory:
@@ -317,9 +317,9 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def join(address: str, name: str, seed: int) -> Generator:
+def join(address: str, name: str, seed: int, keys: str | None) -> Generator:
     """Joins the run whose buffer answers at `address`: its configuration decides model, task and sampling."""
-    client = BufferClient(address)
+    client = BufferClient(address, keys=keys)
     welcome = client.call(m.Join(generator=name), m.Welcome)
     config = configs.parse(welcome.config)
     return Generator(name, config, client, make_engine(config, seed), make_episodes(config))

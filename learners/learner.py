@@ -12,7 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import torch
 import torch.distributed as dist
 import xxhash
@@ -75,7 +74,7 @@ class Learner:
             if saved != self.step:
                 self._save()
             if self._rank == 0:
-                self._ask(m.Finish(wait_s=PATIENCE_S))
+                self._finish()
         finally:
             self._client.close()
             if self._publisher is not None:
@@ -85,19 +84,16 @@ class Learner:
 
     def _next(self) -> Batch | None:
         began = time.monotonic()
-        reply, payload = self._ask(m.Next(step=self.step, wait_s=PATIENCE_S))
+        while isinstance(taken := self._client.next(self.step, PATIENCE_S), m.NotYet):
+            log.info("waiting: %s", taken.waiting_for)
         self._idle_s += time.monotonic() - began
-        if isinstance(reply, m.Over):
-            log.info("stopping: %s", reply.reason)
+        if isinstance(taken, m.Over):
+            log.info("stopping: %s", taken.reason)
             return None
-        assert isinstance(reply, m.Batch) and payload is not None, reply
-        return from_arrow(pa.ipc.open_stream(payload).read_all())
+        return from_arrow(taken.table, taken.weights)
 
-    def _ask(self, request: m.Next | m.Finish) -> tuple[m.Reply, memoryview | None]:
-        while True:
-            reply, payload = self._client.exchange(request, wait_s=request.wait_s)
-            if not isinstance(reply, m.NotYet):
-                return reply, payload
+    def _finish(self) -> None:
+        while isinstance(reply := self._client.exchange(m.Finish(wait_s=PATIENCE_S), wait_s=PATIENCE_S)[0], m.NotYet):
             log.info("waiting: %s", reply.waiting_for)
 
     def _publish(self) -> None:
@@ -134,6 +130,9 @@ class Learner:
             barrier=barrier,
         )
         log.info("checkpoint of step %d written", self.step)
+        if self._rank == 0:
+            oldest = checkpoint.complete(self._folder / "checkpoints")[0].manifest.step
+            self._client.call(m.Checkpointed(step=self.step, oldest=oldest), m.Done)
         return self.step
 
     # ---- the step
@@ -152,6 +151,7 @@ class Learner:
         for rows in parts:
             inside = torch.isin(batch.sequence, torch.tensor(rows))
             weights = token_weights(algo.aggregation, mask & inside, batch.sequence, batch.num_sequences)
+            weights = weights * batch.weights[batch.sequence]  # importance weights of the sampler
             weights = weights * (1 if algo.aggregation == "token_mean" else len(parts))
 
             def loss_fn(logprobs: Tensor, entropy: Tensor, packed: Packed, weights: Tensor = weights) -> Tensor:
@@ -271,7 +271,7 @@ def start(config: Config, folder: Path, address: str, rank: int, rendezvous: str
     incarnation = secrets.token_hex(4)
     publisher = Publisher(weights_folder(config, folder), incarnation) if rank == 0 else None
     return Learner(
-        config, folder, BufferClient(address), engine, publisher,
+        config, folder, BufferClient(address, keys=config.buffer.keys), engine, publisher,
         rank=rank, first_step=resume_step or 0, incarnation=incarnation,
     )  # fmt: skip
 

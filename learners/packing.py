@@ -34,6 +34,8 @@ class Batch:
     """[N] float32"""
     groups: Tensor
     """[N] int64: group numbers, ascending"""
+    weights: Tensor
+    """[N] float32: importance weight of each sequence's group; 1 where the sampler gives none"""
 
     @property
     def num_sequences(self) -> int:
@@ -45,8 +47,8 @@ class Batch:
         return torch.from_numpy(np.repeat(np.arange(self.num_sequences), np.diff(self.offsets)))
 
 
-def from_arrow(table: pa.Table) -> Batch:
-    """The batch of a table with the columns of `buffers.trajectory`."""
+def from_arrow(table: pa.Table, group_weights: Sequence[float] = ()) -> Batch:
+    """The batch of a table with the columns of `buffers.trajectory`; `group_weights` has one of each group, or none."""
     lengths = table.column("tokens").combine_chunks().value_lengths().to_numpy()
 
     def tensor(column: str, dtype: torch.dtype) -> Tensor:
@@ -60,7 +62,15 @@ def from_arrow(table: pa.Table) -> Batch:
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         rewards=torch.from_numpy(np.array(table.column("reward").to_numpy())).float(),
         groups=torch.from_numpy(np.array(table.column("group").to_numpy())),
+        weights=_by_row(table, group_weights),
     )
+
+
+def _by_row(table: pa.Table, group_weights: Sequence[float]) -> Tensor:
+    if not len(group_weights):
+        return torch.ones(table.num_rows)
+    _, row_group = np.unique(table.column("group").to_numpy(), return_inverse=True)
+    return torch.tensor(group_weights, dtype=torch.float32)[torch.from_numpy(row_group)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

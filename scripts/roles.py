@@ -68,10 +68,10 @@ class BufferRole(Role):
 
 
 class GeneratorRole(Role):
-    def run(self, address: str, name: str, seed: int) -> None:
+    def run(self, address: str, name: str, seed: int, keys: str | None) -> None:
         from generators.worker import join
 
-        join(address, name, seed).run()
+        join(address, name, seed, keys).run()
 
 
 class LearnerRole(Role):

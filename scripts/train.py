@@ -161,7 +161,7 @@ class Run:
                 self._console.say("starting the buffer, the learner and the generators")
                 address, stop_buffer = self._launch()
                 self._console.say(f"the buffer answers at {address}")
-                client = BufferClient(address, timeout_s=2.0)
+                client = BufferClient(address, timeout_s=2.0, keys=self._config.buffer.keys)
                 try:
                     status, news = self._watch(client)
                 finally:
@@ -192,7 +192,7 @@ class Run:
         for number in range(config.generators.count):
             name = f"generator-{number}"
             generator = places.generator.remote(name, *common)
-            self._refs[generator.run.remote(address, name, config.run.seed + 1000 + number)] = name
+            self._refs[generator.run.remote(address, name, config.run.seed + 1000 + number, config.buffer.keys)] = name
         self._roles = [buffer, learner]
         return address, buffer.stop.remote
 
@@ -266,7 +266,7 @@ class Fleet:
         Raises ValueError when no buffer answers at `buffer.address`. Returns the exit status.
         """
         address = self._config.buffer.address
-        client = BufferClient(address, timeout_s=10.0)
+        client = BufferClient(address, timeout_s=10.0, keys=self._config.buffer.keys)
         try:
             news = client.call(m.Watch(after=sys.maxsize, wait_s=0.0), m.News)
         except BufferGone as error:
@@ -290,8 +290,9 @@ class Fleet:
         places = place(self._config, ray.cluster_resources().get("GPU", 0))
         refs = {}
         for name in self._names:
+            seed = xxhash.xxh32_intdigest(name.encode())
             role = places.generator.remote(name, self._logs, os.getpid(), self._config.cluster.address is None)
-            refs[role.run.remote(self._config.buffer.address, name, xxhash.xxh32_intdigest(name.encode()))] = name
+            refs[role.run.remote(self._config.buffer.address, name, seed, self._config.buffer.keys)] = name
         return refs
 
     def _watch(self, client: BufferClient, refs: dict[Any, str]) -> int:
@@ -323,7 +324,7 @@ def result(ref: Any, name: str, logs: Path) -> Any:
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, ValueError):
             raise RoleFailed(f"{name}: {error.cause}") from error
-        raise RoleFailed(f"{name} has failed:\n{error.traceback_str}") from error
+        raise RoleFailed(f"{name} has failed:\n{error}") from error
     except ray.exceptions.RayError as error:
         tail = "".join(last_lines(logs / f"{name}.log"))
         raise RoleFailed(f"{name} has died: {type(error).__name__}. The end of its log:\n{tail}") from error

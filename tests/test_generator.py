@@ -4,13 +4,15 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from buffers import messages as m
-from buffers.client import BufferClient, BufferGone
+from buffers.client import BufferClient, BufferGone, Taken
 from buffers.journal import read_groups
 from buffers.server import BufferServer
+from buffers.trajectory import flat
 from configs.load import load
 from configs.schema import Config
 from generators.episode import Opening, SimulatedEpisodes
@@ -63,13 +65,12 @@ class Rig:
         self.client.call(m.Publish(version=version, weights=manifest.locator), m.Done)
 
     def train(self, step: int) -> list[int]:
-        reply, payload = self.client.exchange(m.Next(step=step, wait_s=8.0), wait_s=8.0)
-        assert isinstance(reply, m.Batch), reply
-        trained = sum(int(b.column("sampled").flatten().to_numpy(False).sum()) for b in read_groups(self.folder / "journal")
-                      if b.column("group")[0].as_py() in reply.groups)  # fmt: skip
+        taken = self.client.next(step, wait_s=8.0)
+        assert isinstance(taken, Taken), taken
+        trained = int(np.count_nonzero(flat(taken.table, "sampled")))
         done = m.Consumed(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
         self.client.call(done, m.Done)
-        return reply.groups
+        return taken.groups
 
     def close(self) -> m.Status:
         self.client.call(m.Stop(reason="over"), m.Done)

@@ -1,6 +1,8 @@
 """The bound on staleness, attacked: adversarial latencies, lagging, stalling and dying generators, on the pure logic."""
 
+import itertools
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,11 +10,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffers.leases import LeaseBook, Terms
+from buffers.events import Accepted, AnyEvent, Checkpointed, Leased, Published, Rejected, Trained
+from buffers.groups import Handout, Terms
+from buffers.leases import LeaseBook
 from buffers.ledger import Ledger
 from buffers.messages import Lease
-from buffers.staleness import floor, histogram, trainable
+from buffers.prompts import PromptOrder
+from buffers.samplers import SAMPLERS, load_sampler
+from buffers.staleness import count, floor, trainable
 from configs.schema import OnLate
+
+
+def submit(book: LeaseBook, lease_id: int, versions: list[int]) -> str:
+    """What the buffer does with a whole group that has come in."""
+    held = book.lease_of(lease_id)
+    if held is None:
+        if book.is_accepted(lease_id):
+            return "accepted"
+        book.duplicate(lease_id, len(versions))
+        return "duplicate"
+    by_version = {v: versions.count(v) for v in set(versions)}
+    book.accept(
+        Accepted(lease_id, *held, prompt=0, segment=0, offset=0, size=100, xxh3=0, row=0, rows=1, tokens=len(versions),
+                 oldest=min(versions), newest=max(versions), reward_mean=0.5, reward_std=0.5, at=0.0, versions=by_version)
+    )  # fmt: skip
+    return "accepted"
 
 
 @dataclass
@@ -34,25 +56,64 @@ class FakeGenerator:
 
 
 @dataclass
+class Step:
+    """A trained step, until it is undone."""
+
+    handout: Handout
+    staleness: list[int]
+    num_late: int
+
+
+@dataclass
 class World:
     """A run on a fake clock. Every choice is the adversary's: `rng`."""
 
     terms: Terms
     rng: random.Random
     num_generators: int = 3
+    sampler: str = "fifo"
     obey_floor: bool = True
     now: float = 0.0
-    step: int = 0
-    trained: dict[int, int] = field(default_factory=dict)  # group -> step
-    num_late: int = 0
-    staleness: list[int] = field(default_factory=list)
+    history: list[Step] = field(default_factory=list)
+    expected: dict[int, Handout] = field(default_factory=dict)  # steps that were undone
+    checkpoint: int = 0
+    events_noted: list[AnyEvent] = field(default_factory=list)
     submitted: dict[int, list[int]] = field(default_factory=dict)  # group -> versions of its tokens
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger()
-        self.book = LeaseBook(self.terms, self.ledger)
-        self.book.publish(0)
+        self.new_book()
+        self.publish(0)
         self.generators = [FakeGenerator(f"g{i}", self.obey_floor) for i in range(self.num_generators)]
+
+    def new_book(self) -> None:
+        noted, self.events_noted = self.events_noted, []
+        self.ledger = Ledger()
+        ids = itertools.count(1_000_000 * len(noted))
+        self.book = LeaseBook(self.terms, self.ledger, sampler=load_sampler(self.sampler, {}), lease_ids=ids)
+        for event in noted:
+            self.book.apply(event, self.now)
+        self.book._note = self.events_noted.append
+        self.events_noted += noted
+
+    def publish(self, version: int) -> None:
+        self.book.publish(version)
+        self.events_noted.append(Published(version, "", 0.0))
+
+    @property
+    def step(self) -> int:
+        return len(self.history)
+
+    @property
+    def staleness(self) -> list[int]:
+        return [s for step in self.history for s in step.staleness]
+
+    @property
+    def num_late(self) -> int:
+        return sum(step.num_late for step in self.history)
+
+    @property
+    def uses(self) -> Counter[int]:
+        return Counter(group for step in self.history for group in step.handout.groups)
 
     def run(self, max_ticks: int = 20_000) -> None:
         for _ in range(max_ticks):
@@ -63,7 +124,7 @@ class World:
             assert self.ledger.closes()
             if self.step == self.terms.steps:
                 return
-        raise AssertionError(f"no end after {max_ticks} events: {self.book.waiting_for(self.step, self.now)}")
+        raise AssertionError(f"no end after {max_ticks} events: {self.book.waiting_for(self.step)}")
 
     # ---- what may happen
 
@@ -87,7 +148,7 @@ class World:
             work.versions.append(generator.version)
             if len(work.versions) >= work.length:
                 del generator.work[work.lease.id]
-                if self.book.submit(work.lease.id, len(work.versions)) == "accepted":
+                if submit(self.book, work.lease.id, work.versions) == "accepted":
                     self.submitted[work.lease.group] = work.versions
 
     def pull(self, generator: FakeGenerator) -> None:
@@ -116,58 +177,115 @@ class World:
             self.book.fail(lease_id, len(work.versions), "the task raised")
 
     def learn(self, generator: FakeGenerator) -> None:
-        groups = self.book.ready(self.step, self.now)
-        if groups is None:
+        handout = self.book.ready(self.step, self.now)
+        if handout is None:
             return
-        assert len(groups) == self.terms.groups_per_step
-        counts = {}
-        for group in groups:
-            assert group not in self.trained, "trained twice"
-            self.trained[group] = self.step
+        assert len(handout.groups) == self.terms.groups_per_step == len(set(handout.groups))
+        assert handout == self.expected.pop(self.step, handout), "a step that was undone is handed out as it was"
+        if self.rng.random() < 0.2:
+            self.expected[self.step] = handout  # nothing comes back: it will be asked for again
+            return
+        counts, stale, late = [], [], 0
+        for group in handout.groups:
+            assert self.uses[group] < self.terms.max_uses, "trained too often"
             versions = np.array(self.submitted[group])
             mask = trainable(versions, np.ones(len(versions), bool), self.step, self.terms.max_versions)
-            self.staleness += [self.step - int(v) for v in versions[mask]]
-            self.num_late += int((~mask).sum())
-            counts[group] = (int(mask.sum()), int((~mask).sum()))
-        self.book.consume(self.step, counts)
-        self.step += 1
-        self.book.publish(self.step)
+            stale += [self.step - int(v) for v in versions[mask]]
+            late += int((~mask).sum())
+            counts.append(count(self.book.content(group).tokens_by_version(), self.step, self.terms.max_versions))
+            assert counts[-1][:2] == (int(mask.sum()), int((~mask).sum()))
+        staleness = sum((Counter(by_staleness) for _, _, by_staleness in counts), Counter())
+        trained, excluded = [c[0] for c in counts], [c[1] for c in counts]
+        self.book.consume(Trained(self.step, handout.groups, trained, excluded, dict(staleness), handout.weights))
+        self.history.append(Step(handout, stale, late))
+        self.publish(self.step)
+        if self.rng.random() < 0.3:
+            self.checkpoint = self.step
+            self.book.checkpoint(Checkpointed(self.step, self.step))
 
-    events = [ask, ask, ask, sample, sample, sample, pull, beat, beat, stall, die, break_down, learn]
+    def crash_learner(self, generator: FakeGenerator) -> None:
+        if self.rng.random() < 0.02:
+            for step in range(self.checkpoint, self.step):
+                self.expected[step] = self.history[step].handout
+            del self.history[self.checkpoint :]
+            self.book.rewind(self.checkpoint)
+            assert self.book.lease("g", self.now) is None, "nothing is leased before a version is published again"
+            for other in self.generators:  # as a real one does, before it begins anything
+                other.version = min(other.version, self.checkpoint)
+            self.publish(self.checkpoint)
+
+    def crash_buffer(self, generator: FakeGenerator) -> None:
+        if self.rng.random() < 0.05:
+            before = self.book
+            self.new_book()
+            for name in ("num_consumed", "version", "quarantined", "num_rejected", "trained_twice", "bytes_held"):
+                assert getattr(self.book, name) == getattr(before, name), name
+            assert self.book.groups.keys() == before.groups.keys() and self.book.pool.keys() == before.pool.keys()
+            assert self.book.ledger.groups == before.ledger.groups, "every lease has the fate it had"
+            assert self.book.ledger.staleness == before.ledger.staleness
+            for fate in ("trained", "masked", "late", "zero_variance", "unsampled"):
+                assert self.book.ledger.tokens[fate] == before.ledger.tokens[fate]
+
+    events = [ask, ask, ask, sample, sample, sample, pull, beat, beat, stall, die, break_down, learn, learn, crash_learner,
+              crash_buffer]  # fmt: skip
 
 
-def terms(on_late: OnLate, bound: int, batch: int, steps: int = 6) -> Terms:
+def terms(on_late: OnLate, bound: int, batch: int, steps: int = 6, **more: object) -> Terms:
     return Terms(
         groups_per_step=batch, steps=steps, max_versions=bound, on_late=on_late, samples_per_prompt=1, lease_s=20.0,
-        max_attempts=3, straggler_timeout_s=15.0 if on_late is OnLate.cancel else None, task="t", seed=0,
-    )  # fmt: skip
+        max_attempts=3, straggler_timeout_s=15.0 if on_late is OnLate.cancel else None, task="t", seed=0, **more,
+    )  # type: ignore[arg-type]  # fmt: skip
 
 
+seeds = st.integers(0, 2**32).map(random.Random)
 worlds = st.builds(
     World,
     terms=st.builds(terms, st.sampled_from(list(OnLate)), st.integers(0, 3), st.integers(1, 4)),
-    rng=st.integers(0, 2**32).map(random.Random),
+    rng=seeds,
     num_generators=st.integers(1, 4),
 )
+replaying = st.builds(
+    World,
+    terms=st.builds(
+        terms, st.sampled_from(list(OnLate)), st.integers(1, 4), st.sampled_from([2, 4, 8]),
+        max_uses=st.sampled_from([1, 2]), max_tokens=st.none() | st.integers(1, 100),
+    ),
+    rng=seeds,
+    num_generators=st.integers(1, 4),
+    sampler=st.sampled_from(sorted(SAMPLERS)),
+)  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)
 @given(worlds)
-def test_no_token_is_trained_beyond_the_bound_whatever_generators_do(world: World) -> None:
+def test_no_token_is_trained_beyond_the_bound_whatever_crashes_stalls_or_lags(world: World) -> None:
     world.run()
     assert all(0 <= staleness <= world.terms.max_versions for staleness in world.staleness)
-    assert len(world.trained) == world.terms.steps * world.terms.groups_per_step
+    assert sum(world.uses.values()) == world.terms.steps * world.terms.groups_per_step
     if world.terms.on_late is not OnLate.mask:
         assert world.num_late == 0, "under wait and cancel nothing is ever late"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
+@given(replaying)
+def test_the_bound_holds_for_every_sampler_and_for_groups_that_are_trained_again(world: World) -> None:
+    world.run()
+    assert all(0 <= staleness <= world.terms.max_versions for staleness in world.staleness)
+    if world.terms.on_late is not OnLate.mask:
+        assert world.num_late == 0
+    assert world.ledger.tokens["trained"] + world.ledger.replayed == len(world.staleness)
+    assert world.ledger.groups["trained"] == len(world.uses)
+    assert world.book.trained_twice == 0
+
+
+@settings(max_examples=80, deadline=None)
 @given(worlds)
 def test_the_ledger_accounts_for_every_group_and_token_at_the_end(world: World) -> None:
     world.run()
-    assert world.ledger.groups["trained"] == len(world.trained)
+    assert world.ledger.groups["trained"] == len(world.uses)
     assert world.ledger.tokens["trained"] == len(world.staleness)
     assert world.ledger.tokens["masked"] + world.ledger.tokens["late"] == world.num_late
+    assert world.ledger.staleness == Counter(world.staleness)
     assert world.book.trained_twice == 0
     assert min(world.ledger.tokens.values()) >= 0 and min(world.ledger.groups.values()) >= 0
 
@@ -190,12 +308,12 @@ def test_floor_is_the_oldest_version_within_the_bound(due: int, bound: int) -> N
     assert oldest == 0 or due - (oldest - 1) > bound
 
 
-def test_histogram_counts_only_what_was_trained() -> None:
-    versions = np.array([-1, 3, 4, 5, 5, 2])
+def test_count_and_mask_agree_and_nothing_from_the_future_is_trained() -> None:
+    versions = np.array([-1, 3, 4, 5, 5, 2, 6])
     sampled = versions >= 0
     mask = trainable(versions, sampled, step=5, bound=2)
-    assert mask.tolist() == [False, True, True, True, True, False]
-    assert histogram(versions, mask, step=5) == {0: 2, 1: 1, 2: 1}
+    assert mask.tolist() == [False, True, True, True, True, False, False]
+    assert count({2: 1, 3: 1, 4: 1, 5: 2, 6: 1}, step=5, bound=2) == (4, 2, {0: 2, 1: 1, 2: 1})
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
@@ -220,10 +338,10 @@ def test_a_group_that_keeps_failing_is_quarantined_and_its_place_refilled() -> N
     refill = book.lease("g", 0.0)
     assert refill is not None and (refill.group, refill.due) == (2, 0)
     assert other is not None
-    book.submit(other.id, 1)
+    submit(book, other.id, [0] * 1)
     assert book.ready(0, 0.0) is None
-    book.submit(refill.id, 1)
-    assert book.ready(0, 0.0) == [0, 2]
+    submit(book, refill.id, [0] * 1)
+    assert book.ready(0, 0.0) == Handout([0, 2], [])
     assert book.ledger.tokens["failed"] == 15 and book.ledger.groups["failed"] == 3
 
 
@@ -234,10 +352,10 @@ def test_the_first_complete_attempt_wins_and_the_other_is_a_duplicate() -> None:
     book.expire(100.0)
     fast = book.lease("fast", 100.0)
     assert slow is not None and fast is not None and slow.group == fast.group
-    assert book.submit(slow.id, 7) == "accepted", "late but first"
-    assert book.submit(slow.id, 7) == "accepted", "sent again: idempotent"
+    assert submit(book, slow.id, [0] * 7) == "accepted", "late but first"
+    assert submit(book, slow.id, [0] * 7) == "accepted", "sent again: idempotent"
     assert book.heartbeat("fast", {fast.id: 4}, 101.0) == [fast.id], "told that it is in vain"
-    assert book.submit(fast.id, 9) == "duplicate"
+    assert submit(book, fast.id, [0] * 9) == "duplicate"
     assert book.ledger.tokens["duplicate"] == 9 and book.ledger.tokens["in_flight"] == 7
     assert book.ledger.closes()
 
@@ -247,8 +365,8 @@ def test_what_a_generator_held_before_it_was_restarted_is_given_out_at_once() ->
     book.publish(0)
     done, lost, other = book.lease("g0", 0.0), book.lease("g0", 0.0), book.lease("g1", 0.0)
     assert done is not None and lost is not None and other is not None
-    book.submit(done.id, 4)
-    assert book.release("g0") == [(lost.group, "lost")]
+    submit(book, done.id, [0] * 4)
+    assert book.release("g0", "restarted") == [(lost.group, "lost")]
     again = book.lease("g1", 0.0)
     assert again is not None and again.group == lost.group
     assert book.heartbeat("g1", {other.id: 1, again.id: 1}, 0.0) == []
@@ -270,16 +388,37 @@ def test_a_straggler_is_cancelled_only_after_holding_its_step_and_is_refilled() 
     assert book.ledger.tokens["cancelled"] == 3
 
 
-def test_a_restart_hands_out_the_same_groups_and_skips_no_prompt() -> None:
-    book = LeaseBook(terms(OnLate.wait, 1, batch=2, steps=10), Ledger())
-    consumed = {0: [0, 1], 1: [2, 4], 2: [5, 6]}
-    journal = [(g, due, 3) for g, due in [(0, 0), (1, 0), (2, 1), (4, 1), (5, 2), (6, 2), (8, 3)]]
-    book.restore(1, journal, consumed, rejected=[3])
-    book.publish(1)
-    assert book.ready(1, 0.0) == [2, 4] and book.ready(2, 0.0) == [5, 6]
-    assert book.lease("g", 0.0) is None, "steps 1 and 2 are at hand, step 3 is not admitted at version 1"
-    book.publish(2)
+@pytest.mark.parametrize("size", [1, 7, 20])
+def test_an_epoch_leases_every_prompt_once_in_an_order_of_its_own(size: int) -> None:
+    order = PromptOrder(size, seed=3)
+    epochs = [[order.index(group) for group in range(epoch * size, (epoch + 1) * size)] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+    assert size == 1 or epochs[0] != epochs[1]
+    again = PromptOrder(size, seed=3)
+    assert [again.index(group) for group in range(2 * size, 3 * size)] == epochs[2], "whatever was asked for before"
+
+
+@settings(max_examples=40, deadline=None)
+@given(worlds)
+def test_no_prompt_is_passed_over_whatever_crashes(world: World) -> None:
+    """Groups are numbered without a gap, and each has one fate: trained, rejected, or still to be trained."""
+    world.run()
+    leased = {event.group for event in world.events_noted if isinstance(event, Leased)}
+    rejected = {event.group for event in world.events_noted if isinstance(event, Rejected)}
+    assert leased == set(range(len(leased)))
+    assert leased == set(world.uses) | rejected | set(world.book.groups)
+    assert not set(world.uses) & rejected
+
+
+def test_a_budget_holds_back_what_is_not_needed_yet_and_never_the_step_at_hand() -> None:
+    book = LeaseBook(terms(OnLate.wait, 2, batch=2, max_groups=3), Ledger())
+    book.publish(0)
     leases = list(iter(lambda: book.lease("g", 0.0), None))
-    assert [(lease.group, lease.due) for lease in leases] == [(7, 3)], "7 was lost in flight, 8 is in the journal"
-    book.publish(3)
-    assert [(lease.group, lease.due) for lease in iter(lambda: book.lease("g", 0.0), None)] == [(9, 4), (10, 4)]
+    assert [lease.due for lease in leases] == [0, 0, 1]
+    assert book.budget_reached() == "buffer.max_groups is reached (3 of 3)"
+    tight = LeaseBook(terms(OnLate.wait, 2, batch=2, max_tokens=1), Ledger())
+    tight.publish(0)
+    first = tight.lease("g", 0.0)
+    assert first is not None
+    tight.heartbeat("g", {first.id: 5}, 0.0)
+    assert [lease.due for lease in iter(lambda: tight.lease("g", 0.0), None)] == [0], "the step itself is always made"

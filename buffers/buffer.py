@@ -1,0 +1,454 @@
+"""The replay buffer: leases out, groups in, batches out, everything on the record. No sockets: `buffers.server` has those.
+
+    lease ─▶ submit: check, journal, book ─▶ next: which groups a step trains ─▶ consumed
+                                 │
+                              commit: one write, and one fsync, for all that has come in since the last
+
+The journal's log is the state: a buffer that is opened on a folder applies it from its beginning and goes on from there.
+"""
+
+import itertools
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from buffers import events as e
+from buffers import messages as m
+from buffers.evaluation import Evaluations
+from buffers.fleet import Fleet
+from buffers.groups import Handout, Terms
+from buffers.journal import Journal, mend, read_bytes, read_events
+from buffers.leases import LeaseBook
+from buffers.ledger import Ledger
+from buffers.prompts import PromptOrder
+from buffers.samplers import load_sampler
+from buffers.staleness import count
+from buffers.trajectory import SCHEMA_VERSION, Expected, Facts, Malformed, check_groups, decode, encode, flat
+from configs.schema import Config, OnLate, Retention
+
+log = logging.getLogger("slipstream.buffer")
+
+MAX_RECORDS = 10_000
+"""Step records kept for those who watch."""
+
+
+class Stuck(RuntimeError):
+    """Nothing has moved for so long that the run is better ended."""
+
+
+class Refusal(ValueError):
+    """A request that does not fit. `reason` is one of a few, the text says which request and why."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class Buffer:
+    """Not thread-safe. What a method changes is durable after the next `commit`."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        *,
+        resume_step: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Opens the journal in `folder`, and goes on from what it holds: with `resume_step`, from the checkpoint of that
+        step. Raises ValueError for a step that it cannot go back to, and when another process writes the journal."""
+        self._config, self._clock, self._bound = config, clock, config.bound
+        self.ledger = Ledger()
+        lease_ids = itertools.count(secrets.randbits(30) << 32)  # no lease of an earlier life has such a number
+        terms = Terms(
+            groups_per_step=config.learner.groups_per_step,
+            steps=config.run.steps,
+            max_versions=self._bound,
+            on_late=config.staleness.on_late,
+            samples_per_prompt=config.learner.samples_per_prompt,
+            lease_s=config.buffer.lease_s,
+            max_attempts=config.buffer.max_attempts,
+            straggler_timeout_s=config.staleness.straggler_timeout_s,
+            task=config.task.name,
+            seed=config.run.seed,
+            task_size=config.task.size,
+            max_uses=config.buffer.max_uses,
+            max_groups=config.buffer.max_groups,
+            max_tokens=config.buffer.max_tokens,
+            max_bytes=config.buffer.max_bytes,
+        )
+        self._lease_ids = lease_ids
+        self._silent = True
+        sampler = load_sampler(config.buffer.sampler, config.buffer.sampler_args)
+        self.book = LeaseBook(terms, self.ledger, sampler=sampler, lease_ids=lease_ids, note=self._note)
+        self._prompts = PromptOrder(terms.task_size, terms.seed)
+        self._evaluations = Evaluations(
+            config.task.name, config.run.seed, config.buffer.lease_s, config.buffer.max_attempts
+        )
+        self.fleet = Fleet()
+        self.refusals: Counter[str] = Counter()
+        self.records: list[m.StepRecord] = []
+        self.num_records = 0
+        """Step records ever; the last of them are in `records`."""
+        self.scores: list[m.Evaluation] = []
+        self.weights = ""
+        self._learner_idle = (0.0, 0.0)
+        self._started_at: float | None = None
+        self.moved_at = self._warned_at = clock()
+        self.stopping: str | None = None
+
+        began = time.monotonic()
+        self.cut = mend(folder)
+        for what in self.cut:
+            log.warning("recovery has cut from the journal: %s", what)
+        num_events = self._recover(folder)
+        self._silent = False
+        self.journal = Journal(folder, config.buffer.durability, config.buffer.segment_mb << 20)
+        if resume_step is not None:
+            self.rewind(resume_step)
+        if num_events:
+            waiting = len(self.book.pool)
+            log.info(
+                "recovered in %.2f s from %d events: step %d, %d complete groups wait to be trained",
+                time.monotonic() - began, num_events, self.book.num_consumed, waiting,
+            )  # fmt: skip
+
+    def _note(self, event: e.AnyEvent) -> None:
+        if not self._silent:
+            self.journal.note(event)
+
+    def _recover(self, folder: Path) -> int:
+        num_events, now = 0, self._clock()
+        for event in read_events(folder):
+            num_events += 1
+            self.book.apply(event, now)
+            match event:
+                case e.Published():
+                    self.weights = event.weights
+                    self._request_evaluation(event.version)
+                case e.Scored():
+                    self._evaluations.withdraw(event.version)
+        return num_events
+
+    def commit(self) -> None:
+        """Makes durable, as `buffer.durability` has it, all that has changed."""
+        self.journal.commit()
+
+    def close(self) -> None:
+        self.journal.close()
+
+    def stop(self, reason: str) -> None:
+        self.stopping = self.stopping or reason
+
+    def refuse(self, reason: str, detail: str) -> m.Refused:
+        """Counts a message that cannot be taken in; `reason` is one of a few, `detail` says which message and why."""
+        self.refusals[reason] += 1
+        log.warning("refused, %s: %s", reason, detail)
+        return m.Refused(reason=detail)
+
+    # ---- generators
+
+    def join(self, generator: str) -> None:
+        """A generator begins a new life: what it held before is free."""
+        self.fleet.join(generator)
+        self.leave(generator, f"{generator} was started again")
+
+    def leave(self, generator: str, error: str | None) -> None:
+        for group, outcome in self.book.release(generator, error):
+            self._lost(group, outcome, error or "left")
+        self._evaluations.release(generator)
+
+    def lease(self, generator: str) -> m.Lease | None:
+        """One lease, if there is one to be had."""
+        if self.book.version < 0 or self.stopping is not None:
+            return None
+        now = self._clock()
+        return self._evaluations.lease(self._lease_ids, generator, now) or self.book.lease(generator, now)
+
+    def heartbeat(self, beat: m.Heartbeat) -> list[int]:
+        """Renews leases; returns those that are no longer the generator's."""
+        now = self._clock()
+        if self.fleet.report(beat.generator, beat.report):
+            self.moved_at = now
+        training = {}
+        for lease_id, num_tokens in beat.progress.items():
+            if self._evaluations.owns(lease_id):
+                self._evaluations.renew(lease_id, now)
+            elif num_tokens >= 0:
+                training[lease_id] = num_tokens
+        return self.book.heartbeat(beat.generator, training, now)
+
+    def submit(self, generator: str, leases: Sequence[int], schema: int, data: memoryview) -> list[str]:
+        """Checks, journals and books the groups of some leases; returns the verdict on each.
+
+        `accepted`, `zero_variance` (complete, and rejected by dynamic sampling), `duplicate`, or `failed` (and refused,
+        because the group breaks a rule, or the message cannot be read at all).
+        """
+        num_samples = self.book.terms.samples_per_prompt
+        wanted: dict[int, Expected] = {}  # by place in the message
+        for place, lease in enumerate(leases):
+            held = self.book.lease_of(lease)
+            if held is not None and all(held[0] != one.group for one in wanted.values()):
+                wanted[place] = Expected(held[0], held[1], self._prompts.index(held[0]))
+        spent: dict[int, int] = {}
+        found = None
+        try:
+            if schema != SCHEMA_VERSION:
+                raise Malformed(f"schema version must be {SCHEMA_VERSION}, got {schema}")
+            if len(wanted) < len(leases):
+                data, spent = _divide(data, len(leases), wanted, num_samples)
+            if wanted:
+                found = check_groups(
+                    data, list(wanted.values()), num_samples=num_samples, newest_version=self.book.newest_version
+                )
+        except Malformed as error:
+            self.refuse("malformed group", f"from {generator}: {error}")
+            for place in wanted:
+                self.fail(leases[place], 0, str(error))
+        stored = iter(() if found is None else self._store(generator, [leases[place] for place in wanted], *found))
+        return [
+            next(stored, "failed") if place in wanted else self._in_vain(lease, spent.get(place, 0))
+            for place, lease in enumerate(leases)
+        ]
+
+    def _in_vain(self, lease: int, num_tokens: int) -> str:
+        """A group that is complete already, or that nobody waits for any more."""
+        if self.book.is_accepted(lease):
+            return "accepted"  # sent again because the receipt was lost
+        self.book.duplicate(lease, num_tokens)
+        return "duplicate"
+
+    def _store(
+        self, generator: str, leases: list[int], batch: pa.RecordBatch, found: list[Facts | Malformed]
+    ) -> Iterator[str]:
+        num_samples = self.book.terms.samples_per_prompt
+        good = [number for number, facts in enumerate(found) if isinstance(facts, Facts)]
+        if 0 < len(good) < len(found):
+            batch = pa.concat_batches([batch.slice(number * num_samples, num_samples) for number in good])
+        if good:
+            message = encode(batch)  # anew: what is stored has the layout that this process writes, whoever sent it
+            segment, offset, xxh3 = self.journal.append(message)
+            self.moved_at = self._clock()
+        row = 0
+        for lease, facts in zip(leases, found, strict=True):
+            if isinstance(facts, Malformed):
+                self.refuse("malformed group", f"from {generator}: {facts}")
+                self.fail(lease, 0, str(facts))
+                yield "failed"
+                continue
+            held = self.book.lease_of(lease)
+            assert held is not None
+            group, due = held
+            self.book.accept(
+                e.Accepted(
+                    lease=lease, group=group, due=due, prompt=self._prompts.index(group), segment=segment, offset=offset,
+                    size=message.size, xxh3=xxh3, row=row, rows=num_samples, tokens=facts.num_tokens, oldest=facts.oldest,
+                    newest=facts.newest, reward_mean=facts.reward_mean, reward_std=facts.reward_std, at=time.time(),
+                    versions=facts.versions,
+                )
+            )  # fmt: skip
+            row += num_samples
+            if self._config.algo.dynamic_sampling and facts.reward_std == 0.0:
+                self.book.reject(group, "zero_variance")
+                yield "zero_variance"
+            else:
+                yield "accepted"
+
+    def evaluated(self, generator: str, lease: int, reward: float) -> str:
+        if not self._evaluations.owns(lease):
+            return "duplicate"
+        if not np.isfinite(reward):
+            self.refuse("malformed evaluation", f"from {generator}: reward must be finite, got {reward}")
+            self._evaluations.fail(lease)
+            return "failed"
+        self.moved_at = self._clock()
+        self._evaluations.submit(lease, reward)
+        for sweep in self._evaluations.take_done():
+            if sweep.rewards:
+                mean = float(np.mean(sweep.rewards))
+                self._note(e.Scored(sweep.version, mean, len(sweep.rewards), time.time()))
+                self.scores.append(
+                    m.Evaluation(version=sweep.version, time=self.seconds, reward=mean, num_prompts=len(sweep.rewards))
+                )
+                log.info("version %d scores %.3f on %d held-out prompts", sweep.version, mean, len(sweep.rewards))
+        return "accepted"
+
+    def fail(self, lease: int, num_tokens: int, error: str, *, revoked: bool = False) -> str:
+        if self._evaluations.owns(lease):
+            self._evaluations.fail(lease)
+            return "failed"
+        held = self.book.lease_of(lease)
+        outcome = self.book.fail(lease, max(0, num_tokens), error, counts=not revoked)
+        if held is not None and outcome != "over":
+            self._lost(held[0], outcome, error)
+        return "failed"
+
+    def _lost(self, group: int, outcome: str, error: str) -> None:
+        log.warning("group %d failed and is %s: %s", group, outcome, error)
+
+    # ---- learner
+
+    def publish(self, version: int, weights: str) -> None:
+        """Raises Refusal for a version that is not above the newest (but for the newest itself, said again)."""
+        if version == self.book.version and weights == self.weights:
+            return
+        if version <= self.book.version:
+            raise Refusal("wrong version", f"version must be above {self.book.version}, got {version}")
+        self.book.publish(version)
+        self.weights, self.moved_at = weights, self._clock()
+        self._note(e.Published(version, weights, time.time()))
+        if self._started_at is None:
+            self._started_at = self.moved_at
+        self._request_evaluation(version)
+
+    def _request_evaluation(self, version: int) -> None:
+        every, last = self._config.eval.every, self._config.run.steps
+        if version in (0, last) or (every and version % every == 0):
+            self._evaluations.request(version, self._config.eval.prompts)
+
+    @property
+    def num_unevaluated(self) -> int:
+        """Held-out prompts without an answer."""
+        return self._evaluations.pending
+
+    def next(self, step: int) -> Handout | None:
+        """What step `step` trains, or None while some of it is missing. Raises Refusal for a step that is trained already."""
+        if step < self.book.num_consumed:
+            raise Refusal(
+                "wrong step", f"step must be {self.book.num_consumed} or later (or say Rewind first), got {step}"
+            )
+        return self.book.ready(step, self._clock()) if step == self.book.num_consumed else None
+
+    def slices(self, handout: Handout) -> list[m.Slice]:
+        contents = [self.book.content(group) for group in handout.groups]
+        return [m.Slice(c.segment, c.offset, c.size, c.xxh3, c.row, c.rows) for c in contents]
+
+    def messages(self, slices: Sequence[m.Slice]) -> list[bytes]:
+        """The record batches that hold these slices, each once, for readers that cannot map the journal."""
+        distinct = dict.fromkeys((s.segment, s.offset, s.size) for s in slices)
+        return [read_bytes(self.journal.folder, *where) for where in distinct]
+
+    def consumed(self, request: m.Consumed) -> None:
+        """A step has been trained. Raises Refusal when it is not the one at hand (one trained before is no error)."""
+        if request.step < self.book.num_consumed:
+            return
+        handout = self.next(request.step)
+        if handout is None:
+            raise Refusal("wrong step", f"consumed step must be the one handed out, got {request.step}")
+        counts = [count(self.book.content(g).tokens_by_version(), request.step, self._bound) for g in handout.groups]
+        staleness: Counter[int] = Counter()
+        for _, _, by_staleness in counts:
+            staleness.update(by_staleness)
+        trained, excluded = [c[0] for c in counts], [c[1] for c in counts]
+        if sum(trained) != request.num_trained:
+            raise Refusal(
+                "wrong count", f"num_trained must be {sum(trained)} at step {request.step}, got {request.num_trained}"
+            )
+        if sum(excluded) and self._config.staleness.on_late is not OnLate.mask:
+            log.error("step %d: %d tokens were beyond the bound and masked: a defect", request.step, sum(excluded))
+        self.book.consume(
+            e.Trained(
+                request.step, handout.groups, trained, excluded, dict(sorted(staleness.items())), handout.weights, time.time()
+            )
+        )  # fmt: skip
+        assert self.ledger.closes(), f"the ledger does not close after step {request.step}: {vars(self.ledger)}"
+        self.moved_at = self._clock()
+        self._learner_idle = (request.idle_s, request.alive_s)
+        self.records.append(m.StepRecord(step=request.step, time=self.seconds, metrics=request.metrics))
+        self.num_records += 1
+        del self.records[:-MAX_RECORDS]
+
+    def checkpointed(self, step: int, oldest: int) -> None:
+        """The learner can go back to `oldest` at the earliest: what only earlier steps needed may go."""
+        self.book.checkpoint(e.Checkpointed(step, oldest))
+        if self._config.buffer.retention is Retention.checkpoints:
+            self.journal.commit()
+            gone = sorted(self.journal.closed_segments() - self.book.segments_needed())
+            if gone:
+                self._note(e.Dropped(gone))
+                self.journal.commit()
+                self.journal.drop(gone)
+
+    def rewind(self, step: int) -> None:
+        """The learner goes on from the checkpoint of `step`. Raises ValueError for a step that cannot be gone back to."""
+        self.book.rewind(step)
+        self._evaluations.clear()
+        self.moved_at = self._clock()
+        log.info("rewound to step %d; %d complete groups wait to be trained", step, len(self.book.pool))
+
+    # ---- time, and what can be said of it
+
+    def tick(self) -> None:
+        """What time alone brings about. Raises Stuck when nothing has moved for twice `buffer.watchdog_s`."""
+        now = self._clock()
+        for group, outcome in self.book.expire(now):
+            self._lost(group, outcome, "lease expired")
+        self._evaluations.expire(now)
+        for group in self.book.cancel_stragglers(now):
+            log.warning("group %d held its step for %s s: cancelled", group, self._config.staleness.straggler_timeout_s)
+        limit = self._config.buffer.watchdog_s
+        still = now - self.moved_at
+        if still > 2 * limit:
+            raise Stuck(f"nothing has moved for {still:.0f} s: {self.waiting_for()}")
+        if still > limit and now - self._warned_at > limit:
+            self._warned_at = now
+            log.warning("nothing has moved for %.0f s: %s", still, self.waiting_for())
+
+    @property
+    def seconds(self) -> float:
+        """Since the first version was published (in this life of the buffer)."""
+        return 0.0 if self._started_at is None else self._clock() - self._started_at
+
+    def waiting_for(self, *, learner_waits: bool = True, num_asking: int = 0) -> str:
+        """Who waits for whom, in a sentence."""
+        step = self.book.num_consumed
+        if self.book.version < 0:
+            return f"all wait for the learner to publish version {step}"
+        if step == self._config.run.steps:
+            return f"the run waits for {self._evaluations.pending} evaluation prompts"
+        if learner_waits:
+            return f"the learner waits: {self.book.waiting_for(step)}"
+        budget = self.book.budget_reached()
+        return f"the learner trains step {step}; {num_asking} generators wait for {budget or 'admission'}"
+
+    def status(self, waiting_for: str) -> m.Status:
+        idle, alive = self._learner_idle
+        return m.Status(
+            version=self.book.version,
+            step=self.book.num_consumed,
+            seconds=self.seconds,
+            tokens=self.ledger.token_account(),
+            groups=self.ledger.group_account(),
+            trained_twice=self.book.trained_twice,
+            staleness=dict(sorted(self.ledger.staleness.items())),
+            learner_idle=idle / alive if alive else 0.0,
+            quarantined=self.book.quarantined,
+            replayed=self.ledger.replayed,
+            refused=dict(self.refusals),
+            waiting_for=waiting_for,
+            still_s=self._clock() - self.moved_at,
+            **self.fleet.summary(),
+        )
+
+
+def _divide(
+    data: memoryview, num_groups: int, wanted: Container[int], num_samples: int
+) -> tuple[memoryview, dict[int, int]]:
+    """(message with the wanted groups alone, sampled tokens of each of the others). Raises Malformed."""
+    batch = decode(data)
+    if batch.num_rows != num_groups * num_samples:
+        raise Malformed(f"{num_groups} groups must have {num_groups * num_samples} rows, got {batch.num_rows}")
+    groups = [batch.slice(place * num_samples, num_samples) for place in range(num_groups)]
+    kept = [group for place, group in enumerate(groups) if place in wanted] or [batch.slice(0, 0)]
+    spent = {
+        place: int(np.count_nonzero(flat(group, "sampled")))
+        for place, group in enumerate(groups)
+        if place not in wanted
+    }
+    return memoryview(encode(pa.concat_batches(kept))), spent

@@ -1,0 +1,104 @@
+"""What the lease book keeps: groups, attempts at them, and the terms they are made on."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from buffers import events as e
+from configs.schema import OnLate
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One lease of one group."""
+
+    lease: int
+    group: int
+    generator: str
+    deadline: float
+    leased_at: float
+    num_tokens: int = 0
+    fate: str = "in_flight"
+
+
+@dataclass(slots=True)
+class Group:
+    """A group that may still be trained."""
+
+    due: int
+    attempts: set[int] = field(default_factory=set)
+    """Leases under way."""
+    accepted: Attempt | None = None
+    """The lease whose submission won."""
+    content: e.Accepted | None = None
+    num_failures: int = 0
+    uses: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Handout:
+    """What a step trains."""
+
+    groups: list[int]
+    """In the order of their numbers."""
+    weights: list[float]
+    """Importance weight of each; empty: all 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A group's part in a trained step, kept until no checkpoint can undo it."""
+
+    number: int
+    group: Group
+    trained: int
+    excluded: int
+    first: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What the book is kept by; see `configs.schema` for the fields of the same names."""
+
+    groups_per_step: int
+    steps: int
+    max_versions: int
+    on_late: OnLate
+    samples_per_prompt: int
+    lease_s: float
+    max_attempts: int
+    straggler_timeout_s: float | None
+    task: str
+    seed: int
+    task_size: int | None = None
+    max_uses: int = 1
+    max_groups: int | None = None
+    max_tokens: int | None = None
+    max_bytes: int | None = None
+
+    @property
+    def excluded_as(self) -> str:
+        """What a trained group's tokens beyond the bound are on the ledger: `late` ones are a defect."""
+        return "masked" if self.on_late is OnLate.mask else "late"
+
+    @property
+    def fresh_per_step(self) -> int:
+        """Places that fall due at each step after the first, which needs a whole batch."""
+        return self.groups_per_step // self.max_uses
+
+    def num_places(self, due: int) -> int:
+        return self.groups_per_step if due == 0 else self.fresh_per_step
+
+    def due(self, place: int) -> int:
+        """The step at which a place falls due."""
+        return 0 if place < self.groups_per_step else 1 + (place - self.groups_per_step) // self.fresh_per_step
+
+
+def name_holders(missing: Sequence[Attempt]) -> str:
+    """Who holds these leases, in words."""
+    if not missing:
+        return "no generator holds a lease for it"
+    holders = Counter(attempt.generator for attempt in missing)
+    named = ", ".join(f"{name} ({count})" for name, count in sorted(holders.items())[:8])
+    more = f" and {len(holders) - 8} more" if len(holders) > 8 else ""
+    return f"leased to {named}{more}, the oldest is group {min(attempt.group for attempt in missing)}"

@@ -1,0 +1,84 @@
+"""The buffer's state for Prometheus, on an optional port of the loopback interface."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from buffers import messages as m
+
+
+class Metrics:
+    """Serves the last state that it was given. Without a port it does nothing."""
+
+    def __init__(self, port: int | None) -> None:
+        """Raises ValueError when the port is taken."""
+        self._status: m.Status | None = None
+        self._server = None
+        if port is None:
+            return
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+        except OSError as error:
+            raise ValueError(f"buffer.metrics_port must be free, got {port}: {error.strerror}") from error
+
+    @property
+    def wanted(self) -> bool:
+        return self._server is not None
+
+    def update(self, status: m.Status) -> None:
+        self._status = status
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by Prometheus's client, from a thread of its own."""
+        if self._status is not None:
+            yield from families(self._status)
+
+
+def families(status: m.Status) -> Iterator[Metric]:
+    plain = {
+        "slipstream_version": ("Newest published version", status.version),
+        "slipstream_steps_trained": ("Steps consumed", status.step),
+        "slipstream_still_seconds": ("Seconds since anything moved", status.still_s),
+        "slipstream_learner_idle_ratio": ("Share of its life that the learner waited", status.learner_idle),
+        "slipstream_generators_idle_ratio": (
+            "Share of their lives that engines had nothing to do",
+            status.generator_idle,
+        ),
+        "slipstream_groups_quarantined": ("Groups that failed for good", len(status.quarantined)),
+        "slipstream_tokens_replayed": ("Tokens trained again, beyond their first time", status.replayed),
+        "slipstream_weight_digest_mismatches": ("Weight updates that did not verify", status.digest_mismatches),
+    }
+    for name, (text, value) in plain.items():
+        yield GaugeMetricFamily(name, text, value=value)
+    for unit, account in (("tokens", status.tokens), ("groups", status.groups)):
+        ledger = GaugeMetricFamily(f"slipstream_ledger_{unit}", f"The ledger, in {unit}, by fate", labels=["fate"])
+        fates = {
+            "trained": account.trained,
+            "masked": account.masked,
+            "in_flight": account.in_flight,
+            **account.rejected,
+        }
+        for fate, amount in fates.items():
+            ledger.add_metric([fate], amount)
+        yield ledger
+    staleness = GaugeMetricFamily("slipstream_trained_tokens", "Trained tokens by staleness", labels=["staleness"])
+    for versions, tokens in status.staleness.items():
+        staleness.add_metric([str(versions)], tokens)
+    yield staleness
+    refused = CounterMetricFamily("slipstream_refused_messages", "Messages refused, by reason", labels=["reason"])
+    for reason, amount in status.refused.items():
+        refused.add_metric([reason], amount)
+    yield refused
+    lag = GaugeMetricFamily("slipstream_generator_version", "Version that a generator holds", labels=["generator"])
+    for generator, report in status.generators.items():
+        lag.add_metric([generator], report.version)
+    yield lag

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Makes CURVE keys for the buffer: scripts/keys.sh FOLDER [CLIENT ...]      (then set buffer.keys=FOLDER)
+set -euo pipefail
+. "$(dirname "$0")/env.sh"
+prepare
+exec python "$(dirname "$0")/keys.py" "$@"
