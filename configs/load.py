@@ -22,8 +22,11 @@ def load(overrides: Sequence[str]) -> Config:
     ConfigStore.instance().store(name="schema", node=Config)
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
         try:
-            # A task's arguments are open-ended: Hydra wants a `++` where the schema cannot know the key.
-            composed = compose("config", overrides=[f"++{o}" if o.startswith("task.args") else o for o in overrides])
+            # The arguments of a task or a sampler are open-ended: Hydra wants a `++` where the schema cannot know the key.
+            composed = compose(
+                "config",
+                overrides=[f"++{o}" if o.startswith(("task.args", "buffer.sampler_args")) else o for o in overrides],
+            )
         except (HydraException, OmegaConfBaseException) as error:
             raise ValueError(_explain(error, overrides)) from error
     return check(composed)
@@ -49,6 +52,32 @@ def resume(folder: Path, overrides: Sequence[str]) -> Config:
         before, now = OmegaConf.select(saved, key), OmegaConf.select(OmegaConf.structured(config), key)
         if before != now:
             raise ValueError(f"{key} must stay {before} in a resumed run (its journal is made so), got {now}")
+    return config
+
+
+def study(folder: Path, overrides: Sequence[str]) -> Config:
+    """The configuration of the run in `folder`, changed for training on what it has recorded: another algorithm
+    (`algo=NAME`), other hyperparameters. Refuses what the recorded data fixes."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"the run must be a folder with a config.yaml, got {folder}")
+    if problems := _unknown(overrides):
+        raise ValueError("\n".join(problems))
+    saved = OmegaConf.load(path)
+    assert isinstance(saved, DictConfig)
+    single = [override for override in overrides if "." in override.partition("=")[0]]
+    for override in overrides:
+        group, _, name = override.partition("=")
+        if override in single:
+            continue
+        if not (FOLDER / group / f"{name}.yaml").is_file() or group != "algo":
+            raise ValueError(f"a study takes algo=NAME and single keys, got {override!r}")
+        saved["algo"] = OmegaConf.load(FOLDER / group / f"{name}.yaml")
+    config = check(OmegaConf.merge(OmegaConf.structured(Config), saved, OmegaConf.from_dotlist(single)))
+    for key in ("learner.groups_per_step", "learner.samples_per_prompt", "model.path"):
+        before, now = OmegaConf.select(saved, key), OmegaConf.select(OmegaConf.structured(config), key)
+        if before != now:
+            raise ValueError(f"{key} must stay {before} (the recorded data is made so), got {now}")
     return config
 
 
@@ -91,7 +120,7 @@ def _unknown(overrides: Sequence[str]) -> list[str]:
     problems = []
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0].partition("@")[0]
-        if key not in known and not key.startswith("task.args."):
+        if key not in known and not key.startswith(("task.args.", "buffer.sampler_args.")):
             near = difflib.get_close_matches(key, sorted(known), n=3, cutoff=0.5)
             hint = f" (nearest: {', '.join(near)})" if near else ""
             problems.append(f"{key} must be a configuration key{hint}, got {override!r}")

@@ -149,6 +149,9 @@ class TaskConfig:
     """Training prompts in the task, walked through in epochs, each in an order of its own. None: what the task says of
     itself (`num_prompts`), or no end."""
 
+    def problems(self) -> list[str]:
+        return positive(**{"task.size": self.size})
+
 
 @dataclass(kw_only=True, slots=True)
 class StalenessConfig:
@@ -506,7 +509,16 @@ class Config:
 
     def problems(self) -> list[str]:
         """Every rule that is broken, one sentence each."""
-        parts = (self.run, self.sampling, self.staleness, self.algo, self.buffer, self.generators, self.learner)
+        parts = (
+            self.run,
+            self.task,
+            self.sampling,
+            self.staleness,
+            self.algo,
+            self.buffer,
+            self.generators,
+            self.learner,
+        )
         return [problem for part in (*parts, self.sync, self.eval) for problem in part.problems()] + self._across()
 
     def _across(self) -> list[str]:

@@ -23,6 +23,9 @@ class Task(Protocol):
     """Prompts are named by (split, index, seed), so that a lease needs to carry no text.
 
     The same three give the same prompt in every process. `train` and `eval` never share a prompt.
+
+    A task with a fixed number of training prompts says so in an attribute `num_prompts`: their indices are 0 .. num_prompts - 1,
+    and the buffer walks through them in epochs. Without it, indices go on for ever.
     """
 
     name: str

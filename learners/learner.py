@@ -10,6 +10,7 @@ import secrets
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from algos.advantages import ADVANTAGES
 from algos.aggregation import token_weights
 from algos.loss import policy_loss, summarize
 from buffers import messages as m
-from buffers.client import BufferClient
+from buffers.client import Taken
 from buffers.staleness import trainable
 from configs.schema import Config, Dtype, LearnerKind, Proximal, Transport
 from learners import checkpoint
@@ -39,11 +40,23 @@ class ParityError(ValueError):
     """Generator and learner disagree about the log-probabilities of the same tokens: training would be wrong."""
 
 
+class Source(Protocol):
+    """What a learner asks for batches and tells of its progress: a `BufferClient`, or a recording (`scripts/replay.py`)."""
+
+    def next(self, step: int, wait_s: float) -> Taken | m.NotYet | m.Over: ...
+
+    def call(self, request: m.Request, expect: type[Any]) -> Any: ...
+
+    def exchange(self, request: m.Request, *, wait_s: float = 0.0) -> tuple[m.Reply, list[memoryview]]: ...
+
+    def close(self) -> None: ...
+
+
 class Learner:
     """One rank. Only the first one publishes, reports and writes; all train."""
 
     def __init__(
-        self, config: Config, folder: Path, client: BufferClient, engine: Engine, publisher: Publisher | None,
+        self, config: Config, folder: Path, client: Source, engine: Engine, publisher: Publisher | None,
         *, rank: int = 0, first_step: int = 0, incarnation: str = "",
     ) -> None:  # fmt: skip
         self._config, self._folder, self._client, self._engine = config, folder, client, engine
@@ -260,8 +273,11 @@ def _describe(batch: Batch, mask: Tensor, step: int) -> dict[str, float]:
     }
 
 
-def start(config: Config, folder: Path, address: str, rank: int, rendezvous: str, resume_step: int | None) -> Learner:
-    """One rank of the learner, ready to run: process group, engine (from the checkpoint, if any), publisher, client."""
+def start(
+    config: Config, folder: Path, client: Source, rank: int, rendezvous: str, resume_step: int | None,
+    *, publish: bool = True,
+) -> Learner:  # fmt: skip
+    """One rank of the learner, ready to run: process group, engine (from the checkpoint, if any), publisher."""
     if config.learner.threads is not None:
         torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
@@ -269,9 +285,9 @@ def start(config: Config, folder: Path, address: str, rank: int, rendezvous: str
     if resume_step is not None:
         engine.load(folder / "checkpoints" / f"step_{resume_step}" / "engine")
     incarnation = secrets.token_hex(4)
-    publisher = Publisher(weights_folder(config, folder), incarnation) if rank == 0 else None
+    publisher = Publisher(weights_folder(config, folder), incarnation) if rank == 0 and publish else None
     return Learner(
-        config, folder, BufferClient(address, keys=config.buffer.keys), engine, publisher,
+        config, folder, client, engine, publisher,
         rank=rank, first_step=resume_step or 0, incarnation=incarnation,
     )  # fmt: skip
 

@@ -78,9 +78,11 @@ class LearnerRole(Role):
     def run(
         self, config: Config, folder: Path, address: str, rank: int, rendezvous: str, resume_step: int | None
     ) -> None:
+        from buffers.client import BufferClient
         from learners.learner import start
 
-        start(config, folder, address, rank, rendezvous, resume_step).run()
+        client = BufferClient(address, keys=config.buffer.keys)
+        start(config, folder, client, rank, rendezvous, resume_step).run()
 
 
 @dataclass(frozen=True, slots=True)

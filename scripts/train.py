@@ -37,6 +37,7 @@ from roles import place
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone
+from buffers.samplers import load_sampler
 from configs import load as configs
 from configs.schema import Config, LearnerKind, Role
 from generators.tasks import load_task
@@ -113,10 +114,14 @@ def prepare(config: Config) -> tuple[Config, Path, int | None]:
                 f"which exists in {config.run.outputs}"
             )
         shutil.rmtree(folder)
-    load_task(config.task.name, config.task.args)  # so that a bad task is known before anything starts
+    # So that a bad task or sampler is known before anything starts.
+    task = load_task(config.task.name, config.task.args)
+    load_sampler(config.buffer.sampler, config.buffer.sampler_args)
+    size = config.task.size if config.task.size is not None else getattr(task, "num_prompts", None)
     model = resolve_model(config)
     config = dataclasses.replace(
         config,
+        task=dataclasses.replace(config.task, size=size),
         run=dataclasses.replace(config.run, name=name),
         model=dataclasses.replace(config.model, path=str(model)),
     )
