@@ -112,6 +112,60 @@ def test_groups_flow_from_lease_to_batch_and_the_ledger_closes(harness: Callable
     assert status.staleness == {0: 8, 1: 8}
 
 
+def test_a_rank_that_asks_ahead_waits_for_the_one_that_reports(harness: Callable[..., Harness]) -> None:
+    run = harness()
+    run.publish(0)
+    for lease in run.ask():
+        run.submit(lease)
+    other = BufferClient(run.server.address, timeout_s=5.0)
+    first = other.next(0, wait_s=1.0)
+    assert isinstance(first, Taken) and first.groups == [0, 1]
+    assert isinstance(other.next(1, wait_s=0.1), m.NotYet), "step 0 is not trained yet"
+    assert run.train(0) == [0, 1]
+    second = other.next(1, wait_s=1.0)
+    assert isinstance(second, Taken) and second.groups == [2, 3]
+    other.close()
+
+
+def test_a_reader_elsewhere_is_sent_what_one_on_this_host_maps(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = harness()
+    run.publish(0)
+    for lease in run.ask():
+        run.submit(lease)
+    mapped = run.client.next(0, wait_s=1.0)
+    monkeypatch.setattr("buffers.client.is_here", lambda folder, mark: False)
+    far = BufferClient(run.server.address, timeout_s=5.0)
+    sent = far.next(0, wait_s=1.0)
+    assert isinstance(mapped, Taken) and isinstance(sent, Taken)
+    assert mapped.table.equals(sent.table) and mapped.table.num_rows == 4
+    far.close()
+
+
+def test_a_buffer_that_is_started_again_goes_on_and_clients_send_again_what_has_no_answer(
+    harness: Callable[..., Harness], tmp_path: Path
+) -> None:
+    address = f"buffer.address=ipc://{tmp_path}/socket"
+    run = harness(address, "staleness.max_versions=1")
+    run.publish(0)
+    first, second, *_ = run.ask()
+    assert run.submit(first) == "accepted"
+    before = run.status()
+    run.server.stop()
+    run.thread.join()
+    data = encode(to_batch(group_of(second)))
+    waiting = run.client.post(m.Submit(generator="g", leases=[second.id], schema=SCHEMA_VERSION), data)
+    again = harness(address, "staleness.max_versions=1")
+    answers = {}
+    while waiting not in answers:
+        answers |= {answer.number: answer.reply for answer in run.client.receive(5.0)}
+    assert answers[waiting] == m.Receipt(leases=[second.id], verdicts=["accepted"]), "the lease is still its own"
+    assert again.train(0) == [0, 1]
+    after = again.status()
+    assert (after.version, after.groups.total) == (before.version, before.groups.total) == (0, 4)
+
+
 def test_each_generator_that_waits_gets_an_even_share(harness: Callable[..., Harness]) -> None:
     run = harness("learner.groups_per_step=8", "staleness.max_versions=0")
     numbers = [run.client.post(m.Ask(generator=f"g{i}", count=8, wait_s=5.0)) for i in range(2)]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from buffers.journal import read_groups
@@ -111,15 +113,23 @@ def descendants_named(run: Started, name: str) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.timeout(240)
-def test_the_main_job_learns_survives_a_killed_generator_and_accounts_for_every_token(
-    start: Callable[..., Started], tiny_model: Path
-) -> None:
-    run = start("+experiment=smoke")
+@pytest.fixture(scope="module")
+def main_job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[tuple[Started, str]]:
+    """A smoke run in which a generator was killed, and what it printed."""
+    run = Started(tmp_path_factory.mktemp("main"), "+experiment=smoke")
     run.wait_for(lambda: run.steps() >= 3, "third step")
     descendants_named(run, "ray::GeneratorRole")[0].send_signal(signal.SIGKILL)
     code, out = run.finish(200)
     assert code == 0, out
+    yield run, out
+    run.kill() if run.process.poll() is None else None
+
+
+@pytest.mark.timeout(240)
+def test_the_main_job_learns_survives_a_killed_generator_and_accounts_for_every_token(
+    main_job: tuple[Started, str],
+) -> None:
+    run, out = main_job
     summary = run.summary()
     assert {key: set(value) if isinstance(value, dict) else None for key, value in summary.items()} == SUMMARY
     assert (summary["status"], summary["mode"], summary["steps"]) == ("finished", "async", 40)
@@ -139,6 +149,26 @@ def test_the_main_job_learns_survives_a_killed_generator_and_accounts_for_every_
     assert {"staleness/mean", "throughput/trained_tokens_per_s", "offpolicy/ess"} <= set(events.Tags()["scalars"])
     run.assert_nothing_left()
     assert not list(Path("/dev/shm").glob("slipstream-run-*"))
+
+
+@pytest.mark.timeout(240)
+def test_the_run_is_trained_again_from_its_journal_to_the_same_bits(main_job: tuple[Started, str]) -> None:
+    run, _ = main_job
+    command = ["scripts/replay.sh", str(run.folder)]
+    same = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert same.returncode == 0, same.stdout + same.stderr
+    assert "bit for bit the same as the run in its checkpoints of steps 40" in same.stdout
+    other = [*command, "--to-step", "3", "algo=rloo", "learner.lr=1e-3"]
+    study = subprocess.run(other, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert study.returncode == 0 and "trained 3 steps" in study.stdout, study.stdout + study.stderr
+    checkpoint = next((run.folder / "replays" / "same" / "checkpoints" / "step_40" / "engine").glob("*.safetensors"))
+    tensors = load_file(checkpoint)
+    tensors[min(tensors)].view(torch.uint8).flatten()[0] ^= 1
+    save_file(tensors, checkpoint)
+    from replay import compare
+
+    steps, different = compare(run.folder, run.folder / "replays" / "same")
+    assert steps == [40] and different == [f"step 40: {min(tensors)}"], "a single bit is noticed"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
