@@ -39,7 +39,7 @@ MAX_RECORDS = 10_000
 
 
 class Stuck(RuntimeError):
-    """Nothing has moved for so long that the run is better ended."""
+    """Nothing has moved for so long, or so much has failed in a row, that the run is better ended."""
 
 
 class Refusal(ValueError):
@@ -102,6 +102,7 @@ class Buffer:
         self._started_at: float | None = None
         self.moved_at = self._warned_at = clock()
         self.stopping: str | None = None
+        self._quarantined_in_a_row = 0
 
         began = time.monotonic()
         self.cut = mend(folder)
@@ -235,6 +236,7 @@ class Buffer:
             message = encode(batch)  # anew: what is stored has the layout that this process writes, whoever sent it
             segment, offset, xxh3 = self.journal.append(message)
             self.moved_at = self._clock()
+            self._quarantined_in_a_row = 0
         row = 0
         for lease, facts in zip(leases, found, strict=True):
             if isinstance(facts, Malformed):
@@ -291,6 +293,7 @@ class Buffer:
 
     def _lost(self, group: int, outcome: str, error: str) -> None:
         log.warning("group %d failed and is %s: %s", group, outcome, error)
+        self._quarantined_in_a_row += outcome == "quarantined"
 
     # ---- learner
 
@@ -385,13 +388,20 @@ class Buffer:
     # ---- time, and what can be said of it
 
     def tick(self) -> None:
-        """What time alone brings about. Raises Stuck when nothing has moved for twice `buffer.watchdog_s`."""
+        """What time alone brings about. Raises Stuck when nothing has moved for twice `buffer.watchdog_s`, or when
+        `buffer.max_quarantined` groups have failed for good with none accepted between."""
         now = self._clock()
         for group, outcome in self.book.expire(now):
             self._lost(group, outcome, "lease expired")
         self._evaluations.expire(now)
         for group in self.book.cancel_stragglers(now):
             log.warning("group %d held its step for %s s: cancelled", group, self._config.staleness.straggler_timeout_s)
+        if self._quarantined_in_a_row >= self._config.buffer.max_quarantined:
+            group, error = next(reversed(self.book.quarantined.items()))
+            raise Stuck(
+                f"{self._quarantined_in_a_row} groups in a row have failed {self._config.buffer.max_attempts} times each, "
+                f"the last of them (group {group}) with: {error}"
+            )
         limit = self._config.buffer.watchdog_s
         still = now - self.moved_at
         if still > 2 * limit:

@@ -184,6 +184,8 @@ class BufferConfig:
     """A lease that is not renewed for this long expires and is given out again."""
     max_attempts: int = 3
     """A group that fails this often is quarantined with its error, and the run goes on."""
+    max_quarantined: int = 100
+    """Groups quarantined in a row, with none accepted between, at which the run ends: then it is not the prompts."""
     segment_mb: int = 64
     """A journal segment is closed at this size."""
     retention: Retention = Retention.all
@@ -214,6 +216,7 @@ class BufferConfig:
             **{
                 "buffer.lease_s": self.lease_s,
                 "buffer.max_attempts": self.max_attempts,
+                "buffer.max_quarantined": self.max_quarantined,
                 "buffer.segment_mb": self.segment_mb,
                 "buffer.watchdog_s": self.watchdog_s,
                 "buffer.max_uses": self.max_uses,

@@ -83,8 +83,12 @@ class Console:
     def _line(self, status: m.Status) -> str:
         if status.version < 0:
             return f"starting: {status.waiting_for}, {len(status.generators)} of {self._config.generators.count} generators ready"
+        failed = ""
+        if status.quarantined:
+            group, error = next(reversed(status.quarantined.items()))
+            failed = f"  {len(status.quarantined)} groups quarantined, the last ({group}) with {error}"
         if not self._rewards:
-            return status.waiting_for
+            return status.waiting_for + failed
         staleness, seconds = status.staleness, max(status.seconds, 1e-9)
         mean = sum(k * n for k, n in staleness.items()) / max(1, sum(staleness.values()))
         return (
@@ -92,6 +96,7 @@ class Console:
             f"staleness {mean:.2f} (max {max(staleness, default=0)} of {self._config.bound})  "
             f"tok/s {status.tokens.total / seconds:,.0f} generated {status.tokens.trained / seconds:,.0f} trained  "
             f"idle learner {status.learner_idle:.0%} generators {status.generator_idle:.0%}  left {self._left(status)}"
+            f"{failed}"
         )
 
     def _picture(self, status: m.Status) -> Panel:

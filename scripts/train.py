@@ -36,6 +36,7 @@ from record import Record
 from roles import place
 
 from buffers import messages as m
+from buffers.buffer import Stuck
 from buffers.client import BufferClient, BufferGone
 from buffers.samplers import load_sampler
 from configs import load as configs
@@ -209,8 +210,9 @@ class Run:
             ended = self._ended_roles()
             if "learner-0" in ended:
                 break
-            if ended and deadline == float("inf"):
-                raise RoleFailed(f"{ended[0]} ended before the learner did")
+            others = [name for name in ended if not name.startswith("learner")]  # ranks end in any order
+            if others and deadline == float("inf"):
+                raise RoleFailed(f"{others[0]} ended before the learner did")
             if self._signals.received and deadline == float("inf"):
                 self._console.say(f"{self._signals.received}: stopping after the step under way (again: at once)")
                 client.post(m.Stop(reason=self._signals.received))
@@ -327,7 +329,7 @@ def result(ref: Any, name: str, logs: Path) -> Any:
     try:
         return ray.get(ref)
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ValueError):
+        if isinstance(error.cause, ValueError | Stuck):
             raise RoleFailed(f"{name}: {error.cause}") from error
         raise RoleFailed(f"{name} has failed:\n{error}") from error
     except ray.exceptions.RayError as error:

@@ -28,6 +28,11 @@ def test_a_written_configuration_reads_back_the_same() -> None:
 
 
 REFUSED = {
+    "buffer.max_uses=3": "buffer.max_uses must divide learner.groups_per_step, got 3 and 64",
+    "buffer.max_uses=0": "buffer.max_uses must be a finite number above 0, got 0",
+    "buffer.max_bytes=-1": "buffer.max_bytes must be a finite number above 0, got -1",
+    "mode=on_policy buffer.sampler=freshest": "buffer.sampler fifo when staleness.max_versions = 0 .* got 1 and freshest",
+    "task.size=0": "task.size must be a finite number above 0, got 0",
     "generators.cuont=3": r"generators.cuont must be a configuration key \(nearest: generators.count.*'generators.cuont=3'",
     "+foo.bar=1": r"foo.bar must be a configuration key, got '\+foo.bar=1'",
     "mode=sync": r"mode: Invalid value 'sync', expected one of \[async, on_policy\]",
@@ -48,8 +53,8 @@ REFUSED = {
     "learner.samples_per_prompt=1": "learner.samples_per_prompt must be at least 2 for algo.advantage=grpo",
     "generators.max_sequences=4": "generators.max_sequences must be at least learner.samples_per_prompt .* got 4 and 8",
     "generators.engine=simulated": "must both be simulated or neither, got simulated and fsdp",
-    "buffer.address=tcp://0.0.0.0:5555": "buffer.address must be on the loopback interface .*0.0.0.0:5555",
-    "buffer.address=nowhere": "buffer.address must read tcp://HOST:PORT, got 'nowhere'",
+    "buffer.address=tcp://0.0.0.0:5555": "buffer.keys must name a folder of keys .*0.0.0.0:5555",
+    "buffer.address=nowhere": "buffer.address must read tcp://HOST:PORT or ipc://PATH, got 'nowhere'",
     "role=generators": "role=generators must name the buffer to join",
     "sync.folder=/tmp/w": "sync.folder must be set only when sync.transport=disk",
     "run.name=a/b": "run.name must be a plain folder name, got 'a/b'",

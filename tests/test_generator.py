@@ -11,7 +11,7 @@ import torch
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, Taken
 from buffers.journal import read_groups
-from buffers.server import BufferServer
+from buffers.server import BufferServer, Stuck
 from buffers.trajectory import flat
 from configs.load import load
 from configs.schema import Config
@@ -122,6 +122,29 @@ def test_staleness_stays_within_the_bound_with_two_generators(start: Callable[..
     assert max(status.staleness) <= 2 and status.tokens.rejected["late"] == 0
     assert status.tokens.trained == status.tokens.total and status.tokens.in_flight == 0
     assert {name for name, report in status.generators.items() if report.updates} == {"g0", "g1"}
+
+
+class Broken(SimulatedEpisodes):
+    def score(self, opening: Opening, tokens: list[int]) -> Score:
+        raise TimeoutError("the judge is away")
+
+
+def test_a_task_that_always_fails_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    config = load([*BASE, "buffer.max_quarantined=5"])
+    server = BufferServer(config, tmp_path / "journal")
+    client = BufferClient(server.address, timeout_s=10.0)
+    engine = SimulatedEngine(tokens_per_s=5000, slots=16, mean_tokens=2, cv=0.5)
+    generator = Generator("g", config, BufferClient(server.address, timeout_s=10.0), engine, Broken())
+    threading.Thread(target=generator.run, daemon=True).start()
+    publisher = Publisher(tmp_path / "weights", "life")
+    manifest = publisher.publish(0, [("w", torch.tensor([0.0]))])
+    client.post(m.Publish(version=0, weights=manifest.locator))
+    with pytest.raises(
+        Stuck, match=r"\d+ groups in a row have failed 2 times each, .* TimeoutError: the judge is away"
+    ):
+        server.run()
+    client.close()
+    publisher.close()
 
 
 def test_a_generator_leaves_when_its_buffer_has_been_silent_for_as_long_as_a_lease_lasts(tmp_path: Path) -> None:
