@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Kills buffer, producers and consumer at random, and audits what is left: scripts/chaos.sh [--kills 200] [--seed 0]
+set -euo pipefail
+. "$(dirname "$0")/env.sh"
+prepare
+exec python "$(dirname "$0")/chaos.py" "$@"
