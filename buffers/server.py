@@ -73,6 +73,7 @@ class BufferServer:
         self._watches: list[Parked[m.Watch]] = []
         self._outbox: list[list[bytes | pa.Buffer]] = []
         self._ticked_at = float("-inf")
+        self._serve_overdue = False
         self._running = True
 
         self._context = zmq.Context()  # of its own: a context has one authenticator
@@ -247,9 +248,7 @@ class BufferServer:
         self.buffer.tick()
         if self._metrics.wanted:
             self._metrics.update(self.status())
-        for parked in _overdue(self._asks, now):
-            self._asks.remove(parked)
-            self._answer(parked.sender, parked.number, self._work([]))
+        self._serve_overdue = True
 
     @property
     def _stopping(self) -> bool:
@@ -258,6 +257,11 @@ class BufferServer:
     def _serve_parked(self) -> None:
         now = self._clock()
         self._deal()
+        if self._serve_overdue:
+            self._serve_overdue = False
+            for ask in [ask for ask in self._asks if now >= ask.deadline]:
+                self._asks.remove(ask)
+                self._answer(ask.sender, ask.number, self._work([]))
         self._nexts = [p for p in self._nexts if not self._serve_next(p, now)]
         self._finishes = [p for p in self._finishes if not self._serve_finish(p, now)]
         self._watches = [p for p in self._watches if not self._serve_watch(p, now)]
@@ -333,7 +337,3 @@ class BufferServer:
 
     def _waiting_for(self) -> str:
         return self.buffer.waiting_for(learner_waits=bool(self._nexts), num_asking=len(self._asks))
-
-
-def _overdue(parked: deque[Parked[R]], now: float) -> list[Parked[R]]:
-    return [one for one in parked if now >= one.deadline]

@@ -172,10 +172,9 @@ def _check(
     def column(name: str, plus: int, dtype: type, count: int) -> np.ndarray:
         """[count] of a column's buffer: its values (1), or for a list its offsets (1) or values (3)."""
         offset, length = buffers[_FIRST_BUFFER[name] + plus]
-        values: np.ndarray = np.frombuffer(body[offset : offset + length], dtype)
-        if len(values) < count:
-            raise Malformed(f"column `{name}` must have {count} values, got {len(values)}")
-        return values[:count]
+        if length < count * np.dtype(dtype).itemsize:
+            raise Malformed(f"column `{name}` must have {count} values, got {length} bytes")
+        return np.frombuffer(body, dtype, count, offset)
 
     def must(holds: np.bool_ | bool, rule: str) -> None:
         if not holds:
