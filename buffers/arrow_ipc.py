@@ -48,6 +48,15 @@ def check_record_batch(message: memoryview) -> tuple[memoryview, list[list[int]]
     return body, buffers
 
 
+def is_aligned(message: memoryview) -> bool:
+    """Whether the message, which `check_record_batch` has passed, keeps every buffer aligned to 8 bytes, as the format asks: then
+    any reader can map it, and it may be stored as it came."""
+    _, num_metadata = struct.unpack_from("<Ii", message, 0)
+    header = _table(message[8:], _at(message[8:], "<I", 0), 2)
+    places = _structs(message[8:], header, 2)
+    return num_metadata % 8 == 0 and len(message) % 8 == 0 and not any(offset & 7 for offset, _ in places)
+
+
 def footer(schema: pa.Schema, blocks: Sequence[tuple[int, int, int]]) -> bytes:
     """What turns the stream before it into an Arrow IPC file: end of stream, index of the record batches, magic.
 

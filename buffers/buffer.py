@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from buffers import events as e
 from buffers import messages as m
+from buffers.arrow_ipc import is_aligned
 from buffers.evaluation import Evaluations
 from buffers.fleet import Fleet
 from buffers.groups import Handout, Terms
@@ -212,7 +213,9 @@ class Buffer:
             self.refuse("malformed group", f"from {generator}: {error}")
             for place in wanted:
                 self.fail(leases[place], 0, str(error))
-        stored = iter(() if found is None else self._store(generator, [leases[place] for place in wanted], *found))
+        stored = iter(
+            () if found is None else self._store(generator, [leases[place] for place in wanted], data, *found)
+        )
         return [
             next(stored, "failed") if place in wanted else self._in_vain(lease, spent.get(place, 0))
             for place, lease in enumerate(leases)
@@ -226,14 +229,18 @@ class Buffer:
         return "duplicate"
 
     def _store(
-        self, generator: str, leases: list[int], batch: pa.RecordBatch, found: list[Facts | Malformed]
+        self, generator: str, leases: list[int], data: memoryview, batch: pa.RecordBatch, found: list[Facts | Malformed]
     ) -> Iterator[str]:
         num_samples = self.book.terms.samples_per_prompt
         good = [number for number, facts in enumerate(found) if isinstance(facts, Facts)]
-        if 0 < len(good) < len(found):
-            batch = pa.concat_batches([batch.slice(number * num_samples, num_samples) for number in good])
         if good:
-            message = encode(batch)  # anew: what is stored has the layout that this process writes, whoever sent it
+            message = data
+            if len(good) < len(found):
+                message = memoryview(
+                    encode(pa.concat_batches([batch.slice(number * num_samples, num_samples) for number in good]))
+                )
+            elif not is_aligned(data):
+                message = memoryview(encode(batch)).cast("B")
             segment, offset, xxh3 = self.journal.append(message)
             self.moved_at = self._clock()
             self._quarantined_in_a_row = 0
@@ -250,7 +257,7 @@ class Buffer:
             self.book.accept(
                 e.Accepted(
                     lease=lease, group=group, due=due, prompt=self._prompts.index(group), segment=segment, offset=offset,
-                    size=message.size, xxh3=xxh3, row=row, rows=num_samples, tokens=facts.num_tokens, oldest=facts.oldest,
+                    size=len(message), xxh3=xxh3, row=row, rows=num_samples, tokens=facts.num_tokens, oldest=facts.oldest,
                     newest=facts.newest, reward_mean=facts.reward_mean, reward_std=facts.reward_std, at=time.time(),
                     versions=facts.versions,
                 )
@@ -461,4 +468,4 @@ def _divide(
         for place, group in enumerate(groups)
         if place not in wanted
     }
-    return memoryview(encode(pa.concat_batches(kept))), spent
+    return memoryview(encode(pa.concat_batches(kept))).cast("B"), spent

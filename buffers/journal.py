@@ -63,19 +63,20 @@ class Journal:
         self._log = os.open(folder / "log.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._segment: Segment | None = None
         self._next_segment = 1 + max((int(path.stem) for path in folder.glob("*.arrow")), default=-1)
-        self._batches: list[bytes | pa.Buffer] = []
+        self._batches: list[bytes | memoryview] = []
         self._lines: list[bytes] = []
 
-    def append(self, message: pa.Buffer) -> tuple[int, int, int]:
-        """Takes in a record batch, serialized by `RecordBatch.serialize`; returns (segment, offset, xxh3-64)."""
+    def append(self, message: memoryview) -> tuple[int, int, int]:
+        """Takes in a record batch, as an Arrow IPC message; returns (segment, offset, xxh3-64). The message must stay as it is
+        until the next `commit`."""
         if self._segment is None:
             file = os.open(segment_path(self.folder, self._next_segment), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             self._segment = Segment(self._next_segment, file, len(HEAD), [])
             self._batches.append(HEAD)
             self._next_segment += 1
-        offset, num_metadata = self._segment.size, 8 + int.from_bytes(memoryview(message)[4:8], "little")
-        self._segment.blocks.append((offset, num_metadata, message.size - num_metadata))
-        self._segment.size += message.size
+        offset, num_metadata = self._segment.size, 8 + int.from_bytes(message[4:8], "little")
+        self._segment.blocks.append((offset, num_metadata, len(message) - num_metadata))
+        self._segment.size += len(message)
         self._batches.append(message)
         return self._segment.number, offset, xxhash.xxh3_64_intdigest(message)
 
@@ -139,7 +140,7 @@ def segment_path(folder: Path, number: int) -> Path:
     return folder / f"{number:06d}.arrow"
 
 
-def _write(file: int, chunks: list[bytes | pa.Buffer]) -> None:
+def _write(file: int, chunks: list[bytes] | list[bytes | memoryview]) -> None:
     """All of the chunks, however few the kernel takes at a time."""
     views = [memoryview(chunk).cast("B") for chunk in chunks]
     while views:
@@ -162,16 +163,22 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._maps: dict[int, pa.Buffer] = {}
+        self._last: tuple[tuple[int, int, int], pa.RecordBatch] | None = None  # groups that came together lie together
 
     def read(self, content: e.Accepted | Slice) -> pa.RecordBatch:
         """Raises DamagedGroup when the bytes are not those that were written."""
+        where = (content.segment, content.offset, content.xxh3)
+        if self._last is not None and self._last[0] == where:
+            return self._last[1].slice(content.row, content.rows)
         data = self.data(content.segment, content.offset, content.size)
         if data is None or xxhash.xxh3_64_intdigest(data) != content.xxh3:
             raise DamagedGroup(
                 f"the {content.size} bytes at {content.offset} of {segment_path(self._folder, content.segment)} must have "
                 f"checksum {content.xxh3:016x}"
             )
-        return pa.ipc.read_record_batch(data, SCHEMA).slice(content.row, content.rows)
+        batch = pa.ipc.read_record_batch(data, SCHEMA)
+        self._last = (where, batch)
+        return batch.slice(content.row, content.rows)
 
     def data(self, segment: int, offset: int, size: int) -> pa.Buffer | None:
         """The bytes there, mapped; None when the file does not reach so far."""

@@ -30,10 +30,10 @@ def group(number: int, num_tokens: int = 3) -> pa.RecordBatch:
 
 
 def write(journal: Journal, number: int, num_tokens: int = 3) -> None:
-    message = encode(group(number, num_tokens))
+    message = memoryview(encode(group(number, num_tokens))).cast("B")
     segment, offset, xxh3 = journal.append(message)
     journal.note(
-        Accepted(number, number, 0, number, segment, offset, message.size, xxh3, 0, 2, 2 * num_tokens - 2, 0, 0, 0.5, 0.5, 0.0)
+        Accepted(number, number, 0, number, segment, offset, len(message), xxh3, 0, 2, 2 * num_tokens - 2, 0, 0, 0.5, 0.5, 0.0)
     )  # fmt: skip
 
 

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# How fast the buffer is, beside raw pyzmq, Ray and TransferQueue, in one run: scripts/benchmark_buffer.sh [--json FILE]
+set -euo pipefail
+. "$(dirname "$0")/env.sh"
+prepare
+exec python "$(dirname "$0")/benchmark_buffer.py" "$@"
