@@ -64,8 +64,7 @@ class LeaseBook:
         self._dead: OrderedDict[int, Attempt] = OrderedDict()  # lost, or accepted and done with
         self._lease_ids = itertools.count() if lease_ids is None else lease_ids
         self._deadlines: list[tuple[float, int]] = []  # heap, at the times of granting or of the last look
-        self._next_group = 0
-        self._next_place = 0
+        self._next_group = self._next_place = 0
         self._lost: list[tuple[int, int]] = []  # heap of (due, group)
         self._freed: list[int] = []  # heap of due
         self._extra: Counter[int] = Counter()  # places beyond `num_places`, by due

@@ -83,7 +83,7 @@ def add_up(table: pa.Table | pa.RecordBatch) -> int:
 def raw(size: Size, seconds: float, folder: Path) -> float:
     """Groups a second from one process to another, read and added up."""
     address = f"ipc://{folder}/raw"
-    socket = zmq.Context.instance().socket(zmq.PULL)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
     socket.bind(address)
     with processes([(push, (size, address))]):
         socket.recv()
