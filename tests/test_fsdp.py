@@ -60,6 +60,7 @@ def batch_of(lengths: list[int]) -> Batch:
         offsets=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).numpy(),
         rewards=torch.zeros(len(lengths)),
         groups=torch.arange(len(lengths)),
+        weights=torch.ones(len(lengths)),
     )
 
 
