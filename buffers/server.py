@@ -10,6 +10,7 @@ A request that cannot be answered yet (no work, no batch, no news) is kept with 
 """
 
 import logging
+import resource
 import time
 from collections import deque
 from collections.abc import Callable
@@ -76,6 +77,7 @@ class BufferServer:
         self._serve_overdue = False
         self._running = True
 
+        _allow_many_connections()
         self._context = zmq.Context()  # of its own: a context has one authenticator
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._door: Door | None = None
@@ -337,3 +339,9 @@ class BufferServer:
 
     def _waiting_for(self) -> str:
         return self.buffer.waiting_for(learner_waits=bool(self._nexts), num_asking=len(self._asks))
+
+
+def _allow_many_connections() -> None:
+    """Each connection takes a file descriptor: raises the process's own limit as far as it may."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

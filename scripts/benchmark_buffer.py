@@ -14,6 +14,7 @@ import json
 import logging
 import multiprocessing
 import platform
+import resource
 import shutil
 import signal
 import sys
@@ -165,6 +166,9 @@ class Producer:
 
 
 def produce(size: Size, address: str, names: list[str], latencies: Path | None = None) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    zmq.Context.instance().set(zmq.MAX_SOCKETS, 10_000)
     producers = [Producer(name, size, address, in_flight=4 if len(names) == 1 else 1) for name in names]
 
     def leave(*_: object) -> None:
