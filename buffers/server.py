@@ -9,6 +9,7 @@ and only then sends the answers:
 A request that cannot be answered yet (no work, no batch, no news) is kept with its deadline and answered by then at the latest.
 """
 
+import ctypes
 import logging
 import resource
 import time
@@ -78,6 +79,7 @@ class BufferServer:
         self._running = True
 
         _allow_many_connections()
+        _keep_freed_memory()
         self._context = zmq.Context()  # of its own: a context has one authenticator
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._door: Door | None = None
@@ -345,3 +347,14 @@ def _allow_many_connections() -> None:
     """Each connection takes a file descriptor: raises the process's own limit as far as it may."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _keep_freed_memory() -> None:
+    """Lets the C library keep what messages have freed: else every large message costs fresh pages (a third of the speed).
+
+    `mallopt` of glibc: up to 256 MB stay with the process, and blocks up to 32 MB come from there. Other C libraries have none.
+    """
+    trim_threshold, mmap_threshold = -1, -3
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)
+    mallopt(trim_threshold, 256 << 20)
+    mallopt(mmap_threshold, 32 << 20)
