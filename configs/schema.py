@@ -113,7 +113,7 @@ class RunConfig:
     """Start anew in a folder that already holds a run (the old one is deleted)."""
     resume: str | None = None
     """Folder of a run to continue from its newest checkpoint; the run goes on in that folder."""
-    steps: int = 320
+    steps: int = 240
     """Steps to train: each consumes `groups_per_step` groups and publishes one new version."""
     seed: int = 0
     """Seeds the prompt order, every sampled trajectory and the learner."""
