@@ -135,7 +135,7 @@ def test_the_main_job_learns_survives_a_killed_generator_and_accounts_for_every_
     assert (summary["status"], summary["mode"], summary["steps"]) == ("finished", "async", 40)
     assert_accounts_close(summary)
     assert summary["reward"]["last"] > summary["reward"]["first"] + 0.1
-    assert summary["weights"]["digest_mismatches"] == 0 and summary["weights"]["updates"] > 40
+    assert summary["weights"]["digest_mismatches"] == 0 and summary["weights"]["updates"] > 10
     assert summary["staleness"]["bound"] == 2 and summary["staleness"]["mean"] > 0, "it was asynchronous"
     assert "held-out reward" in out
     logs = {path.name for path in (run.folder / "logs").iterdir()}
