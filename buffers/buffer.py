@@ -20,7 +20,6 @@ import pyarrow as pa
 
 from buffers import events as e
 from buffers import messages as m
-from buffers.arrow_ipc import is_aligned
 from buffers.evaluation import Evaluations
 from buffers.fleet import Fleet
 from buffers.groups import Handout, Terms
@@ -30,7 +29,7 @@ from buffers.ledger import Ledger
 from buffers.prompts import PromptOrder
 from buffers.samplers import load_sampler
 from buffers.staleness import count
-from buffers.trajectory import SCHEMA_VERSION, Expected, Facts, Malformed, check_groups, decode, encode, flat
+from buffers.trajectory import SCHEMA_VERSION, Checked, Expected, Facts, Malformed, check_groups, decode, encode, flat
 from configs.schema import Config, OnLate, Retention
 
 log = logging.getLogger("slipstream.buffer")
@@ -166,6 +165,10 @@ class Buffer:
             self._lost(group, outcome, error or "left")
         self._evaluations.release(generator)
 
+    def room(self) -> int:
+        """How many leases there are to be had, at most."""
+        return self._evaluations.num_waiting + self.book.room()
+
     def lease(self, generator: str) -> m.Lease | None:
         """One lease, if there is one to be had."""
         if self.book.version < 0 or self.stopping is not None:
@@ -194,9 +197,11 @@ class Buffer:
         """
         num_samples = self.book.terms.samples_per_prompt
         wanted: dict[int, Expected] = {}  # by place in the message
+        groups: set[int] = set()
         for place, lease in enumerate(leases):
             held = self.book.lease_of(lease)
-            if held is not None and all(held[0] != one.group for one in wanted.values()):
+            if held is not None and held[0] not in groups:
+                groups.add(held[0])
                 wanted[place] = Expected(held[0], held[1], self._prompts.index(held[0]))
         spent: dict[int, int] = {}
         found = None
@@ -213,9 +218,7 @@ class Buffer:
             self.refuse("malformed group", f"from {generator}: {error}")
             for place in wanted:
                 self.fail(leases[place], 0, str(error))
-        stored = iter(
-            () if found is None else self._store(generator, [leases[place] for place in wanted], data, *found)
-        )
+        stored = iter(() if found is None else self._store(generator, [leases[place] for place in wanted], data, found))
         return [
             next(stored, "failed") if place in wanted else self._in_vain(lease, spent.get(place, 0))
             for place, lease in enumerate(leases)
@@ -228,24 +231,19 @@ class Buffer:
         self.book.duplicate(lease, num_tokens)
         return "duplicate"
 
-    def _store(
-        self, generator: str, leases: list[int], data: memoryview, batch: pa.RecordBatch, found: list[Facts | Malformed]
-    ) -> Iterator[str]:
+    def _store(self, generator: str, leases: list[int], data: memoryview, found: Checked) -> Iterator[str]:
         num_samples = self.book.terms.samples_per_prompt
-        good = [number for number, facts in enumerate(found) if isinstance(facts, Facts)]
+        good = [number for number, facts in enumerate(found.verdicts) if isinstance(facts, Facts)]
         if good:
             message = data
-            if len(good) < len(found):
-                message = memoryview(
-                    encode(pa.concat_batches([batch.slice(number * num_samples, num_samples) for number in good]))
-                )
-            elif not is_aligned(data):
-                message = memoryview(encode(batch)).cast("B")
+            if not found.storable:
+                parts = [found.batch.slice(number * num_samples, num_samples) for number in good]
+                message = memoryview(encode(pa.concat_batches(parts))).cast("B")
             segment, offset, xxh3 = self.journal.append(message)
             self.moved_at = self._clock()
             self._quarantined_in_a_row = 0
         row = 0
-        for lease, facts in zip(leases, found, strict=True):
+        for lease, facts in zip(leases, found.verdicts, strict=True):
             if isinstance(facts, Malformed):
                 self.refuse("malformed group", f"from {generator}: {facts}")
                 self.fail(lease, 0, str(facts))
@@ -336,8 +334,21 @@ class Buffer:
         return self.book.ready(step, self._clock()) if step == self.book.num_consumed else None
 
     def slices(self, handout: Handout) -> list[m.Slice]:
-        contents = [self.book.content(group) for group in handout.groups]
-        return [m.Slice(c.segment, c.offset, c.size, c.xxh3, c.row, c.rows) for c in contents]
+        """Where the groups are; those that lie together are one slice."""
+        slices: list[m.Slice] = []
+        for content in map(self.book.content, handout.groups):
+            last = slices[-1] if slices else None
+            if last and (last.segment, last.offset, last.row + last.rows) == (
+                content.segment,
+                content.offset,
+                content.row,
+            ):
+                last.rows += content.rows
+            else:
+                slices.append(
+                    m.Slice(content.segment, content.offset, content.size, content.xxh3, content.row, content.rows)
+                )
+        return slices
 
     def messages(self, slices: Sequence[m.Slice]) -> list[bytes]:
         """The record batches that hold these slices, each once, for readers that cannot map the journal."""

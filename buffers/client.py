@@ -81,6 +81,11 @@ class BufferClient:
         self._poller.register(self._monitor, zmq.POLLIN)
 
     @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """For a poller of one's own, over several clients: when one of them can be read, `receive` has something to do."""
+        return [self._socket, self._monitor]
+
+    @property
     def silent_s(self) -> float:
         """Seconds since the buffer was last heard."""
         return time.monotonic() - self._heard_at
@@ -102,9 +107,9 @@ class BufferClient:
 
     def receive(self, wait_s: float) -> Iterator[Answer]:
         """Answers that are there; waits up to `wait_s` for the first."""
-        ready = dict(self._poller.poll(int(wait_s * 1000)))
-        if self._monitor in ready:
-            self._notice_connection()
+        if wait_s > 0:
+            self._poller.poll(int(wait_s * 1000))
+        self._notice_connection()
         while True:
             try:
                 number, body, *payload = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)

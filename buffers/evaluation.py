@@ -46,6 +46,11 @@ class Evaluations:
         """Prompts without an answer."""
         return sum(s.num_prompts - len(s.rewards) - s.num_failed for s in self._sweeps)
 
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that nobody answers yet."""
+        return sum(len(sweep.waiting) for sweep in self._sweeps)
+
     def request(self, version: int, num_prompts: int) -> None:
         if num_prompts:
             self._sweeps.append(Sweep(version, num_prompts, deque(range(num_prompts))))

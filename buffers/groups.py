@@ -93,6 +93,10 @@ class Terms:
         """The step at which a place falls due."""
         return 0 if place < self.groups_per_step else 1 + (place - self.groups_per_step) // self.fresh_per_step
 
+    def num_places_through(self, due: int) -> int:
+        """Places that fall due at this step or before it."""
+        return self.groups_per_step + due * self.fresh_per_step
+
 
 def name_holders(missing: Sequence[Attempt]) -> str:
     """Who holds these leases, in words."""

@@ -43,7 +43,8 @@ class Segment:
 
 
 class Journal:
-    """Writer of one folder; one process at a time. `append` and `note` gather; `commit` makes all of it durable at once."""
+    """Writer of one folder; one process at a time. `append` writes a group while it is still in the processor's cache, `note`
+    gathers events; `commit` makes all of it durable at once."""
 
     def __init__(self, folder: Path, durability: Durability, segment_bytes: int) -> None:
         """Raises ValueError when another process writes this journal."""
@@ -63,21 +64,21 @@ class Journal:
         self._log = os.open(folder / "log.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._segment: Segment | None = None
         self._next_segment = 1 + max((int(path.stem) for path in folder.glob("*.arrow")), default=-1)
-        self._batches: list[bytes | memoryview] = []
+        self._unsynced = False
         self._lines: list[bytes] = []
 
     def append(self, message: memoryview) -> tuple[int, int, int]:
-        """Takes in a record batch, as an Arrow IPC message; returns (segment, offset, xxh3-64). The message must stay as it is
-        until the next `commit`."""
+        """Takes in a record batch, as an Arrow IPC message; returns (segment, offset, xxh3-64)."""
         if self._segment is None:
             file = os.open(segment_path(self.folder, self._next_segment), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             self._segment = Segment(self._next_segment, file, len(HEAD), [])
-            self._batches.append(HEAD)
             self._next_segment += 1
+            _write(file, HEAD)
         offset, num_metadata = self._segment.size, 8 + int.from_bytes(message[4:8], "little")
         self._segment.blocks.append((offset, num_metadata, len(message) - num_metadata))
         self._segment.size += len(message)
-        self._batches.append(message)
+        _write(self._segment.file, message)
+        self._unsynced = True
         return self._segment.number, offset, xxhash.xxh3_64_intdigest(message)
 
     def note(self, event: e.AnyEvent) -> None:
@@ -85,13 +86,11 @@ class Journal:
 
     def commit(self) -> None:
         """Returns once everything taken in so far is where `durability` wants it: first the groups, then the log."""
-        if self._segment is not None and self._batches:
-            _write(self._segment.file, self._batches)
-            if self._durability is Durability.fsync:
-                os.fdatasync(self._segment.file)
-            self._batches.clear()
+        if self._segment is not None and self._unsynced and self._durability is Durability.fsync:
+            os.fdatasync(self._segment.file)
+        self._unsynced = False
         if self._lines:
-            _write(self._log, [b"".join(self._lines)])
+            _write(self._log, b"".join(self._lines))
             if self._durability is Durability.fsync:
                 os.fdatasync(self._log)
             self._lines.clear()
@@ -116,7 +115,7 @@ class Journal:
 
     def _close_segment(self) -> None:
         if self._segment is not None:
-            _write(self._segment.file, [footer(SCHEMA, self._segment.blocks)])
+            _write(self._segment.file, footer(SCHEMA, self._segment.blocks))
             if self._durability is not Durability.none:
                 os.fdatasync(self._segment.file)
             os.close(self._segment.file)
@@ -140,15 +139,11 @@ def segment_path(folder: Path, number: int) -> Path:
     return folder / f"{number:06d}.arrow"
 
 
-def _write(file: int, chunks: list[bytes] | list[bytes | memoryview]) -> None:
-    """All of the chunks, however few the kernel takes at a time."""
-    views = [memoryview(chunk).cast("B") for chunk in chunks]
-    while views:
-        written = os.writev(file, views[:1000])
-        while views and written >= len(views[0]):
-            written -= len(views.pop(0))
-        if views:
-            views[0] = views[0][written:]
+def _write(file: int, data: bytes | memoryview) -> None:
+    """All of it, however little the kernel takes at a time."""
+    left = memoryview(data).cast("B")
+    while left:
+        left = left[os.write(file, left) :]
 
 
 def read_bytes(folder: Path, segment: int, offset: int, size: int) -> bytes:
@@ -291,7 +286,7 @@ def _close_torn(path: Path, contents: list[e.Accepted], told: list[str]) -> None
             num_metadata = 8 + int.from_bytes(os.pread(file, 4, offset + 4), "little")
             blocks.append((offset, num_metadata, size - num_metadata))
         os.lseek(file, 0, os.SEEK_END)
-        _write(file, [footer(SCHEMA, blocks)])
+        _write(file, footer(SCHEMA, blocks))
         os.fsync(file)
     finally:
         os.close(file)

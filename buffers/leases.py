@@ -96,6 +96,15 @@ class LeaseBook:
             group=number, due=due, floor=floor(due, self.terms.max_versions), num_samples=self.terms.samples_per_prompt,
         )  # fmt: skip
 
+    def room(self) -> int:
+        """How many leases there are to be had, at most: `lease` may stop before."""
+        last = min(self.version + self.terms.max_versions, self.terms.steps - 1)
+        fresh = max(0, self.terms.num_places_through(last) - self._next_place) if self.version >= 0 else 0
+        places = fresh + len(self._freed) + len(self._lost)
+        if self.terms.max_groups is None:
+            return places
+        return min(places, max(1, self.terms.max_groups - len(self.pool) - len(self._attempts)))
+
     def _next_opening(self) -> tuple[int, str]:
         """(due step, source) of the place to be given out next."""
         while self._lost and not self._is_lost(self._lost[0][1]):
@@ -126,12 +135,11 @@ class LeaseBook:
 
     def budget_reached(self) -> str | None:
         """The budget that holds new leases back, in words. What the step at hand needs is leased all the same."""
-        held = {
-            "max_groups": (len(self.pool) + len(self._attempts), self.terms.max_groups),
-            "max_tokens": (self.ledger.tokens["in_flight"], self.terms.max_tokens),
-            "max_bytes": (self.bytes_held, self.terms.max_bytes),
-        }
-        for name, (amount, limit) in held.items():
+        for name, amount, limit in (
+            ("max_groups", len(self.pool) + len(self._attempts), self.terms.max_groups),
+            ("max_tokens", self.ledger.tokens["in_flight"], self.terms.max_tokens),
+            ("max_bytes", self.bytes_held, self.terms.max_bytes),
+        ):
             if limit is not None and amount >= limit:
                 return f"buffer.{name} is reached ({amount:,} of {limit:,})"
         return None

@@ -13,7 +13,7 @@ import ctypes
 import logging
 import resource
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +37,13 @@ R = TypeVar("R")
 MAX_MESSAGE_BYTES = 256 << 20
 MAX_BODY_BYTES = 4 << 20
 MAX_FRAMES = 4
-HIGH_WATER_MARK = 10_000
+SEND_HIGH_WATER_MARK = 10_000
+RECEIVE_HIGH_WATER_MARK = 4
+"""Messages of a connection that wait here. Few: what has waited long has left the processor's cache."""
 MAX_PER_TURN = 1000
+MAX_BYTES_PER_TURN = 4 << 20
+"""Of submissions: then those who wait for an answer get it."""
+MAX_INBOX_BYTES = 64 << 20
 MAX_WAIT_S = 60.0
 TICK_S = 0.05
 
@@ -74,6 +79,9 @@ class BufferServer:
         self._finishes: list[Parked[m.Finish]] = []
         self._watches: list[Parked[m.Watch]] = []
         self._outbox: list[list[bytes | pa.Buffer]] = []
+        self._inbox: deque[list[zmq.Frame]] = deque()
+        self._inbox_bytes = 0
+        self._queued: Counter[bytes] = Counter()  # messages in the inbox, by sender
         self._ticked_at = float("-inf")
         self._serve_overdue = False
         self._running = True
@@ -86,8 +94,8 @@ class BufferServer:
         try:
             self._socket.setsockopt(zmq.LINGER, 500)
             self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-            self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-            self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+            self._socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
+            self._socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
             if config.buffer.keys is not None:
                 self._door = open_door(self._socket, Path(config.buffer.keys))
             try:
@@ -145,25 +153,48 @@ class BufferServer:
     # ---- the turn
 
     def _receive(self) -> None:
-        if not self._socket.poll(int(TICK_S * 1000)):
+        """Takes in all that has come, then handles as many submissions as a turn has time for: whoever only asks is not kept
+        waiting behind a thousand of them. What one sender has sent is handled in its order."""
+        if not self._inbox and not self._socket.poll(int(TICK_S * 1000)):
             return
-        for _ in range(MAX_PER_TURN):  # then the others get their turn
-            try:
-                frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
-            except zmq.Again:
-                return
-            while frames[-1].more and len(frames) < MAX_FRAMES + 1:
-                frames.append(self._socket.recv(copy=False))
-            if len(frames) > MAX_FRAMES:
-                while self._socket.getsockopt(zmq.RCVMORE):
-                    self._socket.recv(copy=False)
+        for _ in range(MAX_PER_TURN):
+            if self._inbox_bytes > MAX_INBOX_BYTES or (frames := self._receive_one()) is None:
+                break
             if not 3 <= len(frames) <= MAX_FRAMES:
                 self.buffer.refuse("malformed message", f"a message must have 3 or {MAX_FRAMES} frames")
-                continue
-            sender, number, body, *payload = frames
-            self._handle(sender.bytes, number.bytes, body.buffer, [frame.buffer for frame in payload])
+            elif len(frames) == MAX_FRAMES or frames[0].bytes in self._queued:
+                self._inbox.append(frames)
+                self._queued[frames[0].bytes] += 1
+                self._inbox_bytes += sum(map(len, frames))
+            else:
+                self._handle(frames)
+        num_bytes = 0
+        while self._inbox and num_bytes < MAX_BYTES_PER_TURN:
+            frames = self._inbox.popleft()
+            num_bytes += sum(map(len, frames))
+            sender = frames[0].bytes
+            self._queued[sender] -= 1
+            if not self._queued[sender]:
+                del self._queued[sender]
+            self._handle(frames)
+        self._inbox_bytes = max(0, self._inbox_bytes - num_bytes)
 
-    def _handle(self, sender: bytes, number: bytes, body: memoryview, payload: list[memoryview]) -> None:
+    def _receive_one(self) -> list[zmq.Frame] | None:
+        """A message, if there is one. Of one with too many frames, the first few."""
+        try:
+            frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
+        except zmq.Again:
+            return None
+        while frames[-1].more and len(frames) < MAX_FRAMES + 1:
+            frames.append(self._socket.recv(copy=False))
+        if len(frames) > MAX_FRAMES:
+            while self._socket.getsockopt(zmq.RCVMORE):
+                self._socket.recv(copy=False)
+        return frames
+
+    def _handle(self, frames: list[zmq.Frame]) -> None:
+        sender, number, body = frames[0].bytes, frames[1].bytes, frames[2].buffer
+        payload = [frame.buffer for frame in frames[3:]]
         if len(body) > MAX_BODY_BYTES or len(number) > 64:
             self.buffer.refuse(
                 "malformed message", f"a request must have at most {MAX_BODY_BYTES} bytes, got {len(body)}"
@@ -276,25 +307,27 @@ class BufferServer:
             for parked in self._asks:
                 self._answer(parked.sender, parked.number, self._work([]))
             self._asks.clear()
-        hands: dict[int, list[m.Lease]] = {}
-        hungry = deque(self._asks)
-        while hungry:
-            parked = hungry.popleft()
-            lease = self.buffer.lease(parked.request.generator)
-            if lease is None:
+        if not self._asks or not (room := self.buffer.room()):
+            return
+        share = max(1, room // len(self._asks))  # in a row: groups that come together are stored and read together
+        hands: list[list[m.Lease]] = [[] for _ in self._asks]
+        hungry, exhausted = deque(zip(self._asks, hands, strict=True)), False
+        while hungry and not exhausted:
+            parked, hand = hungry.popleft()
+            wanted = max(1, parked.request.count)
+            for _ in range(min(share, wanted - len(hand))):
+                lease = self.buffer.lease(parked.request.generator)
+                if lease is None:
+                    exhausted = True
+                    break
+                hand.append(lease)
+            if len(hand) < wanted:
+                hungry.append((parked, hand))
+        for hand in hands:  # those who got something are the first
+            if not hand:
                 break
-            hand = hands.setdefault(id(parked), [])
-            hand.append(lease)
-            if len(hand) < parked.request.count:
-                hungry.append(parked)
-        if hands:
-            waiting: deque[Parked[m.Ask]] = deque()
-            for parked in self._asks:
-                if id(parked) in hands:
-                    self._answer(parked.sender, parked.number, self._work(hands[id(parked)]))
-                else:
-                    waiting.append(parked)
-            self._asks = waiting
+            parked = self._asks.popleft()
+            self._answer(parked.sender, parked.number, self._work(hand))
 
     def _work(self, leases: list[m.Lease]) -> m.Work:
         buffer = self.buffer

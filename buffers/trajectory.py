@@ -7,12 +7,13 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Annotated, get_type_hints
 
 import numpy as np
 import pyarrow as pa
 
-from buffers.arrow_ipc import BadMessage, check_record_batch
+from buffers.arrow_ipc import BadMessage, check_record_batch, is_aligned, layout_of
 
 SCHEMA_VERSION = 1
 LONG = 2000
@@ -90,6 +91,20 @@ def encode(batch: pa.RecordBatch) -> pa.Buffer:
     return batch.serialize()
 
 
+def _one_row() -> pa.RecordBatch:
+    return to_batch(
+        [
+            Trajectory(
+                group=1, sample=1, due=1, prompt_id=1, task="t", tokens=[1], sampled=[True], logprobs=[-1.0], versions=[1],
+                reward=1.0, finish_reason="stop", generator="g", started_at=1.0, finished_at=1.0,
+            )
+        ]
+    )  # fmt: skip
+
+
+_LAYOUT = layout_of(memoryview(encode(_one_row())))
+
+
 def decode(data: bytes | memoryview | pa.Buffer) -> pa.RecordBatch:
     """The batch of a message, without a copy. Raises `Malformed`; never allocates what a message merely claims."""
     return _decode(memoryview(data).cast("B"))[0]
@@ -98,7 +113,7 @@ def decode(data: bytes | memoryview | pa.Buffer) -> pa.RecordBatch:
 def _decode(view: memoryview) -> tuple[pa.RecordBatch, memoryview, list[list[int]]]:
     """(batch, body of the message, [offset, length] of each buffer)."""
     try:
-        body, buffers = check_record_batch(view)
+        body, buffers = check_record_batch(view, _LAYOUT)
         batch = pa.ipc.read_record_batch(pa.py_buffer(view), SCHEMA)
         batch.validate(full=True)
     except (BadMessage, pa.ArrowException, OSError, ValueError) as error:
@@ -138,30 +153,43 @@ class Facts:
     """Sampled tokens by version; empty: all of them at `oldest`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What was found in a message."""
+
+    batch: pa.RecordBatch
+    verdicts: list[Facts | Malformed]
+    """Of each expected group, in order."""
+    storable: bool
+    """Whether the message may be stored as it came: all groups are in order, and the buffers aligned."""
+
+
 def check_groups(
     data: bytes | memoryview | pa.Buffer, expected: Sequence[Expected], *, num_samples: int, newest_version: int
-) -> tuple[pa.RecordBatch, list[Facts | Malformed]]:
-    """The batch of a message, and of each expected group, in order, its facts or what is wrong with it.
+) -> Checked:
+    """Reads a message, and finds of each expected group its facts or what is wrong with it.
 
     A whole, finite, consistent group has `num_samples` rows, 0 first, and versions up to `newest_version`. All groups are
     checked at once; only where a rule is broken, each by itself. Raises `Malformed` when the message cannot be read or has
     another number of rows.
     """
-    batch, body, buffers = _decode(memoryview(data).cast("B"))
+    view = memoryview(data).cast("B")
+    batch, body, buffers = _decode(view)
     if batch.num_rows != len(expected) * num_samples or not expected:
         raise Malformed(
             f"samples must be 0..{num_samples - 1} for each of {len(expected)} groups, got {batch.num_rows} rows"
         )
     try:
-        return batch, list(_check(body, buffers, expected, num_samples, newest_version))
+        facts = list(_check(body, buffers, expected, num_samples, newest_version))
+        return Checked(batch, [*facts], is_aligned(view, buffers))
     except Malformed as error:
         if len(expected) == 1:
-            return batch, [Malformed(f"group {expected[0].group}: {error}")]
+            return Checked(batch, [Malformed(f"group {expected[0].group}: {error}")], False)
     verdicts: list[Facts | Malformed] = []
     for number, one in enumerate(expected):
         alone = encode(batch.slice(number * num_samples, num_samples))
-        verdicts += check_groups(alone, [one], num_samples=num_samples, newest_version=newest_version)[1]
-    return batch, verdicts
+        verdicts += check_groups(alone, [one], num_samples=num_samples, newest_version=newest_version).verdicts
+    return Checked(batch, verdicts, False)
 
 
 def _check(
@@ -171,59 +199,68 @@ def _check(
     num_groups = len(expected)
     n = num_groups * num_samples
 
-    def column(name: str, plus: int, dtype: type, count: int) -> np.ndarray:
-        """[count] of a column's buffer: its values (1), or for a list its offsets (1) or values (3)."""
+    def part(name: str, plus: int, size: int) -> memoryview:
+        """The first bytes of a column's buffer: its values (1), or for a list its offsets (1) or values (3)."""
         offset, length = buffers[_FIRST_BUFFER[name] + plus]
-        if length < count * np.dtype(dtype).itemsize:
-            raise Malformed(f"column `{name}` must have {count} values, got {length} bytes")
-        return np.frombuffer(body, dtype, count, offset)
+        if length < size:
+            raise Malformed(f"column `{name}` must have {size} bytes, got {length}")
+        return body[offset : offset + size]
 
     def must(holds: np.bool_ | bool, rule: str) -> None:
         if not holds:
             raise Malformed(rule)
 
-    for name, wanted in (
-        ("group", [one.group for one in expected]),
-        ("due", [one.due for one in expected]),
-        ("prompt_id", [one.prompt for one in expected]),
-    ):
-        values = column(name, 1, np.int64, n).reshape(num_groups, num_samples)
-        must((values == np.array(wanted)[:, None]).all(), f"column `{name}` must hold {wanted[0]}")
-    samples = column("sample", 1, np.int64, n).reshape(num_groups, num_samples)
-    must((samples == np.arange(num_samples)).all(), f"samples must be 0..{num_samples - 1}")
-    offsets = column("tokens", 1, np.int32, n + 1)
+    # The cost of this function is the number of calls into numpy, unless groups are long: equality is left to bytes.
+    identity = np.array([(one.group, one.due, one.prompt) for one in expected]).T.repeat(num_samples, axis=1)
+    for name, wanted in zip(("group", "due", "prompt_id"), identity, strict=True):
+        must(part(name, 1, 8 * n) == wanted.tobytes(), f"column `{name}` must hold {wanted[0]}")
+    must(part("sample", 1, 8 * n) == _sample_numbers(num_groups, num_samples), f"samples must be 0..{num_samples - 1}")
+    offsets = np.frombuffer(part("tokens", 1, 4 * (n + 1)), np.int32)
     must(offsets[0] == 0 and (offsets[1:] > offsets[:-1]).all(), "a trajectory must hold at least one token")
     for name in ("sampled", "logprobs", "versions"):
-        must((column(name, 1, np.int32, n + 1) == offsets).all(), f"`{name}` must be as long as `tokens`")
+        must(part(name, 1, 4 * (n + 1)) == offsets.tobytes(), f"`{name}` must be as long as `tokens`")
     total, starts = int(offsets[-1]), offsets[:-1:num_samples]
-    bits = column("sampled", 3, np.uint8, -(-total // 8))
-    logprobs, versions = column("logprobs", 3, np.float32, total), column("versions", 3, np.int32, total)
-    must(column("tokens", 3, np.int32, total).min() >= 0, "tokens must be >= 0")
+    must(np.frombuffer(part("tokens", 3, 4 * total), np.int32).min() >= 0, "tokens must be >= 0")
+    logprobs = np.frombuffer(part("logprobs", 3, 4 * total), np.float32)
     lowest, highest = float(logprobs.min()), float(logprobs.max())
     must(math.isfinite(lowest) and math.isfinite(highest), "logprobs must be finite")
     must(highest <= 1e-3, "logprobs must be <= 0 (but for rounding)")
+    versions = np.frombuffer(part("versions", 3, 4 * total), np.int32)
     sampled = versions >= 0
-    found = np.packbits(sampled, bitorder="little")
+    found, bits = np.packbits(sampled, bitorder="little").tobytes(), part("sampled", 3, -(-total // 8)).tobytes()
     last = 0xFF >> (-total % 8)  # the bits of the last byte that speak of tokens
-    same = found[:-1].tobytes() == bits[:-1].tobytes() and found[-1] == bits[-1] & last
+    same = found[:-1] == bits[:-1] and found[-1] == bits[-1] & last
     must(same, "versions must be >= 0 where sampled, and only there")
     must(not sampled[offsets[:-1]].any(), "the first token must not be sampled")
-    newest = _by_group(np.maximum, versions, starts)
-    must(newest.min() >= 0, "at least one token must be sampled")
-    must(newest.max() <= newest_version, f"versions must be in 0..{newest_version}")
-    oldest = _by_group(np.minimum, versions.view(np.uint32), starts)  # -1 becomes the largest
-    num_tokens = _by_group(np.add, sampled, starts)
-    rewards = column("reward", 1, np.float32, n).reshape(num_groups, num_samples).astype(float)
-    must(np.isfinite(rewards).all(), "reward must be finite, and some is NaN or infinite")
-    std = np.where(rewards.max(1) > rewards.min(1), rewards.std(1), 0.0)
-    facts = (num_tokens, oldest, newest, rewards.mean(1), std)
-    ends = [*starts[1:].tolist(), total]
-    for number, (tokens, low, high, mean, deviation) in enumerate(zip(*(fact.tolist() for fact in facts), strict=True)):
+    num_tokens = _by_group(np.add, sampled, starts).tolist()
+    must(min(num_tokens) > 0, "at least one token must be sampled")
+    newest = int(versions.max())
+    must(newest <= newest_version, f"versions must be in 0..{newest_version}")
+    unsigned = versions.view(np.uint32)  # -1 becomes the largest
+    if int(unsigned.min()) == newest:
+        spans = [(newest, newest)] * num_groups
+    else:
+        ends = (_by_group(np.minimum, unsigned, starts).tolist(), _by_group(np.maximum, versions, starts).tolist())
+        spans = list(zip(*ends, strict=True))
+    rewards = np.frombuffer(part("reward", 1, 4 * n), np.float32).reshape(num_groups, num_samples).astype(float)
+    means = rewards.sum(1) / num_samples
+    must(np.isfinite(means).all(), "reward must be finite, and some is NaN or infinite")
+    deviations = np.where(
+        rewards.max(1) > rewards.min(1), np.sqrt(np.square(rewards - means[:, None]).sum(1) / num_samples), 0.0
+    )
+    stops = [*starts[1:].tolist(), total]
+    for number, (mean, deviation) in enumerate(zip(means.tolist(), deviations.tolist(), strict=True)):
+        low, high = spans[number]
         by_version = {}
         if low != high:
-            found, counts = np.unique(versions[starts[number] : ends[number]], return_counts=True)
-            by_version = {int(v): int(c) for v, c in zip(found, counts, strict=True) if v >= 0}
-        yield Facts(tokens, low, high, mean, deviation, by_version)
+            values, counts = np.unique(versions[starts[number] : stops[number]], return_counts=True)
+            by_version = {v: c for v, c in zip(values.tolist(), counts.tolist(), strict=True) if v >= 0}
+        yield Facts(num_tokens[number], low, high, mean, deviation, by_version)
+
+
+@lru_cache(16)
+def _sample_numbers(num_groups: int, num_samples: int) -> bytes:
+    return np.tile(np.arange(num_samples), num_groups).tobytes()
 
 
 def _by_group(operation: np.ufunc, values: np.ndarray, starts: np.ndarray) -> np.ndarray:

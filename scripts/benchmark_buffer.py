@@ -55,7 +55,7 @@ class Size:
     groups_per_step: int
 
 
-SIZES = {"large": Size("large", 2048, 2, 64), "small": Size("small", 64, 32, 1024)}
+SIZES = {"large": Size("large", 2048, 8, 128), "small": Size("small", 64, 32, 1024)}
 
 
 def template(size: Size) -> pa.RecordBatch:
@@ -112,7 +112,7 @@ def configure(size: Size, address: str, durability: str) -> Config:
         [
             "generators.engine=simulated", "learner.engine=simulated", "eval.prompts=0", f"buffer.address={address}",
             f"learner.groups_per_step={size.groups_per_step}", f"learner.samples_per_prompt={SAMPLES}",
-            "run.steps=100000000", "staleness.max_versions=1000000", f"buffer.max_groups={8 * size.groups_per_step}",
+            "run.steps=100000000", "staleness.max_versions=1000000", f"buffer.max_groups={16 * size.groups_per_step}",
             f"buffer.durability={durability}", "buffer.segment_mb=256", "buffer.retention=checkpoints",
         ]
     )  # fmt: skip
@@ -132,27 +132,30 @@ class Producer:
         self._name, self._size, self._in_flight = name, size, in_flight
         whole = pa.concat_batches([template(size)] * size.per_message)
         self._columns = [whole.column(i) for i in range(whole.num_columns)]
-        self._client = BufferClient(address, timeout_s=60.0)
+        self.client = BufferClient(address, timeout_s=60.0)
         self._leases: list[m.Lease] = []
         self._asked: int | None = None
+        self._scarce = False  # no more leases to be had: what is at hand is sent
         self._sent: dict[int, float] = {}
         self.latencies: list[float] = []
         self.over = False
 
-    def turn(self, wait_s: float = 1.0) -> None:
-        for answer in self._client.receive(0.0 if self._leases and len(self._sent) < self._in_flight else wait_s):
+    def turn(self) -> None:
+        """Takes in the answers that are there, and sends all that may be sent."""
+        for answer in self.client.receive(0.0):
             if isinstance(answer.reply, m.Work):
                 self._asked, self.over = None, answer.reply.ended
                 self._leases += answer.reply.leases
+                self._scarce = not answer.reply.leases
             elif isinstance(answer.reply, m.Receipt):
                 self.latencies.append(time.perf_counter() - self._sent.pop(answer.number))
         most = self._size.per_message
-        if self._asked is None and len(self._leases) < 4 * most:
-            self._asked = self._client.post(m.Ask(generator=self._name, count=8 * most, wait_s=5.0))
-        while self._leases and len(self._sent) < self._in_flight:
+        if self._asked is None and len(self._leases) < self._in_flight * most:
+            self._asked = self.client.post(m.Ask(generator=self._name, count=self._in_flight * most, wait_s=0.3))
+        while len(self._sent) < self._in_flight and (len(self._leases) >= most or (self._leases and self._scarce)):
             mine, self._leases = self._leases[:most], self._leases[most:]
             request = m.Submit(generator=self._name, leases=[lease.id for lease in mine], schema=SCHEMA_VERSION)
-            self._sent[self._client.post(request, self._groups(mine))] = time.perf_counter()
+            self._sent[self.client.post(request, self._groups(mine))] = time.perf_counter()
 
     def _groups(self, leases: list[m.Lease]) -> pa.Buffer:
         columns = [column.slice(0, SAMPLES * len(leases)) for column in self._columns]
@@ -177,9 +180,15 @@ def produce(size: Size, address: str, names: list[str], latencies: Path | None =
         sys.exit()
 
     signal.signal(signal.SIGTERM, leave)
+    poller, by_socket = zmq.Poller(), {}
+    for producer in producers:
+        for one in producer.client.sockets:
+            poller.register(one, zmq.POLLIN)
+            by_socket[one] = producer
+        producer.turn()
     while not all(producer.over for producer in producers):
-        for producer in producers:
-            producer.turn(1.0 if len(producers) == 1 else 0.0)
+        for producer in {by_socket[one] for one, _ in poller.poll(1000)}:
+            producer.turn()
 
 
 @dataclass
