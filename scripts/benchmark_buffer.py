@@ -113,7 +113,7 @@ def configure(size: Size, address: str, durability: str) -> Config:
             "generators.engine=simulated", "learner.engine=simulated", "eval.prompts=0", f"buffer.address={address}",
             f"learner.groups_per_step={size.groups_per_step}", f"learner.samples_per_prompt={SAMPLES}",
             "run.steps=100000000", "staleness.max_versions=1000000", f"buffer.max_groups={16 * size.groups_per_step}",
-            f"buffer.durability={durability}", "buffer.segment_mb=256", "buffer.retention=checkpoints",
+            f"buffer.durability={durability}", "buffer.segment_mb=64", "buffer.retention=checkpoints",
         ]
     )  # fmt: skip
 
@@ -229,7 +229,7 @@ def through_the_buffer(
             for request in (consumed, m.Publish(version=step + 1, weights="w")):
                 client.post(request)
             step += 1
-            if step % 32 == 0:
+            if step % 4 == 0:
                 client.call(m.Checkpointed(step=step, oldest=step - 1), m.Done)  # so that the disk does not fill up
             if step == ready:
                 began = time.perf_counter()

@@ -191,12 +191,13 @@ def test_a_changed_message_is_refused_or_still_obeys_all_rules(
 ) -> None:
     data = mutate(changes)[:cut]
     try:
-        batch, (facts,) = check_groups(data, [Expected(0, 0, 0)], num_samples=2, newest_version=3)
+        found = check_groups(data, [Expected(0, 0, 0)], num_samples=2, newest_version=3)
     except Malformed:
         return
+    (facts,) = found.verdicts
     if isinstance(facts, Facts):
-        assert obeys_all_rules(batch, group=0, newest=3)
-        assert facts.num_tokens == sum(sum(row) for row in batch["sampled"].to_pylist())
+        assert obeys_all_rules(found.batch, group=0, newest=3)
+        assert facts.num_tokens == sum(sum(row) for row in found.batch["sampled"].to_pylist())
 
 
 def claims(buffer: int, offset: int, length: int) -> bytes:
