@@ -53,9 +53,11 @@ class Size:
     per_message: int
     """Groups in one submission."""
     groups_per_step: int
+    num_producers: int
+    """Processes."""
 
 
-SIZES = {"large": Size("large", 2048, 8, 128), "small": Size("small", 64, 32, 1024)}
+SIZES = {"large": Size("large", 2048, 8, 128, 3), "small": Size("small", 64, 32, 1024, 2)}
 
 
 def template(size: Size) -> pa.RecordBatch:
@@ -174,12 +176,15 @@ def produce(size: Size, address: str, names: list[str], latencies: Path | None =
     zmq.Context.instance().set(zmq.MAX_SOCKETS, 10_000)
     producers = [Producer(name, size, address, in_flight=4 if len(names) == 1 else 1) for name in names]
 
-    def leave(*_: object) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    try:
+        run_until_over(producers)
+    finally:
         if latencies is not None:
-            latencies.write_text(json.dumps(producers[0].latencies[-20_000:]))
-        sys.exit()
+            latencies.write_text(json.dumps([x for producer in producers for x in producer.latencies[-2_000:]]))
 
-    signal.signal(signal.SIGTERM, leave)
+
+def run_until_over(producers: list[Producer]) -> None:
     poller, by_socket = zmq.Poller(), {}
     for producer in producers:
         for one in producer.client.sockets:
@@ -204,14 +209,14 @@ class Passed:
 
 
 def through_the_buffer(
-    size: Size, durability: str, seconds: float, folder: Path, *, num_producers: int = 2, sockets: int = 1, groups: int | None = None
+    size: Size, durability: str, seconds: float, folder: Path, *, sockets: int = 1, groups: int | None = None
 ) -> Passed:  # fmt: skip
     """Runs server and producers (each process with so many sockets), and consumes until the time, or `groups`, are over."""
     folder.mkdir()
     address = f"ipc://{folder}/socket"
     config = configure(size, address, durability)
     work: list[tuple[Callable[..., None], tuple[Any, ...]]] = [(serve, (config, folder / "journal"))]
-    for number in range(num_producers):
+    for number in range(size.num_producers):
         names = [f"producer-{number}-{i}" for i in range(sockets)]
         work.append((produce, (size, address, names, folder / f"latencies-{number}")))
     with processes(work) as pids:
@@ -403,8 +408,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, An
         small = SIZES["small"]
         for sockets in (5, 500):
             say.print(f"small: {2 * sockets} connected producers ...")
-            few = Size("small", 64, 8, 2048)
-            passed = through_the_buffer(few, "os", options.seconds, folder / "many", sockets=sockets)
+            few = Size("small", 64, 8, 2048, 2)
+            passed = through_the_buffer(few, "os", max(15.0, options.seconds), folder / "many", sockets=sockets)
             found["small"][f"{2 * sockets} producers"] = passed.groups_per_s
         say.print("small: a million trajectories ...")
         passed = through_the_buffer(small, "os", 0.0, folder / "long", groups=125_000)

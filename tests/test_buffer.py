@@ -1,6 +1,7 @@
 """The buffer over real sockets: what it gives out, takes in, refuses and remembers."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -110,6 +111,42 @@ def test_groups_flow_from_lease_to_batch_and_the_ledger_closes(harness: Callable
     assert (status.tokens.total, status.tokens.trained, status.tokens.in_flight) == (16, 16, 0)
     assert (status.groups.total, status.groups.trained) == (4, 4)
     assert status.staleness == {0: 8, 1: 8}
+
+
+def test_what_one_sender_sends_is_handled_in_its_order(harness: Callable[..., Harness]) -> None:
+    run = harness("buffer.max_attempts=1")
+    run.publish(0)
+    lease, *_ = run.ask()
+    run.client.post(
+        m.Submit(generator="g", leases=[lease.id], schema=SCHEMA_VERSION), encode(to_batch(group_of(lease)))
+    )
+    run.client.call(m.Leave(generator="g", error="was stopped"), m.Done)
+    status = run.status()
+    assert status.tokens.total == 4 and status.groups.rejected["failed"] == 5, "what was sent before leaving counts"
+    assert lease.group not in status.quarantined
+
+
+def test_whoever_only_asks_does_not_wait_behind_those_who_submit(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffers.server.MAX_BYTES_PER_TURN", 1)  # one submission a turn
+    run = harness("staleness.max_versions=3")
+    run.publish(0)
+    order: list[str] = []
+    submit, waiting_for = run.server.buffer.submit, run.server.buffer.waiting_for
+    monkeypatch.setattr(
+        run.server.buffer, "submit", lambda *args: (order.append("submit"), time.sleep(0.1), submit(*args))[2]
+    )  # type: ignore[func-returns-value]
+    monkeypatch.setattr(run.server.buffer, "waiting_for", lambda **kw: (order.append("watch"), waiting_for(**kw))[1])  # type: ignore[func-returns-value]
+    other = BufferClient(run.server.address, timeout_s=5.0)
+    other.call(m.Locate(), m.Located)  # is connected
+    for lease in run.ask():
+        run.client.post(
+            m.Submit(generator="g", leases=[lease.id], schema=SCHEMA_VERSION), encode(to_batch(group_of(lease)))
+        )
+    other.call(m.Watch(after=0, wait_s=0.0), m.News)
+    assert order.index("watch") < 4, order
+    other.close()
 
 
 def test_a_rank_that_asks_ahead_waits_for_the_one_that_reports(harness: Callable[..., Harness]) -> None:
