@@ -13,6 +13,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +141,10 @@ class Buffer:
     def commit(self) -> None:
         """Makes durable, as `buffer.durability` has it, all that has changed."""
         self.journal.commit()
+
+    def start_commit(self) -> "Future[None]":
+        """As `commit`, but the disk is waited for in the future that it returns."""
+        return self.journal.start_commit()
 
     def close(self) -> None:
         self.journal.close()
@@ -388,13 +393,10 @@ class Buffer:
     def checkpointed(self, step: int, oldest: int) -> None:
         """The learner can go back to `oldest` at the earliest: what only earlier steps needed may go."""
         self.book.checkpoint(e.Checkpointed(step, oldest))
-        if self._config.buffer.retention is Retention.checkpoints:
-            self.journal.commit()
-            gone = sorted(self.journal.closed_segments() - self.book.segments_needed())
-            if gone:
-                self._note(e.Dropped(gone))
-                self.journal.commit()
-                self.journal.drop(gone)
+        if self._config.buffer.retention is Retention.all:
+            return
+        if gone := sorted(self.journal.closed_segments() - self.book.segments_needed()):
+            self.journal.drop(gone)
 
     def rewind(self, step: int) -> None:
         """The learner goes on from the checkpoint of `step`. Raises ValueError for a step that cannot be gone back to."""

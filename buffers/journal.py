@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +66,8 @@ class Journal:
         self._segment: Segment | None = None
         self._next_segment = 1 + max((int(path.stem) for path in folder.glob("*.arrow")), default=-1)
         self._unsynced = False
+        self._disk, self._sweeper = ThreadPoolExecutor(1, "journal"), ThreadPoolExecutor(1, "journal")
+        self._dropped: set[int] = set()
         self._lines: list[bytes] = []
 
     def append(self, message: memoryview) -> tuple[int, int, int]:
@@ -85,40 +88,67 @@ class Journal:
         self._lines.append(e.encode(event))
 
     def commit(self) -> None:
-        """Returns once everything taken in so far is where `durability` wants it: first the groups, then the log."""
-        if self._segment is not None and self._unsynced and self._durability is Durability.fsync:
-            os.fdatasync(self._segment.file)
-        self._unsynced = False
+        """Returns once everything taken in so far is where `durability` wants it."""
+        self.start_commit().result()
+
+    def start_commit(self) -> "Future[None]":
+        """Done once everything taken in so far is where `durability` wants it; raises what the disk raised. Meanwhile more may
+        be taken in."""
+        files = []
+        if self._segment is not None and self._unsynced:
+            files.append(self._segment.file)
+            self._unsynced = False
         if self._lines:
             _write(self._log, b"".join(self._lines))
-            if self._durability is Durability.fsync:
-                os.fdatasync(self._log)
             self._lines.clear()
+            files.append(self._log)
+        done: Future[None] = Future()
+        if self._durability is Durability.fsync:
+            done = self._disk.submit(_sync, files)
+        else:
+            done.set_result(None)
         if self._segment is not None and self._segment.size >= self._segment_bytes:
             self._close_segment()
+        return done
 
     def close(self) -> None:
-        self.commit()
-        self._close_segment()
-        os.close(self._log)
-        os.close(self._lock)
+        try:
+            self.commit()
+        finally:
+            self._close_segment()
+            self._disk.shutdown()
+            self._sweeper.shutdown()
+            os.close(self._log)
+            os.close(self._lock)
 
     def drop(self, segments: list[int]) -> None:
-        """Deletes segments; the event that says so must be durable before."""
-        for number in segments:
-            segment_path(self.folder, number).unlink(missing_ok=True)
+        """Says that these closed segments are not needed any more, and deletes them when that is durable."""
+        self.note(e.Dropped(segments))
+        self._dropped.update(segments)
+        self._sweeper.submit(_delete, self.start_commit(), [segment_path(self.folder, number) for number in segments])
 
     def closed_segments(self) -> set[int]:
         """Those that are in the folder and not written any more."""
         present = {int(path.stem) for path in self.folder.glob("*.arrow")}
-        return present - ({self._segment.number} if self._segment else set())
+        return present - self._dropped - ({self._segment.number} if self._segment else set())
 
     def _close_segment(self) -> None:
-        """With `fsync` its groups are on disk already; the footer may follow when the system sees fit."""
+        """The footer may follow the groups to the disk when the system sees fit: recovery puts one where there is none."""
         if self._segment is not None:
             _write(self._segment.file, footer(SCHEMA, self._segment.blocks))
-            os.close(self._segment.file)
+            self._disk.submit(os.close, self._segment.file)  # after the commit under way
             self._segment = None
+
+
+def _sync(files: list[int]) -> None:
+    for file in files:
+        os.fdatasync(file)
+
+
+def _delete(after: "Future[None]", paths: list[Path]) -> None:
+    after.result()
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def boot_id() -> str:

@@ -1,7 +1,7 @@
 """The buffer's sockets: requests in, answers out, in one thread, around one `Buffer`.
 
 Each turn of the loop takes in what has arrived, answers what can be answered, makes the journal durable once for all of it,
-and only then sends the answers:
+and only then sends the answers. While the disk works on one turn the next begins:
 
     wait for messages ─▶ handle each ─▶ expire, cancel ─▶ serve those who wait ─▶ commit ─▶ send ─┐
           ▲────────────────────────────────────────────────────────────────────────────────────┘
@@ -15,6 +15,7 @@ import resource
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -79,6 +80,7 @@ class BufferServer:
         self._finishes: list[Parked[m.Finish]] = []
         self._watches: list[Parked[m.Watch]] = []
         self._outbox: list[list[bytes | pa.Buffer]] = []
+        self._committing: deque[tuple[Future[None], list[list[bytes | pa.Buffer]]]] = deque()  # with the answers
         self._inbox: deque[list[zmq.Frame]] = deque()
         self._inbox_bytes = 0
         self._queued: Counter[bytes] = Counter()  # messages in the inbox, by sender
@@ -121,16 +123,16 @@ class BufferServer:
         Waits for messages only, at most `TICK_S`. Ends when `stop` has been called, or with `Stuck` when nothing has moved
         for twice `buffer.watchdog_s`.
         """
-        late_commit = self._config.buffer.durability is Durability.none
         try:
             while self._running:
                 self._receive()
                 self._tick()
                 self._serve_parked()
-                if late_commit:
+                if self._config.buffer.durability is Durability.none:
                     self._send()
-                self.buffer.commit()
-                self._send()
+                self._committing.append((self.buffer.start_commit(), self._outbox))
+                self._outbox = []
+                self._send_committed()
         finally:
             self.close()
 
@@ -155,7 +157,8 @@ class BufferServer:
     def _receive(self) -> None:
         """Takes in all that has come, then handles as many submissions as a turn has time for: whoever only asks is not kept
         waiting behind a thousand of them. What one sender has sent is handled in its order."""
-        if not self._inbox and not self._socket.poll(int(TICK_S * 1000)):
+        patience_s = 0.0 if self._inbox or self._committing else TICK_S
+        if not self._socket.poll(int(patience_s * 1000)) and not self._inbox:
             return
         for _ in range(MAX_PER_TURN):
             if self._inbox_bytes > MAX_INBOX_BYTES or (frames := self._receive_one()) is None:
@@ -275,6 +278,14 @@ class BufferServer:
             self._socket.send_multipart(frames, copy=len(frames) < 4)
         self._outbox.clear()
 
+    def _send_committed(self) -> None:
+        """Sends the answers of turns that are durable; waits for the disk when two turns wait for it."""
+        while self._committing and (len(self._committing) > 1 or self._committing[0][0].done()):
+            done, answers = self._committing.popleft()
+            done.result()
+            for frames in answers:
+                self._socket.send_multipart(frames, copy=len(frames) < 4)
+
     def _tick(self) -> None:
         now = self._clock()
         if now - self._ticked_at < TICK_S:
@@ -345,7 +356,6 @@ class BufferServer:
         elif handout is not None:
             slices = self.buffer.slices(handout)
             reply = m.Batch(step=parked.request.step, groups=handout.groups, slices=slices, weights=handout.weights)
-            self.buffer.commit()  # what is handed out must be readable
             payload = None if parked.request.mapped else self.buffer.messages(slices)
             self._answer(parked.sender, parked.number, reply, payload)
         elif now >= parked.deadline:

@@ -13,6 +13,7 @@ import argparse
 import json
 import logging
 import multiprocessing
+import os
 import platform
 import resource
 import shutil
@@ -104,6 +105,25 @@ def push(size: Size, address: str) -> None:
     data = encode(template(size))
     while True:
         socket.send(data, copy=False)
+
+
+def disk(size: Size, seconds: float, folder: Path) -> float:
+    """Groups a second that one process writes and syncs, 4 MB at a time, deleting files of 64 MB as the buffer does."""
+    data = encode(pa.concat_batches([template(size)] * size.per_message)).to_pybytes()
+    per_sync = max(1, (4 << 20) // len(data))
+    files: list[Path] = []
+    began, num = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        files.append(folder / f"{num}.bytes")
+        with open(files[-1], "wb", buffering=0) as file:
+            while file.tell() < 64 << 20 and time.perf_counter() - began < seconds:
+                for _ in range(per_sync):
+                    file.write(data)
+                os.fdatasync(file)
+                num += per_sync * size.per_message
+        if len(files) > 6:
+            files.pop(0).unlink()
+    return num / seconds
 
 
 # ---- the buffer
@@ -234,7 +254,7 @@ def through_the_buffer(
             for request in (consumed, m.Publish(version=step + 1, weights="w")):
                 client.post(request)
             step += 1
-            if step % 4 == 0:
+            if step % 16 == 0:
                 client.call(m.Checkpointed(step=step, oldest=step - 1), m.Done)  # so that the disk does not fill up
             if step == ready:
                 began = time.perf_counter()
@@ -371,6 +391,7 @@ PEERS = {"Ray queue actor": ray_queue, "TransferQueue": transfer_queue}
 
 def measure_peer(name: str, size: Size, seconds: float) -> float | str:
     """Groups a second, or why there is no figure."""
+    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # those who wait when the queue is closed
     try:
         import ray
 
@@ -396,14 +417,12 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, An
         rates = found[size.name] = {}
         say.print(f"{size.name}: raw pyzmq ...")
         rates["raw pyzmq"] = raw(size, options.seconds, folder)
+        rates["the disk alone"] = disk(size, options.seconds, folder)
         for durability in ("none", "os", "fsync"):
             say.print(f"{size.name}: buffer, durability={durability} ...")
             passed = through_the_buffer(size, durability, options.seconds, folder / durability)
             rates[f"buffer, {durability}"] = passed.groups_per_s
             rates[f"latency, {durability}"] = quantiles(passed.latencies_s)
-        for name in PEERS if options.peers else ():
-            say.print(f"{size.name}: {name} ...")
-            rates[name] = measure_peer(name, size, options.seconds)
     if options.long:
         small = SIZES["small"]
         for sockets in (5, 500):
@@ -414,6 +433,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, An
         say.print("small: a million trajectories ...")
         passed = through_the_buffer(small, "os", 0.0, folder / "long", groups=125_000)
         found["small"]["a million trajectories"] = {"groups_per_s": passed.rates, "rss_mb": passed.rss_mb}
+    for size in (SIZES[name] for name in found):
+        for peer in PEERS if options.peers else ():  # last: they load much into this process, which forks
+            say.print(f"{size.name}: {peer} ...")
+            found[size.name][peer] = measure_peer(peer, size, options.seconds)
     return found
 
 
@@ -431,6 +454,7 @@ def bars(found: dict[str, dict[str, Any]]) -> Iterator[tuple[str, float, float]]
             if isinstance(rates.get(other), float):
                 yield f"{size}: os against {other}", rates["buffer, os"] / rates[other], ratio
         yield f"{size}: fsync against os", rates["buffer, fsync"] / rates["buffer, os"], 0.7
+        yield f"{size}: fsync against the disk alone", rates["buffer, fsync"] / rates["the disk alone"], 0.7
     small = found.get("small", {})
     if "1000 producers" in small:
         yield "1,000 connected producers against 10", small["1000 producers"] / small["10 producers"], 0.9

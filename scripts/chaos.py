@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -28,14 +29,13 @@ from statistics import median
 from typing import Any
 
 import xxhash
+from audit import Audit, audit
 from rich.console import Console
 from rich.table import Table
 
 from buffers import events as e
 from buffers import messages as m
-from buffers.buffer import Buffer
 from buffers.client import BufferClient, BufferGone, RefusedByBuffer
-from buffers.journal import Reader, read_events
 from buffers.server import BufferServer
 from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode, flat, to_batch
 from configs.load import load
@@ -43,6 +43,7 @@ from configs.schema import Config
 
 GROUPS, SAMPLES, STALENESS = 6, 2, 2
 KEEP_CHECKPOINTS, CHECKPOINT_EVERY = 2, 4
+LEASE_S, PROMPTS = 1.5, 50
 
 
 def configure(folder: Path, seed: int) -> Config:
@@ -50,8 +51,8 @@ def configure(folder: Path, seed: int) -> Config:
         [
             "generators.engine=simulated", "learner.engine=simulated", "eval.prompts=0", f"run.seed={seed}",
             f"learner.groups_per_step={GROUPS}", f"learner.samples_per_prompt={SAMPLES}", "run.steps=1000000",
-            f"staleness.max_versions={STALENESS}", "buffer.lease_s=1.5", "buffer.max_attempts=1000", "buffer.segment_mb=1",
-            f"buffer.address=ipc://{folder}/socket", "task.size=50",
+            f"staleness.max_versions={STALENESS}", f"buffer.lease_s={LEASE_S}", "buffer.max_attempts=1000", "buffer.segment_mb=1",
+            f"buffer.address=ipc://{folder}/socket", f"task.size={PROMPTS}",
         ]
     )  # fmt: skip
 
@@ -129,7 +130,8 @@ def rows_of(lease: m.Lease, version: int, name: str, rng: random.Random) -> list
 
 
 def consume(folder: Path, seed: int) -> None:
-    """Plays the learner: its state is a hash over everything trained, in order; it is what a checkpoint holds."""
+    """Plays the learner: its state is a hash over everything trained, in order; it is what a checkpoint holds, and what is
+    written down after each step."""
     client = BufferClient(configure(folder, seed).buffer.address, timeout_s=30.0)
     checkpoints = sorted(int(path.stem) for path in folder.glob("checkpoints/*.json"))
     step, state = 0, ""
@@ -138,6 +140,7 @@ def consume(folder: Path, seed: int) -> None:
         state = json.loads((folder / "checkpoints" / f"{step}.json").read_text())["state"]
     client.call(m.Rewind(step=step), m.Done)
     life = os.getpid()
+    record = open(folder / "consumer.states", "a", buffering=1)  # noqa: SIM115
     while True:
         client.call(m.Publish(version=step, weights=f"{life}/{step}"), m.Done)
         while isinstance(taken := client.next(step, wait_s=5.0), m.NotYet):
@@ -150,6 +153,7 @@ def consume(folder: Path, seed: int) -> None:
         trained = int(((step - mine >= 0) & (step - mine <= STALENESS)).sum())
         done = m.Consumed(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
         client.call(done, m.Done)
+        record.write(f"{step} {state}\n")
         step += 1
         if step % CHECKPOINT_EVERY == 0:
             kept = save(folder / "checkpoints", step, state)
@@ -189,11 +193,15 @@ class Harness:
     num_stalls: int = 0
     num_torn: int = 0
     recovery_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    wrong: list[str] = field(default_factory=list)
+    status: m.Status | None = None
+    """What the server said of itself when all others were gone."""
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.log = self.folder / "journal" / "log.jsonl"
 
     @property
     def names(self) -> list[str]:
@@ -202,7 +210,9 @@ class Harness:
     def start(self, name: str) -> None:
         log = open(self.folder / f"{name}.log", "ab")  # noqa: SIM115
         command = [sys.executable, __file__, "--be", name, "--folder", str(self.folder), "--seed", str(self.seed)]
-        self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": ROOT})
+        self.processes[name] = subprocess.Popen(
+            command, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": ROOT}, preexec_fn=die_with_parent
+        )
         log.close()
 
     def run(self, num_kills: int, say: Callable[[str], None] = lambda text: None) -> None:
@@ -210,15 +220,23 @@ class Harness:
         try:
             for name in self.names:
                 self.start(name)
-            self.wait_for_progress("start")
+            self.wait_for(None, {"step trained": is_trained})
             while self.kills.total() < num_kills:
                 time.sleep(self.rng.expovariate(1 / 0.25))
                 self.strike()
+                self.notice_the_dead()
                 if self.kills.total() % 20 == 0:
                     say(f"{self.kills.total()} of {num_kills} kills, step {self.last_step()}")
-            self.wait_for_progress("settle")
+            self.wait_for(None, {"step trained": is_trained})
+            self.notice_the_dead()
+            for name in self.names[1:]:
+                self.kill(name)
+            time.sleep(1.5 * LEASE_S)  # by then all leases have expired
+            client = BufferClient(configure(self.folder, self.seed).buffer.address)
+            self.status = client.call(m.Watch(after=0, wait_s=0.0), m.News).status
+            client.close()
         finally:
-            for name in ("consumer", *(n for n in self.names if n.startswith("producer"))):
+            for name in self.names[1:]:
                 self.kill(name)
             server = self.processes.get("server")
             if server is not None:
@@ -230,13 +248,19 @@ class Harness:
         if name.startswith("producer") and self.rng.random() < 0.3:
             self.stall(name)
             return
-        self.kills[name.partition("-")[0]] += 1
+        who = name.partition("-")[0]
+        self.kills[who] += 1
         self.kill(name)
         if name == "server" and self.rng.random() < 0.5:
             self.tear()
         self.start(name)
-        if name in ("server", "consumer") and self.rng.random() < 0.3:
-            self.wait_for_progress(name)
+        if self.rng.random() < 0.3:
+            awaited: dict[str, dict[str, Seen]] = {
+                "server": {"group accepted": is_accepted, "step trained": is_trained},
+                "consumer": {"step trained": is_trained},
+                "producer": {"lease taken": lambda event: isinstance(event, e.Leased) and event.generator == name},
+            }
+            self.wait_for(who, awaited[who])
 
     def kill(self, name: str) -> None:
         process = self.processes.get(name)
@@ -244,158 +268,87 @@ class Harness:
             process.kill()
             process.wait()
 
+    def notice_the_dead(self) -> None:
+        """A process that has ended without being killed is a fault; it is started again all the same."""
+        for name, process in self.processes.items():
+            if process.poll() is not None:
+                self.wrong.append(f"{name} ended by itself with {process.returncode}, see {self.folder}/{name}.log")
+                self.start(name)
+
     def stall(self, name: str) -> None:
-        """Longer than a lease lasts."""
+        """Stops a process, now and then for longer than a lease lasts; the others go on, and are killed meanwhile."""
         self.num_stalls += 1
-        self.processes[name].send_signal(signal.SIGSTOP)
-        time.sleep(self.rng.uniform(0.1, 2.5))
-        self.processes[name].send_signal(signal.SIGCONT)
+        process = self.processes[name]
+        process.send_signal(signal.SIGSTOP)
+        timer = threading.Timer(self.rng.uniform(0.1, 1.7 * LEASE_S), process.send_signal, [signal.SIGCONT])
+        timer.daemon = True
+        timer.start()
 
     def tear(self) -> None:
-        """Leaves behind what a write that was cut short leaves: bytes after the last acknowledged ones."""
+        """Leaves behind what a write that was cut short leaves: after the last acknowledged bytes a part of a real line or
+        record batch, or garbage."""
         self.num_torn += 1
-        segments = sorted((self.folder / "journal").glob("*.arrow"))
-        for path in [self.folder / "journal" / "log.jsonl", *segments[-1:]]:
+        for path in [self.log, *sorted((self.folder / "journal").glob("*.arrow"))[-1:]]:
             if path.exists() and self.rng.random() < 0.7:
-                with open(path, "ab") as file:
-                    file.write(self.rng.randbytes(self.rng.randint(1, 3000)))
+                with open(path, "r+b") as file:
+                    size = file.seek(0, os.SEEK_END)
+                    file.seek(max(0, size - 3000))
+                    part = file.read()
+                    if path == self.log:
+                        part = part.splitlines(keepends=True)[-1]
+                    cut = part[: self.rng.randrange(1, len(part))] if len(part) > 1 else b"x"
+                    file.seek(0, os.SEEK_END)
+                    file.write(cut if self.rng.random() < 0.5 else self.rng.randbytes(self.rng.randint(1, 3000)))
 
     def last_step(self) -> int:
         """Steps trained, from the tail of the log."""
-        path = self.folder / "journal" / "log.jsonl"
-        if not path.exists():
-            return 0
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - 60_000))
-            trained = [e.decode(line) for line in file if line.startswith(b'{"type":"Trained"')]
-        return max((event.step + 1 for event in trained if isinstance(event, e.Trained)), default=0)
+        tail = self.events_after(max(0, self.log.stat().st_size - 60_000)) if self.log.exists() else []
+        return max((event.step + 1 for event in tail if isinstance(event, e.Trained)), default=0)
 
-    def wait_for_progress(self, what: str, timeout_s: float = 60.0) -> None:
-        """Until another step is trained; notes how long that took."""
-        began, before = time.monotonic(), (self.folder / "journal" / "log.jsonl")
-        size = before.stat().st_size if before.exists() else 0
-        while not self.trained_since(size):
+    def events_after(self, place: int) -> list[e.AnyEvent]:
+        if not self.log.exists():
+            return []
+        with open(self.log, "rb") as file:
+            file.seek(min(place, self.log.stat().st_size))
+            return [event for event in map(e.decode, file) if event is not None]
+
+    def wait_for(self, killed: str | None, awaited: dict[str, "Seen"], timeout_s: float = 60.0) -> None:
+        """Until each of these has been seen in the log, and the server answers; notes how long that took."""
+        began, place = time.monotonic(), self.log.stat().st_size if self.log.exists() else 0
+        if killed == "server":
+            client = BufferClient(configure(self.folder, self.seed).buffer.address, timeout_s=timeout_s)
+            client.call(m.Locate(), m.Located)
+            client.close()
+            self.recovery_s["server killed, to its first answer"].append(time.monotonic() - began)
+        left = dict(awaited)
+        while left:
+            events = self.events_after(place)
+            for name, seen in list(left.items()):
+                if any(map(seen, events)):
+                    del left[name]
+                    if killed:
+                        self.recovery_s[f"{killed} killed, to the next {name}"].append(time.monotonic() - began)
             if time.monotonic() - began > timeout_s:
-                raise RuntimeError(
-                    f"no step was trained within {timeout_s} s after {what}; see the logs in {self.folder}"
-                )
+                raise RuntimeError(f"no {' or '.join(left)} in {timeout_s} s; see the logs in {self.folder}")
             time.sleep(0.02)
-        self.recovery_s[what].append(time.monotonic() - began)
-
-    def trained_since(self, size: int) -> bool:
-        path = self.folder / "journal" / "log.jsonl"
-        if not path.exists():
-            return False
-        with open(path, "rb") as file:
-            file.seek(min(size, path.stat().st_size))
-            return b'{"type":"Trained"' in file.read()
 
 
-# ---- the audit
+Seen = Callable[[e.AnyEvent], bool]
 
 
-@dataclass
-class Audit:
-    """What was found wrong, by kind, and the figures."""
-
-    wrong: list[str] = field(default_factory=list)
-    figures: dict[str, int | str] = field(default_factory=dict)
+def is_trained(event: e.AnyEvent) -> bool:
+    return isinstance(event, e.Trained)
 
 
-def audit(folder: Path, seed: int) -> Audit:
-    """Holds the journal, its log and the producers' records against each other."""
-    found = Audit()
-    buffer = Buffer(configure(folder, seed), folder / "journal")  # applies the log from its beginning
-    ledger, book = buffer.ledger, buffer.book
-    buffer.close()
-    accepted: dict[int, e.Accepted] = {}
-    handed: dict[int, list[int]] = {}
-    trained: dict[int, e.Trained] = {}
-    num_rewinds = num_undone = 0
-    for event in read_events(folder / "journal"):
-        match event:
-            case e.Accepted():
-                if event.group in accepted:
-                    found.wrong.append(f"group {event.group} was accepted twice")
-                accepted[event.group] = event
-            case e.Trained():
-                if event.step in trained or event.step != len(trained):
-                    found.wrong.append(f"step {event.step} was trained out of order")
-                if handed.setdefault(event.step, event.groups) != event.groups:
-                    found.wrong.append(f"step {event.step} was handed out anew with other groups")
-                trained[event.step] = event
-            case e.Rewound():
-                num_rewinds += 1
-                num_undone += sum(step >= event.step for step in trained)
-                trained = {step: done for step, done in trained.items() if step < event.step}
-    acknowledged = {
-        tuple(map(int, line.split()))
-        for path in folder.glob("*.acknowledged")
-        for line in path.read_text().splitlines()
-        if len(line.split()) == 2
-    }
-    reader = Reader(folder / "journal")
-    batches = {}
-    for group, event in accepted.items():
-        try:
-            batches[group] = reader.read(event)
-        except ValueError as error:
-            found.wrong.append(f"group {group} cannot be read: {error}")
-    lost = [pair for pair in acknowledged if pair[1] not in batches or accepted[pair[1]].lease != pair[0]]
-    found.wrong += [f"acknowledged group {group} (lease {lease}) is lost" for lease, group in lost]
-    uses = Counter(group for done in trained.values() for group in done.groups)
-    twice = [group for group, times in uses.items() if times > 1]
-    found.wrong += [f"group {group} was trained {uses[group]} times" for group in twice]
-    beyond = 0
-    for step in sorted(trained):
-        for group in trained[step].groups:
-            if accepted[group].due != step:
-                found.wrong.append(f"group {group}, due at {accepted[group].due}, was trained at step {step}")
-            rows = batches[group].column("versions").to_pylist() if group in batches else []
-            versions = [v for row in rows for v in row if v >= 0]
-            beyond += sum(not 0 <= step - version <= STALENESS for version in versions)
-        if len(trained[step].groups) != GROUPS:
-            found.wrong.append(f"step {step} trained {len(trained[step].groups)} groups")
-    if beyond:
-        found.wrong.append(f"{beyond} tokens were beyond the staleness bound when they were trained")
-    found.wrong += _check_states(folder, trained, batches)
-    sampled = sum(event.tokens for event in accepted.values())
-    if not ledger.closes() or book.trained_twice:
-        found.wrong.append(f"the ledger does not close: {vars(ledger)}")
-    if ledger.groups["trained"] != len(uses) or ledger.groups["trained"] + len(book.pool) != len(accepted):
-        found.wrong.append(f"the ledger has {ledger.groups} groups; {len(uses)} trained, {len(accepted)} accepted")
-    if ledger.tokens["trained"] != sum(accepted[group].tokens for group in uses):
-        found.wrong.append(f"the ledger has {ledger.tokens['trained']} tokens trained, the journal others")
-    epoch = Counter(event.prompt for event in accepted.values() if event.group < 50)
-    if max(epoch.values(), default=0) > 1:
-        found.wrong.append("a prompt was given to two groups of one epoch")
-    found.figures = {
-        "groups accepted": len(accepted), "groups acknowledged to producers": len(acknowledged),
-        "acknowledged groups lost": len(lost), "groups trained twice": len(twice), "steps trained": len(trained),
-        "steps undone by rewinds": f"{num_undone} in {num_rewinds} rewinds", "tokens beyond the bound": beyond,
-        "tokens in the journal": sampled, "ledger, groups": _account(ledger.leased, ledger.groups),
-        "ledger, tokens": _account(ledger.generated, ledger.tokens),
-    }  # fmt: skip
-    return found
+def is_accepted(event: e.AnyEvent) -> bool:
+    return isinstance(event, e.Accepted)
 
 
-def _check_states(folder: Path, trained: dict[int, e.Trained], batches: dict[int, Any]) -> list[str]:
-    """The consumer's checkpoints must hold the state that the journal, trained in the order of the log, leads to."""
-    import pyarrow as pa
-
-    wrong, state = [], ""
-    checkpoints = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("checkpoints/*.json")}
-    for step in sorted(trained):
-        state = train(
-            state, pa.Table.from_batches([batches[group] for group in trained[step].groups if group in batches])
-        )
-        if step + 1 in checkpoints and checkpoints[step + 1]["state"] != state:
-            wrong.append(f"the checkpoint of step {step + 1} is not what the journal leads to")
-    return wrong
+def die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _account(total: int, fates: Counter[str]) -> str:
-    return f"{total:,} = " + " + ".join(f"{number:,} {fate}" for fate, number in sorted(fates.items()) if number)
+# ---- the report
 
 
 def report(harness: Harness, found: Audit, console: Console) -> None:
@@ -403,12 +356,12 @@ def report(harness: Harness, found: Audit, console: Console) -> None:
     table.add_row(
         "kills (SIGKILL)", f"{harness.kills.total()}: " + ", ".join(f"{n} {who}" for who, n in harness.kills.items())
     )
-    table.add_row("stalls (SIGSTOP), torn files", f"{harness.num_stalls}, {harness.num_torn}")
+    table.add_row("stalls (SIGSTOP), torn tails", f"{harness.num_stalls}, {harness.num_torn}")
     for name, value in found.figures.items():
         table.add_row(name, f"{value:,}" if isinstance(value, int) else value)
     for what, seconds in harness.recovery_s.items():
         table.add_row(
-            f"to the next step after: {what}",
+            what,
             f"median {median(seconds):.2f} s, worst {max(seconds):.2f} s ({len(seconds)} times)",
         )
     console.print(table)
@@ -430,7 +383,6 @@ def main() -> int:
     parser.add_argument("--be", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.be is not None:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # none of them outlives the harness
         role = {"server": serve, "consumer": consume}.get(options.be)
         try:
             role(options.folder, options.seed) if role else produce(options.folder, options.seed, options.be)
@@ -442,7 +394,8 @@ def main() -> int:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="slipstream-chaos-"))
     harness = Harness(folder, options.seed, options.producers)
     harness.run(options.kills, lambda text: say.print(text))
-    found = audit(folder, options.seed)
+    found = audit(folder, configure(folder, options.seed), train, harness.status)
+    found.wrong += harness.wrong
     report(harness, found, console)
     if options.folder is None and not found.wrong:
         shutil.rmtree(folder)

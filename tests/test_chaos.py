@@ -6,10 +6,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
-from chaos import Harness, audit
+from audit import Audit, audit
+from chaos import Harness, configure, train
 
 from buffers import events as e
+from buffers import messages as m
 from buffers.journal import read_events
 
 SEED = 1
@@ -23,11 +26,18 @@ def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     harness.run(25)
     assert harness.kills.total() == 25 and set(harness.kills) == {"server", "producer", "consumer"}
     assert all(process.poll() is not None for process in harness.processes.values())
+    assert harness.wrong == [] and harness.status is not None
+    (folder / "status.json").write_bytes(msgspec.json.encode(harness.status))
     yield folder
 
 
+def audited(folder: Path) -> Audit:
+    status = msgspec.json.decode((folder / "status.json").read_bytes(), type=m.Status)
+    return audit(folder, configure(folder, SEED), train, status)
+
+
 def test_nothing_acknowledged_is_lost_and_nothing_trained_twice_whatever_is_killed(survivor: Path) -> None:
-    found = audit(survivor, SEED)
+    found = audited(survivor)
     assert found.wrong == []
     assert found.figures["groups acknowledged to producers"] > 50 and found.figures["steps trained"] > 10
 
@@ -45,7 +55,7 @@ def forget_an_acknowledgement(folder: Path) -> str:
 
 
 def train_something_else(folder: Path) -> str:
-    name = max(folder.glob("checkpoints/*.json"), key=lambda path: int(path.stem))
+    name = min(folder.glob("checkpoints/*.json"), key=lambda path: int(path.stem))
     name.write_text(json.dumps(json.loads(name.read_text()) | {"state": "another"}))
     return "is not what the journal leads to"
 
@@ -70,15 +80,71 @@ def hand_out_other_groups_after_a_rewind(folder: Path) -> str:
         return [*events[: last + 1], e.Rewound(trained.step), swapped]
 
     rewrite(folder, change)
-    return "was handed out anew with other groups"
+    return "trained other groups than it was handed"
+
+
+def lose_an_accepted_group(folder: Path) -> str:
+    def change(events: list[e.AnyEvent]) -> list[e.AnyEvent]:
+        last = max(i for i, event in enumerate(events) if isinstance(event, e.Accepted))
+        return events[:last] + events[last + 1 :]
+
+    rewrite(folder, change)
+    return "acknowledged group .* is lost|its log says"
+
+
+def train_a_group_that_never_came(folder: Path) -> str:
+    def change(events: list[e.AnyEvent]) -> list[e.AnyEvent]:
+        return [event for event in events if not (isinstance(event, e.Accepted) and event.due == 1)]
+
+    rewrite(folder, change)
+    return "was trained at step 1 and never accepted"
+
+
+def train_groups_twice(folder: Path) -> str:
+    def change(events: list[e.AnyEvent]) -> list[e.AnyEvent]:
+        done = [event for event in events if isinstance(event, e.Trained)]
+        last, before = done[-1], next(event for event in done if event.step == done[-1].step - 1)
+        again = msgspec.structs.replace(before, step=last.step)
+        handed = e.Handed(last.step, before.groups)
+        events = [event for event in events if not (isinstance(event, e.Handed) and event.step == last.step)]
+        place = events.index(last)
+        return [*events[:place], handed, again, *events[place + 1 :]]
+
+    rewrite(folder, change)
+    return "was trained 2 times"
+
+
+def pass_over_a_prompt(folder: Path) -> str:
+    def change(events: list[e.AnyEvent]) -> list[e.AnyEvent]:
+        return [
+            msgspec.structs.replace(event, prompt=(event.prompt + 1) % 50)
+            if isinstance(event, e.Accepted) and event.group == 3
+            else event
+            for event in events
+        ]
+
+    rewrite(folder, change)
+    return "epoch 0 has a prompt twice"
+
+
+def forget_a_lease(folder: Path) -> str:
+    def change(events: list[e.AnyEvent]) -> list[e.AnyEvent]:
+        first = next(event for event in events if isinstance(event, e.Accepted))
+        return [event for event in events if not (isinstance(event, e.Leased) and event.lease == first.lease)]
+
+    rewrite(folder, change)
+    return "the log cannot be applied"
 
 
 @pytest.mark.parametrize(
     "doctor",
-    [forget_an_acknowledgement, train_something_else, damage_a_group, hand_out_other_groups_after_a_rewind],
-)
+    [
+        forget_an_acknowledgement, train_something_else, damage_a_group, hand_out_other_groups_after_a_rewind,
+        lose_an_accepted_group, train_a_group_that_never_came, train_groups_twice, pass_over_a_prompt, forget_a_lease,
+    ],
+)  # fmt: skip
 def test_the_audit_names_what_is_wrong(survivor: Path, tmp_path: Path, doctor: Callable[[Path], str]) -> None:
     shutil.copytree(survivor, tmp_path / "copy", ignore=shutil.ignore_patterns("socket"))
     wrong = doctor(tmp_path / "copy")
-    found = audit(tmp_path / "copy", SEED)
+    found = audited(tmp_path / "copy")
     assert any(re.search(wrong, text) for text in found.wrong), found.wrong

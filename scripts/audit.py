@@ -1,0 +1,211 @@
+"""Holds a journal, its log and the records that producers and consumer kept for themselves against each other (`chaos.py`)."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+
+from buffers import events as e
+from buffers import messages as m
+from buffers.buffer import Buffer
+from buffers.journal import Reader, read_events
+from buffers.trajectory import flat
+from configs.schema import Config
+
+Train = Callable[[str, pa.Table], str]
+"""(state, a step's groups) -> the next state: what the consumer does with what it is handed."""
+
+
+@dataclass
+class Audit:
+    """What was found wrong, by kind, and the figures."""
+
+    wrong: list[str] = field(default_factory=list)
+    figures: dict[str, int | str] = field(default_factory=dict)
+
+
+@dataclass
+class Records:
+    """What the log says, read event by event, rewinds taken into account."""
+
+    accepted: dict[int, e.Accepted] = field(default_factory=dict)
+    leased: dict[int, int] = field(default_factory=dict)
+    """Lease to group."""
+    handed: dict[int, list[int]] = field(default_factory=dict)
+    trained: dict[int, e.Trained] = field(default_factory=dict)
+    num_rewinds: int = 0
+    num_undone: int = 0
+
+
+def audit(folder: Path, config: Config, train: Train, status: m.Status | None = None) -> Audit:
+    """Audits the run in `folder`. `status` is what its server said of itself at the end, when nothing was under way."""
+    found = Audit()
+    records = _read(folder / "journal", found)
+    batches = _read_groups(folder / "journal", records, found)
+    _check_acknowledged(folder, records, batches, found)
+    _check_training(config, records, batches, found)
+    _check_states(folder, records, batches, train, found)
+    _check_epochs(config, records, found)
+    _check_ledger(folder, config, records, status, found)
+    return found
+
+
+def _read(journal: Path, found: Audit) -> Records:
+    records = Records()
+    for event in read_events(journal):
+        match event:
+            case e.Leased():
+                if event.lease in records.leased:
+                    found.wrong.append(f"lease {event.lease} was given out twice")
+                records.leased[event.lease] = event.group
+            case e.Accepted():
+                if event.group in records.accepted:
+                    found.wrong.append(f"group {event.group} was accepted twice")
+                if records.leased.get(event.lease) != event.group:
+                    found.wrong.append(
+                        f"group {event.group} was accepted under lease {event.lease}, which is not for it"
+                    )
+                records.accepted[event.group] = event
+            case e.Handed():
+                if records.handed.setdefault(event.step, event.groups) != event.groups:
+                    found.wrong.append(f"step {event.step} was handed out anew with other groups")
+            case e.Trained():
+                if event.step in records.trained or event.step != len(records.trained):
+                    found.wrong.append(f"step {event.step} was trained out of order")
+                if records.handed.get(event.step) != event.groups:
+                    found.wrong.append(f"step {event.step} trained other groups than it was handed")
+                records.trained[event.step] = event
+            case e.Rewound():
+                records.num_rewinds += 1
+                records.num_undone += sum(step >= event.step for step in records.trained)
+                records.trained = {step: done for step, done in records.trained.items() if step < event.step}
+    found.figures["steps trained"] = len(records.trained)
+    found.figures["steps undone by rewinds"] = f"{records.num_undone} in {records.num_rewinds} rewinds"
+    return records
+
+
+def _read_groups(journal: Path, records: Records, found: Audit) -> dict[int, pa.RecordBatch]:
+    reader, batches = Reader(journal), {}
+    for group, event in records.accepted.items():
+        try:
+            batches[group] = reader.read(event)
+        except ValueError as error:
+            found.wrong.append(f"group {group} cannot be read: {error}")
+    found.figures["groups accepted"] = len(records.accepted)
+    found.figures["tokens in the journal"] = sum(event.tokens for event in records.accepted.values())
+    return batches
+
+
+def _check_acknowledged(folder: Path, records: Records, batches: dict[int, pa.RecordBatch], found: Audit) -> None:
+    """What a producer was told is accepted must be in the journal, under its lease."""
+    acknowledged = {
+        tuple(map(int, line.split()))
+        for path in folder.glob("*.acknowledged")
+        for line in path.read_text().splitlines()
+        if len(line.split()) == 2
+    }
+    lost = [pair for pair in acknowledged if pair[1] not in batches or records.accepted[pair[1]].lease != pair[0]]
+    found.wrong += [f"acknowledged group {group} (lease {lease}) is lost" for lease, group in lost]
+    found.figures["groups acknowledged to producers"] = len(acknowledged)
+    found.figures["acknowledged groups lost"] = len(lost)
+
+
+def _check_training(config: Config, records: Records, batches: dict[int, pa.RecordBatch], found: Audit) -> None:
+    """Each group once, at its own step, whole steps, and no token beyond the bound."""
+    uses = Counter(group for done in records.trained.values() for group in done.groups)
+    twice = [group for group, times in uses.items() if times > 1]
+    found.wrong += [f"group {group} was trained {uses[group]} times" for group in twice]
+    beyond = 0
+    for step, done in sorted(records.trained.items()):
+        if len(done.groups) != config.learner.groups_per_step:
+            found.wrong.append(f"step {step} trained {len(done.groups)} groups")
+        for group in done.groups:
+            if group not in records.accepted:
+                found.wrong.append(f"group {group} was trained at step {step} and never accepted")
+            elif records.accepted[group].due != step:
+                due = records.accepted[group].due
+                found.wrong.append(f"group {group}, due at {due}, was trained at step {step}")
+            if group in batches:
+                versions = flat(batches[group], "versions")
+                stale = step - versions[versions >= 0]
+                beyond += int(((stale < 0) | (stale > config.bound)).sum())
+    if beyond:
+        found.wrong.append(f"{beyond} tokens were beyond the staleness bound when they were trained")
+    found.figures["groups trained twice"] = len(twice)
+    found.figures["tokens beyond the bound"] = beyond
+
+
+def _check_states(
+    folder: Path, records: Records, batches: dict[int, pa.RecordBatch], train: Train, found: Audit
+) -> None:
+    """The consumer's states and checkpoints must be those that the journal, trained in the order of the log, leads to."""
+    states, state = [""], ""
+    for step in sorted(records.trained):
+        groups = [batches[group] for group in records.trained[step].groups if group in batches]
+        if groups:
+            state = train(state, pa.Table.from_batches(groups))
+        states.append(state)
+    told = [
+        (f"the state after step {step}", int(step) + 1, told)
+        for line in (folder / "consumer.states").read_text().splitlines()
+        for step, _, told in [line.partition(" ")]
+    ]
+    for path in folder.glob("checkpoints/*.json"):
+        told.append((f"the checkpoint of step {path.stem}", int(path.stem), json.loads(path.read_text())["state"]))
+    for what, num_trained, state in told:
+        if num_trained < len(states) and states[num_trained] != state:
+            found.wrong.append(f"{what} is not what the journal leads to")
+    found.figures["states compared"] = len(told)
+
+
+def _check_epochs(config: Config, records: Records, found: Audit) -> None:
+    """Group numbers have no gaps, and each epoch has every prompt once."""
+    size = config.task.size
+    assert size is not None
+    groups = set(records.leased.values())
+    if groups != set(range(len(groups))):
+        found.wrong.append(f"of groups 0..{max(groups)}, {max(groups) + 1 - len(groups)} were never given out")
+    prompts: dict[int, Counter[int]] = {}
+    for group, event in records.accepted.items():
+        prompts.setdefault(group // size, Counter())[event.prompt] += 1
+    for epoch, counts in sorted(prompts.items()):
+        if max(counts.values()) > 1 or not set(counts) <= set(range(size)):
+            found.wrong.append(
+                f"epoch {epoch} has a prompt twice, or one that is not of the task: {counts.most_common(1)}"
+            )
+    done = max((max(event.groups) for event in records.trained.values()), default=-1) + 1
+    whole = [epoch for epoch in range(done // size) if len(prompts.get(epoch, ())) == size]
+    if len(whole) < done // size - 1:  # the last may have a group that was leased early and is due late
+        found.wrong.append(f"{done // size} epochs are behind, and {len(whole)} have every prompt")
+    found.figures["epochs with every prompt once"] = f"{len(whole)} of {done // size}"
+
+
+def _check_ledger(folder: Path, config: Config, records: Records, status: m.Status | None, found: Audit) -> None:
+    """The log, applied from its beginning, must make a ledger that closes, agrees with the journal and with `status`."""
+    try:
+        buffer = Buffer(config, folder / "journal")
+        buffer.close()
+    except Exception as error:
+        found.wrong.append(f"the log cannot be applied: {type(error).__name__}: {error}")
+        return
+    ledger, pool = buffer.ledger, buffer.book.pool
+    trained = [group for done in records.trained.values() for group in done.groups]
+    if not ledger.closes() or buffer.book.trained_twice:
+        found.wrong.append(f"the ledger does not close: {vars(ledger)}")
+    if ledger.groups["trained"] != len(trained) or len(trained) + len(pool) != len(records.accepted):
+        found.wrong.append(
+            f"the ledger has {ledger.groups} groups; {len(trained)} trained, {len(records.accepted)} accepted"
+        )
+    if ledger.tokens["trained"] != sum(records.accepted[group].tokens for group in trained):
+        found.wrong.append(f"the ledger has {ledger.tokens['trained']} tokens trained, the journal others")
+    if status is not None and (status.tokens, status.groups) != (ledger.token_account(), ledger.group_account()):
+        found.wrong.append(f"the server said {status.tokens}, {status.groups}; its log says {vars(ledger)}")
+    found.figures["ledger, groups"] = _account(ledger.leased, ledger.groups)
+    found.figures["ledger, tokens"] = _account(ledger.generated, ledger.tokens)
+
+
+def _account(total: int, fates: Counter[str]) -> str:
+    return f"{total:,} = " + " + ".join(f"{number:,} {fate}" for fate, number in sorted(fates.items()) if number)
