@@ -417,7 +417,7 @@ class Buffer:
         for group in self.book.cancel_stragglers(now):
             log.warning("group %d held its step for %s s: cancelled", group, self._config.staleness.straggler_timeout_s)
         if self._quarantined_in_a_row >= self._config.buffer.max_quarantined:
-            group, error = next(reversed(self.book.quarantined.items()))
+            group, error = next(reversed(self.book.quarantine.last.items()))
             raise Stuck(
                 f"{self._quarantined_in_a_row} groups in a row have failed {self._config.buffer.max_attempts} times each, "
                 f"the last of them (group {group}) with: {error}"
@@ -458,7 +458,8 @@ class Buffer:
             trained_twice=self.book.trained_twice,
             staleness=dict(sorted(self.ledger.staleness.items())),
             learner_idle=idle / alive if alive else 0.0,
-            quarantined=self.book.quarantined,
+            quarantined=self.book.quarantine.last,
+            num_quarantined=self.book.quarantine.total,
             replayed=self.ledger.replayed,
             refused=dict(self.refusals),
             waiting_for=waiting_for,

@@ -22,6 +22,21 @@ class Attempt:
     fate: str = "in_flight"
 
 
+@dataclass(slots=True)
+class Quarantine:
+    """Groups that failed for good."""
+
+    total: int = 0
+    last: dict[int, str] = field(default_factory=dict)
+    """The error of each of the last ten, by group; the log has them all."""
+
+    def add(self, group: int, error: str) -> None:
+        self.total += 1
+        self.last[group] = error
+        if len(self.last) > 10:
+            del self.last[next(iter(self.last))]
+
+
 class Deadlines:
     """Finds the attempts whose deadline has passed without looking at all of them."""
 

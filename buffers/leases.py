@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from buffers import events as e
-from buffers.groups import Attempt, Deadlines, Group, Handout, Terms, Use, name_holders
+from buffers.groups import Attempt, Deadlines, Group, Handout, Quarantine, Terms, Use, name_holders
 from buffers.ledger import Ledger
 from buffers.messages import Lease
 from buffers.prompts import PromptOrder
@@ -51,7 +51,7 @@ class LeaseBook:
         self.newest_version = -1
         """Newest version that any life of the learner has published."""
         self.groups: dict[int, Group] = {}
-        self.quarantined: dict[int, str] = {}
+        self.quarantine = Quarantine()
         self.num_consumed = 0
         self.trained_twice = 0
         self.num_rejected: Counter[str] = Counter()
@@ -238,7 +238,7 @@ class LeaseBook:
         group.attempts.discard(attempt.lease)
         group.num_failures += counts
         if group.num_failures >= self.terms.max_attempts and not group.attempts:
-            self.quarantined[attempt.group] = error
+            self.quarantine.add(attempt.group, error)
             self.reject(attempt.group, "failed", error)
             return "quarantined"
         if not group.attempts:

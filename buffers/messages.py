@@ -296,8 +296,10 @@ class Status(Struct):
     weight_bytes: int
     pause_s_mean: float
     digest_mismatches: int
+    num_quarantined: int
+    """Groups that failed for good."""
     quarantined: dict[int, str]
-    """Error by group."""
+    """The error of the last few of them, by group."""
     replayed: int
     """Tokens trained again, beyond their first time (`buffer.max_uses`)."""
     refused: dict[str, int]

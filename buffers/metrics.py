@@ -53,7 +53,7 @@ def families(status: m.Status) -> Iterator[Metric]:
             "Share of their lives that engines had nothing to do",
             status.generator_idle,
         ),
-        "slipstream_groups_quarantined": ("Groups that failed for good", len(status.quarantined)),
+        "slipstream_groups_quarantined": ("Groups that failed for good", status.num_quarantined),
         "slipstream_tokens_replayed": ("Tokens trained again, beyond their first time", status.replayed),
         "slipstream_weight_digest_mismatches": ("Weight updates that did not verify", status.digest_mismatches),
     }

@@ -86,7 +86,7 @@ class Console:
         failed = ""
         if status.quarantined:
             group, error = next(reversed(status.quarantined.items()))
-            failed = f"  {len(status.quarantined)} groups quarantined, the last ({group}) with {error}"
+            failed = f"  {status.num_quarantined} groups quarantined, the last ({group}) with {error}"
         if not self._rewards:
             return status.waiting_for + failed
         staleness, seconds = status.staleness, max(status.seconds, 1e-9)
@@ -121,7 +121,7 @@ class Console:
         }
         if status.quarantined:
             group, error = next(reversed(status.quarantined.items()))
-            rows["quarantined"] = f"{len(status.quarantined)} groups; last {group}: {error}"
+            rows["quarantined"] = f"{status.num_quarantined} groups; last {group}: {error}"
         if status.refused:
             rows["refused"] = (
                 ", ".join(f"{n} × {reason}" for reason, n in status.refused.items()) + " (see logs/buffer.log)"

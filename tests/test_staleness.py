@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import tracemalloc
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -218,7 +219,7 @@ class World:
         if self.rng.random() < 0.05:
             before = self.book
             self.new_book()
-            for name in ("num_consumed", "version", "quarantined", "num_rejected", "trained_twice", "bytes_held"):
+            for name in ("num_consumed", "version", "quarantine", "num_rejected", "trained_twice", "bytes_held"):
                 assert getattr(self.book, name) == getattr(before, name), name
             assert self.book.groups.keys() == before.groups.keys() and self.book.pool.keys() == before.pool.keys()
             assert self.book.ledger.groups == before.ledger.groups, "every lease has the fate it had"
@@ -334,7 +335,7 @@ def test_a_group_that_keeps_failing_is_quarantined_and_its_place_refilled() -> N
         lease = book.lease("g", 0.0)
         assert lease is not None and lease.group == 1
         book.fail(lease.id, 5, "ValueError: no such prompt")
-    assert book.quarantined == {1: "ValueError: no such prompt"}
+    assert book.quarantine.last == {1: "ValueError: no such prompt"}
     refill = book.lease("g", 0.0)
     assert refill is not None and (refill.group, refill.due) == (2, 0)
     assert other is not None
@@ -422,3 +423,27 @@ def test_a_budget_holds_back_what_is_not_needed_yet_and_never_the_step_at_hand()
     assert first is not None
     tight.heartbeat("g", {first.id: 5}, 0.0)
     assert [lease.due for lease in iter(lambda: tight.lease("g", 0.0), None)] == [0], "the step itself is always made"
+
+
+def test_memory_stays_flat_however_many_groups_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("buffers.leases.MAX_DEAD", 100)
+    book = LeaseBook(terms(OnLate.wait, 1, batch=16, steps=10**6), Ledger())
+
+    def train(steps: range) -> int:
+        """Bytes in use after these steps."""
+        for step in steps:
+            book.publish(step)
+            while (lease := book.lease("g", float(step))) is not None:
+                submit(book, lease.id, [step])
+            handout = book.ready(step, float(step))
+            assert handout is not None
+            book.consume(Trained(step, handout.groups, [1] * 16, [0] * 16, {0: 16}))
+            book.checkpoint(Checkpointed(step + 1, step + 1))
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = train(range(300))
+        assert train(range(300, 900)) - before < 100_000
+    finally:
+        tracemalloc.stop()
