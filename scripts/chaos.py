@@ -329,7 +329,10 @@ class Harness:
                     if killed:
                         self.recovery_s[f"{killed} killed, to the next {name}"].append(time.monotonic() - began)
             if time.monotonic() - began > timeout_s:
-                raise RuntimeError(f"no {' or '.join(left)} in {timeout_s} s; see the logs in {self.folder}")
+                self.notice_the_dead()
+                raise RuntimeError(
+                    f"no {' or '.join(left)} in {timeout_s} s; {self.wrong or 'all are alive'}; see the logs in {self.folder}"
+                )
             time.sleep(0.02)
 
 

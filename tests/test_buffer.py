@@ -113,6 +113,21 @@ def test_groups_flow_from_lease_to_batch_and_the_ledger_closes(harness: Callable
     assert status.staleness == {0: 8, 1: 8}
 
 
+@pytest.mark.parametrize("budget", ["max_groups", "max_tokens", "max_bytes"])
+def test_a_budget_holds_back_what_the_step_at_hand_does_not_need(harness: Callable[..., Harness], budget: str) -> None:
+    run = harness("staleness.max_versions=3", f"buffer.{budget}=1")
+    run.publish(0)
+    (first,) = run.ask(1)
+    run.submit(first)
+    (second,) = run.ask()
+    assert first.due == second.due == 0 and run.ask() == [], "one group or token or byte is held already"
+    assert f"buffer.{budget} is reached" in run.server.buffer.waiting_for(learner_waits=False)
+    run.submit(second)
+    run.train(0)
+    run.publish(1)
+    assert run.ask()[0].due == 1, "what is trained is not held any more"
+
+
 def test_what_one_sender_sends_is_handled_in_its_order(harness: Callable[..., Harness]) -> None:
     run = harness("buffer.max_attempts=1")
     run.publish(0)

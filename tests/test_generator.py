@@ -130,12 +130,21 @@ class Broken(SimulatedEpisodes):
 
 
 def test_a_task_that_always_fails_ends_the_run_with_its_error(tmp_path: Path) -> None:
-    config = load([*BASE, "buffer.max_quarantined=5"])
+    config = load([*BASE, "buffer.max_quarantined=5", "buffer.lease_s=2"])
     server = BufferServer(config, tmp_path / "journal")
     client = BufferClient(server.address, timeout_s=10.0)
     engine = SimulatedEngine(tokens_per_s=5000, slots=16, mean_tokens=2, cv=0.5)
     generator = Generator("g", config, BufferClient(server.address, timeout_s=10.0), engine, Broken())
-    threading.Thread(target=generator.run, daemon=True).start()
+    left: list[BaseException] = []
+
+    def generate() -> None:
+        try:
+            generator.run()
+        except BufferGone as gone:
+            left.append(gone)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
     publisher = Publisher(tmp_path / "weights", "life")
     manifest = publisher.publish(0, [("w", torch.tensor([0.0]))])
     client.post(m.Publish(version=0, weights=manifest.locator))
@@ -143,6 +152,8 @@ def test_a_task_that_always_fails_ends_the_run_with_its_error(tmp_path: Path) ->
         Stuck, match=r"\d+ groups in a row have failed 2 times each, .* TimeoutError: the judge is away"
     ):
         server.run()
+    thread.join(timeout=10)
+    assert left, "the generator leaves too"
     client.close()
     publisher.close()
 
