@@ -150,12 +150,12 @@ class LeaseBook:
         for lease_id, num_tokens in progress.items():
             attempt = self._attempts.get(lease_id)
             if attempt is not None:
-                self._progress(attempt, num_tokens)
                 attempt.deadline = now + self.terms.lease_s
-                continue
-            revoked.append(lease_id)
-            if lease_id in self._dead:
-                self._progress(self._dead[lease_id], num_tokens)
+            else:
+                revoked.append(lease_id)
+                attempt = self._dead.get(lease_id)
+            if attempt is not None and attempt.fate != "accepted":
+                self._progress(attempt, num_tokens)
         return revoked
 
     def lease_of(self, lease_id: int) -> tuple[int, int] | None:
@@ -174,7 +174,8 @@ class LeaseBook:
         attempt = self._attempts.get(lease_id) or self._dead[lease_id]
         group = self.groups[attempt.group]
         assert group.accepted is None, f"group {attempt.group} was accepted twice"
-        self._progress(attempt, content.tokens)
+        self.ledger.generate(content.tokens - attempt.num_tokens, attempt.fate)
+        attempt.num_tokens = content.tokens
         if attempt.fate != "in_flight":  # late, but first
             self.ledger.settle(attempt.fate, "in_flight", attempt.num_tokens)
         self._bury(attempt, "accepted")
@@ -195,7 +196,7 @@ class LeaseBook:
         elif attempt.fate == "accepted":
             return  # sent again because the receipt was lost
         else:
-            self._progress(attempt, num_tokens)
+            num_tokens = self._progress(attempt, num_tokens)
             if attempt.fate != "duplicate":
                 self._settle(attempt, "duplicate")
         self._note(e.Duplicate(lease=lease_id, tokens=num_tokens))
@@ -213,7 +214,7 @@ class LeaseBook:
             if dead is None:
                 self.ledger.generate(num_tokens, "failed")
             else:
-                self._progress(dead, num_tokens)
+                num_tokens = self._progress(dead, num_tokens)
             self._note(e.Failed(lease=lease_id, tokens=num_tokens, error=error, counts=False, at=time.time()))
             return "over"
         self._progress(attempt, num_tokens)
@@ -245,10 +246,11 @@ class LeaseBook:
             heapq.heappush(self._lost, (group.due, attempt.group))
         return "lost"
 
-    def _progress(self, attempt: Attempt, num_tokens: int) -> None:
-        fate = "in_flight" if attempt.fate == "accepted" else attempt.fate
-        self.ledger.generate(num_tokens - attempt.num_tokens, fate)
-        attempt.num_tokens = num_tokens
+    def _progress(self, attempt: Attempt, num_tokens: int) -> int:
+        """What is reported late never takes back what was known. Returns what is known now."""
+        self.ledger.generate(max(0, num_tokens - attempt.num_tokens), attempt.fate)
+        attempt.num_tokens = max(num_tokens, attempt.num_tokens)
+        return attempt.num_tokens
 
     def _settle(self, attempt: Attempt, fate: str) -> None:
         """The attempt is over and will not be trained."""
@@ -276,8 +278,7 @@ class LeaseBook:
 
     def publish(self, version: int) -> None:
         assert version > self.version, f"version {version} was published after {self.version}"
-        self.version = version
-        self.newest_version = max(version, self.newest_version)
+        self.version, self.newest_version = version, max(version, self.newest_version)
 
     def ready(self, step: int, now: float) -> Handout | None:
         """What step `step` trains; None while some of it is missing."""
@@ -398,8 +399,7 @@ class LeaseBook:
         self.ledger.staleness.update(event.staleness)
         self._trained[event.step] = (uses, event)
         self._scripted.pop(event.step, None)
-        self.num_consumed = event.step + 1
-        self._changed, self._held = True, None
+        self.num_consumed, self._changed, self._held = event.step + 1, True, None
         self._note(event)
 
     def checkpoint(self, event: e.Checkpointed) -> None:

@@ -54,6 +54,7 @@ class FakeGenerator:
     version: int = -1
     stalled_until: float = 0.0
     work: dict[int, Work] = field(default_factory=dict)
+    sent: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -123,6 +124,8 @@ class World:
             self.book.expire(self.now)
             self.book.cancel_stragglers(self.now)
             assert self.ledger.closes()
+            held = sum(group.content.tokens for group in self.book.pool.values() if group.content and not group.uses)
+            assert held <= self.ledger.tokens["in_flight"] and min(self.ledger.tokens.values(), default=0) >= 0
             if self.step == self.terms.steps:
                 return
         raise AssertionError(f"no end after {max_ticks} events: {self.book.waiting_for(self.step)}")
@@ -149,6 +152,7 @@ class World:
             work.versions.append(generator.version)
             if len(work.versions) >= work.length:
                 del generator.work[work.lease.id]
+                generator.sent.append(work.lease.id)
                 if submit(self.book, work.lease.id, work.versions) == "accepted":
                     self.submitted[work.lease.group] = work.versions
 
@@ -160,6 +164,10 @@ class World:
         if generator.stalled_until > self.now:
             return
         progress = {lease_id: len(work.versions) for lease_id, work in generator.work.items()}
+        late = {
+            lease_id: self.rng.randint(0, 5) for lease_id in generator.sent[-4:]
+        }  # not heard yet that it was accepted
+        self.book.heartbeat(generator.name, late, self.now)
         for lease_id in self.book.heartbeat(generator.name, progress, self.now):
             self.book.fail(lease_id, len(generator.work.pop(lease_id).versions), "revoked")
 
