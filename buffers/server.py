@@ -45,6 +45,8 @@ MAX_PER_TURN = 1000
 MAX_BYTES_PER_TURN = 4 << 20
 """Of submissions: then those who wait for an answer get it."""
 MAX_INBOX_BYTES = 64 << 20
+MAX_COMMITTING = 3
+"""Turns whose answers wait for the disk, at most, while the next is under way."""
 MAX_WAIT_S = 60.0
 TICK_S = 0.05
 
@@ -279,8 +281,8 @@ class BufferServer:
         self._outbox.clear()
 
     def _send_committed(self) -> None:
-        """Sends the answers of turns that are durable; waits for the disk when two turns wait for it."""
-        while self._committing and (len(self._committing) > 1 or self._committing[0][0].done()):
+        """Sends the answers of turns that are durable; waits for the disk when too many wait for it."""
+        while self._committing and (len(self._committing) > MAX_COMMITTING or self._committing[0][0].done()):
             done, answers = self._committing.popleft()
             done.result()
             for frames in answers:
