@@ -56,6 +56,7 @@ class KvCache(StrEnum):
 
 class Transport(StrEnum):
     shared_memory = "shared_memory"
+    tcp = "tcp"
     disk = "disk"
 
 
@@ -226,18 +227,22 @@ class BufferConfig:
                 "buffer.metrics_port": self.metrics_port,
             }
         )
-        scheme, _, host = self.address.partition("://")
-        host, _, port = host.rpartition(":")
-        if scheme == "ipc" and host + port:
+        if self.address.startswith("ipc://") and len(self.address) > len("ipc://"):
             return found
-        if scheme != "tcp" or not port.isdigit() or int(port) > 65535:
-            found.append(f"buffer.address must read tcp://HOST:PORT or ipc://PATH, got {self.address!r}")
-        elif not is_loopback(host) and self.keys is None:
-            found.append(
-                "buffer.keys must name a folder of keys when buffer.address is beyond the loopback interface (make one with "
-                f"`scripts/keys.sh FOLDER`), got none with {self.address!r}"
-            )
-        return found
+        return found + address_problems("buffer.address", self.address, self.keys, "tcp://HOST:PORT or ipc://PATH")
+
+
+def address_problems(field: str, address: str, keys: str | None, form: str = "tcp://HOST:PORT") -> list[str]:
+    scheme, _, host = address.partition("://")
+    host, _, port = host.rpartition(":")
+    if scheme != "tcp" or not host or not port.isdigit() or int(port) > 65535:
+        return [f"{field} must read {form}, got {address!r}"]
+    if not is_loopback(host) and keys is None:
+        return [
+            f"buffer.keys must name a folder of keys when {field} is beyond the loopback interface (make one with "
+            f"`scripts/keys.sh FOLDER`), got none with {address!r}"
+        ]
+    return []
 
 
 def is_loopback(host: str) -> bool:
@@ -453,7 +458,10 @@ class AlgoConfig:
 @dataclass(kw_only=True, slots=True)
 class SyncConfig:
     transport: Transport = Transport.shared_memory
-    """`shared_memory` for one host; `disk` through `sync.folder` for hosts that share a file system."""
+    """`shared_memory` for one host; `tcp` for many (those on the learner's host read its memory all the same); `disk` through
+    `sync.folder` for hosts that share a file system."""
+    address: str = "tcp://127.0.0.1:0"
+    """`tcp` only: where the learner serves weights (port 0: any free one). Other hosts connect to it, so it names the host."""
     folder: str | None = None
     """`disk` only: the shared folder. None: `<outputs>/<name>/weights`."""
     in_flight: bool = True
@@ -464,6 +472,8 @@ class SyncConfig:
     def problems(self) -> list[str]:
         if self.folder is not None and self.transport is not Transport.disk:
             return [f"sync.folder must be set only when sync.transport=disk, got {self.folder!r} with {self.transport}"]
+        if self.address.startswith(("tcp://0.0.0.0:", "tcp://*:")):
+            return [f"sync.address must name a host (it is told to others), got {self.address!r}"]
         return []
 
 
@@ -563,6 +573,7 @@ class Config:
                 "buffer.max_uses must divide learner.groups_per_step, "
                 f"got {self.buffer.max_uses} and {learner.groups_per_step}",
             ),
+            *((True, problem) for problem in address_problems("sync.address", self.sync.address, self.buffer.keys)),
             (
                 self.bound == 0 and (self.buffer.max_uses > 1 or self.buffer.sampler != "fifo"),
                 "buffer.max_uses must be 1 and buffer.sampler fifo when staleness.max_versions = 0 (only the groups of the "

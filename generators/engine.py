@@ -63,9 +63,10 @@ class Engine(Protocol):
     def load(self, manifest: Manifest) -> None:
         """Takes up a snapshot, requests kept, and verifies that what the engine now holds has the manifest's digest.
 
-        Raises `FileNotFoundError` when the snapshot is gone (a newer one has replaced it): the old version stays in
-        service. Raises `sync.manifest.DigestMismatch` when the digests differ: nothing may be sampled before a later
-        `load` succeeds.
+        Raises `FileNotFoundError` when the snapshot is gone (a newer one has replaced it) and
+        `sync.manifest.DigestMismatch` when it is not what was published: the old version stays in service. Raises
+        `sync.manifest.EngineMismatch` when the engine does not hold what it was given: nothing may be sampled before a
+        later `load` succeeds.
         """
         ...
 

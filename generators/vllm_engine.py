@@ -38,7 +38,7 @@ from vllm.v1.executor import Executor  # noqa: E402
 
 from configs.schema import KvCache  # noqa: E402
 from generators.engine import Completion, Sample  # noqa: E402
-from sync.manifest import Manifest  # noqa: E402
+from sync.manifest import DigestMismatch, EngineMismatch, Manifest  # noqa: E402
 from sync.vllm_plugin import keep_weights_unpacked  # noqa: E402
 
 
@@ -83,6 +83,7 @@ class VllmEngine:
         kv_cache_mb: int = 64,
         prefix_cache: bool = False,
         kv_cache: KvCache = KvCache.keep,
+        map_weights: bool = True,
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = -1,
@@ -90,11 +91,15 @@ class VllmEngine:
         seed: int = 0,
         gpu_memory_fraction: float = 0.9,
     ) -> None:
-        """`kv_cache_mb` counts on a CPU, `gpu_memory_fraction` on a GPU. `seed`: for what no sample's seed decides."""
+        """`kv_cache_mb` counts on a CPU, `gpu_memory_fraction` on a GPU. `seed`: for what no sample's seed decides.
+
+        `map_weights`: on a CPU, use the snapshot's memory itself, which all engines of the host share, and copy nothing.
+        """
         self.version: int | None = None
         self._max_model_len = max_model_len
         self._prefix_cache = prefix_cache
         self._kv_cache = kv_cache
+        self._map_weights = map_weights
         self._salt: str | None = None
         self._running: dict[str, Running] = {}
         """By vLLM's request id, which is never used twice."""
@@ -183,11 +188,12 @@ class VllmEngine:
         return len(self._running)
 
     def load(self, manifest: Manifest) -> None:
-        """As `Engine.load`. FileNotFoundError leaves the version held before whole and in service."""
         held, self.version = self.version, None
         try:
-            self._core.collective_rpc("load_snapshot", args=(msgspec.to_builtins(manifest),))
-        except FileNotFoundError:
+            self._core.collective_rpc("load_snapshot", args=(msgspec.to_builtins(manifest), self._map_weights))
+        except EngineMismatch:
+            raise
+        except (FileNotFoundError, DigestMismatch):  # before anything was touched
             self.version = held
             raise
         if self._kv_cache is KvCache.recompute:

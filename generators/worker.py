@@ -14,20 +14,25 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import xxhash
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone
+from buffers.keys import show_key
 from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode, to_batch
 from configs import load as configs
-from configs.schema import Config, EngineKind
+from configs.schema import Config, EngineKind, Transport
 from generators.engine import Completion, Engine, Sample
 from generators.episode import Episodes, Opening, SimulatedEpisodes, TextEpisodes
 from generators.task import Score
+from sync.folders import shared_memory_folder
 from sync.manifest import DigestMismatch, Manifest
-from sync.subscriber import read_manifest
+from sync.subscriber import Subscriber, read_manifest
+from sync.transports.tcp import Fetcher
 
 log = logging.getLogger("slipstream.generator")
 
@@ -58,15 +63,19 @@ class Generator:
         client: BufferClient,
         engine: Engine,
         episodes: Episodes,
+        subscriber: Subscriber | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self._config, self._client = name, config, client
+        self._subscriber = Subscriber() if subscriber is None else subscriber
         self._engine, self._episodes, self._clock = engine, episodes, clock
         self._groups: dict[int, Group] = {}
         self._waiting: deque[m.Lease] = deque()  # leased, not begun
         self._asked: int | None = None  # number of the question under way
         self._newest = (-1, "")  # version and where its manifest is
         self._held = ""  # the same of the version held
+        self._preparer = ThreadPoolExecutor(1, "weights")
+        self._preparing: tuple[str, Future[str]] | None = None
         self._ended = False
         self._started_at = self._last_beat = clock()
         self._idle_s = self._pause_s = 0.0
@@ -95,6 +104,8 @@ class Generator:
         finally:
             self._beat(last=True)
             self._client.post(m.Leave(generator=self.name, error=error))
+            self._preparer.shutdown(cancel_futures=True)
+            self._subscriber.close()
             self._engine.shutdown()
             self._client.close()
 
@@ -168,9 +179,11 @@ class Generator:
     # ---- weights
 
     def _update_weights(self) -> None:
-        """Takes up the newest version: at once, or (`sync.in_flight=false`) when the engine has run dry."""
+        """Takes up the newest version: once it has been verified, or (`sync.in_flight=false`) when the engine has run dry."""
         version, weights = self._newest
         if weights == self._held or (not self._config.sync.in_flight and self._engine.num_unfinished):
+            return
+        if self._engine.num_unfinished and not self._is_prepared(weights):
             return
         began = self._clock()
         try:
@@ -185,15 +198,22 @@ class Generator:
         self._update_bytes += manifest.num_bytes
         self._pause_s += self._clock() - began
 
+    def _is_prepared(self, weights: str) -> bool:
+        """Has the snapshot been verified? If not, that goes on beside the engine. What is wrong with it is found again in
+        `_load`."""
+        if self._preparing is None or (self._preparing[0] != weights and self._preparing[1].done()):
+            self._preparing = (weights, self._preparer.submit(self._subscriber.prepare, weights))
+        return self._preparing[0] == weights and self._preparing[1].done()
+
     def _load(self, weights: str) -> Manifest:
         """Loads and verifies. A first mismatch is repaired by reading all again, a second one ends the generator."""
         try:
-            manifest = read_manifest(weights)
+            manifest = read_manifest(self._subscriber.locate(weights))
             self._engine.load(manifest)
         except DigestMismatch as error:
             self._mismatches += 1
-            log.error("%s; reading it again", error)
-            manifest = read_manifest(weights)
+            log.error("%s; pulling it again", error)
+            manifest = read_manifest(self._subscriber.locate(weights, again=True))
             self._engine.load(manifest)
         return manifest
 
@@ -322,7 +342,17 @@ def join(address: str, name: str, seed: int, keys: str | None) -> Generator:
     client = BufferClient(address, keys=keys)
     welcome = client.call(m.Join(generator=name), m.Welcome)
     config = configs.parse(welcome.config)
-    return Generator(name, config, client, make_engine(config, seed), make_episodes(config))
+    engine, episodes = make_engine(config, seed), make_episodes(config)
+    return Generator(name, config, client, engine, episodes, make_subscriber(config, address, keys))
+
+
+def make_subscriber(config: Config, buffer: str, keys: str | None) -> Subscriber:
+    """`buffer` is its address: the hosts' folders of what they fetch are named by it."""
+    if config.sync.transport is not Transport.tcp:
+        return Subscriber()
+    folder = shared_memory_folder(f"fetched-{xxhash.xxh32_hexdigest(f'{buffer} {config.run.name}'.encode())}")
+    show = None if keys is None else lambda socket: show_key(socket, Path(keys))
+    return Subscriber(Fetcher(folder, secure=show))
 
 
 def make_engine(config: Config, seed: int) -> Engine:

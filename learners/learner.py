@@ -23,12 +23,15 @@ from algos.aggregation import token_weights
 from algos.loss import policy_loss, summarize
 from buffers import messages as m
 from buffers.client import Taken
+from buffers.keys import open_door
 from buffers.staleness import trainable
 from configs.schema import Config, Dtype, LearnerKind, Proximal, Transport
 from learners import checkpoint
 from learners.engine import Engine
 from learners.packing import Batch, Packed, from_arrow, microbatches, minibatch_rows
-from sync.publisher import Publisher, shared_memory_folder
+from sync.folders import shared_memory_folder
+from sync.publisher import Publisher
+from sync.transports.tcp import SnapshotServer
 
 log = logging.getLogger("slipstream.learner")
 
@@ -116,7 +119,7 @@ class Learner:
                 pass
         else:
             manifest = self._publisher.publish(self.step, self._engine.weights())
-            self._client.call(m.Publish(version=self.step, weights=manifest.locator), m.Done)
+            self._client.call(m.Publish(version=self.step, weights=self._publisher.announcement(manifest)), m.Done)
         self._publish_s = time.monotonic() - began
 
     def _report(self, num_trained: int, metrics: dict[str, float]) -> None:
@@ -285,11 +288,21 @@ def start(
     if resume_step is not None:
         engine.load(folder / "checkpoints" / f"step_{resume_step}" / "engine")
     incarnation = secrets.token_hex(4)
-    publisher = Publisher(weights_folder(config, folder), incarnation) if rank == 0 and publish else None
+    publisher = make_publisher(config, folder, incarnation) if rank == 0 and publish else None
     return Learner(
         config, folder, client, engine, publisher,
         rank=rank, first_step=resume_step or 0, incarnation=incarnation,
     )  # fmt: skip
+
+
+def make_publisher(config: Config, folder: Path, incarnation: str) -> Publisher:
+    where, server = weights_folder(config, folder), None
+    if config.sync.transport is Transport.tcp:
+        keys = config.buffer.keys
+        secure = (lambda socket: open_door(socket, Path(keys))) if keys is not None else None
+        server = SnapshotServer(where, config.sync.address, secure=secure)
+        log.info("weights are served at %s", server.address)
+    return Publisher(where, incarnation, server=server)
 
 
 def weights_folder(config: Config, folder: Path) -> Path:

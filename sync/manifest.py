@@ -12,6 +12,10 @@ class DigestMismatch(RuntimeError):
     """Weights are not what the manifest says. They must never be served."""
 
 
+class EngineMismatch(DigestMismatch):
+    """An engine does not hold what it was given. It must not go on before a later update succeeds."""
+
+
 class TensorEntry(msgspec.Struct, frozen=True):
     name: str
     """Hugging Face parameter name."""

@@ -1,8 +1,11 @@
 """The learner's side of the weights: a folder of immutable snapshots, newest last, that subscribers pull from.
 
-    owner                locked as long as the publisher lives
-    v<k>.safetensors     the tensors
-    v<k>.json            the manifest: appears last, so what it names is complete
+    owner                       locked as long as the publisher lives
+    v<k>-<life>.safetensors     the tensors
+    v<k>-<life>.json            the manifest: appears last, so what it names is complete
+    v<k>-<life>.<host>          a subscriber's seal: the bytes have been verified on that host
+
+A learner that goes back and publishes version k again does so in another life: no name ever stands for two contents.
 
 Both transports are such a folder: in /dev/shm for one host, on a shared file system for many.
 """
@@ -18,16 +21,14 @@ from pathlib import Path
 import msgspec
 import torch
 
+from sync.folders import OWNER, sweep
 from sync.manifest import Manifest, whole_digest
 from sync.snapshot import SnapshotWriter
+from sync.subscriber import announce
+from sync.transports.tcp import SnapshotServer
 
-PREFIX = "slipstream-"
-OWNER = "owner"
-
-
-def shared_memory_folder(run: str) -> Path:
-    """Where a run's snapshots lie when all its roles share one host."""
-    return Path("/dev/shm") / f"{PREFIX}{run}"
+SNAPSHOT = re.compile(r"v\d+-\w+\.[\w-]+")
+"""Names of files that belong to some version."""
 
 
 class Publisher:
@@ -36,24 +37,29 @@ class Publisher:
     At start it also sweeps away the folders beside its own (`slipstream-*`) whose publisher has died.
     """
 
-    def __init__(self, folder: str | Path, incarnation: str, keep: int = 2) -> None:
-        """`keep`: versions that stay; a subscriber has that many publications' time to map one.
+    def __init__(
+        self, folder: str | Path, incarnation: str, keep: int = 2, *, server: SnapshotServer | None = None
+    ) -> None:
+        """`keep`: versions that stay; a subscriber has that many publications' time to map one. `server` serves the folder
+        to other hosts; it is closed with the publisher.
 
         Raises ValueError when a living publisher has the folder.
         """
         if keep < 1:
             raise ValueError(f"keep must be >= 1, got {keep}")
+        if not re.fullmatch(r"\w+", incarnation):
+            raise ValueError(f"incarnation must be letters and digits, got {incarnation!r}")
         self.folder = Path(folder).absolute()
         self.incarnation = incarnation
         self.seconds = 0.0
         """What the last publication took."""
-        self._keep = keep
+        self._keep, self._server = keep, server
         self._writer = SnapshotWriter()
         self._published: list[Manifest] = []
         sweep(self.folder.parent)
         self._lock = _own(self.folder)
         for left in self.folder.iterdir():
-            if re.fullmatch(r"v\d+\.\w+", left.name):
+            if SNAPSHOT.fullmatch(left.name):
                 left.unlink()
 
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
@@ -63,7 +69,7 @@ class Publisher:
         """
         assert not self._published or version > self._published[-1].version, "versions must rise"
         began = time.perf_counter()
-        path = self.folder / f"v{version}.safetensors"
+        path = self.folder / f"v{version}-{self.incarnation}.safetensors"
         unfinished = path.with_suffix(".unfinished")
         entries = self._writer.write(unfinished, tensors)
         num_bytes = unfinished.stat().st_size
@@ -77,36 +83,16 @@ class Publisher:
         self.seconds = time.perf_counter() - began
         return manifest
 
+    def announcement(self, manifest: Manifest) -> str:
+        """What `Subscriber.locate` takes, on this host or another."""
+        return manifest.locator if self._server is None else announce(manifest.locator, self._server.address)
+
     def close(self) -> None:
         """Removes the folder. A subscriber that has a snapshot mapped keeps what it has."""
+        if self._server is not None:
+            self._server.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
-
-
-def sweep(parent: Path) -> list[Path]:
-    """Removes the folders of publishers that no longer live; returns them.
-
-    A living publisher holds a lock on its folder's `owner` file, which the kernel drops at its death, however it dies.
-    Unlike a process id it is never used again, and it holds across containers that share /dev/shm.
-    """
-    swept = []
-    for owner in parent.glob(f"{PREFIX}*/{OWNER}"):
-        folder = owner.parent
-        if folder.is_symlink() or owner.is_symlink() or folder.stat().st_uid != os.geteuid():
-            continue
-        try:
-            lock = os.open(owner, os.O_RDWR)
-        except FileNotFoundError:  # another publisher is sweeping too
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-            swept.append(folder)
-        except BlockingIOError:
-            pass  # its publisher lives
-        finally:
-            os.close(lock)
-    return swept
 
 
 def _own(folder: Path) -> int:
@@ -133,3 +119,5 @@ def _delete(manifest: Manifest) -> None:
     """The manifest first: whoever finds it a moment later finds nothing, rather than a name without a file."""
     Path(manifest.locator).unlink(missing_ok=True)
     Path(manifest.path).unlink(missing_ok=True)
+    for seal in Path(manifest.path).parent.glob(f"{Path(manifest.path).stem}.*"):
+        seal.unlink(missing_ok=True)

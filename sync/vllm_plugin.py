@@ -12,11 +12,15 @@ from typing import Any
 import msgspec
 import torch
 import torch.nn.functional as F
+import xxhash
 from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from sync.manifest import DigestMismatch, Manifest, TensorEntry, dtype_name, tensor_digest
+from sync.manifest import DigestMismatch, EngineMismatch, Manifest, TensorEntry, dtype_name, raw_bytes, tensor_digest
 from sync.subscriber import Snapshot, expect_digests
+
+CHUNK_BYTES = 1 << 19
+"""Copied and digested at a time: what a core's own cache holds."""
 
 
 def keep_weights_unpacked() -> None:
@@ -59,28 +63,37 @@ class WeightSync:
             if hasattr(module, "cpu_linear"):
                 module.cpu_linear = steady_linear
 
-    def load_snapshot(self, manifest: dict[str, Any]) -> None:
-        """Copies a snapshot into the parameters, and verifies that they now hold what was published.
+    def load_snapshot(self, manifest: dict[str, Any], mapped: bool = True) -> None:
+        """Takes up a snapshot: maps it where the engine's layout allows (on a CPU, `mapped`), copies it elsewhere.
 
-        `manifest`: a `Manifest` as builtins. Raises FileNotFoundError, the parameters untouched, when the file is gone;
-        DigestMismatch, the parameters in an unknown state, when they do not end up with the published digests.
+        What is mapped is what was verified, byte for byte the same memory; what is copied is digested where it ends up.
+        `manifest`: a `Manifest` as builtins. Raises, the parameters untouched, FileNotFoundError when the file is gone and
+        DigestMismatch when it is not what was published or does not fit the model; EngineMismatch, the parameters in an
+        unknown state, when they do not end up with the published digests.
         """
         expected = msgspec.convert(manifest, Manifest)
         snapshot = Snapshot(expected)
         model = self.model_runner.get_model()
-        layout = Layout(model, expected)
+        layout = self._layout(expected)
+        snapshot.attest()
         with torch.no_grad():
-            model.load_weights(snapshot.tensors())
-        held = layout.digests()
-        try:
-            expect_digests(expected, held, "the engine")
-        except DigestMismatch:
-            snapshot.verify()  # says so if it is the file that is wrong
-            raise
+            if next(model.parameters()).device.type == "cpu":
+                held = layout.map(snapshot) if mapped else layout.copy(snapshot)
+            else:
+                model.load_weights(snapshot.tensors())
+                held = layout.digests()
+        expect_digests(expected, held, "the engine", EngineMismatch)
 
     def held_digests(self, manifest: dict[str, Any]) -> dict[str, str]:
         """Digest of what the parameters hold now, by the names of the manifest's tensors."""
-        return Layout(self.model_runner.get_model(), msgspec.convert(manifest, Manifest)).digests()
+        return self._layout(msgspec.convert(manifest, Manifest)).digests()
+
+    def _layout(self, manifest: Manifest) -> "Layout":
+        """The one found for the version before, where this one has the same tensors."""
+        found: Layout | None = getattr(self, "_found_layout", None)
+        if found is None or not found.fits(manifest):
+            found = self._found_layout = Layout(self.model_runner.get_model(), manifest)
+        return found
 
 
 class Layout:
@@ -100,12 +113,15 @@ class Layout:
             for name, module in model.named_modules(remove_duplicate=False)
             if isinstance(module, VocabParallelEmbedding)
         }
-        self._views: dict[str, torch.Tensor] = {}
+        self._places: dict[str, tuple[str, int]] = {}
+        parts: dict[int, list[str]] = {}  # of each parameter, in the order of its rows
         rows: dict[int, int] = {}
         for entry in manifest.tensors:
             name, first = self._place(entry)
-            self._views[entry.name] = self._view(entry, name, first)
+            self._places[entry.name] = (name, first)
+            self._view(entry.name)
             of = id(self._parameters[name])
+            parts.setdefault(of, []).append(entry.name)
             rows[of] = max(rows.get(of, 0), first + (entry.shape[0] if entry.shape else 1))
         lacking = [
             name
@@ -114,9 +130,38 @@ class Layout:
         ]
         if lacking:
             raise DigestMismatch(f"version {manifest.version} does not fill parameters of the engine: {lacking[:3]}")
+        self._parts = [
+            (parameter, sorted(parts[id(parameter)], key=lambda name: self._places[name][1]))
+            for parameter in {id(parameter): parameter for parameter in self._parameters.values()}.values()
+        ]
+
+    def fits(self, manifest: Manifest) -> bool:
+        """Has this manifest the same tensors, whatever is in them?"""
+        return len(manifest.tensors) == len(self._entries) and all(
+            (known := self._entries.get(entry.name)) and (known.dtype, known.shape) == (entry.dtype, entry.shape)
+            for entry in manifest.tensors
+        )
+
+    def map(self, snapshot: Snapshot) -> dict[str, str]:
+        """Puts the file's own memory in the place of each parameter that has the same layout, copies the others.
+
+        Returns the digests of what the parameters hold: of what is mapped, those that the file was verified to have.
+        """
+        held = {entry.name: entry.digest for entry in snapshot.manifest.tensors}
+        for parameter, names in self._parts:
+            merged = snapshot.merged(names)
+            if merged is not None and merged.shape == parameter.shape:
+                parameter.data = merged
+            else:
+                held |= {name: _copy(snapshot.tensor(name), self._view(name)) for name in names}
+        return held
+
+    def copy(self, snapshot: Snapshot) -> dict[str, str]:
+        """Copies each tensor to where it belongs; returns the digests of what is there."""
+        return {name: _copy(source, self._view(name)) for name, source in snapshot.tensors()}
 
     def digests(self) -> dict[str, str]:
-        return {name: tensor_digest(view) for name, view in self._views.items()}
+        return {name: tensor_digest(self._view(name)) for name in self._places}
 
     def _place(self, entry: TensorEntry) -> tuple[str, int]:
         """The parameter that holds a tensor, and its first row there."""
@@ -130,14 +175,28 @@ class Layout:
             raise DigestMismatch(f"the snapshot has {entry.name} but lacks {lacking}")
         return ".".join([*module, merged, kind]), sum(self._entries[name].shape[0] for name in siblings)
 
-    def _view(self, entry: TensorEntry, name: str, first: int) -> torch.Tensor:
+    def _view(self, tensor: str) -> torch.Tensor:
+        """Where a published tensor lies now."""
+        entry, (name, first) = self._entries[tensor], self._places[tensor]
         parameter = self._parameters.get(name)
         if parameter is None:
-            raise DigestMismatch(f"the engine's model has no place for the published {entry.name}")
+            raise DigestMismatch(f"the engine's model has no place for the published {tensor}")
         view = parameter.data[first : first + entry.shape[0]] if entry.shape else parameter.data
         if (dtype_name(view.dtype), tuple(view.shape)) != (entry.dtype, entry.shape):
             raise DigestMismatch(
-                f"{entry.name} was published as {entry.dtype} {entry.shape}, "
+                f"{tensor} was published as {entry.dtype} {entry.shape}, "
                 f"the engine holds {dtype_name(view.dtype)} {tuple(view.shape)}"
             )
         return view
+
+
+def _copy(source: torch.Tensor, place: torch.Tensor) -> str:
+    """Copies, and digests what has arrived while it is still in the processor's cache. Returns the digest."""
+    digest = xxhash.xxh3_128()
+    into, out = place.view(-1), source.reshape(-1)
+    step = CHUNK_BYTES // out.element_size()
+    for begin in range(0, len(out), step):
+        chunk = into[begin : begin + step]
+        chunk.copy_(out[begin : begin + step])
+        digest.update(raw_bytes(chunk))
+    return digest.hexdigest()

@@ -20,6 +20,8 @@ from generators.simulated_engine import SimulatedEngine
 from generators.task import Score
 from generators.worker import Generator
 from sync.publisher import Publisher
+from sync.subscriber import Subscriber, boot_id
+from sync.transports.tcp import Fetcher, SnapshotServer
 
 BASE = [
     "generators.engine=simulated", "learner.engine=simulated", "learner.groups_per_step=4", "run.steps=3",
@@ -46,23 +48,33 @@ class Picky(SimulatedEpisodes):
 class Rig:
     """A buffer, generators in threads, and a learner that only takes and publishes."""
 
-    def __init__(self, config: Config, folder: Path, episodes: SimulatedEpisodes, count: int = 1) -> None:
-        self.folder = folder
+    def __init__(
+        self, config: Config, folder: Path, episodes: SimulatedEpisodes, count: int = 1, far: bool = False
+    ) -> None:
+        """`far`: the generators believe that the learner is on another host."""
+        self.folder, self.far = folder, far
         self.server = BufferServer(config, folder / "journal")
         self.threads = [threading.Thread(target=self.server.run)]
         self.client = BufferClient(self.server.address, timeout_s=10.0)
-        self.publisher = Publisher(folder / "weights", "life")
+        server = SnapshotServer(folder / "weights") if far else None
+        self.publisher = Publisher(folder / "weights", "life", server=server)
+        self.fetchers = []
         for number in range(count):
             engine = SimulatedEngine(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5)
             client = BufferClient(self.server.address, timeout_s=10.0)
-            generator = Generator(f"g{number}", config, client, engine, episodes)
+            fetcher = Fetcher(folder / "fetched") if far else None
+            self.fetchers.append(fetcher)
+            generator = Generator(f"g{number}", config, client, engine, episodes, Subscriber(fetcher))
             self.threads.append(threading.Thread(target=generator.run))
         for thread in self.threads:
             thread.start()
 
     def publish(self, version: int) -> None:
         manifest = self.publisher.publish(version, [("w", torch.tensor([float(version)]))])
-        self.client.call(m.Publish(version=version, weights=manifest.locator), m.Done)
+        announced = self.publisher.announcement(manifest)
+        if self.far:
+            announced = announced.replace(boot_id(), "another host")
+        self.client.call(m.Publish(version=version, weights=announced), m.Done)
 
     def train(self, step: int) -> list[int]:
         taken = self.client.next(step, wait_s=8.0)
@@ -87,8 +99,8 @@ class Rig:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
-    yield lambda *overrides, episodes=None, count=1: Rig(
-        load([*BASE, *overrides]), tmp_path, episodes or SimulatedEpisodes(), count
+    yield lambda *overrides, episodes=None, count=1, far=False: Rig(
+        load([*BASE, *overrides]), tmp_path, episodes or SimulatedEpisodes(), count, far
     )
 
 
@@ -171,6 +183,21 @@ def test_a_generator_leaves_when_its_buffer_has_been_silent_for_as_long_as_a_lea
             SimulatedEpisodes(),
         ).run()
     server.close()
+
+
+def test_generators_on_another_host_fetch_each_version_once_for_all_of_them(
+    start: Callable[..., Rig], tmp_path: Path
+) -> None:
+    rig = start("run.steps=5", count=2, far=True)
+    for step in range(5):
+        rig.publish(step)
+        rig.train(step)
+    size = next((tmp_path / "weights").glob("*.safetensors")).stat().st_size
+    status = rig.close()
+    taken = sum(fetcher.bytes_received for fetcher in rig.fetchers)
+    assert size <= taken <= 5 * size, "a version that was not needed is passed over, and none comes twice"
+    assert status.tokens.trained > 0 and status.digest_mismatches == 0
+    assert not (tmp_path / "fetched").exists(), "nothing stays behind"
 
 
 def test_tokens_carry_the_versions_of_an_update_in_flight(start: Callable[..., Rig], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from sync.folders import PREFIX, sweep
 from sync.manifest import DigestMismatch, TensorEntry, tensor_digest, whole_digest
-from sync.publisher import PREFIX, Publisher, sweep
+from sync.publisher import Publisher
 from sync.snapshot import SnapshotWriter
-from sync.subscriber import Snapshot, read_manifest
+from sync.subscriber import Snapshot, Subscriber, read_manifest
 
 
 def weights(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -31,7 +33,7 @@ def weights(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Te
 
 @pytest.fixture
 def publisher(tmp_path: Path) -> Iterator[Publisher]:
-    publisher = Publisher(tmp_path / "weights", "first life")
+    publisher = Publisher(tmp_path / "weights", "first")
     yield publisher
     publisher.close()
 
@@ -48,7 +50,7 @@ def test_a_subscriber_reads_the_bits_that_were_published(publisher: Publisher, d
     announced = publisher.publish(3, published.items())
     manifest = read_manifest(announced.locator)
     assert manifest == announced
-    assert (manifest.version, manifest.incarnation) == (3, "first life")
+    assert (manifest.version, manifest.incarnation) == (3, "first")
     snapshot = Snapshot(manifest)
     snapshot.verify()
     assert same(dict(snapshot.tensors()), published)
@@ -175,7 +177,7 @@ def test_the_newest_versions_are_kept_and_a_mapped_one_outlives_its_file(publish
     for version in (1, 2, 5):
         publisher.publish(version, weights(version).items())
     files = {file.name for file in publisher.folder.iterdir()}
-    assert files == {"owner", "v2.json", "v2.safetensors", "v5.json", "v5.safetensors"}
+    assert files == {"owner", "v2-first.json", "v2-first.safetensors", "v5-first.json", "v5-first.safetensors"}
     with pytest.raises(FileNotFoundError):
         read_manifest(first.locator)
     mapped.verify()
@@ -204,7 +206,7 @@ def test_a_reader_never_sees_half_a_version(tmp_path: Path) -> None:
                 except FileNotFoundError:
                     continue
                 snapshot.verify()
-                assert locator.name == f"v{snapshot.manifest.version}.json"
+                assert locator.name == f"v{snapshot.manifest.version}-x.json"
                 assert dict(snapshot.tensors())["a"][-1].item() == snapshot.manifest.version
                 seen.add(snapshot.manifest.version)
         assert len(seen) >= 50
@@ -231,7 +233,7 @@ def test_close_removes_the_folder(tmp_path: Path) -> None:
 
 def test_a_folder_in_use_is_refused(publisher: Publisher) -> None:
     with pytest.raises(ValueError, match="must not be in use by another run"):
-        Publisher(publisher.folder, "second life")
+        Publisher(publisher.folder, "second")
 
 
 def publish_and_die(folder: Path) -> None:
@@ -245,14 +247,14 @@ def publish_and_die(folder: Path) -> None:
         ],
         check=False,
     )
-    assert (folder / "v7.safetensors").exists()
+    assert (folder / "v7-x.safetensors").exists()
 
 
 def test_a_new_life_begins_with_an_empty_folder_and_may_count_from_a_lower_version(tmp_path: Path) -> None:
     publish_and_die(tmp_path / "weights")
-    publisher = Publisher(tmp_path / "weights", "second life", keep=1)
+    publisher = Publisher(tmp_path / "weights", "second", keep=1)
     assert [file.name for file in publisher.folder.iterdir()] == ["owner"]
-    assert read_manifest(publisher.publish(5, weights(0).items()).locator).incarnation == "second life"
+    assert read_manifest(publisher.publish(5, weights(0).items()).locator).incarnation == "second"
     publisher.close()
 
 
@@ -268,3 +270,56 @@ def test_folders_of_the_dead_are_swept_and_nothing_else_is(tmp_path: Path) -> No
     assert sweep(tmp_path) == [dead]
     assert {folder.name for folder in tmp_path.iterdir()} == {alive.name, stranger.name, "other"}
     living.close()
+
+
+def test_parts_of_a_layer_that_engines_merge_lie_side_by_side_from_the_first_version_on(publisher: Publisher) -> None:
+    names = [
+        f"model.layers.0.self_attn.{part}.{kind}"
+        for part in ("q_proj", "k_proj", "v_proj")
+        for kind in ("weight", "bias")
+    ]
+    names += [
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+    ]
+    for version in range(2):
+        tensors = {name: torch.randn(rows, 3) for rows, name in enumerate(names, 2)}
+        snapshot = Snapshot(publisher.publish(version, tensors.items()))
+        snapshot.verify()
+        assert same(load_file(snapshot.manifest.path), tensors) and same(dict(snapshot.tensors()), tensors)
+        for merged in (names[0:5:2], names[1:6:2], [names[8], names[6]]):
+            expected = torch.cat([tensors[name] for name in merged])
+            found = snapshot.merged(merged)
+            assert found is not None and torch.equal(found, expected)
+        assert snapshot.merged([names[8], names[7]]) is None, "gate and down are not neighbours"
+
+
+def test_a_host_verifies_a_version_once_and_again_when_nobody_has_vouched_for_it(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = publisher.publish(0, weights(0).items())
+    verified = []
+    monkeypatch.setattr(Snapshot, "verify", lambda snapshot: verified.append(snapshot.manifest.version))
+    threads = [threading.Thread(target=Subscriber().prepare, args=[manifest.locator]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert verified == [0]
+    monkeypatch.setattr("sync.subscriber.boot_id", lambda: "another host")
+    Subscriber().prepare(manifest.locator)
+    assert verified == [0, 0]
+    for version in (1, 2):
+        publisher.publish(version, weights(version).items())
+    assert not list(publisher.folder.glob("v0-*")), "seals go with their version"
+
+
+def test_a_damaged_snapshot_gets_no_seal(publisher: Publisher) -> None:
+    manifest = publisher.publish(0, weights(0).items())
+    raw = bytearray(Path(manifest.path).read_bytes())
+    raw[-1] ^= 1
+    Path(manifest.path).write_bytes(raw)
+    for _ in range(2):
+        with pytest.raises(DigestMismatch, match="1 of 4 tensors"):
+            Subscriber().prepare(manifest.locator)

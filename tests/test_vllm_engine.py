@@ -14,7 +14,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from configs.schema import KvCache
 from generators.engine import Completion, Sample
-from sync.manifest import DigestMismatch, Manifest
+from sync.manifest import DigestMismatch, EngineMismatch, Manifest
 from sync.publisher import Publisher
 
 VOCAB, END = 80, 1
@@ -259,18 +259,16 @@ def test_damaged_weights_are_never_served_and_a_good_load_repairs(
     damage(damaged)
     with pytest.raises(DigestMismatch, match="1 of 24 tensors in the file|bytes"):
         tied.engine.load(damaged)
-    assert tied.engine.version is None
-    for forbidden in (tied.engine.step, lambda: tied.add([2], 1, seed=0)):
-        with pytest.raises(AssertionError):
-            forbidden()
-    assert tied.engine.progress() == {sample.id: 1}, "nothing was sampled in between"
+    assert tied.engine.version == before.version, "the old version stays, whole"
+    assert tied.engine.held_digests(before) == {entry.name: entry.digest for entry in before.tensors}
+    tied.engine.step()
     after = tied.load(1)
     completion = tied.finish()[sample.id]
-    assert set(completion.versions) <= {before.version, after.version} and completion.versions[0] == before.version
+    assert completion.versions[:2] == [before.version] * 2 and set(completion.versions[2:]) == {after.version}
 
 
 def test_weights_that_do_not_fit_the_model_are_refused_by_name(untied: Rig) -> None:
-    whole = untied.weights[0]
+    whole, held = untied.weights[0], untied.load(0)
     name = "model.layers.0.self_attn.k_proj.weight"
     wrong: list[tuple[Weights, str]] = [
         ({key: tensor for key, tensor in whole.items() if key != name}, "lacks .*k_proj"),
@@ -286,23 +284,62 @@ def test_weights_that_do_not_fit_the_model_are_refused_by_name(untied: Rig) -> N
         manifest = untied.publisher.publish(untied._version, weights.items())
         with pytest.raises(DigestMismatch, match=message):
             untied.engine.load(manifest)
-        assert untied.engine.version is None
-    untied.load(0)
+        assert untied.engine.version == held.version
+    assert untied.engine.held_digests(held) == {entry.name: entry.digest for entry in held.tensors}
 
 
-def test_an_engine_whose_parameters_do_not_take_the_weights_is_found_out(untied: Rig) -> None:
-    """The file is right; the engine's loader loses a tensor, as it does where weights are packed away."""
-    untied.load(0)
+@pytest.mark.parametrize("mapped", [True, False])
+def test_an_engine_that_does_not_take_the_weights_is_found_out(
+    tied: Rig, mapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is right; a tensor does not arrive. The head has 80 rows and the engine's 128, so that it is never mapped."""
+    from sync import vllm_plugin
+
+    before = tied.load(0)
+    copy = vllm_plugin._copy
+    monkeypatch.setattr(tied.engine, "_map_weights", mapped)
+    monkeypatch.setattr(
+        vllm_plugin,
+        "_copy",
+        lambda source, place: copy(source[:-1], place[:-1]) if len(source) == VOCAB else copy(source, place),
+    )
+    with pytest.raises(EngineMismatch, match="1 of 24 tensors in the engine .*: model.embed_tokens.weight"):
+        tied.load(1)
+    assert before.version is not None and tied.engine.version is None
+    with pytest.raises(AssertionError):
+        tied.add([2], 1, seed=0)
+    monkeypatch.undo()
+    after = tied.load(1)
+    assert tied.engine.held_digests(after) == {entry.name: entry.digest for entry in after.tensors}
+
+
+def test_weights_are_the_snapshots_own_memory_where_the_layout_allows_and_whole_without_its_file(untied: Rig) -> None:
+    from sync.subscriber import Snapshot
+
+    manifest = untied.load(0)
     model = untied.engine._core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
-    parameter = dict(model.named_parameters())["model.norm.weight"]
-    loader, parameter.weight_loader = getattr(parameter, "weight_loader", None), lambda *_: None
-    with pytest.raises(DigestMismatch, match="1 of 25 tensors in the engine .*: model.norm.weight"):
-        untied.load(1)
-    if loader is None:
-        del parameter.weight_loader
-    else:
-        parameter.weight_loader = loader
-    untied.load(1)
+    places = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if manifest.path in line]
+    spans = [tuple(int(end, 16) for end in place[0].split("-")) for place in places]
+    mapped = {
+        name for name, parameter in model.named_parameters()
+        if any(first <= parameter.data_ptr() < last for first, last in spans)
+    }  # fmt: skip
+    assert {name for name, _ in model.named_parameters()} - mapped == {"model.embed_tokens.weight", "lm_head.weight"}
+    Path(manifest.path).unlink()
+    assert untied.engine.held_digests(manifest) == {entry.name: entry.digest for entry in manifest.tensors}
+    with pytest.raises(FileNotFoundError):
+        Snapshot(manifest)
+
+
+def test_copied_weights_are_sampled_from_as_mapped_ones_are(tied: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for mapped in (True, False, True):
+        monkeypatch.setattr(tied.engine, "_map_weights", mapped)
+        tied.load(0)
+        tied.load(1)
+        sample = tied.add(prompts(1)[0], 20, seed=3)
+        found.append((done := tied.finish()[sample.id]).tokens + done.logprobs)
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_version_that_is_gone_leaves_the_one_before_in_service(tied: Rig) -> None:

@@ -1,0 +1,333 @@
+"""Weights over TCP: whole, resumed, relayed, and never what was not published, whatever happens on the way."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from buffers.keys import make_keys, open_door, show_key
+from sync.manifest import DigestMismatch, Manifest
+from sync.publisher import Publisher
+from sync.subscriber import Snapshot, Subscriber, read_manifest
+from sync.transports import tcp
+from sync.transports.tcp import Fetcher, Get, Part, SnapshotServer, TransferFailed
+
+NUM_CHUNKS = 12
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr("sync.subscriber.boot_id", lambda: "here")
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {"model.embed.weight": (300, 256), "model.layers.0.mlp.weight": (400, 256), "model.norm.weight": (256,)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in sizes.items()}
+
+
+Make = Callable[..., "Host"]
+
+
+class Host:
+    """One that has the weights elsewhere: a fetcher, and if it is a relay a server of its own."""
+
+    def __init__(self, folder: Path, relay: bool = False, **arguments: object) -> None:
+        self.folder = folder
+        self.server = SnapshotServer(folder) if relay else None
+        arguments = {"timeout_s": 3.0, **arguments}
+        self.fetcher = Fetcher(folder, serve_at=self.server.address if self.server else "", **arguments)  # type: ignore[arg-type]
+        self.subscriber = Subscriber(self.fetcher, self.server)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Make]:
+    hosts: list[Host] = []
+
+    def make(**arguments: object) -> Host:
+        hosts.append(Host(tmp_path / f"host-{len(hosts)}", **arguments))  # type: ignore[arg-type]
+        return hosts[-1]
+
+    yield make
+    for one in hosts:
+        one.subscriber.close()
+        assert not one.folder.exists(), "nothing stays behind"
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[Publisher]:
+    folder = tmp_path / "weights"
+    publisher = Publisher(folder, "life", server=SnapshotServer(folder))
+    yield publisher
+    publisher.close()
+
+
+def elsewhere(publisher: Publisher, manifest: Manifest, address: str | None = None) -> str:
+    """What was announced, as a host sees it that is not the learner's."""
+    assert publisher._server is not None
+    return f"{address or publisher._server.address}#another host#{manifest.locator}"
+
+
+def arrived(locator: str) -> dict[str, torch.Tensor]:
+    snapshot = Snapshot(read_manifest(locator))
+    snapshot.verify()
+    return dict(snapshot.tensors())
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_host_fetches_a_version_once_and_only_from_elsewhere(publisher: Publisher, host: Make) -> None:
+    manifest = publisher.publish(0, weights(0).items())
+    near, far = host(), host()
+    assert near.subscriber.locate(publisher.announcement(manifest)) == manifest.locator, (
+        "the same host reads the file itself"
+    )
+    assert near.fetcher.bytes_received == 0
+    first = far.subscriber.prepare(elsewhere(publisher, manifest))
+    assert Path(first).parent == far.folder and same(arrived(first), weights(0))
+    assert far.fetcher.bytes_received == manifest.num_bytes
+    second = Fetcher(far.folder)  # another engine of that host
+    assert str(second.fetch("tcp://127.0.0.1:9", Path(manifest.locator).name)) == first, "nobody is asked"
+    second.close()
+    assert Path(first).exists(), "the folder stays as long as one of them uses it"
+
+
+def test_old_versions_go_and_a_mapped_one_stays(publisher: Publisher, host: Make) -> None:
+    far, held = host(), None
+    for version in range(4):
+        manifest = publisher.publish(version, weights(version).items())
+        locator = far.subscriber.prepare(elsewhere(publisher, manifest))
+        held = held or Snapshot(read_manifest(locator))
+    assert sorted(path.name for path in far.folder.glob("*.json")) == ["v2-life.json", "v3-life.json"]
+    assert held is not None and same(dict(held.tensors()), weights(0))
+
+
+class Faulty(SnapshotServer):
+    """Does something to the third chunk of a snapshot."""
+
+    fault: str = ""
+
+    def _reply(self, request: object) -> tuple[object, list[memoryview]]:  # type: ignore[override]
+        reply, payload = super()._reply(request)  # type: ignore[arg-type]
+        if isinstance(request, Get) and request.offset == 2 * tcp.CHUNK_BYTES and isinstance(reply, Part):
+            match self.fault:
+                case "flip":
+                    changed = bytearray(payload[0])
+                    changed[77] ^= 4
+                    payload = [memoryview(changed)]
+                case "truncate":
+                    payload = [payload[0][:-1]]
+                case "reorder":
+                    reply = Part(reply.name, reply.offset + tcp.CHUNK_BYTES, reply.total)
+                case "replay":
+                    with open(self._folder / "v0-life.safetensors", "rb") as old:
+                        old.seek(request.offset)
+                        payload = [memoryview(old.read(len(payload[0])))]
+                case "misplace":
+                    reply = Part(reply.name, reply.offset + 1, reply.total)
+        return reply, payload
+
+
+@pytest.mark.parametrize("fault", ["flip", "truncate", "reorder", "replay", "misplace"])
+def test_what_is_damaged_on_the_way_is_never_taken_for_what_was_published(
+    publisher: Publisher, host: Make, fault: str
+) -> None:
+    publisher.publish(0, weights(0).items())
+    manifest = publisher.publish(1, weights(1).items())
+    server, far = Faulty(publisher.folder), host(timeout_s=0.5)
+    server.fault = fault
+    for _ in range(2):
+        with pytest.raises((DigestMismatch, TransferFailed)):
+            far.subscriber.prepare(elsewhere(publisher, manifest, server.address))
+    server.close()
+    good = far.subscriber.locate(elsewhere(publisher, manifest), again=True)
+    assert same(arrived(good), weights(1))
+
+
+def test_a_relay_hands_on_and_the_publisher_serves_few(publisher: Publisher, host: Make) -> None:
+    hosts = [host(relay=True, patience_s=20.0) for _ in range(7)]
+    for version in range(2):
+        manifest = publisher.publish(version, weights(version).items())
+        with ThreadPoolExecutor(7) as pool:
+            announced = [elsewhere(publisher, manifest)] * 7
+            found = list(pool.map(lambda one, where: one.subscriber.prepare(where), hosts, announced))
+        assert all(same(arrived(locator), weights(version)) for locator in found)
+    assert publisher._server is not None
+    assert publisher._server.bytes_sent < (tcp.FAN_OUT + 0.5) * 2 * manifest.num_bytes
+    assert sum(one.server.bytes_sent for one in hosts if one.server) >= 5 * 2 * manifest.num_bytes
+
+
+def test_a_relay_that_is_gone_or_wrong_is_passed_over(publisher: Publisher, host: Make) -> None:
+    relays, last = [host(relay=True) for _ in range(2)], host(relay=True, timeout_s=0.5, patience_s=0.2)
+    manifest = publisher.publish(0, weights(0).items())
+    for relay in relays:
+        relay.subscriber.prepare(elsewhere(publisher, manifest))
+        copy = Path(relay.folder / Path(manifest.path).name)
+        raw = bytearray(copy.read_bytes())
+        raw[-5] ^= 1
+        copy.write_bytes(raw)
+    announced = elsewhere(publisher, manifest)
+    with pytest.raises(DigestMismatch, match="1 of 3 tensors"):
+        last.subscriber.prepare(announced)
+    assert same(arrived(last.subscriber.locate(announced, again=True)), weights(0)), "the publisher itself is asked"
+    for relay in relays:
+        assert relay.server is not None
+        relay.server.close()
+    manifest = publisher.publish(1, weights(1).items())
+    assert same(arrived(last.subscriber.prepare(elsewhere(publisher, manifest))), weights(1))
+    for relay in relays:
+        relay.server = None
+        relay.subscriber = Subscriber(relay.fetcher)
+
+
+SERVE = """
+import sys, time
+from pathlib import Path
+from sync.transports import tcp
+class Slow(tcp.SnapshotServer):
+    def _reply(self, request):
+        time.sleep(0.05)
+        return super()._reply(request)
+server = Slow(Path(sys.argv[1]), sys.argv[2])
+print(server.address, flush=True)
+time.sleep(60)
+"""
+FETCH = """
+import sys
+from pathlib import Path
+from sync.transports import tcp
+tcp.CHUNK_BYTES = 1 << 16
+print(tcp.Fetcher(Path(sys.argv[1])).fetch(sys.argv[2], sys.argv[3]))
+"""
+
+
+def serve_slowly(folder: Path, address: str = "tcp://127.0.0.1:*") -> tuple["subprocess.Popen[str]", str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(folder), address],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    )
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def chunks_in(folder: Path) -> int:
+    return sum(path.stat().st_size // 8 for path in folder.glob("*.chunks"))
+
+
+def test_a_server_killed_in_the_middle_is_given_up_and_what_came_is_kept(publisher: Publisher, host: Make) -> None:
+    manifest = publisher.publish(0, weights(0).items())
+    process, address = serve_slowly(publisher.folder)
+    far = host(timeout_s=1.0)
+
+    def kill() -> None:
+        while chunks_in(far.folder) < 3:
+            time.sleep(0.01)
+        process.kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(TransferFailed, match="nobody has answered|nobody answers"):
+        far.subscriber.prepare(elsewhere(publisher, manifest, address))
+    thread.join()
+    process.wait()
+    kept = far.fetcher.bytes_received
+    assert 3 * tcp.CHUNK_BYTES <= kept < manifest.num_bytes and not list(far.folder.glob("*.json"))
+    assert same(arrived(far.subscriber.prepare(elsewhere(publisher, manifest))), weights(0))
+    assert far.fetcher.bytes_received == manifest.num_bytes, "no byte came twice"
+
+
+def test_a_fetcher_killed_in_the_middle_is_followed_by_one_that_goes_on(
+    publisher: Publisher, host: Make, tmp_path: Path
+) -> None:
+    manifest = publisher.publish(0, weights(0).items())
+    process, address = serve_slowly(publisher.folder)
+    far = host()
+    fetching = subprocess.Popen(
+        [sys.executable, "-c", FETCH, str(far.folder), address, Path(manifest.locator).name],
+        cwd=Path(__file__).parents[1],
+    )
+    while chunks_in(far.folder) < 3:
+        time.sleep(0.01)
+        assert fetching.poll() is None
+    fetching.send_signal(signal.SIGKILL)
+    fetching.wait()
+    process.kill()
+    process.wait()
+    assert same(arrived(far.subscriber.prepare(elsewhere(publisher, manifest))), weights(0))
+    assert far.fetcher.bytes_received <= manifest.num_bytes - 3 * tcp.CHUNK_BYTES
+
+
+def test_who_has_begun_may_end_when_the_version_is_gone_and_others_are_told(publisher: Publisher, host: Make) -> None:
+    manifest = publisher.publish(0, weights(0).items())
+    process, address = serve_slowly(publisher.folder)
+    far, late = host(), host()
+    found: list[str] = []
+    announced = elsewhere(publisher, manifest, address)
+    thread = threading.Thread(target=lambda: found.append(far.subscriber.prepare(announced)))
+    thread.start()
+    while chunks_in(far.folder) < 2:
+        time.sleep(0.01)
+    for version in (1, 2, 3):
+        publisher.publish(version, weights(version).items())
+    assert not Path(manifest.path).exists()
+    thread.join(timeout=20)
+    process.kill()
+    process.wait()
+    assert same(arrived(found[0]), weights(0))
+    with pytest.raises(TransferFailed, match="is gone"):
+        late.subscriber.prepare(elsewhere(publisher, manifest))
+
+
+def test_only_snapshots_are_served(publisher: Publisher, tmp_path: Path) -> None:
+    import zmq
+
+    (tmp_path / "secret").write_text("x")
+    publisher.publish(0, weights(0).items())
+    assert publisher._server is not None
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    socket.connect(publisher._server.address)
+    hostile = [
+        Get("../secret", 0, 10),
+        Get("owner", 0, 10),
+        Get("v0-life.json", 10**12, 10),
+        Get("v0-life.json", -1, 5),
+    ]
+    hostile += [Get("v0-life.json", 0, -1), Get("v0-life.json", 0, 1 << 60)]
+    for request in hostile:
+        socket.send(tcp._encode(request))
+    for garbage in (b"", b"\xc1", os.urandom(100)):
+        socket.send(garbage)
+    socket.send(tcp._encode(Get("v9-life.json", 0, 10)))
+    header, *rest = socket.recv_multipart()
+    assert tcp._replies.decode(header) == tcp.Gone("v9-life.json") and not rest, "it lives, and answers nothing else"
+    assert publisher._server.refused == len(hostile) + 3
+    socket.close(linger=0)
+
+
+def test_strangers_get_nothing_where_there_are_keys(host: Make, tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys", ["client"])
+    folder = tmp_path / "weights"
+    server = SnapshotServer(folder, secure=lambda socket: open_door(socket, tmp_path / "keys"))
+    publisher = Publisher(folder, "life", server=server)
+    try:
+        manifest = publisher.publish(0, weights(0).items())
+        announced = elsewhere(publisher, manifest)
+        with pytest.raises(TransferFailed, match="nobody has answered"):
+            host(timeout_s=0.5).subscriber.prepare(announced)
+        known = host(secure=lambda socket: show_key(socket, tmp_path / "keys"))
+        assert same(arrived(known.subscriber.prepare(announced)), weights(0))
+    finally:
+        publisher.close()
