@@ -31,7 +31,8 @@ from generators.episode import Episodes, Opening, SimulatedEpisodes, TextEpisode
 from generators.task import Score
 from sync.folders import shared_memory_folder
 from sync.manifest import DigestMismatch, Manifest
-from sync.subscriber import Subscriber, read_manifest
+from sync.snapshot import read_manifest
+from sync.subscriber import Subscriber
 from sync.transports.tcp import Fetcher
 
 log = logging.getLogger("slipstream.generator")

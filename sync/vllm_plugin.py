@@ -17,7 +17,7 @@ from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest, TensorEntry, dtype_name, raw_bytes, tensor_digest
-from sync.subscriber import Snapshot, expect_digests
+from sync.snapshot import Snapshot, expect_digests
 
 CHUNK_BYTES = 1 << 19
 """Copied and digested at a time: what a core's own cache holds."""

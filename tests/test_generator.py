@@ -20,7 +20,8 @@ from generators.simulated_engine import SimulatedEngine
 from generators.task import Score
 from generators.worker import Generator
 from sync.publisher import Publisher
-from sync.subscriber import Subscriber, boot_id
+from sync.snapshot import boot_id
+from sync.subscriber import Subscriber
 from sync.transports.tcp import Fetcher, SnapshotServer
 
 BASE = [

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from sync.folders import PREFIX, sweep
 from sync.manifest import DigestMismatch, TensorEntry, tensor_digest, whole_digest
 from sync.publisher import Publisher
-from sync.snapshot import SnapshotWriter
-from sync.subscriber import Snapshot, Subscriber, read_manifest
+from sync.snapshot import Snapshot, SnapshotWriter, read_manifest
+from sync.subscriber import Subscriber
 
 
 def weights(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -307,7 +307,7 @@ def test_a_host_verifies_a_version_once_and_again_when_nobody_has_vouched_for_it
     for thread in threads:
         thread.join()
     assert verified == [0]
-    monkeypatch.setattr("sync.subscriber.boot_id", lambda: "another host")
+    monkeypatch.setattr("sync.snapshot.boot_id", lambda: "another host")
     Subscriber().prepare(manifest.locator)
     assert verified == [0, 0]
     for version in (1, 2):

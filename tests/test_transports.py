@@ -10,13 +10,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from buffers.keys import make_keys, open_door, show_key
 from sync.manifest import DigestMismatch, Manifest
+from sync.patch import apply_patch, make_patch
 from sync.publisher import Publisher
-from sync.subscriber import Snapshot, Subscriber, read_manifest
+from sync.snapshot import Snapshot, read_manifest
+from sync.subscriber import Subscriber
 from sync.transports import tcp
 from sync.transports.tcp import Fetcher, Get, Part, SnapshotServer, TransferFailed
 
@@ -26,6 +33,7 @@ NUM_CHUNKS = 12
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr("sync.snapshot.boot_id", lambda: "here")
     monkeypatch.setattr("sync.subscriber.boot_id", lambda: "here")
 
 
@@ -329,5 +337,112 @@ def test_strangers_get_nothing_where_there_are_keys(host: Make, tmp_path: Path) 
             host(timeout_s=0.5).subscriber.prepare(announced)
         known = host(secure=lambda socket: show_key(socket, tmp_path / "keys"))
         assert same(arrived(known.subscriber.prepare(announced)), weights(0))
+    finally:
+        publisher.close()
+
+
+def nudge(tensors: dict[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
+    """The tensors with another number in about this share of the places."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.where(torch.rand(tensor.shape, generator=generator) < share, tensor + 1, tensor)
+        for name, tensor in tensors.items()
+    }
+
+
+def test_hundreds_of_patches_lose_nothing(publisher: Publisher, host: Make) -> None:
+    far, state = host(), {name: tensor.bfloat16() for name, tensor in weights(0).items()}
+    for version in range(200):
+        manifest = publisher.publish(version, state.items())
+        if version % 3 != 1:  # now and then a version is passed over
+            assert same(arrived(far.subscriber.prepare(elsewhere(publisher, manifest))), state)
+        state = nudge(state, 0.01, version)
+    whole = 1 + 66  # the first, and each whose base the publisher has not kept
+    assert far.fetcher.patches == 66
+    patched = 66 * 0.01 * 3 * 1.2  # an index and a value take 6 bytes where a number takes 2
+    assert far.fetcher.bytes_received < (whole + patched) * manifest.num_bytes
+
+
+def test_a_patch_that_would_not_be_smaller_is_not_made(publisher: Publisher, host: Make) -> None:
+    far = host()
+    for version in range(2):
+        manifest = publisher.publish(version, weights(version).items())
+        assert same(arrived(far.subscriber.prepare(elsewhere(publisher, manifest))), weights(version))
+    assert far.fetcher.patches == 0 and far.fetcher.bytes_received == 2 * manifest.num_bytes
+    assert not list(publisher.folder.glob("*.patch"))
+
+
+def test_a_base_that_is_gone_is_answered_by_the_whole(publisher: Publisher, host: Make) -> None:
+    far, state = host(), weights(0)
+    far.subscriber.prepare(elsewhere(publisher, publisher.publish(0, state.items())))
+    publisher._server._maps.clear()  # type: ignore[union-attr]
+    for version in (1, 2):
+        state = nudge(state, 0.01, version)
+        manifest = publisher.publish(version, state.items())
+    assert same(arrived(far.subscriber.prepare(elsewhere(publisher, manifest))), state)
+    assert far.fetcher.patches == 0
+
+
+@pytest.mark.parametrize("change", ["flip", "cut", "base", "index", "garbage"])
+def test_a_damaged_patch_is_refused_or_found_out_and_the_whole_follows(
+    publisher: Publisher, host: Make, tmp_path: Path, change: str
+) -> None:
+    far, state = host(), weights(0)
+    old = publisher.publish(0, state.items())
+    far.subscriber.prepare(elsewhere(publisher, old))
+    state = nudge(state, 0.01, 1)
+    manifest = publisher.publish(1, state.items())
+    path = publisher.folder / f"{Path(manifest.path).stem}.from-{Path(old.path).stem}.patch"
+    assert make_patch(Snapshot(old), Snapshot(manifest), path)
+    raw = bytearray(path.read_bytes())
+    match change:
+        case "flip":
+            raw[-9] ^= 1
+        case "cut":
+            del raw[-40:]
+        case "garbage":
+            raw = bytearray(os.urandom(len(raw)))
+        case "base":
+            raw = bytearray(bytes(raw).replace(old.digest.encode(), old.digest[::-1].encode()))
+        case "index":
+            parts = load_file(path)
+            name = next(name for name in parts if name.endswith("indices"))
+            parts[name] = parts[name] + np.uint32(10**6)
+            save_file(parts, path, metadata={"base": old.digest})
+            raw = bytearray(path.read_bytes())
+    path.write_bytes(raw)
+    announced = elsewhere(publisher, manifest)
+    if change == "flip":  # well-formed: only the digest can tell
+        with pytest.raises(DigestMismatch, match="1 of 3 tensors"):
+            far.subscriber.prepare(announced)
+        locator = far.subscriber.locate(announced, again=True)
+    else:
+        locator = far.subscriber.prepare(announced)
+    assert same(arrived(locator), state) and same(arrived(str(far.folder / "v0-life.json")), weights(0))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_a_patch_is_lossless_and_idempotent_for_any_bits(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, dtype: torch.dtype
+) -> None:
+    folder = tmp_path_factory.mktemp("patch")
+    publisher = Publisher(folder / "weights", "x")
+    rng = np.random.default_rng(seed)
+    kind = {4: np.uint32, 2: np.uint16}[dtype.itemsize]
+    bits = {f"t{i}": rng.integers(0, np.iinfo(kind).max, rng.integers(1, 300), kind) for i in range(4)}
+    try:
+        old = publisher.publish(0, {k: torch.from_numpy(v.copy()).view(dtype) for k, v in bits.items()}.items())
+        for values in bits.values():  # NaN, infinity and -0 among them
+            values[rng.random(len(values)) < 0.1] ^= kind(1 << rng.integers(0, 8 * dtype.itemsize))
+        new = publisher.publish(1, {k: torch.from_numpy(v.copy()).view(dtype) for k, v in bits.items()}.items())
+        patch, into = folder / "a.patch", folder / "into.safetensors"
+        if not make_patch(Snapshot(old), Snapshot(new), patch):
+            return
+        for _ in range(2):
+            apply_patch(Snapshot(old), patch, into)
+            Snapshot(msgspec.structs.replace(new, path=str(into))).verify()
+        with pytest.raises(DigestMismatch, match="is for the base"):
+            apply_patch(Snapshot(new), patch, into)
     finally:
         publisher.close()

@@ -314,7 +314,7 @@ def test_an_engine_that_does_not_take_the_weights_is_found_out(
 
 
 def test_weights_are_the_snapshots_own_memory_where_the_layout_allows_and_whole_without_its_file(untied: Rig) -> None:
-    from sync.subscriber import Snapshot
+    from sync.snapshot import Snapshot
 
     manifest = untied.load(0)
     model = untied.engine._core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()

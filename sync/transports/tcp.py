@@ -7,6 +7,9 @@ What has been fetched is a folder of snapshots again: mapped by all engines of t
 that the publisher's own link carries a few copies whatever the number of hosts. The publisher says who asks whom (`Enlist`);
 a manifest always comes from the publisher itself, so that whatever a relay hands on is held against the publisher's digests.
 
+Who has an earlier version asks for the patch that leads from it (`sync.patch`), which a server makes when it is first asked
+for, and keeps; whatever does not work out, or would not be much smaller, is answered by the whole snapshot.
+
 A snapshot file never changes, so no buffer is reused while ZeroMQ still sends from it; a chunk keeps its file mapped until then.
 """
 
@@ -28,6 +31,8 @@ import zmq
 
 from sync.folders import leave, share, sweep
 from sync.manifest import DigestMismatch, Manifest, whole_digest
+from sync.patch import apply_patch, make_patch
+from sync.snapshot import Snapshot, read_manifest
 
 log = logging.getLogger("slipstream.weights")
 
@@ -39,7 +44,7 @@ FAN_OUT = 2
 MAX_BYTES = 64 << 20
 KEEP = 2
 TICK_S = 0.1
-NAME = re.compile(r"v\d+-\w+\.(json|safetensors)")
+NAME = re.compile(r"v\d+-\w+\.(json|safetensors|from-(?P<base>v\d+-\w+)\.patch)")
 
 Secure = Callable[["zmq.Socket[bytes]"], Any]
 """Gives a socket its keys, before it is bound or connected."""
@@ -161,17 +166,28 @@ class SnapshotServer:
     def _map(self, name: str) -> mmap.mmap:
         """Of the last few files, also when they have been deleted since: who has begun may end."""
         if name not in self._maps:
+            if (base := NAME.fullmatch(name)["base"]) is not None:  # type: ignore[index]
+                self._make_patch(base, name)
             with open(self._folder / name, "rb") as file:
                 self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             while len(self._maps) > 2 * KEEP:
                 self._maps.popitem(last=False)  # unmapped when ZeroMQ has sent the last of it
         return self._maps[name]
 
+    def _make_patch(self, base: str, name: str) -> None:
+        """Raises FileNotFoundError where one of the versions is not here; makes nothing where it would not be worth it."""
+        path = self._folder / name
+        if path.exists():
+            return
+        old, new = (Snapshot(read_manifest(self._folder / f"{stem}.json")) for stem in (base, name.partition(".")[0]))
+        make_patch(old, new, path)
+
 
 class Fetcher:
     """Brings versions into a folder of this host, once for all of the host's processes.
 
         v<k>-<life>.part, .chunks           a snapshot on its way, and which chunks of it have come
+        v<k>-<life>.from-<base>.patch       a patch that has come
         v<k>-<life>.safetensors, .json      as the publisher's
 
     Not thread-safe; several processes may share a folder.
@@ -194,7 +210,7 @@ class Fetcher:
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         sweep(folder.parent)
         self._lock = share(folder)
-        self.bytes_received = 0
+        self.bytes_received = self.patches = 0
 
     def close(self) -> None:
         for socket in self._sockets.values():
@@ -205,7 +221,7 @@ class Fetcher:
     def fetch(self, address: str, name: str, *, direct: bool = False) -> Path:
         """The local manifest `name` (`v<k>-<life>.json`) of the publisher at `address`, its snapshot beside it, not verified yet.
 
-        `direct`: from the publisher itself, whoever else may have it. Raises TransferFailed.
+        `direct`: whole and from the publisher itself, whoever else may have it. Raises TransferFailed.
         """
         local = self._folder / name
         with open(self._folder / "lock", "wb") as lock:
@@ -214,7 +230,7 @@ class Fetcher:
                 return local
             manifest = self._manifest(address, name)
             parent = "" if direct or not self._serve_at else self._parent(address)
-            self._snapshot(address, parent, local, manifest)
+            self._snapshot(address, parent, local, manifest, direct)
             self._prune()
         return local
 
@@ -242,25 +258,60 @@ class Fetcher:
         parent, _ = self._receive(address, None)
         return parent.address if isinstance(parent, Parent) else ""
 
-    def _snapshot(self, address: str, parent: str, local: Path, manifest: Manifest) -> None:
-        name, size = f"{local.stem}.safetensors", manifest.num_bytes
-        part, chunks = local.with_suffix(".part"), local.with_suffix(".chunks")
-        with open(part, "ab"), open(part, "r+b", buffering=0) as file, open(chunks, "a+b", buffering=0) as record:
-            record.seek(0)
-            come = {int.from_bytes(entry, "little") for entry in _entries(record.read())}
-            missing = [n for n in range(-(-manifest.num_bytes // CHUNK_BYTES)) if n not in come]
-            deadline = time.monotonic() + self._patience_s
-            while parent and missing and time.monotonic() < deadline:  # the relay is fetching it itself
-                before, missing = missing, self._get(parent, name, size, missing, file, record)
-                time.sleep(0.02 if missing == before else 0)
-            if missing and self._get(address, name, size, missing, file, record):
-                raise TransferFailed(f"{name} is gone at {address}, or nobody answers there")
-            file.truncate(manifest.num_bytes)
-        part.rename(local.with_suffix(".safetensors"))
+    def _snapshot(self, address: str, parent: str, local: Path, manifest: Manifest, direct: bool) -> None:
+        part, snapshot = local.with_suffix(".part"), local.with_suffix(".safetensors")
+        base = None if direct or part.exists() else self._last()
+        if base is None or not self._patch(address, parent, base, local):
+            if not self._file(address, parent, f"{local.stem}.safetensors", part, manifest.num_bytes):
+                raise TransferFailed(f"{snapshot.name} is gone at {address}, or nobody answers there")
+            part.rename(snapshot)
         unfinished = local.with_suffix(".unfinished")
         unfinished.write_bytes(msgspec.json.encode(manifest))
         unfinished.rename(local)
+
+    def _last(self) -> Path | None:
+        """The manifest of the version that was fetched last."""
+        return max(self._folder.glob("v*.json"), key=lambda path: path.stat().st_mtime, default=None)
+
+    def _patch(self, address: str, parent: str, base: Path, local: Path) -> bool:
+        """Makes the snapshot from the version here and a patch; false where there is none, or it does not fit."""
+        name = f"{local.stem}.from-{base.stem}.patch"
+        path = self._folder / name
+        try:
+            num_bytes = self._size(address, name)
+            if num_bytes is None or not self._file(address, parent, name, path, num_bytes):
+                return False
+            apply_patch(Snapshot(read_manifest(base)), path, local.with_suffix(".safetensors"))
+        except (DigestMismatch, FileNotFoundError) as error:
+            log.warning("%s; the whole snapshot is fetched", error)
+            return False
+        finally:
+            path.unlink(missing_ok=True)
+            path.with_suffix(".chunks").unlink(missing_ok=True)
+        self.patches += 1
+        return True
+
+    def _size(self, address: str, name: str) -> int | None:
+        self._connect(address).send(_encode(Get(name, 0, 0)))
+        part, _ = self._receive(address, name)
+        return part.total if isinstance(part, Part) else None
+
+    def _file(self, address: str, parent: str, name: str, path: Path, num_bytes: int) -> bool:
+        """Brings a file, or what is missing of it; false when it is not to be had whole."""
+        chunks = path.with_suffix(".chunks")
+        with open(path, "ab"), open(path, "r+b", buffering=0) as file, open(chunks, "a+b", buffering=0) as record:
+            record.seek(0)
+            come = {int.from_bytes(entry, "little") for entry in _entries(record.read())}
+            missing = [n for n in range(-(-num_bytes // CHUNK_BYTES)) if n not in come]
+            deadline = time.monotonic() + self._patience_s
+            while parent and missing and time.monotonic() < deadline:  # the relay is fetching it itself
+                before, missing = missing, self._get(parent, name, num_bytes, missing, file, record)
+                time.sleep(0.02 if missing == before else 0)
+            if missing and self._get(address, name, num_bytes, missing, file, record):
+                return False
+            file.truncate(num_bytes)
         chunks.unlink()
+        return True
 
     def _get(self, address: str, name: str, num_bytes: int, missing: list[int], file: Any, record: Any) -> list[int]:
         """Asks for chunks, a window at a time; returns those that did not come."""
