@@ -75,7 +75,7 @@ class Generator:
         self._asked: int | None = None  # number of the question under way
         self._newest = (-1, "")  # version and where its manifest is
         self._held = ""  # the same of the version held
-        self._preparer = ThreadPoolExecutor(1, "weights")
+        self._preparer = ThreadPoolExecutor(1, "weights")  # the subscriber is this thread's
         self._preparing: tuple[str, Future[str]] | None = None
         self._ended = False
         self._started_at = self._last_beat = clock()
@@ -209,12 +209,13 @@ class Generator:
     def _load(self, weights: str) -> Manifest:
         """Loads and verifies. A first mismatch is repaired by reading all again, a second one ends the generator."""
         try:
-            manifest = read_manifest(self._subscriber.locate(weights))
+            manifest = read_manifest(self._preparer.submit(self._subscriber.locate, weights).result())
             self._engine.load(manifest)
         except DigestMismatch as error:
             self._mismatches += 1
             log.error("%s; pulling it again", error)
-            manifest = read_manifest(self._subscriber.locate(weights, again=True))
+            again = self._preparer.submit(self._subscriber.locate, weights, again=True)
+            manifest = read_manifest(again.result())
             self._engine.load(manifest)
         return manifest
 
