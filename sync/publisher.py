@@ -56,6 +56,8 @@ class Publisher:
         self._keep, self._server = keep, server
         self._writer = SnapshotWriter()
         self._published: list[Manifest] = []
+        self._spare: Path | None = None
+        """The file of a version that has gone: memory that the next one need not ask the system for."""
         sweep(self.folder.parent)
         self._lock = _own(self.folder)
         for left in self.folder.iterdir():
@@ -71,6 +73,9 @@ class Publisher:
         began = time.perf_counter()
         path = self.folder / f"v{version}-{self.incarnation}.safetensors"
         unfinished = path.with_suffix(".unfinished")
+        if self._spare is not None:
+            self._spare.rename(unfinished) if _is_unused(self._spare) else self._spare.unlink()
+            self._spare = None
         entries = self._writer.write(unfinished, tensors)
         num_bytes = unfinished.stat().st_size
         unfinished.rename(path)
@@ -79,9 +84,22 @@ class Publisher:
         unfinished.rename(manifest.locator)
         self._published.append(manifest)
         while len(self._published) > self._keep:
-            _delete(self._published.pop(0))
+            self._retire(self._published.pop(0))
         self.seconds = time.perf_counter() - began
         return manifest
+
+    def _retire(self, manifest: Manifest) -> None:
+        """The manifest first: whoever finds it a moment later finds nothing, rather than a name without a file. The file loses
+        its name before it is looked at whether anyone uses it: nobody new can come."""
+        Path(manifest.locator).unlink(missing_ok=True)
+        path = Path(manifest.path)
+        for seal in path.parent.glob(f"{path.stem}.*"):
+            if seal != path:
+                seal.unlink(missing_ok=True)
+        if self._spare is not None:
+            self._spare.unlink()
+        self._spare = path.with_suffix(".spare")
+        path.rename(self._spare)
 
     def announcement(self, manifest: Manifest) -> str:
         """What `Subscriber.locate` takes, on this host or another."""
@@ -115,9 +133,12 @@ def _own(folder: Path) -> int:
     return lock
 
 
-def _delete(manifest: Manifest) -> None:
-    """The manifest first: whoever finds it a moment later finds nothing, rather than a name without a file."""
-    Path(manifest.locator).unlink(missing_ok=True)
-    Path(manifest.path).unlink(missing_ok=True)
-    for seal in Path(manifest.path).parent.glob(f"{Path(manifest.path).stem}.*"):
-        seal.unlink(missing_ok=True)
+def _is_unused(path: Path) -> bool:
+    """Has no process this file open or mapped? The kernel grants a write lease on such files only (`fcntl(2)`, F_SETLEASE)."""
+    try:
+        with path.open("r+b") as file:
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        return True
+    except OSError:  # or a file system without leases
+        return False

@@ -62,11 +62,11 @@ class SnapshotWriter:
         self._hasher = ThreadPoolExecutor(1, "digest")
 
     def write(self, path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorEntry, ...]:
-        """Writes the file at `path` (in place: the caller renames it) and returns what it holds, in order."""
+        """Writes the file at `path` (over what is there; the caller renames it) and returns what it holds, in order."""
         entries: dict[str, TensorEntry] = {}
         places: Places = {}
         free = max((end for _, end in self._places.values()), default=0)
-        with path.open("w+b", buffering=0) as file:
+        with path.open("r+b" if path.exists() else "w+b", buffering=0) as file:
             for name, tensor in tensors:
                 assert name not in entries, f"{name} was published twice"
                 raw = raw_bytes(tensor)

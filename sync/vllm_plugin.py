@@ -7,6 +7,7 @@ engine holds can be digested tensor by tensor and compared with what the learner
 Tensor parallel size 1 only: a shard does not hold the tensors that were digested. Written against vLLM 0.32.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -158,7 +159,9 @@ class Layout:
 
     def copy(self, snapshot: Snapshot) -> dict[str, str]:
         """Copies each tensor to where it belongs; returns the digests of what is there."""
-        return {name: _copy(source, self._view(name)) for name, source in snapshot.tensors()}
+        with ThreadPoolExecutor(2) as pool:  # copying and digesting let go of the interpreter
+            copies = {name: pool.submit(_copy, source, self._view(name)) for name, source in snapshot.tensors()}
+        return {name: copied.result() for name, copied in copies.items()}
 
     def digests(self) -> dict[str, str]:
         return {name: tensor_digest(self._view(name)) for name in self._places}
