@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from sync.manifest import DigestMismatch
 from sync.snapshot import Snapshot
 
+PIECE = 1 << 17
 WORTH = 0.5
 """Largest size of a patch, as a share of the snapshot's, that is worth its making."""
 
@@ -35,7 +36,7 @@ def make_patch(base: Snapshot, new: Snapshot, path: Path) -> bool:
         if unchanged[entry.name] == entry.digest:
             continue
         before, after = _bits(base.tensor(entry.name)), _bits(new.tensor(entry.name))
-        indices = np.flatnonzero(before != after)
+        indices = _changed(before, after)
         left -= len(indices) * (4 + after.itemsize)
         if left < 0 or len(after) > 1 << 32:
             return False
@@ -44,6 +45,15 @@ def make_patch(base: Snapshot, new: Snapshot, path: Path) -> bool:
     save_file(parts, unfinished, metadata={"base": base.manifest.digest, "version": new.manifest.digest})
     unfinished.rename(path)
     return True
+
+
+def _changed(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Where they differ, in order; in pieces that a core's own cache holds."""
+    pieces = [np.empty(0, np.int64)]
+    for begin in range(0, len(after), PIECE):
+        piece = slice(begin, begin + PIECE)
+        pieces.append(np.flatnonzero(before[piece] != after[piece]) + begin)
+    return np.concatenate(pieces)
 
 
 def apply_patch(base: Snapshot, patch: Path, into: Path) -> None:
