@@ -10,6 +10,7 @@ A learner that goes back and publishes version k again does so in another life: 
 Both transports are such a folder: in /dev/shm for one host, on a shared file system for many.
 """
 
+import contextlib
 import fcntl
 import os
 import re
@@ -73,9 +74,8 @@ class Publisher:
         began = time.perf_counter()
         path = self.folder / f"v{version}-{self.incarnation}.safetensors"
         unfinished = path.with_suffix(".unfinished")
-        if self._spare is not None:
-            self._spare.rename(unfinished) if _is_unused(self._spare) else self._spare.unlink()
-            self._spare = None
+        if self._spare is not None and _is_unused(self._spare):
+            self._spare.rename(unfinished)
         entries = self._writer.write(unfinished, tensors)
         num_bytes = unfinished.stat().st_size
         unfinished.rename(path)
@@ -97,9 +97,10 @@ class Publisher:
             if seal != path:
                 seal.unlink(missing_ok=True)
         if self._spare is not None:
-            self._spare.unlink()
+            self._spare.unlink(missing_ok=True)
         self._spare = path.with_suffix(".spare")
-        path.rename(self._spare)
+        with contextlib.suppress(FileNotFoundError):  # somebody else has removed it
+            path.rename(self._spare)
 
     def announcement(self, manifest: Manifest) -> str:
         """What `Subscriber.locate` takes, on this host or another."""
