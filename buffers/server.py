@@ -131,7 +131,8 @@ class BufferServer:
                 self._tick()
                 self._serve_parked()
                 if self._config.buffer.durability is Durability.none:
-                    self._send()
+                    self._send(self._outbox)
+                    self._outbox = []
                 self._committing.append((self.buffer.start_commit(), self._outbox))
                 self._outbox = []
                 self._send_committed()
@@ -182,7 +183,7 @@ class BufferServer:
             if not self._queued[sender]:
                 del self._queued[sender]
             self._handle(frames)
-        self._inbox_bytes = max(0, self._inbox_bytes - num_bytes)
+        self._inbox_bytes -= num_bytes
 
     def _receive_one(self) -> list[zmq.Frame] | None:
         """A message, if there is one. Of one with too many frames, the first few."""
@@ -275,18 +276,16 @@ class BufferServer:
     def _answer(self, sender: bytes, number: bytes, reply: m.Reply, payload: list[bytes] | None = None) -> None:
         self._outbox.append([sender, number, m.encoder.encode(reply), *(payload or [])])
 
-    def _send(self) -> None:
-        for frames in self._outbox:
+    def _send(self, answers: list[list[bytes | pa.Buffer]]) -> None:
+        for frames in answers:
             self._socket.send_multipart(frames, copy=len(frames) < 4)
-        self._outbox.clear()
 
     def _send_committed(self) -> None:
         """Sends the answers of turns that are durable; waits for the disk when too many wait for it."""
         while self._committing and (len(self._committing) > MAX_COMMITTING or self._committing[0][0].done()):
             done, answers = self._committing.popleft()
             done.result()
-            for frames in answers:
-                self._socket.send_multipart(frames, copy=len(frames) < 4)
+            self._send(answers)
 
     def _tick(self) -> None:
         now = self._clock()

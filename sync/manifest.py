@@ -45,6 +45,17 @@ class Manifest(msgspec.Struct, frozen=True, tag=True):
         return str(Path(self.path).with_suffix(".json"))
 
 
+def parse_manifest(data: bytes | memoryview, where: str) -> Manifest:
+    """Raises DigestMismatch, saying `where` it is from, when it is none or contradicts itself."""
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise DigestMismatch(f"{where} is not a manifest: {error}") from None
+    if whole_digest(manifest.tensors) != manifest.digest:
+        raise DigestMismatch(f"{where}: the list of tensors does not have the manifest's digest")
+    return manifest
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

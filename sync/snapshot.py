@@ -22,7 +22,7 @@ import msgspec
 import torch
 import xxhash
 
-from sync.manifest import DigestMismatch, Manifest, TensorEntry, dtype_name, raw_bytes, tensor_digest, whole_digest
+from sync.manifest import DigestMismatch, Manifest, TensorEntry, dtype_name, parse_manifest, raw_bytes, tensor_digest
 
 SAFETENSORS_DTYPES = {
     "float64": "F64",
@@ -149,12 +149,7 @@ def read_manifest(locator: str | Path) -> Manifest:
     Raises FileNotFoundError when a newer version has replaced it, DigestMismatch when it contradicts itself.
     """
     locator = Path(locator)
-    try:
-        manifest = msgspec.json.decode(locator.read_bytes(), type=Manifest)
-    except msgspec.DecodeError as error:
-        raise DigestMismatch(f"{locator} is not a manifest: {error}") from None
-    if whole_digest(manifest.tensors) != manifest.digest:
-        raise DigestMismatch(f"{locator}: the list of tensors does not have the manifest's digest")
+    manifest = parse_manifest(locator.read_bytes(), str(locator))
     return msgspec.structs.replace(manifest, path=str(locator.with_suffix(".safetensors")))
 
 

@@ -30,7 +30,7 @@ import msgspec
 import zmq
 
 from sync.folders import leave, share, sweep
-from sync.manifest import DigestMismatch, Manifest, whole_digest
+from sync.manifest import DigestMismatch, Manifest, parse_manifest
 from sync.patch import apply_patch, make_patch
 from sync.snapshot import Snapshot, read_manifest
 
@@ -245,13 +245,7 @@ class Fetcher:
         part, data = self._receive(address, name)
         if isinstance(part, Gone):
             raise TransferFailed(f"{name} is gone at {address}")
-        try:
-            manifest = msgspec.json.decode(data, type=Manifest)
-        except msgspec.DecodeError as error:
-            raise DigestMismatch(f"{name} at {address} is not a manifest: {error}") from None
-        if whole_digest(manifest.tensors) != manifest.digest:
-            raise DigestMismatch(f"{name} at {address}: the list of tensors does not have the manifest's digest")
-        return manifest
+        return parse_manifest(data, f"{name} at {address}")
 
     def _parent(self, address: str) -> str:
         self._connect(address).send(_encode(Enlist(self._serve_at)))
@@ -325,7 +319,6 @@ class Fetcher:
             try:
                 part, data = self._receive(address, name)
             except TransferFailed:
-                self._drop(address)
                 break
             if isinstance(part, Gone):
                 self._drop(address)
