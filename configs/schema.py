@@ -464,17 +464,22 @@ class SyncConfig:
     """`tcp` only: where the learner serves weights (port 0: any free one). Other hosts connect to it, so it names the host."""
     folder: str | None = None
     """`disk` only: the shared folder. None: `<outputs>/<name>/weights`."""
+    bucket_mb: int = 64
+    """Weights that the learner gathers from its ranks at a time: what publishing needs of memory beside the snapshot."""
     in_flight: bool = True
     """Load new weights between two engine steps, requests kept. If false, an engine runs dry first."""
     kv_cache: KvCache = KvCache.keep
     """What becomes of the KV of running requests at an update: kept, or computed again under the new weights."""
 
     def problems(self) -> list[str]:
+        found = positive(**{"sync.bucket_mb": self.bucket_mb})
         if self.folder is not None and self.transport is not Transport.disk:
-            return [f"sync.folder must be set only when sync.transport=disk, got {self.folder!r} with {self.transport}"]
+            found.append(
+                f"sync.folder must be set only when sync.transport=disk, got {self.folder!r} with {self.transport}"
+            )
         if self.address.startswith(("tcp://0.0.0.0:", "tcp://*:")):
-            return [f"sync.address must name a host (it is told to others), got {self.address!r}"]
-        return []
+            found.append(f"sync.address must name a host (it is told to others), got {self.address!r}")
+        return found
 
 
 @dataclass(kw_only=True, slots=True)

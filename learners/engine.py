@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from learners.packing import Packed
+from sync.stream import Part
 
 LossFn = Callable[[torch.Tensor, torch.Tensor, Packed], torch.Tensor]
 """(logprobs [T], entropy [T], microbatch) -> scalar: this microbatch's part of a sum whose denominator is global."""
@@ -23,8 +24,8 @@ class Engine(Protocol):
         """One optimizer step on the sum of `loss_fn` over all microbatches of all ranks; returns the gradient norm."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors by Hugging Face name, one at a time, on the CPU and in the published dtype."""
+    def weights(self) -> Iterator[Part]:
+        """The model by Hugging Face name, in the published dtype, a bucket at a time; on rank 0 (elsewhere nothing comes)."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -26,6 +26,7 @@ from configs.schema import Attention, Dtype
 from learners.engine import LossFn
 from learners.logprobs import LogprobHead
 from learners.packing import Packed
+from sync.stream import BUCKET_BYTES, Part, parts, stream
 
 
 def packed_sdpa(
@@ -141,11 +142,13 @@ class FsdpEngine:
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
         activation_checkpointing: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
+        """`bucket_bytes`: of weights that are gathered at a time, for publication."""
         cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._publish_dtype = getattr(torch, dtype)
-        self._max_grad_norm = max_grad_norm
+        self._max_grad_norm, self._bucket_bytes = max_grad_norm, bucket_bytes
         attention = choose_attention(attention, self._device, dtype)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=str(attention))
         layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
@@ -164,6 +167,7 @@ class FsdpEngine:
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         self._model = model
         self._named = dict(model.named_parameters())
+        self._published_names = {name: self._published_name(name) for name in self._named}
         self._optimizer = torch.optim.AdamW(
             self._named.values(), lr=0.0, betas=betas, weight_decay=weight_decay, fused=True
         )
@@ -222,11 +226,20 @@ class FsdpEngine:
             torch._foreach_mul_(shards, self._max_grad_norm / (norm + 1e-6))
         return norm
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors are only to be read, and before the next update."""
+    def _published_name(self, name: str) -> str | None:
+        """None for a parameter that is published as several (the experts of a layer), which need it whole."""
+        probe = torch.empty(self._named[name].shape, device="meta")
+        published = revert_weight_conversion(self._model, {name: probe})
+        return next((name for name, tensor in published.items() if tensor is probe), None)
+
+    def weights(self) -> Iterator[Part]:
         for name, parameter in self._named.items():
+            if (published := self._published_names[name]) is not None:
+                yield from stream(published, parameter.detach(), self._publish_dtype, self._bucket_bytes)
+                continue
             whole = parameter.detach().to(self._publish_dtype).full_tensor()  # cast first: less to gather
-            yield from revert_weight_conversion(self._model, {name: whole.cpu()}).items()
+            if dist.get_rank() == 0:
+                yield from parts(revert_weight_conversion(self._model, {name: whole.cpu()}))
 
     def save(self, folder: Path) -> None:
         """Shards of plain safetensors, which a different number of ranks can load."""

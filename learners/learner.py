@@ -334,4 +334,5 @@ def make_engine(config: Config, rank: int, rendezvous: str) -> Engine:
         weight_decay=config.learner.weight_decay,
         max_grad_norm=config.learner.max_grad_norm,
         activation_checkpointing=config.learner.activation_checkpointing,
+        bucket_bytes=config.sync.bucket_mb << 20,
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from learners.engine import LossFn
 from learners.packing import Packed
+from sync.stream import Part
 
 
 class SimulatedTrainingEngine:
@@ -27,8 +28,8 @@ class SimulatedTrainingEngine:
         time.sleep(max(0.0, deadline - time.monotonic()))
         return 0.0
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield "simulated", torch.zeros(1)
+    def weights(self) -> Iterator[Part]:
+        yield Part("simulated", (1,), torch.zeros(1))
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -38,6 +38,7 @@ from generators.vllm_engine import VllmEngine
 from sync.folders import shared_memory_folder
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot
+from sync.stream import parts
 from sync.transports.tcp import CHUNK_BYTES, WINDOW, Fetcher, SnapshotServer
 
 SHAPES = {
@@ -83,7 +84,7 @@ def measure(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, float
             engine._map_weights = way == "map"
             next(iter(weights.values())).add_(1)
             seconds["memcpy"].append(timed(target.copy_, source)[0])
-            spent, manifest = timed(publisher.publish, version, weights.items())
+            spent, manifest = timed(publisher.publish, version, parts(weights))
             seconds["publish"].append(spent)
             seconds["verify"].append(timed(Snapshot(manifest).attest)[0])
             seconds[way].append(timed(engine.load, manifest)[0])
@@ -121,13 +122,13 @@ def over_tcp(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, floa
     seconds: dict[str, list[float]] = {"raw ZeroMQ": [], "fetch": [], "patch": []}
     try:
         for version in range(rounds + 1):
-            manifest = publisher.publish(2 * version, weights.items())
+            manifest = publisher.publish(2 * version, parts(weights))
             local = Path(manifest.locator).name
             fetcher.discard(f"v{2 * version - 1}-benchmark")
             seconds["fetch"].append(timed(fetcher.fetch, address, local)[0])
             for tensor in weights.values():
                 tensor.view(-1)[::100].add_(1)
-            patched = publisher.publish(2 * version + 1, weights.items())
+            patched = publisher.publish(2 * version + 1, parts(weights))
             before = fetcher.bytes_received
             seconds["patch"].append(timed(fetcher.fetch, address, Path(patched.locator).name)[0])
             patch_bytes = fetcher.bytes_received - before

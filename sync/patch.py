@@ -6,8 +6,10 @@ A stock safetensors file: for each tensor that has changed `<name>.indices` (uin
 what comes out has the digests of the published version, or is refused.
 """
 
-import os
-import shutil
+import contextlib
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +17,85 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from sync.manifest import DigestMismatch
+from sync.manifest import DigestMismatch, Manifest
 from sync.snapshot import Snapshot
 
 PIECE = 1 << 17
 WORTH = 0.5
-"""Largest size of a patch, as a share of the snapshot's, that is worth its making."""
+"""Largest size of a patch, or of all patches on the way from one version to another, as a share of the snapshot's, that is worth
+its while."""
+KEEP = 8
+"""Patches that are kept, so that a generator may skip versions."""
+INTEREST = 8
+"""Publications for which patches are made after somebody has fetched one."""
+
+
+def patch_name(base: str, version: str) -> str:
+    """Of the file of the patch between two snapshots, which are named by the stems of their files."""
+    return f"{version}-from-{base}.patch"
+
+
+class PatchMaker:
+    """Makes the patch from each version to the next in a thread, beside training, as long as anybody fetches."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._thread = ThreadPoolExecutor(1, "patches")
+        self._links: dict[str, tuple[str, Future[int]]] = {}
+        """By version: its base, and the bytes of the patch that leads from there (0: there is none)."""
+        self._last: Manifest | None = None
+        self._interest = 0
+        self._lock = threading.Lock()
+
+    def offer(self, manifest: Manifest) -> None:
+        """A version has been published."""
+        with self._lock:
+            base, self._last = self._last, manifest
+            self._interest -= 1
+            if base is not None and self._interest >= 0:
+                making = self._thread.submit(self._make, base, manifest)
+                self._links[_stem(manifest)] = (_stem(base), making)
+                while len(self._links) > KEEP:
+                    version = next(iter(self._links))
+                    self._thread.submit(self._drop, version, self._links.pop(version)[0])
+
+    def wanted(self) -> None:
+        """There are hosts that fetch."""
+        self._interest = INTEREST
+
+    def route(self, base: str, version: str) -> list[tuple[str, int]] | None:
+        """(file, bytes) of the patches that lead from one version to another, in order; none where there is no way. None: a
+        patch on the way is being made."""
+        with self._lock:
+            way: list[tuple[str, int]] = []
+            while version != base:
+                before, making = self._links.get(version, ("", None))
+                if making is None:
+                    return []
+                if not making.done():
+                    return None
+                if not (num_bytes := making.result()):
+                    return []
+                way.insert(0, (patch_name(before, version), num_bytes))
+                version = before
+            return way
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _make(self, base: Manifest, new: Manifest) -> int:
+        path = self._folder / patch_name(_stem(base), _stem(new))
+        with contextlib.suppress(FileNotFoundError):  # the version, or the whole folder, has gone meanwhile
+            if make_patch(Snapshot(base), Snapshot(new), path):
+                return path.stat().st_size
+        return 0
+
+    def _drop(self, version: str, base: str) -> None:
+        (self._folder / patch_name(base, version)).unlink(missing_ok=True)
+
+
+def _stem(manifest: Manifest) -> str:
+    return Path(manifest.path).stem
 
 
 def make_patch(base: Snapshot, new: Snapshot, path: Path) -> bool:
@@ -36,46 +111,44 @@ def make_patch(base: Snapshot, new: Snapshot, path: Path) -> bool:
         if unchanged[entry.name] == entry.digest:
             continue
         before, after = _bits(base.tensor(entry.name)), _bits(new.tensor(entry.name))
-        indices = _changed(before, after)
-        left -= len(indices) * (4 + after.itemsize)
-        if left < 0 or len(after) > 1 << 32:
+        if len(after) > 1 << 32:
             return False
-        parts[f"{entry.name}.indices"], parts[f"{entry.name}.values"] = indices.astype(np.uint32), after[indices]
+        indices, values = [], []
+        for begin in range(0, len(after), PIECE):  # in pieces that a core's own cache holds
+            piece = after[begin : begin + PIECE]
+            found = np.flatnonzero(before[begin : begin + PIECE] != piece)
+            indices.append((found + begin).astype(np.uint32))
+            values.append(piece[found])
+            left -= len(found) * (4 + after.itemsize)
+            if left < 0:
+                return False
+        parts[f"{entry.name}.indices"], parts[f"{entry.name}.values"] = np.concatenate(indices), np.concatenate(values)
     unfinished = path.with_suffix(".unfinished")
     save_file(parts, unfinished, metadata={"base": base.manifest.digest, "version": new.manifest.digest})
     unfinished.rename(path)
     return True
 
 
-def _changed(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Where they differ, in order; in pieces that a core's own cache holds."""
-    pieces = [np.empty(0, np.int64)]
-    for begin in range(0, len(after), PIECE):
-        piece = slice(begin, begin + PIECE)
-        pieces.append(np.flatnonzero(before[piece] != after[piece]) + begin)
-    return np.concatenate(pieces)
+def apply_patches(base: Manifest, patches: Sequence[Path]) -> None:
+    """Writes over the file of `base` what the patches say, one after the other. The caller verifies what comes out.
 
-
-def apply_patch(base: Snapshot, patch: Path, into: Path) -> None:
-    """Writes the version that `patch` leads to from `base`, as a snapshot file. The caller verifies it.
-
-    Raises DigestMismatch, and leaves nothing, when the patch is damaged or is for another base.
+    Raises DigestMismatch, the file in an unknown state, when a patch is damaged or is for another base.
     """
-    unfinished = into.with_suffix(".patched")
-    try:
-        with safe_open(patch, framework="numpy") as parts:
-            wanted = (parts.metadata() or {}).get("base")
-            if wanted != base.manifest.digest:
-                raise DigestMismatch(f"{patch.name} is for the base {wanted}, this is {base.manifest.digest}")
-            shutil.copyfile(base.manifest.path, unfinished)
-            data = np.memmap(unfinished, np.uint8, "r+")
-            for name in {key.rpartition(".")[0] for key in parts.keys()}:  # noqa: SIM118
-                _overwrite(data, base, name, parts.get_tensor(f"{name}.indices"), parts.get_tensor(f"{name}.values"))
-        os.replace(unfinished, into)
-    except (SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise DigestMismatch(f"{patch.name} is not a patch: {error}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+    snapshot, held = Snapshot(base), base.digest
+    data = np.memmap(base.path, np.uint8, "r+")
+    for patch in patches:
+        try:
+            with safe_open(patch, framework="numpy") as parts:
+                names = parts.metadata() or {}
+                if names.get("base") != held:
+                    raise DigestMismatch(f"{patch.name} is for the base {names.get('base')}, this is {held}")
+                for name in {key.rpartition(".")[0] for key in parts.keys()}:  # noqa: SIM118
+                    _overwrite(
+                        data, snapshot, name, *(parts.get_tensor(f"{name}.{part}") for part in ("indices", "values"))
+                    )
+                held = names.get("version", "")
+        except (SafetensorError, KeyError, ValueError, TypeError) as error:
+            raise DigestMismatch(f"{patch.name} is not a patch: {error}") from error
 
 
 def _overwrite(data: np.ndarray, base: Snapshot, name: str, indices: np.ndarray, values: np.ndarray) -> None:

@@ -10,8 +10,8 @@ A learner that goes back and publishes version k again does so in another life: 
 Both transports are such a folder: in /dev/shm for one host, on a shared file system for many.
 """
 
-import contextlib
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -20,15 +20,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
-import torch
 
 from sync.folders import OWNER, sweep
 from sync.manifest import Manifest, whole_digest
 from sync.snapshot import SnapshotWriter
+from sync.spares import find_spare, retire
+from sync.stream import Part
 from sync.subscriber import announce
 from sync.transports.tcp import SnapshotServer
 
-SNAPSHOT = re.compile(r"v\d+-\w+\.[\w-]+")
+log = logging.getLogger("slipstream.weights")
+
+SNAPSHOT = re.compile(r"v\d+-[\w-]+\.[\w-]+")
 """Names of files that belong to some version."""
 
 
@@ -57,26 +60,25 @@ class Publisher:
         self._keep, self._server = keep, server
         self._writer = SnapshotWriter()
         self._published: list[Manifest] = []
-        self._spare: Path | None = None
-        """The file of a version that has gone: memory that the next one need not ask the system for."""
         sweep(self.folder.parent)
         self._lock = _own(self.folder)
         for left in self.folder.iterdir():
             if SNAPSHOT.fullmatch(left.name):
                 left.unlink()
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
-        """Writes one version, then deletes those that are older than the newest `keep`.
+    def publish(self, version: int, parts: Iterable[Part]) -> Manifest:
+        """Writes one version, then deletes those that are older than the newest `keep`. The versions must rise.
 
-        `tensors`: (Hugging Face name, whole tensor), consumed one at a time. The versions must rise.
+        Whoever pays for the time waits for the copy and the digests of `parts` and for nobody else: generators that are slow,
+        transfers under way and patches in the making are not waited for.
         """
         assert not self._published or version > self._published[-1].version, "versions must rise"
         began = time.perf_counter()
         path = self.folder / f"v{version}-{self.incarnation}.safetensors"
         unfinished = path.with_suffix(".unfinished")
-        if self._spare is not None and _is_unused(self._spare):
-            self._spare.rename(unfinished)
-        entries = self._writer.write(unfinished, tensors)
+        if (spare := find_spare(self.folder)) is not None:
+            Path(spare.path).rename(unfinished)
+        entries = self._writer.write(unfinished, parts)
         num_bytes = unfinished.stat().st_size
         unfinished.rename(path)
         manifest = Manifest(version, self.incarnation, str(path), num_bytes, entries, whole_digest(entries))
@@ -84,23 +86,11 @@ class Publisher:
         unfinished.rename(manifest.locator)
         self._published.append(manifest)
         while len(self._published) > self._keep:
-            self._retire(self._published.pop(0))
+            retire(Path(self._published.pop(0).locator))
+        if self._server is not None:
+            self._server.offer(manifest)
         self.seconds = time.perf_counter() - began
         return manifest
-
-    def _retire(self, manifest: Manifest) -> None:
-        """The manifest first: whoever finds it a moment later finds nothing, rather than a name without a file. The file loses
-        its name before it is looked at whether anyone uses it: nobody new can come."""
-        Path(manifest.locator).unlink(missing_ok=True)
-        path = Path(manifest.path)
-        for seal in path.parent.glob(f"{path.stem}.*"):
-            if seal != path:
-                seal.unlink(missing_ok=True)
-        if self._spare is not None:
-            self._spare.unlink(missing_ok=True)
-        self._spare = path.with_suffix(".spare")
-        with contextlib.suppress(FileNotFoundError):  # somebody else has removed it
-            path.rename(self._spare)
 
     def announcement(self, manifest: Manifest) -> str:
         """What `Subscriber.locate` takes, on this host or another."""
@@ -132,14 +122,3 @@ def _own(folder: Path) -> int:
     os.write(lock, f"{os.getpid()}\n".encode())
     claim.rename(owner)
     return lock
-
-
-def _is_unused(path: Path) -> bool:
-    """Has no process this file open or mapped? The kernel grants a write lease on such files only (`fcntl(2)`, F_SETLEASE)."""
-    try:
-        with path.open("r+b") as file:
-            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-        return True
-    except OSError:  # or a file system without leases
-        return False

@@ -1,8 +1,9 @@
-"""The snapshot file: a stock safetensors file, written tensor by tensor as the learner yields them.
+"""The snapshot file: a stock safetensors file, written part by part as the learner yields them.
 
     8 bytes: length of the header | header: JSON, padded with spaces | raw tensors, one after the other
 
-The header stands first but is known last, so room for it is left at the front. Tensors that inference engines hold as one
+The tensors come in parts (`sync.stream`), each written and digested before the next is asked for. The header stands first but
+is known last, so room for it is left at the front. Tensors that inference engines hold as one
 matrix (q, k and v; gate and up) lie side by side, so that an engine can map them where they are. Where the first version
 comes in another order, or its header does not fit, the file is put right once; versions that follow are written in place.
 
@@ -14,8 +15,10 @@ import fcntl
 import math
 import mmap
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -23,6 +26,7 @@ import torch
 import xxhash
 
 from sync.manifest import DigestMismatch, Manifest, TensorEntry, dtype_name, parse_manifest, raw_bytes, tensor_digest
+from sync.stream import Part
 
 SAFETENSORS_DTYPES = {
     "float64": "F64",
@@ -52,7 +56,7 @@ Places = dict[str, tuple[int, int]]
 
 
 class SnapshotWriter:
-    """Writes snapshots of one model, version after version; at no time does it hold more than one tensor."""
+    """Writes snapshots of one model, version after version; at no time does it hold more than one part."""
 
     def __init__(self, header_room: int = 1 << 14) -> None:
         self._room = header_room
@@ -60,24 +64,39 @@ class SnapshotWriter:
         self._places: Places = {}
         """Of the version before."""
         self._hasher = ThreadPoolExecutor(1, "digest")
+        self.copy_s = 0.0
+        """What copying alone took, of the last version."""
+        self.largest_part = 0
+        """Bytes, of the last version."""
 
-    def write(self, path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorEntry, ...]:
+    def write(self, path: Path, parts: Iterable[Part]) -> tuple[TensorEntry, ...]:
         """Writes the file at `path` (over what is there; the caller renames it) and returns what it holds, in order."""
         entries: dict[str, TensorEntry] = {}
         places: Places = {}
         free = max((end for _, end in self._places.values()), default=0)
+        self.copy_s, self.largest_part = 0.0, 0
         with path.open("r+b" if path.exists() else "w+b", buffering=0) as file:
-            for name, tensor in tensors:
+            for name, group in groupby(parts, key=lambda part: part.name):
                 assert name not in entries, f"{name} was published twice"
-                raw = raw_bytes(tensor)
-                begin, end = self._places.get(name, (0, -1))
-                if end - begin != raw.nbytes:  # not so in the version before: behind all others, for now
-                    begin, free = free, free + raw.nbytes
-                digest = self._hasher.submit(xxhash.xxh3_128_hexdigest, raw)
-                file.seek(self._room + begin)
-                _write(file.fileno(), raw)
-                entries[name] = TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), digest.result())
-                places[name] = (begin, begin + raw.nbytes)
+                digest, at = xxhash.xxh3_128(), 0
+                for part in group:
+                    if not at:  # its first
+                        size = math.prod(part.shape) * part.elements.element_size()
+                        begin, end = self._places.get(name, (0, -1))
+                        if end - begin != size:  # not so in the version before: behind all others, for now
+                            begin, free = free, free + size
+                    raw = raw_bytes(part.elements)
+                    digested = self._hasher.submit(digest.update, raw)
+                    began = time.perf_counter()
+                    file.seek(self._room + begin + at)
+                    _write(file.fileno(), raw)
+                    self.copy_s += time.perf_counter() - began
+                    self.largest_part = max(self.largest_part, raw.nbytes)
+                    at += raw.nbytes
+                    digested.result()
+                assert at == size, f"{name} {part.shape} was published with {at} of {size} bytes"
+                entries[name] = TensorEntry(name, dtype_name(part.elements.dtype), part.shape, digest.hexdigest())
+                places[name] = (begin, begin + size)
         wanted = _lay_out(places)
         header = _header(entries, wanted)
         if places != wanted or len(header) + 8 > self._room:

@@ -41,6 +41,11 @@ class Subscriber:
         Snapshot(read_manifest(locator)).attest()
         return locator
 
+    def settle(self) -> None:
+        """When an engine has taken up what was prepared: makes ready for the next version."""
+        if self._fetcher is not None:
+            self._fetcher.settle()
+
     def close(self) -> None:
         if self._server is not None:
             self._server.close()

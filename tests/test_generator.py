@@ -21,6 +21,7 @@ from generators.task import Score
 from generators.worker import Generator
 from sync.publisher import Publisher
 from sync.snapshot import boot_id
+from sync.stream import parts
 from sync.subscriber import Subscriber
 from sync.transports.tcp import Fetcher, SnapshotServer
 
@@ -71,7 +72,7 @@ class Rig:
             thread.start()
 
     def publish(self, version: int) -> None:
-        manifest = self.publisher.publish(version, [("w", torch.tensor([float(version)]))])
+        manifest = self.publisher.publish(version, parts({"w": torch.tensor([float(version)])}))
         announced = self.publisher.announcement(manifest)
         if self.far:
             announced = announced.replace(boot_id(), "another host")
@@ -159,7 +160,7 @@ def test_a_task_that_always_fails_ends_the_run_with_its_error(tmp_path: Path) ->
     thread = threading.Thread(target=generate)
     thread.start()
     publisher = Publisher(tmp_path / "weights", "life")
-    manifest = publisher.publish(0, [("w", torch.tensor([0.0]))])
+    manifest = publisher.publish(0, parts({"w": torch.tensor([0.0])}))
     client.post(m.Publish(version=0, weights=manifest.locator))
     with pytest.raises(
         Stuck, match=r"\d+ groups in a row have failed 2 times each, .* TimeoutError: the judge is away"

@@ -17,6 +17,7 @@ from sync.folders import PREFIX, sweep
 from sync.manifest import DigestMismatch, TensorEntry, tensor_digest, whole_digest
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot, SnapshotWriter, read_manifest
+from sync.stream import Part, parts
 from sync.subscriber import Subscriber
 
 
@@ -47,7 +48,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_subscriber_reads_the_bits_that_were_published(publisher: Publisher, dtype: torch.dtype) -> None:
     published = weights(0, dtype)
-    announced = publisher.publish(3, published.items())
+    announced = publisher.publish(3, parts(published))
     manifest = read_manifest(announced.locator)
     assert manifest == announced
     assert (manifest.version, manifest.incarnation) == (3, "first")
@@ -59,7 +60,7 @@ def test_a_subscriber_reads_the_bits_that_were_published(publisher: Publisher, d
 
 def test_the_snapshot_is_a_stock_safetensors_file(publisher: Publisher) -> None:
     published = weights(0)
-    assert same(load_file(publisher.publish(0, published.items()).path), published)
+    assert same(load_file(publisher.publish(0, parts(published)).path), published)
 
 
 @settings(max_examples=30, deadline=None)
@@ -79,21 +80,21 @@ def test_any_tensors_survive_any_room_for_the_header(
     path = tmp_path_factory.mktemp("any") / "file"
     writer = SnapshotWriter(header_room=room)
     for _ in range(2):  # the second time the room is known
-        entries = writer.write(path, tensors.items())
+        entries = writer.write(path, parts(tensors))
         assert same(load_file(path), tensors)
         assert [entry.digest for entry in entries] == [tensor_digest(t) for t in tensors.values()]
         assert [path] == list(path.parent.iterdir())
 
 
-def test_a_tensor_is_written_before_the_next_is_asked_for(publisher: Publisher) -> None:
-    def one_at_a_time() -> Iterator[tuple[str, torch.Tensor]]:
-        buffer = torch.empty(1 << 20)  # reused: a writer that kept tensors would find the last one everywhere
-        for i in range(4):
-            yield f"tensor.{i}", buffer.fill_(i)
+def test_a_part_is_written_before_the_next_is_asked_for(publisher: Publisher) -> None:
+    def one_at_a_time() -> Iterator[Part]:
+        buffer = torch.empty(1 << 20)  # reused: a writer that kept parts would find the last one everywhere
+        for i in range(8):
+            yield Part(f"tensor.{i // 2}", (2, 1 << 20), buffer.fill_(i))
 
     snapshot = Snapshot(publisher.publish(0, one_at_a_time()))
     snapshot.verify()
-    assert [tensor[0].item() for _, tensor in snapshot.tensors()] == [0, 1, 2, 3]
+    assert [tensor[:, -1].tolist() for _, tensor in snapshot.tensors()] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_the_whole_digest_covers_names_dtypes_shapes_and_order() -> None:
@@ -117,7 +118,7 @@ def test_a_single_flipped_bit_anywhere_in_a_tensor_is_noticed(
 ) -> None:
     publisher = Publisher(tmp_path_factory.mktemp("flip") / "weights", "x")
     try:
-        manifest = publisher.publish(0, weights(0).items())
+        manifest = publisher.publish(0, parts(weights(0)))
         raw = bytearray(Path(manifest.path).read_bytes())
         num_raw = sum(tensor.nbytes for tensor in weights(0).values())
         raw[len(raw) - 1 - at % num_raw] ^= 1 << bit
@@ -130,29 +131,29 @@ def test_a_single_flipped_bit_anywhere_in_a_tensor_is_noticed(
 
 @pytest.mark.parametrize("num_bytes", [0, 7, 100, -1])
 def test_a_truncated_file_is_noticed_when_it_is_opened(publisher: Publisher, num_bytes: int) -> None:
-    manifest = publisher.publish(0, weights(0).items())
+    manifest = publisher.publish(0, parts(weights(0)))
     os.truncate(manifest.path, num_bytes % manifest.num_bytes)
     with pytest.raises(DigestMismatch, match="bytes"):
         Snapshot(manifest)
 
 
 def test_a_file_of_the_right_size_that_is_no_snapshot_is_noticed(publisher: Publisher) -> None:
-    manifest = publisher.publish(0, weights(0).items())
+    manifest = publisher.publish(0, parts(weights(0)))
     Path(manifest.path).write_bytes(b"\xff" * manifest.num_bytes)
     with pytest.raises(DigestMismatch, match="not a snapshot"):
         Snapshot(manifest)
 
 
 def test_another_versions_file_is_noticed(publisher: Publisher) -> None:
-    old = publisher.publish(0, weights(0).items())
-    new = publisher.publish(1, weights(1).items())
+    old = publisher.publish(0, parts(weights(0)))
+    new = publisher.publish(1, parts(weights(1)))
     Path(new.path).write_bytes(Path(old.path).read_bytes())
     with pytest.raises(DigestMismatch, match="4 of 4 tensors in the file .*: model.embed.weight, "):
         Snapshot(new).verify()
 
 
 def test_a_manifest_that_contradicts_itself_is_refused(publisher: Publisher) -> None:
-    manifest = publisher.publish(0, weights(0).items())
+    manifest = publisher.publish(0, parts(weights(0)))
     locator = Path(manifest.locator)
     whole = locator.read_bytes()
     locator.write_bytes(whole.replace(b'"scale"', b'"scalf"'))
@@ -164,7 +165,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(publisher: Publisher) -> 
 
 
 def test_a_missing_snapshot_is_reported_and_never_created(publisher: Publisher) -> None:
-    manifest = publisher.publish(0, weights(0).items())
+    manifest = publisher.publish(0, parts(weights(0)))
     Path(manifest.path).unlink()
     with pytest.raises(FileNotFoundError):
         Snapshot(manifest)
@@ -172,12 +173,12 @@ def test_a_missing_snapshot_is_reported_and_never_created(publisher: Publisher) 
 
 
 def test_the_newest_versions_are_kept_and_a_mapped_one_outlives_its_file(publisher: Publisher) -> None:
-    first = publisher.publish(0, weights(0).items())
+    first = publisher.publish(0, parts(weights(0)))
     mapped = Snapshot(first)
     for version in (1, 2, 5):
-        publisher.publish(version, weights(version).items())
+        publisher.publish(version, parts(weights(version)))
     files = {file.name for file in publisher.folder.iterdir()}
-    spare = {"v1-first.spare"}  # memory for the version to come
+    spare = {"v1-first.spare", "v1-first.was"}  # memory for the version to come
     assert files - spare == {"owner", "v2-first.json", "v2-first.safetensors", "v5-first.json", "v5-first.safetensors"}
     with pytest.raises(FileNotFoundError):
         read_manifest(first.locator)
@@ -191,9 +192,9 @@ def test_a_reader_never_sees_half_a_version(tmp_path: Path) -> None:
         [
             sys.executable,
             "-c",
-            "import sys, torch; from sync.publisher import Publisher\n"
+            "import sys, torch; from sync.publisher import Publisher; from sync.stream import parts\n"
             "publisher = Publisher(sys.argv[1], 'x')\n"
-            "for version in range(10**6): publisher.publish(version, [('a', torch.full((50_000,), float(version)))])",
+            "for version in range(10**6): publisher.publish(version, parts({'a': torch.full((50_000,), float(version))}))",
             str(tmp_path / "weights"),
         ]
     )
@@ -217,7 +218,7 @@ def test_a_reader_never_sees_half_a_version(tmp_path: Path) -> None:
 
 
 def test_a_folder_seen_from_elsewhere_is_read_from_there(publisher: Publisher, tmp_path: Path) -> None:
-    manifest = publisher.publish(0, weights(0).items())
+    manifest = publisher.publish(0, parts(weights(0)))
     elsewhere = tmp_path / "mounted elsewhere"
     elsewhere.symlink_to(publisher.folder)
     seen = read_manifest(elsewhere / Path(manifest.locator).name)
@@ -227,7 +228,7 @@ def test_a_folder_seen_from_elsewhere_is_read_from_there(publisher: Publisher, t
 
 def test_close_removes_the_folder(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path / "weights", "x")
-    publisher.publish(0, weights(0).items())
+    publisher.publish(0, parts(weights(0)))
     publisher.close()
     assert not publisher.folder.exists()
 
@@ -242,8 +243,8 @@ def publish_and_die(folder: Path) -> None:
         [
             sys.executable,
             "-c",
-            "import os, sys, torch; from sync.publisher import Publisher\n"
-            "Publisher(sys.argv[1], 'x').publish(7, [('a', torch.zeros(3))]); os.kill(os.getpid(), 9)",
+            "import os, sys, torch; from sync.publisher import Publisher; from sync.stream import parts\n"
+            "Publisher(sys.argv[1], 'x').publish(7, parts({'a': torch.zeros(3)})); os.kill(os.getpid(), 9)",
             str(folder),
         ],
         check=False,
@@ -255,7 +256,7 @@ def test_a_new_life_begins_with_an_empty_folder_and_may_count_from_a_lower_versi
     publish_and_die(tmp_path / "weights")
     publisher = Publisher(tmp_path / "weights", "second", keep=1)
     assert [file.name for file in publisher.folder.iterdir()] == ["owner"]
-    assert read_manifest(publisher.publish(5, weights(0).items()).locator).incarnation == "second"
+    assert read_manifest(publisher.publish(5, parts(weights(0))).locator).incarnation == "second"
     publisher.close()
 
 
@@ -286,7 +287,7 @@ def test_parts_of_a_layer_that_engines_merge_lie_side_by_side_from_the_first_ver
     ]
     for version in range(2):
         tensors = {name: torch.randn(rows, 3) for rows, name in enumerate(names, 2)}
-        snapshot = Snapshot(publisher.publish(version, tensors.items()))
+        snapshot = Snapshot(publisher.publish(version, parts(tensors)))
         snapshot.verify()
         assert same(load_file(snapshot.manifest.path), tensors) and same(dict(snapshot.tensors()), tensors)
         for merged in (names[0:5:2], names[1:6:2], [names[8], names[6]]):
@@ -299,7 +300,7 @@ def test_parts_of_a_layer_that_engines_merge_lie_side_by_side_from_the_first_ver
 def test_a_host_verifies_a_version_once_and_again_when_nobody_has_vouched_for_it(
     publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = publisher.publish(0, weights(0).items())
+    manifest = publisher.publish(0, parts(weights(0)))
     verified = []
     monkeypatch.setattr(Snapshot, "verify", lambda snapshot: verified.append(snapshot.manifest.version))
     threads = [threading.Thread(target=Subscriber().prepare, args=[manifest.locator]) for _ in range(4)]
@@ -312,14 +313,14 @@ def test_a_host_verifies_a_version_once_and_again_when_nobody_has_vouched_for_it
     Subscriber().prepare(manifest.locator)
     assert verified == [0, 0]
     for version in (1, 2):
-        publisher.publish(version, weights(version).items())
-    assert {path.suffix for path in publisher.folder.glob("v0-*")} <= {".spare"}, "seals go with their version"
+        publisher.publish(version, parts(weights(version)))
+    assert {path.suffix for path in publisher.folder.glob("v0-*")} <= {".spare", ".was"}, "seals go with their version"
 
 
 def test_memory_is_used_again_only_when_nobody_has_it(publisher: Publisher) -> None:
     inodes, held = [], []
     for version in range(12):
-        manifest = publisher.publish(version, weights(version).items())
+        manifest = publisher.publish(version, parts(weights(version)))
         inodes.append(os.stat(manifest.path).st_ino)
         if version in (2, 5):
             held.append((version, Snapshot(manifest)))
@@ -339,7 +340,7 @@ def test_memory_is_used_again_only_when_nobody_has_it(publisher: Publisher) -> N
 
 
 def test_a_damaged_snapshot_gets_no_seal(publisher: Publisher) -> None:
-    manifest = publisher.publish(0, weights(0).items())
+    manifest = publisher.publish(0, parts(weights(0)))
     raw = bytearray(Path(manifest.path).read_bytes())
     raw[-1] ^= 1
     Path(manifest.path).write_bytes(raw)

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -19,10 +19,12 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from buffers.keys import make_keys, open_door, show_key
+from sync import patch
 from sync.manifest import DigestMismatch, Manifest
-from sync.patch import apply_patch, make_patch
+from sync.patch import apply_patches, make_patch, patch_name
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest
+from sync.stream import parts
 from sync.subscriber import Subscriber
 from sync.transports import tcp
 from sync.transports.tcp import Fetcher, Get, Part, SnapshotServer, TransferFailed
@@ -96,7 +98,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 def test_a_host_fetches_a_version_once_and_only_from_elsewhere(publisher: Publisher, host: Make) -> None:
-    manifest = publisher.publish(0, weights(0).items())
+    manifest = publisher.publish(0, parts(weights(0)))
     near, far = host(), host()
     assert near.subscriber.locate(publisher.announcement(manifest)) == manifest.locator, (
         "the same host reads the file itself"
@@ -114,10 +116,11 @@ def test_a_host_fetches_a_version_once_and_only_from_elsewhere(publisher: Publis
 def test_old_versions_go_and_a_mapped_one_stays(publisher: Publisher, host: Make) -> None:
     far, held = host(), None
     for version in range(4):
-        manifest = publisher.publish(version, weights(version).items())
+        manifest = publisher.publish(version, parts(weights(version)))
         locator = far.subscriber.prepare(elsewhere(publisher, manifest))
         held = held or Snapshot(read_manifest(locator))
     assert sorted(path.name for path in far.folder.glob("*.json")) == ["v2-life.json", "v3-life.json"]
+    assert len(list(far.folder.glob("v*"))) <= 2 * 3 + 2, "the two, their seals, and a spare"
     assert held is not None and same(dict(held.tensors()), weights(0))
 
 
@@ -151,8 +154,8 @@ class Faulty(SnapshotServer):
 def test_what_is_damaged_on_the_way_is_never_taken_for_what_was_published(
     publisher: Publisher, host: Make, fault: str
 ) -> None:
-    publisher.publish(0, weights(0).items())
-    manifest = publisher.publish(1, weights(1).items())
+    publisher.publish(0, parts(weights(0)))
+    manifest = publisher.publish(1, parts(weights(1)))
     server, far = Faulty(publisher.folder), host(timeout_s=0.5)
     server.fault = fault
     for _ in range(2):
@@ -166,7 +169,7 @@ def test_what_is_damaged_on_the_way_is_never_taken_for_what_was_published(
 def test_a_relay_hands_on_and_the_publisher_serves_few(publisher: Publisher, host: Make) -> None:
     hosts = [host(relay=True, patience_s=20.0) for _ in range(7)]
     for version in range(2):
-        manifest = publisher.publish(version, weights(version).items())
+        manifest = publisher.publish(version, parts(weights(version)))
         with ThreadPoolExecutor(7) as pool:
             announced = [elsewhere(publisher, manifest)] * 7
             found = list(pool.map(lambda one, where: one.subscriber.prepare(where), hosts, announced))
@@ -178,7 +181,7 @@ def test_a_relay_hands_on_and_the_publisher_serves_few(publisher: Publisher, hos
 
 def test_a_relay_that_is_gone_or_wrong_is_passed_over(publisher: Publisher, host: Make) -> None:
     relays, last = [host(relay=True) for _ in range(2)], host(relay=True, timeout_s=0.5, patience_s=0.2)
-    manifest = publisher.publish(0, weights(0).items())
+    manifest = publisher.publish(0, parts(weights(0)))
     for relay in relays:
         relay.subscriber.prepare(elsewhere(publisher, manifest))
         copy = Path(relay.folder / Path(manifest.path).name)
@@ -192,7 +195,7 @@ def test_a_relay_that_is_gone_or_wrong_is_passed_over(publisher: Publisher, host
     for relay in relays:
         assert relay.server is not None
         relay.server.close()
-    manifest = publisher.publish(1, weights(1).items())
+    manifest = publisher.publish(1, parts(weights(1)))
     assert same(arrived(last.subscriber.prepare(elsewhere(publisher, manifest))), weights(1))
     for relay in relays:
         relay.server = None
@@ -236,7 +239,7 @@ def chunks_in(folder: Path) -> int:
 
 
 def test_a_server_killed_in_the_middle_is_given_up_and_what_came_is_kept(publisher: Publisher, host: Make) -> None:
-    manifest = publisher.publish(0, weights(0).items())
+    manifest = publisher.publish(0, parts(weights(0)))
     process, address = serve_slowly(publisher.folder)
     far = host(timeout_s=1.0)
 
@@ -260,7 +263,7 @@ def test_a_server_killed_in_the_middle_is_given_up_and_what_came_is_kept(publish
 def test_a_fetcher_killed_in_the_middle_is_followed_by_one_that_goes_on(
     publisher: Publisher, host: Make, tmp_path: Path
 ) -> None:
-    manifest = publisher.publish(0, weights(0).items())
+    manifest = publisher.publish(0, parts(weights(0)))
     process, address = serve_slowly(publisher.folder)
     far = host()
     fetching = subprocess.Popen(
@@ -279,7 +282,7 @@ def test_a_fetcher_killed_in_the_middle_is_followed_by_one_that_goes_on(
 
 
 def test_who_has_begun_may_end_when_the_version_is_gone_and_others_are_told(publisher: Publisher, host: Make) -> None:
-    manifest = publisher.publish(0, weights(0).items())
+    manifest = publisher.publish(0, parts(weights(0)))
     process, address = serve_slowly(publisher.folder)
     far, late = host(), host()
     found: list[str] = []
@@ -289,7 +292,7 @@ def test_who_has_begun_may_end_when_the_version_is_gone_and_others_are_told(publ
     while chunks_in(far.folder) < 2:
         time.sleep(0.01)
     for version in (1, 2, 3):
-        publisher.publish(version, weights(version).items())
+        publisher.publish(version, parts(weights(version)))
     assert not Path(manifest.path).exists()
     thread.join(timeout=20)
     process.kill()
@@ -303,7 +306,7 @@ def test_only_snapshots_are_served(publisher: Publisher, tmp_path: Path) -> None
     import zmq
 
     (tmp_path / "secret").write_text("x")
-    publisher.publish(0, weights(0).items())
+    publisher.publish(0, parts(weights(0)))
     assert publisher._server is not None
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(publisher._server.address)
@@ -331,7 +334,7 @@ def test_strangers_get_nothing_where_there_are_keys(host: Make, tmp_path: Path) 
     server = SnapshotServer(folder, secure=lambda socket: open_door(socket, tmp_path / "keys"))
     publisher = Publisher(folder, "life", server=server)
     try:
-        manifest = publisher.publish(0, weights(0).items())
+        manifest = publisher.publish(0, parts(weights(0)))
         announced = elsewhere(publisher, manifest)
         with pytest.raises(TransferFailed, match="nobody has answered"):
             host(timeout_s=0.5).subscriber.prepare(announced)
@@ -352,35 +355,83 @@ def nudge(tensors: dict[str, torch.Tensor], share: float, seed: int) -> dict[str
 
 def test_hundreds_of_patches_lose_nothing(publisher: Publisher, host: Make) -> None:
     far, state = host(), {name: tensor.bfloat16() for name, tensor in weights(0).items()}
+    fetched, inodes = 0, set()
     for version in range(200):
-        manifest = publisher.publish(version, state.items())
+        manifest = publisher.publish(version, parts(state))
         if version % 3 != 1:  # now and then a version is passed over
-            assert same(arrived(far.subscriber.prepare(elsewhere(publisher, manifest))), state)
+            locator = Path(far.subscriber.prepare(elsewhere(publisher, manifest)))
+            assert same(arrived(str(locator)), state)
+            inodes.add(os.stat(locator.with_suffix(".safetensors")).st_ino)
+            fetched += 1
+        if version % 5 < 3:
+            far.subscriber.settle()
         state = nudge(state, 0.01, version)
-    whole = 1 + 66  # the first, and each whose base the publisher has not kept
-    assert far.fetcher.patches == 66
-    patched = 66 * 0.01 * 3 * 1.2  # an index and a value take 6 bytes where a number takes 2
-    assert far.fetcher.bytes_received < (whole + patched) * manifest.num_bytes
+    assert far.fetcher.patches == fetched - 1, "only the first came whole"
+    assert len(inodes) <= 4, "files are written over"
+    patched = 200 * 0.01 * 3 * 1.2  # an index and a value take 6 bytes where a number takes 2
+    assert far.fetcher.bytes_received < (1 + patched) * manifest.num_bytes
+
+
+def test_what_an_engine_has_mapped_is_never_written_over(publisher: Publisher, host: Make) -> None:
+    far, state = host(), weights(0)
+    held = []
+    for version in range(12):
+        manifest = publisher.publish(version, parts(state))
+        locator = far.subscriber.prepare(elsewhere(publisher, manifest))
+        if version in (0, 3, 4, 7):
+            held.append((Snapshot(read_manifest(locator)), state))
+        far.subscriber.settle()
+        state = nudge(state, 0.01, version)
+    assert far.fetcher.patches == 11
+    for snapshot, was in held:
+        snapshot.verify()
+        assert same(dict(snapshot.tensors()), was)
+
+
+def test_a_patch_in_the_making_holds_up_nobody_but_those_who_asked_for_it(
+    publisher: Publisher, host: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far, other, state = host(), host(), weights(0)
+    far.subscriber.prepare(elsewhere(publisher, publisher.publish(0, parts(state))))
+    made = threading.Event()
+
+    def slowly(*arguments: object) -> bool:
+        made.wait(20)
+        return make_patch(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("sync.patch.make_patch", slowly)
+    with ThreadPoolExecutor(1) as pool:
+        state = nudge(state, 0.01, 1)
+        manifest = publisher.publish(1, parts(state))
+        waiting = pool.submit(far.subscriber.prepare, elsewhere(publisher, manifest))
+        for version in (2, 3, 4):  # the learner goes on
+            publisher.publish(version, parts(weights(version)))
+        newest = publisher.publish(5, parts(weights(5)))
+        assert same(arrived(other.subscriber.prepare(elsewhere(publisher, newest))), weights(5))
+        assert not waiting.done()
+        made.set()
+        assert same(arrived(waiting.result(timeout=20)), state)
+    assert far.fetcher.patches == 1, "made from the two versions, which are gone by now"
 
 
 def test_a_patch_that_would_not_be_smaller_is_not_made(publisher: Publisher, host: Make) -> None:
     far = host()
     for version in range(2):
-        manifest = publisher.publish(version, weights(version).items())
+        manifest = publisher.publish(version, parts(weights(version)))
         assert same(arrived(far.subscriber.prepare(elsewhere(publisher, manifest))), weights(version))
     assert far.fetcher.patches == 0 and far.fetcher.bytes_received == 2 * manifest.num_bytes
     assert not list(publisher.folder.glob("*.patch"))
 
 
-def test_a_base_that_is_gone_is_answered_by_the_whole(publisher: Publisher, host: Make) -> None:
+def test_who_is_too_far_behind_is_given_the_whole(publisher: Publisher, host: Make) -> None:
     far, state = host(), weights(0)
-    far.subscriber.prepare(elsewhere(publisher, publisher.publish(0, state.items())))
-    publisher._server._maps.clear()  # type: ignore[union-attr]
-    for version in (1, 2):
-        state = nudge(state, 0.01, version)
-        manifest = publisher.publish(version, state.items())
+    far.subscriber.prepare(elsewhere(publisher, publisher.publish(0, parts(state))))
+    for version in range(1, 2 * patch.KEEP):
+        state = nudge(state, 0.001, version)
+        manifest = publisher.publish(version, parts(state))
     assert same(arrived(far.subscriber.prepare(elsewhere(publisher, manifest))), state)
     assert far.fetcher.patches == 0
+    assert len(list(publisher.folder.glob("*.patch"))) <= patch.KEEP
 
 
 @pytest.mark.parametrize("change", ["flip", "cut", "base", "index", "garbage"])
@@ -388,12 +439,14 @@ def test_a_damaged_patch_is_refused_or_found_out_and_the_whole_follows(
     publisher: Publisher, host: Make, tmp_path: Path, change: str
 ) -> None:
     far, state = host(), weights(0)
-    old = publisher.publish(0, state.items())
+    old = publisher.publish(0, parts(state))
     far.subscriber.prepare(elsewhere(publisher, old))
     state = nudge(state, 0.01, 1)
-    manifest = publisher.publish(1, state.items())
-    path = publisher.folder / f"{Path(manifest.path).stem}.from-{Path(old.path).stem}.patch"
-    assert make_patch(Snapshot(old), Snapshot(manifest), path)
+    manifest = publisher.publish(1, parts(state))
+    path = publisher.folder / patch_name("v0-life", "v1-life")
+    assert publisher._server is not None
+    while publisher._server._patches.route("v0-life", "v1-life") is None:
+        time.sleep(0.01)
     raw = bytearray(path.read_bytes())
     match change:
         case "flip":
@@ -405,12 +458,15 @@ def test_a_damaged_patch_is_refused_or_found_out_and_the_whole_follows(
         case "base":
             raw = bytearray(bytes(raw).replace(old.digest.encode(), old.digest[::-1].encode()))
         case "index":
-            parts = load_file(path)
-            name = next(name for name in parts if name.endswith("indices"))
-            parts[name] = parts[name] + np.uint32(10**6)
-            save_file(parts, path, metadata={"base": old.digest})
+            held = load_file(path)
+            name = next(name for name in held if name.endswith("indices"))
+            held[name] = held[name] + np.uint32(10**6)
+            save_file(held, path, metadata={"base": old.digest, "version": manifest.digest})
             raw = bytearray(path.read_bytes())
     path.write_bytes(raw)
+    size: Future[int] = Future()
+    size.set_result(len(raw))
+    publisher._server._patches._links["v1-life"] = ("v0-life", size)
     announced = elsewhere(publisher, manifest)
     if change == "flip":  # well-formed: only the digest can tell
         with pytest.raises(DigestMismatch, match="1 of 3 tensors"):
@@ -432,17 +488,18 @@ def test_a_patch_is_lossless_and_idempotent_for_any_bits(
     kind = {4: np.uint32, 2: np.uint16}[dtype.itemsize]
     bits = {f"t{i}": rng.integers(0, np.iinfo(kind).max, rng.integers(1, 300), kind) for i in range(4)}
     try:
-        old = publisher.publish(0, {k: torch.from_numpy(v.copy()).view(dtype) for k, v in bits.items()}.items())
+        old = publisher.publish(0, parts({k: torch.from_numpy(v.copy()).view(dtype) for k, v in bits.items()}))
         for values in bits.values():  # NaN, infinity and -0 among them
             values[rng.random(len(values)) < 0.1] ^= kind(1 << rng.integers(0, 8 * dtype.itemsize))
-        new = publisher.publish(1, {k: torch.from_numpy(v.copy()).view(dtype) for k, v in bits.items()}.items())
-        patch, into = folder / "a.patch", folder / "into.safetensors"
-        if not make_patch(Snapshot(old), Snapshot(new), patch):
+        new = publisher.publish(1, parts({k: torch.from_numpy(v.copy()).view(dtype) for k, v in bits.items()}))
+        made, into = folder / "a.patch", folder / "into.safetensors"
+        if not make_patch(Snapshot(old), Snapshot(new), made):
             return
+        into.write_bytes(Path(old.path).read_bytes())
         for _ in range(2):
-            apply_patch(Snapshot(old), patch, into)
+            apply_patches(msgspec.structs.replace(old, path=str(into)), [made])
             Snapshot(msgspec.structs.replace(new, path=str(into))).verify()
         with pytest.raises(DigestMismatch, match="is for the base"):
-            apply_patch(Snapshot(new), patch, into)
+            apply_patches(msgspec.structs.replace(new, path=str(into)), [made])
     finally:
         publisher.close()

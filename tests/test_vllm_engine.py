@@ -16,6 +16,7 @@ from configs.schema import KvCache
 from generators.engine import Completion, Sample
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest
 from sync.publisher import Publisher
+from sync.stream import parts
 
 VOCAB, END = 80, 1
 TOLERANCE = 5e-5
@@ -73,7 +74,7 @@ class Rig:
     def publish(self, model: int) -> Manifest:
         """The next version that has this model's weights."""
         self._version += 1 + (self._version + 1 - model) % 2
-        return self.publisher.publish(self._version, self.weights[model].items())
+        return self.publisher.publish(self._version, parts(self.weights[model]))
 
     def load(self, model: int) -> Manifest:
         manifest = self.publish(model)
@@ -281,7 +282,7 @@ def test_weights_that_do_not_fit_the_model_are_refused_by_name(untied: Rig) -> N
     ]
     for weights, message in wrong:
         untied._version += 2
-        manifest = untied.publisher.publish(untied._version, weights.items())
+        manifest = untied.publisher.publish(untied._version, parts(weights))
         with pytest.raises(DigestMismatch, match=message):
             untied.engine.load(manifest)
         assert untied.engine.version == held.version

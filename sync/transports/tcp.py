@@ -7,10 +7,12 @@ What has been fetched is a folder of snapshots again: mapped by all engines of t
 that the publisher's own link carries a few copies whatever the number of hosts. The publisher says who asks whom (`Enlist`);
 a manifest always comes from the publisher itself, so that whatever a relay hands on is held against the publisher's digests.
 
-Who has an earlier version asks for the patch that leads from it (`sync.patch`), which a server makes when it is first asked
-for, and keeps; whatever does not work out, or would not be much smaller, is answered by the whole snapshot.
+Who has an earlier version asks the publisher for patches that lead from it (`Route`, `sync.patch`) and writes them over a file that no
+engine of the host uses any more; whatever does not work out, or would not be much smaller, is answered by the whole snapshot.
 
-A snapshot file never changes, so no buffer is reused while ZeroMQ still sends from it; a chunk keeps its file mapped until then.
+A file that is served is not written to before ZeroMQ has let go of it: every chunk under way keeps its file mapped, and a file is
+used again only when nobody has it mapped. (A multipart send's own tracker speaks for its last frame only, and small frames count
+as done at once.)
 """
 
 import contextlib
@@ -19,6 +21,7 @@ import logging
 import mmap
 import os
 import re
+import shutil
 import threading
 import time
 from collections import OrderedDict
@@ -31,8 +34,9 @@ import zmq
 
 from sync.folders import leave, share, sweep
 from sync.manifest import DigestMismatch, Manifest, parse_manifest
-from sync.patch import apply_patch, make_patch
-from sync.snapshot import Snapshot, read_manifest
+from sync.patch import WORTH, PatchMaker, apply_patches
+from sync.snapshot import read_manifest
+from sync.spares import SPARE, WAS, drop_spares, find_spare, retire
 
 log = logging.getLogger("slipstream.weights")
 
@@ -42,9 +46,13 @@ WINDOW = 8
 FAN_OUT = 2
 """Hosts that ask one host."""
 MAX_BYTES = 64 << 20
-KEEP = 2
+KEEP_MAPPED = 4
+PASSING = (".part", ".chunks", ".patch", ".patching", ".settled", ".unfinished")
+IDLE_S = 5.0
+"""A file that nobody has asked about for so long is not kept mapped."""
 TICK_S = 0.1
-NAME = re.compile(r"v\d+-\w+\.(json|safetensors|from-(?P<base>v\d+-\w+)\.patch)")
+SNAPSHOT = r"v\d+-\w+"
+NAME = re.compile(rf"{SNAPSHOT}(\.json|\.safetensors|-from-{SNAPSHOT}\.patch)")
 
 Secure = Callable[["zmq.Socket[bytes]"], Any]
 """Gives a socket its keys, before it is bound or connected."""
@@ -54,6 +62,13 @@ class Get(msgspec.Struct, tag=True, array_like=True):
     name: str
     offset: int
     size: int
+
+
+class Route(msgspec.Struct, tag=True, array_like=True):
+    """Who has `base` wants `name` (stems of their files)."""
+
+    name: str
+    base: str
 
 
 class Enlist(msgspec.Struct, tag=True, array_like=True):
@@ -77,14 +92,24 @@ class Gone(msgspec.Struct, tag=True, array_like=True):
     name: str
 
 
+class Patches(msgspec.Struct, tag=True, array_like=True):
+    """How to come to `name`, in order; nothing: by the whole snapshot."""
+
+    name: str
+    files: list[tuple[str, int]]
+    """Names and bytes."""
+
+
 class Parent(msgspec.Struct, tag=True, array_like=True):
     """Where to ask for snapshots; empty: here."""
 
     address: str
 
 
-_requests = msgspec.msgpack.Decoder(Get | Enlist)
-_replies = msgspec.msgpack.Decoder(Part | Gone | Parent)
+Request = Get | Route | Enlist
+Reply = Part | Gone | Patches | Parent
+_requests = msgspec.msgpack.Decoder(Request)
+_replies = msgspec.msgpack.Decoder(Reply)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -98,8 +123,12 @@ class SnapshotServer:
     def __init__(self, folder: Path, address: str = "tcp://127.0.0.1:0", *, secure: Secure | None = None) -> None:
         """Raises ValueError when the address is taken."""
         self._folder = folder
-        self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
+        self._maps: OrderedDict[str, tuple[mmap.mmap, float]] = OrderedDict()
+        """Of the files that are being asked for, and when each was last."""
         self._enlisted: list[str] = []
+        self._patches = PatchMaker(folder)
+        self._unanswered: list[tuple[bytes, Request]] = []
+        """Those that wait for a patch in the making."""
         self.bytes_sent = 0
         self.refused = 0
         """Requests that could not be read, or asked for something that is no snapshot."""
@@ -118,9 +147,14 @@ class SnapshotServer:
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
 
+    def offer(self, manifest: Manifest) -> None:
+        """The folder has a new version. Returns at once."""
+        self._patches.offer(manifest)
+
     def close(self) -> None:
         self._running = False
         self._thread.join()
+        self._patches.close()
 
     def _close_socket(self) -> None:
         self._socket.close()
@@ -129,31 +163,50 @@ class SnapshotServer:
         self._context.term()
 
     def _run(self) -> None:
-        """Waits for requests only, at most `TICK_S`."""
+        """Waits for requests only, at most `TICK_S`, or less while a patch is being made that somebody waits for."""
         try:
             while self._running:
-                if not self._socket.poll(int(TICK_S * 1000)):
-                    continue
-                sender, *frames = self._socket.recv_multipart()
-                try:
-                    reply, payload = self._reply(_requests.decode(frames[-1] if frames else b""))
-                except (msgspec.DecodeError, ValueError) as error:
-                    self.refused += 1
-                    log.warning("refused a request for weights: %s", error)
-                    continue
-                self._socket.send_multipart([sender, _encode(reply), *payload], copy=False)
-                self.bytes_sent += sum(len(part) for part in payload)
+                if self._socket.poll(2 if self._unanswered else int(TICK_S * 1000)):
+                    sender, *frames = self._socket.recv_multipart()
+                    try:
+                        self._unanswered.append((sender, _requests.decode(frames[-1] if frames else b"")))
+                    except msgspec.DecodeError as error:
+                        self._refuse(error)
+                self._unanswered = [one for one in self._unanswered if not self._answer(*one)]
+                while self._maps and time.monotonic() - next(iter(self._maps.values()))[1] > IDLE_S:
+                    self._maps.popitem(last=False)
         finally:
             self._close_socket()
 
-    def _reply(self, request: Get | Enlist) -> tuple[Part | Gone | Parent, list[memoryview]]:
-        if isinstance(request, Enlist):
-            if request.address not in self._enlisted:
-                self._enlisted.append(request.address)
-            place = self._enlisted.index(request.address)
-            return Parent("" if place < FAN_OUT else self._enlisted[place // FAN_OUT - 1]), []
+    def _answer(self, sender: bytes, request: Request) -> bool:
+        """False when it is too early to."""
+        try:
+            reply, payload = self._reply(request)
+        except ValueError as error:
+            self._refuse(error)
+            return True
+        if reply is not None:
+            self._socket.send_multipart([sender, _encode(reply), *payload], copy=False)
+            self.bytes_sent += sum(len(part) for part in payload)
+        return reply is not None
+
+    def _refuse(self, error: Exception) -> None:
+        self.refused += 1
+        log.warning("refused a request for weights: %s", error)
+
+    def _reply(self, request: Request) -> tuple[Reply | None, list[memoryview]]:
+        match request:
+            case Enlist():
+                if request.address not in self._enlisted:
+                    self._enlisted.append(request.address)
+                place = self._enlisted.index(request.address)
+                return Parent("" if place < FAN_OUT else self._enlisted[place // FAN_OUT - 1]), []
+            case Route():
+                files = self._patches.route(request.base, request.name)
+                return None if files is None else Patches(request.name, files), []
+        self._patches.wanted()
         if not NAME.fullmatch(request.name):
-            raise ValueError(f"name must be that of a snapshot or manifest, got {request.name[:80]!r}")
+            raise ValueError(f"name must be that of a snapshot, manifest or patch, got {request.name[:80]!r}")
         try:
             mapped = self._map(request.name)
         except (FileNotFoundError, ValueError):  # ValueError: an empty file
@@ -164,31 +217,26 @@ class SnapshotServer:
         return Part(request.name, request.offset, len(mapped)), [part]
 
     def _map(self, name: str) -> mmap.mmap:
-        """Of the last few files, also when they have been deleted since: who has begun may end."""
-        if name not in self._maps:
-            if (base := NAME.fullmatch(name)["base"]) is not None:  # type: ignore[index]
-                self._make_patch(base, name)
+        """Also of files that have been deleted since: who has begun may end."""
+        if name in self._maps:
+            mapped, _ = self._maps.pop(name)
+        else:
             with open(self._folder / name, "rb") as file:
-                self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            while len(self._maps) > 2 * KEEP:
-                self._maps.popitem(last=False)  # unmapped when ZeroMQ has sent the last of it
-        return self._maps[name]
-
-    def _make_patch(self, base: str, name: str) -> None:
-        """Raises FileNotFoundError where one of the versions is not here; makes nothing where it would not be worth it."""
-        path = self._folder / name
-        if path.exists():
-            return
-        old, new = (Snapshot(read_manifest(self._folder / f"{stem}.json")) for stem in (base, name.partition(".")[0]))
-        make_patch(old, new, path)
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._maps[name] = (mapped, time.monotonic())
+        while len(self._maps) > KEEP_MAPPED:
+            self._maps.popitem(last=False)  # unmapped when ZeroMQ has sent the last of it
+        return mapped
 
 
 class Fetcher:
     """Brings versions into a folder of this host, once for all of the host's processes.
 
-        v<k>-<life>.part, .chunks           a snapshot on its way, and which chunks of it have come
-        v<k>-<life>.from-<base>.patch       a patch that has come
-        v<k>-<life>.safetensors, .json      as the publisher's
+        v<k>-<life>.part, .chunks               a snapshot on its way, and which chunks of it have come
+        v<k>-<life>-from-v<j>-<life>.patch      a patch that has come
+        v<k>-<life>.patching                    a file that patches are being applied to
+        v<k>-<life>.safetensors, .json          as the publisher's
+        v<k>-<life>.spare, .was                 a version that has gone: the next one is written over it
 
     Not thread-safe; several processes may share a folder.
     """
@@ -224,15 +272,37 @@ class Fetcher:
         `direct`: whole and from the publisher itself, whoever else may have it. Raises TransferFailed.
         """
         local = self._folder / name
-        with open(self._folder / "lock", "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another process of this host may be at it
-            if local.exists():
-                return local
-            manifest = self._manifest(address, name)
-            parent = "" if direct or not self._serve_at else self._parent(address)
-            self._snapshot(address, parent, local, manifest, direct)
-            self._prune()
+        with self._alone():
+            if not local.exists():
+                manifest = self._manifest(address, name)
+                parent = "" if direct or not self._serve_at else self._parent(address)
+                self._clear(local)
+                if direct or local.with_suffix(".part").exists() or not self._patch(address, parent, local):
+                    self._whole(address, parent, local, manifest)
+                unfinished = local.with_suffix(".unfinished")
+                unfinished.write_bytes(msgspec.json.encode(manifest))
+                unfinished.rename(local)
         return local
+
+    def settle(self) -> None:
+        """Between two fetches: brings the spare up to the newest version, so that the next patch is the only one to apply."""
+        with self._alone():
+            self._clear(None)
+            spare, newest = find_spare(self._folder), self._newest()
+            if spare is None or newest is None or not (patches := self._way(spare, newest)):
+                return
+            stem = self._folder / Path(newest.path).stem
+            if self._overwrite(spare, patches, stem.with_suffix(".settled")):
+                drop_spares(self._folder)
+                stem.with_suffix(WAS).write_bytes(msgspec.json.encode(newest))
+                stem.with_suffix(".settled").rename(stem.with_suffix(SPARE))
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Other processes of this host wait."""
+        with open(self._folder / "lock", "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def discard(self, name: str) -> None:
         """Forgets what has been fetched, because it is not what was published."""
@@ -252,48 +322,86 @@ class Fetcher:
         parent, _ = self._receive(address, None)
         return parent.address if isinstance(parent, Parent) else ""
 
-    def _snapshot(self, address: str, parent: str, local: Path, manifest: Manifest, direct: bool) -> None:
+    def _newest(self) -> Manifest | None:
+        """Of the versions that are here whole."""
+        found = sorted(self._folder.glob("v*.json"), key=lambda path: path.stat().st_mtime)
+        return read_manifest(found[-1]) if found else None
+
+    def _way(self, base: Manifest, version: Manifest) -> list[Path] | None:
+        """The patches here that lead from one version to another; None where they do not."""
+        way: list[Path] = []
+        at, start = Path(version.path).stem, Path(base.path).stem
+        while at != start:
+            patch = next(self._folder.glob(f"{at}-from-*.patch"), None)
+            if patch is None:
+                return None
+            way.insert(0, patch)
+            at = patch.stem.partition("-from-")[2]
+        return way
+
+    def _clear(self, coming: Path | None) -> None:
+        """Keeps the newest version, the spare and its way to the newest version, and what has come of the one that is `coming`.
+        Who has an older version mapped keeps it."""
+        found = sorted(self._folder.glob("v*.json"), key=lambda path: path.stat().st_mtime)
+        for locator in found[:-1]:
+            retire(locator)
+        spare, newest = find_spare(self._folder), self._newest()
+        way = spare and newest and self._way(spare, newest)
+        for path in self._folder.glob("v*"):
+            if (
+                path.suffix in PASSING
+                and path not in (way or ())
+                and not (coming and path.stem.startswith(coming.stem))
+            ):
+                path.unlink(missing_ok=True)
+
+    def _whole(self, address: str, parent: str, local: Path, manifest: Manifest) -> None:
         part, snapshot = local.with_suffix(".part"), local.with_suffix(".safetensors")
-        base = None if direct or part.exists() else self._last()
-        if base is None or not self._patch(address, parent, base, local):
-            if not self._file(address, parent, f"{local.stem}.safetensors", part, manifest.num_bytes):
-                raise TransferFailed(f"{snapshot.name} is gone at {address}, or nobody answers there")
-            part.rename(snapshot)
-        unfinished = local.with_suffix(".unfinished")
-        unfinished.write_bytes(msgspec.json.encode(manifest))
-        unfinished.rename(local)
+        if not part.exists() and (spare := find_spare(self._folder)) is not None:
+            Path(spare.path).rename(part)
+        if not self._file(address, parent, snapshot.name, manifest.num_bytes):
+            raise TransferFailed(f"{snapshot.name} is gone at {address}, or nobody answers there")
 
-    def _last(self) -> Path | None:
-        """The manifest of the version that was fetched last."""
-        return max(self._folder.glob("v*.json"), key=lambda path: path.stat().st_mtime, default=None)
-
-    def _patch(self, address: str, parent: str, base: Path, local: Path) -> bool:
-        """Makes the snapshot from the version here and a patch; false where there is none, or it does not fit."""
-        name = f"{local.stem}.from-{base.stem}.patch"
-        path = self._folder / name
-        try:
-            num_bytes = self._size(address, name)
-            if num_bytes is None or not self._file(address, parent, name, path, num_bytes):
+    def _patch(self, address: str, parent: str, local: Path) -> bool:
+        """Makes the snapshot from the newest version here and patches; false where there are none, or they do not fit."""
+        base = self._newest()
+        if base is None:
+            return False
+        self._connect(address).send(_encode(Route(local.stem, Path(base.path).stem)))
+        route, _ = self._receive(address, local.stem)
+        if not isinstance(route, Patches) or not 0 < sum(size for _, size in route.files) <= WORTH * base.num_bytes:
+            return False
+        for name, num_bytes in route.files:
+            if not NAME.fullmatch(name) or not self._file(address, parent, name, num_bytes):
                 return False
-            apply_patch(Snapshot(read_manifest(base)), path, local.with_suffix(".safetensors"))
+        spare, patches = find_spare(self._folder), [self._folder / name for name, _ in route.files]
+        if spare is not None and (way := self._way(spare, base)) is not None:
+            base, patches = spare, way + patches
+        done = self._overwrite(base, patches, local.with_suffix(".safetensors"))
+        self.patches += done
+        return done
+
+    def _overwrite(self, base: Manifest, patches: list[Path], into: Path) -> bool:
+        """Makes the file `into` of a version here and patches: `base` is the spare, which is used up, or else is copied."""
+        patching = into.with_suffix(".patching")
+        try:
+            if Path(base.path).suffix == SPARE:
+                Path(base.path).rename(patching)
+            else:
+                shutil.copyfile(base.path, patching)
+            apply_patches(msgspec.structs.replace(base, path=str(patching)), patches)
+            patching.rename(into)
         except (DigestMismatch, FileNotFoundError) as error:
             log.warning("%s; the whole snapshot is fetched", error)
             return False
         finally:
-            path.unlink(missing_ok=True)
-            path.with_suffix(".chunks").unlink(missing_ok=True)
-        self.patches += 1
+            patching.unlink(missing_ok=True)
         return True
 
-    def _size(self, address: str, name: str) -> int | None:
-        self._connect(address).send(_encode(Get(name, 0, 0)))
-        part, _ = self._receive(address, name)
-        return part.total if isinstance(part, Part) else None
-
-    def _file(self, address: str, parent: str, name: str, path: Path, num_bytes: int) -> bool:
+    def _file(self, address: str, parent: str, name: str, num_bytes: int) -> bool:
         """Brings a file, or what is missing of it; false when it is not to be had whole."""
-        chunks = path.with_suffix(".chunks")
-        with open(path, "ab"), open(path, "r+b", buffering=0) as file, open(chunks, "a+b", buffering=0) as record:
+        part, chunks = ((self._folder / name).with_suffix(suffix) for suffix in (".part", ".chunks"))
+        with open(part, "ab"), open(part, "r+b", buffering=0) as file, open(chunks, "a+b", buffering=0) as record:
             record.seek(0)
             come = {int.from_bytes(entry, "little") for entry in _entries(record.read())}
             missing = [n for n in range(-(-num_bytes // CHUNK_BYTES)) if n not in come]
@@ -305,6 +413,7 @@ class Fetcher:
                 return False
             file.truncate(num_bytes)
         chunks.unlink()
+        part.rename(self._folder / name)
         return True
 
     def _get(self, address: str, name: str, num_bytes: int, missing: list[int], file: Any, record: Any) -> list[int]:
@@ -338,7 +447,7 @@ class Fetcher:
             waiting.discard(number)
         return sorted([*left, *waiting])
 
-    def _receive(self, address: str, name: str | None) -> tuple[Part | Gone | Parent, memoryview]:
+    def _receive(self, address: str, name: str | None) -> tuple[Reply, memoryview]:
         """The next answer about `name`. Raises TransferFailed after a silence."""
         socket = self._connect(address)
         deadline = time.monotonic() + self._timeout_s
@@ -365,14 +474,6 @@ class Fetcher:
         """Answers that are still on their way must not be taken for those to a later question."""
         if address in self._sockets:
             self._sockets.pop(address).close(linger=0)
-
-    def _prune(self) -> None:
-        """Keeps what was touched last: the newest few versions, of whatever life."""
-        touched: dict[str, float] = {}
-        for path in self._folder.glob("v*.*"):
-            touched[path.stem] = max(touched.get(path.stem, 0.0), path.stat().st_mtime)
-        for stem in sorted(touched, key=lambda stem: touched[stem])[:-KEEP]:
-            self.discard(stem)
 
 
 def _entries(data: bytes) -> Iterator[bytes]:

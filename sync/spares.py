@@ -1,0 +1,55 @@
+"""Files of versions that have gone, written over by those that come: memory that the system need not be asked for again.
+
+A spare keeps its name's stem and its manifest (`.was`): who has patches that lead from it writes only what differs.
+"""
+
+import contextlib
+import fcntl
+from pathlib import Path
+
+import msgspec
+
+from sync.manifest import Manifest
+from sync.snapshot import read_manifest
+
+SPARE, WAS = ".spare", ".was"
+
+
+def retire(locator: Path) -> None:
+    """Takes a version out of its folder; its file becomes the folder's only spare.
+
+    The manifest goes first: whoever looks a moment later finds nothing, rather than a name without a file. The file loses its
+    name before it is looked at whether anyone uses it: nobody new can come.
+    """
+    drop_spares(locator.parent)
+    with contextlib.suppress(FileNotFoundError):  # somebody else has removed it
+        locator.rename(locator.with_suffix(WAS))
+        locator.with_suffix(".safetensors").rename(locator.with_suffix(SPARE))
+    for seal in locator.parent.glob(f"{locator.stem}.*"):
+        if seal.suffix not in (WAS, SPARE):
+            seal.unlink(missing_ok=True)
+
+
+def find_spare(folder: Path) -> Manifest | None:
+    """What the spare holds, if there is one that no process has open or mapped; its `path` is the spare's."""
+    for path in folder.glob(f"*{SPARE}"):
+        with contextlib.suppress(FileNotFoundError):
+            if is_unused(path):
+                return msgspec.structs.replace(read_manifest(path.with_suffix(WAS)), path=str(path))
+    return None
+
+
+def drop_spares(folder: Path) -> None:
+    for path in (*folder.glob(f"*{SPARE}"), *folder.glob(f"*{WAS}")):
+        path.unlink(missing_ok=True)
+
+
+def is_unused(path: Path) -> bool:
+    """Has no process this file open or mapped? The kernel grants a write lease on such files only (`fcntl(2)`, F_SETLEASE)."""
+    try:
+        with path.open("r+b") as file:
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        return True
+    except OSError:  # or a file system without leases
+        return False

@@ -1,0 +1,79 @@
+"""A model's tensors as a stream of parts, none larger than a bucket, however the model is sharded.
+
+Rank 0 is the one that publishes. A tensor that is sharded over ranks (a DTensor) is never gathered whole: each rank sends its
+rows, a bucket at a time, and rank 0 hands them on.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+BUCKET_BYTES = 64 << 20
+
+
+class Part(NamedTuple):
+    """Consecutive elements of a tensor, on the CPU; a tensor's parts follow each other, in order and without a gap."""
+
+    name: str
+    """Hugging Face parameter name."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    elements: torch.Tensor
+    """Only to be read, and before the next part is asked for."""
+
+
+def parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[Part]:
+    """Each tensor as one part."""
+    return (Part(name, tuple(tensor.shape), tensor) for name, tensor in tensors.items())
+
+
+def stream(name: str, tensor: torch.Tensor, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Part]:
+    """The tensor in `dtype`, in parts of at most `bucket_bytes`, on rank 0; nothing elsewhere.
+
+    A collective of the ranks that hold a DTensor, on its mesh. Extra memory: one part.
+    """
+    if not isinstance(tensor, DTensor):
+        yield from (Part(name, tuple(tensor.shape), piece.cpu()) for piece in _pieces(tensor, dtype, bucket_bytes))
+        return
+    sharded = [dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
+    if [tensor.placements[dim] for dim in sharded] == [Shard(0)]:
+        group = tensor.device_mesh.get_group(sharded[0])
+        if 0 in dist.get_process_group_ranks(group):  # the others hold replicas of what these hold
+            yield from _rows(name, tensor, group, dtype, bucket_bytes)
+        return
+    whole = tensor.full_tensor() if sharded else tensor.to_local()  # sharded in a way that leaves no rows together
+    if dist.get_rank() == 0:
+        yield from stream(name, whole, dtype, bucket_bytes)
+
+
+def _rows(
+    name: str, tensor: DTensor, group: dist.ProcessGroup, dtype: torch.dtype, bucket_bytes: int
+) -> Iterator[Part]:
+    """Each rank's rows in turn, sent to rank 0 a piece at a time."""
+    shape, local = tuple(tensor.shape), tensor.to_local()
+    if dist.get_rank() != 0:
+        for piece in _pieces(local, dtype, bucket_bytes):
+            if len(piece):
+                dist.send(piece, group_dst=0, group=group)
+        return
+    yield from (Part(name, shape, piece.cpu()) for piece in _pieces(local, dtype, bucket_bytes))
+    rows = -(
+        -shape[0] // dist.get_world_size(group)
+    )  # as torch deals them out: all alike, the last ranks get what is left
+    size = max(1, bucket_bytes // dtype.itemsize)
+    for owner in range(1, dist.get_world_size(group)):
+        left = max(0, min(rows, shape[0] - owner * rows)) * math.prod(shape[1:])
+        while left:
+            piece = torch.empty(min(left, size), dtype=dtype, device=local.device)
+            dist.recv(piece, group_src=owner, group=group)
+            yield Part(name, shape, piece.cpu())
+            left -= len(piece)
+
+
+def _pieces(tensor: torch.Tensor, dtype: torch.dtype, bucket_bytes: int) -> Iterator[torch.Tensor]:
+    """[n] each; at least one, if it is an empty one."""
+    return (piece.to(dtype) for piece in tensor.detach().reshape(-1).split(max(1, bucket_bytes // dtype.itemsize)))
