@@ -12,11 +12,11 @@ class Fleet:
 
     def join(self, generator: str) -> None:
         """A new life begins."""
-        self._lives.setdefault(generator, []).append(_nothing_yet())
+        self._lives.setdefault(generator, []).append(m.GeneratorReport())
 
     def report(self, generator: str, report: m.GeneratorReport) -> bool:
         """Takes in a report; true if the generator has sampled since its last."""
-        lives = self._lives.setdefault(generator, [_nothing_yet()])
+        lives = self._lives.setdefault(generator, [m.GeneratorReport()])
         moved = report.sampled_tokens > lives[-1].sampled_tokens
         lives[-1] = report
         return moved
@@ -31,19 +31,9 @@ class Fleet:
             "generator_idle": sum(life.idle_s for life in lives) / alive if alive else 0.0,
             "weight_updates": updates,
             "weight_bytes": sum(life.update_bytes for life in lives),
-            "pause_s_mean": sum(life.pause_s for life in lives) / updates if updates else 0.0,
+            "fetched_bytes": sum(life.fetched_bytes for life in lives),
+            "prepare_s_mean": sum(life.prepare_s for life in lives) / max(1, updates),
+            "pause_s_mean": sum(life.pause_s for life in lives) / max(1, updates),
+            "digest_checks": sum(life.digest_checks for life in lives),
             "digest_mismatches": sum(life.digest_mismatches for life in lives),
         }
-
-
-def _nothing_yet() -> m.GeneratorReport:
-    return m.GeneratorReport(
-        version=-1,
-        idle_s=0.0,
-        alive_s=0.0,
-        sampled_tokens=0,
-        updates=0,
-        update_bytes=0,
-        pause_s=0.0,
-        digest_mismatches=0,
-    )

@@ -80,14 +80,23 @@ class Work(Struct):
 class GeneratorReport(Struct):
     """Running totals of one life of a generator."""
 
-    version: int
-    idle_s: float
-    alive_s: float
-    sampled_tokens: int
-    updates: int
-    update_bytes: int
-    pause_s: float
-    digest_mismatches: int
+    version: int = -1
+    idle_s: float = 0.0
+    alive_s: float = 0.0
+    sampled_tokens: int = 0
+    updates: int = 0
+    """Versions taken up."""
+    update_bytes: int = 0
+    """Their size."""
+    fetched_bytes: int = 0
+    """What came over a network for them."""
+    prepare_s: float = 0.0
+    """Fetching and verifying, beside the engine."""
+    pause_s: float = 0.0
+    """The engine stood still for updates."""
+    digest_checks: int = 0
+    """Comparisons of a file, or of what the engine holds, with a whole manifest."""
+    digest_mismatches: int = 0
 
 
 class Heartbeat(Struct):
@@ -294,7 +303,11 @@ class Status(Struct):
     """Share of the generators' lives, together, in which their engines had nothing to do."""
     weight_updates: int
     weight_bytes: int
+    fetched_bytes: int
+    prepare_s_mean: float
+    """Of an update, as is the next."""
     pause_s_mean: float
+    digest_checks: int
     digest_mismatches: int
     num_quarantined: int
     """Groups that failed for good."""

@@ -55,6 +55,8 @@ def families(status: m.Status) -> Iterator[Metric]:
         ),
         "slipstream_groups_quarantined": ("Groups that failed for good", status.num_quarantined),
         "slipstream_tokens_replayed": ("Tokens trained again, beyond their first time", status.replayed),
+        "slipstream_weight_digest_checks": ("Comparisons of weights with a manifest", status.digest_checks),
+        "slipstream_weight_fetched_bytes": ("Bytes of weights that came over a network", status.fetched_bytes),
         "slipstream_weight_digest_mismatches": ("Weight updates that did not verify", status.digest_mismatches),
     }
     for name, (text, value) in plain.items():

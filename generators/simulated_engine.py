@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from generators.engine import Completion, Sample
-from sync.manifest import Manifest
+from sync.snapshot import Snapshot
 
 TOKEN = 1
 """What every simulated token is."""
@@ -99,11 +99,11 @@ class SimulatedEngine:
     def num_unfinished(self) -> int:
         return len(self._ended) + len(self._decoding) + len(self._waiting)
 
-    def load(self, manifest: Manifest) -> None:
-        """Tokens decoded from now on carry the manifest's version. The file is not read."""
+    def load(self, snapshot: Snapshot) -> None:
+        """Tokens decoded from now on carry the snapshot's version. The file is not read."""
         self._loaded_at.append(self._advance())
-        self._versions.append(manifest.version)
-        self.version = manifest.version
+        self.version = snapshot.manifest.version
+        self._versions.append(self.version)
 
     def shutdown(self) -> None: ...
 

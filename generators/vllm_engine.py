@@ -26,7 +26,6 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
 
-import msgspec  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
@@ -39,6 +38,7 @@ from vllm.v1.executor import Executor  # noqa: E402
 from configs.schema import KvCache  # noqa: E402
 from generators.engine import Completion, Sample  # noqa: E402
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest  # noqa: E402
+from sync.snapshot import Snapshot  # noqa: E402
 from sync.vllm_plugin import keep_weights_unpacked  # noqa: E402
 
 
@@ -187,13 +187,14 @@ class VllmEngine:
     def num_unfinished(self) -> int:
         return len(self._running)
 
-    def load(self, manifest: Manifest) -> None:
+    def load(self, snapshot: Snapshot) -> None:
+        manifest = snapshot.manifest
         held, self.version = self.version, None
         try:
-            self._core.collective_rpc("load_snapshot", args=(msgspec.to_builtins(manifest), self._map_weights))
+            self._core.collective_rpc("load_snapshot", args=(snapshot, self._map_weights))
         except EngineMismatch:
             raise
-        except (FileNotFoundError, DigestMismatch):  # before anything was touched
+        except DigestMismatch:  # before anything was touched
             self.version = held
             raise
         if self._kv_cache is KvCache.recompute:
@@ -206,7 +207,7 @@ class VllmEngine:
 
     def held_digests(self, manifest: Manifest) -> dict[str, str]:
         """Digests of what the engine's parameters hold now, by the names of the manifest's tensors."""
-        return self._core.collective_rpc("held_digests", args=(msgspec.to_builtins(manifest),))[0]
+        return self._core.collective_rpc("held_digests", args=(manifest,))[0]
 
     def shutdown(self) -> None:
         self._core.shutdown()

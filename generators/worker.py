@@ -31,7 +31,7 @@ from generators.episode import Episodes, Opening, SimulatedEpisodes, TextEpisode
 from generators.task import Score
 from sync.folders import shared_memory_folder
 from sync.manifest import DigestMismatch, Manifest
-from sync.snapshot import read_manifest
+from sync.snapshot import Snapshot
 from sync.subscriber import Subscriber
 from sync.transports.tcp import Fetcher
 
@@ -76,11 +76,10 @@ class Generator:
         self._newest = (-1, "")  # version and where its manifest is
         self._held = ""  # the same of the version held
         self._preparer = ThreadPoolExecutor(1, "weights")  # the subscriber is this thread's
-        self._preparing: tuple[str, Future[str]] | None = None
+        self._preparing: tuple[str, Future[Snapshot]] | None = None
         self._ended = False
         self._started_at = self._last_beat = clock()
-        self._idle_s = self._pause_s = 0.0
-        self._sampled = self._updates = self._update_bytes = self._mismatches = 0
+        self._totals = m.GeneratorReport()
 
     def run(self) -> None:
         """Consumes leases and published weights; produces groups, scores and heartbeats.
@@ -118,7 +117,7 @@ class Generator:
         for answer in self._client.receive(0.0 if busy else HEARTBEAT_S / 2):
             self._hear(answer.number, answer.reply)
         if not busy:
-            self._idle_s += self._clock() - began
+            self._totals.idle_s += self._clock() - began
         if self._client.silent_s > self._config.buffer.lease_s:
             raise BufferGone(f"the buffer at {self._client.address} has been silent for {self._client.silent_s:.0f} s")
 
@@ -160,16 +159,8 @@ class Generator:
         return progress
 
     def _report(self, now: float) -> m.GeneratorReport:
-        return m.GeneratorReport(
-            version=-1 if self._engine.version is None else self._engine.version,
-            idle_s=self._idle_s,
-            alive_s=now - self._started_at,
-            sampled_tokens=self._sampled,
-            updates=self._updates,
-            update_bytes=self._update_bytes,
-            pause_s=self._pause_s,
-            digest_mismatches=self._mismatches,
-        )
+        self._totals.version, self._totals.alive_s = self._held_version, now - self._started_at
+        return self._totals
 
     def _ask(self) -> None:
         used = self._engine.num_unfinished + len(self._waiting) * self._config.learner.samples_per_prompt
@@ -184,40 +175,56 @@ class Generator:
         version, weights = self._newest
         if weights == self._held or (not self._config.sync.in_flight and self._engine.num_unfinished):
             return
-        if self._engine.num_unfinished and not self._is_prepared(weights):
+        preparing = self._prepare(weights)
+        if self._engine.num_unfinished and not preparing.done():
             return
-        began = self._clock()
+        self._preparing = None
         try:
-            manifest = self._load(weights)
+            manifest = self._take_up(weights, preparing)
         except FileNotFoundError:
             log.info("version %d is gone: a newer one has replaced it", version)
             self._newest = (self._held_version, self._held)
             self._last_beat = float("-inf")  # ask at once what the newest is
             return
         self._held = weights
-        self._updates += 1
-        self._update_bytes += manifest.num_bytes
-        self._pause_s += self._clock() - began
+        self._totals.updates += 1
+        self._totals.update_bytes += manifest.num_bytes
+        self._preparer.submit(self._subscriber.settle)
 
-    def _is_prepared(self, weights: str) -> bool:
-        """Has the snapshot been verified? If not, that goes on beside the engine. What is wrong with it is found again in
-        `_load`."""
-        if self._preparing is None or (self._preparing[0] != weights and self._preparing[1].done()):
-            self._preparing = (weights, self._preparer.submit(self._subscriber.prepare, weights))
-        return self._preparing[0] == weights and self._preparing[1].done()
+    def _prepare(self, weights: str) -> "Future[Snapshot]":
+        """Fetches and verifies the snapshot beside the engine; one that is under way for an older version is not waited for."""
+        if self._preparing is None or self._preparing[0] != weights:
+            if self._preparing is not None:
+                self._preparing[1].cancel()
+            self._preparing = (weights, self._preparer.submit(self._bring, weights))
+        return self._preparing[1]
 
-    def _load(self, weights: str) -> Manifest:
-        """Loads and verifies. A first mismatch is repaired by reading all again, a second one ends the generator."""
+    def _bring(self, weights: str, again: bool = False) -> Snapshot:
+        """In the preparing thread."""
+        began = self._clock()
         try:
-            manifest = read_manifest(self._preparer.submit(self._subscriber.locate, weights).result())
-            self._engine.load(manifest)
+            snapshot = self._subscriber.prepare(weights, again=again)
+        finally:
+            self._totals.prepare_s += self._clock() - began
+            self._totals.fetched_bytes = self._subscriber.fetched_bytes
+        self._totals.digest_checks += snapshot.checks
+        return snapshot
+
+    def _take_up(self, weights: str, preparing: "Future[Snapshot]") -> Manifest:
+        """A first mismatch is repaired by reading all again, a second one ends the generator."""
+        try:
+            return self._load(preparing.result())
         except DigestMismatch as error:
-            self._mismatches += 1
+            self._totals.digest_mismatches += 1
             log.error("%s; pulling it again", error)
-            again = self._preparer.submit(self._subscriber.locate, weights, again=True)
-            manifest = read_manifest(again.result())
-            self._engine.load(manifest)
-        return manifest
+            return self._load(self._preparer.submit(self._bring, weights, again=True).result())
+
+    def _load(self, snapshot: Snapshot) -> Manifest:
+        began = self._clock()
+        self._totals.digest_checks += 1
+        self._engine.load(snapshot)
+        self._totals.pause_s += self._clock() - began
+        return snapshot.manifest
 
     @property
     def _held_version(self) -> int:
@@ -257,7 +264,7 @@ class Generator:
             return
         whole: dict[int, list[Trajectory]] = {}  # by lease
         for completion in self._engine.step():
-            self._sampled += len(completion.tokens)
+            self._totals.sampled_tokens += len(completion.tokens)
             group = self._groups[_lease_of(completion.id)]
             group.done[int(completion.id.rpartition("/")[2])] = completion
             if len(group.done) == group.lease.num_samples:
@@ -297,7 +304,7 @@ class Generator:
         if group is not None:
             unfinished = [f"{lease_id}/{s}" for s in range(group.lease.num_samples) if s not in group.done]
             aborted = self._engine.abort(unfinished)
-            self._sampled += sum(len(completion.tokens) for completion in aborted)
+            self._totals.sampled_tokens += sum(len(completion.tokens) for completion in aborted)
             num_tokens = sum(len(completion.tokens) for completion in [*aborted, *group.done.values()])
         self._client.post(
             m.Fail(generator=self.name, lease=lease_id, num_tokens=num_tokens, error="revoked", revoked=True)

@@ -69,7 +69,6 @@ class Learner:
         self._probed = config.learner.engine is LearnerKind.simulated
         self._began = time.monotonic()
         self._idle_s = 0.0
-        self._publish_s = 0.0
 
     def run(self) -> None:
         """Consumes batches; produces versions, step records and checkpoints.
@@ -113,18 +112,16 @@ class Learner:
             log.info("waiting: %s", reply.waiting_for)
 
     def _publish(self) -> None:
-        began = time.monotonic()
         if self._publisher is None:
             for _ in self._engine.weights():  # a collective: every rank takes part
                 pass
-        else:
-            manifest = self._publisher.publish(self.step, self._engine.weights())
-            self._client.call(m.Publish(version=self.step, weights=self._publisher.announcement(manifest)), m.Done)
-        self._publish_s = time.monotonic() - began
+            return
+        manifest = self._publisher.publish(self.step, self._engine.weights())
+        self._client.call(m.Publish(version=self.step, weights=self._publisher.announcement(manifest)), m.Done)
 
     def _report(self, num_trained: int, metrics: dict[str, float]) -> None:
-        metrics["time/publish_s"] = self._publish_s
         if self._rank == 0:
+            metrics |= self._publisher.metrics() if self._publisher is not None else {}
             self._client.call(
                 m.Consumed(
                     step=self.step - 1, num_trained=num_trained, idle_s=self._idle_s,

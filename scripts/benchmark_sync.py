@@ -5,28 +5,37 @@
 A Qwen3 of about so many parameters, random weights, vLLM as the engine (on a CPU in this process). Every figure is the median
 over the rounds; the first round, which warms up, is left out.
 
-    memcpy      the bytes copied once in memory, in one thread: the yardstick
-    publish     the learner's side: tensors into a snapshot file in shared memory, digests included
-    verify      a host's side, once per version, off the engine's critical path: the file's digests
-    map         an engine's side: the snapshot's memory takes the place of the engine's own
-    copy        the same, copied and digested where it ends up
-    raw ZeroMQ  the same bytes over tcp from another process, in the same pieces, kept nowhere: the limit of
-    fetch       what a host does that has them not: over tcp, into its own shared memory, not verified yet
-    patch       the same where it has the version before, and one number in a hundred has changed
+    memcpy          the bytes copied once in memory, in one thread: the yardstick
+    write           the same into a file in shared memory that is there already: what publishing cannot do without
+    publish         the learner's side: a snapshot in shared memory, digests included; training waits for it
+    verify          a host's side, once per version, beside the engine: the file's digests
+    engine step     one decoding step of 8 sequences
+    map             an engine's side: the snapshot's memory takes the place of the engine's own; the engine stands still for it
+    copy, no check  the snapshot copied to where the engine has its weights
+    copy            the same, and digested where it ends up
+    raw, dropped    the same bytes by raw ZeroMQ over tcp from another process, in the same pieces, kept nowhere
+    raw, kept       the same, written to shared memory
+    fetch           what a host does that has them not: over tcp, into its own shared memory, not verified yet
+    patch, made     the learner's side, beside training: what differs from the version before; one number in a hundred does
+    patch           the same as fetch where a host has the version before; `made` is over by then
 """
 
 import argparse
 import json
 import multiprocessing
+import os
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
+import psutil
 import torch
 import zmq
 from rich.console import Console
@@ -34,10 +43,15 @@ from rich.table import Table
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from generators.engine import Sample
 from generators.vllm_engine import VllmEngine
+from sync import patch as sync_patch
+from sync import vllm_plugin
 from sync.folders import shared_memory_folder
+from sync.manifest import raw_bytes
+from sync.patch import make_patch
 from sync.publisher import Publisher
-from sync.snapshot import Snapshot
+from sync.snapshot import Snapshot, _write, read_manifest
 from sync.stream import parts
 from sync.transports.tcp import CHUNK_BYTES, WINDOW, Fetcher, SnapshotServer
 
@@ -70,34 +84,90 @@ def timed(action: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
 
 
 def measure(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, float]:
-    """Median seconds of each part."""
+    """Median seconds of each part on one host."""
     weights = make_model(folder / "model", size, getattr(torch, dtype))
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
-    publisher = Publisher(shared_memory_folder(f"benchmark-{size}-{dtype}"), "benchmark")
+    publisher = Publisher(shared_memory_folder(f"benchmark-{size}-{dtype}"), "benchmark", keep=1)
     engine = VllmEngine(str(folder / "model"), dtype=dtype, max_model_len=256, max_sequences=8, kv_cache_mb=64)
-    source, target = torch.empty(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
-    source.fill_(1)
-    seconds: dict[str, list[float]] = {name: [] for name in ("memcpy", "publish", "verify", "map", "copy")}
+    target = torch.zeros(max(tensor.numel() for tensor in weights.values()), dtype=getattr(torch, dtype))
+    seconds: dict[str, list[float]] = {}
+
+    def note(name: str, action: Callable[..., Any], *arguments: Any) -> Any:
+        spent, result = timed(action, *arguments)
+        seconds.setdefault(name, []).append(spent)
+        return result
+
+    def memcpy() -> None:
+        for tensor in weights.values():
+            target[: tensor.numel()].copy_(tensor.view(-1))
+
+    def write() -> None:
+        with (publisher.folder / "bare").open("r+b" if (publisher.folder / "bare").exists() else "w+b", 0) as file:
+            for tensor in weights.values():
+                _write(file.fileno(), raw_bytes(tensor))
+
     try:
-        for version in range(2 * (rounds + 1)):
-            way = "copy" if version <= rounds else "map"  # first all that is copied: what is mapped is not written to
-            engine._map_weights = way == "map"
+        for _ in range(rounds + 1):
+            note("memcpy", memcpy)
+            note("write", write)
+        (publisher.folder / "bare").unlink()
+        for version in range(3 * (rounds + 1)):  # first all that is copied: what is mapped is not written to
             next(iter(weights.values())).add_(1)
-            seconds["memcpy"].append(timed(target.copy_, source)[0])
-            spent, manifest = timed(publisher.publish, version, parts(weights))
-            seconds["publish"].append(spent)
-            seconds["verify"].append(timed(Snapshot(manifest).attest)[0])
-            seconds[way].append(timed(engine.load, manifest)[0])
+            manifest = note("publish", publisher.publish, version, parts(weights))
+            note("verify", Snapshot(manifest).attest)
+            engine._map_weights = version > 2 * rounds + 1
+            if version <= rounds:
+                note("copy", engine.load, manifest)
+            elif engine._map_weights:
+                while engine.num_unfinished < 8:
+                    engine.add(Sample(id=f"{version} {time.time()}", prompt=[5] * 16, max_tokens=200, seed=version))
+                engine.step()
+                note("engine step", engine.step)
+                note("map", engine.load, manifest)
+            else:
+                with patch.multiple(vllm_plugin, _copy=bare_copy, expect_digests=lambda *_: None):
+                    note("copy, no check", engine.load, manifest)
     finally:
         engine.shutdown()
         publisher.close()
     return {"bytes": num_bytes, **{name: median(times[1:]) for name, times in seconds.items()}}
 
 
-def serve(folder: Path, found: Any) -> None:
+def bare_copy(source: torch.Tensor, place: torch.Tensor) -> str:
+    """As the engine does it, without digests."""
+    into, out = place.view(-1), source.reshape(-1)
+    step = vllm_plugin.CHUNK_BYTES // out.element_size()
+    for begin in range(0, len(out), step):
+        into[begin : begin + step].copy_(out[begin : begin + step])
+    return ""
+
+
+def learn(model: Path, name: str, orders: Any, answers: Any) -> None:
+    """Another process: publishes on demand, one number in a hundred changed each time."""
+    weights = load_file(model / "model.safetensors")
+    folder = shared_memory_folder(name)
     server = SnapshotServer(folder)
-    found.put(server.address)
-    time.sleep(3600)
+    publisher = Publisher(
+        folder, "benchmark", keep=1 if sum(t.nbytes for t in weights.values()) > 1 << 30 else 2, server=server
+    )
+    made: list[float] = []
+
+    def make(*arguments: Any) -> bool:
+        spent, worth = timed(make_patch, *arguments)
+        made.append(spent)
+        return bool(worth)
+
+    try:
+        with patch.object(sync_patch, "make_patch", make):
+            for version in iter(orders.get, None):
+                for tensor in weights.values():
+                    tensor.view(-1)[version % 100 :: 100].add_(1)
+                manifest = publisher.publish(version, parts(weights))
+                while server._patches.route(f"v{version - 1}-benchmark", f"v{version}-benchmark") is None:
+                    time.sleep(0.01)
+                answers.put((server.address, manifest.locator, manifest.num_bytes, made[-1:]))
+    finally:
+        publisher.close()
 
 
 def push(path: Path, address: str) -> None:
@@ -112,47 +182,69 @@ def push(path: Path, address: str) -> None:
 
 def over_tcp(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, float]:
     """Median seconds of each way over tcp, and the bytes of a patch."""
-    weights = make_model(folder / "model", size, getattr(torch, dtype))
     name = f"benchmark-{size}-{dtype}"
-    publisher, far = Publisher(shared_memory_folder(name), "benchmark"), shared_memory_folder(f"{name}-far")
-    addresses = spawn.Queue()
-    server = spawn.Process(target=serve, args=(publisher.folder, addresses), daemon=True)
-    server.start()
-    address, fetcher = addresses.get(timeout=60), Fetcher(far, timeout_s=60)
-    seconds: dict[str, list[float]] = {"raw ZeroMQ": [], "fetch": [], "patch": []}
+    far = shared_memory_folder(f"{name}-far")
+    orders, answers = spawn.Queue(), spawn.Queue()
+    learner = spawn.Process(target=learn, args=(folder / "model", name, orders, answers), daemon=True)
+    learner.start()
+    fetcher = Fetcher(far, timeout_s=60)
+    seconds: dict[str, list[float]] = {
+        way: [] for way in ("raw, dropped", "raw, kept", "fetch", "patch, made", "patch")
+    }
     try:
-        for version in range(rounds + 1):
-            manifest = publisher.publish(2 * version, parts(weights))
-            local = Path(manifest.locator).name
-            fetcher.discard(f"v{2 * version - 1}-benchmark")
-            seconds["fetch"].append(timed(fetcher.fetch, address, local)[0])
-            for tensor in weights.values():
-                tensor.view(-1)[::100].add_(1)
-            patched = publisher.publish(2 * version + 1, parts(weights))
-            before = fetcher.bytes_received
-            seconds["patch"].append(timed(fetcher.fetch, address, Path(patched.locator).name)[0])
-            patch_bytes = fetcher.bytes_received - before
-            fetcher.discard(Path(manifest.locator).stem)
-            fetcher.discard(Path(patched.locator).stem)  # so that the next is fetched whole
-        server.kill()
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
-        socket.setsockopt(zmq.RCVHWM, WINDOW)
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
-        pusher = spawn.Process(target=push, args=(Path(patched.path), f"tcp://127.0.0.1:{port}"), daemon=True)
-        pusher.start()
-        socket.recv()
-        for _ in range(rounds + 1):
-            began, left = time.perf_counter(), patched.num_bytes
-            while left > 0:
-                left -= len(socket.recv(copy=False))
-            seconds["raw ZeroMQ"].append(time.perf_counter() - began)
+        for version in range(3 * (rounds + 1)):
+            orders.put(version)
+            address, locator, num_bytes, made = answers.get(timeout=120)
+            before, patches = fetcher.bytes_received, fetcher.patches
+            whole = version <= rounds
+            spent, local = timed(partial(fetcher.fetch, address, Path(locator).name, direct=whole))
+            Snapshot(read_manifest(local)).attest()
+            fetcher.settle()  # as a generator does
+            if whole:
+                seconds["fetch"].append(spent)
+            elif version > rounds + 1:
+                assert fetcher.patches == patches + 1
+                seconds["patch"].append(spent)
+                seconds["patch, made"] += made
+                patch_bytes = fetcher.bytes_received - before
+        raw_copy = folder / "raw"
+        shutil.copyfile(Path(locator).with_suffix(".safetensors"), raw_copy)
+        orders.put(None)
+        learner.join()
+        fetcher.close()
+        seconds |= raw(raw_copy, far, rounds)
+    finally:
+        learner.kill()
+        if far.exists():
+            fetcher.close()
+    return {"patch bytes": patch_bytes, **{way: median(times[1:]) for way, times in seconds.items()}}
+
+
+def raw(path: Path, folder: Path, rounds: int) -> dict[str, list[float]]:
+    """What ZeroMQ itself takes for the file's bytes."""
+    folder.mkdir()
+    num_bytes, found = path.stat().st_size, dict[str, list[float]]()
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+    socket.setsockopt(zmq.RCVHWM, WINDOW)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    pusher = spawn.Process(target=push, args=(path, f"tcp://127.0.0.1:{port}"), daemon=True)
+    pusher.start()
+    socket.recv()
+    try:
+        with (folder / "kept").open("w+b", 0) as file:
+            for number in range(2 * (rounds + 1)):
+                began, at = time.perf_counter(), 0
+                while at < num_bytes:
+                    data = socket.recv(copy=False).buffer
+                    if number % 2:
+                        os.pwrite(file.fileno(), data, at)
+                    at += len(data)
+                found.setdefault("raw, kept" if number % 2 else "raw, dropped", []).append(time.perf_counter() - began)
+    finally:
         pusher.kill()
         socket.close(linger=0)
-    finally:
-        server.kill()
-        fetcher.close()
-        publisher.close()
-    return {"patch bytes": patch_bytes, **{name: median(times[1:]) for name, times in seconds.items()}}
+        shutil.rmtree(folder)
+    return found
 
 
 def main() -> int:
@@ -169,27 +261,52 @@ def main() -> int:
             folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
             try:
                 found[f"{size} {dtype}"] = measure(size, dtype, options.rounds, folder)
-                found[f"{size} {dtype}"] |= over_tcp(size, dtype, options.rounds, folder)
+                needed = 6.5 * found[f"{size} {dtype}"]["bytes"]
+                if psutil.virtual_memory().available > needed:
+                    found[f"{size} {dtype}"] |= over_tcp(size, dtype, options.rounds, folder)
+                else:
+                    say.print(
+                        f"{size} {dtype}: no tcp, which would need {needed / 1e9:.0f} GB here for both hosts together"
+                    )
             finally:
                 shutil.rmtree(folder)
     table = Table("", *found, title="milliseconds (GB/s)", title_justify="left")
     for name in next(iter(found.values())):
-        table.add_row(name, *(describe(name, cell) for cell in found.values()))
+        table.add_row(name, *(describe(name, cell) if name in cell else "" for cell in found.values()))
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
     for name, cell in found.items():
-        for part, limit in (("publish", 2.0), ("copy", 2.0)):
-            ratio = cell[part] / cell["memcpy"]
-            console.print(f"{name}: {part} takes {ratio:.1f} × one memcpy (asked for: at most {limit})")
-        console.print(f"{name}: fetch runs at {cell['raw ZeroMQ'] / cell['fetch']:.2f} of raw ZeroMQ (asked for: 0.8)")
-        bytes_, time_ = cell["bytes"] / cell["patch bytes"], cell["fetch"] / cell["patch"]
-        console.print(f"{name}: a patch of 1 % is {bytes_:.0f} × smaller and {time_:.1f} × faster (asked for: 10, 5)")
+        memcpy, step, write = cell["memcpy"], cell["engine step"], cell["write"]
+        console.print(
+            f"{name}: publish takes {cell['publish'] / memcpy:.1f} × one memcpy (asked for: at most 2), "
+            f"{cell['publish'] / write:.1f} × what writing alone takes"
+        )
+        share = 1 - cell["copy, no check"] / cell["copy"]
+        console.print(
+            f"{name}: copy takes {cell['copy'] / memcpy:.1f} × one memcpy (at most 2), {share:.0%} of it for digests (25 %)"
+        )
+        console.print(
+            f"{name}: an engine stands still for {cell['map'] / step:.2f} of its steps when it maps (at most 2)"
+        )
+        if "fetch" not in cell:
+            continue
+        console.print(
+            f"{name}: fetch runs at {cell['raw, dropped'] / cell['fetch']:.2f} of raw ZeroMQ that keeps nothing (0.8), at "
+            f"{cell['raw, kept'] / cell['fetch']:.2f} of one that writes what comes"
+        )
+        bytes_, fetch = cell["bytes"] / cell["patch bytes"], cell["fetch"]
+        console.print(
+            f"{name}: a patch of 1 % is {bytes_:.0f} × smaller (10) and {fetch / cell['patch']:.1f} × faster (5), "
+            f"{fetch / (cell['patch'] + cell['patch, made']):.1f} × where its making is waited for"
+        )
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
     return 0
 
 
 def describe(name: str, cell: dict[str, float]) -> str:
+    if name == "engine step":
+        return f"{1e3 * cell[name]:,.1f}"
     if "bytes" in name:
         return f"{cell[name] / 1e6:,.1f} MB"
     return f"{1e3 * cell[name]:,.1f} ({cell['bytes'] / cell[name] / 1e9:,.1f})"

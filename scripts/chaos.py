@@ -82,7 +82,7 @@ def produce(folder: Path, seed: int, name: str) -> None:
         if time.monotonic() - beat_at > 0.3:
             beat_at = time.monotonic()
             report = m.GeneratorReport(
-                version=version, idle_s=0, alive_s=1, sampled_tokens=0, updates=0, update_bytes=0, pause_s=0, digest_mismatches=0
+                version=version, alive_s=1
             )  # fmt: skip
             held = [*waiting, *(lease.id for leases in submitted.values() for lease in leases)]
             client.post(m.Heartbeat(generator=name, progress=dict.fromkeys(held, 0), report=report))

@@ -114,7 +114,8 @@ class Console:
             "tokens": _account(status.tokens),
             "groups": _account(status.groups),
             "weights": f"{status.weight_updates} updates, {status.weight_bytes / 1e6:,.1f} MB, "
-            f"pause {status.pause_s_mean * 1e3:.1f} ms, {status.digest_mismatches} mismatches",
+            f"pause {status.pause_s_mean * 1e3:.1f} ms, {status.digest_checks} digest checks, "
+            f"{status.digest_mismatches} mismatches",
             "generators": "  ".join(f"{name} v{report.version}" for name, report in status.generators.items())
             or "starting",
             "waiting": status.waiting_for,

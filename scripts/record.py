@@ -3,11 +3,13 @@
 Definitions: `wall_s` is the driver's time; rates divide by the seconds since version 0 was published; `reward.first` and
 `reward.last` are means over the first and the last (up to) five steps; `idle.learner` is the share of its life that the
 learner waited for batches, `idle.generators` the share of their lives, together, in which engines had nothing to do.
+`weights`: docs/weights.md.
 """
 
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,9 @@ class Record:
         self._began = time.monotonic()
         self._writer: Any = None
         self._rewards: list[float] = []
+        self._publish_s: list[float] = []
+        self._lags: dict[str, list[int]] = {}
+        """Versions that each generator was behind, as far as it had said, when a step was recorded."""
         self._num_evaluations = 0
         self._status: m.Status | None = None
         self._before = self._read_before() if resume_step is not None else {}
@@ -44,7 +49,13 @@ class Record:
         for evaluation in news.evaluations[self._num_evaluations :]:
             self._log(evaluation.version, {"eval/reward": evaluation.reward})
         self._num_evaluations = len(news.evaluations)
+        self._publish_s += [
+            seconds for record in news.records if (seconds := record.metrics.get("weights/publish_s")) is not None
+        ]
         if news.records:
+            for name, report in news.status.generators.items():
+                if report.version >= 0:
+                    self._lags.setdefault(name, []).append(max(0, news.status.version - report.version))
             self._log(news.records[-1].step, status_metrics(news.status))
             self._write("running")
 
@@ -115,7 +126,13 @@ class Record:
             "weights": {
                 "updates": news.weight_updates,
                 "bytes": news.weight_bytes,
+                "fetched_bytes": news.fetched_bytes,
+                "gb_per_s": gb_per_s(news),
+                "prepare_s_mean": news.prepare_s_mean,
                 "pause_s_mean": news.pause_s_mean,
+                "publish_s_mean": mean(self._publish_s),
+                "lag": {name: {"mean": mean(lags), "max": max(lags)} for name, lags in self._lags.items()},
+                "digest_checks": news.digest_checks,
                 "digest_mismatches": news.digest_mismatches,
             },
         }
@@ -129,7 +146,12 @@ def status_metrics(status: m.Status) -> dict[str, float]:
         "throughput/trained_tokens_per_s": status.tokens.trained / seconds,
         "idle/learner": status.learner_idle,
         "idle/generators": status.generator_idle,
+        "weights/bytes": status.weight_bytes,
+        "weights/fetched_bytes": status.fetched_bytes,
+        "weights/gb_per_s": gb_per_s(status),
+        "weights/prepare_s_mean": status.prepare_s_mean,
         "weights/pause_s_mean": status.pause_s_mean,
+        "weights/digest_checks": status.digest_checks,
         "weights/digest_mismatches": status.digest_mismatches,
         "ledger/generated": status.tokens.total,
         "ledger/trained": status.tokens.trained,
@@ -142,5 +164,11 @@ def status_metrics(status: m.Status) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def mean(values: list[float]) -> float | None:
+def gb_per_s(status: m.Status) -> float:
+    """Bytes of the versions taken up, over the seconds from announced to in service (waiting for the engine left out)."""
+    seconds = status.weight_updates * (status.prepare_s_mean + status.pause_s_mean)
+    return status.weight_bytes / seconds / 1e9 if seconds else 0.0
+
+
+def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None

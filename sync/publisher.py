@@ -56,7 +56,7 @@ class Publisher:
         self.folder = Path(folder).absolute()
         self.incarnation = incarnation
         self.seconds = 0.0
-        """What the last publication took."""
+        """What the last publication took: as long did training wait."""
         self._keep, self._server = keep, server
         self._writer = SnapshotWriter()
         self._published: list[Manifest] = []
@@ -90,7 +90,22 @@ class Publisher:
         if self._server is not None:
             self._server.offer(manifest)
         self.seconds = time.perf_counter() - began
+        if len(self._published) == 1:
+            log.info(
+                "version %d published: %d tensors, %.1f MB, at most %.1f MB of them gathered at a time, in %.3f s",
+                version, len(entries), num_bytes / 1e6, self._writer.largest_part / 1e6, self.seconds,
+            )  # fmt: skip
         return manifest
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last publication: how long training waited for it, how long the copy alone took, GB/s, and the largest part
+        gathered."""
+        return {
+            "weights/publish_s": self.seconds,
+            "weights/publish_copy_s": self._writer.copy_s,
+            "weights/publish_gb_per_s": self._published[-1].num_bytes / self.seconds / 1e9,
+            "weights/publish_peak_bytes": float(self._writer.largest_part),
+        }
 
     def announcement(self, manifest: Manifest) -> str:
         """What `Subscriber.locate` takes, on this host or another."""

@@ -5,7 +5,7 @@ rows, a bucket at a time, and rank 0 hands them on.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,16 @@ def parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[Part]:
     return (Part(name, tuple(tensor.shape), tensor) for name, tensor in tensors.items())
 
 
+def collect(parts: Iterable[Part]) -> dict[str, torch.Tensor]:
+    """The whole tensors, copied: for exports and tests of models that fit."""
+    pieces: dict[str, list[torch.Tensor]] = {}
+    shapes = {}
+    for part in parts:
+        shapes[part.name] = part.shape
+        pieces.setdefault(part.name, []).append(part.elements.reshape(-1).clone())
+    return {name: torch.cat(pieces[name]).view(shape) for name, shape in shapes.items()}
+
+
 def stream(name: str, tensor: torch.Tensor, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Part]:
     """The tensor in `dtype`, in parts of at most `bucket_bytes`, on rank 0; nothing elsewhere.
 
@@ -39,9 +49,12 @@ def stream(name: str, tensor: torch.Tensor, dtype: torch.dtype, bucket_bytes: in
     if not isinstance(tensor, DTensor):
         yield from (Part(name, tuple(tensor.shape), piece.cpu()) for piece in _pieces(tensor, dtype, bucket_bytes))
         return
-    sharded = [dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
+    mesh = tensor.device_mesh
+    sharded = [
+        dim for dim, place in enumerate(tensor.placements) if not isinstance(place, Replicate) and mesh.size(dim) > 1
+    ]
     if [tensor.placements[dim] for dim in sharded] == [Shard(0)]:
-        group = tensor.device_mesh.get_group(sharded[0])
+        group = mesh.get_group(sharded[0])
         if 0 in dist.get_process_group_ranks(group):  # the others hold replicas of what these hold
             yield from _rows(name, tensor, group, dtype, bucket_bytes)
         return

@@ -17,6 +17,11 @@ class Subscriber:
         """`server` serves the fetcher's folder to other hosts."""
         self._fetcher, self._server = fetcher, server
 
+    @property
+    def fetched_bytes(self) -> int:
+        """So far, from other hosts."""
+        return 0 if self._fetcher is None else self._fetcher.bytes_received
+
     def locate(self, announced: str, *, again: bool = False) -> str:
         """The manifest that this host reads. `again`: what was fetched before is not what was published.
 
@@ -32,14 +37,14 @@ class Subscriber:
             self._fetcher.discard(name)
         return str(self._fetcher.fetch(address, name, direct=again))
 
-    def prepare(self, announced: str) -> str:
+    def prepare(self, announced: str, *, again: bool = False) -> Snapshot:
         """As `locate`, and verifies the snapshot, so that taking it up afterwards costs no more than it must.
 
         Raises also as `read_manifest` and `Snapshot.attest` do.
         """
-        locator = self.locate(announced)
-        Snapshot(read_manifest(locator)).attest()
-        return locator
+        snapshot = Snapshot(read_manifest(self.locate(announced, again=again)))
+        snapshot.attest()
+        return snapshot
 
     def settle(self) -> None:
         """When an engine has taken up what was prepared: makes ready for the next version."""

@@ -10,7 +10,6 @@ Tensor parallel size 1 only: a shard does not hold the tensors that were digeste
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import msgspec
 import torch
 import torch.nn.functional as F
 import xxhash
@@ -64,30 +63,31 @@ class WeightSync:
             if hasattr(module, "cpu_linear"):
                 module.cpu_linear = steady_linear
 
-    def load_snapshot(self, manifest: dict[str, Any], mapped: bool = True) -> None:
+    def load_snapshot(self, snapshot: Snapshot, mapped: bool = True) -> None:
         """Takes up a snapshot: maps it where the engine's layout allows (on a CPU, `mapped`), copies it elsewhere.
 
         What is mapped is what was verified, byte for byte the same memory; what is copied is digested where it ends up.
-        `manifest`: a `Manifest` as builtins. Raises, the parameters untouched, FileNotFoundError when the file is gone and
-        DigestMismatch when it is not what was published or does not fit the model; EngineMismatch, the parameters in an
-        unknown state, when they do not end up with the published digests.
+        Raises, the parameters untouched, DigestMismatch when the file is not what was published or does not fit the model;
+        EngineMismatch, the parameters in an unknown state, when they do not end up with the published digests.
         """
-        expected = msgspec.convert(manifest, Manifest)
-        snapshot = Snapshot(expected)
+        expected = snapshot.manifest
         model = self.model_runner.get_model()
         layout = self._layout(expected)
         snapshot.attest()
+        before, self._held = getattr(self, "_held", None), snapshot
         with torch.no_grad():
             if next(model.parameters()).device.type == "cpu":
                 held = layout.map(snapshot) if mapped else layout.copy(snapshot)
             else:
                 model.load_weights(snapshot.tensors())
                 held = layout.digests()
+        if before is not None:
+            before.release()
         expect_digests(expected, held, "the engine", EngineMismatch)
 
-    def held_digests(self, manifest: dict[str, Any]) -> dict[str, str]:
+    def held_digests(self, manifest: Manifest) -> dict[str, str]:
         """Digest of what the parameters hold now, by the names of the manifest's tensors."""
-        return self._layout(msgspec.convert(manifest, Manifest)).digests()
+        return self._layout(manifest).digests()
 
     def _layout(self, manifest: Manifest) -> "Layout":
         """The one found for the version before, where this one has the same tensors."""

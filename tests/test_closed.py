@@ -320,7 +320,7 @@ def nonsense(rng: random.Random, leases: list[m.Lease]) -> list[bytes]:
         [
             m.Heartbeat(
                 generator="x" * rng.choice([1, 150]), progress={lease: rng.choice([-5, 0, 3])},
-                report=m.GeneratorReport(version=-1, idle_s=0, alive_s=0, sampled_tokens=0, updates=0, update_bytes=0, pause_s=0, digest_mismatches=0),
+                report=m.GeneratorReport(),
             ),
             m.Publish(version=-5, weights=""), m.Consumed(step=-3, num_trained=1, idle_s=0, alive_s=0, metrics={}),
             m.Next(step=-1, wait_s=float("inf")), m.Watch(after=-7, wait_s=float("nan")), m.Evaluated(generator="s", lease=lease, reward=float("nan")),

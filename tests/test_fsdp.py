@@ -16,6 +16,7 @@ from configs.schema import Attention, Dtype
 from learners import logprobs as heads
 from learners.fsdp import FsdpEngine, choose_attention
 from learners.packing import Batch, Packed, microbatches
+from sync.stream import collect
 
 SIZES = dict(
     vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -74,7 +75,7 @@ def mean_logprob(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
 
 
 def weights_of(engine: FsdpEngine) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.weights()}
+    return collect(engine.weights())
 
 
 def test_logprobs_and_entropy_are_those_after_temperature(qwen3: Path, packed: list[Packed]) -> None:

@@ -25,6 +25,7 @@ from learners.engine import LossFn
 from learners.fsdp import FsdpEngine, packed_sdpa, padded_sdpa
 from learners.learner import ParityError, check_parity
 from learners.packing import Batch, Packed, from_arrow, microbatches, minibatch_rows, pack, plan
+from sync.stream import collect
 
 
 @pytest.fixture(scope="module")
@@ -124,18 +125,18 @@ def test_an_update_equals_plain_pytorch(engine: FsdpEngine, tiny_model: Path, ba
         (-(plain_logprobs(model, batch) * weights).sum() / len(batch.tokens)).backward()
         assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)), rel=1e-4)
         optimizer.step()
-    published = dict(engine.weights())
+    published = collect(engine.weights())
     assert set(published) == set(dict(model.named_parameters()))
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(published[name], parameter.detach(), atol=5e-5, rtol=0)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(engine: FsdpEngine, batch: Batch) -> None:
-    before = {name: tensor.clone() for name, tensor in engine.weights()}
+    before = collect(engine.weights())
     poison = torch.full((len(batch.tokens),), float("nan"))
     with pytest.raises(FloatingPointError, match="gradient norm must be finite, got nan"):
         engine.update([pack(batch, range(3))], sum_loss(batch, poison), 1e-3)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.weights())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in collect(engine.weights()).items())
 
 
 def test_a_resumed_engine_goes_on_to_the_same_bits(
@@ -148,8 +149,8 @@ def test_a_resumed_engine_goes_on_to_the_same_bits(
     resumed = FsdpEngine(tiny_model, max_grad_norm=0.5, weight_decay=0.1)
     resumed.load(tmp_path / "engine")
     resumed.update(packed, sum_loss(batch, weights), 1e-3)
-    expected = dict(engine.weights())
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.weights())
+    expected = collect(engine.weights())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in collect(resumed.weights()).items())
 
 
 RANK = """
@@ -157,14 +158,15 @@ import sys, torch, torch.distributed as dist
 from pathlib import Path
 from learners.fsdp import FsdpEngine
 from learners.packing import microbatches
+from sync.stream import collect
 batch = torch.load(sys.argv[2], weights_only=False)  # written by the test itself, a moment ago
 rank, world = int(sys.argv[4]), int(sys.argv[5])
 dist.init_process_group("gloo", init_method=sys.argv[3], rank=rank, world_size=world)
-engine = FsdpEngine(sys.argv[1], max_grad_norm=0.5)
+engine = FsdpEngine(sys.argv[1], max_grad_norm=0.5, bucket_bytes=1 << 12)
 for _ in range(2):
     parts = microbatches(batch, range(batch.num_sequences), 60, world, rank)
     norm = engine.update(parts, lambda lp, e, p: -lp.sum() / len(batch.tokens), 1e-3)
-weights = {name: tensor for name, tensor in engine.weights()}
+weights = collect(engine.weights())
 if rank == 0: torch.save((norm, weights), sys.argv[6])
 dist.destroy_process_group()
 """
@@ -191,7 +193,7 @@ def test_two_ranks_train_to_the_same_weights_as_one(
             [pack(batch, range(batch.num_sequences))], sum_loss(batch, torch.ones(len(batch.tokens))), 1e-3
         )
     assert norm == pytest.approx(own, rel=1e-4)
-    for name, tensor in mine.weights():
+    for name, tensor in collect(mine.weights()).items():
         torch.testing.assert_close(weights[name], tensor, atol=5e-5, rtol=0)
 
 

@@ -21,6 +21,8 @@ from generators.worker import make_engine, make_episodes, sample_seed
 from learners.fsdp import FsdpEngine
 from learners.packing import from_arrow, microbatches
 from sync.publisher import Publisher
+from sync.snapshot import Snapshot
+from sync.stream import collect
 
 ROOT = Path(__file__).parents[1]
 STEPS, GROUPS, SAMPLES = 4, 8, 4
@@ -37,7 +39,7 @@ def synchronous(config: Config, folder: Path) -> dict[str, Tensor]:
     engine, episodes = make_engine(config, seed=123), make_episodes(config)
     trainer, publisher = FsdpEngine(config.model.path, betas=(0.9, 0.99)), Publisher(folder, "reference")
     for step in range(STEPS):
-        engine.load(publisher.publish(step, trainer.weights()))
+        engine.load(Snapshot(publisher.publish(step, trainer.weights())))
         openings = {}
         for group in range(step * GROUPS, (step + 1) * GROUPS):
             lease = Lease(id=0, split="train", task="arithmetic", index=group, seed=0, group=group, due=step, floor=step,
@@ -75,8 +77,9 @@ def synchronous(config: Config, folder: Path) -> dict[str, Tensor]:
 
         trainer.update(packed, loss_fn, 1e-3)
     publisher.close()
-    engine.shutdown()
-    return {name: tensor.clone() for name, tensor in trainer.weights()}
+    weights = collect(trainer.weights())
+    engine.shutdown()  # takes the process group along
+    return weights
 
 
 @pytest.mark.timeout(200)
@@ -88,9 +91,9 @@ def test_the_pipeline_at_s_zero_is_the_synchronous_loop_bit_for_bit(tiny_model: 
     try:
         torch.set_num_threads(1)
         pipeline = FsdpEngine(tiny_model, betas=(0.9, 0.99))
-        start = {name: tensor.clone() for name, tensor in pipeline.weights()}
+        start = collect(pipeline.weights())
         pipeline.load(tmp_path / "run" / "checkpoints" / f"step_{STEPS}" / "engine")
-        found = {name: tensor.clone() for name, tensor in pipeline.weights()}
+        found = collect(pipeline.weights())
         expected = synchronous(load([*SAME, f"model.path={tiny_model}"]), tmp_path / "weights")
     finally:
         if dist.is_initialized():  # the inference engine's end may have taken it along

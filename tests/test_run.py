@@ -30,7 +30,10 @@ SUMMARY = {
     "groups": {"leased", "trained", "rejected", "in_flight", "trained_twice"},
     "staleness": {"bound", "max", "mean", "histogram"},
     "throughput": {"generated_tokens_per_s", "trained_tokens_per_s", "steps_per_s"},
-    "idle": {"learner", "generators"}, "weights": {"updates", "bytes", "pause_s_mean", "digest_mismatches"},
+    "idle": {"learner", "generators"}, "weights": {
+        "updates", "bytes", "fetched_bytes", "gb_per_s", "prepare_s_mean", "pause_s_mean", "publish_s_mean", "lag",
+        "digest_checks", "digest_mismatches",
+    },
 }  # fmt: skip
 
 

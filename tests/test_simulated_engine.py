@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from generators.engine import Completion, Sample
 from generators.simulated_engine import SimulatedEngine
 from sync.manifest import Manifest
+from sync.snapshot import Snapshot
 
 
 class Time:
@@ -25,15 +26,18 @@ class Time:
         self.now += seconds
 
 
-def manifest(version: int) -> Manifest:
-    return Manifest(version, "x", f"/nowhere/v{version}.safetensors", 0, (), "")
+def snapshot(version: int) -> Snapshot:
+    """The engine reads its version only."""
+    held = Snapshot.__new__(Snapshot)
+    held.manifest = Manifest(version, "x", "nowhere", 0, (), "")
+    return held
 
 
 def make(clock: Time, *, slots: int = 2, rate: float = 10.0, mean: float = 20.0, cv: float = 0.0) -> SimulatedEngine:
     engine = SimulatedEngine(
         tokens_per_s=rate, slots=slots, mean_tokens=mean, cv=cv, clock=clock.clock, sleep=clock.sleep
     )
-    engine.load(manifest(0))
+    engine.load(snapshot(0))
     return engine
 
 
@@ -112,9 +116,9 @@ def test_each_token_carries_the_version_in_force_when_it_was_decoded() -> None:
     engine.add(sample(0))
     clock.now = 0.55  # five tokens, at 0.1 .. 0.5
     assert engine.progress() == {"s0": 5}
-    engine.load(manifest(1))
+    engine.load(snapshot(1))
     clock.now = 1.25  # seven more
-    engine.load(manifest(4))
+    engine.load(snapshot(4))
     ((_, completion),) = run_dry(engine, clock).values()
     assert completion.versions == [0] * 5 + [1] * 7 + [4] * 8
 
@@ -125,7 +129,7 @@ def test_a_queued_sample_has_only_versions_from_after_it_began() -> None:
     engine.add(sample(0))
     engine.add(sample(1))
     clock.now = 1.0
-    engine.load(manifest(1))
+    engine.load(snapshot(1))
     done = run_dry(engine, clock)
     assert set(done["s0"][1].versions) == {0, 1}
     assert set(done["s1"][1].versions) == {1}
@@ -186,7 +190,7 @@ def test_a_step_sleeps_no_longer_than_its_patience() -> None:
 
 def test_it_keeps_real_time_and_leaves_the_cpu_alone() -> None:
     engine = SimulatedEngine(tokens_per_s=1000, slots=16, mean_tokens=100, cv=0)
-    engine.load(manifest(0))
+    engine.load(snapshot(0))
     for i in range(160):
         engine.add(sample(i))
     began, cpu, num_tokens = time.monotonic(), time.process_time(), 0

@@ -87,8 +87,8 @@ def elsewhere(publisher: Publisher, manifest: Manifest, address: str | None = No
     return f"{address or publisher._server.address}#another host#{manifest.locator}"
 
 
-def arrived(locator: str) -> dict[str, torch.Tensor]:
-    snapshot = Snapshot(read_manifest(locator))
+def arrived(found: str | Snapshot) -> dict[str, torch.Tensor]:
+    snapshot = found if isinstance(found, Snapshot) else Snapshot(read_manifest(found))
     snapshot.verify()
     return dict(snapshot.tensors())
 
@@ -104,7 +104,7 @@ def test_a_host_fetches_a_version_once_and_only_from_elsewhere(publisher: Publis
         "the same host reads the file itself"
     )
     assert near.fetcher.bytes_received == 0
-    first = far.subscriber.prepare(elsewhere(publisher, manifest))
+    first = far.subscriber.prepare(elsewhere(publisher, manifest)).manifest.locator
     assert Path(first).parent == far.folder and same(arrived(first), weights(0))
     assert far.fetcher.bytes_received == manifest.num_bytes
     second = Fetcher(far.folder)  # another engine of that host
@@ -117,8 +117,8 @@ def test_old_versions_go_and_a_mapped_one_stays(publisher: Publisher, host: Make
     far, held = host(), None
     for version in range(4):
         manifest = publisher.publish(version, parts(weights(version)))
-        locator = far.subscriber.prepare(elsewhere(publisher, manifest))
-        held = held or Snapshot(read_manifest(locator))
+        held = held or far.subscriber.prepare(elsewhere(publisher, manifest))
+        far.subscriber.locate(elsewhere(publisher, manifest))
     assert sorted(path.name for path in far.folder.glob("*.json")) == ["v2-life.json", "v3-life.json"]
     assert len(list(far.folder.glob("v*"))) <= 2 * 3 + 2, "the two, their seals, and a spare"
     assert held is not None and same(dict(held.tensors()), weights(0))
@@ -285,7 +285,7 @@ def test_who_has_begun_may_end_when_the_version_is_gone_and_others_are_told(publ
     manifest = publisher.publish(0, parts(weights(0)))
     process, address = serve_slowly(publisher.folder)
     far, late = host(), host()
-    found: list[str] = []
+    found: list[Snapshot] = []
     announced = elsewhere(publisher, manifest, address)
     thread = threading.Thread(target=lambda: found.append(far.subscriber.prepare(announced)))
     thread.start()
@@ -359,9 +359,10 @@ def test_hundreds_of_patches_lose_nothing(publisher: Publisher, host: Make) -> N
     for version in range(200):
         manifest = publisher.publish(version, parts(state))
         if version % 3 != 1:  # now and then a version is passed over
-            locator = Path(far.subscriber.prepare(elsewhere(publisher, manifest)))
-            assert same(arrived(str(locator)), state)
-            inodes.add(os.stat(locator.with_suffix(".safetensors")).st_ino)
+            found = far.subscriber.prepare(elsewhere(publisher, manifest))
+            assert same(arrived(found), state)
+            inodes.add(os.stat(found.manifest.path).st_ino)
+            del found  # as an engine does
             fetched += 1
         if version % 5 < 3:
             far.subscriber.settle()
@@ -377,9 +378,10 @@ def test_what_an_engine_has_mapped_is_never_written_over(publisher: Publisher, h
     held = []
     for version in range(12):
         manifest = publisher.publish(version, parts(state))
-        locator = far.subscriber.prepare(elsewhere(publisher, manifest))
+        found = far.subscriber.prepare(elsewhere(publisher, manifest))
         if version in (0, 3, 4, 7):
-            held.append((Snapshot(read_manifest(locator)), state))
+            held.append((found, state))
+        del found
         far.subscriber.settle()
         state = nudge(state, 0.01, version)
     assert far.fetcher.patches == 11
@@ -471,10 +473,10 @@ def test_a_damaged_patch_is_refused_or_found_out_and_the_whole_follows(
     if change == "flip":  # well-formed: only the digest can tell
         with pytest.raises(DigestMismatch, match="1 of 3 tensors"):
             far.subscriber.prepare(announced)
-        locator = far.subscriber.locate(announced, again=True)
+        found = far.subscriber.prepare(announced, again=True)
     else:
-        locator = far.subscriber.prepare(announced)
-    assert same(arrived(locator), state) and same(arrived(str(far.folder / "v0-life.json")), weights(0))
+        found = far.subscriber.prepare(announced)
+    assert same(arrived(found), state) and same(arrived(str(far.folder / "v0-life.json")), weights(0))
 
 
 @settings(max_examples=30, deadline=None)

@@ -16,6 +16,7 @@ from configs.schema import KvCache
 from generators.engine import Completion, Sample
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest
 from sync.publisher import Publisher
+from sync.snapshot import Snapshot
 from sync.stream import parts
 
 VOCAB, END = 80, 1
@@ -78,7 +79,7 @@ class Rig:
 
     def load(self, model: int) -> Manifest:
         manifest = self.publish(model)
-        self.engine.load(manifest)
+        self.engine.load(Snapshot(manifest))
         return manifest
 
     def add(self, prompt: list[int], max_tokens: int, seed: int, greedy: bool = False) -> Sample:
@@ -259,7 +260,7 @@ def test_damaged_weights_are_never_served_and_a_good_load_repairs(
     damaged = tied.publish(1)
     damage(damaged)
     with pytest.raises(DigestMismatch, match="1 of 24 tensors in the file|bytes"):
-        tied.engine.load(damaged)
+        tied.engine.load(Snapshot(damaged))
     assert tied.engine.version == before.version, "the old version stays, whole"
     assert tied.engine.held_digests(before) == {entry.name: entry.digest for entry in before.tensors}
     tied.engine.step()
@@ -284,7 +285,7 @@ def test_weights_that_do_not_fit_the_model_are_refused_by_name(untied: Rig) -> N
         untied._version += 2
         manifest = untied.publisher.publish(untied._version, parts(weights))
         with pytest.raises(DigestMismatch, match=message):
-            untied.engine.load(manifest)
+            untied.engine.load(Snapshot(manifest))
         assert untied.engine.version == held.version
     assert untied.engine.held_digests(held) == {entry.name: entry.digest for entry in held.tensors}
 
@@ -315,8 +316,6 @@ def test_an_engine_that_does_not_take_the_weights_is_found_out(
 
 
 def test_weights_are_the_snapshots_own_memory_where_the_layout_allows_and_whole_without_its_file(untied: Rig) -> None:
-    from sync.snapshot import Snapshot
-
     manifest = untied.load(0)
     model = untied.engine._core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
     places = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if manifest.path in line]
@@ -349,7 +348,7 @@ def test_a_version_that_is_gone_leaves_the_one_before_in_service(tied: Rig) -> N
     gone = tied.publish(1)
     Path(gone.path).unlink()
     with pytest.raises(FileNotFoundError):
-        tied.engine.load(gone)
+        tied.engine.load(Snapshot(gone))
     assert tied.engine.version == before.version
     assert set(tied.finish()[sample.id].versions) == {before.version}
 
