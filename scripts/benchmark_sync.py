@@ -88,8 +88,6 @@ def measure(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, float
     weights = make_model(folder / "model", size, getattr(torch, dtype))
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     publisher = Publisher(shared_memory_folder(f"benchmark-{size}-{dtype}"), "benchmark", keep=1)
-    engine = VllmEngine(str(folder / "model"), dtype=dtype, max_model_len=256, max_sequences=8, kv_cache_mb=64)
-    target = torch.zeros(max(tensor.numel() for tensor in weights.values()), dtype=getattr(torch, dtype))
     seconds: dict[str, list[float]] = {}
 
     def note(name: str, action: Callable[..., Any], *arguments: Any) -> Any:
@@ -98,35 +96,38 @@ def measure(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, float
         return result
 
     def memcpy() -> None:
-        for tensor in weights.values():
-            target[: tensor.numel()].copy_(tensor.view(-1))
+        for tensor, target in zip(weights.values(), targets, strict=True):
+            target.copy_(tensor)
 
     def write() -> None:
         with (publisher.folder / "bare").open("r+b" if (publisher.folder / "bare").exists() else "w+b", 0) as file:
             for tensor in weights.values():
                 _write(file.fileno(), raw_bytes(tensor))
 
+    targets = [torch.zeros_like(tensor) for tensor in weights.values()]
+    for _ in range(rounds + 1):
+        note("memcpy", memcpy)
+        note("write", write)
+    (publisher.folder / "bare").unlink()
+    targets.clear()
+    engine = VllmEngine(str(folder / "model"), dtype=dtype, max_model_len=256, max_sequences=8, kv_cache_mb=64)
     try:
-        for _ in range(rounds + 1):
-            note("memcpy", memcpy)
-            note("write", write)
-        (publisher.folder / "bare").unlink()
         for version in range(3 * (rounds + 1)):  # first all that is copied: what is mapped is not written to
             next(iter(weights.values())).add_(1)
-            manifest = note("publish", publisher.publish, version, parts(weights))
-            note("verify", Snapshot(manifest).attest)
+            snapshot = Snapshot(note("publish", publisher.publish, version, parts(weights)))
+            note("verify", snapshot.attest)
             engine._map_weights = version > 2 * rounds + 1
             if version <= rounds:
-                note("copy", engine.load, manifest)
+                note("copy", engine.load, snapshot)
             elif engine._map_weights:
                 while engine.num_unfinished < 8:
                     engine.add(Sample(id=f"{version} {time.time()}", prompt=[5] * 16, max_tokens=200, seed=version))
                 engine.step()
                 note("engine step", engine.step)
-                note("map", engine.load, manifest)
+                note("map", engine.load, snapshot)
             else:
                 with patch.multiple(vllm_plugin, _copy=bare_copy, expect_digests=lambda *_: None):
-                    note("copy, no check", engine.load, manifest)
+                    note("copy, no check", engine.load, snapshot)
     finally:
         engine.shutdown()
         publisher.close()

@@ -53,6 +53,9 @@ MERGED = {
 }
 """Layers that engines merge into one, and their place in it. Engines that merge others copy those."""
 
+UNMAPPED_BYTES = 1 << 22
+"""At a time."""
+
 Places = dict[str, tuple[int, int]]
 """Where each tensor begins and ends, in bytes after the header, in the file's order."""
 
@@ -278,9 +281,15 @@ class Snapshot:
         self.attested = True
 
     def release(self) -> None:
-        """Gives the memory back where no tensor uses it any more; in a thread, since the kernel takes milliseconds for it."""
-        mapped, self._map = [self._map], mmap.mmap(-1, 1)
-        threading.Thread(target=mapped.clear, daemon=True).start()
+        """Gives the memory back, when no tensor uses it any more; in a thread and little by little, because the kernel lets a
+        process neither map nor unmap meanwhile."""
+        threading.Thread(target=_unmap, args=(self.__dict__.pop("_map"),), daemon=True).start()
+
+
+def _unmap(mapped: mmap.mmap) -> None:
+    for begin in range(0, len(mapped), UNMAPPED_BYTES):
+        mapped.madvise(mmap.MADV_DONTNEED, begin, min(UNMAPPED_BYTES, len(mapped) - begin))
+        time.sleep(0)
 
 
 def boot_id() -> str:
