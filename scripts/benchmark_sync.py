@@ -51,7 +51,7 @@ from sync.folders import shared_memory_folder
 from sync.manifest import raw_bytes
 from sync.patch import make_patch
 from sync.publisher import Publisher
-from sync.snapshot import Snapshot, _write, read_manifest
+from sync.snapshot import Snapshot, read_manifest, write_all
 from sync.stream import parts
 from sync.transports.tcp import CHUNK_BYTES, WINDOW, Fetcher, SnapshotServer
 
@@ -102,7 +102,7 @@ def measure(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, float
     def write() -> None:
         with (publisher.folder / "bare").open("r+b" if (publisher.folder / "bare").exists() else "w+b", 0) as file:
             for tensor in weights.values():
-                _write(file.fileno(), raw_bytes(tensor))
+                write_all(file.fileno(), raw_bytes(tensor))
 
     targets = [torch.zeros_like(tensor) for tensor in weights.values()]
     for _ in range(rounds + 1):

@@ -7,6 +7,7 @@ what comes out has the digests of the published version, or is refused.
 """
 
 import contextlib
+import mmap
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -135,7 +136,11 @@ def apply_patches(base: Manifest, patches: Sequence[Path]) -> None:
     Raises DigestMismatch, the file in an unknown state, when a patch is damaged or is for another base.
     """
     snapshot, held = Snapshot(base), base.digest
-    data = np.memmap(base.path, np.uint8, "r+")
+    with open(
+        base.path, "r+b"
+    ) as file:  # all pages at once: one by one they take three times as long as the patch itself
+        memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    data = np.frombuffer(memory, np.uint8)
     for patch in patches:
         try:
             with safe_open(patch, framework="numpy") as parts:

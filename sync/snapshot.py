@@ -94,7 +94,7 @@ class SnapshotWriter:
                     digested = self._hasher.submit(digest.update, raw)
                     began = time.perf_counter()
                     file.seek(self._room + begin + at)
-                    _write(file.fileno(), raw)
+                    write_all(file.fileno(), raw)
                     self.copy_s += time.perf_counter() - began
                     self.largest_part = max(self.largest_part, raw.nbytes)
                     at += raw.nbytes
@@ -161,7 +161,7 @@ def _header(entries: dict[str, TensorEntry], places: Places) -> bytes:
     )
 
 
-def _write(file: int, data: memoryview) -> None:
+def write_all(file: int, data: memoryview) -> None:
     """All of it, however little the kernel takes at a time."""
     while data:
         data = data[os.write(file, data) :]

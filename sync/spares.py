@@ -5,12 +5,13 @@ A spare keeps its name's stem and its manifest (`.was`): who has patches that le
 
 import contextlib
 import fcntl
+import mmap
 from pathlib import Path
 
 import msgspec
 
 from sync.manifest import Manifest
-from sync.snapshot import read_manifest
+from sync.snapshot import read_manifest, write_all
 
 SPARE, WAS = ".spare", ".was"
 
@@ -42,6 +43,13 @@ def find_spare(folder: Path) -> Manifest | None:
 def drop_spares(folder: Path) -> None:
     for path in (*folder.glob(f"*{SPARE}"), *folder.glob(f"*{WAS}")):
         path.unlink(missing_ok=True)
+
+
+def copy_over(source: Path, target: Path) -> None:
+    """As `shutil.copyfile`, but writes into the memory that the target has already: several times as fast."""
+    with source.open("rb") as old, target.open("r+b" if target.exists() else "w+b", buffering=0) as new:
+        write_all(new.fileno(), memoryview(mmap.mmap(old.fileno(), 0, access=mmap.ACCESS_READ)))
+        new.truncate()
 
 
 def is_unused(path: Path) -> bool:

@@ -21,7 +21,6 @@ import logging
 import mmap
 import os
 import re
-import shutil
 import threading
 import time
 from collections import OrderedDict
@@ -36,7 +35,7 @@ from sync.folders import leave, share, sweep
 from sync.manifest import DigestMismatch, Manifest, parse_manifest
 from sync.patch import WORTH, PatchMaker, apply_patches
 from sync.snapshot import read_manifest
-from sync.spares import SPARE, WAS, drop_spares, find_spare, retire
+from sync.spares import SPARE, WAS, copy_over, drop_spares, find_spare, retire
 
 log = logging.getLogger("slipstream.weights")
 
@@ -382,13 +381,14 @@ class Fetcher:
         return done
 
     def _overwrite(self, base: Manifest, patches: list[Path], into: Path) -> bool:
-        """Makes the file `into` of a version here and patches: `base` is the spare, which is used up, or else is copied."""
+        """Makes the file `into` of a version here and patches: over the spare, if there is one; a `base` that is not the spare
+        is copied first."""
         patching = into.with_suffix(".patching")
         try:
-            if Path(base.path).suffix == SPARE:
-                Path(base.path).rename(patching)
-            else:
-                shutil.copyfile(base.path, patching)
+            if (spare := find_spare(self._folder)) is not None:
+                Path(spare.path).rename(patching)
+            if Path(base.path).suffix != SPARE:
+                copy_over(Path(base.path), patching)
             apply_patches(msgspec.structs.replace(base, path=str(patching)), patches)
             patching.rename(into)
         except (DigestMismatch, FileNotFoundError) as error:
