@@ -64,6 +64,11 @@ def open_door(socket: "zmq.Socket[bytes]", folder: Path) -> Door:
     return Door(authenticator)
 
 
+def has_door(folder: Path) -> bool:
+    """Can a server be opened with what is in the folder?"""
+    return (folder / "server.key_secret").exists()
+
+
 def show_key(socket: "zmq.Socket[bytes]", folder: Path) -> None:
     """Makes a socket that is not connected yet a CURVE client of the folder's server. Raises ValueError as `open_door`."""
     socket.curve_publickey, socket.curve_secretkey = _pair(folder, "client")

@@ -55,9 +55,12 @@ class KvCache(StrEnum):
 
 
 class Transport(StrEnum):
+    auto = "auto"
     shared_memory = "shared_memory"
     tcp = "tcp"
     disk = "disk"
+    nccl = "nccl"
+    cuda_ipc = "cuda_ipc"
 
 
 class Dtype(StrEnum):
@@ -243,6 +246,14 @@ def address_problems(field: str, address: str, keys: str | None, form: str = "tc
             f"`scripts/keys.sh FOLDER`), got none with {address!r}"
         ]
     return []
+
+
+def _host(address: str) -> str:
+    return address.removeprefix("tcp://").rpartition(":")[0] if address.startswith("tcp://") else "127.0.0.1"
+
+
+def names_no_host(address: str) -> bool:
+    return address.startswith(("tcp://0.0.0.0:", "tcp://*:"))
 
 
 def is_loopback(host: str) -> bool:
@@ -457,11 +468,14 @@ class AlgoConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SyncConfig:
-    transport: Transport = Transport.shared_memory
-    """`shared_memory` for one host; `tcp` for many (those on the learner's host read its memory all the same); `disk` through
-    `sync.folder` for hosts that share a file system."""
-    address: str = "tcp://127.0.0.1:0"
-    """`tcp` only: where the learner serves weights (port 0: any free one). Other hosts connect to it, so it names the host."""
+    transport: Transport = Transport.auto
+    """How weights come to the generators. `auto`: through the learner's memory on its host (and its GPU, where an engine shares
+    it), over `tcp` elsewhere. `disk`: through `sync.folder`, for hosts that share a file system. `nccl`: from GPU to GPU."""
+    address: str | None = None
+    """Where the learner serves weights to other hosts, which connect to it, so it names the host (port 0: any free one). None: the
+    host of `buffer.address`, any free port."""
+    relays: bool = True
+    """Hosts hand on the weights that they have fetched, so that the learner's own link carries a few copies only."""
     folder: str | None = None
     """`disk` only: the shared folder. None: `<outputs>/<name>/weights`."""
     bucket_mb: int = 64
@@ -477,7 +491,7 @@ class SyncConfig:
             found.append(
                 f"sync.folder must be set only when sync.transport=disk, got {self.folder!r} with {self.transport}"
             )
-        if self.address.startswith(("tcp://0.0.0.0:", "tcp://*:")):
+        if self.address is not None and names_no_host(self.address):
             found.append(f"sync.address must name a host (it is told to others), got {self.address!r}")
         return found
 
@@ -519,6 +533,20 @@ class Config:
     sync: SyncConfig = field(default_factory=SyncConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    @property
+    def weights_address(self) -> str | None:
+        """Where the learner serves weights; None where all generators are on its host, or read a shared file system."""
+        match self.sync.transport:
+            case Transport.tcp | Transport.nccl:
+                beyond = True
+            case Transport.auto:
+                beyond = self.sync.address is not None or not is_loopback(_host(self.buffer.address))
+            case _:
+                beyond = False
+        if not beyond:
+            return None
+        return self.sync.address or f"tcp://{_host(self.buffer.address)}:0"
 
     @property
     def bound(self) -> int:
@@ -578,7 +606,19 @@ class Config:
                 "buffer.max_uses must divide learner.groups_per_step, "
                 f"got {self.buffer.max_uses} and {learner.groups_per_step}",
             ),
-            *((True, problem) for problem in address_problems("sync.address", self.sync.address, self.buffer.keys)),
+            *(
+                (True, problem)
+                for problem in address_problems(
+                    "sync.address", self.sync.address or "tcp://127.0.0.1:0", self.buffer.keys
+                )
+            ),
+            (
+                self.sync.address is None
+                and names_no_host(self.buffer.address)
+                and self.sync.transport in (Transport.auto, Transport.tcp, Transport.nccl),
+                "sync.address must be set when buffer.address names no host (it is told to others), got none with "
+                f"{self.buffer.address}",
+            ),
             (
                 self.bound == 0 and (self.buffer.max_uses > 1 or self.buffer.sampler != "fifo"),
                 "buffer.max_uses must be 1 and buffer.sampler fifo when staleness.max_versions = 0 (only the groups of the "

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sync.snapshot import Snapshot
+from sync.transports.nccl import Broadcast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +61,10 @@ class Engine(Protocol):
     @property
     def num_unfinished(self) -> int: ...
 
-    def load(self, snapshot: Snapshot) -> None:
-        """Takes up a snapshot, requests kept, and verifies that what the engine now holds has the manifest's digest.
+    def load(self, source: Snapshot | Broadcast) -> None:
+        """Takes up a version, requests kept, and verifies that what the engine now holds has the manifest's digest.
 
-        Raises `sync.manifest.DigestMismatch` when it is not what was published: the old version stays in service. Raises
+        Raises FileNotFoundError when it is gone (a newer one has replaced it) and `sync.manifest.DigestMismatch` when it is not what was published: the old version stays in service. Raises
         `sync.manifest.EngineMismatch` when the engine does not hold what it was given: nothing may be sampled before a
         later `load` succeeds.
         """

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from generators.engine import Completion, Sample
 from sync.snapshot import Snapshot
+from sync.transports.nccl import Broadcast
 
 TOKEN = 1
 """What every simulated token is."""
@@ -99,10 +100,10 @@ class SimulatedEngine:
     def num_unfinished(self) -> int:
         return len(self._ended) + len(self._decoding) + len(self._waiting)
 
-    def load(self, snapshot: Snapshot) -> None:
-        """Tokens decoded from now on carry the snapshot's version. The file is not read."""
+    def load(self, source: Snapshot | Broadcast) -> None:
+        """Tokens decoded from now on carry its version. The file is not read."""
         self._loaded_at.append(self._advance())
-        self.version = snapshot.manifest.version
+        self.version = source.manifest.version
         self._versions.append(self.version)
 
     def shutdown(self) -> None: ...

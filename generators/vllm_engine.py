@@ -29,6 +29,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
+from vllm.config.weight_transfer import WeightTransferConfig  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.engine import EngineCoreRequest  # noqa: E402
@@ -39,6 +40,7 @@ from configs.schema import KvCache  # noqa: E402
 from generators.engine import Completion, Sample  # noqa: E402
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest  # noqa: E402
 from sync.snapshot import Snapshot  # noqa: E402
+from sync.transports.nccl import Broadcast  # noqa: E402
 from sync.vllm_plugin import keep_weights_unpacked  # noqa: E402
 
 
@@ -90,8 +92,11 @@ class VllmEngine:
         min_p: float = 0.0,
         seed: int = 0,
         gpu_memory_fraction: float = 0.9,
+        transfer: str | None = None,
     ) -> None:
         """`kv_cache_mb` counts on a CPU, `gpu_memory_fraction` on a GPU. `seed`: for what no sample's seed decides.
+
+        `transfer`: on a GPU, which of vLLM's weight-transfer engines to have at hand, `ipc` or `nccl`.
 
         `map_weights`: on a CPU, use the snapshot's memory itself, which all engines of the host share, and copy nothing.
         """
@@ -110,6 +115,8 @@ class VllmEngine:
         platform: dict[str, Any] = {"gpu_memory_utilization": gpu_memory_fraction}
         if current_platform.is_cpu():
             platform = _cpu_arguments(kv_cache_mb, max_model_len)
+        elif transfer is not None:
+            platform["weight_transfer_config"] = WeightTransferConfig(backend=transfer)
         config = EngineArgs(
             model=model,
             dtype=str(dtype),
@@ -187,14 +194,14 @@ class VllmEngine:
     def num_unfinished(self) -> int:
         return len(self._running)
 
-    def load(self, snapshot: Snapshot) -> None:
-        manifest = snapshot.manifest
+    def load(self, source: Snapshot | Broadcast) -> None:
+        manifest = source.manifest
         held, self.version = self.version, None
         try:
-            self._core.collective_rpc("load_snapshot", args=(snapshot, self._map_weights))
+            self._core.collective_rpc("load_version", args=(source, self._map_weights))
         except EngineMismatch:
             raise
-        except DigestMismatch:  # before anything was touched
+        except (FileNotFoundError, DigestMismatch):  # before anything was touched
             self.version = held
             raise
         if self._kv_cache is KvCache.recompute:

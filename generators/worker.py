@@ -16,13 +16,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import xxhash
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone
-from buffers.keys import show_key
+from buffers.keys import has_door, open_door, show_key
 from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode, to_batch
 from configs import load as configs
 from configs.schema import Config, EngineKind, Transport
@@ -33,7 +34,9 @@ from sync.folders import shared_memory_folder
 from sync.manifest import DigestMismatch, Manifest
 from sync.snapshot import Snapshot
 from sync.subscriber import Subscriber
-from sync.transports.tcp import Fetcher
+from sync.transports.fetcher import Fetcher
+from sync.transports.nccl import Broadcast
+from sync.transports.server import SnapshotServer
 
 log = logging.getLogger("slipstream.generator")
 
@@ -76,7 +79,7 @@ class Generator:
         self._newest = (-1, "")  # version and where its manifest is
         self._held = ""  # the same of the version held
         self._preparer = ThreadPoolExecutor(1, "weights")  # the subscriber is this thread's
-        self._preparing: tuple[str, Future[Snapshot]] | None = None
+        self._preparing: tuple[str, Future[Snapshot | Broadcast]] | None = None
         self._ended = False
         self._started_at = self._last_beat = clock()
         self._totals = m.GeneratorReport()
@@ -191,7 +194,7 @@ class Generator:
         self._totals.update_bytes += manifest.num_bytes
         self._preparer.submit(self._subscriber.settle)
 
-    def _prepare(self, weights: str) -> "Future[Snapshot]":
+    def _prepare(self, weights: str) -> "Future[Snapshot | Broadcast]":
         """Fetches and verifies the snapshot beside the engine; one that is under way for an older version is not waited for."""
         if self._preparing is None or self._preparing[0] != weights:
             if self._preparing is not None:
@@ -199,7 +202,7 @@ class Generator:
             self._preparing = (weights, self._preparer.submit(self._bring, weights))
         return self._preparing[1]
 
-    def _bring(self, weights: str, again: bool = False) -> Snapshot:
+    def _bring(self, weights: str, again: bool = False) -> Snapshot | Broadcast:
         """In the preparing thread."""
         began = self._clock()
         try:
@@ -210,7 +213,7 @@ class Generator:
         self._totals.digest_checks += snapshot.checks
         return snapshot
 
-    def _take_up(self, weights: str, preparing: "Future[Snapshot]") -> Manifest:
+    def _take_up(self, weights: str, preparing: "Future[Snapshot | Broadcast]") -> Manifest:
         """A first mismatch is repaired by reading all again, a second one ends the generator."""
         try:
             return self._load(preparing.result())
@@ -219,12 +222,12 @@ class Generator:
             log.error("%s; pulling it again", error)
             return self._load(self._preparer.submit(self._bring, weights, again=True).result())
 
-    def _load(self, snapshot: Snapshot) -> Manifest:
+    def _load(self, source: Snapshot | Broadcast) -> Manifest:
         began = self._clock()
         self._totals.digest_checks += 1
-        self._engine.load(snapshot)
+        self._engine.load(source)
         self._totals.pause_s += self._clock() - began
-        return snapshot.manifest
+        return source.manifest
 
     @property
     def _held_version(self) -> int:
@@ -357,11 +360,17 @@ def join(address: str, name: str, seed: int, keys: str | None) -> Generator:
 
 def make_subscriber(config: Config, buffer: str, keys: str | None) -> Subscriber:
     """`buffer` is its address: the hosts' folders of what they fetch are named by it."""
-    if config.sync.transport is not Transport.tcp:
+    if config.sync.transport not in (Transport.auto, Transport.tcp, Transport.nccl):
         return Subscriber()
     folder = shared_memory_folder(f"fetched-{xxhash.xxh32_hexdigest(f'{buffer} {config.run.name}'.encode())}")
     show = None if keys is None else lambda socket: show_key(socket, Path(keys))
-    return Subscriber(Fetcher(folder, secure=show))
+    door = None if keys is None else lambda socket: open_door(socket, Path(keys))
+    may_relay = config.sync.relays and (keys is None or has_door(Path(keys)))
+    return Subscriber(
+        Fetcher(folder, secure=show),
+        relay=partial(SnapshotServer, folder, secure=door) if may_relay else None,
+        broadcast=config.sync.transport is Transport.nccl,
+    )
 
 
 def make_engine(config: Config, seed: int) -> Engine:
@@ -391,6 +400,7 @@ def make_engine(config: Config, seed: int) -> Engine:
         min_p=config.sampling.min_p,
         seed=seed,
         gpu_memory_fraction=config.generators.gpu_memory_fraction,
+        transfer={Transport.auto: "ipc", Transport.cuda_ipc: "ipc", Transport.nccl: "nccl"}.get(config.sync.transport),
     )
 
 

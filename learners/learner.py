@@ -31,7 +31,8 @@ from learners.engine import Engine
 from learners.packing import Batch, Packed, from_arrow, microbatches, minibatch_rows
 from sync.folders import shared_memory_folder
 from sync.publisher import Publisher
-from sync.transports.tcp import SnapshotServer
+from sync.transports.cuda_ipc import DeviceCopy, gpu_uuid
+from sync.transports.server import SnapshotServer
 
 log = logging.getLogger("slipstream.learner")
 
@@ -293,13 +294,15 @@ def start(
 
 
 def make_publisher(config: Config, folder: Path, incarnation: str) -> Publisher:
-    where, server = weights_folder(config, folder), None
-    if config.sync.transport is Transport.tcp:
+    where, server, device = weights_folder(config, folder), None, None
+    if (address := config.weights_address) is not None:
         keys = config.buffer.keys
         secure = (lambda socket: open_door(socket, Path(keys))) if keys is not None else None
-        server = SnapshotServer(where, config.sync.address, secure=secure)
+        server = SnapshotServer(where, address, secure=secure)
         log.info("weights are served at %s", server.address)
-    return Publisher(where, incarnation, server=server)
+    if torch.cuda.is_available() and config.sync.transport in (Transport.auto, Transport.cuda_ipc):
+        device = DeviceCopy(where, gpu_uuid(), always=config.sync.transport is Transport.cuda_ipc)
+    return Publisher(where, incarnation, server=server, device=device)
 
 
 def weights_folder(config: Config, folder: Path) -> Path:

@@ -53,7 +53,9 @@ from sync.patch import make_patch
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest, write_all
 from sync.stream import parts
-from sync.transports.tcp import CHUNK_BYTES, WINDOW, Fetcher, SnapshotServer
+from sync.transports.fetcher import WINDOW, Fetcher
+from sync.transports.server import SnapshotServer
+from sync.transports.tcp import CHUNK_BYTES
 
 SHAPES = {
     "1M": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 512},

@@ -27,7 +27,8 @@ from sync.snapshot import SnapshotWriter
 from sync.spares import find_spare, retire
 from sync.stream import Part
 from sync.subscriber import announce
-from sync.transports.tcp import SnapshotServer
+from sync.transports.cuda_ipc import DeviceCopy
+from sync.transports.server import SnapshotServer
 
 log = logging.getLogger("slipstream.weights")
 
@@ -42,10 +43,16 @@ class Publisher:
     """
 
     def __init__(
-        self, folder: str | Path, incarnation: str, keep: int = 2, *, server: SnapshotServer | None = None
+        self,
+        folder: str | Path,
+        incarnation: str,
+        keep: int = 2,
+        *,
+        server: SnapshotServer | None = None,
+        device: DeviceCopy | None = None,
     ) -> None:
         """`keep`: versions that stay; a subscriber has that many publications' time to map one. `server` serves the folder
-        to other hosts; it is closed with the publisher.
+        to other hosts; it is closed with the publisher. `device` offers the newest version to engines on the same GPU.
 
         Raises ValueError when a living publisher has the folder.
         """
@@ -57,7 +64,7 @@ class Publisher:
         self.incarnation = incarnation
         self.seconds = 0.0
         """What the last publication took: as long did training wait."""
-        self._keep, self._server = keep, server
+        self._keep, self._server, self._device = keep, server, device
         self._writer = SnapshotWriter()
         self._published: list[Manifest] = []
         sweep(self.folder.parent)
@@ -78,12 +85,14 @@ class Publisher:
         unfinished = path.with_suffix(".unfinished")
         if (spare := find_spare(self.folder)) is not None:
             Path(spare.path).rename(unfinished)
-        entries = self._writer.write(unfinished, parts)
+        entries = self._writer.write(unfinished, parts if self._device is None else self._device.tee(parts))
         num_bytes = unfinished.stat().st_size
         unfinished.rename(path)
         manifest = Manifest(version, self.incarnation, str(path), num_bytes, entries, whole_digest(entries))
         unfinished.write_bytes(msgspec.json.encode(manifest))
         unfinished.rename(manifest.locator)
+        if self._device is not None:
+            self._device.offer(manifest)
         self._published.append(manifest)
         while len(self._published) > self._keep:
             retire(Path(self._published.pop(0).locator))

@@ -16,7 +16,7 @@ BUCKET_BYTES = 64 << 20
 
 
 class Part(NamedTuple):
-    """Consecutive elements of a tensor, on the CPU; a tensor's parts follow each other, in order and without a gap."""
+    """Consecutive elements of a tensor, on any device; a tensor's parts follow each other, in order and without a gap."""
 
     name: str
     """Hugging Face parameter name."""
@@ -47,7 +47,7 @@ def stream(name: str, tensor: torch.Tensor, dtype: torch.dtype, bucket_bytes: in
     A collective of the ranks that hold a DTensor, on its mesh. Extra memory: one part.
     """
     if not isinstance(tensor, DTensor):
-        yield from (Part(name, tuple(tensor.shape), piece.cpu()) for piece in _pieces(tensor, dtype, bucket_bytes))
+        yield from (Part(name, tuple(tensor.shape), piece) for piece in _pieces(tensor, dtype, bucket_bytes))
         return
     mesh = tensor.device_mesh
     sharded = [
@@ -73,7 +73,7 @@ def _rows(
             if len(piece):
                 dist.send(piece, group_dst=0, group=group)
         return
-    yield from (Part(name, shape, piece.cpu()) for piece in _pieces(local, dtype, bucket_bytes))
+    yield from (Part(name, shape, piece) for piece in _pieces(local, dtype, bucket_bytes))
     rows = -(
         -shape[0] // dist.get_world_size(group)
     )  # as torch deals them out: all alike, the last ranks get what is left
@@ -83,7 +83,7 @@ def _rows(
         while left:
             piece = torch.empty(min(left, size), dtype=dtype, device=local.device)
             dist.recv(piece, group_src=owner, group=group)
-            yield Part(name, shape, piece.cpu())
+            yield Part(name, shape, piece)
             left -= len(piece)
 
 

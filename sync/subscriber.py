@@ -4,18 +4,37 @@ Fetching and verification are the slow part, and need no engine: `prepare` does 
 for all processes of a host.
 """
 
+import fcntl
+import os
+import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from sync.snapshot import Snapshot, boot_id, read_manifest
-from sync.transports.tcp import Fetcher, SnapshotServer, TransferFailed
+from sync.transports.fetcher import Fetcher, TransferFailed
+from sync.transports.nccl import Broadcast, make_receiver
+from sync.transports.server import SnapshotServer
 
 
 class Subscriber:
-    """Finds what is announced: in the publisher's own folder where that is at hand, else fetched to a folder of this host."""
+    """Finds what is announced: in the publisher's own folder where that is at hand, else fetched to a folder of this host.
 
-    def __init__(self, fetcher: Fetcher | None = None, server: SnapshotServer | None = None) -> None:
-        """`server` serves the fetcher's folder to other hosts."""
-        self._fetcher, self._server = fetcher, server
+    Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        fetcher: Fetcher | None = None,
+        *,
+        relay: Callable[[str], SnapshotServer] | None = None,
+        broadcast: bool = False,
+    ) -> None:
+        """`relay`, given an address, serves the fetcher's folder there to other hosts; one process of a host does so. `broadcast`:
+        weights are not brought here beforehand, but come by NCCL when an engine takes them up."""
+        self._fetcher, self._relay, self._broadcast = fetcher, relay, broadcast
+        self._server: SnapshotServer | None = None
+        self._lock: int | None = None
+        self._receiver = make_receiver()
 
     @property
     def fetched_bytes(self) -> int:
@@ -35,13 +54,18 @@ class Subscriber:
         name = Path(path).name
         if again:
             self._fetcher.discard(name)
+        self._hand_on(self._fetcher, address)
         return str(self._fetcher.fetch(address, name, direct=again))
 
-    def prepare(self, announced: str, *, again: bool = False) -> Snapshot:
+    def prepare(self, announced: str, *, again: bool = False) -> Snapshot | Broadcast:
         """As `locate`, and verifies the snapshot, so that taking it up afterwards costs no more than it must.
 
         Raises also as `read_manifest` and `Snapshot.attest` do.
         """
+        if self._broadcast and self._fetcher is not None:
+            address, _, path = parse(announced)
+            manifest = self._fetcher.manifest(address, Path(path).name)
+            return Broadcast(manifest, address, self._receiver, self._fetcher.secure)
         snapshot = Snapshot(read_manifest(self.locate(announced, again=again)))
         snapshot.attest()
         return snapshot
@@ -54,8 +78,27 @@ class Subscriber:
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
+        if self._lock is not None:
+            os.close(self._lock)
         if self._fetcher is not None:
             self._fetcher.close()
+
+    def _hand_on(self, fetcher: Fetcher, address: str) -> None:
+        """Sees that some process of this host serves what the host fetches; the publisher tells others of it."""
+        if self._relay is None or self._server is not None:
+            return
+        place = fetcher.open_folder() / "relay"
+        lock = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another process does
+            os.close(lock)
+            fetcher.serve_at = place.read_text()
+            return
+        self._lock = lock
+        self._server = self._relay(f"tcp://{_own_address(address)}:0")
+        place.write_text(self._server.address)
+        fetcher.serve_at = self._server.address
 
 
 def announce(locator: str, address: str) -> str:
@@ -68,3 +111,11 @@ def parse(announced: str) -> tuple[str, str, str]:
     where, _, path = announced.rpartition("#")
     address, _, host = where.partition("#")
     return address, host, path
+
+
+def _own_address(peer: str) -> str:
+    """This host's address on the way to a peer. Nothing is sent."""
+    host, _, port = peer.removeprefix("tcp://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])

@@ -7,6 +7,7 @@ engine holds can be digested tensor by tensor and compared with what the learner
 Tensor parallel size 1 only: a shard does not hold the tensors that were digested. Written against vLLM 0.32.
 """
 
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,10 +15,14 @@ import torch
 import torch.nn.functional as F
 import xxhash
 from torch import nn
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest, TensorEntry, dtype_name, raw_bytes, tensor_digest
 from sync.snapshot import Snapshot, expect_digests
+from sync.transports.cuda_ipc import gpu_uuid, on_device
+from sync.transports.nccl import Broadcast
 
 CHUNK_BYTES = 1 << 19
 """Copied and digested at a time: what a core's own cache holds."""
@@ -52,6 +57,10 @@ class WeightSync:
     """vLLM's `worker_extension_cls`: its methods become the worker's, called through `collective_rpc`."""
 
     model_runner: Any
+    init_weight_transfer_engine: Callable[[dict[str, Any]], None]
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
 
     def prepare_model(self) -> None:
         """Once, after the model is built: sees that weights are where updates reach them; makes CPU linears steady."""
@@ -63,27 +72,64 @@ class WeightSync:
             if hasattr(module, "cpu_linear"):
                 module.cpu_linear = steady_linear
 
-    def load_snapshot(self, snapshot: Snapshot, mapped: bool = True) -> None:
-        """Takes up a snapshot: maps it where the engine's layout allows (on a CPU, `mapped`), copies it elsewhere.
+    def load_version(self, source: Snapshot | Broadcast, mapped: bool = True) -> None:
+        """Takes up a version. Raises, the parameters untouched, FileNotFoundError when it is gone and DigestMismatch when it is not
+        what was published or does not fit the model; EngineMismatch, the parameters in an unknown state, when they do not end
+        up with the published digests.
+        """
+        held = self._load_snapshot(source, mapped) if isinstance(source, Snapshot) else self._load_broadcast(source)
+        expect_digests(source.manifest, held, "the engine", EngineMismatch)
+
+    def _load_snapshot(self, snapshot: Snapshot, mapped: bool) -> dict[str, str]:
+        """Maps it where the engine's layout allows (on a CPU, `mapped`), copies it elsewhere. Returns the digests of what the engine holds.
 
         What is mapped is what was verified, byte for byte the same memory; what is copied is digested where it ends up.
-        Raises, the parameters untouched, DigestMismatch when the file is not what was published or does not fit the model;
-        EngineMismatch, the parameters in an unknown state, when they do not end up with the published digests.
         """
-        expected = snapshot.manifest
         model = self.model_runner.get_model()
-        layout = self._layout(expected)
+        layout = self._layout(snapshot.manifest)
         snapshot.attest()
         before, self._held = getattr(self, "_held", None), snapshot
         with torch.no_grad():
-            if next(model.parameters()).device.type == "cpu":
+            if _is_on_cpu(model):
                 held = layout.map(snapshot) if mapped else layout.copy(snapshot)
             else:
-                model.load_weights(snapshot.tensors())
+                with on_device(snapshot.manifest, gpu_uuid()) as update:
+                    if update is None:
+                        model.load_weights(snapshot.tensors())
+                    else:
+                        layout = self._receive(snapshot.manifest, update)
                 held = layout.digests()
         if before is not None:
             before.release()
-        expect_digests(expected, held, "the engine", EngineMismatch)
+        return held
+
+    def _load_broadcast(self, source: Broadcast) -> dict[str, str]:
+        """The learner sends while the engine receives. Returns the digests of what the engine then holds."""
+        manifest = source.manifest
+        self._layout(manifest)
+        rendezvous = source.begin()
+        if rendezvous.fresh:
+            group = {
+                "master_address": rendezvous.host,
+                "master_port": rendezvous.port,
+                "rank_offset": 1,
+                "world_size": 2,
+            }
+            self.init_weight_transfer_engine(group | {"packed": rendezvous.packed})
+        update = {
+            "names": [entry.name for entry in manifest.tensors],
+            "dtype_names": [entry.dtype for entry in manifest.tensors],
+            "shapes": [list(entry.shape) for entry in manifest.tensors],
+        }
+        return self._receive(manifest, update).digests()
+
+    def _receive(self, manifest: Manifest, update: dict[str, Any]) -> "Layout":
+        """By vLLM's own transfer engine, which may put other parameters in the place of those that were there."""
+        self.start_weight_update()
+        self.update_weights(update)
+        self.finish_weight_update()
+        self._found_layout = Layout(self.model_runner.get_model(), manifest)
+        return self._found_layout
 
     def held_digests(self, manifest: Manifest) -> dict[str, str]:
         """Digest of what the parameters hold now, by the names of the manifest's tensors."""
@@ -95,6 +141,53 @@ class WeightSync:
         if found is None or not found.fits(manifest):
             found = self._found_layout = Layout(self.model_runner.get_model(), manifest)
         return found
+
+
+class Trainer:
+    """The learner's end of a group of two, as vLLM's own trainer engine: that of a generator which drives itself."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Waits for the generator to join."""
+        group = NCCLTrainerInitInfo(
+            master_address=host, master_port=port, world_size=2, packed=torch.cuda.is_available(), rank=0
+        )
+        self._engine = NCCLTrainerWeightTransferEngine.trainer_init(group, client=SelfDriven(), source=SnapshotSource())
+
+    def send(self, snapshot: Snapshot) -> None:
+        """Waits for the generator to receive it all."""
+        self._engine.source = SnapshotSource(snapshot)
+        self._engine.send_weights()
+
+    def close(self) -> None:
+        self._engine.shutdown()
+
+
+class SelfDriven:
+    """vLLM's trainer would drive the engine from here; ours pulls."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: Any) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+class SnapshotSource(WeightSource):
+    """The tensors of a snapshot, on the GPU one at a time."""
+
+    def __init__(self, snapshot: Snapshot | None = None) -> None:
+        self._snapshot = snapshot
+
+    def metadata(self) -> list[ParamMeta]:
+        assert self._snapshot is not None
+        return [ParamMeta(e.name, getattr(torch, e.dtype), tuple(e.shape)) for e in self._snapshot.manifest.tensors]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        assert self._snapshot is not None
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return ((name, tensor.to(device)) for name, tensor in self._snapshot.tensors())
 
 
 class Layout:
@@ -193,6 +286,10 @@ class Layout:
                 f"the engine holds {dtype_name(view.dtype)} {tuple(view.shape)}"
             )
         return view
+
+
+def _is_on_cpu(model: nn.Module) -> bool:
+    return next(model.parameters()).device.type == "cpu"
 
 
 def _copy(source: torch.Tensor, place: torch.Tensor) -> str:

@@ -23,7 +23,8 @@ from sync.publisher import Publisher
 from sync.snapshot import boot_id
 from sync.stream import parts
 from sync.subscriber import Subscriber
-from sync.transports.tcp import Fetcher, SnapshotServer
+from sync.transports.fetcher import Fetcher
+from sync.transports.server import SnapshotServer
 
 BASE = [
     "generators.engine=simulated", "learner.engine=simulated", "learner.groups_per_step=4", "run.steps=3",

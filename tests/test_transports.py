@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -26,8 +27,10 @@ from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest
 from sync.stream import parts
 from sync.subscriber import Subscriber
-from sync.transports import tcp
-from sync.transports.tcp import Fetcher, Get, Part, SnapshotServer, TransferFailed
+from sync.transports import server, tcp
+from sync.transports.fetcher import Fetcher, TransferFailed
+from sync.transports.server import SnapshotServer
+from sync.transports.tcp import Chunk, Get
 
 NUM_CHUNKS = 12
 
@@ -53,10 +56,12 @@ class Host:
 
     def __init__(self, folder: Path, relay: bool = False, **arguments: object) -> None:
         self.folder = folder
-        self.server = SnapshotServer(folder) if relay else None
-        arguments = {"timeout_s": 3.0, **arguments}
-        self.fetcher = Fetcher(folder, serve_at=self.server.address if self.server else "", **arguments)  # type: ignore[arg-type]
-        self.subscriber = Subscriber(self.fetcher, self.server)
+        self.fetcher = Fetcher(folder, **{"timeout_s": 3.0, **arguments})  # type: ignore[arg-type]
+        self.subscriber = Subscriber(self.fetcher, relay=partial(SnapshotServer, folder) if relay else None)
+
+    @property
+    def server(self) -> SnapshotServer | None:
+        return self.subscriber._server
 
 
 @pytest.fixture
@@ -131,7 +136,7 @@ class Faulty(SnapshotServer):
 
     def _reply(self, request: object) -> tuple[object, list[memoryview]]:  # type: ignore[override]
         reply, payload = super()._reply(request)  # type: ignore[arg-type]
-        if isinstance(request, Get) and request.offset == 2 * tcp.CHUNK_BYTES and isinstance(reply, Part):
+        if isinstance(request, Get) and request.offset == 2 * tcp.CHUNK_BYTES and isinstance(reply, Chunk):
             match self.fault:
                 case "flip":
                     changed = bytearray(payload[0])
@@ -140,13 +145,13 @@ class Faulty(SnapshotServer):
                 case "truncate":
                     payload = [payload[0][:-1]]
                 case "reorder":
-                    reply = Part(reply.name, reply.offset + tcp.CHUNK_BYTES, reply.total)
+                    reply = Chunk(reply.name, reply.offset + tcp.CHUNK_BYTES, reply.total)
                 case "replay":
                     with open(self._folder / "v0-life.safetensors", "rb") as old:
                         old.seek(request.offset)
                         payload = [memoryview(old.read(len(payload[0])))]
                 case "misplace":
-                    reply = Part(reply.name, reply.offset + 1, reply.total)
+                    reply = Chunk(reply.name, reply.offset + 1, reply.total)
         return reply, payload
 
 
@@ -175,7 +180,7 @@ def test_a_relay_hands_on_and_the_publisher_serves_few(publisher: Publisher, hos
             found = list(pool.map(lambda one, where: one.subscriber.prepare(where), hosts, announced))
         assert all(same(arrived(locator), weights(version)) for locator in found)
     assert publisher._server is not None
-    assert publisher._server.bytes_sent < (tcp.FAN_OUT + 0.5) * 2 * manifest.num_bytes
+    assert publisher._server.bytes_sent < (server.FAN_OUT + 0.5) * 2 * manifest.num_bytes
     assert sum(one.server.bytes_sent for one in hosts if one.server) >= 5 * 2 * manifest.num_bytes
 
 
@@ -195,18 +200,16 @@ def test_a_relay_that_is_gone_or_wrong_is_passed_over(publisher: Publisher, host
     for relay in relays:
         assert relay.server is not None
         relay.server.close()
+        relay.subscriber._server = None
     manifest = publisher.publish(1, parts(weights(1)))
     assert same(arrived(last.subscriber.prepare(elsewhere(publisher, manifest))), weights(1))
-    for relay in relays:
-        relay.server = None
-        relay.subscriber = Subscriber(relay.fetcher)
 
 
 SERVE = """
 import sys, time
 from pathlib import Path
-from sync.transports import tcp
-class Slow(tcp.SnapshotServer):
+from sync.transports.server import SnapshotServer
+class Slow(SnapshotServer):
     def _reply(self, request):
         time.sleep(0.05)
         return super()._reply(request)
@@ -217,9 +220,9 @@ time.sleep(60)
 FETCH = """
 import sys
 from pathlib import Path
-from sync.transports import tcp
+from sync.transports import fetcher, tcp
 tcp.CHUNK_BYTES = 1 << 16
-print(tcp.Fetcher(Path(sys.argv[1])).fetch(sys.argv[2], sys.argv[3]))
+print(fetcher.Fetcher(Path(sys.argv[1])).fetch(sys.argv[2], sys.argv[3]))
 """
 
 
@@ -318,12 +321,12 @@ def test_only_snapshots_are_served(publisher: Publisher, tmp_path: Path) -> None
     ]
     hostile += [Get("v0-life.json", 0, -1), Get("v0-life.json", 0, 1 << 60)]
     for request in hostile:
-        socket.send(tcp._encode(request))
+        socket.send(tcp.encode(request))
     for garbage in (b"", b"\xc1", os.urandom(100)):
         socket.send(garbage)
-    socket.send(tcp._encode(Get("v9-life.json", 0, 10)))
+    socket.send(tcp.encode(Get("v9-life.json", 0, 10)))
     header, *rest = socket.recv_multipart()
-    assert tcp._replies.decode(header) == tcp.Gone("v9-life.json") and not rest, "it lives, and answers nothing else"
+    assert tcp.replies.decode(header) == tcp.Gone("v9-life.json") and not rest, "it lives, and answers nothing else"
     assert publisher._server.refused == len(hostile) + 3
     socket.close(linger=0)
 

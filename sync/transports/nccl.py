@@ -1,0 +1,127 @@
+"""Weights by NCCL, through vLLM's own transfer engines: a group of two for each generator, and a thread of the learner's.
+
+    Broadcast.begin ── Send(name, receiver) ──▶ SnapshotServer ──▶ Link: reads the snapshot, tensor by tensor
+                    ◀── Rendezvous(host, port) ─                     │
+    vLLM's engine  ◀═══════════════════ NCCL ═══════════════════════┘
+
+Generators pull here too. A generator that dies takes its own group along, and the thread that served it, and nothing else: no group
+spans the pools, and training waits for none. What arrives has the manifest's digests or does not serve.
+
+Exercised with a stand-in for NCCL only; never run on GPUs.
+"""
+
+import logging
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+
+from sync.manifest import Manifest
+from sync.snapshot import Snapshot, read_manifest
+
+log = logging.getLogger("slipstream.weights")
+
+
+class Send(msgspec.Struct, tag=True, array_like=True):
+    """`receiver` wants the snapshot `name` (the stem of its file), and will join the group that the answer names."""
+
+    name: str
+    receiver: str
+
+
+class Rendezvous(msgspec.Struct, tag=True, array_like=True):
+    name: str
+    host: str
+    port: int
+    packed: bool
+    fresh: bool
+    """The group is new: to be joined first."""
+
+
+class Links:
+    """The learner's side: to each receiver its link."""
+
+    def __init__(self, folder: Path, host: str) -> None:
+        self._folder, self._host = folder, host
+        self._links: dict[str, Link] = {}
+
+    def send(self, request: Send) -> Rendezvous:
+        """Returns at once. Raises FileNotFoundError when the version is gone."""
+        snapshot = Snapshot(read_manifest(self._folder / f"{request.name}.json"))
+        link = self._links.get(request.receiver)
+        fresh = link is None or link.broken
+        if link is None or fresh:
+            link = self._links[request.receiver] = Link(self._host)
+        link.snapshots.put(snapshot)
+        return Rendezvous(request.name, self._host, link.port, torch.cuda.is_available(), fresh)
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.snapshots.put(None)
+
+
+class Link:
+    """A group of two. Its thread may hang in NCCL for good when the other side dies there: it is a daemon, nobody joins it."""
+
+    def __init__(self, host: str) -> None:
+        self.snapshots: queue.Queue[Snapshot | None] = queue.Queue()
+        self.broken = False
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            self.port: int = probe.getsockname()[1]
+        threading.Thread(target=self._run, args=(host,), name="nccl", daemon=True).start()
+
+    def _run(self, host: str) -> None:
+        from sync.vllm_plugin import Trainer  # here: only a learner that sends by NCCL needs vLLM
+
+        trainer = None
+        try:
+            while (snapshot := self.snapshots.get()) is not None:
+                trainer = trainer or Trainer(host, self.port)
+                trainer.send(snapshot)
+        except Exception:
+            log.exception("a generator's NCCL group has broken; it will be given another")
+            self.broken = True
+        finally:
+            if trainer is not None:
+                trainer.close()
+
+
+class Broadcast:
+    """A version that an engine receives while it takes it up; as `Snapshot`, for `generators.engine.Engine.load`."""
+
+    checks = 0
+
+    def __init__(self, manifest: Manifest, address: str, receiver: str, secure: Callable[[Any], Any] | None) -> None:
+        self.manifest = manifest
+        self._address, self._receiver, self._secure = address, receiver, secure
+
+    def begin(self, timeout_s: float = 10.0) -> Rendezvous:
+        """The learner sends from now on. Raises FileNotFoundError when the version is gone or nobody answers."""
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        asking = context.socket(zmq.DEALER)
+        try:
+            if self._secure is not None:
+                self._secure(asking)
+            asking.connect(self._address)
+            asking.send(msgspec.msgpack.encode(Send(Path(self.manifest.path).stem, self._receiver)))
+            if asking.poll(int(1000 * timeout_s)):
+                reply = msgspec.msgpack.decode(asking.recv_multipart()[0])
+                if reply[0] == "Rendezvous":
+                    return msgspec.convert(reply, Rendezvous)
+        finally:
+            asking.close(linger=0)
+            context.term()
+        raise FileNotFoundError(f"version {self.manifest.version} is gone at {self._address}, or nobody answers there")
+
+
+def make_receiver() -> str:
+    """Names one life of a generator."""
+    return secrets.token_hex(8)

@@ -1,0 +1,204 @@
+"""The roads from GPU to GPU, through vLLM's own transfer engines, with stand-ins for CUDA IPC and NCCL: no GPU is needed here."""
+
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_vllm_engine import Rig, prompts
+
+from sync import vllm_plugin
+from sync.manifest import EngineMismatch, Manifest
+from sync.snapshot import Snapshot
+from sync.stream import parts
+from sync.subscriber import Subscriber, announce
+from sync.transports import cuda_ipc
+from sync.transports.cuda_ipc import DeviceCopy
+from sync.transports.fetcher import Fetcher
+from sync.transports.server import SnapshotServer
+
+GPU = "GPU-1"
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    set_num_threads, disabled = torch.set_num_threads, torch._dynamo.config.disable
+    rig = Rig(tmp_path_factory.mktemp("rig"), tied=False, end=None)
+    yield rig
+    rig.engine.shutdown()
+    rig.publisher.close()
+    torch.set_num_threads, torch._dynamo.config.disable = set_num_threads, disabled
+
+
+def give_transfer_engine(rig: Rig, backend: str) -> None:
+    """As vLLM does on a GPU, when it is started with a weight-transfer configuration."""
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    worker = rig.engine._core.engine_core.model_executor.driver_worker.worker
+    worker.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
+        WeightTransferConfig(backend=backend), worker.vllm_config, worker.device, worker.model_runner.get_model()
+    )
+
+
+def serves(rig: Rig, manifest: Manifest) -> bool:
+    """Does the engine hold the version, and sample from it?"""
+    sample = rig.add(prompts(1)[0], 12, seed=manifest.version)
+    completion = rig.finish()[sample.id]
+    expected = rig.forward(manifest.version % 2, sample.prompt + completion.tokens)[:-1]
+    held = rig.engine.held_digests(manifest) == {entry.name: entry.digest for entry in manifest.tensors}
+    return held and rig.difference(sample, completion, expected, 0, 12) < 1e-4
+
+
+@pytest.fixture
+def ipc(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> dict[bytes, torch.Tensor]:
+    """A stand-in for CUDA IPC: handles are names of tensors in this process. Returns them."""
+    from vllm.distributed.weight_transfer import ipc_engine
+
+    memory: dict[bytes, torch.Tensor] = {}
+
+    def share(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+        handle = f"handle {len(memory)}".encode()
+        memory[handle] = tensor
+        kinds = (torch.Tensor, tensor.size(), tensor.stride(), 0, torch.storage.TypedStorage, tensor.dtype)
+        return None, (*kinds, 0, handle, tensor.nbytes, 0, False, b"counter", 0, b"event", False)
+
+    def rebuild(*arguments: Any) -> torch.Tensor:
+        kind, size, stride, _, storage, dtype, _, handle, num_bytes, *_ = arguments
+        tensor = memory[handle]
+        assert (kind, storage, num_bytes) == (torch.Tensor, torch.storage.TypedStorage, tensor.nbytes)
+        assert (tensor.size(), tensor.stride(), tensor.dtype) == (size, stride, dtype)
+        return tensor
+
+    monkeypatch.setattr(cuda_ipc, "reduce_tensor", share)
+    monkeypatch.setattr(ipc_engine, "rebuild_cuda_tensor", rebuild)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=GPU))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(vllm_plugin, "gpu_uuid", lambda: GPU)
+    monkeypatch.setattr(vllm_plugin, "_is_on_cpu", lambda model: False)
+    give_transfer_engine(rig, "ipc")
+    rig.publisher._device = DeviceCopy(rig.publisher.folder, GPU)
+    return memory
+
+
+def test_an_engine_on_the_learners_gpu_asks_for_the_devices_copy_and_gets_it(
+    rig: Rig, ipc: dict[bytes, torch.Tensor]
+) -> None:
+    assert serves(rig, rig.load(0)), "through shared memory: nobody had asked"
+    assert not ipc and (rig.publisher.folder / f"gpu-{GPU}").exists()
+    for model in (1, 0, 1):
+        before = len(ipc)
+        manifest = rig.load(model)
+        assert len(ipc) == before + len(manifest.tensors) and serves(rig, manifest)
+        assert len(list(rig.publisher.folder.glob("*.ipc"))) == 1, "only the newest is on the device"
+    assert len({tensor.data_ptr() for tensor in ipc.values()}) == len(manifest.tensors), "in the same memory each time"
+
+
+def test_a_copy_that_an_engine_is_reading_is_not_written_over(rig: Rig, ipc: dict[bytes, torch.Tensor]) -> None:
+    rig.load(0)
+    held = rig.load(1)
+    with cuda_ipc.on_device(held, GPU) as update:
+        assert update is not None and set(update["names"]) == {entry.name for entry in held.tensors}
+        before = {handle: tensor.clone() for handle, tensor in ipc.items()}
+        manifest = rig.publish(0)
+        assert all(torch.equal(ipc[handle], tensor) for handle, tensor in before.items())
+    rig.engine.load(Snapshot(manifest))
+    assert serves(rig, manifest), "through shared memory"
+    assert serves(rig, rig.load(1)) and list(rig.publisher.folder.glob("*.ipc")), "and then again from the device"
+
+
+def test_a_wrong_byte_on_the_device_is_found_out(rig: Rig, ipc: dict[bytes, torch.Tensor]) -> None:
+    rig.load(0)
+    manifest = rig.publish(1)
+    next(reversed(ipc.values())).view(-1)[7] += 1
+    with pytest.raises(EngineMismatch, match="1 of .* tensors in the engine"):
+        rig.engine.load(Snapshot(manifest))
+    assert rig.engine.version is None, "nothing is sampled"
+    assert serves(rig, rig.load(0))
+
+
+def test_copies_are_made_for_engines_of_the_same_gpu_only(tmp_path: Path, ipc: dict[bytes, torch.Tensor]) -> None:
+    (tmp_path / "gpu-another").touch()
+    device = DeviceCopy(tmp_path, GPU)
+    assert [part.name for part in device.tee(parts({"a": torch.ones(3)}))] == ["a"] and not device._tensors
+
+
+class Wire:
+    """A stand-in for a NCCL group of two: what one broadcasts the other receives, in order."""
+
+    def __init__(self) -> None:
+        self.tensors: queue.Queue[torch.Tensor] = queue.Queue()
+        self.joined = self.left = 0
+
+    def end(self, sends: bool) -> Any:
+        self.joined += 1
+
+        def broadcast(tensor: torch.Tensor, src: int, stream: object) -> None:
+            assert src == 0
+            if sends:
+                self.tensors.put(tensor.clone())
+            else:
+                tensor.copy_(self.tensors.get(timeout=10))
+
+        def destroy() -> None:
+            self.left += 1
+
+        return SimpleNamespace(broadcast=broadcast, destroy=destroy)
+
+
+@pytest.fixture
+def nccl(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[tuple[Wire, SnapshotServer, Subscriber]]:
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    wire = Wire()
+    monkeypatch.setattr(nccl_engine, "worker_init_process_group", lambda info, config: wire.end(sends=False))
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: wire.end(sends=True))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(rig.publisher, "_device", None)
+    give_transfer_engine(rig, "nccl")
+    server = SnapshotServer(rig.publisher.folder)
+    subscriber = Subscriber(Fetcher(tmp_path / "far", timeout_s=3), broadcast=True)
+    yield wire, server, subscriber
+    subscriber.close()
+    server.close()
+
+
+def test_versions_come_by_nccl_when_the_engine_takes_them_up(
+    rig: Rig, nccl: tuple[Wire, SnapshotServer, Subscriber]
+) -> None:
+    wire, server, subscriber = nccl
+    for model in (0, 1, 0):
+        manifest = rig.publish(model)
+        rig.engine.load(subscriber.prepare(announce(manifest.locator, server.address)))
+        assert serves(rig, manifest)
+    assert wire.joined == 2, "one group for the life of both"
+    gone = subscriber.prepare(announce(rig.publish(1).locator, server.address))
+    for model in (0, 1, 0):
+        manifest = rig.publish(model)
+    with pytest.raises(FileNotFoundError, match="is gone"):
+        rig.engine.load(gone)
+    rig.engine.load(subscriber.prepare(announce(manifest.locator, server.address)))
+    assert serves(rig, manifest)
+
+
+def test_what_nccl_delivers_wrong_is_found_out_and_sent_again(
+    rig: Rig, nccl: tuple[Wire, SnapshotServer, Subscriber], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire, server, subscriber = nccl
+    manifest = rig.publish(1)
+    source = subscriber.prepare(announce(manifest.locator, server.address))
+    received = wire.tensors.get
+    monkeypatch.setattr(wire.tensors, "get", lambda timeout: received(timeout=timeout).add(1))
+    with pytest.raises(EngineMismatch):
+        rig.engine.load(source)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    rig.engine.load(subscriber.prepare(announce(manifest.locator, server.address), again=True))
+    assert serves(rig, manifest)

@@ -1,0 +1,73 @@
+"""Weights leave a sharded model a bucket at a time, in order, whole, and without a whole tensor in any rank's memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from sync.stream import collect, parts, stream
+
+BUCKET = 1 << 12
+LARGE = (1 << 14, 1 << 10)  # 64 MB in float32
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Rows that ranks divide evenly, unevenly, and not all of them at all."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"even": (64, 33), "uneven": (37, 50), "few": (2, 700), "vector": (129,), "empty": (0, 4)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def rank_main(rank: int, world: int, rendezvous: str) -> None:
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
+    torch.set_num_threads(1)
+    flat = init_device_mesh("cpu", (world,))
+    hybrid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replica", "shard"))
+    cases: list[tuple[str, object, list[object]]] = [
+        ("sharded", flat, [Shard(0)]),
+        ("replicated", flat, [Replicate()]),
+        ("hybrid", hybrid, [Replicate(), Shard(0)]),
+        ("columns", flat, [Shard(1)]),
+    ]
+    for case, mesh, placements in cases:
+        for name, whole in tensors().items():
+            if case == "columns" and whole.dim() < 2:
+                continue
+            sharded = distribute_tensor(whole, mesh, placements)  # type: ignore[arg-type]
+            for dtype in (torch.float32, torch.bfloat16):
+                got = []
+                for part in stream(name, sharded, dtype, BUCKET):
+                    assert part.elements.nbytes <= BUCKET and part.elements.dtype == dtype
+                    got.append(part._replace(elements=part.elements.clone()))
+                assert bool(got) == (rank == 0), (case, name)
+                if rank == 0:
+                    assert torch.equal(collect(got)[name], whole.to(dtype)), (case, name, dtype)
+    large = DTensor.from_local(torch.full((LARGE[0] // world, LARGE[1]), float(rank)), flat, [Shard(0)])
+    for _ in stream("large", large, torch.bfloat16, 1 << 20):  # what sockets and allocators need the first time
+        pass
+    before, most = resident_bytes(), 0
+    for _ in stream("large", large, torch.bfloat16, 1 << 20):
+        most = max(most, resident_bytes() - before)
+    assert most < 4 << 20, f"rank {rank} took {most} bytes more; the tensor has {large.numel() * 2}"
+    dist.destroy_process_group()
+
+
+@pytest.mark.timeout(120)
+def test_every_way_of_sharding_comes_out_whole_and_a_bucket_at_a_time(tmp_path: Path) -> None:
+    mp.spawn(rank_main, (4, f"file://{tmp_path}/rendezvous"), nprocs=4)
+
+
+def test_a_tensor_that_is_not_sharded_is_not_copied() -> None:
+    whole = torch.randn(100, 100)
+    got = list(stream("a", whole, torch.float32, BUCKET))
+    assert all(part.elements.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in got)
+    assert len(got) == 10 and torch.equal(collect(got)["a"], whole)
+    assert torch.equal(collect(parts({"a": whole}))["a"], whole)
