@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -306,8 +307,6 @@ def test_who_has_begun_may_end_when_the_version_is_gone_and_others_are_told(publ
 
 
 def test_only_snapshots_are_served(publisher: Publisher, tmp_path: Path) -> None:
-    import zmq
-
     (tmp_path / "secret").write_text("x")
     publisher.publish(0, parts(weights(0)))
     assert publisher._server is not None
@@ -345,6 +344,55 @@ def test_strangers_get_nothing_where_there_are_keys(host: Make, tmp_path: Path) 
         assert same(arrived(known.subscriber.prepare(announced)), weights(0))
     finally:
         publisher.close()
+
+
+def test_what_zeromq_has_not_let_go_of_is_not_written_over(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host asks for everything and reads nothing: what was sent lies in ZeroMQ's queue, as views of the file.
+
+    ZeroMQ's own word for it is no help: a multipart message's tracker speaks for its last frame.
+    """
+    monkeypatch.setattr(server, "IDLE_S", 0.0)  # the server itself lets go of the file at once
+    large = {"a": torch.arange(12 << 20, dtype=torch.float32)}  # 48 MB: more than the buffers of sockets hold
+    first = publisher.publish(0, parts(large))
+    inode, whole = os.stat(first.path).st_ino, Path(first.path).read_bytes()
+    assert publisher._server is not None
+    stalled: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    stalled.setsockopt(zmq.RCVHWM, 1)
+    stalled.connect(publisher._server.address)
+    size = 1 << 20
+    offsets = range(0, first.num_bytes, size)
+    for offset in offsets:
+        stalled.send(tcp.encode(Get("v0-life.safetensors", offset, size)))
+    while publisher._server.bytes_sent < first.num_bytes:
+        time.sleep(0.01)
+    while publisher._server._maps:
+        time.sleep(0.01)
+    for version in range(1, 8):
+        manifest = publisher.publish(version, parts({"a": large["a"] + version}))
+        assert os.stat(manifest.path).st_ino != inode, "somebody has yet to be sent this file"
+    for offset in offsets:
+        header, data = stalled.recv_multipart()
+        assert tcp.replies.decode(header) == Chunk("v0-life.safetensors", offset, first.num_bytes)
+        assert data == whole[offset : offset + size], f"the bytes at {offset} are another version's"
+    stalled.close(linger=0)
+
+
+def test_a_multipart_tracker_speaks_for_its_last_frame_only() -> None:
+    """Why nothing here relies on trackers. If this fails, pyzmq has mended it."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sender, receiver = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    try:
+        receiver.setsockopt(zmq.RCVHWM, 1)
+        sender.connect(f"tcp://127.0.0.1:{receiver.bind_to_random_port('tcp://127.0.0.1')}")
+        tracker = sender.send_multipart([bytearray(64 << 20), b"small"], copy=False, track=True)
+        assert tracker.done, "64 MB are said to be sent, and nobody has received a byte"
+        assert len(receiver.recv_multipart()[0]) == 64 << 20
+    finally:
+        sender.close(linger=0)
+        receiver.close(linger=0)
+        context.term()
 
 
 def nudge(tensors: dict[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
