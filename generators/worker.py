@@ -192,7 +192,7 @@ class Generator:
         self._held = weights
         self._totals.updates += 1
         self._totals.update_bytes += manifest.num_bytes
-        self._preparer.submit(self._subscriber.settle)
+        self._preparer.submit(self._settle)
 
     def _prepare(self, weights: str) -> "Future[Snapshot | Broadcast]":
         """Fetches and verifies the snapshot beside the engine; one that is under way for an older version is not waited for."""
@@ -212,6 +212,13 @@ class Generator:
             self._totals.fetched_bytes = self._subscriber.fetched_bytes
         self._totals.digest_checks += snapshot.checks
         return snapshot
+
+    def _settle(self) -> None:
+        """In the preparing thread. Whatever goes wrong makes the next version slower to come, and no more."""
+        try:
+            self._subscriber.settle()
+        except Exception:
+            log.exception("could not make ready for the next version")
 
     def _take_up(self, weights: str, preparing: "Future[Snapshot | Broadcast]") -> Manifest:
         """A first mismatch is repaired by reading all again, a second one ends the generator."""

@@ -57,6 +57,8 @@ REFUSED = {
     "buffer.address=nowhere": "buffer.address must read tcp://HOST:PORT or ipc://PATH, got 'nowhere'",
     "role=generators": "role=generators must name the buffer to join",
     "sync.folder=/tmp/w": "sync.folder must be set only when sync.transport=disk",
+    "sync.bucket_mb=0": "sync.bucket_mb must be a finite number above 0, got 0",
+    "sync.address=tcp://0.0.0.0:5556": "sync.address must name a host",
     "run.name=a/b": "run.name must be a plain folder name, got 'a/b'",
 }
 
@@ -103,3 +105,24 @@ def test_the_command_says_what_is_wrong_and_leaves_nothing_behind(
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "address"),
+    [
+        ([], None),
+        (["buffer.address=tcp://10.0.0.7:5555", "buffer.keys=keys"], "tcp://10.0.0.7:0"),
+        (["buffer.address=tcp://10.0.0.7:5555", "buffer.keys=keys", "sync.transport=disk"], None),
+        (["buffer.address=tcp://10.0.0.7:5555", "buffer.keys=keys", "sync.address=tcp://n7:6000"], "tcp://n7:6000"),
+        (["sync.transport=tcp"], "tcp://127.0.0.1:0"),
+        (["sync.transport=shared_memory"], None),
+        (["buffer.address=ipc:///tmp/buffer"], None),
+    ],
+)
+def test_weights_are_served_where_other_hosts_can_join(overrides: list[str], address: str | None) -> None:
+    assert load(overrides).weights_address == address
+
+
+def test_a_buffer_that_listens_everywhere_needs_an_address_for_weights() -> None:
+    with pytest.raises(ValueError, match="sync.address must be set when buffer.address names no host"):
+        load(["buffer.address=tcp://0.0.0.0:5555", "buffer.keys=keys"])

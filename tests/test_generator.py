@@ -19,11 +19,13 @@ from generators.episode import Opening, SimulatedEpisodes
 from generators.simulated_engine import SimulatedEngine
 from generators.task import Score
 from generators.worker import Generator
+from sync.manifest import EngineMismatch
 from sync.publisher import Publisher
-from sync.snapshot import boot_id
+from sync.snapshot import Snapshot, boot_id
 from sync.stream import parts
 from sync.subscriber import Subscriber
 from sync.transports.fetcher import Fetcher
+from sync.transports.nccl import Broadcast
 from sync.transports.server import SnapshotServer
 
 BASE = [
@@ -201,6 +203,63 @@ def test_generators_on_another_host_fetch_each_version_once_for_all_of_them(
     assert size <= taken <= 5 * size, "a version that was not needed is passed over, and none comes twice"
     assert status.tokens.trained > 0 and status.digest_mismatches == 0
     assert not (tmp_path / "fetched").exists(), "nothing stays behind"
+
+
+class Refusing(SimulatedEngine):
+    """Does not end up with what it is given, the first few times."""
+
+    times = 1
+
+    def load(self, source: Snapshot | Broadcast) -> None:
+        if self.times:
+            self.times -= 1
+            raise EngineMismatch("version 0: 1 of 1 tensors in the engine do not have the published digest: w")
+        super().load(source)
+
+
+def refusing(times: int) -> Refusing:
+    engine = Refusing(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5)
+    engine.times = times
+    return engine
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_mismatch_is_repaired_once_and_a_second_one_takes_the_generator_out_of_service(
+    tmp_path: Path, times: int
+) -> None:
+    server = BufferServer(load([*BASE, "buffer.lease_s=2"]), tmp_path / "journal")
+    serving = threading.Thread(target=server.run)
+    serving.start()
+    client, own = (BufferClient(server.address, timeout_s=10.0) for _ in range(2))
+    generator = Generator("g", load(BASE), own, refusing(times), SimulatedEpisodes())
+    ended: list[BaseException | None] = []
+
+    def generate() -> None:
+        try:
+            generator.run()
+            ended.append(None)
+        except EngineMismatch as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    publisher = Publisher(tmp_path / "weights", "life")
+    manifest = publisher.publish(0, parts({"w": torch.tensor([0.0])}))
+    client.call(m.Publish(version=0, weights=manifest.locator), m.Done)
+    if times == 1:
+        assert isinstance(client.next(0, wait_s=8.0), Taken), "it serves"
+        client.call(m.Stop(reason="over"), m.Done)
+    thread.join(timeout=10)
+    status = client.call(m.Watch(after=0, wait_s=0.0), m.News).status
+    server.stop()
+    serving.join(timeout=10)
+    client.close()
+    publisher.close()
+    if times == 1:
+        assert ended == [None] and status.digest_mismatches == 1 and status.weight_updates == 1
+    else:
+        assert "1 of 1 tensors in the engine" in str(ended[0])
+        assert status.tokens.total == 0 and status.weight_updates == 0, "it has sampled nothing"
 
 
 def test_tokens_carry_the_versions_of_an_update_in_flight(start: Callable[..., Rig], tmp_path: Path) -> None:

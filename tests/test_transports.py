@@ -185,6 +185,28 @@ def test_a_relay_hands_on_and_the_publisher_serves_few(publisher: Publisher, hos
     assert sum(one.server.bytes_sent for one in hosts if one.server) >= 5 * 2 * manifest.num_bytes
 
 
+def test_one_process_of_a_host_hands_on_for_all_and_another_takes_its_place(
+    publisher: Publisher, tmp_path: Path
+) -> None:
+    folder = tmp_path / "far"
+    first, second = (Subscriber(Fetcher(folder, timeout_s=3), relay=partial(SnapshotServer, folder)) for _ in range(2))
+    first.prepare(elsewhere(publisher, publisher.publish(0, parts(weights(0)))))
+    second.prepare(elsewhere(publisher, publisher.publish(1, parts(weights(1)))))
+    assert first._server is not None and second._server is None and publisher._server is not None
+    assert list(publisher._server._enlisted) == [first._server.address], "the host is known by one address"
+    first.close()
+    assert same(arrived(second.prepare(elsewhere(publisher, publisher.publish(2, parts(weights(2)))))), weights(2))
+    assert second._server is not None
+    second.close()
+    assert not folder.exists()
+
+
+def test_a_container_that_does_not_see_the_learners_memory_fetches(publisher: Publisher, host: Make) -> None:
+    manifest = publisher.publish(0, parts(weights(0)))
+    hidden = publisher.announcement(manifest).replace(str(publisher.folder), "/dev/shm/not-visible-here")
+    assert same(arrived(host().subscriber.prepare(hidden)), weights(0))
+
+
 def test_a_relay_that_is_gone_or_wrong_is_passed_over(publisher: Publisher, host: Make) -> None:
     relays, last = [host(relay=True) for _ in range(2)], host(relay=True, timeout_s=0.5, patience_s=0.2)
     manifest = publisher.publish(0, parts(weights(0)))
