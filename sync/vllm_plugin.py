@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from sync.manifest import DigestMismatch, EngineMismatch, Manifest, TensorEntry, dtype_name, raw_bytes, tensor_digest
+from sync.manifest import DigestMismatch, EngineMismatch, Manifest, TensorEntry, dtype_name, tensor_digest
 from sync.snapshot import Snapshot, expect_digests
 from sync.transports.cuda_ipc import gpu_uuid, on_device
 from sync.transports.nccl import Broadcast
@@ -295,10 +295,9 @@ def _is_on_cpu(model: nn.Module) -> bool:
 def _copy(source: torch.Tensor, place: torch.Tensor) -> str:
     """Copies, and digests what has arrived while it is still in the processor's cache. Returns the digest."""
     digest = xxhash.xxh3_128()
-    into, out = place.view(-1), source.reshape(-1)
-    step = CHUNK_BYTES // out.element_size()
-    for begin in range(0, len(out), step):
-        chunk = into[begin : begin + step]
-        chunk.copy_(out[begin : begin + step])
-        digest.update(raw_bytes(chunk))
+    into, out = (tensor.view(-1).view(torch.uint8).numpy() for tensor in (place, source))
+    for begin in range(0, len(out), CHUNK_BYTES):
+        chunk = into[begin : begin + CHUNK_BYTES]
+        chunk[:] = out[begin : begin + CHUNK_BYTES]
+        digest.update(chunk)
     return digest.hexdigest()
