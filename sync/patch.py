@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from sync.manifest import DigestMismatch, Manifest
-from sync.snapshot import Snapshot
+from sync.snapshot import Snapshot, unmap
 
 PIECE = 1 << 17
 WORTH = 0.5
@@ -114,16 +114,15 @@ def make_patch(base: Snapshot, new: Snapshot, path: Path) -> bool:
         before, after = _bits(base.tensor(entry.name)), _bits(new.tensor(entry.name))
         if len(after) > 1 << 32:
             return False
-        indices, values = [], []
+        indices = []
         for begin in range(0, len(after), PIECE):  # in pieces that a core's own cache holds
-            piece = after[begin : begin + PIECE]
-            found = np.flatnonzero(before[begin : begin + PIECE] != piece)
+            found = np.flatnonzero(before[begin : begin + PIECE] != after[begin : begin + PIECE])
             indices.append((found + begin).astype(np.uint32))
-            values.append(piece[found])
             left -= len(found) * (4 + after.itemsize)
             if left < 0:
                 return False
-        parts[f"{entry.name}.indices"], parts[f"{entry.name}.values"] = np.concatenate(indices), np.concatenate(values)
+        places = np.concatenate(indices)
+        parts[f"{entry.name}.indices"], parts[f"{entry.name}.values"] = places, after[places]
     unfinished = path.with_suffix(".unfinished")
     save_file(parts, unfinished, metadata={"base": base.manifest.digest, "version": new.manifest.digest})
     unfinished.rename(path)
@@ -154,6 +153,8 @@ def apply_patches(base: Manifest, patches: Sequence[Path]) -> None:
                 held = names.get("version", "")
         except (SafetensorError, KeyError, ValueError, TypeError) as error:
             raise DigestMismatch(f"{patch.name} is not a patch: {error}") from error
+    del data
+    unmap(memory)
 
 
 def _overwrite(data: np.ndarray, base: Snapshot, name: str, indices: np.ndarray, values: np.ndarray) -> None:

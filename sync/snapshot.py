@@ -281,9 +281,14 @@ class Snapshot:
         self.attested = True
 
     def release(self) -> None:
-        """Gives the memory back, when no tensor uses it any more; in a thread and little by little, because the kernel lets a
-        process neither map nor unmap meanwhile."""
-        threading.Thread(target=_unmap, args=(self.__dict__.pop("_map"),), daemon=True).start()
+        """Gives the memory back, when no tensor uses it any more."""
+        unmap(self.__dict__.pop("_map"))
+
+
+def unmap(mapped: mmap.mmap) -> None:
+    """Gives a mapping up that nobody uses; in a thread and little by little, because the kernel lets a process neither map nor
+    unmap meanwhile. The caller must not hold it."""
+    threading.Thread(target=_unmap, args=(mapped,), daemon=True).start()
 
 
 def _unmap(mapped: mmap.mmap) -> None:
