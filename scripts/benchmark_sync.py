@@ -276,6 +276,8 @@ def main() -> int:
                     )
             finally:
                 shutil.rmtree(folder)
+            if options.json:
+                options.json.write_text(json.dumps(found, indent=1))
     table = Table("", *found, title="milliseconds (GB/s)", title_justify="left")
     for name in next(iter(found.values())):
         table.add_row(name, *(describe(name, cell) if name in cell else "" for cell in found.values()))
@@ -305,8 +307,6 @@ def main() -> int:
             f"{name}: a patch of 1 % is {bytes_:.0f} × smaller (10) and {fetch / cell['patch']:.1f} × faster (5), "
             f"{fetch / (cell['patch'] + cell['patch, made']):.1f} × where its making is waited for"
         )
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
     return 0
 
 

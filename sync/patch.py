@@ -49,13 +49,14 @@ class PatchMaker:
         self._lock = threading.Lock()
 
     def offer(self, manifest: Manifest) -> None:
-        """A version has been published."""
+        """A version has been published, and the one before is still there. Returns at once."""
         with self._lock:
             base, self._last = self._last, manifest
             self._interest -= 1
             if base is not None and self._interest >= 0:
-                making = self._thread.submit(self._make, base, manifest)
-                self._links[_stem(manifest)] = (_stem(base), making)
+                with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+                    making = self._thread.submit(self._make, Snapshot(base), Snapshot(manifest))
+                    self._links[_stem(manifest)] = (_stem(base), making)
                 while len(self._links) > KEEP:
                     version = next(iter(self._links))
                     self._thread.submit(self._drop, version, self._links.pop(version)[0])
@@ -84,10 +85,10 @@ class PatchMaker:
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def _make(self, base: Manifest, new: Manifest) -> int:
-        path = self._folder / patch_name(_stem(base), _stem(new))
-        with contextlib.suppress(FileNotFoundError):  # the version, or the whole folder, has gone meanwhile
-            if make_patch(Snapshot(base), Snapshot(new), path):
+    def _make(self, base: Snapshot, new: Snapshot) -> int:
+        path = self._folder / patch_name(_stem(base.manifest), _stem(new.manifest))
+        with contextlib.suppress(FileNotFoundError):  # the folder has gone meanwhile
+            if make_patch(base, new, path):
                 return path.stat().st_size
         return 0
 

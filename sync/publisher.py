@@ -93,11 +93,11 @@ class Publisher:
         unfinished.rename(manifest.locator)
         if self._device is not None:
             self._device.offer(manifest)
+        if self._server is not None:
+            self._server.offer(manifest)
         self._published.append(manifest)
         while len(self._published) > self._keep:
             retire(Path(self._published.pop(0).locator))
-        if self._server is not None:
-            self._server.offer(manifest)
         self.seconds = time.perf_counter() - began
         if len(self._published) == 1:
             log.info(

@@ -159,7 +159,7 @@ class Fetcher:
         at, start = Path(version.path).stem, Path(base.path).stem
         while at != start:
             patch = next(self._folder.glob(f"{at}-from-*.patch"), None)
-            if patch is None:
+            if patch is None or patch in way:
                 return None
             way.insert(0, patch)
             at = patch.stem.partition("-from-")[2]
