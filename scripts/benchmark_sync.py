@@ -131,7 +131,7 @@ def measure(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, float
             else:
                 with patch.multiple(vllm_plugin, _copy=bare_copy, expect_digests=lambda *_: None):
                     note("copy, no check", engine.load, snapshot)
-            time.sleep(0.2)  # as long as a training step takes at least: what was given up is given back meanwhile
+            time.sleep(0.2 + num_bytes / 4e9)  # a training step takes longer: what was given up is given back meanwhile
     finally:
         engine.shutdown()
         publisher.close()
