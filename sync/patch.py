@@ -7,6 +7,7 @@ what comes out has the digests of the published version, or is refused.
 """
 
 import contextlib
+import logging
 import mmap
 import threading
 from collections.abc import Sequence
@@ -21,10 +22,14 @@ from safetensors.numpy import save_file
 from sync.manifest import DigestMismatch, Manifest
 from sync.snapshot import Snapshot, unmap
 
+log = logging.getLogger("slipstream.weights")
+
 PIECE = 1 << 17
 WORTH = 0.5
 """Largest size of a patch, or of all patches on the way from one version to another, as a share of the snapshot's, that is worth
 its while."""
+BACKLOG = 2
+"""Patches under way or waiting, each of which keeps two versions in memory; further ones are not made."""
 KEEP = 8
 """Patches that are kept, so that a generator may skip versions."""
 INTEREST = 8
@@ -53,7 +58,8 @@ class PatchMaker:
         with self._lock:
             base, self._last = self._last, manifest
             self._interest -= 1
-            if base is not None and self._interest >= 0:
+            busy = sum(not making.done() for _, making in self._links.values()) >= BACKLOG
+            if base is not None and self._interest >= 0 and not busy:
                 with contextlib.suppress(FileNotFoundError):  # somebody has removed it
                     making = self._thread.submit(self._make, Snapshot(base), Snapshot(manifest))
                     self._links[_stem(manifest)] = (_stem(base), making)
@@ -87,10 +93,11 @@ class PatchMaker:
 
     def _make(self, base: Snapshot, new: Snapshot) -> int:
         path = self._folder / patch_name(_stem(base.manifest), _stem(new.manifest))
-        with contextlib.suppress(FileNotFoundError):  # the folder has gone meanwhile
-            if make_patch(base, new, path):
-                return path.stat().st_size
-        return 0
+        try:
+            return path.stat().st_size if make_patch(base, new, path) else 0
+        except OSError as error:  # no room, or the folder has gone meanwhile
+            log.warning("%s could not be made: %s", path.name, error)
+            return 0
 
     def _drop(self, version: str, base: str) -> None:
         (self._folder / patch_name(base, version)).unlink(missing_ok=True)

@@ -341,6 +341,7 @@ def test_only_snapshots_are_served(publisher: Publisher, tmp_path: Path) -> None
         Get("v0-life.json", -1, 5),
     ]
     hostile += [Get("v0-life.json", 0, -1), Get("v0-life.json", 0, 1 << 60)]
+    hostile += [tcp.Send("../secret", "r"), tcp.Enlist("ipc:///tmp/x"), tcp.Enlist("tcp://x:1\n" * 9)]  # type: ignore[list-item]
     for request in hostile:
         socket.send(tcp.encode(request))
     for garbage in (b"", b"\xc1", os.urandom(100)):
@@ -496,6 +497,42 @@ def test_a_patch_that_would_not_be_smaller_is_not_made(publisher: Publisher, hos
         assert same(arrived(far.subscriber.prepare(elsewhere(publisher, manifest))), weights(version))
     assert far.fetcher.patches == 0 and far.fetcher.bytes_received == 2 * manifest.num_bytes
     assert not list(publisher.folder.glob("*.patch"))
+
+
+def test_a_patch_that_cannot_be_made_costs_its_saving_and_no_more(
+    publisher: Publisher, host: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> bool:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sync.patch.make_patch", full)
+    far, state = host(), weights(0)
+    for version in range(3):
+        manifest = publisher.publish(version, parts(state))
+        assert same(arrived(far.subscriber.prepare(elsewhere(publisher, manifest))), state)
+        state = nudge(state, 0.01, version)
+    assert far.fetcher.patches == 0
+
+
+def test_a_learner_faster_than_its_patches_does_not_pile_them_up(
+    publisher: Publisher, host: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far, going = host(), threading.Event()
+    made: list[int] = []
+
+    def slowly(base: Snapshot, new: Snapshot, path: Path) -> bool:
+        going.wait(20)
+        made.append(new.manifest.version)
+        return False
+
+    monkeypatch.setattr("sync.patch.make_patch", slowly)
+    far.subscriber.prepare(elsewhere(publisher, publisher.publish(0, parts(weights(0)))))
+    inodes = {os.stat(publisher.publish(version, parts(weights(version))).path).st_ino for version in range(1, 12)}
+    going.set()
+    manifest = publisher.publish(12, parts(weights(12)))
+    assert same(arrived(far.subscriber.prepare(elsewhere(publisher, manifest))), weights(12))
+    assert len(made) <= patch.BACKLOG + 1
+    assert len(inodes) <= 6, "what is not waited for is written over"
 
 
 def test_who_is_too_far_behind_is_given_the_whole(publisher: Publisher, host: Make) -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from sync.manifest import Manifest
+from sync.manifest import DigestMismatch, Manifest
 from sync.patch import PatchMaker
 from sync.transports.nccl import Links, Rendezvous, Send
 from sync.transports.tcp import (
+    ADDRESS,
     MAX_BYTES,
     NAME,
     Chunk,
@@ -112,6 +113,9 @@ class SnapshotServer:
         except ValueError as error:
             self._refuse(error)
             return True
+        except (OSError, DigestMismatch) as error:
+            log.warning("cannot answer %s: %s", request, error)
+            reply, payload = Gone(getattr(request, "name", "")), []
         if reply is not None:
             self._socket.send_multipart([sender, encode(reply), *payload], copy=False)
             self.bytes_sent += sum(len(part) for part in payload)
@@ -124,6 +128,8 @@ class SnapshotServer:
     def _reply(self, request: Request) -> tuple[Reply | None, list[memoryview]]:
         match request:
             case Enlist():
+                if not ADDRESS.fullmatch(request.address):
+                    raise ValueError(f"address must read tcp://HOST:PORT, got {request.address[:80]!r}")
                 return Parent(self._parent(request.address)), []
             case Send():
                 return self._sent(request), []
@@ -135,20 +141,17 @@ class SnapshotServer:
             raise ValueError(f"name must be that of a snapshot, manifest or patch, got {request.name[:80]!r}")
         try:
             mapped = self._map(request.name)
-        except (FileNotFoundError, ValueError):  # ValueError: an empty file
+        except (OSError, ValueError):  # ValueError: an empty file
             return Gone(request.name), []
         if not (0 <= request.offset <= len(mapped) and 0 <= request.size <= MAX_BYTES):
             raise ValueError(f"offset and size must lie within {len(mapped)} bytes, got {request}")
         part = memoryview(mapped)[request.offset : request.offset + request.size]
         return Chunk(request.name, request.offset, len(mapped)), [part]
 
-    def _sent(self, request: Send) -> Rendezvous | Gone:
+    def _sent(self, request: Send) -> Rendezvous:
         if not NAME.fullmatch(f"{request.name}.json"):
             raise ValueError(f"name must be that of a snapshot, got {request.name[:80]!r}")
-        try:
-            return self._links.send(request)
-        except FileNotFoundError:
-            return Gone(request.name)
+        return self._links.send(request)
 
     def _parent(self, relay: str) -> str:
         """Whom a relay asks; empty: this server. They are a tree, in the order in which they have come."""

@@ -29,6 +29,8 @@ MAX_BYTES = 64 << 20
 SNAPSHOT = r"v\d+-\w+"
 NAME = re.compile(rf"{SNAPSHOT}(\.json|\.safetensors|-from-{SNAPSHOT}\.patch)")
 
+ADDRESS = re.compile(r"tcp://[\w.:\[\]-]{1,255}:\d{1,5}")
+
 Secure = Callable[["zmq.Socket[bytes]"], Any]
 """Gives a socket its keys, before it is bound or connected."""
 
