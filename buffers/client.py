@@ -87,11 +87,13 @@ class BufferClient:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the buffer was last heard."""
-        return time.monotonic() - self._heard_at
+        """Seconds for which the buffer has said nothing while there was something to say: a question was open."""
+        return time.monotonic() - self._heard_at if self._unanswered else 0.0
 
     def post(self, request: m.Request, payload: pa.Buffer | None = None) -> int:
         """Sends without waiting; `receive` gives the answer, under the number returned."""
+        if not self._unanswered:
+            self._heard_at = time.monotonic()
         number = next(self._numbers)
         frames = [number.to_bytes(8, "little"), m.encoder.encode(request)]
         self._unanswered[number] = frames if payload is None else [*frames, payload]

@@ -470,7 +470,8 @@ class AlgoConfig:
 class SyncConfig:
     transport: Transport = Transport.auto
     """How weights come to the generators. `auto`: through the learner's memory on its host (and its GPU, where an engine shares
-    it), over `tcp` elsewhere. `disk`: through `sync.folder`, for hosts that share a file system. `nccl`: from GPU to GPU."""
+    it), over `tcp` elsewhere. `disk`: through `sync.folder`, for hosts that share a file system; in the
+    end it is a model folder. `nccl`: from GPU to GPU."""
     address: str | None = None
     """Where the learner serves weights to other hosts, which connect to it, so it names the host (port 0: any free one). None: the
     host of `buffer.address`, any free port."""

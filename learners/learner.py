@@ -302,7 +302,8 @@ def make_publisher(config: Config, folder: Path, incarnation: str) -> Publisher:
         log.info("weights are served at %s", server.address)
     if torch.cuda.is_available() and config.sync.transport in (Transport.auto, Transport.cuda_ipc):
         device = DeviceCopy(where, gpu_uuid(), always=config.sync.transport is Transport.cuda_ipc)
-    return Publisher(where, incarnation, server=server, device=device)
+    model = Path(config.model.path) if config.sync.transport is Transport.disk else None
+    return Publisher(where, incarnation, server=server, device=device, model=model)
 
 
 def weights_folder(config: Config, folder: Path) -> Path:

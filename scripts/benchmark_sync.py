@@ -13,6 +13,8 @@ over the rounds; the first round, which warms up, is left out.
     map             an engine's side: the snapshot's memory takes the place of the engine's own; the engine stands still for it
     copy, no check  the snapshot copied to where the engine has its weights
     copy            the same, and digested where it ends up
+    disk, publish   the learner's side, in a folder on disk (in the page cache: nothing waits for the disk itself)
+    disk, read      a host's side: read from the disk and verified; nothing of it is in memory before
     raw, dropped    the same bytes by raw ZeroMQ over tcp from another process, in the same pieces, kept nowhere
     raw, kept       the same, written to shared memory
     fetch           what a host does that has them not: over tcp, into its own shared memory, not verified yet
@@ -113,6 +115,14 @@ def measure(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, float
         note("write", write)
     (publisher.folder / "bare").unlink()
     targets.clear()
+    on_disk = Publisher(folder / "weights", "benchmark", keep=1)
+    for version in range(rounds + 1):
+        manifest = note("disk, publish", on_disk.publish, version, parts(weights))
+        with open(manifest.path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        note("disk, read", Snapshot(manifest).verify)
+    on_disk.close()
     engine = VllmEngine(str(folder / "model"), dtype=dtype, max_model_len=256, max_sequences=8, kv_cache_mb=64)
     try:
         for version in range(3 * (rounds + 1)):  # first all that is copied: what is mapped is not written to

@@ -50,9 +50,11 @@ class Publisher:
         *,
         server: SnapshotServer | None = None,
         device: DeviceCopy | None = None,
+        model: Path | None = None,
     ) -> None:
         """`keep`: versions that stay; a subscriber has that many publications' time to map one. `server` serves the folder
-        to other hosts; it is closed with the publisher. `device` offers the newest version to engines on the same GPU.
+        to other hosts; it is closed with the publisher. `device` offers the newest version to engines on the same GPU. `model`:
+        a Hugging Face folder; at the end the folder becomes one too, with the newest version and that one's configuration.
 
         Raises ValueError when a living publisher has the folder.
         """
@@ -64,7 +66,7 @@ class Publisher:
         self.incarnation = incarnation
         self.seconds = 0.0
         """What the last publication took: as long did training wait."""
-        self._keep, self._server, self._device = keep, server, device
+        self._keep, self._server, self._device, self._model = keep, server, device, model
         self._writer = SnapshotWriter()
         self._published: list[Manifest] = []
         sweep(self.folder.parent)
@@ -121,11 +123,23 @@ class Publisher:
         return manifest.locator if self._server is None else announce(manifest.locator, self._server.address)
 
     def close(self) -> None:
-        """Removes the folder. A subscriber that has a snapshot mapped keeps what it has."""
+        """Removes the folder, or makes a model of it. A subscriber that has a snapshot mapped keeps what it has."""
         if self._server is not None:
             self._server.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._model is not None and self._published:
+            self._leave_model(self._model, Path(self._published[-1].path))
+        else:
+            shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
+
+    def _leave_model(self, model: Path, newest: Path) -> None:
+        newest.replace(self.folder / "model.safetensors")
+        for left in self.folder.iterdir():
+            if SNAPSHOT.fullmatch(left.name) or left.name == OWNER:
+                left.unlink()
+        for file in (*model.glob("*.json"), *model.glob("*.jinja"), *model.glob("*.txt"), *model.glob("*.model")):
+            if not file.name.endswith(".index.json"):
+                shutil.copy(file, self.folder)
 
 
 def _own(folder: Path) -> int:

@@ -1,6 +1,7 @@
 """The generator between a real buffer and a simulated engine: failures are data, leases are kept, the end is the end."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -188,6 +189,29 @@ def test_a_generator_leaves_when_its_buffer_has_been_silent_for_as_long_as_a_lea
             SimulatedEpisodes(),
         ).run()
     server.close()
+
+
+def test_an_engine_that_takes_longer_to_build_than_a_lease_lasts_is_no_silence_of_the_buffers(tmp_path: Path) -> None:
+    config = load([*BASE, "buffer.lease_s=0.4"])
+    server = BufferServer(config, tmp_path / "journal")
+    serving = threading.Thread(target=server.run)
+    serving.start()
+    client, own = (BufferClient(server.address, timeout_s=10.0) for _ in range(2))
+    own.call(m.Join(generator="g"), m.Welcome)
+    time.sleep(0.6)  # the engine is built
+    generator = Generator("g", config, own, refusing(0), SimulatedEpisodes())
+    thread = threading.Thread(target=generator.run)
+    thread.start()
+    publisher = Publisher(tmp_path / "weights", "life")
+    manifest = publisher.publish(0, parts({"w": torch.tensor([0.0])}))
+    client.call(m.Publish(version=0, weights=manifest.locator), m.Done)
+    assert isinstance(client.next(0, wait_s=8.0), Taken)
+    client.call(m.Stop(reason="over"), m.Done)
+    thread.join(timeout=10)
+    server.stop()
+    serving.join(timeout=10)
+    client.close()
+    publisher.close()
 
 
 def test_generators_on_another_host_fetch_each_version_once_for_all_of_them(

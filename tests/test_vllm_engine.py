@@ -331,6 +331,23 @@ def test_weights_are_the_snapshots_own_memory_where_the_layout_allows_and_whole_
         Snapshot(manifest)
 
 
+def test_a_folder_on_disk_is_a_model_folder_when_its_publisher_has_closed(tied: Rig, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    tied.models[0].save_pretrained(model)
+    publisher = Publisher(tmp_path / "weights", "x", model=model)
+    for version in range(3):
+        publisher.publish(version, parts(tied.weights[version % 2]))
+    publisher.publish(3, parts(tied.weights[1]))
+    publisher.close()
+    names = {path.name for path in publisher.folder.iterdir()}
+    assert names == {"model.safetensors", *(path.name for path in model.glob("*.json"))}
+    served = Qwen3ForCausalLM.from_pretrained(publisher.folder)
+    assert all(torch.equal(tensor, served.state_dict()[name]) for name, tensor in tied.weights[1].items())
+    again = Publisher(publisher.folder, "y")  # another run may use it
+    tied.engine.load(Snapshot(again.publish(0, parts(tied.weights[0]))))
+    again.close()
+
+
 def test_copied_weights_are_sampled_from_as_mapped_ones_are(tied: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for mapped in (True, False, True):
