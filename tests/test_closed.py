@@ -71,7 +71,7 @@ def welcome(address: str, keys: str | None, timeout_s: float = 5.0) -> str:
 def test_only_clients_with_an_allowed_key_are_let_in(
     serve: Callable[..., BufferServer], keys: Path, tmp_path: Path
 ) -> None:
-    server = serve(f"buffer.keys={keys}", "buffer.address=tcp://0.0.0.0:0")
+    server = serve(f"buffer.keys={keys}", "buffer.address=tcp://0.0.0.0:0", "sync.address=tcp://127.0.0.1:0")
     address = server.address.replace("0.0.0.0", "127.0.0.1")
     assert welcome(address, str(keys)) == "text"
     make_keys(tmp_path / "others", ["client"])
