@@ -8,9 +8,9 @@ Metrics come as sums over tokens, so that microbatches and ranks add up; `summar
 import torch
 from torch import Tensor
 
-from algos.corrections import clamped, correction_weights
-from algos.surrogates import ppo_clip
-from configs.schema import AlgoConfig, Correction
+from algos.corrections import clamped, correction_weights, sequence_mean
+from algos.surrogates import Tokens, aipo, cispo, dppo, gspo, kimi, opmd, ppo, sapo, topr
+from configs.schema import AlgoConfig, Correction, Surrogate
 
 
 def policy_loss(
@@ -23,10 +23,12 @@ def policy_loss(
     mask: Tensor,
     weights: Tensor,
     entropy: Tensor,
+    sequence: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of one microbatch and its sums, detached.
 
-    Shapes: all [T]; mask is bool; `weights` are the aggregation's. Values where mask is false cannot matter, NaN included.
+    Shapes: all [T]; mask is bool; `weights` are the aggregation's; `sequence` int64, the index of each token's sequence, all of whose
+    tokens are here. Values where mask is false cannot matter, NaN included.
     """
 
     def kept(values: Tensor) -> Tensor:
@@ -34,35 +36,55 @@ def policy_loss(
 
     logprobs, proximal, behavior = kept(logprobs), kept(proximal_logprobs), kept(behavior_logprobs)
     advantages, entropy = kept(advantages), kept(entropy.detach())
-    correction = correction_weights(algo.correction, proximal - behavior, algo.correction_floor, algo.correction_cap)
-    surrogate = ppo_clip(logprobs, proximal, advantages, algo.clip_low, algo.clip_high, algo.dual_clip)
-    loss = (torch.where(mask, weights, 0.0) * correction * surrogate).sum()
+    floor, cap = algo.correction_floor, algo.correction_cap
+    correction = correction_weights(algo.correction, proximal - behavior, mask, sequence, floor, cap)
+    tokens = Tokens(
+        logprobs=logprobs, proximal=proximal, behavior=behavior, advantages=advantages, mask=mask, sequence=sequence
+    )
+    loss = (torch.where(mask, weights, 0.0) * correction * surrogate(algo, tokens)).sum()
     with torch.no_grad():
-        sums = _sums(algo, logprobs, proximal, behavior, advantages, correction, entropy, mask)
+        sums = _sums(algo, tokens, correction, entropy)
         sums["loss"] = loss.detach().double()
     return loss, sums
 
 
-def _sums(
-    algo: AlgoConfig,
-    logprobs: Tensor,
-    proximal: Tensor,
-    behavior: Tensor,
-    advantages: Tensor,
-    correction: Tensor,
-    entropy: Tensor,
-    mask: Tensor,
-) -> dict[str, Tensor]:
-    ratio = clamped(logprobs - proximal).exp()
-    clipped = ((advantages > 0) & (ratio > 1 + algo.clip_high)) | ((advantages < 0) & (ratio < 1 - algo.clip_low))
-    delta = clamped(logprobs - behavior)
+def surrogate(algo: AlgoConfig, tokens: Tokens) -> Tensor:
+    """[T] the loss of each token."""
+    tau, tau_negative = algo.temperatures
+    match algo.surrogate:
+        case Surrogate.ppo:
+            return ppo(tokens, algo.clip_low, algo.clip_high, algo.dual_clip)
+        case Surrogate.gspo:
+            return gspo(tokens, algo.clip_low, algo.clip_high)
+        case Surrogate.cispo:
+            return cispo(tokens, algo.clip_low, algo.clip_high)
+        case Surrogate.sapo:
+            return sapo(tokens, tau, tau_negative)
+        case Surrogate.topr:
+            return topr(tokens)
+        case Surrogate.dppo:
+            return dppo(tokens, algo.clip_low, algo.clip_high)
+        case Surrogate.aipo:
+            return aipo(tokens, algo.surrogate_cap)
+        case Surrogate.kimi:
+            return kimi(tokens, tau)
+        case Surrogate.opmd:
+            return opmd(tokens, tau)
+
+
+def _sums(algo: AlgoConfig, tokens: Tokens, correction: Tensor, entropy: Tensor) -> dict[str, Tensor]:
+    log_ratio = clamped(tokens.logprobs - tokens.proximal)
+    if algo.surrogate is Surrogate.gspo:
+        log_ratio = sequence_mean(log_ratio, tokens.mask, tokens.sequence)
+    ratio = log_ratio.exp()
+    delta = clamped(tokens.logprobs - tokens.behavior)
     rho = delta.exp()
-    raw = clamped(proximal - behavior).exp()
+    truncates = algo.correction in (Correction.token_tis, Correction.sequence_tis)
     columns = {
         "tokens": torch.ones_like(ratio),
         "entropy": entropy,
-        "clipped": clipped,
-        "truncated": (raw > correction) & (correction > 0) & (algo.correction is not Correction.none),
+        "clipped": _clipped(algo, ratio, tokens.advantages),
+        "truncated": (correction >= algo.correction_cap) & truncates,
         "dropped": correction == 0,
         "weight": correction,
         "weight_squared": correction.square(),
@@ -71,7 +93,19 @@ def _sums(
         "k3": rho - 1 - delta,
         "rho_squared": rho.square(),
     }
-    return {name: torch.where(mask, values.double(), 0.0).sum() for name, values in columns.items()}
+    return {name: torch.where(tokens.mask, values.double(), 0.0).sum() for name, values in columns.items()}
+
+
+def _clipped(algo: AlgoConfig, ratio: Tensor, advantages: Tensor) -> Tensor:
+    """[T] Where the clip takes effect: the gradient is 0, or for `cispo` the weight is that of the bound."""
+    above, below = ratio > 1 + algo.clip_high, ratio < 1 - algo.clip_low
+    match algo.surrogate:
+        case Surrogate.ppo | Surrogate.gspo:
+            return ((advantages > 0) & above) | ((advantages < 0) & below)
+        case Surrogate.cispo:
+            return above | below
+        case _:
+            return torch.zeros_like(above)
 
 
 def summarize(sums: dict[str, float]) -> dict[str, float]:

@@ -1,27 +1,144 @@
-"""Surrogate objectives: the loss of a token as a function of the current policy, before weighting and aggregation."""
+"""Surrogate objectives: the loss of each token as a function of the current policy, before weighting and aggregation.
+
+All take `Tokens` and give [T]; none divides by anything (`algos.aggregation` does). Ratios are e^(clip(Δ log π, ±20)); sg is
+stop-gradient. π_θ is the current policy, π_p the proximal one (the learner at the start of the step), μ the behaviour.
+"""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from algos.corrections import clamped
+from algos.corrections import clamped, sequence_mean
+
+MAX_LOG_SEQUENCE_RATIO = 10.0
 
 
-def ppo_clip(
-    logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    advantages: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> Tensor:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """What a surrogate may look at: whole sequences, T tokens in all, flat. Where `mask` is false the values are 0."""
+
+    logprobs: Tensor
+    """[T] log π_θ; the only one with a gradient"""
+    proximal: Tensor
+    """[T] log π_p"""
+    behavior: Tensor
+    """[T] log μ"""
+    advantages: Tensor
+    """[T]"""
+    mask: Tensor
+    """[T] bool: the tokens that are trained"""
+    sequence: Tensor
+    """[T] int64: index of each token's sequence"""
+
+
+def ppo(tokens: Tokens, clip_low: float, clip_high: float, dual_clip: float | None) -> Tensor:
     """Clipped surrogate (PPO; Schulman et al., 2017), with asymmetric clip (DAPO) and dual clip (Ye et al., 2020).
 
     r = π_θ / π_p;  L = max(−A r, −A clip(r, 1 − ε_low, 1 + ε_high));  where A < 0: L = min(L, −A c).
-
-    Shapes: all [T] -> [T]. No denominator: see `algos.aggregation`.
+    With a correction π_p / μ before it this is decoupled PPO (Hilton et al., 2022), with π_p = μ it is PPO on stale data.
     """
-    ratio = clamped(logprobs - proximal_logprobs).exp()
-    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
-    if dual_clip is None:
-        return loss
-    return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
+    ratio = clamped(tokens.logprobs - tokens.proximal).exp()
+    return _clipped(ratio, tokens.advantages, clip_low, clip_high, dual_clip)
+
+
+def gspo(tokens: Tokens, clip_low: float, clip_high: float) -> Tensor:
+    """Group sequence policy optimisation (GSPO; Zheng et al., 2025), its token form.
+
+    s_i = e^(mean over the sequence of log π_θ / π_p) ≤ e^10;  s_it = sg(s_i) π_θ / sg(π_θ);
+    L = max(−A s, −A clip(s, 1 − ε_low, 1 + ε_high)). The ranges are of sequences: 3e-4 and 4e-4 in the paper.
+    """
+    log_ratio = sequence_mean(clamped(tokens.logprobs - tokens.proximal).detach(), tokens.mask, tokens.sequence)
+    own = tokens.logprobs - tokens.logprobs.detach()
+    ratio = (log_ratio.clamp(max=MAX_LOG_SEQUENCE_RATIO) + own).exp()
+    return _clipped(ratio, tokens.advantages, clip_low, clip_high, None)
+
+
+def cispo(tokens: Tokens, clip_low: float, clip_high: float) -> Tensor:
+    """Clipped importance sampling (CISPO; MiniMax-M1, 2025): L = −sg(clip(r, 1 − ε_low, 1 + ε_high)) A log π_θ, r = π_θ / π_p.
+
+    No token is dropped: what is clipped is its weight.
+    """
+    weight = clamped(tokens.logprobs - tokens.proximal).detach().exp().clamp(1 - clip_low, 1 + clip_high)
+    return -weight * tokens.advantages * tokens.logprobs
+
+
+def sapo(tokens: Tokens, temperature_positive: float, temperature_negative: float) -> Tensor:
+    """Soft adaptive policy optimisation (SAPO; Qwen, 2025): L = −A (4 / τ) σ(τ (r − 1)), r = π_θ / π_p.
+
+    τ is one number where A > 0, another elsewhere. At r = 1 its gradient is that of −A r.
+    """
+    ratio = clamped(tokens.logprobs - tokens.proximal).exp()
+    tau = torch.where(tokens.advantages > 0, temperature_positive, temperature_negative)
+    return -tokens.advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1))
+
+
+def topr(tokens: Tokens) -> Tensor:
+    """Tapered off-policy REINFORCE (TOPR; Le Roux et al., 2025), by token.
+
+    A > 0: L = −A log π_θ;  else L = −sg(clip(π_θ / μ, 0, 1)) A log π_θ. It carries its own correction.
+    """
+    taper = clamped(tokens.logprobs - tokens.behavior).detach().exp().clamp(max=1.0)
+    return -torch.where(tokens.advantages > 0, 1.0, taper) * tokens.advantages * tokens.logprobs
+
+
+def dppo(tokens: Tokens, low: float, high: float) -> Tensor:
+    """Divergence PPO with the binary total variation (DPPO, 2026): a token counts as long as its probability has moved little.
+
+    keep = π_θ − μ ≤ δ_high where A > 0, π_θ − μ ≥ −δ_low elsewhere;  L = −keep sg(min(π_θ / μ, 20)) A log π_θ. It carries its
+    own correction.
+    """
+    moved = tokens.logprobs.detach().exp() - tokens.behavior.exp()
+    keep = torch.where(tokens.advantages > 0, moved <= high, moved >= -low)
+    weight = clamped(tokens.logprobs - tokens.behavior).detach().exp().clamp(max=20.0)
+    return -torch.where(keep, weight, 0.0) * tokens.advantages * tokens.logprobs
+
+
+def aipo(tokens: Tokens, cap: float) -> Tensor:
+    """Asynchronous importance-weighted policy optimisation (AIPO; LlamaRL, 2025): L = −sg(min(π_θ / μ, ρ)) A log π_θ.
+
+    It carries its own correction.
+    """
+    weight = clamped(tokens.logprobs - tokens.behavior).detach().exp().clamp(max=cap)
+    return -weight * tokens.advantages * tokens.logprobs
+
+
+def m2po(tokens: Tokens, keep: Tensor) -> Tensor:
+    """Second-moment trust region (M2PO; Zheng et al., 2025): L = −r A where `keep` [T] (`second_moment_mask`), r = π_θ / μ.
+
+    It carries its own correction.
+    """
+    ratio = clamped(tokens.logprobs - tokens.behavior).exp()
+    return torch.where(keep, -ratio * tokens.advantages, 0.0)
+
+
+def second_moment_mask(log_ratio: Tensor, advantages: Tensor, mask: Tensor, threshold: float) -> Tensor:
+    """Which tokens M2PO trains, of a whole minibatch [T]: log_ratio = log π − log μ.
+
+    Of the tokens where a clip could act (A > 0 and r > 1, or A < 0 and r < 1) those with the largest (log r)² are dropped, until the
+    mean of the others is at most the threshold (0.04 in the paper). All others are kept.
+    """
+    acting = mask & (((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0)))
+    squares = clamped(log_ratio[acting]).square()
+    order = squares.argsort(stable=True)
+    means = squares[order].double().cumsum(0) / torch.arange(1, len(order) + 1, device=order.device)
+    num_kept = int((means <= threshold).sum())  # the mean of the smallest n rises with n
+    keep = mask.clone()
+    keep[acting.nonzero()[:, 0][order[num_kept:]]] = False
+    return keep
+
+
+def kimi(tokens: Tokens, tau: float) -> Tensor:
+    """Kimi k1.5 (2025), policy mirror descent: L = −A log π_θ + ½ τ (log π_θ / π_p)², A the reward less its group's mean."""
+    log_ratio = clamped(tokens.logprobs - tokens.proximal)
+    return -tokens.advantages * tokens.logprobs + 0.5 * tau * log_ratio.square()
+
+
+def opmd(tokens: Tokens, tau: float) -> Tensor:
+    """Online policy mirror descent, simplified (OPMD; Trinity-RFT, 2025): L = −A log π_θ / (1 + τ), A as Kimi's."""
+    return -tokens.advantages * tokens.logprobs / (1 + tau)
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None) -> Tensor:
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
+    return loss if dual is None else torch.where(advantages < 0, torch.minimum(loss, -advantages * dual), loss)

@@ -85,6 +85,26 @@ class Correction(StrEnum):
     none = "none"
     token_tis = "token_tis"
     icepop = "icepop"
+    sequence_tis = "sequence_tis"
+    sequence_mask = "sequence_mask"
+    geometric_mask = "geometric_mask"
+
+
+class Surrogate(StrEnum):
+    ppo = "ppo"
+    gspo = "gspo"
+    cispo = "cispo"
+    sapo = "sapo"
+    topr = "topr"
+    dppo = "dppo"
+    aipo = "aipo"
+    kimi = "kimi"
+    opmd = "opmd"
+
+    @property
+    def corrects(self) -> bool:
+        """Does it weigh tokens for having been sampled by μ by itself?"""
+        return self in (Surrogate.topr, Surrogate.dppo, Surrogate.aipo)
 
 
 class Aggregation(StrEnum):
@@ -431,17 +451,25 @@ class AlgoConfig:
     name: str = "grpo"
     advantage: Advantage = Advantage.grpo
     correction: Correction = Correction.token_tis
-    """Weight of each token for proximal policy against behaviour policy."""
+    """Weight of each token, or sequence, for proximal policy against behaviour policy (`algos/corrections.py`)."""
     correction_cap: float = 2.0
-    """Upper end of the weight: `token_tis` truncates there, `icepop` drops the token."""
+    """Upper end of the weight: `token_tis` and `sequence_tis` truncate there, the others drop what is above."""
     correction_floor: float = 0.5
-    """Lower end, `icepop` only: a token whose weight is below is dropped."""
+    """Lower end, where `correction` drops: what is below is dropped too."""
+    surrogate: Surrogate = Surrogate.ppo
+    """The loss of a token (`algos/surrogates.py`)."""
+    surrogate_cap: float = 4.0
+    """ρ, `aipo` only: where it truncates π / μ."""
+    temperatures: list[float] = field(default_factory=lambda: [1.0, 1.05])
+    """τ: of `sapo` for positive and for other advantages; of `kimi` and `opmd` the first one."""
     proximal: Proximal = Proximal.recompute
     """Where the proximal log-probabilities come from: a forward pass at the start of the step, or the behaviour's."""
     clip_low: float = 0.2
+    """ε_low of `ppo`, `gspo` (of a sequence's mean) and `cispo`; δ_low of `dppo`, in probability."""
     clip_high: float = 0.2
+    """The same, above."""
     dual_clip: float | None = 3.0
-    """Bound on the loss of tokens with negative advantage (Ye et al., 2020); None: no bound."""
+    """Bound on the loss of tokens with negative advantage, `ppo` only (Ye et al., 2020); None: no bound."""
     aggregation: Aggregation = Aggregation.token_mean
     dynamic_sampling: bool = False
     """Reject groups whose rewards are all equal and lease a fresh group in their place (DAPO)."""
@@ -453,11 +481,30 @@ class AlgoConfig:
                 "algo.correction_floor": self.correction_floor,
                 "algo.clip_low": self.clip_low,
                 "algo.clip_high": self.clip_high,
+                "algo.surrogate_cap": self.surrogate_cap,
                 "algo.dual_clip": self.dual_clip,
             }
         )
         if self.dual_clip is not None and self.dual_clip <= 1:
             found.append(f"algo.dual_clip must be > 1, got {self.dual_clip}")
+        if len(self.temperatures) != 2 or not all(math.isfinite(t) and t > 0 for t in self.temperatures):
+            found.append(f"algo.temperatures must be two finite numbers above 0, got {list(self.temperatures)}")
+        widest = max(self.clip_low, self.clip_high)
+        if self.surrogate is Surrogate.gspo and widest > 0.1:
+            found.append(
+                "algo.clip_low and clip_high must be at most 0.1 for algo.surrogate=gspo, whose ratios are means over a sequence "
+                f"(3e-4 and 4e-4 in the paper), got {self.clip_low} and {self.clip_high}"
+            )
+        if self.surrogate is Surrogate.ppo and 0 < widest < 0.01:
+            found.append(
+                "algo.clip_low and clip_high must be at least 0.01 for algo.surrogate=ppo, whose ratios are of single tokens (0.2 "
+                f"is usual; algo.surrogate=gspo takes ranges like these), got {self.clip_low} and {self.clip_high}"
+            )
+        if self.surrogate.corrects and self.correction is not Correction.none:
+            found.append(
+                f"algo.correction must be none for algo.surrogate={self.surrogate} (it weighs tokens by π / μ itself), "
+                f"got {self.correction}"
+            )
         if self.correction_floor >= self.correction_cap:
             found.append(
                 "algo.correction_floor must be below algo.correction_cap, "
@@ -582,7 +629,7 @@ class Config:
                 f"got {gen.max_sequences} and {learner.samples_per_prompt}",
             ),
             (
-                self.bound > 0 and algo.correction is Correction.none,
+                self.bound > 0 and algo.correction is Correction.none and not algo.surrogate.corrects,
                 "algo.correction must not be none when staleness.max_versions > 0 (an uncorrected loss diverges on stale "
                 f"tokens; token_tis works), got none with staleness.max_versions={self.bound}",
             ),

@@ -178,6 +178,7 @@ class Learner:
                     mask=mask[packed.index],
                     weights=weights[packed.index],
                     entropy=entropy,
+                    sequence=packed.sequence,
                 )
                 for name, value in found.items():
                     sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value

@@ -90,6 +90,11 @@ class Packed:
     behavior_logprobs: Tensor
     """[T] float32"""
 
+    @property
+    def sequence(self) -> Tensor:
+        """[T] int64: index of each token's sequence, within the microbatch."""
+        return torch.repeat_interleave(torch.arange(len(self.cu_seqlens) - 1), self.cu_seqlens.diff())
+
 
 def pack(batch: Batch, rows: Sequence[int]) -> Packed:
     starts, lengths = batch.offsets[rows], np.diff(batch.offsets)[rows]

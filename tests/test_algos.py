@@ -12,8 +12,8 @@ from algos.advantages import dr_grpo, grpo, rloo
 from algos.aggregation import token_weights
 from algos.corrections import correction_weights, icepop, token_tis
 from algos.loss import policy_loss, summarize
-from algos.surrogates import ppo_clip
-from configs.schema import Aggregation, AlgoConfig, Correction
+from algos.surrogates import Tokens, ppo
+from configs.schema import Aggregation, AlgoConfig, Correction, Surrogate
 
 rewards_and_sizes = st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=5), min_size=1, max_size=5)
 
@@ -47,7 +47,8 @@ def test_corrections_bound_pi_over_mu_and_not_its_inverse() -> None:
     assert icepop(log_ratio, 0.2, 3.0)[:3].tolist() == pytest.approx([0.0, 0.25, 1.0])
     assert icepop(log_ratio, 0.5, 5.0)[:3].tolist() == pytest.approx([4.0, 0.0, 1.0])
     for kind in Correction:
-        assert correction_weights(kind, log_ratio, 0.5, 2.0).isfinite().all()
+        weights = correction_weights(kind, log_ratio, torch.ones(5, dtype=torch.bool), torch.arange(5), 0.5, 2.0)
+        assert weights.isfinite().all()
 
 
 def scalar_ppo(logprob: float, proximal: float, advantage: float, low: float, high: float, dual: float) -> float:
@@ -59,8 +60,19 @@ def scalar_ppo(logprob: float, proximal: float, advantage: float, low: float, hi
 @given(st.lists(st.tuples(*[st.floats(-3, 3)] * 3), min_size=1, max_size=20))
 def test_the_clipped_surrogate_equals_its_equation(rows: list[tuple[float, float, float]]) -> None:
     logprobs, proximal, advantages = torch.tensor(rows, dtype=torch.float64).unbind(1)
-    found = ppo_clip(logprobs, proximal, advantages, 0.2, 0.28, 3.0)
+    columns = {
+        "behavior": proximal,
+        "mask": torch.ones(len(rows), dtype=torch.bool),
+        "sequence": torch.arange(len(rows)),
+    }
+    found = ppo(Tokens(logprobs=logprobs, proximal=proximal, advantages=advantages, **columns), 0.2, 0.28, 3.0)
     assert found.tolist() == pytest.approx([scalar_ppo(*row, 0.2, 0.28, 3.0) for row in rows])
+
+
+ALGOS = [
+    *(AlgoConfig(surrogate=kind, correction=Correction.none) for kind in Surrogate),
+    *(AlgoConfig(correction=kind) for kind in Correction),
+]
 
 
 def case(num_tokens: int = 24) -> dict[str, Tensor]:
@@ -71,14 +83,14 @@ def case(num_tokens: int = 24) -> dict[str, Tensor]:
     }
     columns["advantages"] = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
     columns["mask"] = torch.rand(num_tokens, generator=generator) < 0.6
-    sequence = torch.arange(num_tokens) // 4
-    columns["weights"] = token_weights(Aggregation.token_mean, columns["mask"], sequence, 6)
+    columns["sequence"] = torch.arange(num_tokens) // 4
+    columns["weights"] = token_weights(Aggregation.token_mean, columns["mask"], columns["sequence"], 6)
     return columns
 
 
-@pytest.mark.parametrize("correction", Correction)
-def test_the_loss_passes_gradcheck_and_equals_a_sum_over_scalars(correction: Correction) -> None:
-    algo, columns = AlgoConfig(correction=correction), case()
+@pytest.mark.parametrize("correction", ["none", "token_tis", "icepop"])
+def test_the_loss_passes_gradcheck_and_equals_a_sum_over_scalars(correction: str) -> None:
+    algo, columns = AlgoConfig(correction=Correction(correction)), case()
     logprobs = columns.pop("logprobs").requires_grad_()
     assert torch.autograd.gradcheck(lambda x: policy_loss(algo, logprobs=x, **columns)[0], logprobs)
     expected = 0.0
@@ -90,15 +102,16 @@ def test_the_loss_passes_gradcheck_and_equals_a_sum_over_scalars(correction: Cor
     assert float(policy_loss(algo, logprobs=logprobs, **columns)[0]) == pytest.approx(expected, rel=1e-6)
 
 
-def test_masked_tokens_cannot_matter_even_when_they_are_nan() -> None:
+@pytest.mark.parametrize("algo", ALGOS, ids=lambda algo: f"{algo.surrogate}-{algo.correction}")
+def test_masked_tokens_cannot_matter_even_when_they_are_nan(algo: AlgoConfig) -> None:
     columns = case()
     poisoned = {
         name: torch.where(columns["mask"], values, float("nan")) if values.is_floating_point() else values
         for name, values in columns.items()
     }
     clean, dirty = columns["logprobs"].requires_grad_(), poisoned["logprobs"].detach().requires_grad_()
-    loss, sums = policy_loss(AlgoConfig(), **columns)
-    other, other_sums = policy_loss(AlgoConfig(), **{**poisoned, "logprobs": dirty})
+    loss, sums = policy_loss(algo, **columns)
+    other, other_sums = policy_loss(algo, **{**poisoned, "logprobs": dirty})
     loss.backward()
     other.backward()
     assert loss == other and sums == other_sums
@@ -106,10 +119,11 @@ def test_masked_tokens_cannot_matter_even_when_they_are_nan() -> None:
 
 
 @pytest.mark.parametrize("cuts", [[24], [8, 16], [4] * 6])
-def test_the_loss_is_the_same_however_the_batch_is_split(cuts: list[int]) -> None:
+@pytest.mark.parametrize("algo", ALGOS, ids=lambda algo: f"{algo.surrogate}-{algo.correction}")
+def test_the_loss_is_the_same_however_the_batch_is_split(algo: AlgoConfig, cuts: list[int]) -> None:
     columns = case()
-    whole, whole_sums = policy_loss(AlgoConfig(), **columns)
-    pieces = [policy_loss(AlgoConfig(), **dict(zip(columns, part, strict=True))) for part in
+    whole, whole_sums = policy_loss(algo, **columns)
+    pieces = [policy_loss(algo, **dict(zip(columns, part, strict=True))) for part in
               zip(*(values.split(cuts) for values in columns.values()), strict=True)]  # fmt: skip
     assert float(sum(loss for loss, _ in pieces)) == pytest.approx(float(whole))
     for name, value in whole_sums.items():
@@ -142,6 +156,7 @@ def test_truncated_and_dropped_tokens_are_counted_apart(correction: str, truncat
         mask=torch.ones(3, dtype=torch.bool),
         weights=torch.ones(3) / 3,
         entropy=torch.ones(3),
+        sequence=torch.arange(3),
     )
     assert (int(sums["truncated"]), int(sums["dropped"])) == (truncated, dropped)
 

@@ -57,6 +57,10 @@ REFUSED = {
     "buffer.address=nowhere": "buffer.address must read tcp://HOST:PORT or ipc://PATH, got 'nowhere'",
     "role=generators": "role=generators must name the buffer to join",
     "sync.folder=/tmp/w": "sync.folder must be set only when sync.transport=disk",
+    "algo.surrogate=gspo": "algo.clip_low and clip_high must be at most 0.1 for algo.surrogate=gspo",
+    "algo.clip_low=3e-4 algo.clip_high=4e-4": "must be at least 0.01 for algo.surrogate=ppo.*algo.surrogate=gspo takes",
+    "algo.surrogate=topr": "algo.correction must be none for algo.surrogate=topr",
+    "algo.temperatures=[1,0]": "algo.temperatures must be two finite numbers above 0",
     "sync.bucket_mb=0": "sync.bucket_mb must be a finite number above 0, got 0",
     "sync.address=tcp://0.0.0.0:5556": "sync.address must name a host",
     "run.name=a/b": "run.name must be a plain folder name, got 'a/b'",
@@ -67,6 +71,11 @@ REFUSED = {
 def test_refused_with_field_rule_and_value(overrides: str) -> None:
     with pytest.raises(ValueError, match=REFUSED[overrides]):
         load(overrides.split())
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (FOLDER / "algo").glob("*.yaml")))
+def test_each_preset_is_accepted_as_it_is(name: str) -> None:
+    assert load([f"algo={name}"]).algo.name == name
 
 
 def test_on_policy_is_s_zero_and_needs_no_correction() -> None:

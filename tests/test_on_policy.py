@@ -70,7 +70,7 @@ def synchronous(config: Config, folder: Path) -> dict[str, Tensor]:
         def loss_fn(logprobs, entropy, part, batch=batch, advantages=advantages, weights=weights):  # type: ignore[no-untyped-def]
             columns = {"advantages": advantages, "mask": batch.sampled, "weights": weights}
             return policy_loss(
-                config.algo, logprobs=logprobs, proximal_logprobs=logprobs.detach(), entropy=entropy,
+                config.algo, logprobs=logprobs, proximal_logprobs=logprobs.detach(), entropy=entropy, sequence=part.sequence,
                 behavior_logprobs=batch.behavior_logprobs[part.index],
                 **{name: column[part.index] for name, column in columns.items()},
             )[0]  # fmt: skip
