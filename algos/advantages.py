@@ -1,4 +1,4 @@
-"""Advantages from the rewards of a group: how much better a sample is than others of its prompt."""
+"""Advantages from the rewards of samples: how much better one is than others, of its prompt or of the batch."""
 
 from collections.abc import Callable
 
@@ -47,8 +47,28 @@ def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
     return (centred * (size / (size - 1).clamp(min=1))[group]).float()
 
 
-ADVANTAGES: dict[Advantage, Callable[[Tensor, Tensor], Tensor]] = {
-    Advantage.grpo: grpo,
-    Advantage.dr_grpo: dr_grpo,
-    Advantage.rloo: rloo,
+def reinforce_pp(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """REINFORCE++ (Hu et al., 2025) for a reward at the end: A = (R − mean) / std over all trained tokens of the batch.
+
+    Each token counts once, so a sample weighs as much as it is long. Shapes: rewards [N], lengths [N] in trained tokens -> [N].
+    Equal rewards, or nothing trained, give 0.
+    """
+    weights = lengths.double() / lengths.sum().clamp(min=1)
+    centred = rewards.double() - (weights * rewards.double()).sum()
+    std = (weights * centred.square()).sum().sqrt()
+    return torch.where(std > 1e-8, centred / std.clamp(min=1e-8), 0.0).float()
+
+
+def reinforce_pp_baseline(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
+    """REINFORCE++ with baseline: the same of the rewards less their group's mean. Shapes as `grpo` and `reinforce_pp`."""
+    return reinforce_pp(dr_grpo(rewards, groups), lengths)
+
+
+ADVANTAGES: dict[Advantage, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    Advantage.grpo: lambda rewards, groups, lengths: grpo(rewards, groups),
+    Advantage.dr_grpo: lambda rewards, groups, lengths: dr_grpo(rewards, groups),
+    Advantage.rloo: lambda rewards, groups, lengths: rloo(rewards, groups),
+    Advantage.reinforce_pp: lambda rewards, groups, lengths: reinforce_pp(rewards, lengths),
+    Advantage.reinforce_pp_baseline: reinforce_pp_baseline,
 }
+"""(rewards [N], groups [N], trained tokens [N]) -> [N], by name."""

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def soft_overlong_penalty(lengths: Tensor, max_tokens: int, cache: int) -> Tensor:
+def soft_overlong_penalty(lengths: Tensor, max_tokens: int, cache: float) -> Tensor:
     """DAPO's soft overlong punishment (Yu et al., 2025): 0 up to max_tokens − cache, then falling linearly to −1 at max_tokens.
 
     lengths [N], in sampled tokens -> [N], to be added to the rewards.

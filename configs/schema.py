@@ -79,6 +79,8 @@ class Advantage(StrEnum):
     grpo = "grpo"
     dr_grpo = "dr_grpo"
     rloo = "rloo"
+    reinforce_pp = "reinforce_pp"
+    reinforce_pp_baseline = "reinforce_pp_baseline"
 
 
 class Correction(StrEnum):
@@ -471,6 +473,8 @@ class AlgoConfig:
     dual_clip: float | None = 3.0
     """Bound on the loss of tokens with negative advantage, `ppo` only (Ye et al., 2020); None: no bound."""
     aggregation: Aggregation = Aggregation.token_mean
+    overlong_share: float | None = None
+    """DAPO's soft overlong penalty: the last share of `sampling.max_tokens`, over which a sample's reward falls linearly by 1."""
     dynamic_sampling: bool = False
     """Reject groups whose rewards are all equal and lease a fresh group in their place (DAPO)."""
 
@@ -487,6 +491,8 @@ class AlgoConfig:
         )
         if self.dual_clip is not None and self.dual_clip <= 1:
             found.append(f"algo.dual_clip must be > 1, got {self.dual_clip}")
+        if self.overlong_share is not None and not 0 < self.overlong_share <= 1:
+            found.append(f"algo.overlong_share must be in (0, 1], got {self.overlong_share}")
         if len(self.temperatures) != 2 or not all(math.isfinite(t) and t > 0 for t in self.temperatures):
             found.append(f"algo.temperatures must be two finite numbers above 0, got {list(self.temperatures)}")
         widest = max(self.clip_low, self.clip_high)
@@ -673,9 +679,14 @@ class Config:
                 f"step itself are within the bound), got {self.buffer.max_uses} and {self.buffer.sampler}",
             ),
             (
-                learner.samples_per_prompt < 2,
+                learner.samples_per_prompt < 2 and algo.dynamic_sampling,
+                "learner.samples_per_prompt must be at least 2 when algo.dynamic_sampling=true (the rewards of a group of one are "
+                f"always equal: none would be trained), got {learner.samples_per_prompt}",
+            ),
+            (
+                learner.samples_per_prompt < 2 and algo.advantage is not Advantage.reinforce_pp,
                 f"learner.samples_per_prompt must be at least 2 for algo.advantage={algo.advantage} (it compares the "
-                f"samples of a prompt), got {learner.samples_per_prompt}",
+                f"samples of a prompt; reinforce_pp does not), got {learner.samples_per_prompt}",
             ),
             (
                 (gen.engine is EngineKind.simulated) != (learner.engine is LearnerKind.simulated),

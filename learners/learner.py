@@ -21,6 +21,7 @@ from torch import Tensor
 from algos.advantages import ADVANTAGES
 from algos.aggregation import token_weights
 from algos.loss import policy_loss, summarize
+from algos.rewards import soft_overlong_penalty
 from buffers import messages as m
 from buffers.client import Taken
 from buffers.keys import open_door
@@ -156,7 +157,7 @@ class Learner:
         began = time.monotonic()
         config, algo = self._config, self._config.algo
         mask = torch.from_numpy(trainable(batch.versions.numpy(), batch.sampled.numpy(), self.step, config.bound))
-        advantages = ADVANTAGES[algo.advantage](batch.rewards, batch.groups)[batch.sequence]
+        advantages = self._advantages(batch, mask)[batch.sequence]
         self._probe(batch)
         proximal = self._proximal(batch)
         sums: dict[str, Tensor] = {}
@@ -193,6 +194,17 @@ class Learner:
             "time/train_s": time.monotonic() - began,
         }
         return metrics, int(totals["tokens"])
+
+    def _advantages(self, batch: Batch, mask: Tensor) -> Tensor:
+        """[N]"""
+        algo, rewards = self._config.algo, batch.rewards
+        trained, sampled = (
+            torch.zeros(batch.num_sequences).index_add_(0, batch.sequence, of.float()) for of in (mask, batch.sampled)
+        )
+        if algo.overlong_share is not None:
+            most = self._config.sampling.max_tokens
+            rewards = rewards + soft_overlong_penalty(sampled, most, algo.overlong_share * most)
+        return ADVANTAGES[algo.advantage](rewards, batch.groups, trained)
 
     def _microbatches(self, batch: Batch, rows: list[int]) -> list[Packed]:
         learner = self._config.learner

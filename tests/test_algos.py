@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from algos.advantages import dr_grpo, grpo, rloo
+from algos.advantages import dr_grpo, grpo, reinforce_pp, reinforce_pp_baseline, rloo
 from algos.aggregation import token_weights
 from algos.corrections import correction_weights, icepop, token_tis
 from algos.loss import policy_loss, summarize
@@ -34,6 +34,24 @@ def test_advantages_equal_their_equations(groups: list[list[float]]) -> None:
             assert found[dr_grpo][at] == pytest.approx(value - mean, abs=1e-6)
             assert found[rloo][at] == pytest.approx(value - sum(others) / (n - 1) if n > 1 else 0.0, abs=1e-5)
             at += 1
+
+
+@given(rewards_and_sizes, st.integers(0, 10**6))
+def test_reinforce_pp_whitens_over_the_tokens_of_the_batch(groups: list[list[float]], seed: int) -> None:
+    rewards = torch.tensor([r for group in groups for r in group])
+    numbers = torch.tensor([g for g, group in enumerate(groups) for _ in group])
+    lengths = torch.randint(0, 5, rewards.shape, generator=torch.Generator().manual_seed(seed))
+
+    def whitened(values: list[float]) -> list[float]:
+        tokens = [v for v, n in zip(values, lengths.tolist(), strict=True) for _ in range(n)]
+        mean = sum(tokens) / max(1, len(tokens))
+        std = math.sqrt(sum((v - mean) ** 2 for v in tokens) / max(1, len(tokens)))
+        return [(v - mean) / std if std > 1e-8 else 0.0 for v in values]
+
+    assert reinforce_pp(rewards, lengths).tolist() == pytest.approx(whitened(rewards.tolist()), abs=1e-4, rel=1e-4)
+    centred = dr_grpo(rewards, numbers)
+    found = reinforce_pp_baseline(rewards, numbers, lengths)
+    assert found.tolist() == pytest.approx(whitened(centred.tolist()), abs=1e-4, rel=1e-4)
 
 
 def test_leave_one_out_is_dr_grpo_times_n_over_n_minus_one() -> None:

@@ -60,6 +60,8 @@ REFUSED = {
     "algo.surrogate=gspo": "algo.clip_low and clip_high must be at most 0.1 for algo.surrogate=gspo",
     "algo.clip_low=3e-4 algo.clip_high=4e-4": "must be at least 0.01 for algo.surrogate=ppo.*algo.surrogate=gspo takes",
     "algo.surrogate=topr": "algo.correction must be none for algo.surrogate=topr",
+    "algo.overlong_share=1.5": r"algo.overlong_share must be in \(0, 1\], got 1.5",
+    "algo=reinforce_pp learner.samples_per_prompt=1 algo.dynamic_sampling=true": "when algo.dynamic_sampling=true .*got 1",
     "algo.temperatures=[1,0]": "algo.temperatures must be two finite numbers above 0",
     "sync.bucket_mb=0": "sync.bucket_mb must be a finite number above 0, got 0",
     "sync.address=tcp://0.0.0.0:5556": "sync.address must name a host",
