@@ -99,7 +99,7 @@ class WeightSync:
                     else:
                         layout = self._receive(snapshot.manifest, update)
                 held = layout.digests()
-        if before is not None:
+        if before is not None and before is not snapshot:
             before.release()
         return held
 

@@ -331,6 +331,15 @@ def test_weights_are_the_snapshots_own_memory_where_the_layout_allows_and_whole_
         Snapshot(manifest)
 
 
+def test_the_same_snapshot_may_be_taken_up_again(tied: Rig) -> None:
+    snapshot = Snapshot(tied.publish(0))
+    for _ in range(2):
+        tied.engine.load(snapshot)
+    assert tied.engine.held_digests(snapshot.manifest) == {e.name: e.digest for e in snapshot.manifest.tensors}
+    sample = tied.add(prompts(1)[0], 5, seed=0)
+    assert len(tied.finish()[sample.id].tokens) == 5
+
+
 def test_a_folder_on_disk_is_a_model_folder_when_its_publisher_has_closed(tied: Rig, tmp_path: Path) -> None:
     model = tmp_path / "model"
     tied.models[0].save_pretrained(model)
