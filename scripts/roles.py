@@ -6,6 +6,7 @@ import os
 import select
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from configs import load as configs
 from configs.schema import Config
+from sync.folders import abandon
 
 
 class Role:
@@ -43,6 +45,8 @@ def die_with(pid: int, others: list[psutil.Process]) -> None:
 
     def wait() -> None:
         select.select([watched], [], [])
+        abandon()
+        time.sleep(0.5)  # the others do the same, before they are killed
         for process in others:
             if process.pid != os.getpid():
                 with contextlib.suppress(psutil.NoSuchProcess):

@@ -42,6 +42,7 @@ from buffers.samplers import load_sampler
 from configs import load as configs
 from configs.schema import Config, LearnerKind, Role
 from generators.tasks import load_task
+from sync.folders import sweep
 
 KILLED = 130
 
@@ -178,6 +179,7 @@ class Run:
             print(f"\n{error}\nThe run has failed. Logs: {self._folder / 'logs'}", file=sys.stderr)
         finally:
             self._record.close(status)
+            sweep(Path("/dev/shm"))  # of a learner that was killed
         self._console.conclude(status, news)
         return {"finished": 0, "interrupted": KILLED}.get(status, 1)
 

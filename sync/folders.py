@@ -40,6 +40,29 @@ def sweep(parent: Path) -> list[Path]:
     return swept
 
 
+_used: dict[int, Path] = {}
+"""The folders that this process uses, by the descriptors of their locks."""
+
+
+def use(folder: Path, lock: int) -> int:
+    """Notes that this process uses the folder as long as it holds the lock, which is returned."""
+    _used[lock] = folder
+    return lock
+
+
+def let_go(lock: int) -> None:
+    """The folder stays, and belongs to nobody."""
+    _used.pop(lock, None)
+    os.close(lock)
+
+
+def abandon() -> None:
+    """For a process that is about to end without ceremony: gives up all folders in shared memory that it uses."""
+    for lock, folder in list(_used.items()):
+        if folder.is_relative_to("/dev/shm"):
+            leave(folder, lock)
+
+
 def share(folder: Path) -> int:
     """Makes the folder where it is missing; it stays as long as one of the descriptors returned, here or elsewhere, is open."""
     while True:
@@ -51,7 +74,7 @@ def share(folder: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_SH)
         try:
             if os.stat(folder / OWNER).st_ino == os.fstat(lock).st_ino:
-                return lock
+                return use(folder, lock)
         except FileNotFoundError:
             pass
         os.close(lock)
@@ -65,4 +88,4 @@ def leave(folder: Path, lock: int) -> None:
     except BlockingIOError:
         pass  # others use it
     finally:
-        os.close(lock)
+        let_go(lock)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from sync.folders import OWNER, sweep
+from sync.folders import OWNER, leave, let_go, sweep, use
 from sync.manifest import Manifest, whole_digest
 from sync.snapshot import SnapshotWriter
 from sync.spares import find_spare, retire
@@ -70,7 +70,7 @@ class Publisher:
         self._writer = SnapshotWriter()
         self._published: list[Manifest] = []
         sweep(self.folder.parent)
-        self._lock = _own(self.folder)
+        self._lock = use(self.folder, _own(self.folder))
         for left in self.folder.iterdir():
             if SNAPSHOT.fullmatch(left.name):
                 left.unlink()
@@ -128,9 +128,9 @@ class Publisher:
             self._server.close()
         if self._model is not None and self._published:
             self._leave_model(self._model, Path(self._published[-1].path))
+            let_go(self._lock)
         else:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._lock)
+            leave(self.folder, self._lock)
 
     def _leave_model(self, model: Path, newest: Path) -> None:
         newest.replace(self.folder / "model.safetensors")

@@ -76,6 +76,7 @@ class Started:
         while left := self.descendants():
             assert time.monotonic() < deadline, f"still alive: {[' '.join(p.cmdline())[:80] for p in left]}"
             time.sleep(0.1)
+        assert not list(Path("/dev/shm").glob("slipstream-run-*")), "nothing stays in shared memory either"
 
     def kill(self) -> None:
         for process in [*self.descendants(), psutil.Process(self.process.pid)]:
