@@ -64,9 +64,9 @@ class Engine(Protocol):
     def load(self, source: Snapshot | Broadcast) -> None:
         """Takes up a version, requests kept, and verifies that what the engine now holds has the manifest's digest.
 
-        Raises FileNotFoundError when it is gone (a newer one has replaced it) and `sync.manifest.DigestMismatch` when it is not what was published: the old version stays in service. Raises
-        `sync.manifest.EngineMismatch` when the engine does not hold what it was given: nothing may be sampled before a
-        later `load` succeeds.
+        Raises FileNotFoundError when it is gone (a newer one has replaced it) and `sync.manifest.DigestMismatch` when it is
+        not what was published: the old version stays in service. Raises `sync.manifest.EngineMismatch` when the engine does
+        not hold what it was given: nothing may be sampled before a later `load` succeeds.
         """
         ...
 

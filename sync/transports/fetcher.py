@@ -148,9 +148,12 @@ class Fetcher:
         parent, _ = self._receive(address, None)
         return parent.address if isinstance(parent, Parent) else ""
 
+    def _complete(self) -> list[Path]:
+        """The manifests of the versions that are here whole, newest last."""
+        return sorted(self._folder.glob("v*.json"), key=lambda path: path.stat().st_mtime)
+
     def _newest(self) -> Manifest | None:
-        """Of the versions that are here whole."""
-        found = sorted(self._folder.glob("v*.json"), key=lambda path: path.stat().st_mtime)
+        found = self._complete()
         return read_manifest(found[-1]) if found else None
 
     def _way(self, base: Manifest, version: Manifest) -> list[Path] | None:
@@ -168,8 +171,7 @@ class Fetcher:
     def _clear(self, coming: Path | None) -> None:
         """Keeps the newest version, the spare and its way to the newest version, and what has come of the one that is `coming`.
         Who has an older version mapped keeps it."""
-        found = sorted(self._folder.glob("v*.json"), key=lambda path: path.stat().st_mtime)
-        for locator in found[:-1]:
+        for locator in self._complete()[:-1]:
             retire(locator)
         spare, newest = find_spare(self._folder), self._newest()
         way = spare and newest and self._way(spare, newest)
