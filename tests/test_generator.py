@@ -193,9 +193,7 @@ def test_a_generator_leaves_when_its_buffer_has_been_silent_for_as_long_as_a_lea
 
 def test_an_engine_that_takes_longer_to_build_than_a_lease_lasts_is_no_silence_of_the_buffers(tmp_path: Path) -> None:
     config = load([*BASE, "buffer.lease_s=0.4"])
-    server = BufferServer(config, tmp_path / "journal")
-    serving = threading.Thread(target=server.run)
-    serving.start()
+    server, stop = serve(config, tmp_path)
     client, own = (BufferClient(server.address, timeout_s=10.0) for _ in range(2))
     own.call(m.Join(generator="g"), m.Welcome)
     time.sleep(0.6)  # the engine is built
@@ -208,8 +206,7 @@ def test_an_engine_that_takes_longer_to_build_than_a_lease_lasts_is_no_silence_o
     assert isinstance(client.next(0, wait_s=8.0), Taken)
     client.call(m.Stop(reason="over"), m.Done)
     thread.join(timeout=10)
-    server.stop()
-    serving.join(timeout=10)
+    stop()
     client.close()
     publisher.close()
 
@@ -227,6 +224,19 @@ def test_generators_on_another_host_fetch_each_version_once_for_all_of_them(
     assert size <= taken <= 5 * size, "a version that was not needed is passed over, and none comes twice"
     assert status.tokens.trained > 0 and status.digest_mismatches == 0
     assert not (tmp_path / "fetched").exists(), "nothing stays behind"
+
+
+def serve(config: Config, folder: Path) -> tuple[BufferServer, Callable[[], None]]:
+    """A buffer in a thread, and what ends it."""
+    server = BufferServer(config, folder / "journal")
+    thread = threading.Thread(target=server.run)
+    thread.start()
+
+    def stop() -> None:
+        server.stop()
+        thread.join(timeout=10)
+
+    return server, stop
 
 
 class Refusing(SimulatedEngine):
@@ -251,9 +261,7 @@ def refusing(times: int) -> Refusing:
 def test_a_mismatch_is_repaired_once_and_a_second_one_takes_the_generator_out_of_service(
     tmp_path: Path, times: int
 ) -> None:
-    server = BufferServer(load([*BASE, "buffer.lease_s=2"]), tmp_path / "journal")
-    serving = threading.Thread(target=server.run)
-    serving.start()
+    server, stop = serve(load([*BASE, "buffer.lease_s=2"]), tmp_path)
     client, own = (BufferClient(server.address, timeout_s=10.0) for _ in range(2))
     generator = Generator("g", load(BASE), own, refusing(times), SimulatedEpisodes())
     ended: list[BaseException | None] = []
@@ -275,8 +283,7 @@ def test_a_mismatch_is_repaired_once_and_a_second_one_takes_the_generator_out_of
         client.call(m.Stop(reason="over"), m.Done)
     thread.join(timeout=10)
     status = client.call(m.Watch(after=0, wait_s=0.0), m.News).status
-    server.stop()
-    serving.join(timeout=10)
+    stop()
     client.close()
     publisher.close()
     if times == 1:
