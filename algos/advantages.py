@@ -1,11 +1,16 @@
-"""Advantages from the rewards of samples: how much better one is than others, of its prompt or of the batch."""
+"""Advantages: how much better a sample, or a token of it, is than was to be expected.
+
+The functions above `Samples` are the equations; those below it compose them into what `algo.advantage` names.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from configs.schema import Advantage
+from algos.returns import discounted, gae, length_adaptive_lambda, turn_gae, vtrace
+from configs.algorithms import Advantage, AlgoConfig, Span
 
 
 def _group_mean(values: Tensor, group: Tensor, size: Tensor) -> Tensor:
@@ -47,28 +52,129 @@ def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
     return (centred * (size / (size - 1).clamp(min=1))[group]).float()
 
 
-def reinforce_pp(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """REINFORCE++ (Hu et al., 2025) for a reward at the end: A = (R − mean) / std over all trained tokens of the batch.
+def opmd(rewards: Tensor, groups: Tensor, tau: float) -> Tensor:
+    """Online policy mirror descent (OPMD; Trinity-RFT, 2025): A_i = R_i − τ log mean e^(R / τ), over the group.
 
-    Each token counts once, so a sample weighs as much as it is long. Shapes: rewards [N], lengths [N] in trained tokens -> [N].
-    Equal rewards, or nothing trained, give 0.
+    Shapes as `grpo`. For a large τ the baseline is the mean, for a small one the best of the group. A group of one gives 0.
     """
-    weights = lengths.double() / lengths.sum().clamp(min=1)
-    centred = rewards.double() - (weights * rewards.double()).sum()
-    std = (weights * centred.square()).sum().sqrt()
+    group, size = _enumerate(groups)
+    scaled = rewards.double() / tau
+    most = torch.full_like(size, float("-inf")).scatter_reduce(0, group, scaled, "amax")
+    total = torch.zeros_like(size).index_add_(0, group, (scaled - most[group]).exp())
+    return (rewards.double() - tau * (most + (total / size).log())[group]).float()
+
+
+def remax(rewards: Tensor, greedy: Tensor) -> Tensor:
+    """ReMax (Li et al., 2023): A_i = R_i − R of the greedy response to the same prompt. Shapes: [N], [N] -> [N]."""
+    return rewards - greedy
+
+
+def whitened(values: Tensor, mask: Tensor) -> Tensor:
+    """[T] (A − mean) / std over the tokens of the mask, 0 elsewhere. Equal values, or an empty mask, give 0."""
+    kept = torch.where(mask, values.double(), 0.0)
+    count = mask.sum().clamp(min=1)
+    centred = torch.where(mask, kept - kept.sum() / count, 0.0)
+    std = (centred.square().sum() / count).sqrt()
     return torch.where(std > 1e-8, centred / std.clamp(min=1e-8), 0.0).float()
 
 
-def reinforce_pp_baseline(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
-    """REINFORCE++ with baseline: the same of the rewards less their group's mean. Shapes as `grpo` and `reinforce_pp`."""
-    return reinforce_pp(dr_grpo(rewards, groups), lengths)
+def reinforce_pp(returns: Tensor, mask: Tensor) -> Tensor:
+    """REINFORCE++ (Hu et al., 2025): the return from each token on, whitened over all trained tokens of the batch. [T], [T] -> [T]."""
+    return whitened(returns, mask)
 
 
-ADVANTAGES: dict[Advantage, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    Advantage.grpo: lambda rewards, groups, lengths: grpo(rewards, groups),
-    Advantage.dr_grpo: lambda rewards, groups, lengths: dr_grpo(rewards, groups),
-    Advantage.rloo: lambda rewards, groups, lengths: rloo(rewards, groups),
-    Advantage.reinforce_pp: lambda rewards, groups, lengths: reinforce_pp(rewards, lengths),
-    Advantage.reinforce_pp_baseline: reinforce_pp_baseline,
+def prime(
+    rewards: Tensor, process: Tensor, groups: Tensor, mask: Tensor, offsets: Tensor, gamma: float = 1.0
+) -> Tensor:
+    """PRIME (Cui et al., 2025): leave-one-out outcome and process rewards, each against its own baseline, then whitened.
+
+    A_t = Σ_{s ≥ t} γ^(s − t) (r_s − mean over the other samples of their mean r) + R − mean of the other R.
+    Shapes: rewards [N], process [T] the implicit rewards r of tokens, groups [N], mask [T], offsets [N + 1] -> [T].
+    """
+    sequence = torch.repeat_interleave(torch.arange(len(rewards), device=mask.device), offsets.diff())
+    kept = torch.where(mask, process.double(), 0.0)
+    counts = torch.zeros(len(rewards), dtype=torch.float64).index_add_(0, sequence, mask.double())
+    means = torch.zeros_like(counts).index_add_(0, sequence, kept) / counts.clamp(min=1)
+    group, size = _enumerate(groups)
+    others = (_group_mean(means, group, size) * size[group] - means) / (size[group] - 1).clamp(min=1)
+    returns = discounted(torch.where(mask, kept - others[sequence], 0.0), mask, offsets, gamma)
+    return whitened(returns + rloo(rewards, groups).double()[sequence], mask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """A step's batch as an advantage sees it: N sequences with T tokens in all, flat."""
+
+    rewards: Tensor
+    """[N] after shaping, the penalty for leaving the reference included"""
+    token_rewards: Tensor
+    """[T] the same by token: what is charged to a token itself, and at a sequence's last sampled token the rest"""
+    groups: Tensor
+    """[N]"""
+    offsets: Tensor
+    """[N + 1]"""
+    sequence: Tensor
+    """[T] index of each token's sequence"""
+    sampled: Tensor
+    """[T] bool: the actions"""
+    mask: Tensor
+    """[T] bool: those that are trained"""
+    greedy: Tensor
+    """[N] reward of the greedy response to the same prompt, shaped alike; NaN where none was made"""
+    values: Tensor | None = None
+    """[T] of the critic, before each token"""
+    log_ratio: Tensor | None = None
+    """[T] log π_p − log μ"""
+    process_rewards: Tensor | None = None
+    """[T] of the implicit reward model"""
+
+
+Function = Callable[[Samples, AlgoConfig], Tensor]
+ADVANTAGES: dict[Advantage, Function] = {
+    Advantage.grpo: lambda s, algo: grpo(s.rewards, s.groups)[s.sequence],
+    Advantage.dr_grpo: lambda s, algo: dr_grpo(s.rewards, s.groups)[s.sequence],
+    Advantage.rloo: lambda s, algo: rloo(s.rewards, s.groups)[s.sequence],
+    Advantage.opmd: lambda s, algo: opmd(s.rewards, s.groups, algo.opmd.tau)[s.sequence],
+    Advantage.remax: lambda s, algo: remax(s.rewards, s.greedy)[s.sequence],
+    Advantage.reinforce_pp: lambda s, algo: reinforce_pp(discounted(s.token_rewards, s.sampled, s.offsets), s.mask),
+    Advantage.reinforce_pp_baseline: lambda s, algo: reinforce_pp(dr_grpo(s.rewards, s.groups)[s.sequence], s.mask),
+    Advantage.prime: lambda s, algo: prime(
+        s.rewards, _given(s.process_rewards), s.groups, s.sampled, s.offsets, algo.prime.gamma
+    ),
+    Advantage.gae: lambda s, algo: (
+        whitened(_gae(s, algo, _lam(s, algo))[0], s.mask) if algo.gae.whiten else _gae(s, algo, _lam(s, algo))[0]
+    ),
+    Advantage.vtrace: lambda s, algo: _vtrace(s, algo)[0],
 }
-"""(rewards [N], groups [N], trained tokens [N]) -> [N], by name."""
+"""[T] by name."""
+
+
+def value_targets(samples: Samples, algo: AlgoConfig) -> Tensor:
+    """[T] what the critic learns: the returns of `gae` with λ = `critic_lam`, or V-trace's targets."""
+    if algo.advantage is Advantage.vtrace:
+        return _vtrace(samples, algo)[1]
+    return _gae(samples, algo, algo.gae.critic_lam)[1]
+
+
+def _gae(s: Samples, algo: AlgoConfig, lam: float | Tensor) -> tuple[Tensor, Tensor]:
+    function = turn_gae if algo.gae.span is Span.turn else gae
+    return function(s.token_rewards, _given(s.values), s.sampled, s.offsets, algo.gae.gamma, lam)
+
+
+def _lam(s: Samples, algo: AlgoConfig) -> float | Tensor:
+    if algo.gae.length_alpha is None:
+        return algo.gae.lam
+    lengths = torch.zeros(len(s.rewards)).index_add_(0, s.sequence, s.sampled.float())
+    return length_adaptive_lambda(lengths, algo.gae.length_alpha)
+
+
+def _vtrace(s: Samples, algo: AlgoConfig) -> tuple[Tensor, Tensor]:
+    v = algo.vtrace
+    return vtrace(
+        s.token_rewards, _given(s.values), _given(s.log_ratio), s.sampled, s.offsets, v.gamma, v.lam, v.rho_bar, v.c_bar
+    )
+
+
+def _given(column: Tensor | None) -> Tensor:
+    assert column is not None, "this advantage needs a model that was not asked"
+    return column

@@ -8,27 +8,10 @@ Log-ratios are taken within ±20, so ±inf gives a finite weight.
 import torch
 from torch import Tensor
 
-from configs.schema import Correction
-
-MAX_LOG_RATIO = 20.0
-
-
-def clamped(log_ratio: Tensor) -> Tensor:
-    """Within ± 20, so that an exponential stays finite; ±inf included, NaN stays."""
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def sequence_sum(values: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
-    """[T] the sum over the trained tokens of each token's sequence."""
-    count = int(sequence.max()) + 1 if len(sequence) else 0
-    totals = torch.zeros(count, dtype=values.dtype, device=values.device)
-    return totals.index_add(0, sequence, torch.where(mask, values, 0.0))[sequence]
-
-
-def sequence_mean(values: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
-    """[T] the mean over the trained tokens of each token's sequence; 0 where it has none."""
-    counts = sequence_sum(torch.ones_like(values), mask, sequence)
-    return sequence_sum(values, mask, sequence) / counts.clamp(min=1)
+from algos import kl
+from algos.ratios import clamped, sequence_mean, sequence_sum
+from algos.surrogates import second_moment_mask
+from configs.algorithms import AlgoConfig, Correction, Level, RejectionConfig
 
 
 def token_tis(log_ratio: Tensor, cap: float) -> Tensor:
@@ -57,31 +40,27 @@ def geometric_mask(log_ratio: Tensor, mask: Tensor, sequence: Tensor, floor: flo
     return _within(sequence_mean(clamped(log_ratio), mask, sequence).exp(), floor, cap)
 
 
-def rejection(
-    log_ratio: Tensor, mask: Tensor, sequence: Tensor, estimator: str, level: str, threshold: float
-) -> Tensor:
+def rejection(log_ratio: Tensor, mask: Tensor, sequence: Tensor, config: RejectionConfig) -> Tensor:
     """Drops where an estimate of KL(μ ‖ π) is above the threshold; the others weigh 1. [T]
 
-    `estimator`: k1 −ℓ, k2 ½ ℓ², k3 e^ℓ − 1 − ℓ, with ℓ = log π − log μ of a token. `level`: token, or the sum, mean or max over the
-    sequence (sequence_sum, sequence_mean, sequence_max).
+    `estimator`: k1, k2, k3 of a token (`algos.kl`). `level`: that of the token itself, or the sum, mean or max over its sequence.
     """
-    ell = clamped(log_ratio)
-    estimate = {"k1": -ell, "k2": 0.5 * ell.square(), "k3": ell.exp() - 1 - ell}[estimator]
-    match level:
-        case "sequence_sum":
+    if config.estimator is None:
+        return torch.ones_like(log_ratio)
+    estimate = kl.ESTIMATORS[config.estimator](-log_ratio, torch.zeros_like(log_ratio))
+    match config.level:
+        case Level.sequence_sum:
             estimate = sequence_sum(estimate, mask, sequence)
-        case "sequence_mean":
+        case Level.sequence_mean:
             estimate = sequence_mean(estimate, mask, sequence)
-        case "sequence_max":
+        case Level.sequence_max:
             count = int(sequence.max()) + 1 if len(sequence) else 0
-            lowest = torch.full((count,), float("-inf"), dtype=ell.dtype, device=ell.device)
+            lowest = torch.full((count,), float("-inf"), dtype=estimate.dtype, device=estimate.device)
             shown = torch.where(mask, estimate, float("-inf"))
             estimate = lowest.scatter_reduce(0, sequence, shown, "amax")[sequence]
-        case "token":
+        case Level.token:
             pass
-        case _:
-            raise ValueError(f"level must be token, sequence_sum, sequence_mean or sequence_max, got {level!r}")
-    return (estimate <= threshold).to(log_ratio.dtype)
+    return (estimate <= config.threshold).to(log_ratio.dtype)
 
 
 def normalised(weights: Tensor, mask: Tensor) -> Tensor:
@@ -102,12 +81,24 @@ def _within(ratio: Tensor, floor: float, cap: float) -> Tensor:
     return ((ratio >= floor) & (ratio <= cap)).to(ratio.dtype)
 
 
-def correction_weights(
-    kind: Correction, log_ratio: Tensor, mask: Tensor, sequence: Tensor, floor: float, cap: float
+def off_policy_weights(
+    algo: AlgoConfig, log_ratio: Tensor, advantages: Tensor, mask: Tensor, sequence: Tensor
 ) -> Tensor:
-    """[T] weights, detached."""
-    log_ratio = log_ratio.detach()
-    match kind:
+    """[T] what the composition weighs each token by: correction × rejection × M2PO's mask, normalised where that is asked for.
+
+    `log_ratio` [T] is log π_p − log μ, 0 where not trained. Where `algo.needs_minibatch`, all columns must be of the whole minibatch.
+    """
+    log_ratio = torch.where(mask, log_ratio.detach(), 0.0)
+    weights = correction_weights(algo, log_ratio, mask, sequence) * rejection(log_ratio, mask, sequence, algo.rejection)
+    if algo.surrogate == "m2po":
+        weights = weights * second_moment_mask(log_ratio, advantages, mask, algo.m2po.threshold)
+    return normalised(weights, mask) if algo.normalise_weights else weights
+
+
+def correction_weights(algo: AlgoConfig, log_ratio: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
+    """[T]"""
+    floor, cap = algo.correction_floor, algo.correction_cap
+    match algo.correction:
         case Correction.none:
             return torch.ones_like(log_ratio)
         case Correction.token_tis:

@@ -1,35 +1,46 @@
-"""Estimators of KL(π ‖ π_ref) from tokens that π has sampled (Schulman, 2020, "Approximating KL divergence"), and its coefficient.
+"""Estimators of KL(p ‖ q) from tokens that p has sampled (Schulman, 2020, "Approximating KL divergence"), and a coefficient for it.
 
-With ℓ = log π − log π_ref of a sampled token:
+With ℓ = log p − log q of a sampled token:
 
-| | value | as an estimate of the KL | its gradient, as a loss |
+| | value | as an estimate of the KL | its gradient by p, as a loss |
 |---|---|---|---|
 | k1 | ℓ | unbiased, noisy, may be negative | zero in expectation: of use in the reward only |
-| k2 | ½ ℓ² | biased, small where the policies are close | that of the KL, unbiased |
-| k3 | e^−ℓ − 1 + ℓ | unbiased, never negative | that of KL(π_ref ‖ π) instead |
+| k2 | ½ ℓ² | biased, small where p and q are close | that of KL(p ‖ q), unbiased |
+| k3 | e^−ℓ − 1 + ℓ | unbiased, never negative | that of KL(q ‖ p) instead |
 
-All are for tokens sampled from the very π; where they were sampled from μ, weight them with π / μ.
+All are for tokens sampled from the very p; where they were sampled from μ, they are to be weighed with p / μ. The entropy of p is
+exact, over the whole vocabulary (`learners/logprobs.py`).
 """
+
+from collections.abc import Callable
 
 from torch import Tensor
 
-from algos.corrections import clamped
+from algos.ratios import clamped
+from configs.algorithms import Estimator
 
 
-def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
+def k1(logprobs: Tensor, other: Tensor) -> Tensor:
     """[T] ℓ"""
-    return clamped(logprobs - reference)
+    return clamped(logprobs - other)
 
 
-def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
+def k2(logprobs: Tensor, other: Tensor) -> Tensor:
     """[T] ½ ℓ²"""
-    return 0.5 * clamped(logprobs - reference).square()
+    return 0.5 * clamped(logprobs - other).square()
 
 
-def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
+def k3(logprobs: Tensor, other: Tensor) -> Tensor:
     """[T] e^−ℓ − 1 + ℓ"""
-    log_ratio = clamped(logprobs - reference)
+    log_ratio = clamped(logprobs - other)
     return (-log_ratio).exp() - 1 + log_ratio
+
+
+ESTIMATORS: dict[Estimator, Callable[[Tensor, Tensor], Tensor]] = {
+    Estimator.k1: k1,
+    Estimator.k2: k2,
+    Estimator.k3: k3,
+}
 
 
 def adapted_coefficient(coefficient: float, kl: float, target: float, num_samples: int, horizon: int = 10_000) -> float:

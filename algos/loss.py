@@ -1,16 +1,18 @@
-"""A policy loss: surrogate × off-policy correction, summed with given weights; and what to know about it.
+"""A policy loss: surrogate × off-policy weights, summed with given weights, with a KL penalty, an entropy bonus and imitation.
 
-L = Σ_t a_t · w_t · L_t,  a from `aggregation.token_weights`, w from `corrections`, L_t from `surrogates`.
+L = Σ_t a_t · [w_t · (L_t + β KL_t) − c H_t] + μ Σ_t b_t (−log π_θ)
 
-Metrics come as sums over tokens, so that microbatches and ranks add up; `summarize` turns the sums into figures.
+a from `aggregation.token_weights`, w from `corrections.off_policy_weights`, L_t from `surrogates`, KL_t from `kl` against the reference
+policy, H_t the entropy, b the weights of the tokens of good samples (VAPO). What is to be known of it comes from `metrics`.
 """
 
 import torch
 from torch import Tensor
 
-from algos.corrections import clamped, correction_weights, sequence_mean
-from algos.surrogates import Tokens, aipo, cispo, dppo, gspo, kimi, opmd, ppo, sapo, topr
-from configs.schema import AlgoConfig, Correction, Surrogate
+from algos import kl, metrics
+from algos.corrections import off_policy_weights
+from algos.surrogates import SURROGATES, Tokens
+from configs.algorithms import AlgoConfig
 
 
 def policy_loss(
@@ -24,107 +26,41 @@ def policy_loss(
     weights: Tensor,
     entropy: Tensor,
     sequence: Tensor,
+    staleness: Tensor | None = None,
+    correction: Tensor | None = None,
+    reference_logprobs: Tensor | None = None,
+    kl_coef: float | None = None,
+    imitation: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of one microbatch and its sums, detached.
 
     Shapes: all [T]; mask is bool; `weights` are the aggregation's; `sequence` int64, the index of each token's sequence, all of whose
-    tokens are here. Values where mask is false cannot matter, NaN included.
+    tokens are here; `staleness` int. `correction`: the off-policy weights, where they depend on the whole minibatch; None: those of
+    these tokens. `kl_coef`: None: `algo.kl.loss_coef`. Values where mask is false cannot matter, NaN included.
     """
 
     def kept(values: Tensor) -> Tensor:
         return torch.where(mask, values, 0.0)
 
-    logprobs, proximal, behavior = kept(logprobs), kept(proximal_logprobs), kept(behavior_logprobs)
-    advantages, entropy = kept(advantages), kept(entropy.detach())
-    floor, cap = algo.correction_floor, algo.correction_cap
-    correction = correction_weights(algo.correction, proximal - behavior, mask, sequence, floor, cap)
+    weights, entropy = kept(weights), kept(entropy)
     tokens = Tokens(
-        logprobs=logprobs, proximal=proximal, behavior=behavior, advantages=advantages, mask=mask, sequence=sequence
-    )
-    loss = (torch.where(mask, weights, 0.0) * correction * surrogate(algo, tokens)).sum()
+        logprobs=kept(logprobs), proximal=kept(proximal_logprobs), behavior=kept(behavior_logprobs),
+        advantages=kept(advantages), mask=mask, sequence=sequence,
+    )  # fmt: skip
+    if correction is None:
+        correction = off_policy_weights(algo, tokens.proximal - tokens.behavior, tokens.advantages, mask, sequence)
+    correction = kept(correction)
+    objective = SURROGATES[algo.surrogate](tokens, algo.loss)
+    penalty = torch.zeros_like(objective)
+    if reference_logprobs is not None:
+        penalty = kl.ESTIMATORS[algo.kl.estimator](tokens.logprobs, kept(reference_logprobs))
+        objective = objective + (algo.kl.loss_coef if kl_coef is None else kl_coef) * penalty
+    loss = (weights * correction * objective).sum()
+    if algo.entropy_coef:
+        loss = loss - algo.entropy_coef * (weights * entropy).sum()
+    if imitation is not None:
+        loss = loss - algo.imitation_coef * (kept(imitation) * tokens.logprobs).sum()
     with torch.no_grad():
-        sums = _sums(algo, tokens, correction, entropy)
+        sums = metrics.sums(algo, tokens, correction, entropy, penalty, staleness)
         sums["loss"] = loss.detach().double()
     return loss, sums
-
-
-def surrogate(algo: AlgoConfig, tokens: Tokens) -> Tensor:
-    """[T] the loss of each token."""
-    tau, tau_negative = algo.temperatures
-    match algo.surrogate:
-        case Surrogate.ppo:
-            return ppo(tokens, algo.clip_low, algo.clip_high, algo.dual_clip)
-        case Surrogate.gspo:
-            return gspo(tokens, algo.clip_low, algo.clip_high)
-        case Surrogate.cispo:
-            return cispo(tokens, algo.clip_low, algo.clip_high)
-        case Surrogate.sapo:
-            return sapo(tokens, tau, tau_negative)
-        case Surrogate.topr:
-            return topr(tokens)
-        case Surrogate.dppo:
-            return dppo(tokens, algo.clip_low, algo.clip_high)
-        case Surrogate.aipo:
-            return aipo(tokens, algo.surrogate_cap)
-        case Surrogate.kimi:
-            return kimi(tokens, tau)
-        case Surrogate.opmd:
-            return opmd(tokens, tau)
-
-
-def _sums(algo: AlgoConfig, tokens: Tokens, correction: Tensor, entropy: Tensor) -> dict[str, Tensor]:
-    log_ratio = clamped(tokens.logprobs - tokens.proximal)
-    if algo.surrogate is Surrogate.gspo:
-        log_ratio = sequence_mean(log_ratio, tokens.mask, tokens.sequence)
-    ratio = log_ratio.exp()
-    delta = clamped(tokens.logprobs - tokens.behavior)
-    rho = delta.exp()
-    truncates = algo.correction in (Correction.token_tis, Correction.sequence_tis)
-    columns = {
-        "tokens": torch.ones_like(ratio),
-        "entropy": entropy,
-        "clipped": _clipped(algo, ratio, tokens.advantages),
-        "truncated": (correction >= algo.correction_cap) & truncates,
-        "dropped": correction == 0,
-        "weight": correction,
-        "weight_squared": correction.square(),
-        "ratio": ratio,
-        "k1": -delta,
-        "k3": rho - 1 - delta,
-        "rho_squared": rho.square(),
-    }
-    return {name: torch.where(tokens.mask, values.double(), 0.0).sum() for name, values in columns.items()}
-
-
-def _clipped(algo: AlgoConfig, ratio: Tensor, advantages: Tensor) -> Tensor:
-    """[T] Where the clip takes effect: the gradient is 0, or for `cispo` the weight is that of the bound."""
-    above, below = ratio > 1 + algo.clip_high, ratio < 1 - algo.clip_low
-    match algo.surrogate:
-        case Surrogate.ppo | Surrogate.gspo:
-            return ((advantages > 0) & above) | ((advantages < 0) & below)
-        case Surrogate.cispo:
-            return above | below
-        case _:
-            return torch.zeros_like(above)
-
-
-def summarize(sums: dict[str, float]) -> dict[str, float]:
-    """Figures of a step from the sums over all its tokens.
-
-    `offpolicy/ess`: (Σw)² / (n Σw²) of the truncated weights, 1 = on-policy. `offpolicy/kl_k1` and `kl_k3` estimate
-    KL(μ‖π_θ) (Schulman, 2020); `offpolicy/chi2` is mean((π_θ/μ)²) − 1. All zero when nothing was trained.
-    """
-    n = max(sums["tokens"], 1.0)
-    return {
-        "loss/policy": sums["loss"],
-        "policy/entropy": sums["entropy"] / n,
-        "policy/clip_fraction": sums["clipped"] / n,
-        "policy/ratio_mean": sums["ratio"] / n,
-        "offpolicy/ess": sums["weight"] ** 2 / (n * sums["weight_squared"]) if sums["weight_squared"] else 0.0,
-        "offpolicy/kl_k1": sums["k1"] / n,
-        "offpolicy/kl_k3": sums["k3"] / n,
-        "offpolicy/chi2": sums["rho_squared"] / n - 1 if sums["tokens"] else 0.0,
-        "offpolicy/weight_mean": sums["weight"] / n,
-        "offpolicy/truncated_fraction": sums["truncated"] / n,
-        "offpolicy/dropped_fraction": sums["dropped"] / n,
-    }

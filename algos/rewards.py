@@ -12,15 +12,6 @@ def soft_overlong_penalty(lengths: Tensor, max_tokens: int, cache: float) -> Ten
     return (-(lengths - (max_tokens - cache)) / cache).clamp(min=-1.0, max=0.0)
 
 
-def informative(rewards: Tensor, groups: Tensor) -> Tensor:
-    """[N] bool: DAPO's dynamic sampling keeps groups whose rewards differ."""
-    _, group = torch.unique(groups, return_inverse=True)
-    count = int(group.max()) + 1 if len(group) else 0
-    most = torch.full((count,), float("-inf"), dtype=rewards.dtype).scatter_reduce(0, group, rewards, "amax")
-    least = torch.full((count,), float("inf"), dtype=rewards.dtype).scatter_reduce(0, group, rewards, "amin")
-    return (most > least)[group]
-
-
 def with_kl(rewards: Tensor, kl: Tensor, coefficient: float, mask: Tensor, last: Tensor) -> Tensor:
     """[T] rewards of tokens: −β KL_t for each sampled one, and the sequence's reward at its last (Ziegler et al., 2019).
 
@@ -39,6 +30,7 @@ def normalised(rewards: Tensor, clip: float | None = None) -> Tensor:
 
 
 def filtered(scores: Tensor, power: float, generator: torch.Generator) -> Tensor:
-    """PF-PPO (Shen et al., 2024): [N] indices of samples drawn with replacement, in proportion to |score|^power + 1e-8."""
+    """PF-PPO (Shen et al., 2024): N draws with replacement, in proportion to |score|^power + 1e-8. [N] how often each came."""
     weights = scores.abs().double().pow(power) + 1e-8
-    return torch.multinomial(weights, len(scores), replacement=True, generator=generator)
+    drawn = torch.multinomial(weights, len(scores), replacement=True, generator=generator)
+    return torch.bincount(drawn, minlength=len(scores)).float()

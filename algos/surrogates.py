@@ -1,15 +1,32 @@
 """Surrogate objectives: the loss of each token as a function of the current policy, before weighting and aggregation.
 
-All take `Tokens` and give [T]; none divides by anything (`algos.aggregation` does). Ratios are e^(clip(Δ log π, ±20)); sg is
-stop-gradient. π_θ is the current policy, π_p the proximal one (the learner at the start of the step), μ the behaviour.
+All take `Tokens` and their parameters and give [T]; none divides by anything (`algos.aggregation` does). Ratios are e^(clip(Δ log π, ±20));
+sg is stop-gradient. π_θ is the current policy, π_p the proximal one (the learner at the start of the step), μ the behaviour.
+
+To add one: write it here under `@surrogate`, and its parameters as a dataclass in `configs/algorithms.py`, with a field of its name.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from algos.corrections import clamped, sequence_mean
+from algos.ratios import clamped, sequence_mean
+from configs.algorithms import (
+    AipoConfig,
+    CispoConfig,
+    DppoConfig,
+    GspoConfig,
+    KimiConfig,
+    M2poConfig,
+    OpmdConfig,
+    PpoConfig,
+    SapoConfig,
+    SurrogateConfig,
+    ToprConfig,
+)
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
 
@@ -32,17 +49,29 @@ class Tokens:
     """[T] int64: index of each token's sequence"""
 
 
-def ppo(tokens: Tokens, clip_low: float, clip_high: float, dual_clip: float | None) -> Tensor:
+Function = TypeVar("Function", bound=Callable[[Tokens, Any], Tensor])
+SURROGATES: dict[str, Callable[[Tokens, SurrogateConfig], Tensor]] = {}
+"""By name."""
+
+
+def surrogate(function: Function) -> Function:
+    SURROGATES[function.__name__] = function
+    return function
+
+
+@surrogate
+def ppo(tokens: Tokens, config: PpoConfig) -> Tensor:
     """Clipped surrogate (PPO; Schulman et al., 2017), with asymmetric clip (DAPO) and dual clip (Ye et al., 2020).
 
     r = π_θ / π_p;  L = max(−A r, −A clip(r, 1 − ε_low, 1 + ε_high));  where A < 0: L = min(L, −A c).
     With a correction π_p / μ before it this is decoupled PPO (Hilton et al., 2022), with π_p = μ it is PPO on stale data.
     """
     ratio = clamped(tokens.logprobs - tokens.proximal).exp()
-    return _clipped(ratio, tokens.advantages, clip_low, clip_high, dual_clip)
+    return _clipped(ratio, tokens.advantages, config.clip_low, config.clip_high, config.dual_clip)
 
 
-def gspo(tokens: Tokens, clip_low: float, clip_high: float) -> Tensor:
+@surrogate
+def gspo(tokens: Tokens, config: GspoConfig) -> Tensor:
     """Group sequence policy optimisation (GSPO; Zheng et al., 2025), its token form.
 
     s_i = e^(mean over the sequence of log π_θ / π_p) ≤ e^10;  s_it = sg(s_i) π_θ / sg(π_θ);
@@ -51,29 +80,32 @@ def gspo(tokens: Tokens, clip_low: float, clip_high: float) -> Tensor:
     log_ratio = sequence_mean(clamped(tokens.logprobs - tokens.proximal).detach(), tokens.mask, tokens.sequence)
     own = tokens.logprobs - tokens.logprobs.detach()
     ratio = (log_ratio.clamp(max=MAX_LOG_SEQUENCE_RATIO) + own).exp()
-    return _clipped(ratio, tokens.advantages, clip_low, clip_high, None)
+    return _clipped(ratio, tokens.advantages, config.clip_low, config.clip_high, None)
 
 
-def cispo(tokens: Tokens, clip_low: float, clip_high: float) -> Tensor:
+@surrogate
+def cispo(tokens: Tokens, config: CispoConfig) -> Tensor:
     """Clipped importance sampling (CISPO; MiniMax-M1, 2025): L = −sg(clip(r, 1 − ε_low, 1 + ε_high)) A log π_θ, r = π_θ / π_p.
 
     No token is dropped: what is clipped is its weight.
     """
-    weight = clamped(tokens.logprobs - tokens.proximal).detach().exp().clamp(1 - clip_low, 1 + clip_high)
+    weight = clamped(tokens.logprobs - tokens.proximal).detach().exp().clamp(1 - config.clip_low, 1 + config.clip_high)
     return -weight * tokens.advantages * tokens.logprobs
 
 
-def sapo(tokens: Tokens, temperature_positive: float, temperature_negative: float) -> Tensor:
+@surrogate
+def sapo(tokens: Tokens, config: SapoConfig) -> Tensor:
     """Soft adaptive policy optimisation (SAPO; Qwen, 2025): L = −A (4 / τ) σ(τ (r − 1)), r = π_θ / π_p.
 
     τ is one number where A > 0, another elsewhere. At r = 1 its gradient is that of −A r.
     """
     ratio = clamped(tokens.logprobs - tokens.proximal).exp()
-    tau = torch.where(tokens.advantages > 0, temperature_positive, temperature_negative)
+    tau = torch.where(tokens.advantages > 0, config.tau_positive, config.tau_negative)
     return -tokens.advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1))
 
 
-def topr(tokens: Tokens) -> Tensor:
+@surrogate
+def topr(tokens: Tokens, config: ToprConfig) -> Tensor:
     """Tapered off-policy REINFORCE (TOPR; Le Roux et al., 2025), by token.
 
     A > 0: L = −A log π_θ;  else L = −sg(clip(π_θ / μ, 0, 1)) A log π_θ. It carries its own correction.
@@ -82,34 +114,36 @@ def topr(tokens: Tokens) -> Tensor:
     return -torch.where(tokens.advantages > 0, 1.0, taper) * tokens.advantages * tokens.logprobs
 
 
-def dppo(tokens: Tokens, low: float, high: float) -> Tensor:
+@surrogate
+def dppo(tokens: Tokens, config: DppoConfig) -> Tensor:
     """Divergence PPO with the binary total variation (DPPO, 2026): a token counts as long as its probability has moved little.
 
     keep = π_θ − μ ≤ δ_high where A > 0, π_θ − μ ≥ −δ_low elsewhere;  L = −keep sg(min(π_θ / μ, 20)) A log π_θ. It carries its
     own correction.
     """
     moved = tokens.logprobs.detach().exp() - tokens.behavior.exp()
-    keep = torch.where(tokens.advantages > 0, moved <= high, moved >= -low)
+    keep = torch.where(tokens.advantages > 0, moved <= config.high, moved >= -config.low)
     weight = clamped(tokens.logprobs - tokens.behavior).detach().exp().clamp(max=20.0)
     return -torch.where(keep, weight, 0.0) * tokens.advantages * tokens.logprobs
 
 
-def aipo(tokens: Tokens, cap: float) -> Tensor:
+@surrogate
+def aipo(tokens: Tokens, config: AipoConfig) -> Tensor:
     """Asynchronous importance-weighted policy optimisation (AIPO; LlamaRL, 2025): L = −sg(min(π_θ / μ, ρ)) A log π_θ.
 
     It carries its own correction.
     """
-    weight = clamped(tokens.logprobs - tokens.behavior).detach().exp().clamp(max=cap)
+    weight = clamped(tokens.logprobs - tokens.behavior).detach().exp().clamp(max=config.cap)
     return -weight * tokens.advantages * tokens.logprobs
 
 
-def m2po(tokens: Tokens, keep: Tensor) -> Tensor:
-    """Second-moment trust region (M2PO; Zheng et al., 2025): L = −r A where `keep` [T] (`second_moment_mask`), r = π_θ / μ.
+@surrogate
+def m2po(tokens: Tokens, config: M2poConfig) -> Tensor:
+    """Second-moment trust region (M2PO; Zheng et al., 2025): L = −r A, r = π_θ / μ, where `second_moment_mask` keeps the token.
 
-    It carries its own correction.
+    The mask is one of a whole minibatch and comes with the other weights (`algos.corrections.off_policy_weights`).
     """
-    ratio = clamped(tokens.logprobs - tokens.behavior).exp()
-    return torch.where(keep, -ratio * tokens.advantages, 0.0)
+    return -clamped(tokens.logprobs - tokens.behavior).exp() * tokens.advantages
 
 
 def second_moment_mask(log_ratio: Tensor, advantages: Tensor, mask: Tensor, threshold: float) -> Tensor:
@@ -128,15 +162,17 @@ def second_moment_mask(log_ratio: Tensor, advantages: Tensor, mask: Tensor, thre
     return keep
 
 
-def kimi(tokens: Tokens, tau: float) -> Tensor:
+@surrogate
+def kimi(tokens: Tokens, config: KimiConfig) -> Tensor:
     """Kimi k1.5 (2025), policy mirror descent: L = −A log π_θ + ½ τ (log π_θ / π_p)², A the reward less its group's mean."""
     log_ratio = clamped(tokens.logprobs - tokens.proximal)
-    return -tokens.advantages * tokens.logprobs + 0.5 * tau * log_ratio.square()
+    return -tokens.advantages * tokens.logprobs + 0.5 * config.tau * log_ratio.square()
 
 
-def opmd(tokens: Tokens, tau: float) -> Tensor:
+@surrogate
+def opmd(tokens: Tokens, config: OpmdConfig) -> Tensor:
     """Online policy mirror descent, simplified (OPMD; Trinity-RFT, 2025): L = −A log π_θ / (1 + τ), A as Kimi's."""
-    return -tokens.advantages * tokens.logprobs / (1 + tau)
+    return -tokens.advantages * tokens.logprobs / (1 + config.tau)
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None) -> Tensor:

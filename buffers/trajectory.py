@@ -16,6 +16,8 @@ import pyarrow as pa
 from buffers.arrow_ipc import BadMessage, check_record_batch, is_aligned, layout_of
 
 SCHEMA_VERSION = 1
+GREEDY = "greedy"
+"""The component of a reward that holds the reward of the greedy response to the same prompt (ReMax's baseline)."""
 LONG = 2000
 """Tokens of a group from which on it is faster to look at each by itself."""
 
@@ -54,7 +56,7 @@ class Trajectory:
     """[T]: version that sampled the token, as the engine reports it; -1 where not sampled."""
     reward: Annotated[float, pa.float32()]
     rewards: Annotated[dict[str, float], pa.map_(pa.string(), pa.float32())] = field(default_factory=dict)
-    """Components of the reward by name."""
+    """Components of the reward by name; `GREEDY` is one that a generator adds, not the task."""
     finish_reason: Text
     """`stop` (end of sequence) or `length`."""
     generator: Text

@@ -11,6 +11,8 @@ from enum import StrEnum
 from ipaddress import ip_address
 from typing import Any
 
+from configs.algorithms import Advantage, AlgoConfig, positive
+
 Mode = StrEnum("Mode", {"async": "async", "on_policy": "on_policy"})
 """`on_policy` is the synchronous baseline: S = 0, whatever `staleness.max_versions` says; same code."""
 
@@ -26,6 +28,11 @@ class OnLate(StrEnum):
     wait = "wait"
     mask = "mask"
     cancel = "cancel"
+
+
+class Controller(StrEnum):
+    fixed = "fixed"
+    ess = "ess"
 
 
 class Durability(StrEnum):
@@ -73,60 +80,6 @@ class Attention(StrEnum):
     packed_sdpa = "packed_sdpa"
     varlen = "varlen"
     flash_attention_2 = "flash_attention_2"
-
-
-class Advantage(StrEnum):
-    grpo = "grpo"
-    dr_grpo = "dr_grpo"
-    rloo = "rloo"
-    reinforce_pp = "reinforce_pp"
-    reinforce_pp_baseline = "reinforce_pp_baseline"
-
-
-class Correction(StrEnum):
-    none = "none"
-    token_tis = "token_tis"
-    icepop = "icepop"
-    sequence_tis = "sequence_tis"
-    sequence_mask = "sequence_mask"
-    geometric_mask = "geometric_mask"
-
-
-class Surrogate(StrEnum):
-    ppo = "ppo"
-    gspo = "gspo"
-    cispo = "cispo"
-    sapo = "sapo"
-    topr = "topr"
-    dppo = "dppo"
-    aipo = "aipo"
-    kimi = "kimi"
-    opmd = "opmd"
-
-    @property
-    def corrects(self) -> bool:
-        """Does it weigh tokens for having been sampled by μ by itself?"""
-        return self in (Surrogate.topr, Surrogate.dppo, Surrogate.aipo)
-
-
-class Aggregation(StrEnum):
-    token_mean = "token_mean"
-    sequence_mean_token_mean = "sequence_mean_token_mean"
-    sequence_mean_token_sum = "sequence_mean_token_sum"
-
-
-class Proximal(StrEnum):
-    recompute = "recompute"
-    behavior = "behavior"
-
-
-def positive(**fields: float | None) -> list[str]:
-    """A problem for each field that is not a finite number above zero; None means "not set" and is fine."""
-    return [
-        f"{name} must be a finite number above 0, got {value}"
-        for name, value in fields.items()
-        if value is not None and not (math.isfinite(value) and value > 0)
-    ]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -187,9 +140,15 @@ class StalenessConfig:
     """What happens when a rollout takes longer than S steps allow: `wait`, `mask` or `cancel`."""
     straggler_timeout_s: float | None = None
     """`cancel` only: a group that has held a step this long is aborted and refilled."""
+    controller: Controller = Controller.fixed
+    """What admits new groups: the bound S alone, or (`ess`) a lag of at most S that follows the effective sample size."""
+    ess_target: float = 0.9
+    """`ess` only: where the effective sample size of the tokens' π_θ / μ falls below this, groups are admitted less early."""
 
     def problems(self) -> list[str]:
         found = positive(**{"staleness.straggler_timeout_s": self.straggler_timeout_s})
+        if not 0 < self.ess_target < 1:
+            found.append(f"staleness.ess_target must be in (0, 1), got {self.ess_target}")
         if self.max_versions < 0:
             found.append(f"staleness.max_versions must be >= 0, got {self.max_versions}")
         if (self.on_late is OnLate.cancel) != (self.straggler_timeout_s is not None):
@@ -447,79 +406,6 @@ class LearnerConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class AlgoConfig:
-    """An algorithm: advantages × off-policy correction × surrogate × aggregation. Presets in `configs/algo/`."""
-
-    name: str = "grpo"
-    advantage: Advantage = Advantage.grpo
-    correction: Correction = Correction.token_tis
-    """Weight of each token, or sequence, for proximal policy against behaviour policy (`algos/corrections.py`)."""
-    correction_cap: float = 2.0
-    """Upper end of the weight: `token_tis` and `sequence_tis` truncate there, the others drop what is above."""
-    correction_floor: float = 0.5
-    """Lower end, where `correction` drops: what is below is dropped too."""
-    surrogate: Surrogate = Surrogate.ppo
-    """The loss of a token (`algos/surrogates.py`)."""
-    surrogate_cap: float = 4.0
-    """ρ, `aipo` only: where it truncates π / μ."""
-    temperatures: list[float] = field(default_factory=lambda: [1.0, 1.05])
-    """τ: of `sapo` for positive and for other advantages; of `kimi` and `opmd` the first one."""
-    proximal: Proximal = Proximal.recompute
-    """Where the proximal log-probabilities come from: a forward pass at the start of the step, or the behaviour's."""
-    clip_low: float = 0.2
-    """ε_low of `ppo`, `gspo` (of a sequence's mean) and `cispo`; δ_low of `dppo`, in probability."""
-    clip_high: float = 0.2
-    """The same, above."""
-    dual_clip: float | None = 3.0
-    """Bound on the loss of tokens with negative advantage, `ppo` only (Ye et al., 2020); None: no bound."""
-    aggregation: Aggregation = Aggregation.token_mean
-    overlong_share: float | None = None
-    """DAPO's soft overlong penalty: the last share of `sampling.max_tokens`, over which a sample's reward falls linearly by 1."""
-    dynamic_sampling: bool = False
-    """Reject groups whose rewards are all equal and lease a fresh group in their place (DAPO)."""
-
-    def problems(self) -> list[str]:
-        found = positive(
-            **{
-                "algo.correction_cap": self.correction_cap,
-                "algo.correction_floor": self.correction_floor,
-                "algo.clip_low": self.clip_low,
-                "algo.clip_high": self.clip_high,
-                "algo.surrogate_cap": self.surrogate_cap,
-                "algo.dual_clip": self.dual_clip,
-            }
-        )
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            found.append(f"algo.dual_clip must be > 1, got {self.dual_clip}")
-        if self.overlong_share is not None and not 0 < self.overlong_share <= 1:
-            found.append(f"algo.overlong_share must be in (0, 1], got {self.overlong_share}")
-        if len(self.temperatures) != 2 or not all(math.isfinite(t) and t > 0 for t in self.temperatures):
-            found.append(f"algo.temperatures must be two finite numbers above 0, got {list(self.temperatures)}")
-        widest = max(self.clip_low, self.clip_high)
-        if self.surrogate is Surrogate.gspo and widest > 0.1:
-            found.append(
-                "algo.clip_low and clip_high must be at most 0.1 for algo.surrogate=gspo, whose ratios are means over a sequence "
-                f"(3e-4 and 4e-4 in the paper), got {self.clip_low} and {self.clip_high}"
-            )
-        if self.surrogate is Surrogate.ppo and 0 < widest < 0.01:
-            found.append(
-                "algo.clip_low and clip_high must be at least 0.01 for algo.surrogate=ppo, whose ratios are of single tokens (0.2 "
-                f"is usual; algo.surrogate=gspo takes ranges like these), got {self.clip_low} and {self.clip_high}"
-            )
-        if self.surrogate.corrects and self.correction is not Correction.none:
-            found.append(
-                f"algo.correction must be none for algo.surrogate={self.surrogate} (it weighs tokens by π / μ itself), "
-                f"got {self.correction}"
-            )
-        if self.correction_floor >= self.correction_cap:
-            found.append(
-                "algo.correction_floor must be below algo.correction_cap, "
-                f"got {self.correction_floor} and {self.correction_cap}"
-            )
-        return found
-
-
-@dataclass(kw_only=True, slots=True)
 class SyncConfig:
     transport: Transport = Transport.auto
     """How weights come to the generators. `auto`: through the learner's memory on its host (and its GPU, where an engine shares
@@ -608,7 +494,7 @@ class Config:
         return 0 if self.mode is Mode.on_policy else self.staleness.max_versions
 
     def problems(self) -> list[str]:
-        """Every rule that is broken, one sentence each."""
+        """Every rule that is broken, one sentence each: first those of the parts, then those across parts."""
         parts = (
             self.run,
             self.task,
@@ -619,7 +505,8 @@ class Config:
             self.generators,
             self.learner,
         )
-        return [problem for part in (*parts, self.sync, self.eval) for problem in part.problems()] + self._across()
+        found = [problem for part in (*parts, self.sync, self.eval) for problem in part.problems()]
+        return found or self._across()  # rules across parts speak of parts that are right by themselves
 
     def _across(self) -> list[str]:
         gen, learner, algo = self.generators, self.learner, self.algo
@@ -630,19 +517,17 @@ class Config:
                 f"got {self.sampling.max_tokens} and {gen.max_model_len}",
             ),
             (
-                gen.max_sequences < learner.samples_per_prompt,
-                "generators.max_sequences must be at least learner.samples_per_prompt (an engine makes whole groups), "
-                f"got {gen.max_sequences} and {learner.samples_per_prompt}",
+                gen.max_sequences < learner.samples_per_prompt + (algo.advantage is Advantage.remax),
+                "generators.max_sequences must be at least learner.samples_per_prompt (an engine makes whole groups; one more for "
+                f"algo.advantage=remax), got {gen.max_sequences} and {learner.samples_per_prompt}",
             ),
             (
-                self.bound > 0 and algo.correction is Correction.none and not algo.surrogate.corrects,
-                "algo.correction must not be none when staleness.max_versions > 0 (an uncorrected loss diverges on stale "
-                f"tokens; token_tis works), got none with staleness.max_versions={self.bound}",
-            ),
-            (
-                self.bound > 0 and algo.proximal is Proximal.behavior,
-                "algo.proximal must be recompute when staleness.max_versions > 0 (with the behaviour's log-probabilities "
-                f"every correction weight is 1), got behavior with staleness.max_versions={self.bound}",
+                self.bound > 0 and not algo.is_corrected and not algo.accept_uncorrected,
+                "the loss must weigh tokens for having been sampled by an older policy when staleness.max_versions > 0, or it "
+                "diverges on them (algo.correction=token_tis with algo.proximal=recompute works, or algo.surrogate=cispo with "
+                "algo.proximal=behavior; algo.accept_uncorrected=true is for studies of what it does), got "
+                f"algo.surrogate={algo.surrogate}, algo.correction={algo.correction} and algo.proximal={algo.proximal} with "
+                f"staleness.max_versions={self.bound}",
             ),
             (
                 learner.groups_per_step * learner.samples_per_prompt % (learner.ranks * max(1, learner.minibatches))
@@ -684,9 +569,14 @@ class Config:
                 f"always equal: none would be trained), got {learner.samples_per_prompt}",
             ),
             (
-                learner.samples_per_prompt < 2 and algo.advantage is not Advantage.reinforce_pp,
+                learner.samples_per_prompt < 2 and algo.advantage.needs_group,
                 f"learner.samples_per_prompt must be at least 2 for algo.advantage={algo.advantage} (it compares the "
-                f"samples of a prompt; reinforce_pp does not), got {learner.samples_per_prompt}",
+                f"samples of a prompt; reinforce_pp, remax and gae do not), got {learner.samples_per_prompt}",
+            ),
+            (
+                learner.engine is LearnerKind.simulated and (algo.advantage.needs_critic or algo.needs_reference),
+                f"learner.engine must be fsdp for algo.advantage={algo.advantage} with these penalties (the simulated one has "
+                f"no critic and no reference policy; algo=grpo needs neither), got {learner.engine}",
             ),
             (
                 (gen.engine is EngineKind.simulated) != (learner.engine is LearnerKind.simulated),

@@ -13,7 +13,7 @@ It keeps nothing that cannot be made again: when it dies, its leases expire and 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,8 +24,9 @@ import xxhash
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone
 from buffers.keys import has_door, open_door, show_key
-from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode, to_batch
+from buffers.trajectory import GREEDY, SCHEMA_VERSION, Trajectory, encode, to_batch
 from configs import load as configs
+from configs.algorithms import Advantage
 from configs.schema import Config, EngineKind, Transport
 from generators.engine import Completion, Engine, Sample
 from generators.episode import Episodes, Opening, SimulatedEpisodes, TextEpisodes
@@ -51,7 +52,11 @@ class Group:
     opening: Opening
     started_at: float
     done: dict[int, Completion] = field(default_factory=dict)
-    """Finished samples by index."""
+    """Finished samples by index; beyond the lease's `num_samples` stands ReMax's greedy one."""
+
+    def num_tokens(self, completions: Iterable[Completion]) -> int:
+        """Sampled tokens of those that are the group's."""
+        return sum(len(c.tokens) for c in completions if _sample_of(c.id) < self.lease.num_samples)
 
 
 def sample_seed(run_seed: int, split: str, group: int, sample: int) -> int:
@@ -73,6 +78,7 @@ class Generator:
         self.name, self._config, self._client = name, config, client
         self._subscriber = Subscriber() if subscriber is None else subscriber
         self._engine, self._episodes, self._clock = engine, episodes, clock
+        self._makes_baselines = config.algo.advantage is Advantage.remax
         self._groups: dict[int, Group] = {}
         self._waiting: deque[m.Lease] = deque()  # leased, not begun
         self._asked: int | None = None  # number of the question under way
@@ -156,9 +162,11 @@ class Generator:
     def _progress(self) -> dict[int, int]:
         progress = {lease.id: 0 for lease in self._waiting}
         for lease_id, group in self._groups.items():
-            progress[lease_id] = sum(len(completion.tokens) for completion in group.done.values())
+            progress[lease_id] = group.num_tokens(group.done.values())
         for sample_id, num_tokens in self._engine.progress().items():
-            progress[_lease_of(sample_id)] += num_tokens
+            group = self._groups[_lease_of(sample_id)]
+            if _sample_of(sample_id) < group.lease.num_samples:
+                progress[group.lease.id] += num_tokens
         return progress
 
     def _report(self, now: float) -> m.GeneratorReport:
@@ -166,8 +174,9 @@ class Generator:
         return self._totals
 
     def _ask(self) -> None:
-        used = self._engine.num_unfinished + len(self._waiting) * self._config.learner.samples_per_prompt
-        count = (self._config.generators.max_sequences - used) // self._config.learner.samples_per_prompt
+        each = self._config.learner.samples_per_prompt + self._makes_baselines
+        used = self._engine.num_unfinished + len(self._waiting) * each
+        count = (self._config.generators.max_sequences - used) // each
         if self._asked is None and count > 0:
             self._asked = self._client.post(m.Ask(generator=self.name, count=count, wait_s=5.0))
 
@@ -257,17 +266,23 @@ class Generator:
                     prompt=opening.tokens,
                     max_tokens=self._config.sampling.max_tokens,
                     seed=sample_seed(lease.seed, lease.split, lease.group, sample),
+                    greedy=sample == lease.num_samples,
                 )
-                for sample in range(lease.num_samples)
+                for sample in range(self._num_samples(lease))
             ]
             for sample in samples:
                 self._engine.add(sample)
         except Exception as error:  # a task is user code: whatever it raises fails this group, not the run
             log.exception("prompt %d of task %s could not be begun", lease.index, lease.task)
-            self._engine.abort([f"{lease.id}/{sample}" for sample in range(lease.num_samples)])
+            self._engine.abort([f"{lease.id}/{sample}" for sample in range(self._num_samples(lease))])
             self._client.post(m.Fail(generator=self.name, lease=lease.id, num_tokens=0, error=_describe(error)))
             return
         self._groups[lease.id] = Group(lease, opening, time.time())
+
+    def _num_samples(self, lease: m.Lease) -> int:
+        """Samples to be made for a lease: a group's, and for ReMax a greedy one after them, which is scored and not trained. Like
+        evaluation, it stands outside the ledger."""
+        return lease.num_samples + (self._makes_baselines and lease.split == "train")
 
     def _step(self) -> None:
         if not self._engine.num_unfinished:
@@ -276,8 +291,8 @@ class Generator:
         for completion in self._engine.step():
             self._totals.sampled_tokens += len(completion.tokens)
             group = self._groups[_lease_of(completion.id)]
-            group.done[int(completion.id.rpartition("/")[2])] = completion
-            if len(group.done) == group.lease.num_samples:
+            group.done[_sample_of(completion.id)] = completion
+            if len(group.done) == self._num_samples(group.lease):
                 del self._groups[group.lease.id]
                 if (rows := self._score(group)) is not None:
                     whole[group.lease.id] = rows
@@ -288,12 +303,12 @@ class Generator:
     def _score(self, group: Group) -> list[Trajectory] | None:
         """The group's rows; None when it is an evaluation prompt (the score is sent) or could not be scored."""
         lease = group.lease
-        completions = [group.done[sample] for sample in range(lease.num_samples)]
+        completions = [group.done[sample] for sample in range(len(group.done))]
         try:
             scores = [_finite(self._episodes.score(group.opening, c.tokens)) for c in completions]
         except Exception as error:  # user code, as in `_open`
             log.exception("prompt %d of task %s could not be scored", lease.index, lease.task)
-            num_tokens = sum(len(completion.tokens) for completion in completions)
+            num_tokens = group.num_tokens(completions)
             self._client.post(
                 m.Fail(generator=self.name, lease=lease.id, num_tokens=num_tokens, error=_describe(error))
             )
@@ -301,9 +316,10 @@ class Generator:
         if lease.split == "eval":
             self._client.post(m.Evaluated(generator=self.name, lease=lease.id, reward=scores[0].reward))
             return None
+        baseline = {GREEDY: score.reward for score in scores[lease.num_samples :]}
         return [
-            _trajectory(group, sample, completion, score, self.name)
-            for sample, (completion, score) in enumerate(zip(completions, scores, strict=True))
+            _trajectory(group, sample, completions[sample], scores[sample], baseline, self.name)
+            for sample in range(lease.num_samples)
         ]
 
     def _drop(self, lease_id: int) -> None:
@@ -312,16 +328,18 @@ class Generator:
         group = self._groups.pop(lease_id, None)
         num_tokens = 0
         if group is not None:
-            unfinished = [f"{lease_id}/{s}" for s in range(group.lease.num_samples) if s not in group.done]
+            unfinished = [f"{lease_id}/{s}" for s in range(self._num_samples(group.lease)) if s not in group.done]
             aborted = self._engine.abort(unfinished)
             self._totals.sampled_tokens += sum(len(completion.tokens) for completion in aborted)
-            num_tokens = sum(len(completion.tokens) for completion in [*aborted, *group.done.values()])
+            num_tokens = group.num_tokens([*aborted, *group.done.values()])
         self._client.post(
             m.Fail(generator=self.name, lease=lease_id, num_tokens=num_tokens, error="revoked", revoked=True)
         )
 
 
-def _trajectory(group: Group, sample: int, completion: Completion, score: Score, generator: str) -> Trajectory:
+def _trajectory(
+    group: Group, sample: int, completion: Completion, score: Score, baseline: dict[str, float], generator: str
+) -> Trajectory:
     prompt = group.opening.tokens
     return Trajectory(
         group=group.lease.group,
@@ -334,7 +352,7 @@ def _trajectory(group: Group, sample: int, completion: Completion, score: Score,
         logprobs=[0.0] * len(prompt) + completion.logprobs,
         versions=[-1] * len(prompt) + completion.versions,
         reward=score.reward,
-        rewards=score.components,
+        rewards=score.components | baseline,
         finish_reason=completion.finish_reason,
         generator=generator,
         started_at=group.started_at,
@@ -350,6 +368,10 @@ def _finite(score: Score) -> Score:
 
 def _lease_of(sample_id: str) -> int:
     return int(sample_id.partition("/")[0])
+
+
+def _sample_of(sample_id: str) -> int:
+    return int(sample_id.partition("/")[2])
 
 
 def _describe(error: Exception) -> str:

@@ -15,6 +15,8 @@ class CheckpointManifest(msgspec.Struct, frozen=True):
     incarnation: str
     """The life of the learner that wrote it."""
     seed: int
+    kl_coef: float = 0.0
+    """Where the coefficient of the KL penalty has come to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ def save(
     first_rank: bool = True,
     barrier: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Writes `folder/step_<k>` by `write(subfolder)`; keeps the newest `keep`. Every rank calls it.
+    """Writes `folder/step_<k>` by `write(folder)`, which makes a subfolder of each model; keeps the newest `keep`. Every rank calls it.
 
     `barrier` must hold all ranks until each has come to it: the first one makes the folder and gives it its name.
     """
@@ -42,7 +44,7 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     barrier()
-    write(temporary / "engine")
+    write(temporary)
     barrier()
     if first_rank:
         with open(temporary / "manifest.json", "wb") as file:
@@ -66,12 +68,17 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def read(folder: Path) -> CheckpointManifest:
+    """The manifest of the checkpoint in `folder`. Raises OSError or msgspec.DecodeError."""
+    return msgspec.json.decode((folder / "manifest.json").read_bytes(), type=CheckpointManifest)
+
+
 def complete(folder: Path) -> list[Checkpoint]:
     """Whole checkpoints, oldest first. What has no readable manifest of its own step is passed over."""
     found = []
     for path in folder.glob("step_*"):
         try:
-            manifest = msgspec.json.decode((path / "manifest.json").read_bytes(), type=CheckpointManifest)
+            manifest = read(path)
         except (OSError, msgspec.DecodeError):
             continue
         if path.name == f"step_{manifest.step}" and (path / "engine").is_dir():

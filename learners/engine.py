@@ -1,4 +1,7 @@
-"""What the learner asks of a training engine. `fsdp` is the real one; Megatron-core fits behind the same protocol."""
+"""What the learner asks of a training engine. `fsdp` is the real one; Megatron-core fits behind the same protocol.
+
+An engine holds a policy, which says log-probabilities, or a critic, which says values.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,14 +13,15 @@ from learners.packing import Packed
 from sync.stream import Part
 
 LossFn = Callable[[torch.Tensor, torch.Tensor, Packed], torch.Tensor]
-"""(logprobs [T], entropy [T], microbatch) -> scalar: this microbatch's part of a sum whose denominator is global."""
+"""(logprobs or values [T], entropy [T], microbatch) -> scalar: this microbatch's part of a sum whose denominator is global."""
 
 
 class Engine(Protocol):
     """One rank of a sharded model with its optimizer. Every method is collective: all ranks call it in step."""
 
-    def logprobs(self, microbatches: Sequence[Packed]) -> list[torch.Tensor]:
-        """[T] float32 log-probability of each token given those before it in its sequence (0 for the first), no grad."""
+    def infer(self, microbatches: Sequence[Packed]) -> list[torch.Tensor]:
+        """[T] float32 log-probability of each token, or value before it, given those before it in its sequence (0 for the first);
+        no gradient."""
         ...
 
     def update(self, microbatches: Sequence[Packed], loss_fn: LossFn, lr: float) -> float:

@@ -6,6 +6,7 @@ in float32.
 
 import math
 from collections.abc import Iterator, Sequence
+from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,17 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 from configs.schema import Attention, Dtype
 from learners.engine import LossFn
-from learners.logprobs import LogprobHead
+from learners.heads import LogprobHead, ValueHead
 from learners.packing import Packed
 from sync.stream import BUCKET_BYTES, Part, parts, stream
 
@@ -128,6 +134,15 @@ def choose_attention(wanted: Attention, device: torch.device, dtype: Dtype) -> A
     return wanted
 
 
+class Kind(StrEnum):
+    """What an engine holds."""
+
+    policy = "policy"
+    frozen = "frozen"
+    """A policy that is never updated: no optimizer, no gradients."""
+    critic = "critic"
+
+
 class FsdpEngine:
     """See `learners.engine.Engine`. The process group must be initialised."""
 
@@ -135,6 +150,7 @@ class FsdpEngine:
         self,
         path: str | Path,
         *,
+        kind: Kind = Kind.policy,
         dtype: Dtype = Dtype.float32,
         temperature: float = 1.0,
         attention: Attention = Attention.auto,
@@ -143,21 +159,31 @@ class FsdpEngine:
         max_grad_norm: float = 1.0,
         activation_checkpointing: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
+        entropy_gradient: bool = False,
     ) -> None:
-        """`bucket_bytes`: of weights that are gathered at a time, for publication."""
+        """`bucket_bytes`: of weights that are gathered at a time, for publication. `entropy_gradient`: whether a loss may lead
+        through the entropy, which then costs memory for another [chunk, vocabulary]."""
         cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._publish_dtype = getattr(torch, dtype)
         self._max_grad_norm, self._bucket_bytes = max_grad_norm, bucket_bytes
         attention = choose_attention(attention, self._device, dtype)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=str(attention))
+        auto, sizes = (
+            (AutoModelForTokenClassification, {"num_labels": 1}) if kind is Kind.critic else (AutoModelForCausalLM, {})
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # a critic's head is drawn at random, the same on all ranks
+            model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation=str(attention), **sizes)
         layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
         model.eval()  # dropout would make every log-probability a random number
         if activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             for layer in layers:
                 layer.training = True  # the layer's own flag, not its children's: layers checkpoint only in training
-        self._head = LogprobHead(model.get_output_embeddings(), temperature)
+        if kind is Kind.critic:
+            self._head: LogprobHead | ValueHead = ValueHead(model.score)
+        else:
+            self._head = LogprobHead(model.get_output_embeddings(), temperature, entropy_gradient)
         mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
         compute = torch.bfloat16 if cuda and dtype is Dtype.bfloat16 else None
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
@@ -168,6 +194,9 @@ class FsdpEngine:
         self._model = model
         self._named = dict(model.named_parameters())
         self._published_names = {name: self._published_name(name) for name in self._named}
+        if kind is Kind.frozen:
+            model.requires_grad_(False)
+            return
         self._optimizer = torch.optim.AdamW(
             self._named.values(), lr=0.0, betas=betas, weight_decay=weight_decay, fused=True
         )
@@ -180,7 +209,7 @@ class FsdpEngine:
             }
 
     def _forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """[T] log-probability and [T] entropy, on the CPU, of each token given those before it; 0 where there are none."""
+        """[T] log-probability, or value, and [T] entropy, on the CPU, of each token given those before it; 0 where there are none."""
         targets = packed.positions.nonzero()[:, 0]
         tokens, cu_seqlens = packed.tokens.to(self._device), packed.cu_seqlens.to(self._device)
         self._head.ask(sources=(targets - 1).to(self._device), targets=packed.tokens[targets].to(self._device))
@@ -197,7 +226,7 @@ class FsdpEngine:
         return spread[:, 0], spread[:, 1]
 
     @torch.no_grad()
-    def logprobs(self, microbatches: Sequence[Packed]) -> list[Tensor]:
+    def infer(self, microbatches: Sequence[Packed]) -> list[Tensor]:
         return [self._forward(packed)[0] for packed in microbatches]
 
     def update(self, microbatches: Sequence[Packed], loss_fn: LossFn, lr: float) -> float:

@@ -1,35 +1,29 @@
 """The learner: trains on the buffer's batches, publishes a version after each step, writes checkpoints.
 
-publish(v) ─▶ next batch, due at step v ─▶ pack ─▶ advantages ─▶ proximal log-probabilities ─▶ minibatch updates ─┐
-    ▲                                                                                                            │
-    └──────────────────────────────────── v + 1, consumed(v), checkpoint ◀───────────────────────────────────────┘
+publish(v) ─▶ next batch, due at step v ─▶ pack ─▶ one training step (`learners.step`) ─┐
+    ▲                                                                                   │
+    └──────────────────────── v + 1, consumed(v), checkpoint ◀──────────────────────────┘
 """
 
 import logging
 import secrets
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from algos.advantages import ADVANTAGES
-from algos.aggregation import token_weights
-from algos.loss import policy_loss, summarize
-from algos.rewards import soft_overlong_penalty
 from buffers import messages as m
 from buffers.client import Taken
 from buffers.keys import open_door
-from buffers.staleness import trainable
-from configs.schema import Config, Dtype, LearnerKind, Proximal, Transport
+from configs.schema import Config, Dtype, LearnerKind, Transport
 from learners import checkpoint
-from learners.engine import Engine
-from learners.packing import Batch, Packed, from_arrow, microbatches, minibatch_rows
+from learners.models import make_models
+from learners.packing import Batch, from_arrow
+from learners.step import Trainer
 from sync.folders import shared_memory_folder
 from sync.publisher import Publisher
 from sync.transports.cuda_ipc import DeviceCopy, gpu_uuid
@@ -61,10 +55,10 @@ class Learner:
     """One rank. Only the first one publishes, reports and writes; all train."""
 
     def __init__(
-        self, config: Config, folder: Path, client: Source, engine: Engine, publisher: Publisher | None,
+        self, config: Config, folder: Path, client: Source, trainer: Trainer, publisher: Publisher | None,
         *, rank: int = 0, first_step: int = 0, incarnation: str = "",
     ) -> None:  # fmt: skip
-        self._config, self._folder, self._client, self._engine = config, folder, client, engine
+        self._config, self._folder, self._client, self._trainer = config, folder, client, trainer
         self._publisher, self._rank, self._incarnation = publisher, rank, incarnation
         self.step = first_step
         """Steps trained, which is also the version held."""
@@ -82,7 +76,8 @@ class Learner:
             self._publish()
             saved = self.step
             while self.step < self._config.run.steps and (batch := self._next()) is not None:
-                metrics, num_trained = self._train(batch)
+                self._probe(batch)
+                metrics, num_trained = self._trainer.train(batch, self.step)
                 self.step += 1
                 self._publish()
                 self._report(num_trained, metrics)
@@ -115,10 +110,10 @@ class Learner:
 
     def _publish(self) -> None:
         if self._publisher is None:
-            for _ in self._engine.weights():  # a collective: every rank takes part
+            for _ in self._trainer.models.policy.weights():  # a collective: every rank takes part
                 pass
             return
-        manifest = self._publisher.publish(self.step, self._engine.weights())
+        manifest = self._publisher.publish(self.step, self._trainer.models.policy.weights())
         self._client.call(m.Publish(version=self.step, weights=self._publisher.announcement(manifest)), m.Done)
 
     def _report(self, num_trained: int, metrics: dict[str, float]) -> None:
@@ -135,11 +130,11 @@ class Learner:
     def _save(self) -> int:
         learner, run = self._config.learner, self._config.run
         barrier = dist.barrier if learner.ranks > 1 else (lambda: None)
-        manifest = checkpoint.CheckpointManifest(self.step, self._incarnation, run.seed)
+        manifest = checkpoint.CheckpointManifest(self.step, self._incarnation, run.seed, self._trainer.kl_coef)
         checkpoint.save(
             self._folder / "checkpoints",
             manifest,
-            self._engine.save,
+            self._trainer.models.save,
             learner.keep_checkpoints,
             first_rank=self._rank == 0,
             barrier=barrier,
@@ -150,93 +145,7 @@ class Learner:
             self._client.call(m.Checkpointed(step=self.step, oldest=oldest), m.Done)
         return self.step
 
-    # ---- the step
-
-    def _train(self, batch: Batch) -> tuple[dict[str, float], int]:
-        """One step; returns its metrics and the number of tokens trained (on all ranks)."""
-        began = time.monotonic()
-        config, algo = self._config, self._config.algo
-        mask = torch.from_numpy(trainable(batch.versions.numpy(), batch.sampled.numpy(), self.step, config.bound))
-        advantages = self._advantages(batch, mask)[batch.sequence]
-        self._probe(batch)
-        proximal = self._proximal(batch)
-        sums: dict[str, Tensor] = {}
-        norms = []
-        parts = minibatch_rows(batch, config.learner.minibatches)
-        for rows in parts:
-            inside = torch.isin(batch.sequence, torch.tensor(rows))
-            weights = token_weights(algo.aggregation, mask & inside, batch.sequence, batch.num_sequences)
-            weights = weights * batch.weights[batch.sequence]  # importance weights of the sampler
-            weights = weights * (1 if algo.aggregation == "token_mean" else len(parts))
-
-            def loss_fn(logprobs: Tensor, entropy: Tensor, packed: Packed, weights: Tensor = weights) -> Tensor:
-                loss, found = policy_loss(
-                    algo,
-                    logprobs=logprobs,
-                    proximal_logprobs=logprobs.detach() if proximal is None else proximal[packed.index],
-                    behavior_logprobs=packed.behavior_logprobs,
-                    advantages=advantages[packed.index],
-                    mask=mask[packed.index],
-                    weights=weights[packed.index],
-                    entropy=entropy,
-                    sequence=packed.sequence,
-                )
-                for name, value in found.items():
-                    sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value
-                return loss
-
-            norms.append(self._engine.update(self._microbatches(batch, rows), loss_fn, self._lr()))
-        totals = self._add_ranks(sums)
-        metrics = summarize(totals) | _describe(batch, mask, self.step)
-        metrics |= {
-            "optimizer/grad_norm": sum(norms) / len(norms),
-            "optimizer/lr": self._lr(),
-            "time/train_s": time.monotonic() - began,
-        }
-        return metrics, int(totals["tokens"])
-
-    def _advantages(self, batch: Batch, mask: Tensor) -> Tensor:
-        """[N]"""
-        algo, rewards = self._config.algo, batch.rewards
-        trained, sampled = (
-            torch.zeros(batch.num_sequences).index_add_(0, batch.sequence, of.float()) for of in (mask, batch.sampled)
-        )
-        if algo.overlong_share is not None:
-            most = self._config.sampling.max_tokens
-            rewards = rewards + soft_overlong_penalty(sampled, most, algo.overlong_share * most)
-        return ADVANTAGES[algo.advantage](rewards, batch.groups, trained)
-
-    def _microbatches(self, batch: Batch, rows: list[int]) -> list[Packed]:
-        learner = self._config.learner
-        return microbatches(batch, rows, learner.tokens_per_microbatch, learner.ranks, self._rank)
-
-    def _lr(self) -> float:
-        learner = self._config.learner
-        return learner.lr * min(1.0, (self.step + 1) / learner.warmup_steps if learner.warmup_steps else 1.0)
-
-    def _proximal(self, batch: Batch) -> Tensor | None:
-        """[T] log-probabilities of the learner at the start of the step. None: those of the one update's own forward."""
-        if self._config.algo.proximal is Proximal.behavior:
-            return batch.behavior_logprobs
-        if self._config.learner.minibatches == 1:
-            return None
-        return self._current(batch)
-
-    def _current(self, batch: Batch) -> Tensor:
-        """[T] log-probabilities of the whole batch under the weights held."""
-        found = torch.zeros(len(batch.tokens))
-        packed = self._microbatches(batch, list(range(batch.num_sequences)))
-        for part, logprobs in zip(packed, self._engine.logprobs(packed), strict=True):
-            found[part.index] = logprobs
-        if self._config.learner.ranks > 1:
-            dist.all_reduce(found)
-        return found
-
-    def _add_ranks(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        values = torch.stack([sums[name] for name in sorted(sums)])
-        if self._config.learner.ranks > 1:
-            dist.all_reduce(values)
-        return dict(zip(sorted(sums), values.tolist(), strict=True))
+    # ---- the parity probe
 
     def _probe(self, batch: Batch) -> None:
         """The parity probe, once: on tokens that the very version held has sampled, both sides must agree."""
@@ -245,7 +154,7 @@ class Learner:
             return
         self._probed = True
         check_parity(
-            self._current(batch), batch.behavior_logprobs, fresh, batch.tokens, self._config.model.dtype,
+            self._trainer.logprobs(batch), batch.behavior_logprobs, fresh, batch.tokens, self._config.model.dtype,
             self._config.learner.parity_tolerance,
         )  # fmt: skip
 
@@ -272,21 +181,6 @@ def check_parity(
         )
 
 
-def _describe(batch: Batch, mask: Tensor, step: int) -> dict[str, float]:
-    """What the batch is like: rewards, lengths, staleness."""
-    staleness = (step - batch.versions[mask]).double()
-    sampled = np.add.reduceat(batch.sampled.numpy().astype(np.int64), batch.offsets[:-1])
-    return {
-        "reward/mean": float(batch.rewards.mean()),
-        "reward/std": float(batch.rewards.std()) if batch.num_sequences > 1 else 0.0,
-        "length/mean": float(sampled.mean()),
-        "length/max": float(sampled.max()),
-        "staleness/mean": float(staleness.mean()) if len(staleness) else 0.0,
-        "staleness/max": float(staleness.max()) if len(staleness) else 0.0,
-        "staleness/masked_fraction": 1.0 - float(mask.sum()) / max(1, int(batch.sampled.sum())),
-    }
-
-
 def start(
     config: Config, folder: Path, client: Source, rank: int, rendezvous: str, resume_step: int | None,
     *, publish: bool = True,
@@ -295,13 +189,15 @@ def start(
     if config.learner.threads is not None:
         torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
-    engine = make_engine(config, rank, rendezvous)
+    models, kl_coef = make_models(config, rank, rendezvous), None
     if resume_step is not None:
-        engine.load(folder / "checkpoints" / f"step_{resume_step}" / "engine")
+        held = folder / "checkpoints" / f"step_{resume_step}"
+        models.load(held)
+        kl_coef = checkpoint.read(held).kl_coef if config.algo.kl.target is not None else None
     incarnation = secrets.token_hex(4)
     publisher = make_publisher(config, folder, incarnation) if rank == 0 and publish else None
     return Learner(
-        config, folder, client, engine, publisher,
+        config, folder, client, Trainer(config, models, rank, kl_coef), publisher,
         rank=rank, first_step=resume_step or 0, incarnation=incarnation,
     )  # fmt: skip
 
@@ -323,30 +219,3 @@ def weights_folder(config: Config, folder: Path) -> Path:
     if config.sync.transport is Transport.disk:
         return Path(config.sync.folder) if config.sync.folder else folder / "weights"
     return shared_memory_folder(f"{folder.name}-{xxhash.xxh32_hexdigest(str(folder).encode())}")
-
-
-def make_engine(config: Config, rank: int, rendezvous: str) -> Engine:
-    if config.learner.engine is LearnerKind.simulated:
-        from learners.simulated import SimulatedTrainingEngine
-
-        return SimulatedTrainingEngine(config.generators.simulated.train_tokens_per_s)
-    from learners.fsdp import FsdpEngine
-
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_per_process_memory_fraction(config.learner.gpu_memory_fraction)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", init_method=rendezvous, rank=rank, world_size=config.learner.ranks,
-        timeout=timedelta(minutes=10),
-    )  # fmt: skip
-    return FsdpEngine(
-        config.model.path,
-        dtype=config.model.dtype,
-        temperature=config.sampling.temperature,
-        attention=config.learner.attention,
-        betas=(config.learner.betas[0], config.learner.betas[1]),
-        weight_decay=config.learner.weight_decay,
-        max_grad_norm=config.learner.max_grad_norm,
-        activation_checkpointing=config.learner.activation_checkpointing,
-        bucket_bytes=config.sync.bucket_mb << 20,
-    )

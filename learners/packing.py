@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from buffers.trajectory import flat
+from buffers.trajectory import GREEDY, flat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,10 @@ class Batch:
     """[N] int64: group numbers, ascending"""
     weights: Tensor
     """[N] float32: importance weight of each sequence's group; 1 where the sampler gives none"""
+    truncated: Tensor
+    """[N] bool: cut off at the longest response that may be sampled"""
+    greedy: Tensor
+    """[N] float32: reward of the greedy response to the same prompt; NaN where none was made"""
 
     @property
     def num_sequences(self) -> int:
@@ -63,7 +68,15 @@ def from_arrow(table: pa.Table, group_weights: Sequence[float] = ()) -> Batch:
         rewards=torch.from_numpy(np.array(table.column("reward").to_numpy())).float(),
         groups=torch.from_numpy(np.array(table.column("group").to_numpy())),
         weights=_by_row(table, group_weights),
+        truncated=torch.from_numpy(pc.equal(table.column("finish_reason"), "length").to_numpy()),
+        greedy=_component(table, GREEDY),
     )
+
+
+def _component(table: pa.Table, name: str) -> Tensor:
+    """[N] a component of the reward; NaN where a row has none of the name."""
+    found = pc.map_lookup(table.column("rewards").combine_chunks(), name, "first")
+    return torch.from_numpy(pc.fill_null(found, float("nan")).to_numpy(zero_copy_only=False).copy())
 
 
 def _by_row(table: pa.Table, group_weights: Sequence[float]) -> Tensor:

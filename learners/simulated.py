@@ -18,7 +18,7 @@ class SimulatedTrainingEngine:
     def __init__(self, tokens_per_s: float) -> None:
         self._tokens_per_s = tokens_per_s
 
-    def logprobs(self, microbatches: Sequence[Packed]) -> list[Tensor]:
+    def infer(self, microbatches: Sequence[Packed]) -> list[Tensor]:
         return [packed.behavior_logprobs for packed in microbatches]
 
     def update(self, microbatches: Sequence[Packed], loss_fn: LossFn, lr: float) -> float:

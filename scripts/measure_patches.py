@@ -63,6 +63,8 @@ def sample(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, weights: 
         rewards=torch.tensor(rewards),
         groups=torch.arange(PROMPTS).repeat_interleave(SAMPLES),
         weights=torch.ones(len(rows)),
+        truncated=torch.zeros(len(rows), dtype=torch.bool),
+        greedy=torch.full((len(rows),), float("nan")),
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from configs.schema import Attention, Dtype
-from learners import logprobs as heads
+from learners import heads
 from learners.fsdp import FsdpEngine, choose_attention
 from learners.packing import Batch, Packed, microbatches
 from sync.stream import collect
@@ -62,6 +62,8 @@ def batch_of(lengths: list[int]) -> Batch:
         rewards=torch.zeros(len(lengths)),
         groups=torch.arange(len(lengths)),
         weights=torch.ones(len(lengths)),
+        truncated=torch.zeros(len(lengths), dtype=torch.bool),
+        greedy=torch.full((len(lengths),), float("nan")),
     )
 
 
@@ -122,9 +124,9 @@ def test_chunks_at_the_head_change_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_forward_pass_before_an_update_leaves_no_stale_weights_behind(qwen3: Path, packed: list[Packed]) -> None:
     looked, blind = FsdpEngine(qwen3), FsdpEngine(qwen3)
     for _ in range(2):
-        looked.logprobs(packed)
+        looked.infer(packed)
         assert looked.update(packed, mean_logprob, 1e-2) == blind.update(packed, mean_logprob, 1e-2)
-    assert all(map(torch.equal, looked.logprobs(packed), blind.logprobs(packed)))
+    assert all(map(torch.equal, looked.infer(packed), blind.infer(packed)))
 
 
 @pytest.mark.parametrize("model", ["qwen3", "tied_with_dropout"])

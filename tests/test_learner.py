@@ -106,7 +106,7 @@ def test_packed_sequences_cannot_see_each_other(attention) -> None:  # type: ign
 def test_logprobs_equal_one_forward_a_sequence(engine: FsdpEngine, tiny_model: Path, batch: Batch, budget: int) -> None:
     packed = microbatches(batch, range(batch.num_sequences), budget, 1, 0)
     assert (len(packed) > 1) == (budget == 40)
-    found = scattered(batch, packed, engine.logprobs(packed))
+    found = scattered(batch, packed, engine.infer(packed))
     with torch.no_grad():
         expected = plain_logprobs(AutoModelForCausalLM.from_pretrained(tiny_model), batch)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)

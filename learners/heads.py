@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies at the head of a language model, without [tokens, vocabulary] in memory."""
+"""What stands at the head of a model: log-probabilities and entropies, without [tokens, vocabulary] in memory, or values."""
 
 from typing import Any
 
@@ -12,9 +12,14 @@ CHUNK_ELEMENTS = 2**27
 
 
 def chunked_logprobs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(h W / temperature) at the targets, and the entropy of the same distribution (without gradient).
+    """log softmax(h W / temperature) at the targets, and the entropy of the same distribution.
 
     Chunks are computed again in the backward pass. Products in the dtype of `hidden`, everything after in float32.
     Shapes: hidden [K, H], weight [V, H], bias [V], targets [K] int64 -> [K], [K] float32.
@@ -23,7 +28,7 @@ def chunked_logprobs(
     def chunk(h: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         logits = F.linear(h, weight, bias).float() / temperature
         normalizer = logits.logsumexp(-1)
-        with torch.no_grad():
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = normalizer - ((logits - normalizer[:, None]).exp() * logits).sum(-1)
         return logits.gather(-1, target[:, None])[:, 0] - normalizer, entropy
 
@@ -42,9 +47,9 @@ class LogprobHead:
     The head is called inside the model's forward, where the sharded engine has gathered its weight.
     """
 
-    def __init__(self, head: nn.Module, temperature: float) -> None:
+    def __init__(self, head: nn.Module, temperature: float, entropy_gradient: bool = False) -> None:
         self._head: Any = head
-        self._temperature = temperature
+        self._temperature, self._entropy_gradient = temperature, entropy_gradient
         head.forward = self._forward
 
     def ask(self, sources: Tensor, targets: Tensor) -> None:
@@ -58,5 +63,22 @@ class LogprobHead:
             self._head.bias,
             self._targets,
             self._temperature,
+            self._entropy_gradient,
         )
         return torch.stack([logprobs[None], entropy[None]], -1)  # no view: FSDP hangs its hooks on what comes out
+
+
+class ValueHead:
+    """The same for a critic: [1, K, 2], the value after each source and 0, from a head of one number."""
+
+    def __init__(self, head: nn.Module) -> None:
+        self._head: Any = head
+        head.forward = self._forward
+
+    def ask(self, sources: Tensor, targets: Tensor) -> None:
+        """As `LogprobHead.ask`; the tokens that come next do not matter to a value."""
+        self._sources = sources
+
+    def _forward(self, hidden: Tensor) -> Tensor:
+        values = F.linear(hidden[0].index_select(0, self._sources), self._head.weight, self._head.bias).float()[:, 0]
+        return torch.stack([values[None], torch.zeros_like(values)[None]], -1)

@@ -1,0 +1,358 @@
+"""One training step: from a batch to updated models, and what is to be known of it. No buffer, no files, no publication.
+
+rewards ─▶ shaped ─┐                                            ┌─▶ minibatch: weights ─▶ policy loss ─▶ update
+                   ├─▶ advantages, value targets ─▶ minibatches ┤
+proximal, reference, values, process rewards ─┘                 └─▶ critic loss ─▶ update
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from algos import kl
+from algos.advantages import ADVANTAGES, Samples, value_targets
+from algos.aggregation import token_weights
+from algos.corrections import off_policy_weights
+from algos.loss import policy_loss
+from algos.metrics import summarize
+from algos.rewards import filtered, normalised, soft_overlong_penalty, with_kl
+from algos.values import implicit_reward_loss, implicit_rewards, summarize_rewards, summarize_values, value_loss
+from buffers.staleness import trainable
+from configs.algorithms import Advantage, Proximal
+from configs.schema import Config
+from learners.engine import Engine
+from learners.models import Models
+from learners.packing import Batch, Packed, microbatches, minibatch_rows
+
+Sums = dict[str, Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class Prepared:
+    """A step's batch with all that its losses take as given. Columns [T], flat, of the whole batch."""
+
+    batch: Batch
+    step: int
+    sequence: Tensor
+    within: Tensor
+    """bool: sampled, and within the bound"""
+    mask: Tensor
+    """bool: those of them that are learned from"""
+    counts: Tensor
+    """[N] how often each sequence counts: the sampler's importance weights, and PF-PPO's draws"""
+    proximal: Tensor | None
+    """None: those of the one update's own forward pass"""
+    reference: Tensor | None
+    advantages: Tensor
+    values: Tensor | None
+    targets: Tensor | None
+
+
+class Trainer:
+    """One rank's part in the steps. Every method is collective."""
+
+    def __init__(self, config: Config, models: Models, rank: int = 0, kl_coef: float | None = None) -> None:
+        """`kl_coef`: where an adapted coefficient had come to, if the run goes on from a checkpoint."""
+        self._config, self._algo, self.models, self._rank = config, config.algo, models, rank
+        self.kl_coef = max(self._algo.kl.loss_coef, self._algo.kl.reward_coef) if kl_coef is None else kl_coef
+
+    def train(self, batch: Batch, step: int) -> tuple[dict[str, float], int]:
+        """Trains on a batch with version `step`; returns the step's metrics and the number of tokens within the bound."""
+        began = time.monotonic()
+        algo, learner = self._algo, self._config.learner
+        given = self._prepare(batch, step)
+        pretrains = given.values is not None and step < algo.critic.pretrain_steps
+        sums: Sums = {}
+        norms: dict[str, list[float]] = {"optimizer": [], "critic": []}
+        parts = minibatch_rows(batch, learner.minibatches)
+        for rows in parts:
+            if self.models.critic is not None:
+                loss = self._critic_loss(given, rows, len(parts), sums)
+                norms["critic"].append(self._update(self.models.critic, batch, rows, loss, algo.critic.lr, step))
+            if not pretrains:
+                loss = self._policy_loss(given, rows, len(parts), sums)
+                norms["optimizer"].append(self._update(self.models.policy, batch, rows, loss, learner.lr, step))
+        totals = self._add_ranks(sums)
+        metrics = _describe(batch, given.within, step)
+        metrics |= {f"{name}/grad_norm": sum(found) / len(found) for name, found in norms.items() if found}
+        metrics |= {"optimizer/lr": 0.0 if pretrains else self._rate(learner.lr, step)}
+        if not pretrains:
+            metrics |= summarize(totals)
+        if self.models.critic is not None:
+            metrics |= summarize_values(totals)
+        metrics |= self._reward_metrics
+        if algo.kl.target is not None and not pretrains:
+            self._adapt(metrics["policy/kl_reference"], batch.num_sequences)
+        if algo.needs_reference and self.kl_coef:
+            metrics["policy/kl_coef"] = self.kl_coef
+        return metrics | {"time/train_s": time.monotonic() - began}, int(given.within.sum())
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """[T] log-probabilities of the whole batch under the weights held."""
+        return self._infer(self.models.policy, batch)
+
+    # ---- what is given before any update
+
+    def _prepare(self, batch: Batch, step: int) -> Prepared:
+        algo, sequence = self._algo, batch.sequence
+        within = torch.from_numpy(trainable(batch.versions.numpy(), batch.sampled.numpy(), step, self._config.bound))
+        mask = within & ~batch.truncated[sequence] if algo.reward.overlong_filter else within
+        proximal = self._proximal(batch)
+        reference = self._infer(self.models.reference, batch) if self.models.reference is not None else None
+        values = self._infer(self.models.critic, batch) if self.models.critic is not None else None
+        samples = self._samples(batch, sequence, mask, proximal, reference, values, step)
+        counts = batch.weights
+        if algo.reward.filter_power is not None:
+            rng = torch.Generator().manual_seed(self._config.run.seed * 1_000_003 + step)
+            counts = counts * filtered(batch.rewards, algo.reward.filter_power, rng)
+        return Prepared(
+            batch=batch, step=step, sequence=sequence, within=within, mask=mask, counts=counts, proximal=proximal,
+            reference=reference, advantages=ADVANTAGES[algo.advantage](samples, algo), values=values,
+            targets=None if values is None else value_targets(samples, algo),
+        )  # fmt: skip
+
+    def _proximal(self, batch: Batch) -> Tensor | None:
+        """[T] log π_p. None: those of the one update's own forward pass, or made there from the behaviour's (`loglinear`)."""
+        algo = self._algo
+        if algo.proximal is Proximal.behavior:
+            return batch.behavior_logprobs
+        needed = algo.needs_minibatch or algo.kl.reward_coef > 0 or algo.advantage is Advantage.vtrace
+        if not needed and (algo.proximal is Proximal.loglinear or self._config.learner.minibatches == 1):
+            return None
+        return self.logprobs(batch)
+
+    def _samples(
+        self, batch: Batch, sequence: Tensor, mask: Tensor, proximal: Tensor | None, reference: Tensor | None,
+        values: Tensor | None, step: int,
+    ) -> Samples:  # fmt: skip
+        algo = self._algo
+        rewards, greedy = self._shaped(batch, sequence), batch.greedy
+        if algo.advantage is Advantage.remax:
+            if greedy.isnan().any():
+                first = int(batch.groups[greedy.isnan()][0])
+                raise ValueError(
+                    "algo.advantage=remax needs the reward of a greedy response with every group (generators make one when the run "
+                    f"is started with it), got none with group {first}"
+                )
+            greedy = greedy if algo.reward.clip is None else greedy.clamp(-algo.reward.clip, algo.reward.clip)
+        penalty = torch.zeros(len(sequence))
+        if algo.kl.reward_coef > 0:
+            assert proximal is not None and reference is not None
+            penalty = kl.ESTIMATORS[algo.kl.estimator](proximal, reference)
+        last = torch.zeros(batch.num_sequences, dtype=torch.int64).scatter_reduce_(
+            0, sequence[batch.sampled], batch.sampled.nonzero()[:, 0], "amax"
+        )
+        token_rewards = with_kl(rewards, penalty, self.kl_coef, batch.sampled, last)
+        return Samples(
+            rewards=torch.zeros(batch.num_sequences).index_add_(0, sequence, token_rewards),
+            token_rewards=token_rewards,
+            groups=batch.groups,
+            offsets=torch.from_numpy(batch.offsets),
+            sequence=sequence,
+            sampled=batch.sampled,
+            mask=mask,
+            greedy=greedy,
+            values=values,
+            log_ratio=None if proximal is None else proximal - batch.behavior_logprobs,
+            process_rewards=self._process_rewards(batch, sequence, reference, step),
+        )
+
+    def _shaped(self, batch: Batch, sequence: Tensor) -> Tensor:
+        """[N]"""
+        shaping, rewards = self._algo.reward, batch.rewards
+        if shaping.overlong_share is not None:
+            lengths = torch.zeros(batch.num_sequences).index_add_(0, sequence, batch.sampled.float())
+            most = self._config.sampling.max_tokens
+            rewards = rewards + soft_overlong_penalty(lengths, most, shaping.overlong_share * most)
+        if shaping.normalise:
+            rewards = normalised(rewards)
+        return rewards if shaping.clip is None else rewards.clamp(-shaping.clip, shaping.clip)
+
+    def _process_rewards(self, batch: Batch, sequence: Tensor, reference: Tensor | None, step: int) -> Tensor | None:
+        """[T] of the implicit reward model, which first learns from the batch's outcomes (PRIME)."""
+        self._reward_metrics: dict[str, float] = {}
+        if self.models.reward_model is None:
+            return None
+        assert reference is not None
+        prime, outcomes = self._algo.prime, batch.rewards.clamp(0, 1)[sequence]
+        sums: Sums = {}
+
+        def loss_fn(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
+            at = packed.index
+            loss, found = implicit_reward_loss(
+                logprobs,
+                reference[at],
+                outcomes[at],
+                batch.sampled[at],
+                packed.sequence,
+                batch.num_sequences,
+                prime.beta,
+            )
+            _add(sums, found)
+            return loss
+
+        rows = list(range(batch.num_sequences))
+        norm = self._update(self.models.reward_model, batch, rows, loss_fn, prime.lr, step)
+        self._reward_metrics = summarize_rewards(self._add_ranks(sums)) | {"reward_model/grad_norm": norm}
+        return implicit_rewards(self._infer(self.models.reward_model, batch), reference, prime.beta)
+
+    # ---- losses
+
+    def _policy_loss(
+        self, given: Prepared, rows: list[int], num_parts: int, sums: Sums
+    ) -> Callable[[Tensor, Tensor, Packed], Tensor]:
+        algo, batch = self._algo, given.batch
+        inside = torch.isin(given.sequence, torch.tensor(rows))
+        weights = self._token_weights(given, inside, num_parts)
+        correction = self._correction(given, inside, rows) if algo.needs_minibatch else None
+        imitation = self._imitation(given, inside) if algo.imitation_coef else None
+        staleness = given.step - batch.versions
+        penalized = algo.kl.loss_coef > 0
+
+        def loss_fn(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
+            at = packed.index
+            if given.proximal is not None:
+                proximal = given.proximal[at]
+            elif algo.proximal is Proximal.loglinear:
+                proximal = loglinear(logprobs.detach(), packed.behavior_logprobs, staleness[at])
+            else:
+                proximal = logprobs.detach()
+            loss, found = policy_loss(
+                algo,
+                logprobs=logprobs,
+                proximal_logprobs=proximal,
+                behavior_logprobs=packed.behavior_logprobs,
+                advantages=given.advantages[at],
+                mask=given.mask[at],
+                weights=weights[at],
+                entropy=entropy,
+                sequence=packed.sequence,
+                staleness=staleness[at],
+                correction=None if correction is None else correction[at],
+                reference_logprobs=given.reference[at] if given.reference is not None else None,
+                kl_coef=self.kl_coef if penalized else 0.0,
+                imitation=None if imitation is None else imitation[at],
+            )
+            _add(sums, found)
+            return loss
+
+        return loss_fn
+
+    def _token_weights(self, given: Prepared, inside: Tensor, num_parts: int) -> Tensor:
+        """[T] of the aggregation over a minibatch, which holds the sequences `inside` [T]."""
+        algo = self._algo
+        horizon = self._config.sampling.max_tokens if algo.horizon is None else algo.horizon
+        weights = token_weights(
+            algo.aggregation, given.mask & inside, given.sequence, given.batch.num_sequences, horizon
+        )
+        per_sequence = algo.aggregation != "token_mean"
+        return weights * given.counts[given.sequence] * (num_parts if per_sequence else 1)
+
+    def _correction(self, given: Prepared, inside: Tensor, rows: list[int]) -> Tensor:
+        """[T] the off-policy weights of a minibatch, from the policy as it is now where M2PO's mask speaks of it."""
+        now = given.proximal
+        if self._algo.surrogate == "m2po" and self._config.learner.minibatches > 1:
+            now = self._infer(self.models.policy, given.batch, rows)
+        assert now is not None
+        log_ratio = now - given.batch.behavior_logprobs
+        return off_policy_weights(self._algo, log_ratio, given.advantages, given.mask & inside, given.sequence)
+
+    def _imitation(self, given: Prepared, inside: Tensor) -> Tensor:
+        """[T] 1 / their number for the tokens of a minibatch's good samples, 0 for others."""
+        good = given.mask & inside & (given.batch.rewards > self._algo.imitation_above)[given.sequence]
+        return good.float() / good.sum().clamp(min=1)
+
+    def _critic_loss(
+        self, given: Prepared, rows: list[int], num_parts: int, sums: Sums
+    ) -> Callable[[Tensor, Tensor, Packed], Tensor]:
+        inside = torch.isin(given.sequence, torch.tensor(rows))
+        mask = given.mask & inside
+        weights = mask.float() / mask.sum().clamp(min=1)
+        before, targets = given.values, given.targets
+        assert before is not None and targets is not None
+
+        def loss_fn(values: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
+            at = packed.index
+            loss, found = value_loss(values, before[at], targets[at], mask[at], weights[at], self._algo.critic.clip)
+            _add(sums, found)
+            return loss
+
+        return loss_fn
+
+    def _adapt(self, measured: float, num_sequences: int) -> None:
+        target, horizon = self._algo.kl.target, self._algo.kl.horizon
+        assert target is not None
+        if math.isfinite(measured):
+            self.kl_coef = kl.adapted_coefficient(self.kl_coef, measured, target, num_sequences, horizon)
+
+    # ---- engines
+
+    def _update(
+        self, engine: Engine, batch: Batch, rows: list[int], loss_fn: Callable[[Tensor, Tensor, Packed], Tensor],
+        lr: float, step: int,
+    ) -> float:  # fmt: skip
+        return engine.update(self._microbatches(batch, rows), loss_fn, self._rate(lr, step))
+
+    def _rate(self, lr: float, step: int) -> float:
+        warmup = self._config.learner.warmup_steps
+        return lr * min(1.0, (step + 1) / warmup if warmup else 1.0)
+
+    def _microbatches(self, batch: Batch, rows: list[int]) -> list[Packed]:
+        learner = self._config.learner
+        return microbatches(batch, rows, learner.tokens_per_microbatch, learner.ranks, self._rank)
+
+    def _infer(self, engine: Engine, batch: Batch, rows: list[int] | None = None) -> Tensor:
+        """[T] log-probabilities, or values, of the batch, or of some of its sequences (0 elsewhere)."""
+        found = torch.zeros(len(batch.tokens))
+        packed = self._microbatches(batch, list(range(batch.num_sequences)) if rows is None else rows)
+        for part, inferred in zip(packed, engine.infer(packed), strict=True):
+            found[part.index] = inferred
+        if self._config.learner.ranks > 1:
+            dist.all_reduce(found)
+        return found
+
+    def _add_ranks(self, sums: Sums) -> Sums:
+        """The sums over all ranks."""
+        if self._config.learner.ranks == 1:
+            return sums
+        names = sorted(sums)
+        flat = torch.cat([sums[name].reshape(-1) for name in names])
+        dist.all_reduce(flat)
+        parts = flat.split([sums[name].numel() for name in names])
+        return {name: part.view(sums[name].shape) for name, part in zip(names, parts, strict=True)}
+
+
+def loglinear(current: Tensor, behavior: Tensor, staleness: Tensor) -> Tensor:
+    """[T] log π_p between behaviour and current policy (A-3PO, 2025; AReaL's `loglinear`): (log μ + s log π_θ) / (s + 1).
+
+    s is the token's staleness: the update at hand makes version k + 1 of π_θ, π_p is version k, and μ version k − s. At s = 0 it is μ.
+    """
+    s = staleness.clamp(min=0)
+    return (behavior + s * current) / (s + 1)
+
+
+def _add(sums: Sums, found: Sums) -> None:
+    for name, value in found.items():
+        sums[name] = sums[name] + value if name in sums else value
+
+
+def _describe(batch: Batch, mask: Tensor, step: int) -> dict[str, float]:
+    """What the batch is like: rewards, lengths, staleness."""
+    staleness = (step - batch.versions[mask]).double()
+    sampled = np.add.reduceat(batch.sampled.numpy().astype(np.int64), batch.offsets[:-1])
+    return {
+        "reward/mean": float(batch.rewards.mean()),
+        "reward/std": float(batch.rewards.std()) if batch.num_sequences > 1 else 0.0,
+        "length/mean": float(sampled.mean()),
+        "length/max": float(sampled.max()),
+        "length/truncated_fraction": float(batch.truncated.float().mean()),
+        "staleness/mean": float(staleness.mean()) if len(staleness) else 0.0,
+        "staleness/max": float(staleness.max()) if len(staleness) else 0.0,
+        "staleness/masked_fraction": 1.0 - float(mask.sum()) / max(1, int(batch.sampled.sum())),
+    }
