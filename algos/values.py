@@ -35,7 +35,8 @@ def value_loss(
 
 def summarize_values(sums: dict[str, Tensor]) -> dict[str, float]:
     """`docs/metrics.md`. The explained variance is 1 − E(V − R)² / Var R; 0 where all targets are equal."""
-    total = {name: float(value) for name, value in sums.items()}
+    names = ("value_tokens", "value_error", "value_clipped", "value", "target", "target_squared", "value_loss")
+    total = {name: float(sums[name]) for name in names}
     n = max(total["value_tokens"], 1.0)
     variance = total["target_squared"] / n - (total["target"] / n) ** 2
     return {

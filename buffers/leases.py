@@ -45,6 +45,7 @@ class LeaseBook:
         note: Callable[[e.AnyEvent], None] = lambda event: None,
     ) -> None:
         self.terms = terms
+        self.lag = terms.max_versions  # groups are admitted this far ahead of the newest version: the bound, or less
         self.ledger = ledger
         self.version = -1
         """Newest published version."""
@@ -52,8 +53,7 @@ class LeaseBook:
         """Newest version that any life of the learner has published."""
         self.groups: dict[int, Group] = {}
         self.quarantine = Quarantine()
-        self.num_consumed = 0
-        self.trained_twice = 0
+        self.num_consumed = self.trained_twice = 0
         self.num_rejected: Counter[str] = Counter()
         self.bytes_held = 0
         """Journal bytes of complete groups that may still be trained."""
@@ -83,7 +83,7 @@ class LeaseBook:
     def lease(self, generator: str, now: float) -> Lease | None:
         """The next group that may be given out, lowest due step first; None when admission, a budget or the end forbids."""
         due, source = self._next_opening()
-        if due >= self.terms.steps or self.version < 0 or not admits(due, self.version, self.terms.max_versions):
+        if due >= self.terms.steps or self.version < 0 or not admits(due, self.version, self.lag):
             return None
         if due > self.num_consumed and self.budget_reached() is not None:
             return None
@@ -93,12 +93,12 @@ class LeaseBook:
         self._note(e.Leased(lease=lease_id, group=number, due=due, generator=generator, at=time.time()))
         return Lease(
             id=lease_id, split="train", task=self.terms.task, index=self._prompts.index(number), seed=self.terms.seed,
-            group=number, due=due, floor=floor(due, self.terms.max_versions), num_samples=self.terms.samples_per_prompt,
+            group=number, due=due, floor=floor(due, self.lag), num_samples=self.terms.samples_per_prompt,
         )  # fmt: skip
 
     def room(self) -> int:
         """How many leases there are to be had, at most: `lease` may stop before."""
-        last = min(self.version + self.terms.max_versions, self.terms.steps - 1)
+        last = min(self.version + self.lag, self.terms.steps - 1)
         fresh = max(0, self.terms.num_places_through(last) - self._next_place) if self.version >= 0 else 0
         places = fresh + len(self._freed) + len(self._lost)
         if self.terms.max_groups is None:

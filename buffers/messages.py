@@ -296,6 +296,8 @@ class Status(Struct):
     trained_twice: int
     staleness: dict[int, int]
     """Trained tokens by staleness."""
+    admitted: int
+    """Versions ahead of the newest that groups are admitted at present: the bound, or what the controller makes of it."""
     generators: dict[str, GeneratorReport]
     learner_idle: float
     """Share of the learner's life that it waited for a batch."""

@@ -14,6 +14,9 @@ was trained, hence before version k + 1 was published, so all its versions are �
 reachable: d ≤ v + S gives d − S ≤ v, a version that has been published. `cancel` only replaces a group by a fresh one with
 the same due step, to which the same argument applies.
 
+**A controller** (`staleness.controller=ess`) admits with a lag ≤ S in the place of S, in the admission and in the floor alike. What it admits
+was admissible under S, with a floor that is no lower: both proofs hold as they stand.
+
 **Proof, `mask`.** Step k trains the B oldest complete groups, of whatever due step, and `trainable` masks every token
 older than k − S. What is left is within S by construction. Every group taken at step k is complete, so no version exceeds k.
 """

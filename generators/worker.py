@@ -316,7 +316,7 @@ class Generator:
         if lease.split == "eval":
             self._client.post(m.Evaluated(generator=self.name, lease=lease.id, reward=scores[0].reward))
             return None
-        baseline = {GREEDY: score.reward for score in scores[lease.num_samples :]}
+        baseline = {GREEDY: scores[-1].reward} if len(scores) > lease.num_samples else {}
         return [
             _trajectory(group, sample, completions[sample], scores[sample], baseline, self.name)
             for sample in range(lease.num_samples)

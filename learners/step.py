@@ -52,6 +52,8 @@ class Prepared:
     advantages: Tensor
     values: Tensor | None
     targets: Tensor | None
+    metrics: dict[str, float]
+    """Of the reward model, which has been trained by now"""
 
 
 class Trainer:
@@ -86,7 +88,7 @@ class Trainer:
             metrics |= summarize(totals)
         if self.models.critic is not None:
             metrics |= summarize_values(totals)
-        metrics |= self._reward_metrics
+        metrics |= given.metrics
         if algo.kl.target is not None and not pretrains:
             self._adapt(metrics["policy/kl_reference"], batch.num_sequences)
         if algo.needs_reference and self.kl_coef:
@@ -106,7 +108,8 @@ class Trainer:
         proximal = self._proximal(batch)
         reference = self._infer(self.models.reference, batch) if self.models.reference is not None else None
         values = self._infer(self.models.critic, batch) if self.models.critic is not None else None
-        samples = self._samples(batch, sequence, mask, proximal, reference, values, step)
+        process, metrics = self._process_rewards(batch, sequence, reference, step)
+        samples = self._samples(batch, sequence, mask, proximal, reference, values, process)
         counts = batch.weights
         if algo.reward.filter_power is not None:
             rng = torch.Generator().manual_seed(self._config.run.seed * 1_000_003 + step)
@@ -114,7 +117,7 @@ class Trainer:
         return Prepared(
             batch=batch, step=step, sequence=sequence, within=within, mask=mask, counts=counts, proximal=proximal,
             reference=reference, advantages=ADVANTAGES[algo.advantage](samples, algo), values=values,
-            targets=None if values is None else value_targets(samples, algo),
+            targets=None if values is None else value_targets(samples, algo), metrics=metrics,
         )  # fmt: skip
 
     def _proximal(self, batch: Batch) -> Tensor | None:
@@ -129,7 +132,7 @@ class Trainer:
 
     def _samples(
         self, batch: Batch, sequence: Tensor, mask: Tensor, proximal: Tensor | None, reference: Tensor | None,
-        values: Tensor | None, step: int,
+        values: Tensor | None, process: Tensor | None,
     ) -> Samples:  # fmt: skip
         algo = self._algo
         rewards, greedy = self._shaped(batch, sequence), batch.greedy
@@ -160,7 +163,7 @@ class Trainer:
             greedy=greedy,
             values=values,
             log_ratio=None if proximal is None else proximal - batch.behavior_logprobs,
-            process_rewards=self._process_rewards(batch, sequence, reference, step),
+            process_rewards=process,
         )
 
     def _shaped(self, batch: Batch, sequence: Tensor) -> Tensor:
@@ -174,11 +177,12 @@ class Trainer:
             rewards = normalised(rewards)
         return rewards if shaping.clip is None else rewards.clamp(-shaping.clip, shaping.clip)
 
-    def _process_rewards(self, batch: Batch, sequence: Tensor, reference: Tensor | None, step: int) -> Tensor | None:
-        """[T] of the implicit reward model, which first learns from the batch's outcomes (PRIME)."""
-        self._reward_metrics: dict[str, float] = {}
+    def _process_rewards(
+        self, batch: Batch, sequence: Tensor, reference: Tensor | None, step: int
+    ) -> tuple[Tensor | None, dict[str, float]]:
+        """[T] of the implicit reward model, which first learns from the batch's outcomes (PRIME); and its metrics."""
         if self.models.reward_model is None:
-            return None
+            return None, {}
         assert reference is not None
         prime, outcomes = self._algo.prime, batch.rewards.clamp(0, 1)[sequence]
         sums: Sums = {}
@@ -199,8 +203,8 @@ class Trainer:
 
         rows = list(range(batch.num_sequences))
         norm = self._update(self.models.reward_model, batch, rows, loss_fn, prime.lr, step)
-        self._reward_metrics = summarize_rewards(self._add_ranks(sums)) | {"reward_model/grad_norm": norm}
-        return implicit_rewards(self._infer(self.models.reward_model, batch), reference, prime.beta)
+        metrics = summarize_rewards(self._add_ranks(sums)) | {"reward_model/grad_norm": norm}
+        return implicit_rewards(self._infer(self.models.reward_model, batch), reference, prime.beta), metrics
 
     # ---- losses
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from buffers import messages as m
-from configs.schema import Config
+from configs.schema import Config, Controller
 
 LINE_EVERY_S = 2.0
 BARS = "▁▂▃▄▅▆▇█"
@@ -36,6 +36,8 @@ class Console:
             f"{self._config.learner.groups_per_step} × {self._config.learner.samples_per_prompt} → {self._folder}",
             soft_wrap=True,
         )
+        for warning in self._config.warnings():
+            self._rich.print(f"[yellow]note:[/] {warning}", soft_wrap=True)
         if self._live is not None:
             self._live.start()
 
@@ -80,6 +82,9 @@ class Console:
             return "?"
         return str(timedelta(seconds=int(status.seconds / done * (self._config.run.steps - status.step))))
 
+    def _admitted(self, status: m.Status) -> str:
+        return f", {status.admitted} admitted" if self._config.staleness.controller is Controller.ess else ""
+
     def _line(self, status: m.Status) -> str:
         if status.version < 0:
             return f"starting: {status.waiting_for}, {len(status.generators)} of {self._config.generators.count} generators ready"
@@ -93,7 +98,7 @@ class Console:
         mean = sum(k * n for k, n in staleness.items()) / max(1, sum(staleness.values()))
         return (
             f"step {status.step}/{self._config.run.steps}  v{status.version}  reward {_recent(self._rewards):.3f}  "
-            f"staleness {mean:.2f} (max {max(staleness, default=0)} of {self._config.bound})  "
+            f"staleness {mean:.2f} (max {max(staleness, default=0)} of {self._config.bound}{self._admitted(status)})  "
             f"tok/s {status.tokens.total / seconds:,.0f} generated {status.tokens.trained / seconds:,.0f} trained  "
             f"idle learner {status.learner_idle:.0%} generators {status.generator_idle:.0%}  left {self._left(status)}"
             f"{failed}"
@@ -108,7 +113,7 @@ class Console:
             "step": f"{status.step} of {self._config.run.steps}, version {status.version}, {self._left(status)} left",
             "reward": f"{_recent(self._rewards):.3f}  {_sparkline(self._rewards)}" if self._rewards else "–",
             "staleness": "  ".join(f"{k}: {share:.0%}" for k, share in _shares(status.staleness).items())
-            + f"   (bound {self._config.bound})",
+            + f"   (bound {self._config.bound}{self._admitted(status)})",
             "tokens/s": f"{status.tokens.total / seconds:,.0f} generated, {status.tokens.trained / seconds:,.0f} trained",
             "idle": f"learner {status.learner_idle:.0%}, generators {status.generator_idle:.0%}",
             "tokens": _account(status.tokens),

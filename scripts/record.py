@@ -113,6 +113,7 @@ class Record:
             },
             "staleness": {
                 "bound": self._config.bound,
+                "admitted": news.admitted,
                 "max": max(news.staleness, default=0),
                 "mean": sum(k * n for k, n in news.staleness.items()) / count if count else 0.0,
                 "histogram": {str(k): news.staleness.get(k, 0) for k in range(self._config.bound + 1)},

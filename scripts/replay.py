@@ -177,7 +177,7 @@ def main(arguments: list[str]) -> int:
         print(f"Slipstream cannot replay:\n{error}", file=sys.stderr)
         return 2
     print(f"trained {len(playback.metrics)} steps from {options.run / 'journal'}; see {folder}")
-    for metric in ("loss/policy", "offpolicy/ess", "offpolicy/kl", "entropy/mean", "optimizer/grad_norm"):
+    for metric in ("loss/policy", "offpolicy/ess", "offpolicy/kl_k3", "policy/entropy", "optimizer/grad_norm"):
         if playback.metrics and metric in playback.metrics[0]:
             print(f"  {metric:<22} first {playback.metrics[0][metric]:+.4f}  last {playback.metrics[-1][metric]:+.4f}")
     if exact:

@@ -7,6 +7,7 @@ import select
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,16 @@ def die_with(pid: int, others: list[psutil.Process]) -> None:
     threading.Thread(target=wait, daemon=True, name="death-watch").start()
 
 
+@contextlib.contextmanager
+def logged() -> Iterator[None]:
+    """The traceback of what ends a role stands in its log too: the driver may show its message alone."""
+    try:
+        yield
+    except Exception:
+        logging.getLogger("slipstream").exception("this role ends")
+        raise
+
+
 class BufferRole(Role):
     def start(self, config: Config, folder: Path, resume_step: int | None) -> str:
         """Binds the buffer; returns its address."""
@@ -65,7 +76,8 @@ class BufferRole(Role):
         return self.server.address
 
     def run(self) -> None:
-        self.server.run()
+        with logged():
+            self.server.run()
 
     def stop(self) -> None:
         self.server.stop()
@@ -75,7 +87,8 @@ class GeneratorRole(Role):
     def run(self, address: str, name: str, seed: int, keys: str | None) -> None:
         from generators.worker import join
 
-        join(address, name, seed, keys).run()
+        with logged():
+            join(address, name, seed, keys).run()
 
 
 class LearnerRole(Role):
@@ -85,8 +98,9 @@ class LearnerRole(Role):
         from buffers.client import BufferClient
         from learners.learner import start
 
-        client = BufferClient(address, keys=config.buffer.keys)
-        start(config, folder, client, rank, rendezvous, resume_step).run()
+        with logged():
+            client = BufferClient(address, keys=config.buffer.keys)
+            start(config, folder, client, rank, rendezvous, resume_step).run()
 
 
 @dataclass(frozen=True, slots=True)

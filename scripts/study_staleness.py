@@ -90,7 +90,10 @@ def run(job: Job) -> Outcome:
     versions: deque[dict[str, Tensor]] = deque(maxlen=job.lag + 1)
     lag, since = job.lag if job.controller == "fixed" else first_lag(job.lag), 0
     leased: list[int] = []  # version that samples the batch due at each step
-    curve, lags, ess, divergence = [], [], [], []
+    curve: list[float] = []
+    lags: list[int] = []
+    ess: list[float] = []
+    divergence: list[float] = []
     for step in range(job.steps):
         versions.append(collect(trainer.models.policy.weights()))
         while admits(len(leased), step, lag):
@@ -172,7 +175,7 @@ class Sampler:
             tokens=torch.cat([torch.cat(pair) for pair in zip(before, sampled, strict=True)]),
             sampled=flags,
             behavior_logprobs=torch.cat(
-                [torch.cat([torch.zeros(len(p)), l]) for p, l in zip(before, logprobs, strict=True)]
+                [torch.cat([torch.zeros(len(p)), found]) for p, found in zip(before, logprobs, strict=True)]
             ),
             versions=torch.where(flags, step - behind, -1).int(),
             offsets=torch.tensor([0, *(int(n.sum()) for n in lengths)]).cumsum(0).numpy(),

@@ -15,7 +15,7 @@ from algos.loss import policy_loss
 from buffers.messages import Lease
 from buffers.trajectory import Trajectory, to_batch
 from configs.load import load
-from configs.schema import Aggregation, Config
+from configs.schema import Config
 from generators.engine import Sample
 from generators.worker import make_engine, make_episodes, sample_seed
 from learners.fsdp import FsdpEngine
@@ -64,7 +64,7 @@ def synchronous(config: Config, folder: Path) -> dict[str, Tensor]:
         batch = from_arrow(pa.Table.from_batches([to_batch(rows)]))
         assert set(batch.versions[batch.sampled].tolist()) == {step}
         advantages = grpo(batch.rewards, batch.groups)[batch.sequence]
-        weights = token_weights(Aggregation.token_mean, batch.sampled, batch.sequence, batch.num_sequences)
+        weights = token_weights(config.algo.aggregation, batch.sampled, batch.sequence, batch.num_sequences)
         packed = microbatches(batch, range(batch.num_sequences), 16384, 1, 0)
 
         def loss_fn(logprobs, entropy, part, batch=batch, advantages=advantages, weights=weights):  # type: ignore[no-untyped-def]

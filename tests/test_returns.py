@@ -1,4 +1,4 @@
-"""Advantages along a sequence, and rewards before them, against loops written from the equations."""
+"""Advantages along a sequence, rewards before them and values beside them, against loops written from the equations."""
 
 import math
 
@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from algos import rewards as shaping
-from algos.returns import discounted, gae, length_adaptive_lambda, vtrace
+from algos.returns import discounted, gae, length_adaptive_lambda, turn_gae, turns, vtrace
+from algos.values import implicit_reward_loss, implicit_rewards, summarize_rewards, summarize_values, value_loss
 
 
 class Case:
@@ -21,6 +22,7 @@ class Case:
         total = int(lengths.sum())
         self.offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         self.mask = torch.rand(total, generator=rng) < 0.6
+        self.sequence = torch.repeat_interleave(torch.arange(5), lengths)
         self.rewards, self.values, self.log_ratio = (
             torch.where(self.mask, torch.randn(total, generator=rng, dtype=torch.float64), math.nan) for _ in range(3)
         )
@@ -31,6 +33,18 @@ class Case:
         return [
             [t for t in range(a, b) if self.mask[t]] for a, b in zip(bounds, bounds[1:], strict=False)
         ]  # fmt: skip
+
+    def turns(self) -> list[list[list[int]]]:
+        """The turns of each sequence: its sampled tokens, parted where one is not sampled."""
+        found: list[list[list[int]]] = []
+        for tokens in self.sequences():
+            found.append([])
+            for t in tokens:
+                if found[-1] and found[-1][-1][-1] == t - 1:
+                    found[-1][-1].append(t)
+                else:
+                    found[-1].append([t])
+        return found
 
 
 def expect(found: Tensor, expected: dict[int, float]) -> None:
@@ -101,6 +115,54 @@ def test_vtrace_on_policy_is_the_return_and_gae_at_lambda_one_too(seed: int, gam
     torch.testing.assert_close(gae(case.rewards, case.values, case.mask, case.offsets, gamma, 1.0)[1], returns)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_a_turn_is_what_a_sequence_has_sampled_without_a_break(seed: int) -> None:
+    case = Case(seed)
+    turn, first = turns(case.mask, case.offsets)
+    expected = [tokens for sequence in case.turns() for tokens in sequence]
+    assert first.nonzero()[:, 0].tolist() == [tokens[0] for tokens in expected]
+    for number, tokens in enumerate(expected):
+        assert turn[tokens].tolist() == [number] * len(tokens)
+
+
+def test_the_end_of_a_sequence_ends_its_turn() -> None:
+    turn, first = turns(torch.ones(5, dtype=torch.bool), torch.tensor([0, 2, 2, 5]))
+    assert turn.tolist() == [0, 0, 1, 1, 1] and first.tolist() == [True, False, True, False, False]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([1.0, 0.9]), st.sampled_from([0.0, 0.95, 1.0]))
+def test_gae_by_turn_equals_its_equation_and_asks_for_the_value_of_first_tokens_only(
+    seed: int, gamma: float, lam: float
+) -> None:
+    case = Case(seed)
+    advantages, returns = {}, {}
+    for sequence in case.turns():
+        value = [float(case.values[tokens[0]]) for tokens in sequence] + [0.0]
+        reward = [sum(float(case.rewards[t]) for t in tokens) for tokens in sequence]
+        for i, tokens in enumerate(sequence):
+            deltas = [reward[j] + gamma * value[j + 1] - value[j] for j in range(len(sequence))]
+            total = sum((gamma * lam) ** (j - i) * deltas[j] for j in range(i, len(sequence)))
+            advantages |= dict.fromkeys(tokens, total)
+            returns |= dict.fromkeys(tokens, total + value[i])
+    values = torch.where(turns(case.mask, case.offsets)[1], case.values, math.nan)
+    found = turn_gae(case.rewards, values, case.mask, case.offsets, gamma, lam)
+    expect(found[0], advantages)
+    expect(found[1], returns)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6))
+def test_gae_by_turn_is_gae_where_every_turn_has_one_token(seed: int) -> None:
+    case = Case(seed)
+    inside = torch.cat([torch.arange(int(n)) for n in case.offsets.diff()])
+    mask = case.mask & (inside % 2 == 0)
+    arguments = (case.rewards, case.values, mask, case.offsets, 0.9, 0.8)
+    for by_turn, by_token in zip(turn_gae(*arguments), gae(*arguments), strict=True):
+        torch.testing.assert_close(by_turn, by_token)
+
+
 def test_lambda_by_sequence_is_each_sequences_own() -> None:
     case = Case(11)
     lengths = torch.tensor([len(tokens) for tokens in case.sequences()])
@@ -115,19 +177,34 @@ def test_lambda_by_sequence_is_each_sequences_own() -> None:
 def test_nothing_sampled_gives_nothing() -> None:
     empty, none = torch.zeros(4), torch.zeros(4, dtype=torch.bool)
     offsets = torch.tensor([0, 4])
-    for found in (*gae(empty, empty, none, offsets, 1.0, 0.95), *vtrace(empty, empty, empty, none, offsets)):
+    for function in (gae, turn_gae):
+        for found in function(empty, empty, none, offsets, 1.0, 0.95):
+            assert found.tolist() == [0, 0, 0, 0]
+        assert function(empty[:0], empty[:0], none[:0], torch.tensor([0]), 1.0, 0.95)[0].shape == (0,)
+    for found in vtrace(empty, empty, empty, none, offsets):
         assert found.tolist() == [0, 0, 0, 0]
-    assert gae(empty[:0], empty[:0], none[:0], torch.tensor([0]), 1.0, 0.95)[0].shape == (0,)
+    assert discounted(empty, none, offsets).tolist() == [0, 0, 0, 0]
+    assert turns(none[:0], torch.tensor([0]))[1].shape == (0,)
+
+
+def test_vtrace_is_defined_where_a_policy_never_samples_a_token() -> None:
+    """π / μ is taken within e^±20: the first token is truncated to ρ̄, the second counts for next to nothing."""
+    log_ratio, mask = torch.tensor([math.inf, -math.inf]).double(), torch.ones(2, dtype=torch.bool)
+    rewards, values = torch.tensor([0.0, 1.0]).double(), torch.tensor([0.25, 0.5]).double()
+    advantages, targets = vtrace(rewards, values, log_ratio, mask, torch.tensor([0, 2]))
+    assert targets.tolist() == pytest.approx([0.5, 0.5], abs=1e-8)
+    assert advantages.tolist() == pytest.approx([0.25, 0.0], abs=1e-8)
+
+
+def test_lambda_of_a_short_sequence_is_not_negative() -> None:
+    assert length_adaptive_lambda(torch.tensor([0, 1, 20, 40, 10**9]), alpha=0.05).tolist() == pytest.approx(
+        [0, 0, 0, 0.5, 1]
+    )
 
 
 def test_the_overlong_penalty_begins_at_the_cache_and_ends_at_minus_one() -> None:
     lengths = torch.tensor([1, 80, 90, 99, 100, 120])
     assert shaping.soft_overlong_penalty(lengths, 100, 20).tolist() == pytest.approx([0, 0, -0.5, -0.95, -1, -1])
-
-
-def test_dynamic_sampling_keeps_groups_whose_rewards_differ() -> None:
-    rewards, groups = torch.tensor([1.0, 1, 0, 1, 0.5]), torch.tensor([7, 7, 9, 9, 12])
-    assert shaping.informative(rewards, groups).tolist() == [False, False, True, True, False]
 
 
 def test_kl_in_the_reward_is_charged_token_by_token_and_the_score_comes_last() -> None:
@@ -148,8 +225,135 @@ def test_normalised_rewards_have_mean_zero_and_equal_ones_give_zero() -> None:
 
 def test_filtration_draws_in_proportion_to_the_power_of_the_score() -> None:
     scores = torch.tensor([0.0, 1.0, -2.0]).repeat(3000)
-    drawn = shaping.filtered(scores, 2.0, torch.Generator().manual_seed(0))
-    shares = torch.bincount(scores[drawn].abs().long(), minlength=3) / len(drawn)
-    assert shares.tolist() == pytest.approx([0, 0.2, 0.8], abs=0.02)
+    counts = shaping.filtered(scores, 2.0, torch.Generator().manual_seed(0))
+    shares = [float(counts[scores.abs() == k].sum()) / len(scores) for k in range(3)]
+    assert shares == pytest.approx([0, 0.2, 0.8], abs=0.02) and int(counts.sum()) == len(scores)
+    again = shaping.filtered(scores, 2.0, torch.Generator().manual_seed(0))
+    assert torch.equal(counts, again)
     everything_zero = shaping.filtered(torch.zeros(5), 2.0, torch.Generator().manual_seed(0))
-    assert len(everything_zero) == 5 and everything_zero.max() < 5
+    assert everything_zero.shape == (5,) and int(everything_zero.sum()) == 5
+
+
+# ---- the critic, and the implicit reward model
+
+
+def columns(seed: int, num_tokens: int = 20) -> dict[str, Tensor]:
+    """Six sequences, one of them without a sampled token; NaN where not sampled."""
+    rng = torch.Generator().manual_seed(seed)
+    sequence = torch.sort(torch.randint(0, 6, (num_tokens,), generator=rng)).values
+    mask = (torch.rand(num_tokens, generator=rng) < 0.7) & (sequence != 2)
+    found = {name: torch.randn(num_tokens, generator=rng, dtype=torch.float64) for name in ("x", "before", "targets")}
+    found["outcomes"] = torch.tensor([0.0, 1, 1, 0, 0.25, 1]).double()[sequence]
+    found["weights"] = torch.rand(num_tokens, generator=rng, dtype=torch.float64)
+    return {name: torch.where(mask, column, math.nan) for name, column in found.items()} | {
+        "mask": mask, "sequence": sequence,
+    }  # fmt: skip
+
+
+def critic(c: dict[str, Tensor], clip: float | None = 0.2) -> tuple[Tensor, dict[str, Tensor]]:
+    return value_loss(c["x"], c["before"], c["targets"], c["mask"], c["weights"], clip)
+
+
+def reward_model(c: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    return implicit_reward_loss(c["x"], c["before"], c["outcomes"], c["mask"], c["sequence"], 6, 0.3)
+
+
+LOSSES = {"critic": critic, "critic unclipped": lambda c: critic(c, None), "reward model": reward_model}
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_loss_of_values_equals_its_equation(seed: int, clip: float | None) -> None:
+    c, expected, errors, num_clipped = columns(seed), 0.0, [], 0
+    trained = c["mask"].nonzero()[:, 0].tolist()
+    for t in trained:
+        value, before, target = (float(c[name][t]) for name in ("x", "before", "targets"))
+        squares = [(value - target) ** 2]
+        if clip is not None:
+            squares.append((min(max(value, before - clip), before + clip) - target) ** 2)
+            num_clipped += squares[1] > squares[0]
+        errors.append(squares[0])
+        expected += 0.5 * float(c["weights"][t]) * max(squares)
+    loss, sums = critic(c, clip)
+    assert float(loss) == pytest.approx(expected)
+    values, targets = (c[name][trained].tolist() for name in ("x", "targets"))
+    n, mean = len(trained), sum(targets) / len(trained)
+    variance = sum((r - mean) ** 2 for r in targets) / n
+    assert summarize_values(sums) == pytest.approx({
+        "critic/loss": expected, "critic/value_mean": sum(values) / n, "critic/target_mean": mean,
+        "critic/clip_fraction": num_clipped / n, "critic/explained_variance": 1 - sum(errors) / n / variance,
+    })  # fmt: skip
+    assert num_clipped > 0 or clip is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_loss_of_implicit_rewards_is_the_cross_entropy_of_their_sum(seed: int) -> None:
+    c, expected, right, told = columns(seed), 0.0, 0, 0
+    assert implicit_rewards(c["x"], c["before"], 0.3)[c["mask"]].tolist() == pytest.approx(
+        [0.3 * (x - y) for x, y, m in zip(c["x"].tolist(), c["before"].tolist(), c["mask"].tolist(), strict=True) if m]
+    )
+    for number in range(6):
+        tokens = [t for t in range(20) if c["mask"][t] and c["sequence"][t] == number]
+        if not tokens:
+            continue
+        probability = 1 / (1 + math.exp(-0.3 * sum(float(c["x"][t] - c["before"][t]) for t in tokens)))
+        outcome = float(c["outcomes"][tokens[0]])
+        expected -= (outcome * math.log(probability) + (1 - outcome) * math.log(1 - probability)) / 6
+        right, told = right + ((probability > 0.5) == (outcome > 0.5)), told + 1
+    loss, sums = reward_model(c)
+    assert float(loss) == pytest.approx(expected)
+    assert summarize_rewards(sums) == pytest.approx(
+        {"reward_model/loss": expected, "reward_model/accuracy": right / told}
+    )
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_values_and_rewards_pass_gradcheck(name: str) -> None:
+    c = columns(1)
+    leaf = torch.where(c["mask"], c["x"], 0.0).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: LOSSES[name](c | {"x": x})[0], leaf)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_not_sampled_cannot_matter_to_a_value_or_reward_even_when_it_is_nan(name: str) -> None:
+    dirty = columns(1)
+    clean = {key: torch.where(dirty["mask"], c, 0.5) if c.is_floating_point() else c for key, c in dirty.items()}
+    leaves, found = [], []
+    for c in (dirty, clean):
+        leaves.append(c["x"].clone().requires_grad_())
+        found.append(LOSSES[name](c | {"x": leaves[-1]}))
+        found[-1][0].backward()
+    assert found[0][0].isfinite() and torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1] and torch.equal(leaves[0].grad, leaves[1].grad)
+    assert leaves[0].grad[~dirty["mask"]].abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_values_and_rewards_do_not_depend_on_microbatches_or_order(name: str) -> None:
+    c = columns(1)
+    whole, sums = LOSSES[name](c)
+    for parts in ([[0, 1], [2, 3, 4], [5]], [[4, 2, 0, 5, 1, 3]]):
+        pieces = []
+        for part in parts:
+            index = torch.cat([(c["sequence"] == number).nonzero()[:, 0] for number in part])
+            piece = {key: column[index] for key, column in c.items()}
+            piece["sequence"] = torch.tensor([part.index(n) for n in piece["sequence"].tolist()])
+            pieces.append(LOSSES[name](piece))
+        assert float(sum(loss for loss, _ in pieces)) == pytest.approx(float(whole))
+        for key, value in sums.items():
+            assert float(sum(found[key] for _, found in pieces)) == pytest.approx(float(value)), key
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("size", [0, 20])
+def test_no_sampled_token_gives_a_value_loss_of_zero_and_finite_figures(name: str, size: int) -> None:
+    c = {key: column[:size] for key, column in columns(1).items()}
+    loss, sums = LOSSES[name](c | {"mask": torch.zeros(size, dtype=torch.bool)})
+    assert float(loss) == 0
+    summary = summarize_rewards(sums) if name == "reward model" else summarize_values(sums)
+    assert set(summary.values()) == {0.0}
+
+
+def test_equal_targets_explain_nothing() -> None:
+    c = columns(1) | {"targets": torch.full((20,), 0.3).double()}
+    assert summarize_values(critic(c)[1])["critic/explained_variance"] == 0

@@ -28,7 +28,7 @@ SUMMARY = {
     "mode": None, "status": None, "steps": None, "version": None, "wall_s": None, "reward": {"first", "last"},
     "tokens": {"generated", "trained", "masked", "rejected", "in_flight"},
     "groups": {"leased", "trained", "rejected", "in_flight", "trained_twice"},
-    "staleness": {"bound", "max", "mean", "histogram"},
+    "staleness": {"bound", "admitted", "max", "mean", "histogram"},
     "throughput": {"generated_tokens_per_s", "trained_tokens_per_s", "steps_per_s"},
     "idle": {"learner", "generators"}, "weights": {
         "updates", "bytes", "fetched_bytes", "gb_per_s", "prepare_s_mean", "pause_s_mean", "publish_s_mean", "lag",
@@ -199,6 +199,31 @@ def test_a_stopped_run_leaves_a_checkpoint_and_no_process_and_goes_on_from_it(
     assert (after["steps"], after["version"], after["status"]) == (steps + 3, steps + 3, "finished")
     assert after["groups"]["trained"] == 4 * (steps + 3)
     assert_accounts_close(after)
+
+
+@pytest.mark.timeout(240)
+def test_a_run_with_critic_reference_and_controlled_lag_goes_on_from_its_checkpoint(
+    start: Callable[..., Started], tiny_model: Path
+) -> None:
+    small = ["learner.groups_per_step=8", "learner.samples_per_prompt=4", "generators.count=1", "eval.prompts=0"]
+    run = start(*small, "algo=ppo", "staleness.controller=ess", "learner.minibatches=2", "run.steps=3")
+    code, out = run.finish(100)
+    assert code == 0, out
+    kept = run.folder / "checkpoints" / "step_3"
+    assert {path.name for path in kept.iterdir()} == {"manifest.json", "engine", "critic"}
+    again = start(f"run.resume={run.folder}", "run.steps=5")
+    code, out = again.finish(100)
+    assert code == 0, out
+    assert_accounts_close(again.summary())
+    events = EventAccumulator(str(run.folder / "tensorboard"))
+    events.Reload()
+    for tag in ("critic/explained_variance", "policy/kl_reference", "offpolicy/ess_sequence"):
+        assert len(events.Scalars(tag)) == 5, tag
+    assert 0.0 <= events.Scalars("staleness_0/clip_fraction")[0].value <= 1.0
+    assert [event.value for event in events.Scalars("staleness/admitted")][0] == 1.0, (
+        "S is 2; a controlled lag begins at 1"
+    )
+    assert events.Scalars("critic/loss")[-1].step == 4
 
 
 def test_generators_join_a_run_and_leave_it(start: Callable[..., Started]) -> None:

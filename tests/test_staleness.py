@@ -235,8 +235,13 @@ class World:
             for fate in ("trained", "masked", "late", "zero_variance", "unsampled"):
                 assert self.book.ledger.tokens[fate] == before.ledger.tokens[fate]
 
+    def control(self, generator: FakeGenerator) -> None:
+        """A controller admits as much or as little as it likes, up to the bound."""
+        if self.rng.random() < 0.1:
+            self.book.lag = self.rng.randint(0, self.terms.max_versions)
+
     events = [ask, ask, ask, sample, sample, sample, pull, beat, beat, stall, die, break_down, learn, learn, crash_learner,
-              crash_buffer]  # fmt: skip
+              crash_buffer, control]  # fmt: skip
 
 
 def terms(on_late: OnLate, bound: int, batch: int, steps: int = 6, **more: object) -> Terms:

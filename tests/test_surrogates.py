@@ -1,5 +1,6 @@
-"""Surrogates and corrections against slow references in float64, written token by token from the equations."""
+"""Surrogates, corrections and KL estimators against slow references in float64, written token by token from the equations."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -10,22 +11,29 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from algos import corrections, kl
-from algos.surrogates import (
-    Tokens,
-    aipo,
-    cispo,
-    dppo,
-    gspo,
-    kimi,
-    m2po,
-    opmd,
-    ppo,
-    sapo,
-    second_moment_mask,
-    topr,
+from algos.corrections import correction_weights, off_policy_weights, rejection
+from algos.surrogates import SURROGATES, Tokens, second_moment_mask
+from configs.algorithms import (
+    AipoConfig,
+    AlgoConfig,
+    CispoConfig,
+    Correction,
+    DppoConfig,
+    Estimator,
+    GspoConfig,
+    KimiConfig,
+    Level,
+    M2poConfig,
+    OpmdConfig,
+    PpoConfig,
+    RejectionConfig,
+    SapoConfig,
+    SurrogateConfig,
+    ToprConfig,
 )
 
 Row = dict[str, float]
+FLOOR, CAP = 0.8, 1.3
 
 
 def make(seed: int, num_tokens: int = 24, spread: float = 0.4) -> Tokens:
@@ -48,13 +56,17 @@ def make(seed: int, num_tokens: int = 24, spread: float = 0.4) -> Tokens:
     )
 
 
+def mates(tokens: Tokens, t: int) -> list[int]:
+    """The trained tokens of the sequence of token t."""
+    return [u for u in range(len(tokens.mask)) if tokens.mask[u] and tokens.sequence[u] == tokens.sequence[t]]
+
+
 def rows(tokens: Tokens) -> list[Row]:
-    found = []
+    found, logprobs = [], tokens.logprobs.detach()
     for t in range(len(tokens.mask)):
-        mates = [u for u in range(len(tokens.mask)) if tokens.mask[u] and tokens.sequence[u] == tokens.sequence[t]]
-        gaps = [float(tokens.logprobs[u] - tokens.proximal[u]) for u in mates]
+        gaps = [float(logprobs[u] - tokens.proximal[u]) for u in mates(tokens, t)]
         found.append({
-            "lp": float(tokens.logprobs[t]), "old": float(tokens.proximal[t]), "mu": float(tokens.behavior[t]),
+            "lp": float(logprobs[t]), "old": float(tokens.proximal[t]), "mu": float(tokens.behavior[t]),
             "a": float(tokens.advantages[t]), "s": math.exp(sum(gaps) / len(gaps)) if gaps else 1.0,
         })  # fmt: skip
     return found
@@ -69,42 +81,59 @@ def scalar_ppo(r: float, a: float, low: float, high: float, dual: float | None =
     return min(loss, -a * dual) if dual is not None and a < 0 else loss
 
 
-# name: (ours, loss of one token, derivative of it by log π_θ)
-CASES: dict[str, tuple[Callable[[Tokens], Tensor], Callable[[Row], float], Callable[[Row], float] | None]] = {
-    "ppo": (lambda x: ppo(x, 0.2, 0.28, 3.0), lambda r: scalar_ppo(math.exp(r["lp"] - r["old"]), r["a"], 0.2, 0.28, 3.0), None),
-    "gspo": (lambda x: gspo(x, 0.03, 0.04), lambda r: scalar_ppo(r["s"], r["a"], 0.03, 0.04), None),
+# name: (parameters, loss of one token, derivative of it by log π_θ where a stop-gradient makes it another than the loss's own)
+CASES: dict[str, tuple[SurrogateConfig, Callable[[Row], float], Callable[[Row], float] | None]] = {
+    "ppo": (
+        PpoConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0),
+        lambda r: scalar_ppo(math.exp(r["lp"] - r["old"]), r["a"], 0.2, 0.28, 3.0),
+        None,
+    ),
+    "gspo": (
+        GspoConfig(clip_low=0.03, clip_high=0.04),
+        lambda r: scalar_ppo(r["s"], r["a"], 0.03, 0.04),
+        lambda r: 0.0 if (r["s"] > 1.04 if r["a"] > 0 else r["s"] < 0.97) else -r["s"] * r["a"],
+    ),
     "cispo": (
-        lambda x: cispo(x, 0.2, 0.3),
+        CispoConfig(clip_low=0.2, clip_high=0.3),
         lambda r: -clip(math.exp(r["lp"] - r["old"]), 0.8, 1.3) * r["a"] * r["lp"],
         lambda r: -clip(math.exp(r["lp"] - r["old"]), 0.8, 1.3) * r["a"],
     ),
     "sapo": (
-        lambda x: sapo(x, 1.0, 1.05),
+        SapoConfig(tau_positive=1.0, tau_negative=1.05),
         lambda r: -r["a"] * (4 / (t := 1.0 if r["a"] > 0 else 1.05)) / (1 + math.exp(-t * (math.exp(r["lp"] - r["old"]) - 1))),
         None,
     ),
     "topr": (
-        topr,
+        ToprConfig(),
         lambda r: -(1.0 if r["a"] > 0 else clip(math.exp(r["lp"] - r["mu"]), 0, 1)) * r["a"] * r["lp"],
         lambda r: -(1.0 if r["a"] > 0 else clip(math.exp(r["lp"] - r["mu"]), 0, 1)) * r["a"],
     ),
     "dppo": (
-        lambda x: dppo(x, 0.1, 0.15),
+        DppoConfig(low=0.1, high=0.15),
         lambda r: dppo_gradient(r) * r["lp"],
         lambda r: dppo_gradient(r),
     ),
     "aipo": (
-        lambda x: aipo(x, 1.5),
+        AipoConfig(cap=1.5),
         lambda r: -min(math.exp(r["lp"] - r["mu"]), 1.5) * r["a"] * r["lp"],
         lambda r: -min(math.exp(r["lp"] - r["mu"]), 1.5) * r["a"],
     ),
+    "m2po": (
+        M2poConfig(),
+        lambda r: -math.exp(r["lp"] - r["mu"]) * r["a"],
+        lambda r: -math.exp(r["lp"] - r["mu"]) * r["a"],
+    ),
     "kimi": (
-        lambda x: kimi(x, 0.1),
+        KimiConfig(tau=0.1),
         lambda r: -r["a"] * r["lp"] + 0.05 * (r["lp"] - r["old"]) ** 2,
         lambda r: -r["a"] + 0.1 * (r["lp"] - r["old"]),
     ),
-    "opmd": (lambda x: opmd(x, 1.0), lambda r: -r["a"] * r["lp"] / 2, lambda r: -r["a"] / 2),
+    "opmd": (OpmdConfig(tau=1.0), lambda r: -r["a"] * r["lp"] / 2, lambda r: -r["a"] / 2),
 }  # fmt: skip
+
+
+def run(name: str, tokens: Tokens, config: SurrogateConfig | None = None) -> Tensor:
+    return SURROGATES[name](tokens, config or CASES[name][0])
 
 
 def dppo_gradient(r: Row) -> float:
@@ -113,12 +142,22 @@ def dppo_gradient(r: Row) -> float:
     return -keep * min(math.exp(r["lp"] - r["mu"]), 20) * r["a"]
 
 
+def test_every_surrogate_has_a_section_of_its_name_and_every_section_a_surrogate() -> None:
+    sections = {
+        field.name for field in dataclasses.fields(AlgoConfig)
+        if isinstance(getattr(AlgoConfig(), field.name), SurrogateConfig)
+    }  # fmt: skip
+    assert sections == set(SURROGATES) == set(CASES)
+    for name in sections:
+        assert isinstance(AlgoConfig(surrogate=name).loss, type(CASES[name][0]))
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seed", range(8))
 def test_each_surrogate_equals_its_equation(name: str, seed: int) -> None:
-    ours, loss, derivative = CASES[name]
+    _, loss, derivative = CASES[name]
     tokens = make(seed)
-    found = ours(tokens)
+    found = run(name, tokens)
     trained = tokens.mask.tolist()
     expected = [loss(row) for row in rows(tokens)]
     assert found[tokens.mask].tolist() == pytest.approx([e for e, m in zip(expected, trained, strict=True) if m])
@@ -129,15 +168,12 @@ def test_each_surrogate_equals_its_equation(name: str, seed: int) -> None:
     assert gradient[~tokens.mask].abs().sum() == 0
 
 
-@pytest.mark.parametrize("name", ["ppo", "sapo", "kimi", "opmd"])
+@pytest.mark.parametrize("name", ["ppo", "sapo", "m2po", "kimi", "opmd"])
 def test_surrogates_without_stopped_gradients_pass_gradcheck(name: str) -> None:
     tokens = make(3)
 
     def loss(logprobs: Tensor) -> Tensor:
-        changed = {
-            field: getattr(tokens, field) for field in ("proximal", "behavior", "advantages", "mask", "sequence")
-        }
-        return torch.where(tokens.mask, CASES[name][0](Tokens(logprobs=logprobs, **changed)), 0.0).sum()
+        return torch.where(tokens.mask, run(name, dataclasses.replace(tokens, logprobs=logprobs)), 0.0).sum()
 
     assert torch.autograd.gradcheck(loss, tokens.logprobs)
 
@@ -145,81 +181,171 @@ def test_surrogates_without_stopped_gradients_pass_gradcheck(name: str) -> None:
 def test_a_sequence_moves_as_one_in_gspo_and_alone_it_is_ppo() -> None:
     """Its gradient is s_i A for each token of a sequence that is not clipped; with one token a sequence it is PPO's."""
     tokens = make(5, spread=0.005)
-    (gradient,) = torch.autograd.grad(gspo(tokens, 0.5, 0.5)[tokens.mask].sum(), tokens.logprobs)
+    wide = GspoConfig(clip_low=0.5, clip_high=0.5)
+    (gradient,) = torch.autograd.grad(run("gspo", tokens, wide)[tokens.mask].sum(), tokens.logprobs)
     expected = [-row["s"] * row["a"] if m else 0.0 for row, m in zip(rows(tokens), tokens.mask.tolist(), strict=True)]
     assert gradient.tolist() == pytest.approx(expected)
-    alone = make(6)
-    alone = Tokens(
-        logprobs=alone.logprobs, proximal=alone.proximal, behavior=alone.behavior, advantages=alone.advantages,
-        mask=alone.mask, sequence=torch.arange(24),
-    )  # fmt: skip
-    torch.testing.assert_close(gspo(alone, 0.2, 0.2), ppo(alone, 0.2, 0.2, None))
+    alone = dataclasses.replace(make(6), sequence=torch.arange(24))
+    by_token = run("ppo", alone, PpoConfig(clip_low=0.2, clip_high=0.2, dual_clip=None))
+    by_sequence = run("gspo", alone, GspoConfig(clip_low=0.2, clip_high=0.2))
+    torch.testing.assert_close(by_sequence, by_token)
+    gradients = [torch.autograd.grad(loss.sum(), alone.logprobs)[0] for loss in (by_sequence, by_token)]
+    torch.testing.assert_close(*gradients)
+    assert (gradients[0][alone.mask] == 0).any(), "nothing was clipped"
+
+
+def second_moment_kept(tokens: Tokens, log_ratio: list[float], threshold: float) -> set[int]:
+    trained = [t for t in range(len(log_ratio)) if tokens.mask[t]]
+    acting = [t for t in trained if log_ratio[t] * float(tokens.advantages[t]) > 0]
+    kept = sorted(acting, key=lambda t: log_ratio[t] ** 2)
+    while kept and sum(log_ratio[t] ** 2 for t in kept) / len(kept) > threshold:
+        kept.pop()
+    return {t for t in trained if t not in acting} | set(kept)
 
 
 def test_m2po_drops_the_largest_until_the_mean_of_squares_is_within_the_threshold() -> None:
+    algo, dropped = AlgoConfig(surrogate="m2po", correction=Correction.none), 0
     for seed in range(20):
         tokens = make(seed)
         log_ratio = (tokens.proximal - tokens.behavior).detach()
+        expected = second_moment_kept(tokens, log_ratio.tolist(), 0.04)
         keep = second_moment_mask(log_ratio, tokens.advantages, tokens.mask, 0.04)
-        acting = [t for t in range(24) if tokens.mask[t] and float(log_ratio[t]) * float(tokens.advantages[t]) > 0]
-        kept = sorted(acting, key=lambda t: float(log_ratio[t]) ** 2)
-        while kept and sum(float(log_ratio[t]) ** 2 for t in kept) / len(kept) > 0.04:
-            kept.pop()
-        expected = {t for t in range(24) if tokens.mask[t] and t not in acting} | set(kept)
         assert set(keep.nonzero()[:, 0].tolist()) == expected
-        loss = m2po(tokens, keep)
+        weights = off_policy_weights(algo, log_ratio, tokens.advantages, tokens.mask, tokens.sequence)
+        assert {t for t in range(24) if tokens.mask[t] and weights[t] == 1} == expected
+        assert weights[tokens.mask & ~keep].abs().sum() == 0
+        loss = weights * run("m2po", tokens)
         assert loss[~keep].abs().sum() == 0
         ratio = (tokens.logprobs - tokens.behavior).exp()
         torch.testing.assert_close(loss[keep], (-ratio * tokens.advantages)[keep])
+        dropped += int(tokens.mask.sum()) - len(expected)
+    assert dropped > 20
 
 
 def test_on_policy_every_surrogate_has_the_gradient_of_reinforce() -> None:
     tokens = make(1)
     same = tokens.logprobs.detach()
-    on_policy = Tokens(
-        logprobs=tokens.logprobs, proximal=same, behavior=same, advantages=tokens.advantages, mask=tokens.mask,
-        sequence=tokens.sequence,
-    )  # fmt: skip
-    for name, (ours, _, _) in CASES.items():
-        (gradient,) = torch.autograd.grad(ours(on_policy)[tokens.mask].sum(), tokens.logprobs)
+    on_policy = dataclasses.replace(tokens, proximal=same, behavior=same)
+    for name in CASES:
+        (gradient,) = torch.autograd.grad(run(name, on_policy)[tokens.mask].sum(), tokens.logprobs)
         torch.testing.assert_close(gradient, -tokens.advantages / (2 if name == "opmd" else 1), msg=name)
 
 
-def reference_weights(tokens: Tokens, log_ratio: list[float]) -> list[dict[str, float]]:
-    found = []
-    for t in range(24):
-        mates = [log_ratio[u] for u in range(24) if tokens.mask[u] and tokens.sequence[u] == tokens.sequence[t]]
-        total, mean = sum(mates), sum(mates) / len(mates) if mates else 0.0
-        found.append({
-            "sequence_tis": min(math.exp(total), 1.5),
-            "sequence_mask": float(0.5 <= math.exp(total) <= 2.0),
-            "geometric_mask": float(0.9 <= math.exp(mean) <= 1.2),
-            "k1 token": float(-log_ratio[t] <= 0.1),
-            "k2 sequence_sum": float(sum(0.5 * m * m for m in mates) <= 0.4),
-            "k2 sequence_mean": float(sum(0.5 * m * m for m in mates) <= 0.1 * max(1, len(mates))),
-            "k3 sequence_max": float(max((math.exp(m) - 1 - m for m in mates), default=-math.inf) <= 0.15),
-        })  # fmt: skip
-    return found
+@pytest.mark.parametrize("other", [math.inf, -math.inf])
+@pytest.mark.parametrize("name", CASES)
+def test_a_token_that_the_other_policy_never_or_surely_samples_has_a_finite_loss(name: str, other: float) -> None:
+    tokens = make(2)
+    far = torch.where(tokens.mask, other, 0.0).double()
+    loss = run(name, dataclasses.replace(tokens, proximal=far, behavior=far))
+    (gradient,) = torch.autograd.grad(loss.sum(), tokens.logprobs)
+    assert loss.isfinite().all() and gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_corrections_of_sequences_equal_their_equations(seed: int) -> None:
-    tokens = make(seed)
-    mask, sequence = tokens.mask, tokens.sequence
-    ell = (tokens.proximal - tokens.behavior).detach()
-    found = {
-        "sequence_tis": corrections.sequence_tis(ell, mask, sequence, 1.5),
-        "sequence_mask": corrections.sequence_mask(ell, mask, sequence, 0.5, 2.0),
-        "geometric_mask": corrections.geometric_mask(ell, mask, sequence, 0.9, 1.2),
-        "k1 token": corrections.rejection(ell, mask, sequence, "k1", "token", 0.1),
-        "k2 sequence_sum": corrections.rejection(ell, mask, sequence, "k2", "sequence_sum", 0.4),
-        "k2 sequence_mean": corrections.rejection(ell, mask, sequence, "k2", "sequence_mean", 0.1),
-        "k3 sequence_max": corrections.rejection(ell, mask, sequence, "k3", "sequence_max", 0.15),
-    }
-    for t, expected in enumerate(reference_weights(tokens, ell.tolist())):
-        for name, weights in found.items():
-            if mask[t]:
-                assert float(weights[t]) == pytest.approx(expected[name]), (name, t)
+def test_the_ratio_of_a_sequence_is_at_most_e_to_the_tenth() -> None:
+    tokens = dataclasses.replace(make(2), proximal=torch.full((24,), -math.inf), advantages=torch.full((24,), -1.0))
+    torch.testing.assert_close(
+        run("gspo", tokens)[tokens.mask], torch.full((int(tokens.mask.sum()),), math.exp(10.0)).double()
+    )
+
+
+def correction_reference(kind: Correction, tokens: Tokens, log_ratio: list[float], t: int) -> float:
+    own, all_own = math.exp(log_ratio[t]), [log_ratio[u] for u in mates(tokens, t)]
+    product = math.exp(sum(all_own))
+    match kind:
+        case Correction.none:
+            return 1.0
+        case Correction.token_tis:
+            return min(own, CAP)
+        case Correction.icepop:
+            return own if FLOOR <= own <= CAP else 0.0
+        case Correction.sequence_tis:
+            return min(product, CAP)
+        case Correction.sequence_mask:
+            return float(FLOOR <= product <= CAP)
+        case Correction.geometric_mask:
+            return float(FLOOR <= product ** (1 / len(all_own)) <= CAP)
+
+
+@pytest.mark.parametrize("kind", Correction)
+def test_each_correction_equals_its_equation(kind: Correction) -> None:
+    algo, seen = AlgoConfig(correction=kind, correction_floor=FLOOR, correction_cap=CAP), set()
+    for seed in range(6):
+        tokens = make(seed)
+        log_ratio = (tokens.proximal - tokens.behavior).detach()
+        weights = correction_weights(algo, log_ratio, tokens.mask, tokens.sequence)
+        for t in tokens.mask.nonzero()[:, 0].tolist():
+            expected = correction_reference(kind, tokens, log_ratio.tolist(), t)
+            assert float(weights[t]) == pytest.approx(expected), (seed, t)
+            seen.add(expected)
+    assert len(seen) > 1 or kind is Correction.none
+
+
+def estimate_reference(config: RejectionConfig, tokens: Tokens, log_ratio: list[float], t: int) -> float:
+    """Of KL(μ ‖ π), whose ℓ is log μ − log π."""
+    of_token = {
+        Estimator.k1: lambda x: -x,
+        Estimator.k2: lambda x: x * x / 2,
+        Estimator.k3: lambda x: math.exp(x) - 1 - x,
+    }[config.estimator]  # type: ignore[index]
+    found = [of_token(log_ratio[u]) for u in mates(tokens, t)]
+    return {
+        Level.token: of_token(log_ratio[t]),
+        Level.sequence_sum: sum(found),
+        Level.sequence_mean: sum(found) / len(found),
+        Level.sequence_max: max(found),
+    }[config.level]
+
+
+def middle(values: list[float]) -> float:
+    """Between the two in the middle, so that none is equal to it."""
+    ordered = sorted(set(values))
+    return (ordered[len(ordered) // 2 - 1] + ordered[len(ordered) // 2]) / 2
+
+
+@pytest.mark.parametrize("estimator", Estimator)
+@pytest.mark.parametrize("level", Level)
+def test_rejection_drops_what_its_estimate_puts_above_the_threshold(estimator: Estimator, level: Level) -> None:
+    for seed in range(4):
+        tokens = make(seed)
+        log_ratio = (tokens.proximal - tokens.behavior).detach()
+        trained = tokens.mask.nonzero()[:, 0].tolist()
+        config = RejectionConfig(estimator=estimator, level=level)
+        estimates = {t: estimate_reference(config, tokens, log_ratio.tolist(), t) for t in trained}
+        config.threshold = middle([round(value, 9) for value in estimates.values()])
+        found = rejection(log_ratio, tokens.mask, tokens.sequence, config)
+        assert [float(found[t]) for t in trained] == [float(estimates[t] <= config.threshold) for t in trained]
+        assert {float(found[t]) for t in trained} == {0.0, 1.0}
+
+
+def test_no_estimator_rejects_nothing() -> None:
+    log_ratio, mask, sequence = torch.tensor([9.0, -9.0]), torch.ones(2, dtype=torch.bool), torch.tensor([0, 1])
+    assert rejection(log_ratio, mask, sequence, RejectionConfig(estimator=None, threshold=1e-9)).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("surrogate", ["ppo", "m2po"])
+@pytest.mark.parametrize("kind", Correction)
+def test_off_policy_weights_are_the_product_of_their_parts(kind: Correction, surrogate: str, normalise: bool) -> None:
+    """correction × rejection × M2PO's mask, divided by the mean over trained tokens."""
+    for seed in range(4):
+        tokens = make(seed)
+        log_ratio = (tokens.proximal - tokens.behavior).detach().requires_grad_()
+        ell, trained = log_ratio.tolist(), tokens.mask.nonzero()[:, 0].tolist()
+        drop = RejectionConfig(estimator=Estimator.k3, level=Level.sequence_mean)
+        drop.threshold = middle([round(estimate_reference(drop, tokens, ell, t), 9) for t in trained])
+        algo = AlgoConfig(
+            surrogate=surrogate, correction=kind, correction_floor=FLOOR, correction_cap=CAP, rejection=drop,
+            normalise_weights=normalise,
+        )  # fmt: skip
+        kept = second_moment_kept(tokens, ell, 0.04) if surrogate == "m2po" else set(trained)
+        expected = [
+            correction_reference(kind, tokens, ell, t) * (estimate_reference(drop, tokens, ell, t) <= drop.threshold) * (t in kept)
+            for t in trained
+        ]  # fmt: skip
+        mean = sum(expected) / len(expected)
+        found = off_policy_weights(algo, log_ratio, tokens.advantages, tokens.mask, tokens.sequence)
+        assert found[tokens.mask].tolist() == pytest.approx([w / mean if normalise and mean else w for w in expected])
+        assert not found.requires_grad
 
 
 def test_bounds_are_of_pi_over_mu_and_not_of_its_inverse() -> None:
@@ -228,29 +354,62 @@ def test_bounds_are_of_pi_over_mu_and_not_of_its_inverse() -> None:
     for correction in (corrections.sequence_mask, corrections.geometric_mask):
         assert correction(ell, mask, sequence, 0.1, 3.0).tolist() == [0, 0]
         assert correction(ell, mask, sequence, 0.5, 5.0).tolist() == [1, 1]
-    assert corrections.rejection(ell, mask, sequence, "k1", "token", 0.0).tolist() == [1, 1], "k1 estimates −ℓ"
-    assert corrections.rejection(-ell, mask, sequence, "k1", "token", 0.0).tolist() == [0, 0]
+    for level in Level:
+        k1 = RejectionConfig(estimator=Estimator.k1, level=level, threshold=0.0)
+        assert rejection(ell, mask, sequence, k1).tolist() == [1, 1], "k1 estimates −ℓ"
+        assert rejection(-ell, mask, sequence, k1).tolist() == [0, 0]
 
 
-def test_infinite_log_ratios_empty_masks_and_equal_policies_are_defined() -> None:
-    infinite = torch.tensor([math.inf, -math.inf, 0.0])
-    mask, none, sequence = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool), torch.tensor([0, 0, 1])
-    for which in (mask, none):
-        for weights in (
-            corrections.sequence_tis(infinite, which, sequence, 2.0),
-            corrections.sequence_mask(infinite, which, sequence, 0.5, 2.0),
-            corrections.geometric_mask(infinite, which, sequence, 0.5, 2.0),
-            corrections.rejection(infinite, which, sequence, "k3", "sequence_mean", 1.0),
-            corrections.rejection(infinite, which, sequence, "k3", "sequence_max", 1.0),
-            corrections.normalised(corrections.token_tis(infinite, 2.0), which),
-        ):
-            assert weights.isfinite().all()
+def test_where_the_policies_are_equal_every_weight_is_one() -> None:
+    tokens = make(4)
+    for kind in Correction:
+        for level in Level:
+            for estimator in (None, *Estimator):
+                drop = RejectionConfig(estimator=estimator, level=level, threshold=1e-9)
+                for surrogate in ("ppo", "m2po"):
+                    algo = AlgoConfig(surrogate=surrogate, correction=kind, rejection=drop, normalise_weights=True)
+                    found = off_policy_weights(algo, torch.zeros(24), tokens.advantages, tokens.mask, tokens.sequence)
+                    assert found[tokens.mask].tolist() == [1.0] * int(tokens.mask.sum())
+
+
+def test_infinite_log_ratios_and_empty_masks_give_finite_weights() -> None:
+    infinite = torch.tensor([math.inf, -math.inf, 0.0, math.inf])
+    sequence, advantages = torch.tensor([0, 0, 1, 2]), torch.tensor([1.0, -1.0, 1.0, 1.0])
+    for mask in (torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)):
+        for kind in Correction:
+            for level in Level:
+                for estimator in (None, *Estimator):
+                    for surrogate in ("ppo", "m2po"):
+                        drop = RejectionConfig(estimator=estimator, level=level)
+                        algo = AlgoConfig(
+                            surrogate=surrogate, correction=kind, rejection=drop, normalise_weights=estimator is None
+                        )
+                        weights = off_policy_weights(algo, infinite, advantages, mask, sequence)
+                        assert weights.isfinite().all() and (weights >= 0).all()
+    mask = torch.ones(4, dtype=torch.bool)
+    assert corrections.token_tis(infinite, 2.0).tolist() == pytest.approx([2, math.exp(-20), 1, 2])
+    assert corrections.icepop(infinite, 0.5, 2.0).tolist() == [0, 0, 1, 0]
+    assert corrections.sequence_tis(infinite, mask, sequence, 2.0).tolist() == [1, 1, 1, 2]
+    assert corrections.sequence_mask(infinite, mask, sequence, 0.5, 2.0).tolist() == [1, 1, 1, 0]
+
+
+def test_nothing_to_weigh_is_allowed() -> None:
+    empty, mask, sequence = torch.zeros(0), torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int64)
+    for kind in Correction:
+        for level in Level:
+            drop = RejectionConfig(estimator=Estimator.k3, level=level)
+            algo = AlgoConfig(surrogate="m2po", correction=kind, rejection=drop, normalise_weights=True)
+            assert off_policy_weights(algo, empty, empty, mask, sequence).shape == (0,)
+
+
+def test_the_effective_sample_size_is_that_of_kong() -> None:
+    mask, none = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)
     assert corrections.effective_sample_size(torch.ones(3), none) == 0
+    assert corrections.effective_sample_size(torch.zeros(3), mask) == 0
     assert corrections.effective_sample_size(torch.full((3,), 0.3), mask) == pytest.approx(1.0)
     assert corrections.effective_sample_size(torch.tensor([1.0, 0.0, 0.0]), mask) == pytest.approx(1 / 3)
-    equal = torch.zeros(3)
-    assert corrections.sequence_tis(equal, mask, sequence, 2.0).tolist() == [1, 1, 1]
     assert corrections.normalised(torch.tensor([2.0, 1.0, 0.0]), mask).tolist() == [2, 1, 0]
+    assert corrections.normalised(torch.zeros(3), mask).tolist() == [0, 0, 0]
 
 
 @given(st.lists(st.tuples(st.floats(-5, 0), st.floats(-5, 0)), min_size=1, max_size=10))
@@ -275,10 +434,19 @@ def test_kl_estimators_have_the_values_and_the_gradients_that_are_stated() -> No
     exact = (log_pi.exp() * (log_pi - reference)).sum()
     forward = (reference.exp() * (reference - log_pi)).sum()
     expected = {name: (pi * getattr(kl, name)(log_pi, reference)).sum() for name in ("k1", "k2", "k3")}
-    assert float(expected["k1"]) == pytest.approx(float(exact)) and float(expected["k3"]) == pytest.approx(float(exact))
+    assert expected["k1"].item() == pytest.approx(exact.item()) and expected["k3"].item() == pytest.approx(exact.item())
     torch.testing.assert_close(gradient(expected["k1"]), torch.zeros(4, dtype=torch.float64))
     torch.testing.assert_close(gradient(expected["k2"]), gradient(exact))
     torch.testing.assert_close(gradient(expected["k3"]), gradient(forward))
+
+
+def test_kl_estimators_are_finite_where_a_policy_never_samples_a_token() -> None:
+    logprobs, reference = torch.tensor([-1.0, -math.inf]), torch.tensor([-math.inf, -1.0])
+    for estimator in kl.ESTIMATORS.values():
+        leaf = logprobs.clone().requires_grad_()
+        value = estimator(leaf, reference)
+        (gradient,) = torch.autograd.grad(value.sum(), leaf)
+        assert value.isfinite().all() and gradient.isfinite().all()
 
 
 def test_the_adaptive_coefficient_follows_the_kl_slowly() -> None:

@@ -1,0 +1,83 @@
+"""The staleness controller: what it admits, by what staleness has done to the gradient."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from buffers import messages as m
+from buffers.buffer import Buffer
+from buffers.staleness import first_lag, next_lag
+from buffers.trajectory import SCHEMA_VERSION, encode, to_batch
+from configs.load import load
+from tests.test_buffer import group_of
+
+ess, target, bounds = st.floats(0, 1), st.floats(0.01, 0.99), st.integers(0, 20)
+
+
+@given(ess, target, bounds, st.integers(0, 20), st.integers(0, 50))
+def test_the_lag_stays_within_the_bound_and_moves_the_right_way(
+    found: float, wanted: float, bound: int, lag: int, since: int
+) -> None:
+    lag = min(lag, bound)
+    after = next_lag(lag, found, wanted, bound, since)
+    assert 0 <= after <= bound
+    if since < lag + 1:
+        assert after == lag, "what was leased before is not trained yet"
+    elif found < wanted:
+        assert after == lag // 2
+    else:
+        assert after in (lag, min(bound, lag + 1))
+
+
+@given(target, bounds)
+def test_it_climbs_to_the_bound_while_nothing_is_lost_and_falls_to_zero_when_all_is(wanted: float, bound: int) -> None:
+    for found, end in ((1.0, bound), (0.0, 0)):
+        lag, since = first_lag(bound), 0
+        for _ in range(400):
+            after = next_lag(lag, found, wanted, bound, since)
+            lag, since = after, 0 if after != lag else since + 1
+        assert lag == end
+
+
+def test_near_the_target_and_without_a_figure_it_stays() -> None:
+    assert next_lag(3, 0.92, 0.9, 8, 10) == 3
+    assert next_lag(3, float("nan"), 0.9, 8, 10) == 3
+
+
+def step(buffer: Buffer, number: int, found: float) -> int:
+    """Trains a step whose effective sample size is `found`; returns how many groups could be leased at its version."""
+    buffer.publish(number, f"w{number}")
+    leases = []
+    while (lease := buffer.lease("g")) is not None:
+        leases.append(lease)
+        assert lease.floor == max(0, lease.due - buffer.book.lag)
+        rows = memoryview(encode(to_batch(group_of(lease, version=number)))).cast("B")
+        assert buffer.submit("g", [lease.id], SCHEMA_VERSION, rows) == ["accepted"]
+    handout = buffer.next(number)
+    assert handout is not None
+    tokens = sum(buffer.book.content(group).tokens for group in handout.groups)
+    metrics = {"offpolicy/ess_token": found}
+    buffer.consumed(m.Consumed(step=number, num_trained=tokens, idle_s=0, alive_s=1, metrics=metrics))
+    buffer.commit()
+    return len(leases)
+
+
+@pytest.mark.parametrize("controller", ["fixed", "ess"])
+def test_the_buffer_admits_what_the_controller_says(tmp_path: Path, controller: str) -> None:
+    overrides = ["learner.groups_per_step=2", "learner.samples_per_prompt=2", "run.steps=60", "eval.prompts=0"]
+    buffer = Buffer(load([*overrides, "staleness.max_versions=4", f"staleness.controller={controller}"]), tmp_path)
+    for number in range(30):
+        step(buffer, number, 1.0)
+    assert buffer.book.lag == 4
+    for number in range(30, 50):
+        step(buffer, number, 0.2)
+    assert buffer.book.lag == (4 if controller == "fixed" else 0)
+    leased = [step(buffer, number, 0.2) for number in range(50, 55)]
+    assert leased == ([2] * 5), "a step's worth a step either way"
+    admitted = [record.metrics["staleness/admitted"] for record in buffer.records]
+    assert admitted[0] == (4.0 if controller == "fixed" else 1.0) and buffer.status("").admitted == admitted[-1]
+    staleness = [max(0, k) for k in buffer.ledger.staleness]
+    assert max(staleness) <= 4
+    buffer.close()

@@ -1,0 +1,330 @@
+"""How far off-policy a step was: its figures against slow references in float64, written from their definitions."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from algos import kl
+from algos.corrections import off_policy_weights
+from algos.loss import policy_loss
+from algos.metrics import BUCKETS, LOG_RATIO_EDGES, QUANTILES, summarize
+from algos.values import implicit_reward_loss, summarize_rewards, summarize_values, value_loss
+from configs.algorithms import (
+    AlgoConfig,
+    Correction,
+    DppoConfig,
+    Estimator,
+    GspoConfig,
+    KlConfig,
+    Level,
+    PpoConfig,
+    RejectionConfig,
+)
+
+Columns = dict[str, Tensor]
+FLOOR, CAP = 0.7, 1.3
+
+
+def case(seed: int, num_tokens: int = 60, spread: float = 0.4) -> Columns:
+    """Nine sequences of many lengths and all stalenesses, one of them not trained at all."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def rand() -> Tensor:
+        return torch.randn(num_tokens, generator=rng, dtype=torch.float64)
+
+    logprobs = -rand().abs()
+    sequence = torch.sort(torch.randint(0, 9, (num_tokens,), generator=rng)).values
+    mask = (torch.rand(num_tokens, generator=rng) < 0.7) & (sequence != 4)
+    return {
+        "logprobs": logprobs, "proximal_logprobs": logprobs + spread * rand(), "mask": mask, "sequence": sequence,
+        "behavior_logprobs": logprobs + spread * rand(), "reference_logprobs": logprobs + spread * rand(),
+        "advantages": torch.where(torch.rand(num_tokens, generator=rng) < 0.1, 0.0, rand()), "entropy": rand().abs(),
+        "weights": mask.double() / mask.sum().clamp(min=1),
+        "staleness": torch.randint(0, 24, (num_tokens,), generator=rng, dtype=torch.int32),
+    }  # fmt: skip
+
+
+def figures(algo: AlgoConfig, columns: Columns) -> dict[str, float]:
+    return summarize(policy_loss(algo, **columns)[1])
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def ess(weights: list[float]) -> float:
+    return sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
+
+
+def rows(columns: Columns) -> list[dict[str, float]]:
+    """What the figures of each trained token are made of."""
+    numbers = {name: column.tolist() for name, column in columns.items()}
+    trained = [t for t, m in enumerate(numbers["mask"]) if m]
+    found = []
+    for t in trained:
+        mates = [u for u in trained if numbers["sequence"][u] == numbers["sequence"][t]]
+        gap = {u: numbers["logprobs"][u] - numbers["proximal_logprobs"][u] for u in mates}
+        found.append({
+            "r": math.exp(gap[t]), "s": math.exp(mean(list(gap.values()))),
+            "w": math.exp(numbers["proximal_logprobs"][t] - numbers["behavior_logprobs"][t]),
+            "ell": numbers["logprobs"][t] - numbers["behavior_logprobs"][t],
+            "moved": math.exp(numbers["logprobs"][t]) - math.exp(numbers["behavior_logprobs"][t]),
+            "gap": numbers["logprobs"][t] - numbers["reference_logprobs"][t],
+        } | {name: numbers[name][t] for name in ("advantages", "entropy", "sequence", "staleness")})  # fmt: skip
+    return found
+
+
+def is_clipped(surrogate: str, row: dict[str, float]) -> bool:
+    good = row["advantages"] > 0
+    if row["advantages"] == 0:
+        return False
+    return {
+        "ppo": row["r"] > 1.3 if good else not 0.8 <= row["r"] <= 1.4,
+        "gspo": row["s"] > 1.04 if good else row["s"] < 0.97,
+        "dppo": row["moved"] > 0.15 if good else row["moved"] < -0.1,
+        "kimi": False,
+    }[surrogate]
+
+
+def weight(kind: Correction, w: float) -> float:
+    return {"none": 1.0, "token_tis": min(w, CAP), "icepop": w if FLOOR <= w <= CAP else 0.0}[kind]
+
+
+def algo_of(surrogate: str, kind: Correction = Correction.token_tis, **changed: object) -> AlgoConfig:
+    return AlgoConfig(
+        surrogate=surrogate, correction=kind, correction_floor=FLOOR, correction_cap=CAP,
+        ppo=PpoConfig(clip_low=0.2, clip_high=0.3, dual_clip=1.4), gspo=GspoConfig(clip_low=0.03, clip_high=0.04),
+        dppo=DppoConfig(low=0.1, high=0.15), **changed,
+    )  # fmt: skip
+
+
+def bucket_of(staleness: float) -> str:
+    return next(name for name, least in reversed(BUCKETS.items()) if staleness >= least)
+
+
+@pytest.mark.parametrize("kind", ["none", "token_tis", "icepop"])
+@pytest.mark.parametrize("surrogate", ["ppo", "gspo", "dppo", "kimi"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_figures_of_a_step_equal_their_definitions(seed: int, surrogate: str, kind: str) -> None:
+    columns, algo = case(seed), algo_of(surrogate, Correction(kind), kl=KlConfig(estimator=Estimator.k2))
+    table = rows(columns)
+    for row in table:
+        row |= {"weight": weight(algo.correction, row["w"]), "rho": math.exp(row["ell"])}
+        row |= {
+            "clipped": is_clipped(surrogate, row),
+            "dropped": row["weight"] == 0,
+            "truncated": kind == "token_tis" and row["w"] >= CAP,
+            "k3": row["rho"] - 1 - row["ell"],
+        }
+    whole = {number: math.exp(sum(r["ell"] for r in table if r["sequence"] == number))
+             for number in {r["sequence"] for r in table}}  # fmt: skip
+    expected = {
+        "loss/policy": float(policy_loss(algo, **columns)[0]),
+        "policy/entropy": mean([r["entropy"] for r in table]),
+        "policy/clip_fraction": mean([r["clipped"] for r in table]),
+        "policy/ratio_mean": mean([r["s" if surrogate == "gspo" else "r"] for r in table]),
+        "policy/kl_reference": mean([r["gap"] ** 2 / 2 for r in table]),
+        "offpolicy/ess": ess([r["weight"] for r in table]),
+        "offpolicy/ess_token": ess([r["rho"] for r in table]),
+        "offpolicy/ess_sequence": ess(list(whole.values())),
+        "offpolicy/chi2": mean([r["rho"] ** 2 for r in table]) - 1,
+        "offpolicy/chi2_sequence": mean([rho**2 for rho in whole.values()]) - 1,
+        "offpolicy/kl_k1": mean([-r["ell"] for r in table]),
+        "offpolicy/kl_k2": mean([r["ell"] ** 2 / 2 for r in table]),
+        "offpolicy/kl_k3": mean([r["k3"] for r in table]),
+        "offpolicy/weight_mean": mean([r["weight"] for r in table]),
+        "offpolicy/truncated_fraction": mean([r["truncated"] for r in table]),
+        "offpolicy/dropped_fraction": mean([r["dropped"] for r in table]),
+    }
+    for name in BUCKETS:
+        part = [r for r in table if bucket_of(r["staleness"]) == name]
+        if not part:
+            continue
+        expected |= {f"staleness_{name}/share": len(part) / len(table),
+                     f"staleness_{name}/ess_token": ess([r["rho"] for r in part]),
+                     f"staleness_{name}/kl_k3": mean([r["k3"] for r in part])}  # fmt: skip
+        expected |= {
+            f"staleness_{name}/{fate}_fraction": mean([r[key] for r in part])
+            for fate, key in (("clip", "clipped"), ("dropped", "dropped"), ("truncated", "truncated"))
+        }
+    found = figures(algo, columns)
+    assert {name: value for name, value in found.items() if "/ratio_q" not in name} == pytest.approx(expected)
+    assert sum(value for name, value in found.items() if name.endswith("/share")) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("staleness", range(20))
+def test_each_staleness_has_its_bucket(staleness: int) -> None:
+    columns = case(0) | {"staleness": torch.full((60,), staleness)}
+    shares = {name: value for name, value in figures(AlgoConfig(), columns).items() if name.endswith("/share")}
+    wanted = (
+        {0: "0", 1: "1", 2: "2_3", 3: "2_3"} | dict.fromkeys(range(4, 8), "4_7") | dict.fromkeys(range(8, 16), "8_15")
+    )
+    assert shares == {f"staleness_{wanted.get(staleness, '16_up')}/share": 1.0}
+
+
+def test_without_a_staleness_all_tokens_are_fresh() -> None:
+    columns = case(0)
+    columns.pop("staleness")
+    assert figures(AlgoConfig(), columns)["staleness_0/share"] == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(st.floats(-25, 25), st.floats(-1e-3, 1e-3)), min_size=1, max_size=30))
+def test_quantiles_of_ratios_lie_in_the_bins_of_those_of_the_whole_list(log_ratios: list[float]) -> None:
+    n = len(log_ratios)
+    ell = torch.tensor(log_ratios, dtype=torch.float64)
+    columns = dict.fromkeys(
+        ("proximal_logprobs", "behavior_logprobs", "entropy", "advantages"), torch.zeros(n).double()
+    )
+    _, sums = policy_loss(
+        AlgoConfig(), logprobs=ell, mask=torch.ones(n, dtype=torch.bool), sequence=torch.arange(n),
+        weights=torch.ones(n), **columns,
+    )  # fmt: skip
+    found, edges = summarize(sums), LOG_RATIO_EDGES
+    for name, share in QUANTILES.items():
+        low, high = (
+            float(torch.quantile(ell.clamp(-20, 20), share, interpolation=side)) for side in ("lower", "higher")
+        )
+        least, most = edges[edges <= low + 1e-9][-1], edges[edges >= high - 1e-9][0]
+        assert math.exp(least) * (1 - 1e-9) <= found[f"offpolicy/ratio_{name}"] <= math.exp(most) * (1 + 1e-9)
+
+
+def test_the_bins_of_log_ratios_are_fine_around_zero_and_a_quarter_wide_beyond() -> None:
+    columns = case(5, num_tokens=4000)
+    columns |= {"mask": torch.ones(4000, dtype=torch.bool), "behavior_logprobs": columns["behavior_logprobs"] + 0.2}
+    found = figures(AlgoConfig(), columns)
+    ell = columns["logprobs"] - columns["behavior_logprobs"]
+    for name, share in QUANTILES.items():
+        exact = float(torch.quantile(ell, share))
+        assert math.log(found[f"offpolicy/ratio_{name}"]) == pytest.approx(exact, rel=0.26), name
+
+
+@pytest.mark.parametrize("kind", Correction)
+@pytest.mark.parametrize("surrogate", ["ppo", "gspo", "m2po"])
+def test_where_all_policies_are_equal_nothing_is_off_policy(surrogate: str, kind: Correction) -> None:
+    columns = case(1)
+    columns |= dict.fromkeys(("proximal_logprobs", "behavior_logprobs"), columns["logprobs"])
+    drop = RejectionConfig(estimator=Estimator.k3, level=Level.sequence_max, threshold=1e-6)
+    found = figures(AlgoConfig(surrogate=surrogate, correction=kind, rejection=drop), columns)
+    for name in ("ess", "ess_token", "ess_sequence", "weight_mean"):
+        assert found[f"offpolicy/{name}"] == pytest.approx(1)
+    for name in ("kl_k1", "kl_k2", "kl_k3", "chi2", "chi2_sequence", "truncated_fraction", "dropped_fraction"):
+        assert found[f"offpolicy/{name}"] == pytest.approx(0, abs=1e-12)
+    for name in QUANTILES:
+        assert found[f"offpolicy/ratio_{name}"] == pytest.approx(1, abs=1e-5)
+    assert found["policy/ratio_mean"] == pytest.approx(1) and found["policy/clip_fraction"] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "truncated", "dropped"),
+    [("none", 0, 0), ("token_tis", 1, 0), ("icepop", 0, 2), ("sequence_tis", 1, 0), ("sequence_mask", 0, 2), ("geometric_mask", 0, 2)],
+)  # fmt: skip
+@pytest.mark.parametrize("normalise", [False, True])
+def test_truncated_and_dropped_tokens_are_counted_apart(
+    kind: str, truncated: int, dropped: int, normalise: bool
+) -> None:
+    """π_p / μ is 4, 1 and 1/4, one token a sequence."""
+    proximal = torch.tensor([0.0, 0.0, 0.0])
+    _, sums = policy_loss(
+        AlgoConfig(correction=Correction(kind), normalise_weights=normalise),
+        logprobs=proximal,
+        proximal_logprobs=proximal,
+        behavior_logprobs=torch.tensor([-math.log(4.0), 0.0, math.log(4.0)]),
+        advantages=torch.ones(3),
+        mask=torch.ones(3, dtype=torch.bool),
+        weights=torch.ones(3) / 3,
+        entropy=torch.ones(3),
+        sequence=torch.arange(3),
+    )
+    assert (int(sums["truncated"].sum()), int(sums["dropped"].sum())) == (truncated, dropped)
+
+
+def test_a_token_that_is_rejected_is_dropped_and_not_truncated() -> None:
+    columns, drop = case(0), RejectionConfig(estimator=Estimator.k2, threshold=1e-9)
+    found = figures(algo_of("ppo", rejection=drop), columns)
+    assert found["offpolicy/dropped_fraction"] == 1 and found["offpolicy/truncated_fraction"] == 0
+    assert found["offpolicy/ess"] == 0, "nothing weighs anything"
+
+
+def test_what_is_normalised_has_the_same_effective_sample_size_and_a_mean_of_one() -> None:
+    columns = case(0)
+    plain, normalised = (figures(algo_of("ppo", normalise_weights=n), columns) for n in (False, True))
+    assert normalised["offpolicy/ess"] == pytest.approx(plain["offpolicy/ess"])
+    assert normalised["offpolicy/weight_mean"] == pytest.approx(1) != pytest.approx(plain["offpolicy/weight_mean"])
+
+
+@pytest.mark.parametrize("surrogate", ["ppo", "gspo", "dppo", "m2po"])
+@pytest.mark.parametrize(
+    "parts", [[[0, 1, 2], [3, 4], [5, 6, 7, 8]], [[n] for n in range(9)], [[8, 3, 0, 5, 1, 7, 2, 4, 6]]]
+)
+def test_the_sums_of_microbatches_in_any_order_are_those_of_the_whole(surrogate: str, parts: list[list[int]]) -> None:
+    columns, algo = case(2), algo_of(surrogate, Correction.sequence_tis)
+    ell = columns["proximal_logprobs"] - columns["behavior_logprobs"]
+    columns["correction"] = off_policy_weights(algo, ell, columns["advantages"], columns["mask"], columns["sequence"])
+    whole = policy_loss(algo, **columns)[1]
+    pieces = []
+    for part in parts:
+        index = torch.cat([(columns["sequence"] == number).nonzero()[:, 0] for number in part])
+        piece = {name: column[index] for name, column in columns.items()}
+        piece["sequence"] = torch.tensor([part.index(n) for n in piece["sequence"].tolist()], dtype=torch.int64)
+        pieces.append(policy_loss(algo, **piece)[1])
+    added = {name: sum(sums[name] for sums in pieces) for name in whole}
+    for name, value in whole.items():
+        torch.testing.assert_close(added[name], value, msg=name)
+    assert summarize(added) == pytest.approx(summarize(whole))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 60])
+def test_nothing_trained_gives_figures_of_zero_and_ratios_of_one(num_tokens: int) -> None:
+    columns = case(0, num_tokens) | {"mask": torch.zeros(num_tokens, dtype=torch.bool)}
+    assert figures(AlgoConfig(), columns) == {
+        name: 1.0 if "/ratio_q" in name else 0.0
+        for name in figures(AlgoConfig(), case(0))
+        if not name.startswith("staleness_")
+    }
+
+
+@pytest.mark.parametrize("kind", Correction)
+@pytest.mark.parametrize("far", [math.inf, -math.inf])
+def test_log_ratios_without_bound_give_finite_figures(kind: Correction, far: float) -> None:
+    columns = case(0)
+    columns |= {name: torch.where(torch.arange(60) % 3 == 0, far, columns[name])
+                for name in ("behavior_logprobs", "proximal_logprobs", "reference_logprobs")}  # fmt: skip
+    for proximal in ("behavior_logprobs", "logprobs"):
+        found = figures(AlgoConfig(correction=kind), columns | {"proximal_logprobs": columns[proximal].clone()})
+        assert all(math.isfinite(value) for value in found.values())
+
+
+def test_the_figures_of_all_models_come_from_sums_that_lie_together() -> None:
+    """As `learners/step.py` adds them up."""
+    columns = case(0)
+    together = policy_loss(AlgoConfig(), **columns)[1]
+    values, targets = columns["logprobs"], columns["entropy"]
+    _, critic = value_loss(values, values, targets, columns["mask"], columns["weights"], 0.2)
+    outcomes = torch.ones(60)
+    _, rewards = implicit_reward_loss(values, targets, outcomes, columns["mask"], columns["sequence"], 9, 0.1)
+    expected = summarize(together) | summarize_values(critic) | summarize_rewards(rewards)
+    together = together | critic | rewards
+    assert summarize(together) | summarize_values(together) | summarize_rewards(together) == expected
+
+
+def test_k1_of_the_figures_estimates_the_divergence_of_the_behaviour() -> None:
+    """E_μ [log μ − log π], exact here: each token of the vocabulary as often as μ samples it."""
+    behavior = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)
+    policy = torch.tensor([0.25, 0.25, 0.25, 0.25], dtype=torch.float64)
+    tokens = torch.tensor([0, 0, 0, 0, 1, 1, 2, 3])
+    zeros = torch.zeros(8, dtype=torch.float64)
+    exact = float((behavior * (behavior / policy).log()).sum())
+    _, sums = policy_loss(
+        AlgoConfig(), logprobs=policy.log()[tokens], proximal_logprobs=policy.log()[tokens],
+        behavior_logprobs=behavior.log()[tokens], advantages=zeros, mask=torch.ones(8, dtype=torch.bool), weights=zeros,
+        entropy=zeros, sequence=torch.arange(8),
+    )  # fmt: skip
+    found = summarize(sums)
+    assert found["offpolicy/kl_k1"] == pytest.approx(exact) and found["offpolicy/kl_k3"] == pytest.approx(exact)
+    assert found["offpolicy/chi2"] == pytest.approx(float((policy**2 / behavior).sum()) - 1)
+    assert float(kl.k1(policy.log(), behavior.log()).mean()) < 0 < found["offpolicy/kl_k1"]

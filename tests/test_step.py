@@ -1,0 +1,388 @@
+"""One training step, from a batch to updated models: of every preset the same however it is divided, and what its parts promise."""
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from algos.advantages import dr_grpo
+from buffers.trajectory import GREEDY, Trajectory, to_batch
+from configs.algorithms import Aggregation
+from configs.load import FOLDER, load
+from configs.schema import Config
+from learners.engine import Engine
+from learners.fsdp import FsdpEngine, Kind
+from learners.models import Models, load_models
+from learners.packing import Batch, from_arrow
+from learners.step import Trainer, loglinear
+
+STEP = 12
+"""Past VAPO's pre-training."""
+GROUPS, SAMPLES, LONGEST = 6, 4, 12
+COMPOSITIONS = {path.stem: [f"algo={path.stem}"] for path in sorted(FOLDER.glob("algo/*.yaml"))} | {
+    "dapo_loglinear": ["algo=dapo", "algo.proximal=loglinear"],
+    "grpo_with_everything": [
+        "algo=grpo", "algo.kl.loss_coef=0.04", "algo.entropy_coef=0.01", "algo.normalise_weights=true", "algo.imitation_coef=0.1",
+        "algo.rejection.estimator=k3", "algo.rejection.level=sequence_max", "algo.rejection.threshold=0.05",
+        "algo.reward.overlong_filter=true", "algo.reward.normalise=true", "algo.reward.clip=1", "algo.reward.filter_power=1",
+    ],
+}  # fmt: skip
+IN_TWO = {"gspo", "kimi", "m2po", "ppo", "prime", "rloo", "vtrace", "dapo_loglinear", "grpo_with_everything"}
+"""Those that are tried with two updates in the step."""
+
+Outcome = tuple[dict[str, float], int, dict[str, dict[str, Tensor]]]
+"""Metrics, tokens within the bound, and of each model that is trained its whole state by name."""
+
+
+def responses(folder: Path, step: int = STEP) -> list[Trajectory]:
+    """Six groups of four that the model has sampled; of staleness 0 to 2, log-probabilities a little off, as those of another engine."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    rng, draw, rows = np.random.default_rng(0), torch.Generator().manual_seed(0), []
+    for group in range(GROUPS):
+        prompt, greedy = rng.integers(3, 300, rng.integers(3, 9)).tolist(), float(rng.integers(2))
+        tokens = torch.tensor([prompt] * SAMPLES)
+        with torch.no_grad():
+            for _ in range(LONGEST):
+                following = model(tokens).logits[:, -1].softmax(-1)
+                tokens = torch.cat([tokens, torch.multinomial(following, 1, generator=draw)], 1)
+            logits = model(tokens).logits[:, len(prompt) - 1 : -1]
+        logprobs = logits.log_softmax(-1).gather(-1, tokens[:, len(prompt) :, None])[..., 0].numpy()
+        for sample in range(SAMPLES):
+            length = LONGEST if sample == group % 3 else int(rng.integers(1, LONGEST))
+            noisy = (logprobs[sample, :length] + 0.1 * rng.standard_normal(length)).clip(max=0)
+            versions = (step - np.sort(rng.integers(0, 3, length))[::-1]).clip(0)
+            rows.append(
+                Trajectory(
+                    group=group, sample=sample, due=step, prompt_id=group, task="t", generator="g", started_at=0.0, finished_at=1.0,
+                    tokens=tokens[sample, : len(prompt) + length].tolist(), sampled=[False] * len(prompt) + [True] * length,
+                    logprobs=[0.0] * len(prompt) + noisy.tolist(), versions=[-1] * len(prompt) + versions.tolist(),
+                    reward=float(group == 1 or rng.integers(2)), rewards={GREEDY: greedy},
+                    finish_reason="length" if length == LONGEST else "stop",
+                )
+            )  # fmt: skip
+    return rows
+
+
+def batch_of(rows: list[Trajectory], weights: list[float] | None = None) -> Batch:
+    import pyarrow as pa
+
+    return from_arrow(pa.Table.from_batches([to_batch(rows)]), weights or [1.0] * GROUPS)
+
+
+def configured(model: Path, *overrides: str) -> Config:
+    """Gradients are not clipped, so that their scale shows."""
+    return load([
+        f"model.path={model}", f"learner.groups_per_step={GROUPS}", f"learner.samples_per_prompt={SAMPLES}",
+        f"sampling.max_tokens={LONGEST}", "learner.lr=1e-4", "learner.warmup_steps=0", "learner.max_grad_norm=1e6", *overrides,
+    ])  # fmt: skip
+
+
+@cache
+def composed(model: Path, name: str) -> Config:
+    critic = ["algo.critic.lr=1e-4"] if name in ("ppo", "vapo", "vtrace") else []
+    return configured(model, *COMPOSITIONS[name], *critic, f"learner.minibatches={1 + (name in IN_TWO)}")
+
+
+def changed(config: Config, **learner: int) -> Config:
+    return replace(config, learner=replace(config.learner, **learner))
+
+
+def state_of(engine: Engine) -> dict[str, Tensor]:
+    """Weights and the optimizer's moments by name, whole. Collective."""
+    assert isinstance(engine, FsdpEngine)
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for name, value in engine._state().items()
+    }
+
+
+def loaded(config: Config, origin: Path) -> Models:
+    """The reference is the model that the policy has drifted from."""
+    models = load_models(config)
+    return models if models.reference is None else replace(models, reference=FsdpEngine(origin, kind=Kind.frozen))
+
+
+def outcome(config: Config, origin: Path, batch: Batch, rank: int = 0) -> Outcome:
+    trainer = Trainer(config, loaded(config, origin), rank)
+    metrics, num_trained = trainer.train(batch, STEP)
+    del metrics["time/train_s"]
+    return metrics, num_trained, {name: state_of(engine) for name, engine in trainer.models._trained().items()}
+
+
+def assert_same(found: Outcome, expected: Outcome) -> None:
+    """Weights within 5e-6, a twentieth of a step; gradients within 1e-4 of the largest; metrics within 1e-3.
+
+    AdamW's first step is all but the sign of the gradient, and hides its size: so its first moment is compared too, which after one
+    update is the gradient times 1 − β.
+    """
+    assert found[0] == pytest.approx(expected[0], rel=1e-3, abs=1e-5) and found[1] == expected[1]
+    for model, state in expected[2].items():
+        largest = max(float(value.abs().max()) for name, value in state.items() if name.startswith("exp_avg."))
+        assert largest > 0
+        for name, value in state.items():
+            if not name.startswith("exp_avg_sq."):
+                atol = 1e-4 * largest if name.startswith("exp_avg.") else 5e-6
+                torch.testing.assert_close(found[2][model][name], value, atol=atol, rtol=0, msg=f"{model} {name}")
+
+
+def assert_equal(found: Outcome, expected: Outcome) -> None:
+    """To the bit."""
+    for model, state in expected[2].items():
+        assert [name for name, value in state.items() if not torch.equal(value, found[2][model][name])] == []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    rendezvous = tmp_path_factory.mktemp("gloo") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def drifted(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, moved a little: so that a policy differs from its reference."""
+    folder, rng = tmp_path_factory.mktemp("models") / "drifted", torch.Generator().manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    for parameter in model.parameters():
+        parameter.data += 0.003 * torch.randn(parameter.shape, generator=rng)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows(drifted: Path) -> list[Trajectory]:
+    return responses(drifted)
+
+
+WEIGHTS = [0.5, 1.5, 1.0, 0.8, 1.2, 0.7]
+
+
+@pytest.fixture(scope="module")
+def batch(rows: list[Trajectory]) -> Batch:
+    return batch_of(rows, WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model: Path, drifted: Path, batch: Batch) -> dict[str, Outcome]:
+    """Of every composition, on one rank in one microbatch."""
+    return {name: outcome(composed(drifted, name), tiny_model, batch) for name in COMPOSITIONS}
+
+
+# ---- every composition
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_a_step_has_finite_metrics_and_moves_every_model(
+    name: str, whole: dict[str, Outcome], drifted: Path, batch: Batch
+) -> None:
+    metrics, num_trained, states = whole[name]
+    assert [key for key, value in metrics.items() if not math.isfinite(value)] == []
+    assert num_trained == int(batch.sampled.sum()) and metrics["optimizer/grad_norm"] > 0
+    begun = load_models(composed(drifted, name))._trained()
+    assert states.keys() == begun.keys()
+    for model, state in states.items():
+        before = state_of(begun[model])
+        assert any(not torch.equal(value, before[key]) for key, value in state.items() if key.startswith("model."))
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_a_step_in_many_microbatches_is_the_same_as_in_one(
+    name: str, whole: dict[str, Outcome], tiny_model: Path, drifted: Path, batch: Batch
+) -> None:
+    config = changed(composed(drifted, name), tokens_per_microbatch=80)
+    assert_same(outcome(config, tiny_model, batch), whole[name])
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in COMPOSITIONS if name != "grpo_with_everything"]
+)  # which draws by place
+def test_the_order_of_groups_and_of_samples_within_a_minibatch_does_not_matter(
+    name: str, whole: dict[str, Outcome], tiny_model: Path, drifted: Path, rows: list[Trajectory]
+) -> None:
+    order, rng = (2, 0, 1, 5, 3, 4), np.random.default_rng(1)
+    shuffled = [
+        replace(rows[SAMPLES * old + sample], group=new)
+        for new, old in enumerate(order)
+        for sample in rng.permutation(SAMPLES)
+    ]
+    batch = batch_of(shuffled, [WEIGHTS[old] for old in order])
+    assert_same(outcome(composed(drifted, name), tiny_model, batch), whole[name])
+
+
+RANK = """
+import sys, torch, torch.distributed as dist
+from pathlib import Path
+from test_step import outcome
+origin, folder, rank = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+torch.manual_seed(rank)
+batch, configs = torch.load(folder / "given.pt", weights_only=False)  # written by the test itself, a moment ago
+torch.save({name: outcome(config, origin, batch, rank) for name, config in configs.items()}, folder / f"{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(
+    tiny_model: Path, drifted: Path, batch: Batch, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Outcome]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.save((batch, {name: changed(composed(drifted, name), ranks=2) for name in COMPOSITIONS}), folder / "given.pt")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, "-c", RANK, str(tiny_model), str(folder)]
+    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
+    assert [rank.wait(timeout=110) for rank in ranks] == [0, 0]
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_a_step_on_two_ranks_is_the_same_as_on_one(
+    name: str, whole: dict[str, Outcome], of_two_ranks: list[dict[str, Outcome]]
+) -> None:
+    first, second = (found[name] for found in of_two_ranks)
+    assert first[:2] == second[:2], "every rank knows all of the step"
+    assert_same(first, whole[name])
+
+
+# ---- what the parts promise
+
+
+def test_rewards_are_shaped_before_they_become_advantages(drifted: Path, batch: Batch) -> None:
+    lengths = torch.zeros(batch.num_sequences).index_add_(0, batch.sequence, batch.sampled.float())
+    rewards = batch.rewards + (-(lengths - 6) / 6).clamp(-1, 0)
+    rewards = ((rewards - rewards.mean()) / rewards.std(correction=0)).clamp(-0.9, 0.9)
+    config = configured(
+        drifted, "algo=dr_grpo", "algo.reward.overlong_share=0.5", "algo.reward.normalise=true", "algo.reward.clip=0.9"
+    )
+    given = Trainer(config, load_models(config))._prepare(batch, STEP)
+    torch.testing.assert_close(given.advantages, dr_grpo(rewards, batch.groups)[batch.sequence])
+
+
+@pytest.mark.parametrize("kind", ["token_mean", "sequence_mean_token_mean"])
+@pytest.mark.parametrize("num_minibatches", [1, 2, 3])
+def test_the_weights_of_the_tokens_of_a_minibatch_add_up_to_one(
+    kind: Aggregation, num_minibatches: int, drifted: Path, rows: list[Trajectory]
+) -> None:
+    config = configured(drifted, f"algo.aggregation={kind}")
+    trainer = Trainer(config, load_models(config))
+    given = trainer._prepare(batch_of(rows), STEP)
+    for part in given.batch.groups.unique().chunk(num_minibatches):
+        inside = torch.isin(given.batch.groups, part)[given.sequence]
+        weights = trainer._token_weights(given, inside, num_minibatches)
+        assert float(weights.sum()) == pytest.approx(1) and not weights[~inside].any()
+
+
+def test_the_entropy_bonus_raises_the_entropy_and_without_it_equal_rewards_teach_nothing(
+    drifted: Path, batch: Batch
+) -> None:
+    alike, entropies = replace(batch, rewards=torch.ones(batch.num_sequences)), {}
+    for coef in (0.0, 1.0):
+        config = configured(drifted, "algo=grpo", f"algo.entropy_coef={coef}", "learner.lr=3e-4")
+        trainer = Trainer(config, load_models(config))
+        steps = [trainer.train(alike, STEP)[0] for _ in range(5)]
+        entropies[coef] = [metrics["policy/entropy"] for metrics in steps]
+        assert all((metrics["optimizer/grad_norm"] > 0) == (coef > 0) for metrics in steps)
+    rising = entropies[1.0]
+    assert rising == sorted(rising) and rising[-1] > rising[0] + 0.05
+    assert set(entropies[0.0]) == {rising[0]}
+
+
+def poisoned(batch: Batch, sequences: Tensor, behavior: float) -> Batch:
+    """Other tokens, and other behaviour log-probabilities, in some of the sequences [N]."""
+    where = sequences[batch.sequence] & batch.sampled
+    assert where.any() and (batch.sampled & ~where).any()
+    return replace(
+        batch,
+        tokens=torch.where(where, (batch.tokens + 7) % 300, batch.tokens),
+        behavior_logprobs=batch.behavior_logprobs.masked_fill(where, behavior),
+    )
+
+
+def test_a_sequence_counts_as_often_as_it_was_drawn_and_not_at_all_if_it_was_not(drifted: Path, batch: Batch) -> None:
+    config = configured(drifted, "algo=grpo", "algo.reward.filter_power=1", "run.seed=2")
+    counts = Trainer(config, load_models(config))._prepare(batch, STEP).counts
+    drawn = counts / batch.weights
+    assert float(drawn.sum()) == pytest.approx(batch.num_sequences) and float(drawn.max()) > 1.5
+    assert not counts[batch.rewards == 0].any() and (counts[batch.rewards > 0] == 0).any()
+    found = outcome(config, drifted, batch)
+    assert_equal(outcome(config, drifted, poisoned(batch, counts == 0, behavior=-2.0)), found)
+    assert_equal(outcome(configured(drifted, "algo=grpo"), drifted, replace(batch, weights=counts)), found)
+
+
+def test_all_ranks_and_all_repetitions_of_a_step_draw_the_same(drifted: Path, batch: Batch) -> None:
+    def draw(step: int, *overrides: str, rank: int = 0) -> list[float]:
+        torch.manual_seed(rank + 1)
+        config = configured(drifted, "algo=grpo", "algo.reward.filter_power=1", *overrides)
+        return Trainer(config, load_models(config), rank)._prepare(batch, step).counts.tolist()
+
+    first = draw(STEP)
+    assert draw(STEP) == draw(STEP, "learner.ranks=2", rank=1) == first
+    assert draw(STEP + 1) != first and draw(STEP, "run.seed=1") != first
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "vtrace"])
+def test_what_was_cut_off_does_not_matter_to_the_update_and_is_still_counted(
+    name: str, whole: dict[str, Outcome], tiny_model: Path, drifted: Path, batch: Batch
+) -> None:
+    algo = composed(drifted, name).algo
+    config = replace(composed(drifted, name), algo=replace(algo, reward=replace(algo.reward, overlong_filter=True)))
+    found = outcome(config, tiny_model, batch)
+    poison = outcome(config, tiny_model, poisoned(batch, batch.truncated, behavior=math.nan))
+    assert_equal(poison, found)
+    assert poison[:2] == found[:2], "not even the metrics see it"
+    assert found[1] == int(batch.sampled.sum())
+    assert found[0]["loss/policy"] != whole[name][0]["loss/policy"]
+
+
+def asked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with each forward pass without an update."""
+    calls, infer = [], engine.infer
+    monkeypatch.setattr(engine, "infer", lambda packed: (calls.append(1), infer(packed))[1])
+    return calls
+
+
+@pytest.mark.parametrize(("proximal", "passes"), [("loglinear", 0), ("recompute", 1)])
+def test_loglinear_trains_minibatches_without_a_forward_pass_before(
+    proximal: str, passes: int, drifted: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(drifted, "algo=grpo", f"algo.proximal={proximal}", "learner.minibatches=2")
+    trainer = Trainer(config, load_models(config))
+    calls = asked(trainer.models.policy, monkeypatch)
+    trainer.train(batch, STEP)
+    assert len(calls) == passes
+
+
+def test_loglinear_lies_between_behaviour_and_current_policy_by_staleness(drifted: Path, batch: Batch) -> None:
+    behavior, current = torch.full((5,), -3.0), torch.full((5,), -1.0)
+    between = loglinear(current, behavior, torch.tensor([-1, 0, 1, 3, 10_000]))
+    assert between.tolist() == pytest.approx([-3.0, -3.0, -2.0, -1.5, -1.0], abs=1e-3)
+    fresh = replace(batch, versions=torch.where(batch.sampled, STEP, -1).int())
+    loglinear_step, behavior_step = (
+        outcome(
+            configured(drifted, "algo=grpo", "mode=on_policy", f"algo.proximal={kind}", "learner.minibatches=2"),
+            drifted,
+            fresh,
+        )
+        for kind in ("loglinear", "behavior")
+    )
+    assert_equal(loglinear_step, behavior_step)
+
+
+def test_remax_without_the_reward_of_a_greedy_response_is_refused_with_the_group(drifted: Path, batch: Batch) -> None:
+    config = configured(drifted, "algo=remax")
+    missing = replace(batch, greedy=batch.greedy.masked_fill(batch.groups >= 3, math.nan))
+    with pytest.raises(ValueError, match="algo.advantage=remax needs the reward of a greedy response .* group 3$"):
+        Trainer(config, load_models(config)).train(missing, STEP)
