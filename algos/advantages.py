@@ -86,7 +86,7 @@ def reinforce_pp(returns: Tensor, mask: Tensor) -> Tensor:
 def prime(
     rewards: Tensor, process: Tensor, groups: Tensor, mask: Tensor, offsets: Tensor, gamma: float = 1.0
 ) -> Tensor:
-    """PRIME (Cui et al., 2025): leave-one-out outcome and process rewards, each against its own baseline, then whitened.
+    """PRIME (Cui et al., 2025): leave-one-out outcome and process rewards, each against its own baseline.
 
     A_t = Σ_{s ≥ t} γ^(s − t) (r_s − mean over the other samples of their mean r) + R − mean of the other R.
     Shapes: rewards [N], process [T] the implicit rewards r of tokens, groups [N], mask [T], offsets [N + 1] -> [T].
@@ -98,7 +98,7 @@ def prime(
     group, size = _enumerate(groups)
     others = (_group_mean(means, group, size) * size[group] - means) / (size[group] - 1).clamp(min=1)
     returns = discounted(torch.where(mask, kept - others[sequence], 0.0), mask, offsets, gamma)
-    return whitened(returns + rloo(rewards, groups).double()[sequence], mask)
+    return torch.where(mask, returns + rloo(rewards, groups).double()[sequence], 0.0).float()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +138,7 @@ ADVANTAGES: dict[Advantage, Function] = {
     Advantage.remax: lambda s, algo: remax(s.rewards, s.greedy)[s.sequence],
     Advantage.reinforce_pp: lambda s, algo: reinforce_pp(discounted(s.token_rewards, s.sampled, s.offsets), s.mask),
     Advantage.reinforce_pp_baseline: lambda s, algo: reinforce_pp(dr_grpo(s.rewards, s.groups)[s.sequence], s.mask),
-    Advantage.prime: lambda s, algo: prime(
-        s.rewards, _given(s.process_rewards), s.groups, s.sampled, s.offsets, algo.prime.gamma
-    ),
+    Advantage.prime: lambda s, algo: whitened(_prime(s, algo), s.mask),
     Advantage.gae: lambda s, algo: (
         whitened(_gae(s, algo, _lam(s, algo))[0], s.mask) if algo.gae.whiten else _gae(s, algo, _lam(s, algo))[0]
     ),
@@ -159,6 +157,10 @@ def value_targets(samples: Samples, algo: AlgoConfig) -> Tensor:
 def _gae(s: Samples, algo: AlgoConfig, lam: float | Tensor) -> tuple[Tensor, Tensor]:
     function = turn_gae if algo.gae.span is Span.turn else gae
     return function(s.token_rewards, _given(s.values), s.sampled, s.offsets, algo.gae.gamma, lam)
+
+
+def _prime(s: Samples, algo: AlgoConfig) -> Tensor:
+    return prime(s.rewards, _given(s.process_rewards), s.groups, s.sampled, s.offsets, algo.prime.gamma)
 
 
 def _lam(s: Samples, algo: AlgoConfig) -> float | Tensor:

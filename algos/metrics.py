@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from algos import kl
+from algos.corrections import correction_weights
 from algos.ratios import clamped, sequence_mean, sequence_sum
 from algos.surrogates import SURROGATES, Tokens
 from configs.algorithms import AlgoConfig, Correction
@@ -31,11 +32,12 @@ def sums(
     ell = clamped(tokens.logprobs - tokens.behavior).double()
     rho = ell.exp()
     truncates = algo.correction in (Correction.token_tis, Correction.sequence_tis)
+    unscaled = correction_weights(algo, tokens.proximal - tokens.behavior, mask, tokens.sequence)
     columns = {
         "tokens": mask,
         "entropy": entropy,
         "clipped": _has_no_gradient(algo, tokens),
-        "truncated": (correction >= algo.correction_cap) & truncates,
+        "truncated": (unscaled >= algo.correction_cap) & (correction > 0) & truncates,
         "dropped": correction == 0,
         "weight": correction,
         "weight_squared": correction.square(),

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from algos.ratios import sequence_sum
+from algos.ratios import clamped, sequence_sum
 
 
 def value_loss(
@@ -50,7 +50,7 @@ def summarize_values(sums: dict[str, Tensor]) -> dict[str, float]:
 
 def implicit_rewards(logprobs: Tensor, reference: Tensor, beta: float) -> Tensor:
     """[T] r_t = β (log π_φ − log π_ref) (PRIME; Cui et al., 2025)."""
-    return beta * (logprobs - reference)
+    return beta * clamped(logprobs - reference)
 
 
 def implicit_reward_loss(

@@ -128,7 +128,7 @@ class PpoConfig(SurrogateConfig):
     def problems(self, section: str) -> list[str]:
         found = SurrogateConfig.problems(self, section)
         if self.dual_clip is not None and self.dual_clip <= 1:
-            found.append(f"{section}.dual_clip must be > 1, got {self.dual_clip}")
+            found.append(f"{section}.dual_clip must be > 1 (3 is usual), or null for no bound, got {self.dual_clip}")
         if 0 < max(self.clip_low, self.clip_high) < 0.01:
             found.append(
                 f"{section}.clip_low and clip_high must be at least 0.01, for they are of single tokens (0.2 is usual; "
@@ -462,6 +462,11 @@ class AlgoConfig:
             found.append(
                 f"algo.proximal must be recompute for algo.surrogate=m2po (its mask needs it), got {self.proximal}"
             )
+        if self.advantage is Advantage.vtrace and self.proximal is not Proximal.recompute:
+            found.append(
+                "algo.proximal must be recompute for algo.advantage=vtrace (its weights are π_p / μ, known beforehand), got "
+                f"{self.proximal}"
+            )
         if self.horizon is not None and self.aggregation is not Aggregation.constant_horizon:
             found.append(
                 f"algo.horizon must be set only with algo.aggregation=constant_horizon, got {self.horizon} with {self.aggregation}"
@@ -478,6 +483,7 @@ class AlgoConfig:
             "gae": (self.advantage is Advantage.gae, "algo.advantage=gae"),
             "vtrace": (self.advantage is Advantage.vtrace, "algo.advantage=vtrace"),
             "prime": (self.advantage is Advantage.prime, "algo.advantage=prime"),
+            "rejection": (self.rejection.estimator is not None, "algo.rejection.estimator=k1, k2 or k3"),
         }
         changed = {
             f"algo.{name}.{f.name}": (getattr(getattr(self, name), f.name), wanted)

@@ -148,7 +148,7 @@ class StalenessConfig:
     def problems(self) -> list[str]:
         found = positive(**{"staleness.straggler_timeout_s": self.straggler_timeout_s})
         if not 0 < self.ess_target < 1:
-            found.append(f"staleness.ess_target must be in (0, 1), got {self.ess_target}")
+            found.append(f"staleness.ess_target must be in (0, 1) (0.9 is the default), got {self.ess_target}")
         if self.max_versions < 0:
             found.append(f"staleness.max_versions must be >= 0, got {self.max_versions}")
         if (self.on_late is OnLate.cancel) != (self.straggler_timeout_s is not None):
@@ -530,8 +530,9 @@ class Config:
             ),
             (
                 gen.max_sequences < learner.samples_per_prompt + (algo.advantage is Advantage.remax),
-                "generators.max_sequences must be at least learner.samples_per_prompt (an engine makes whole groups; one more for "
-                f"algo.advantage=remax), got {gen.max_sequences} and {learner.samples_per_prompt}",
+                f"generators.max_sequences must be at least {learner.samples_per_prompt + (algo.advantage is Advantage.remax)} "
+                "(an engine makes whole groups of learner.samples_per_prompt; remax adds a greedy response), got "
+                f"{gen.max_sequences} with samples_per_prompt={learner.samples_per_prompt}",
             ),
             (
                 self.bound > 0 and not algo.is_corrected and not algo.accept_uncorrected,
@@ -583,12 +584,13 @@ class Config:
             (
                 learner.samples_per_prompt < 2 and algo.advantage.needs_group,
                 f"learner.samples_per_prompt must be at least 2 for algo.advantage={algo.advantage} (it compares the "
-                f"samples of a prompt; reinforce_pp, remax and gae do not), got {learner.samples_per_prompt}",
+                f"samples of a prompt; reinforce_pp, remax, gae and vtrace do not), got {learner.samples_per_prompt}",
             ),
             (
                 learner.engine is LearnerKind.simulated and (algo.advantage.needs_critic or algo.needs_reference),
-                f"learner.engine must be fsdp for algo.advantage={algo.advantage} with these penalties (the simulated one has "
-                f"no critic and no reference policy; algo=grpo needs neither), got {learner.engine}",
+                "learner.engine must be fsdp where a critic or a reference policy is needed (algo=grpo without a KL penalty needs "
+                f"neither), got {learner.engine} with algo.advantage={algo.advantage}, algo.kl.loss_coef={algo.kl.loss_coef} and "
+                f"algo.kl.reward_coef={algo.kl.reward_coef}",
             ),
             (
                 (gen.engine is EngineKind.simulated) != (learner.engine is LearnerKind.simulated),

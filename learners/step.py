@@ -123,12 +123,13 @@ class Trainer:
     def _proximal(self, batch: Batch) -> Tensor | None:
         """[T] log π_p. None: those of the one update's own forward pass, or made there from the behaviour's (`loglinear`)."""
         algo = self._algo
-        if algo.proximal is Proximal.behavior:
-            return batch.behavior_logprobs
+        match algo.proximal:
+            case Proximal.behavior:
+                return batch.behavior_logprobs
+            case Proximal.loglinear:
+                return None
         needed = algo.needs_minibatch or algo.kl.reward_coef > 0 or algo.advantage is Advantage.vtrace
-        if not needed and (algo.proximal is Proximal.loglinear or self._config.learner.minibatches == 1):
-            return None
-        return self.logprobs(batch)
+        return self.logprobs(batch) if needed or self._config.learner.minibatches > 1 else None
 
     def _samples(
         self, batch: Batch, sequence: Tensor, mask: Tensor, proximal: Tensor | None, reference: Tensor | None,
@@ -146,8 +147,9 @@ class Trainer:
             greedy = greedy if algo.reward.clip is None else greedy.clamp(-algo.reward.clip, algo.reward.clip)
         penalty = torch.zeros(len(sequence))
         if algo.kl.reward_coef > 0:
-            assert proximal is not None and reference is not None
-            penalty = kl.ESTIMATORS[algo.kl.estimator](proximal, reference)
+            assert reference is not None
+            sampler = batch.behavior_logprobs if proximal is None else proximal
+            penalty = kl.ESTIMATORS[algo.kl.estimator](sampler, reference)
         last = torch.zeros(batch.num_sequences, dtype=torch.int64).scatter_reduce_(
             0, sequence[batch.sampled], batch.sampled.nonzero()[:, 0], "amax"
         )

@@ -1,62 +1,39 @@
-"""The mathematics against slow references in float64, written from the equations."""
+"""A policy loss and its weights against slow references in float64, written from the equations; and what must not change it."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from torch import Tensor
 
-from algos.advantages import dr_grpo, grpo, reinforce_pp, reinforce_pp_baseline, rloo
 from algos.aggregation import token_weights
-from algos.corrections import correction_weights, icepop, token_tis
-from algos.loss import policy_loss, summarize
-from algos.surrogates import Tokens, ppo
-from configs.schema import Aggregation, AlgoConfig, Correction, Surrogate
+from algos.corrections import correction_weights, icepop, off_policy_weights, token_tis
+from algos.loss import policy_loss
+from algos.metrics import summarize
+from algos.surrogates import SURROGATES, Tokens, ppo
+from configs.algorithms import (
+    Aggregation,
+    AlgoConfig,
+    Correction,
+    Estimator,
+    GspoConfig,
+    KlConfig,
+    Level,
+    PpoConfig,
+    RejectionConfig,
+)
+from configs.load import FOLDER
+from learners.step import loglinear
 
-rewards_and_sizes = st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=5), min_size=1, max_size=5)
-
-
-@given(rewards_and_sizes)
-def test_advantages_equal_their_equations(groups: list[list[float]]) -> None:
-    rewards = torch.tensor([r for group in groups for r in group])
-    numbers = torch.tensor([g * 7 for g, group in enumerate(groups) for _ in group])
-    found = {f: f(rewards, numbers).tolist() for f in (grpo, dr_grpo, rloo)}
-    at = 0
-    for group in groups:
-        values = [float(torch.tensor(r)) for r in group]
-        mean, n = sum(values) / len(values), len(values)
-        std = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1)) if n > 1 else 0.0
-        for i, value in enumerate(values):
-            others = values[:i] + values[i + 1 :]
-            assert found[grpo][at] == pytest.approx((value - mean) / (std + 1e-6), abs=1e-4)
-            assert found[dr_grpo][at] == pytest.approx(value - mean, abs=1e-6)
-            assert found[rloo][at] == pytest.approx(value - sum(others) / (n - 1) if n > 1 else 0.0, abs=1e-5)
-            at += 1
-
-
-@given(rewards_and_sizes, st.integers(0, 10**6))
-def test_reinforce_pp_whitens_over_the_tokens_of_the_batch(groups: list[list[float]], seed: int) -> None:
-    rewards = torch.tensor([r for group in groups for r in group])
-    numbers = torch.tensor([g for g, group in enumerate(groups) for _ in group])
-    lengths = torch.randint(0, 5, rewards.shape, generator=torch.Generator().manual_seed(seed))
-
-    def whitened(values: list[float]) -> list[float]:
-        tokens = [v for v, n in zip(values, lengths.tolist(), strict=True) for _ in range(n)]
-        mean = sum(tokens) / max(1, len(tokens))
-        std = math.sqrt(sum((v - mean) ** 2 for v in tokens) / max(1, len(tokens)))
-        return [(v - mean) / std if std > 1e-8 else 0.0 for v in values]
-
-    assert reinforce_pp(rewards, lengths).tolist() == pytest.approx(whitened(rewards.tolist()), abs=1e-4, rel=1e-4)
-    centred = dr_grpo(rewards, numbers)
-    found = reinforce_pp_baseline(rewards, numbers, lengths)
-    assert found.tolist() == pytest.approx(whitened(centred.tolist()), abs=1e-4, rel=1e-4)
-
-
-def test_leave_one_out_is_dr_grpo_times_n_over_n_minus_one() -> None:
-    rewards, groups = torch.rand(12), torch.arange(12) // 4
-    torch.testing.assert_close(rloo(rewards, groups), dr_grpo(rewards, groups) * 4 / 3)
+Columns = dict[str, Tensor]
+PRESETS: dict[str, AlgoConfig] = {
+    path.stem: OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AlgoConfig), OmegaConf.load(path)))
+    for path in sorted(FOLDER.glob("algo/*.yaml"))
+}  # type: ignore[misc]  # fmt: skip
 
 
 def test_corrections_bound_pi_over_mu_and_not_its_inverse() -> None:
@@ -65,7 +42,8 @@ def test_corrections_bound_pi_over_mu_and_not_its_inverse() -> None:
     assert icepop(log_ratio, 0.2, 3.0)[:3].tolist() == pytest.approx([0.0, 0.25, 1.0])
     assert icepop(log_ratio, 0.5, 5.0)[:3].tolist() == pytest.approx([4.0, 0.0, 1.0])
     for kind in Correction:
-        weights = correction_weights(kind, log_ratio, torch.ones(5, dtype=torch.bool), torch.arange(5), 0.5, 2.0)
+        algo = AlgoConfig(correction=kind)
+        weights = correction_weights(algo, log_ratio, torch.ones(5, dtype=torch.bool), torch.arange(5))
         assert weights.isfinite().all()
 
 
@@ -75,122 +53,301 @@ def scalar_ppo(logprob: float, proximal: float, advantage: float, low: float, hi
     return min(loss, -advantage * dual) if advantage < 0 else loss
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(*[st.floats(-3, 3)] * 3), min_size=1, max_size=20))
 def test_the_clipped_surrogate_equals_its_equation(rows: list[tuple[float, float, float]]) -> None:
     logprobs, proximal, advantages = torch.tensor(rows, dtype=torch.float64).unbind(1)
-    columns = {
-        "behavior": proximal,
-        "mask": torch.ones(len(rows), dtype=torch.bool),
-        "sequence": torch.arange(len(rows)),
-    }
-    found = ppo(Tokens(logprobs=logprobs, proximal=proximal, advantages=advantages, **columns), 0.2, 0.28, 3.0)
+    tokens = Tokens(
+        logprobs=logprobs, proximal=proximal, behavior=proximal, advantages=advantages,
+        mask=torch.ones(len(rows), dtype=torch.bool), sequence=torch.arange(len(rows)),
+    )  # fmt: skip
+    found = ppo(tokens, PpoConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0))
     assert found.tolist() == pytest.approx([scalar_ppo(*row, 0.2, 0.28, 3.0) for row in rows])
 
 
-ALGOS = [
-    *(AlgoConfig(surrogate=kind, correction=Correction.none) for kind in Surrogate),
-    *(AlgoConfig(correction=kind) for kind in Correction),
-]
-
-
-def case(num_tokens: int = 24) -> dict[str, Tensor]:
+def case(num_tokens: int = 24) -> Columns:
     generator = torch.Generator().manual_seed(1)
     columns = {
         name: -torch.rand(num_tokens, generator=generator, dtype=torch.float64)
-        for name in ("logprobs", "proximal_logprobs", "behavior_logprobs", "entropy")
+        for name in ("logprobs", "proximal_logprobs", "behavior_logprobs", "reference_logprobs", "entropy")
     }
     columns["advantages"] = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
     columns["mask"] = torch.rand(num_tokens, generator=generator) < 0.6
     columns["sequence"] = torch.arange(num_tokens) // 4
-    columns["weights"] = token_weights(Aggregation.token_mean, columns["mask"], columns["sequence"], 6)
+    columns["weights"] = token_weights(Aggregation.token_mean, columns["mask"], columns["sequence"], 6).double()
+    columns["imitation"] = torch.rand(num_tokens, generator=generator, dtype=torch.float64)
+    columns["staleness"] = torch.randint(0, 20, (num_tokens,), generator=generator)
     return columns
+
+
+def without(columns: Columns, *names: str) -> Columns:
+    return {name: column for name, column in columns.items() if name not in names}
+
+
+def scalar_weight(correction: str, columns: Columns, t: int) -> float:
+    ratio = math.exp(columns["proximal_logprobs"][t] - columns["behavior_logprobs"][t])
+    return {"none": 1.0, "token_tis": min(ratio, 2.0), "icepop": ratio if 0.5 <= ratio <= 2 else 0.0}[correction]
 
 
 @pytest.mark.parametrize("correction", ["none", "token_tis", "icepop"])
 def test_the_loss_passes_gradcheck_and_equals_a_sum_over_scalars(correction: str) -> None:
-    algo, columns = AlgoConfig(correction=Correction(correction)), case()
+    algo = AlgoConfig(correction=Correction(correction))
+    columns = without(case(), "reference_logprobs", "imitation")
     logprobs = columns.pop("logprobs").requires_grad_()
     assert torch.autograd.gradcheck(lambda x: policy_loss(algo, logprobs=x, **columns)[0], logprobs)
-    expected = 0.0
+    expected, values = 0.0, logprobs.tolist()
     for t in columns["mask"].nonzero()[:, 0].tolist():
-        ratio = math.exp(columns["proximal_logprobs"][t] - columns["behavior_logprobs"][t])
-        weight = {"none": 1.0, "token_tis": min(ratio, 2.0), "icepop": ratio if 0.5 <= ratio <= 2 else 0.0}[correction]
-        row = (float(logprobs[t]), float(columns["proximal_logprobs"][t]), float(columns["advantages"][t]))
-        expected += weight * scalar_ppo(*row, 0.2, 0.2, 3.0) / int(columns["mask"].sum())
-    assert float(policy_loss(algo, logprobs=logprobs, **columns)[0]) == pytest.approx(expected, rel=1e-6)
+        row = (values[t], float(columns["proximal_logprobs"][t]), float(columns["advantages"][t]))
+        expected += scalar_weight(correction, columns, t) * scalar_ppo(*row, 0.2, 0.2, 3.0) / int(columns["mask"].sum())
+    assert policy_loss(algo, logprobs=logprobs, **columns)[0].item() == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("algo", ALGOS, ids=lambda algo: f"{algo.surrogate}-{algo.correction}")
-def test_masked_tokens_cannot_matter_even_when_they_are_nan(algo: AlgoConfig) -> None:
+KL = {
+    "k1": lambda x: x,
+    "k2": lambda x: x * x / 2,
+    "k3": lambda x: math.exp(-x) - 1 + x,
+}
+
+
+@pytest.mark.parametrize("kl_coef", [None, 0.7, 0.0])
+@pytest.mark.parametrize("estimator", Estimator)
+def test_penalty_bonus_and_imitation_equal_their_equation_and_pass_gradcheck(
+    estimator: Estimator, kl_coef: float | None
+) -> None:
+    """Σ a [w (L + β KL) − c H] + μ Σ b (−log π); an adapted coefficient stands for β."""
+    algo = AlgoConfig(kl=KlConfig(estimator=estimator, loss_coef=0.3), entropy_coef=0.05, imitation_coef=0.2)
+    columns = case()
+    beta, expected, penalty = 0.3 if kl_coef is None else kl_coef, 0.0, 0.0
+    c = {name: column.tolist() for name, column in columns.items()}
+    for t in columns["mask"].nonzero()[:, 0].tolist():
+        kl = KL[estimator](c["logprobs"][t] - c["reference_logprobs"][t])
+        loss = scalar_ppo(c["logprobs"][t], c["proximal_logprobs"][t], c["advantages"][t], 0.2, 0.2, 3.0)
+        inside = scalar_weight("token_tis", columns, t) * (loss + beta * kl) - 0.05 * c["entropy"][t]
+        expected += c["weights"][t] * inside - 0.2 * c["imitation"][t] * c["logprobs"][t]
+        penalty += kl
+    logprobs, entropy = (columns.pop(name).requires_grad_() for name in ("logprobs", "entropy"))
+
+    def loss_of(logprobs: Tensor, entropy: Tensor) -> Tensor:
+        return policy_loss(algo, logprobs=logprobs, entropy=entropy, kl_coef=kl_coef, **columns)[0]
+
+    assert loss_of(logprobs, entropy).item() == pytest.approx(expected)
+    assert torch.autograd.gradcheck(loss_of, (logprobs, entropy))
+    _, sums = policy_loss(algo, logprobs=logprobs, entropy=entropy, kl_coef=kl_coef, **columns)
+    assert float(sums["reference_kl"].sum()) == pytest.approx(penalty)
+    assert float(sums["loss"]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", Correction)
+def test_decoupled_ppo_whose_proximal_policy_is_the_behaviour_is_ppo_on_its_ratio(kind: Correction) -> None:
+    columns = without(case(), "reference_logprobs", "imitation")
+    columns["proximal_logprobs"] = columns["behavior_logprobs"]
+    c = {name: column.tolist() for name, column in columns.items()}
+    trained = columns["mask"].nonzero()[:, 0].tolist()
+    rows = [scalar_ppo(c["logprobs"][t], c["behavior_logprobs"][t], c["advantages"][t], 0.2, 0.2, 3.0) for t in trained]
+    assert float(policy_loss(AlgoConfig(correction=kind), **columns)[0]) == pytest.approx(sum(rows) / len(rows))
+
+
+def test_gspo_of_sequences_of_one_token_is_ppo_without_dual_clip() -> None:
+    columns = case() | {"sequence": torch.arange(24)}
+    found = []
+    for algo in (
+        AlgoConfig(surrogate="gspo", gspo=GspoConfig(clip_low=0.2, clip_high=0.3)),
+        AlgoConfig(surrogate="ppo", ppo=PpoConfig(clip_low=0.2, clip_high=0.3, dual_clip=None)),
+    ):
+        leaf = columns["logprobs"].clone().requires_grad_()
+        loss, sums = policy_loss(algo, **columns | {"logprobs": leaf})
+        found.append((loss.detach(), *torch.autograd.grad(loss, leaf), *sums.values()))
+    for by_sequence, by_token in zip(*found, strict=True):
+        torch.testing.assert_close(by_sequence, by_token)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(-8, 0), st.floats(-8, 0), st.integers(-3, 20)), min_size=1, max_size=10))
+def test_the_loglinear_policy_goes_from_behaviour_to_current_with_staleness(
+    rows: list[tuple[float, float, int]],
+) -> None:
+    current, behavior, staleness = torch.tensor(rows, dtype=torch.float64).unbind(1)
+    found = loglinear(current, behavior, staleness.long())
+    expected = [(mu + max(s, 0) * pi) / (max(s, 0) + 1) for pi, mu, s in rows]
+    assert found.tolist() == pytest.approx(expected)
+    assert torch.equal(loglinear(current, behavior, torch.zeros(len(rows), dtype=torch.int64)), behavior)
+    torch.testing.assert_close(
+        loglinear(current, behavior, torch.tensor([10**9] * len(rows))), current, atol=1e-7, rtol=0
+    )
+
+
+# ---- what must not change it
+
+
+def rejections() -> list[RejectionConfig]:
+    levels = zip(Level, [Estimator.k1, Estimator.k2, Estimator.k3, Estimator.k3], strict=True)
+    return [RejectionConfig(estimator=None)] + [
+        RejectionConfig(level=level, estimator=estimator, threshold=0.05) for level, estimator in levels
+    ]
+
+
+def identical(found: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]) -> bool:
+    return torch.equal(found[0], other[0]) and all(
+        torch.equal(value, other[1][name]) for name, value in found[1].items()
+    )
+
+
+@pytest.mark.parametrize("correction", Correction)
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_masked_tokens_cannot_matter_even_when_they_are_nan(surrogate: str, correction: Correction) -> None:
     columns = case()
     poisoned = {
         name: torch.where(columns["mask"], values, float("nan")) if values.is_floating_point() else values
         for name, values in columns.items()
     }
-    clean, dirty = columns["logprobs"].requires_grad_(), poisoned["logprobs"].detach().requires_grad_()
-    loss, sums = policy_loss(algo, **columns)
-    other, other_sums = policy_loss(algo, **{**poisoned, "logprobs": dirty})
-    loss.backward()
-    other.backward()
-    assert loss == other and sums == other_sums
-    assert torch.equal(clean.grad, dirty.grad) and clean.grad is not None
+    poisoned["staleness"] = torch.where(columns["mask"], columns["staleness"], 10**6)
+    for number, drop in enumerate(rejections()):
+        for estimator in (None, list(Estimator)[number % 3]):
+            algo = AlgoConfig(
+                surrogate=surrogate, correction=correction, rejection=drop, entropy_coef=0.1, imitation_coef=0.1,
+                kl=KlConfig(estimator=estimator or Estimator.k3, loss_coef=0.1), normalise_weights=number % 2 == 1,
+            )  # fmt: skip
+            absent = () if estimator else ("reference_logprobs", "imitation")
+            gradients, found = [], []
+            for table in (columns, poisoned):
+                leaf = table["logprobs"].clone().requires_grad_()
+                found.append(policy_loss(algo, **without(table, *absent) | {"logprobs": leaf}))
+                gradients.append(torch.autograd.grad(found[-1][0], leaf)[0])
+            assert found[0][0].isfinite() and identical(*found)
+            assert torch.equal(*gradients) and gradients[0][~columns["mask"]].abs().sum() == 0
+
+
+def test_given_weights_of_masked_tokens_cannot_matter_either() -> None:
+    columns = case()
+    given = columns["entropy"].exp()
+    found = [
+        policy_loss(AlgoConfig(), **columns, correction=torch.where(columns["mask"], given, other))
+        for other in (0.5, math.nan)
+    ]
+    assert found[0][0].isfinite() and identical(*found)
+
+
+ALGOS: dict[str, AlgoConfig] = {
+    **PRESETS,
+    **{f"{kind} alone": AlgoConfig(surrogate=kind, correction=Correction.none) for kind in SURROGATES},
+    **{f"ppo with {kind}": AlgoConfig(correction=kind) for kind in Correction},
+    **{f"rejection by {drop.level} {drop.estimator}": AlgoConfig(rejection=drop) for drop in rejections()},
+    **{f"penalty {kind}": AlgoConfig(kl=KlConfig(estimator=kind, loss_coef=0.2)) for kind in Estimator},
+    "weights normalised": AlgoConfig(correction=Correction.sequence_tis, normalise_weights=True),
+    "bonus and imitation": AlgoConfig(entropy_coef=0.1, imitation_coef=0.2),
+}
 
 
 @pytest.mark.parametrize("cuts", [[24], [8, 16], [4] * 6])
-@pytest.mark.parametrize("algo", ALGOS, ids=lambda algo: f"{algo.surrogate}-{algo.correction}")
+@pytest.mark.parametrize("algo", ALGOS.values(), ids=ALGOS)
 def test_the_loss_is_the_same_however_the_batch_is_split(algo: AlgoConfig, cuts: list[int]) -> None:
     columns = case()
+    log_ratio = columns["proximal_logprobs"] - columns["behavior_logprobs"]
+    if algo.needs_minibatch:
+        columns["correction"] = off_policy_weights(
+            algo, log_ratio, columns["advantages"], columns["mask"], columns["sequence"]
+        )
+    columns["logprobs"].requires_grad_()
     whole, whole_sums = policy_loss(algo, **columns)
     pieces = [policy_loss(algo, **dict(zip(columns, part, strict=True))) for part in
               zip(*(values.split(cuts) for values in columns.values()), strict=True)]  # fmt: skip
-    assert float(sum(loss for loss, _ in pieces)) == pytest.approx(float(whole))
+    together = torch.stack([loss for loss, _ in pieces]).sum()
+    torch.testing.assert_close(together, whole)
+    gradients = [torch.autograd.grad(loss, columns["logprobs"])[0] for loss in (together, whole)]
+    torch.testing.assert_close(*gradients)
     for name, value in whole_sums.items():
-        assert float(sum(sums[name] for _, sums in pieces)) == pytest.approx(float(value))
+        torch.testing.assert_close(sum(sums[name] for _, sums in pieces), value, msg=name)
 
 
-def test_on_policy_every_weight_is_one_and_every_divergence_zero() -> None:
+@pytest.mark.parametrize("algo", ALGOS.values(), ids=ALGOS)
+def test_the_order_of_sequences_cannot_matter(algo: AlgoConfig) -> None:
+    columns = case() | {"sequence": torch.tensor([0] * 3 + [1] * 7 + [2] + [3] * 4 + [4] * 8 + [5])}
+    order = [4, 1, 5, 0, 3, 2]
+    index = torch.cat([(columns["sequence"] == number).nonzero()[:, 0] for number in order])
+    moved = {name: column[index] for name, column in columns.items()}
+    moved["sequence"] = torch.tensor([order.index(number) for number in moved["sequence"].tolist()])
+    gradients, found = [], []
+    for table in (columns, moved):
+        table["weights"] = token_weights(algo.aggregation, table["mask"], table["sequence"], 6, 8).double()
+        leaf = table["logprobs"].clone().requires_grad_()
+        found.append(policy_loss(algo, **table | {"logprobs": leaf}))
+        gradients.append(torch.autograd.grad(found[-1][0], leaf)[0])
+    torch.testing.assert_close(*[loss for loss, _ in found])
+    torch.testing.assert_close(gradients[0][index], gradients[1])
+    for name, value in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], value, msg=name)
+
+
+# ---- degenerate batches
+
+
+@pytest.mark.parametrize("size", [0, 24])
+@pytest.mark.parametrize("algo", ALGOS.values(), ids=ALGOS)
+def test_an_empty_mask_gives_zero_and_never_nan(algo: AlgoConfig, size: int) -> None:
+    columns = {name: column[:size] for name, column in case().items()} | {"mask": torch.zeros(size, dtype=torch.bool)}
+    columns["weights"] = token_weights(Aggregation.token_mean, columns["mask"], columns["sequence"], 6)
+    leaf = columns["logprobs"].clone().requires_grad_()
+    loss, sums = policy_loss(algo, **columns | {"logprobs": leaf})
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    assert loss.item() == 0.0 and gradient.abs().sum() == 0
+    assert all(math.isfinite(value) for value in summarize(sums).values())
+
+
+@pytest.mark.parametrize("far", [math.inf, -math.inf])
+@pytest.mark.parametrize("algo", ALGOS.values(), ids=ALGOS)
+def test_log_ratios_without_bound_give_a_finite_loss_gradient_and_sums(algo: AlgoConfig, far: float) -> None:
     columns = case()
-    columns["proximal_logprobs"] = columns["behavior_logprobs"] = columns["logprobs"]
-    _, sums = policy_loss(AlgoConfig(), **columns)
-    found = summarize({name: float(value) for name, value in sums.items()})
-    assert found["offpolicy/ess"] == pytest.approx(1.0) and found["offpolicy/weight_mean"] == pytest.approx(1.0)
-    for name in ("kl_k1", "kl_k3", "chi2", "truncated_fraction", "dropped_fraction"):
-        assert found[f"offpolicy/{name}"] == pytest.approx(0.0, abs=1e-12)
+    for name in ("proximal_logprobs", "behavior_logprobs", "reference_logprobs"):
+        unbounded = torch.where(torch.arange(24) % 5 == 0, far, columns[name])
+        leaf = columns["logprobs"].clone().requires_grad_()
+        loss, sums = policy_loss(algo, **columns | {name: unbounded, "logprobs": leaf})
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        assert loss.isfinite() and gradient.isfinite().all()
+        assert all(value.isfinite().all() for value in sums.values())
 
 
-@pytest.mark.parametrize(
-    ("correction", "truncated", "dropped"), [("none", 0, 0), ("token_tis", 1, 0), ("icepop", 0, 2)]
-)
-def test_truncated_and_dropped_tokens_are_counted_apart(correction: str, truncated: int, dropped: int) -> None:
-    """π_p / μ is 4, 1 and 1/4."""
-    proximal = torch.tensor([0.0, 0.0, 0.0])
-    behavior = torch.tensor([-math.log(4.0), 0.0, math.log(4.0)])
-    _, sums = policy_loss(
-        AlgoConfig(correction=Correction(correction)),
-        logprobs=proximal,
-        proximal_logprobs=proximal,
-        behavior_logprobs=behavior,
-        advantages=torch.ones(3),
-        mask=torch.ones(3, dtype=torch.bool),
-        weights=torch.ones(3) / 3,
-        entropy=torch.ones(3),
-        sequence=torch.arange(3),
-    )
-    assert (int(sums["truncated"]), int(sums["dropped"])) == (truncated, dropped)
+@pytest.mark.parametrize("algo", ALGOS.values(), ids=ALGOS)
+def test_no_advantage_is_no_gradient_but_for_a_penalty_or_a_bonus(algo: AlgoConfig) -> None:
+    plain = dataclasses.replace(algo, kl=KlConfig(), entropy_coef=0.0, imitation_coef=0.0)
+    columns = without(case(), "reference_logprobs", "imitation") | {"advantages": torch.zeros(24)}
+    leaf = columns["logprobs"].clone().requires_grad_()
+    columns["proximal_logprobs"] = leaf.detach()
+    loss, sums = policy_loss(plain, **columns | {"logprobs": leaf})
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    assert loss.item() == 0 and gradient.abs().sum() == 0 and sums["clipped"].sum() == 0
 
 
-def test_an_empty_mask_gives_zero_and_never_nan() -> None:
-    columns = case() | {"mask": torch.zeros(24, dtype=torch.bool)}
-    columns["weights"] = token_weights(Aggregation.token_mean, columns["mask"], torch.zeros(24, dtype=torch.long), 1)
-    loss, sums = policy_loss(AlgoConfig(), **columns)
-    assert float(loss) == 0.0
-    assert all(math.isfinite(value) for value in summarize({k: float(v) for k, v in sums.items()}).values())
+# ---- aggregation
 
 
 def test_aggregation_weights_are_what_their_names_say() -> None:
     mask = torch.tensor([True, True, True, False, True, False])
     sequence = torch.tensor([0, 0, 0, 0, 1, 2])
-    weights = {kind: token_weights(kind, mask, sequence, 3).tolist() for kind in Aggregation}
+    weights = {kind: token_weights(kind, mask, sequence, 3, horizon=5).tolist() for kind in Aggregation}
     assert weights[Aggregation.token_mean] == pytest.approx([0.25, 0.25, 0.25, 0, 0.25, 0])
     assert weights[Aggregation.sequence_mean_token_mean] == pytest.approx([1 / 9, 1 / 9, 1 / 9, 0, 1 / 3, 0])
     assert weights[Aggregation.sequence_mean_token_sum] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0, 1 / 3, 0])
+    assert weights[Aggregation.constant_horizon] == pytest.approx([1 / 15, 1 / 15, 1 / 15, 0, 1 / 15, 0])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.tuples(st.floats(-2, 2), st.booleans()), max_size=6), min_size=1, max_size=5),
+    st.integers(1, 9),
+)
+def test_aggregation_is_a_mean_of_means_or_of_sums(sequences: list[list[tuple[float, bool]]], horizon: int) -> None:
+    losses = torch.tensor([x for tokens in sequences for x, _ in tokens])
+    mask = torch.tensor([m for tokens in sequences for _, m in tokens], dtype=torch.bool)
+    sequence = torch.tensor([i for i, tokens in enumerate(sequences) for _ in tokens], dtype=torch.int64)
+    kept = [[x for x, m in tokens if m] for tokens in sequences]
+    num_tokens, n = sum(map(len, kept)), len(kept)
+    expected = {
+        Aggregation.token_mean: sum(map(sum, kept)) / max(1, num_tokens),
+        Aggregation.sequence_mean_token_mean: sum(sum(tokens) / max(1, len(tokens)) for tokens in kept) / n,
+        Aggregation.sequence_mean_token_sum: sum(map(sum, kept)) / n,
+        Aggregation.constant_horizon: sum(map(sum, kept)) / (n * horizon),
+    }
+    for kind in Aggregation:
+        weights = token_weights(kind, mask, sequence, n, horizon)
+        assert float((weights * losses).sum()) == pytest.approx(expected[kind], abs=1e-5)
+        assert weights.isfinite().all() and (weights[~mask] == 0).all()

@@ -1,14 +1,20 @@
 """Bad input is refused at start-up, with field, rule and value."""
 
+import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig, OmegaConf
 
-from configs.load import FOLDER, fields, load, parse, resume, to_yaml
+from configs.algorithms import AlgoConfig
+from configs.load import FOLDER, check, fields, load, parse, resume, to_yaml
+from configs.schema import Config
 
 ROOT = Path(__file__).parents[1]
+PRESETS = sorted(path.stem for path in FOLDER.glob("algo/*.yaml"))
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("experiment/*.yaml")), ids=lambda p: p.stem)
@@ -16,16 +22,35 @@ def test_every_experiment_composes(path: Path) -> None:
     load([f"+experiment={path.stem}"])
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("algo/*.yaml")), ids=lambda p: p.stem)
-def test_every_preset_composes_and_bears_its_name(path: Path) -> None:
-    assert load([f"algo={path.stem}"]).algo.name == path.stem
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_accepted_bears_its_name_and_is_the_defaults_with_what_its_file_says(name: str) -> None:
+    config = load([f"algo={name}"])
+    assert config.algo.name == name and config.bound > 0 and config.warnings() == []
+    said = OmegaConf.load(FOLDER / "algo" / f"{name}.yaml")
+    assert config.algo == OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AlgoConfig), said))
 
 
 def test_a_written_configuration_reads_back_the_same() -> None:
-    config = load(["mode=on_policy", "task.args={digits: 2}", "run.name=x"])
+    config = load(["mode=on_policy", "task.args={digits: 2}", "run.name=x", "algo=vapo"])
     assert parse(to_yaml(config)) == config
     assert "learner.groups_per_step" in fields()
 
+
+# By composing: what Hydra and the names of keys have a say in.
+NOT_COMPOSED = {
+    "generators.cuont=3": r"generators.cuont must be a configuration key \(nearest: generators.count.*'generators.cuont=3'",
+    "algo.clip_low=0.2": r"algo.clip_low must be a configuration key \(nearest: .*algo.ppo.clip_low.*got 'algo.clip_low=0.2'",
+    "algo.temperatures=[1,0]": r"algo.temperatures must be a configuration key .*got 'algo.temperatures=\[1,0\]'",
+    "+foo.bar=1": r"foo.bar must be a configuration key, got '\+foo.bar=1'",
+    "mode=sync": r"mode: Invalid value 'sync', expected one of \[async, on_policy\]",
+    "algo.correction=tis": r"algo.correction: Invalid value 'tis', expected one of \[none, token_tis, icepop",
+    "algo.rejection.level=turn": r"algo.rejection.level: Invalid value 'turn', expected one of \[token, sequence_sum",
+    "run.steps=1.5": r"run.steps: Value '1.5' of type 'float' could not be converted to Integer",
+    "algo=nope": "algo=nope: .*Available options in 'algo'",
+    "algo=reinforce_pp learner.samples_per_prompt=1 algo.dynamic_sampling=true": "when algo.dynamic_sampling=true .*got 1",
+    "algo=gspo algo.gspo.clip_high=0.2": "algo.gspo.clip_low and clip_high must be at most 0.1, .*got 0.0003 and 0.2",
+    "algo=remax generators.max_sequences=8": "generators.max_sequences must be at least 9 .*remax adds a greedy response.*got 8 with",
+}
 
 REFUSED = {
     "buffer.max_uses=3": "buffer.max_uses must divide learner.groups_per_step, got 3 and 64",
@@ -33,51 +58,222 @@ REFUSED = {
     "buffer.max_bytes=-1": "buffer.max_bytes must be a finite number above 0, got -1",
     "mode=on_policy buffer.sampler=freshest": "buffer.sampler fifo when staleness.max_versions = 0 .* got 1 and freshest",
     "task.size=0": "task.size must be a finite number above 0, got 0",
-    "generators.cuont=3": r"generators.cuont must be a configuration key \(nearest: generators.count.*'generators.cuont=3'",
-    "+foo.bar=1": r"foo.bar must be a configuration key, got '\+foo.bar=1'",
-    "mode=sync": r"mode: Invalid value 'sync', expected one of \[async, on_policy\]",
-    "run.steps=1.5": r"run.steps: Value '1.5' of type 'float' could not be converted to Integer",
     "run.steps=0": "run.steps must be a finite number above 0, got 0",
     "learner.lr=nan": "learner.lr must be a finite number above 0, got nan",
-    "algo=nope": "algo=nope: .*Available options in 'algo'",
     "learner.minibatches=5": "learner.minibatches must divide learner.groups_per_step, got 5 and 64",
     "sampling.max_tokens=64": "sampling.max_tokens must be below generators.max_model_len .* got 64 and 64",
     "sampling.top_p=0.9": "unless sampling.accept_truncation_bias=true, got 0.9, -1 and 0.0",
     "sampling.temperature=0": "sampling.temperature must be a finite number above 0, got 0.0",
-    "algo.correction=none": "algo.correction must not be none when staleness.max_versions > 0 .*max_versions=2",
-    "algo.proximal=behavior": "algo.proximal must be recompute when staleness.max_versions > 0",
     "learner.ranks=3": "learner.ranks × learner.minibatches must divide .* got 3 × 1 and 64 × 8",
     "staleness.max_versions=-1": "staleness.max_versions must be >= 0, got -1",
     "staleness.on_late=cancel": "straggler_timeout_s must be set exactly when staleness.on_late=cancel",
     "staleness.on_late=mask sync.in_flight=false": "sync.in_flight must be true when staleness.on_late=mask",
-    "learner.samples_per_prompt=1": "learner.samples_per_prompt must be at least 2 for algo.advantage=grpo",
-    "generators.max_sequences=4": "generators.max_sequences must be at least learner.samples_per_prompt .* got 4 and 8",
+    "staleness.ess_target=1": r"staleness.ess_target must be in \(0, 1\) .*got 1.0",
+    "staleness.ess_target=0": r"staleness.ess_target must be in \(0, 1\) .*got 0.0",
+    "learner.samples_per_prompt=1": "learner.samples_per_prompt must be at least 2 for algo.advantage=grpo .*reinforce_pp.*got 1",
+    "generators.max_sequences=4": "generators.max_sequences must be at least 8 .*got 4 with samples_per_prompt=8",
     "generators.engine=simulated": "must both be simulated or neither, got simulated and fsdp",
     "buffer.address=tcp://0.0.0.0:5555": "buffer.keys must name a folder of keys .*0.0.0.0:5555",
     "buffer.address=nowhere": "buffer.address must read tcp://HOST:PORT or ipc://PATH, got 'nowhere'",
     "role=generators": "role=generators must name the buffer to join",
     "sync.folder=/tmp/w": "sync.folder must be set only when sync.transport=disk",
-    "algo.surrogate=gspo": "algo.clip_low and clip_high must be at most 0.1 for algo.surrogate=gspo",
-    "algo.clip_low=3e-4 algo.clip_high=4e-4": "must be at least 0.01 for algo.surrogate=ppo.*algo.surrogate=gspo takes",
-    "algo.surrogate=topr": "algo.correction must be none for algo.surrogate=topr",
-    "algo.overlong_share=1.5": r"algo.overlong_share must be in \(0, 1\], got 1.5",
-    "algo=reinforce_pp learner.samples_per_prompt=1 algo.dynamic_sampling=true": "when algo.dynamic_sampling=true .*got 1",
-    "algo.temperatures=[1,0]": "algo.temperatures must be two finite numbers above 0",
     "sync.bucket_mb=0": "sync.bucket_mb must be a finite number above 0, got 0",
     "sync.address=tcp://0.0.0.0:5556": "sync.address must name a host",
     "run.name=a/b": "run.name must be a plain folder name, got 'a/b'",
-}
+}  # fmt: skip
+
+UNCORRECTED = (
+    "the loss must weigh tokens .*when staleness.max_versions > 0.*algo.correction=token_tis with algo.proximal=recompute works"
+    ".*algo.surrogate=cispo with algo.proximal=behavior; algo.accept_uncorrected=true.*got algo.surrogate={}, "
+    "algo.correction={} and algo.proximal={} with staleness.max_versions=2"
+)
+REFUSED_ALGORITHMS = {
+    "algo.surrogate=nope": "algo.surrogate must be one of ppo, gspo, .*opmd, got 'nope'",
+    "algo.surrogate=kl": "algo.surrogate must be one of ppo, .*got 'kl'",
+    # what stale tokens need
+    "algo.correction=none": UNCORRECTED.format("ppo", "none", "recompute"),
+    "algo.proximal=behavior": UNCORRECTED.format("ppo", "token_tis", "behavior"),
+    "algo.proximal=behavior algo.correction=none": UNCORRECTED.format("ppo", "none", "behavior"),
+    "algo.proximal=loglinear algo.correction=none": UNCORRECTED.format("ppo", "none", "loglinear"),
+    "algo.surrogate=kimi algo.proximal=behavior": UNCORRECTED.format("kimi", "token_tis", "behavior"),
+    "algo.surrogate=opmd algo.correction=none": UNCORRECTED.format("opmd", "none", "recompute"),
+    "algo.surrogate=cispo algo.correction=none": UNCORRECTED.format("cispo", "none", "recompute"),
+    "algo.advantage=vtrace algo.correction=none algo.proximal=behavior": "algo.proximal",
+    # what corrects already
+    "algo.surrogate=topr": r"algo.correction must be none for algo.surrogate=topr \(it weighs tokens .*got token_tis",
+    "algo.surrogate=dppo": "algo.correction must be none for algo.surrogate=dppo .*got token_tis",
+    "algo.surrogate=aipo algo.correction=icepop": "algo.correction must be none for algo.surrogate=aipo .*got icepop",
+    "algo.surrogate=m2po": "algo.correction must be none for algo.surrogate=m2po .*got token_tis",
+    "algo.advantage=vtrace": r"algo.correction must be none for algo.advantage=vtrace \(its advantages .*got token_tis",
+    # what does not go together
+    "algo.advantage=remax algo.reward.normalise=true": "algo.reward.normalise must be false for algo.advantage=remax .*got true",
+    "algo.kl.loss_coef=0.1 algo.kl.reward_coef=0.2": "algo.kl.loss_coef and reward_coef must not both be above 0 .*got 0.1 and 0.2",
+    "algo.kl.target=0.5": "algo.kl.target must be set only with algo.kl.loss_coef or reward_coef above 0 .*got 0.5",
+    "algo.proximal=loglinear algo.normalise_weights=true":
+        "algo.normalise_weights must be false when algo.proximal=loglinear .*recompute works.*got true",
+    "algo.surrogate=m2po algo.correction=none algo.proximal=loglinear":
+        "algo.proximal must be recompute for algo.surrogate=m2po .*got loglinear",
+    "algo.surrogate=m2po algo.correction=none algo.proximal=behavior":
+        "algo.proximal must be recompute for algo.surrogate=m2po .*got behavior",
+    "algo.horizon=5": "algo.horizon must be set only with algo.aggregation=constant_horizon, got 5 with sequence_mean_token_mean",
+    "algo.aggregation=constant_horizon algo.horizon=0": "algo.horizon must be a finite number above 0, got 0",
+    "algo.correction_floor=3": "algo.correction_floor must be below algo.correction_cap, got 3.0 and 2.0",
+    "learner.samples_per_prompt=1 algo.dynamic_sampling=true": "must be at least 2 when algo.dynamic_sampling=true .*got 1",
+    "generators.engine=simulated learner.engine=simulated algo.advantage=gae":
+        "learner.engine must be fsdp .*algo=grpo without a KL penalty needs neither.*got simulated with algo.advantage=gae",
+    "generators.engine=simulated learner.engine=simulated algo.advantage=prime":
+        "learner.engine must be fsdp .*got simulated with algo.advantage=prime",
+    "generators.engine=simulated learner.engine=simulated algo.kl.loss_coef=0.1": "learner.engine must be fsdp .*got simulated",
+    # sections that play no part
+    "algo.gspo.clip_low=1e-3":
+        "algo.gspo.clip_low must not be set without algo.surrogate=gspo, got 0.001 with algo.advantage=grpo and algo.surrogate=ppo",
+    "algo.surrogate=gspo algo.ppo.dual_clip=null":
+        "algo.ppo.dual_clip must not be set without algo.surrogate=ppo, got None with .*algo.surrogate=gspo",
+    "algo.opmd.tau=2": "algo.opmd.tau must not be set without algo.surrogate=opmd, got 2.0",
+    "algo.critic.lr=1": "algo.critic.lr must not be set without algo.advantage=gae or vtrace, got 1.0 with algo.advantage=grpo",
+    "algo.gae.lam=0.5": "algo.gae.lam must not be set without algo.advantage=gae, got 0.5 with algo.advantage=grpo",
+    "algo.vtrace.lam=0.5": "algo.vtrace.lam must not be set without algo.advantage=vtrace, got 0.5",
+    "algo.prime.gamma=0.9": "algo.prime.gamma must not be set without algo.advantage=prime, got 0.9",
+    # ranges
+    "algo.surrogate=gspo algo.gspo.clip_low=0.2 algo.gspo.clip_high=0.28":
+        "algo.gspo.clip_low and clip_high must be at most 0.1, .*3e-4 and 4e-4.*algo.surrogate=ppo takes.*got 0.2 and 0.28",
+    "algo.ppo.clip_low=3e-4 algo.ppo.clip_high=4e-4":
+        "algo.ppo.clip_low and clip_high must be at least 0.01, .*0.2 is usual.*algo.surrogate=gspo takes.*got 0.0003 and 0.0004",
+    "algo.ppo.clip_low=0": "algo.ppo.clip_low must be a finite number above 0, got 0.0",
+    "algo.advantage=vtrace algo.correction=none algo.proximal=behavior": "algo.proximal must be recompute for algo.advantage=vtrace .*got behavior",
+    "algo.rejection.threshold=0.1": "algo.rejection.threshold must not be set without algo.rejection.estimator=k1, k2 or k3, got 0.1",
+    "algo.ppo.dual_clip=1": "algo.ppo.dual_clip must be > 1 .*got 1.0",
+    "algo.surrogate=cispo algo.cispo.clip_high=inf": "algo.cispo.clip_high must be a finite number above 0, got inf",
+    "algo.surrogate=sapo algo.sapo.tau_negative=-1": "algo.sapo.tau_negative must be a finite number above 0, got -1.0",
+    "algo.surrogate=kimi algo.kimi.tau=0": "algo.kimi.tau must be a finite number above 0, got 0.0",
+    "algo.surrogate=m2po algo.correction=none algo.m2po.threshold=0": "algo.m2po.threshold must be .*above 0, got 0.0",
+    "algo.surrogate=aipo algo.correction=none algo.aipo.cap=nan": "algo.aipo.cap must be a finite number above 0, got nan",
+    "algo.surrogate=dppo algo.correction=none algo.dppo.low=0": "algo.dppo.low must be a finite number above 0, got 0.0",
+    "algo.correction_cap=0": "algo.correction_cap must be a finite number above 0, got 0.0",
+    "algo.correction_floor=-1": "algo.correction_floor must be a finite number above 0, got -1.0",
+    "algo.rejection.estimator=k3 algo.rejection.threshold=0": "algo.rejection.threshold must be .*above 0, got 0.0",
+    "algo.entropy_coef=-1": "algo.entropy_coef must be a finite number of at least 0, got -1.0",
+    "algo.imitation_coef=nan": "algo.imitation_coef must be a finite number of at least 0, got nan",
+    "algo.kl.loss_coef=-1": "algo.kl.loss_coef must be a finite number of at least 0, got -1.0",
+    "algo.kl.reward_coef=inf": "algo.kl.reward_coef must be a finite number of at least 0, got inf",
+    "algo.kl.loss_coef=0.1 algo.kl.target=0": "algo.kl.target must be a finite number above 0, got 0.0",
+    "algo.kl.horizon=0": "algo.kl.horizon must be a finite number above 0, got 0",
+    "algo.reward.overlong_share=1.5": r"algo.reward.overlong_share must be in \(0, 1\], got 1.5",
+    "algo.reward.overlong_share=0": r"algo.reward.overlong_share must be in \(0, 1\], got 0.0",
+    "algo.reward.clip=0": "algo.reward.clip must be a finite number above 0, got 0.0",
+    "algo.reward.filter_power=-2": "algo.reward.filter_power must be a finite number above 0, got -2.0",
+    "algo.advantage=gae algo.critic.lr=0": "algo.critic.lr must be a finite number above 0, got 0.0",
+    "algo.advantage=gae algo.critic.clip=0": "algo.critic.clip must be a finite number above 0, got 0.0",
+    "algo.advantage=gae algo.critic.pretrain_steps=-1": "algo.critic.pretrain_steps must be .*at least 0, got -1",
+    "algo.advantage=gae algo.gae.lam=1.5": r"algo.gae.lam must be in \[0, 1\], got 1.5",
+    "algo.advantage=gae algo.gae.critic_lam=-1": r"algo.gae.critic_lam must be in \[0, 1\], got -1.0",
+    "algo.advantage=gae algo.gae.gamma=nan": r"algo.gae.gamma must be in \[0, 1\], got nan",
+    "algo.advantage=gae algo.gae.length_alpha=0": "algo.gae.length_alpha must be a finite number above 0, got 0.0",
+    "algo.advantage=vtrace algo.correction=none algo.vtrace.rho_bar=0": "algo.vtrace.rho_bar must be .*above 0, got 0.0",
+    "algo.advantage=vtrace algo.correction=none algo.vtrace.lam=2": r"algo.vtrace.lam must be in \[0, 1\], got 2.0",
+    "algo.advantage=prime algo.prime.beta=0": "algo.prime.beta must be a finite number above 0, got 0.0",
+    "algo.advantage=prime algo.prime.lr=-1": "algo.prime.lr must be a finite number above 0, got -1.0",
+    "algo.advantage=prime algo.prime.gamma=2": r"algo.prime.gamma must be in \[0, 1\], got 2.0",
+}  # fmt: skip
+
+ACCEPTED = [
+    "algo.surrogate=gspo",
+    "algo.surrogate=cispo algo.proximal=behavior algo.correction=none",
+    "algo.surrogate=cispo algo.proximal=behavior",
+    "algo.surrogate=gspo algo.proximal=behavior algo.correction=none",
+    "algo.surrogate=topr algo.proximal=behavior algo.correction=none",
+    "algo.correction=none algo.accept_uncorrected=true",
+    "algo.proximal=behavior algo.accept_uncorrected=true",
+    "algo.proximal=behavior mode=on_policy",
+    "algo.proximal=behavior staleness.max_versions=0",
+    "algo.proximal=loglinear",
+    "algo.advantage=opmd algo.opmd.tau=2",
+    "algo.aggregation=constant_horizon algo.horizon=100",
+    "algo.aggregation=constant_horizon",
+    "algo.kl.loss_coef=0.1 algo.kl.target=0.01",
+    "algo.advantage=vtrace algo.correction=none algo.critic.lr=1e-2",
+    "algo.advantage=gae algo.critic.clip=null algo.gae.span=turn",
+    "algo.advantage=remax algo.reward.clip=1 generators.max_sequences=9",
+    "algo.advantage=reinforce_pp learner.samples_per_prompt=1",
+    "algo.surrogate=m2po algo.correction=none algo.normalise_weights=true",
+    "algo.ppo.dual_clip=null",
+    "algo.rejection.estimator=k2 algo.rejection.level=sequence_max",
+    "generators.engine=simulated learner.engine=simulated",
+    "staleness.controller=ess staleness.ess_target=0.5",
+]
 
 
-@pytest.mark.parametrize("overrides", REFUSED)
-def test_refused_with_field_rule_and_value(overrides: str) -> None:
-    with pytest.raises(ValueError, match=REFUSED[overrides]):
+@pytest.mark.parametrize("overrides", NOT_COMPOSED)
+def test_what_cannot_be_composed_is_refused_with_the_key_and_what_is_near(overrides: str) -> None:
+    with pytest.raises(ValueError, match=NOT_COMPOSED[overrides]):
         load(overrides.split())
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (FOLDER / "algo").glob("*.yaml")))
-def test_each_preset_is_accepted_as_it_is(name: str) -> None:
-    assert load([f"algo={name}"]).algo.name == name
+@pytest.fixture(scope="module")
+def defaults() -> DictConfig:
+    """Composed once: a tenth of a second for every rule would add up."""
+    return OmegaConf.structured(load([]))
+
+
+def changed(defaults: DictConfig, overrides: str) -> Config:
+    return check(OmegaConf.merge(defaults, OmegaConf.from_dotlist(overrides.split())))
+
+
+@pytest.mark.parametrize("overrides", REFUSED | REFUSED_ALGORITHMS)
+def test_refused_with_field_rule_and_value(defaults: DictConfig, overrides: str) -> None:
+    with pytest.raises(ValueError, match=(REFUSED | REFUSED_ALGORITHMS)[overrides]) as error:
+        changed(defaults, overrides)
+    named = [override.partition("=")[0].rpartition(".")[2] for override in overrides.split()]
+    for line in str(error.value).splitlines():
+        assert " must " in line and any(name in line for name in named), line
+
+
+@pytest.mark.parametrize("overrides", ACCEPTED)
+def test_accepted(defaults: DictConfig, overrides: str) -> None:
+    assert changed(defaults, overrides).problems() == []
+
+
+def test_a_loss_tolerates_what_it_was_shown_to_and_nothing_without_a_correction(defaults: DictConfig) -> None:
+    assert changed(defaults, "algo.ppo.clip_low=0.2").algo.tolerates == 8
+    assert changed(defaults, "algo.surrogate=m2po algo.correction=none").algo.tolerates == 256
+    assert changed(defaults, "algo.correction=none algo.accept_uncorrected=true").algo.tolerates == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warning"),
+    [
+        ("staleness.max_versions=8", None),
+        ("staleness.max_versions=9", "staleness.max_versions=9 is beyond 8, .*algo=m2po is made for more"),
+        ("staleness.max_versions=9 mode=on_policy", None),
+        ("staleness.max_versions=9 algo.surrogate=m2po algo.correction=none", None),
+        (
+            "algo.correction=none algo.accept_uncorrected=true",
+            "algo.accept_uncorrected=true: tokens up to 2 versions old",
+        ),
+    ],
+)
+def test_staleness_beyond_what_was_shown_is_warned_of(
+    defaults: DictConfig, overrides: str, warning: str | None
+) -> None:
+    found = changed(defaults, overrides).warnings()
+    assert len(found) == (warning is not None) and all(re.match(warning or "", line) for line in found)
+
+
+def test_every_parameter_of_a_section_that_plays_no_part_is_refused(defaults: DictConfig) -> None:
+    """Under algo=grpo: sections of other surrogates, and of models that it does not use."""
+    unused = [
+        f"algo.{section.name}.{parameter.name}"
+        for section in dataclasses.fields(AlgoConfig)
+        if section.name in ("gspo", "cispo", "sapo", "dppo", "aipo", "m2po", "kimi", "opmd", "critic", "gae", "vtrace", "prime")
+        for parameter in dataclasses.fields(getattr(AlgoConfig(), section.name))
+        if isinstance(parameter.default, float)
+    ]  # fmt: skip
+    assert len(unused) > 20
+    for name in unused:
+        with pytest.raises(
+            ValueError, match=f"{name} must not be set without algo.*got 0.125 with algo.advantage=grpo"
+        ):
+            changed(defaults, f"{name}=0.125")
 
 
 def test_on_policy_is_s_zero_and_needs_no_correction() -> None:
@@ -130,8 +326,10 @@ def test_the_command_says_what_is_wrong_and_leaves_nothing_behind(
         (["buffer.address=ipc:///tmp/buffer"], None),
     ],
 )
-def test_weights_are_served_where_other_hosts_can_join(overrides: list[str], address: str | None) -> None:
-    assert load(overrides).weights_address == address
+def test_weights_are_served_where_other_hosts_can_join(
+    defaults: DictConfig, overrides: list[str], address: str | None
+) -> None:
+    assert changed(defaults, " ".join(overrides)).weights_address == address
 
 
 def test_a_buffer_that_listens_everywhere_needs_an_address_for_weights() -> None:

@@ -1,21 +1,25 @@
 """The generator between a real buffer and a simulated engine: failures are data, leases are kept, the end is the end."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
 from buffers import messages as m
-from buffers.client import BufferClient, BufferGone, Taken
+from buffers.client import Answer, BufferClient, BufferGone, Taken
 from buffers.journal import read_groups
 from buffers.server import BufferServer, Stuck
-from buffers.trajectory import flat
+from buffers.trajectory import GREEDY, decode, flat
 from configs.load import load
 from configs.schema import Config
+from generators.engine import Completion, Sample
 from generators.episode import Opening, SimulatedEpisodes
 from generators.simulated_engine import SimulatedEngine
 from generators.task import Score
@@ -303,3 +307,127 @@ def test_tokens_carry_the_versions_of_an_update_in_flight(start: Callable[..., R
     sampled = [[v for v in row if v >= 0] for row in versions]
     assert all(row == sorted(row) for row in sampled), "versions never fall within a trajectory"
     assert len({v for row in sampled for v in row}) > 1
+
+
+def test_remax_makes_whole_groups_and_their_baselines_in_an_engine_that_has_just_room_for_one(
+    start: Callable[..., Rig], tmp_path: Path
+) -> None:
+    rig = start("algo=remax", "generators.max_sequences=3")
+    for step in range(3):
+        rig.publish(step)
+        rig.train(step)
+    status = rig.close()
+    rows = [row for batch in read_groups(tmp_path / "journal") for row in batch.to_pylist()]
+    assert [(row["group"], row["sample"]) for row in rows] == [
+        (group, sample) for group in range(12) for sample in (0, 1)
+    ]
+    baselines = [dict(row["rewards"])[GREEDY] for row in rows]
+    assert baselines[::2] == baselines[1::2] and set(baselines) == {0.0, 1.0}
+    assert status.tokens.total == status.tokens.trained == sum(sum(row["sampled"]) for row in rows)
+    assert status.generators["g0"].sampled_tokens > status.tokens.total, "greedy ones stand outside the ledger"
+
+
+class Scripted:
+    """An engine whose `steps` say which samples end; a greedy one has 100 tokens, the others one, two, ..."""
+
+    def __init__(self, steps: list[list[str]]) -> None:
+        self.version: int | None = 0
+        self.steps, self.samples = steps, dict[str, Sample]()
+        self.added: list[Sample] = []
+
+    def add(self, sample: Sample) -> None:
+        self.samples[sample.id] = sample
+        self.added.append(sample)
+
+    def step(self) -> list[Completion]:
+        return [self._end(sample, "stop") for sample in (self.steps.pop(0) if self.steps else [])]
+
+    def abort(self, ids: list[str]) -> list[Completion]:
+        return [self._end(sample, "abort") for sample in ids]
+
+    def progress(self) -> dict[str, int]:
+        return {sample: self._num_tokens(sample) for sample in self.samples}
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.samples)
+
+    def load(self, source: Snapshot | Broadcast) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+    def _num_tokens(self, sample: str) -> int:
+        return 100 if self.samples[sample].greedy else 1 + int(sample[-1])
+
+    def _end(self, sample: str, reason: str) -> Completion:
+        n = self._num_tokens(sample)
+        del self.samples[sample]
+        return Completion(id=sample, tokens=[1] * n, logprobs=[0.0] * n, versions=[0] * n, finish_reason=reason)
+
+
+class Recorded:
+    """A buffer's client: gives the answers that it was given, one at a time, and keeps what is said to it."""
+
+    address, silent_s = "nowhere", 0.0
+
+    def __init__(self, answers: list[m.Reply]) -> None:
+        self.answers, self.said = answers, list[m.Request]()
+        self.groups: list[list[dict[str, Any]]] = []
+
+    def receive(self, wait_s: float) -> list[Answer]:
+        return [Answer(0, self.answers.pop(0), [])]
+
+    def post(self, request: m.Request, payload: pa.Buffer | None = None) -> int:
+        self.said.append(request)
+        if payload is not None:
+            self.groups.append(decode(payload).to_pylist())
+        return len(self.said)
+
+    def close(self) -> None: ...
+
+
+class Lengths(SimulatedEpisodes):
+    """A response's reward is its length; prompt 9 cannot be scored."""
+
+    def score(self, opening: Opening, tokens: list[int]) -> Score:
+        if opening.prompt.text == "simulated 9":
+            raise TimeoutError("the judge is away")
+        return Score(float(len(tokens)))
+
+
+def test_the_greedy_sample_of_remax_is_scored_and_counted_nowhere_and_evaluation_has_none() -> None:
+    def lease(number: int, split: str = "train") -> m.Lease:
+        samples = 2 if split == "train" else 1
+        return m.Lease(
+            id=number, split=split, task="t", index=number, seed=0, group=number, due=0, floor=0, num_samples=samples
+        )
+
+    work = m.Work(leases=[lease(6, "eval"), lease(7), lease(8), lease(9)], version=0, weights="")
+    standing = m.Standing(revoked=[], version=0, weights="")
+    revoked, over = (m.Standing(revoked=r, version=0, weights="", ended=e) for r, e in (([7], False), ([], True)))
+    client = Recorded([work, standing, standing, revoked, over])
+    engine = Scripted([[], ["6/0", "7/2", "7/0", "8/2"], ["8/0", "8/1", "9/0", "9/1", "9/2"]])
+    ticks = itertools.count()
+    Generator("g", load([*BASE, "algo=remax"]), client, engine, Lengths(), clock=lambda: float(next(ticks))).run()  # type: ignore[arg-type]
+
+    assert [sample.id for sample in engine.added if sample.greedy] == ["7/2", "8/2", "9/2"]
+    assert [sample.id for sample in engine.added if not sample.greedy] == [
+        "6/0",
+        "7/0",
+        "7/1",
+        "8/0",
+        "8/1",
+        "9/0",
+        "9/1",
+    ]
+    assert [said.count for said in client.said if isinstance(said, m.Ask)] == [1], (
+        "four of three leave room for one of 16"
+    )
+    progress = [said.progress for said in client.said if isinstance(said, m.Heartbeat)]
+    assert progress[:3] == [{6: 0, 7: 0, 8: 0, 9: 0}, {6: 1, 7: 3, 8: 3, 9: 3}, {7: 3, 8: 3, 9: 3}]
+    failed = {said.lease: (said.num_tokens, said.revoked) for said in client.said if isinstance(said, m.Fail)}
+    assert failed == {7: (3, True), 9: (3, False)}
+    ((first, second),) = client.groups
+    assert [row["sample"] for row in (first, second)] == [0, 1] and [first["reward"], second["reward"]] == [1.0, 2.0]
+    assert first["rewards"] == second["rewards"] == [(GREEDY, 100.0)]
+    assert [said.reward for said in client.said if isinstance(said, m.Evaluated)] == [1.0]

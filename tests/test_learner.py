@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from buffers.trajectory import Trajectory, to_batch
+from buffers.trajectory import GREEDY, Trajectory, to_batch
 from configs.schema import Dtype
 from learners import checkpoint
 from learners.engine import LossFn
@@ -73,6 +74,18 @@ def test_arrow_columns_become_flat_tensors(batch: Batch, trajectories: list[Traj
     assert np.diff(batch.offsets).tolist() == [len(row.tokens) for row in trajectories]
     assert batch.rewards.tolist() == pytest.approx([row.reward for row in trajectories])
     assert batch.groups.tolist() == [row.group for row in trajectories]
+
+
+def test_a_batch_knows_what_was_cut_off_and_what_the_greedy_response_earned(trajectories: list[Trajectory]) -> None:
+    nan, found = float("nan"), [{GREEDY: 0.5, "format": 1.0}, {"format": 1.0}, {}, {"format": 0.0, GREEDY: -2.0}]
+    reasons = ["length", "stop", "length", "abort"]
+    rows = [
+        replace(row, rewards=rewards, finish_reason=reason)
+        for row, rewards, reason in zip(trajectories, found, reasons, strict=False)
+    ]
+    batch = from_arrow(pa.Table.from_batches([to_batch(rows[:1]), to_batch(rows[1:])]))
+    assert batch.truncated.tolist() == [True, False, True, False]
+    torch.testing.assert_close(batch.greedy, torch.tensor([0.5, nan, nan, -2.0]), equal_nan=True)
 
 
 @given(st.lists(st.integers(1, 50), min_size=4, max_size=40), st.integers(1, 80), st.integers(1, 4))
@@ -199,7 +212,7 @@ def test_two_ranks_train_to_the_same_weights_as_one(
 
 def test_a_half_written_checkpoint_is_never_chosen(tmp_path: Path) -> None:
     def write(folder: Path) -> None:
-        folder.mkdir()
+        (folder / "engine").mkdir()
 
     for step in (10, 9, 20, 30):
         manifest = checkpoint.CheckpointManifest(step, "life", 0)

@@ -80,8 +80,12 @@ def test_discounted_returns_equal_their_sum(seed: int, gamma: float) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from([1.0, 0.9]), st.sampled_from([1.0, 0.5]), st.sampled_from([1.0, 1.7]))
-def test_vtrace_equals_its_equation(seed: int, gamma: float, lam: float, bar: float) -> None:
+@given(
+    st.integers(0, 10**6), st.sampled_from([1.0, 0.9]), st.sampled_from([1.0, 0.5]),
+    st.sampled_from([(1.0, 1.0), (1.7, 1.7), (1.7, 0.6), (0.6, 1.0)]),
+)  # fmt: skip
+def test_vtrace_equals_its_equation(seed: int, gamma: float, lam: float, bars: tuple[float, float]) -> None:
+    rho_bar, c_bar = bars
     case = Case(seed)
     targets: dict[int, float] = {}
     advantages: dict[int, float] = {}
@@ -93,14 +97,14 @@ def test_vtrace_equals_its_equation(seed: int, gamma: float, lam: float, bar: fl
         for s in range(len(tokens)):  # v_s = V(s) + Σ_t γ^(t−s) (Π c) δ_t
             total = value[s]
             for t in range(s, len(tokens)):
-                product = math.prod(lam * min(bar, ratio[i]) for i in range(s, t))
-                delta = min(bar, ratio[t]) * (reward[t] + gamma * value[t + 1] - value[t])
+                product = math.prod(lam * min(c_bar, ratio[i]) for i in range(s, t))
+                delta = min(rho_bar, ratio[t]) * (reward[t] + gamma * value[t + 1] - value[t])
                 total += gamma ** (t - s) * product * delta
             target[s] = total
         for s, t in enumerate(tokens):
             targets[t] = target[s]
-            advantages[t] = min(bar, ratio[s]) * (reward[s] + gamma * target[s + 1] - value[s])
-    found = vtrace(case.rewards, case.values, case.log_ratio, case.mask, case.offsets, gamma, lam, bar, bar)
+            advantages[t] = min(rho_bar, ratio[s]) * (reward[s] + gamma * target[s + 1] - value[s])
+    found = vtrace(case.rewards, case.values, case.log_ratio, case.mask, case.offsets, gamma, lam, rho_bar, c_bar)
     expect(found[0], advantages)
     expect(found[1], targets)
 
@@ -243,7 +247,7 @@ def columns(seed: int, num_tokens: int = 20) -> dict[str, Tensor]:
     sequence = torch.sort(torch.randint(0, 6, (num_tokens,), generator=rng)).values
     mask = (torch.rand(num_tokens, generator=rng) < 0.7) & (sequence != 2)
     found = {name: torch.randn(num_tokens, generator=rng, dtype=torch.float64) for name in ("x", "before", "targets")}
-    found["outcomes"] = torch.tensor([0.0, 1, 1, 0, 0.25, 1]).double()[sequence]
+    found["outcomes"] = torch.tensor([0.0, 0.6, 1, 0, 0.25, 1]).double()[sequence]
     found["weights"] = torch.rand(num_tokens, generator=rng, dtype=torch.float64)
     return {name: torch.where(mask, column, math.nan) for name, column in found.items()} | {
         "mask": mask, "sequence": sequence,

@@ -1,0 +1,224 @@
+"""The models of a learner: critic, reference and implicit reward model; what they learn, and that a checkpoint holds all of them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_step import STEP, assert_equal, batch_of, configured, responses, state_of
+from torch import Tensor
+
+from algos.values import implicit_rewards
+from buffers import messages as m
+from learners import checkpoint
+from learners.engine import Engine
+from learners.fsdp import FsdpEngine
+from learners.learner import Learner
+from learners.models import Models, load_models
+from learners.packing import Batch, Packed, pack
+from learners.step import Trainer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    rendezvous = tmp_path_factory.mktemp("gloo") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def batch(tiny_model: Path) -> Batch:
+    return batch_of(responses(tiny_model))
+
+
+def at(batch: Batch, step: int) -> Batch:
+    """The same, sampled for another step."""
+    versions = (batch.versions + step - STEP).clamp(min=0)
+    return replace(batch, versions=torch.where(batch.sampled, versions, -1).int())
+
+
+def whole(batch: Batch) -> list[Packed]:
+    return [pack(batch, range(batch.num_sequences))]
+
+
+def states(models: Models) -> dict[str, dict[str, Tensor]]:
+    return {name: state_of(engine) for name, engine in models._trained().items()}
+
+
+def differs(before: dict[str, Tensor], engine: Engine) -> bool:
+    """Are the weights others than before?"""
+    now = state_of(engine)
+    return not all(torch.equal(now[name], value) for name, value in before.items() if name.startswith("model."))
+
+
+# ---- the critic
+
+
+def test_a_critic_learns_the_outcomes_of_a_batch(tiny_model: Path, batch: Batch) -> None:
+    config = configured(tiny_model, "algo=vapo", "algo.critic.pretrain_steps=1000", "algo.critic.lr=3e-3")
+    trainer = Trainer(config, load_models(config))
+    explained = [trainer.train(batch, STEP)[0]["critic/explained_variance"] for _ in range(30)]
+    assert explained[0] < 0.1 and explained[-1] > 0.5
+
+
+def test_the_critic_alone_is_trained_in_the_first_steps(tiny_model: Path, batch: Batch) -> None:
+    config = configured(tiny_model, "algo=ppo", "algo.critic.pretrain_steps=1")
+    trainer = Trainer(config, load_models(config))
+    policy, critic = trainer.models.policy, trainer.models.critic
+    assert critic is not None
+    for step, trains in enumerate((False, True)):
+        before = states(trainer.models)
+        metrics, _ = trainer.train(at(batch, step), step)
+        assert differs(before["critic"], critic) and differs(before["engine"], policy) == trains
+        assert ("loss/policy" in metrics) == trains and (metrics["optimizer/lr"] > 0) == trains
+
+
+def test_a_value_depends_on_the_tokens_before_it_only(tiny_model: Path, batch: Batch) -> None:
+    config = configured(tiny_model, "algo=ppo")
+    critic = load_models(config).critic
+    assert critic is not None
+    place = int(batch.offsets[1]) - 3
+    other = replace(batch, tokens=batch.tokens.clone())
+    other.tokens[place] = (other.tokens[place] + 1) % 300
+    first, second = (critic.infer([pack(b, [0])])[0] for b in (batch, other))
+    assert torch.equal(first[: place + 1], second[: place + 1]) and (first != second)[place + 1 :].all()
+    assert first[0] == 0 and len(first[1:].unique()) > 3
+
+
+def test_the_critic_starts_from_a_model_of_its_own_when_it_is_given_one(tiny_model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForTokenClassification
+
+    model = AutoModelForTokenClassification.from_pretrained(tiny_model, num_labels=1)
+    torch.nn.init.constant_(model.score.weight, 0.0)
+    torch.nn.init.constant_(model.score.bias, 0.75)
+    model.save_pretrained(tmp_path)
+    config = configured(tiny_model, "algo=ppo", f"algo.critic.path={tmp_path}")
+    critic = load_models(config).critic
+    assert critic is not None and state_of(critic)["model.score.bias"].tolist() == [0.75]
+
+
+# ---- checkpoints
+
+
+RESUMED = {
+    "ppo": ["algo=ppo", "algo.critic.pretrain_steps=1"],
+    "vapo": ["algo=vapo", "algo.critic.pretrain_steps=3"],
+    "prime": ["algo=prime"],
+    "rloo": ["algo=rloo", "algo.kl.target=0.01"],
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(
+    name: str, tiny_model: Path, batch: Batch, tmp_path: Path
+) -> None:
+    config = configured(tiny_model, *RESUMED[name], "learner.minibatches=2")
+    trainer = Trainer(config, load_models(config))
+    for step in (0, 1):
+        trainer.train(at(batch, step), step)
+    trainer.models.save(tmp_path)
+    held, kl_coef = states(trainer.models), trainer.kl_coef
+    expected = [trainer.train(at(batch, step), step)[0] for step in (2, 3)]
+    resumed = Trainer(config, load_models(config), kl_coef=kl_coef)
+    begun = Trainer(config, resumed.models).kl_coef
+    resumed.models.load(tmp_path)
+    assert_equal(({}, 0, states(resumed.models)), ({}, 0, held))
+    found = [resumed.train(at(batch, step), step)[0] for step in (2, 3)]
+    assert_equal(({}, 0, states(resumed.models)), ({}, 0, states(trainer.models)))
+    assert all(differs(held[model], engine) for model, engine in resumed.models._trained().items())
+    assert resumed.kl_coef == trainer.kl_coef and (resumed.kl_coef != kl_coef != begun) == (name == "rloo")
+    for metrics in (*found, *expected):
+        del metrics["time/train_s"]
+    assert found == expected
+
+
+def test_a_checkpoint_without_a_critic_is_refused_by_an_algorithm_that_has_one(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    load_models(configured(tiny_model, "algo=grpo")).save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["engine"]
+    for algo, missing in (("ppo", "critic"), ("prime", "reward_model")):
+        with pytest.raises(ValueError, match=f"must hold a {missing} for this algorithm, got {tmp_path} without one"):
+            load_models(configured(tiny_model, f"algo={algo}")).load(tmp_path)
+
+
+class Deaf:
+    """A buffer that takes note of everything and says nothing."""
+
+    def __init__(self) -> None:
+        self.heard: list[m.Request] = []
+
+    def call(self, request: m.Request, expect: type[Any]) -> Any:
+        self.heard.append(request)
+
+
+def test_a_checkpoint_holds_where_the_coefficient_has_come_to(tiny_model: Path, tmp_path: Path) -> None:
+    config, buffer = configured(tiny_model, "algo=rloo", "algo.kl.target=0.01"), Deaf()
+    trainer = Trainer(config, load_models(config), kl_coef=0.017)
+    learner = Learner(config, tmp_path, buffer, trainer, None, first_step=3, incarnation="life")  # type: ignore[arg-type]
+    learner._save()
+    found = checkpoint.latest(tmp_path / "checkpoints")
+    assert found is not None and found.manifest == checkpoint.CheckpointManifest(3, "life", 0, kl_coef=0.017)
+    assert buffer.heard == [m.Checkpointed(step=3, oldest=3)]
+
+
+# ---- the reference
+
+
+def test_the_reference_stays_what_it_was_and_the_policy_leaves_it(tiny_model: Path, batch: Batch) -> None:
+    config = configured(tiny_model, "algo=grpo", "algo.kl.loss_coef=0.04", "learner.lr=1e-3")
+    trainer = Trainer(config, load_models(config))
+    reference = trainer.models.reference
+    assert isinstance(reference, FsdpEngine)
+    before = reference.infer(whole(batch))[0]
+    found = [trainer.train(batch, STEP)[0]["policy/kl_reference"] for _ in range(4)]
+    assert found[0] == pytest.approx(0, abs=1e-6) and min(found[1:]) > 1e-4
+    assert torch.equal(reference.infer(whole(batch))[0], before)
+    assert all(not value.requires_grad and value.grad is None for value in reference._named.values())
+    begun = load_models(config).policy
+    assert isinstance(begun, FsdpEngine)
+    assert all(torch.equal(reference._named[name], value) for name, value in begun._named.items())
+
+
+@pytest.mark.parametrize(("target", "error"), [(1e-6, 0.2), (1e4, -0.2)])
+@pytest.mark.parametrize("place", ["loss_coef", "reward_coef"])
+def test_the_coefficient_rises_while_the_policy_is_further_off_than_its_target_and_falls_while_it_is_nearer(
+    place: str, target: float, error: float, tiny_model: Path, batch: Batch
+) -> None:
+    """By the largest step that there is, for it is far off on either side."""
+    kl = [f"algo.kl.{place}=0.05", f"algo.kl.target={target}", "algo.kl.horizon=240"]
+    config = configured(tiny_model, "algo=grpo", *kl)
+    trainer = Trainer(config, load_models(config))
+    trainer.train(batch, STEP)
+    before = trainer.kl_coef
+    metrics, _ = trainer.train(batch, STEP)
+    assert (
+        trainer.kl_coef == metrics["policy/kl_coef"] == pytest.approx(before * (1 + error * batch.num_sequences / 240))
+    )
+
+
+# ---- the implicit reward model
+
+
+def test_the_implicit_reward_model_learns_outcomes_and_says_nothing_before(tiny_model: Path, batch: Batch) -> None:
+    config = configured(tiny_model, "algo=prime", "algo.prime.lr=2e-3", "learner.lr=1e-5")
+    trainer = Trainer(config, load_models(config))
+    reward_model, reference = trainer.models.reward_model, trainer.models.reference
+    assert reward_model is not None and reference is not None
+
+    def process_rewards() -> Tensor:
+        logprobs, before = (engine.infer(whole(batch))[0] for engine in (reward_model, reference))
+        return implicit_rewards(logprobs, before, config.algo.prime.beta)
+
+    assert not process_rewards().any()
+    found = [trainer.train(batch, STEP)[0] for _ in range(30)]
+    assert (
+        found[-1]["reward_model/accuracy"] > 0.8
+        and found[-1]["reward_model/loss"] < 0.8 * found[0]["reward_model/loss"]
+    )
+    total = torch.zeros(batch.num_sequences).index_add_(0, batch.sequence, process_rewards() * batch.sampled)
+    assert ((total > 0) == (batch.rewards > 0)).float().mean() > 0.8
