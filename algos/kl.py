@@ -9,7 +9,7 @@ With ℓ = log p − log q of a sampled token:
 | k3 | e^−ℓ − 1 + ℓ | unbiased, never negative | that of KL(q ‖ p) instead |
 
 All are for tokens sampled from the very p; where they were sampled from μ, they are to be weighed with p / μ. The entropy of p is
-exact, over the whole vocabulary (`learners/logprobs.py`).
+exact, over the whole vocabulary (`learners/heads.py`).
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def k2(logprobs: Tensor, other: Tensor) -> Tensor:
 def k3(logprobs: Tensor, other: Tensor) -> Tensor:
     """[T] e^−ℓ − 1 + ℓ"""
     log_ratio = clamped(logprobs - other)
-    return (-log_ratio).exp() - 1 + log_ratio
+    return (-log_ratio).expm1() + log_ratio  # expm1: near 0 the difference is far below the rounding of 1
 
 
 ESTIMATORS: dict[Estimator, Callable[[Tensor, Tensor], Tensor]] = {

@@ -30,9 +30,11 @@ def sums(
     if algo.surrogate == "gspo":
         log_ratio = sequence_mean(log_ratio, mask, tokens.sequence)
     ell = clamped(tokens.logprobs - tokens.behavior).double()
-    rho = ell.exp()
+    rho, nothing = ell.exp(), torch.zeros_like(ell)
     truncates = algo.correction in (Correction.token_tis, Correction.sequence_tis)
-    unscaled = correction_weights(algo, tokens.proximal - tokens.behavior, mask, tokens.sequence)
+    unscaled = correction
+    if algo.normalise_weights:
+        unscaled = correction_weights(algo, tokens.proximal - tokens.behavior, mask, tokens.sequence)
     columns = {
         "tokens": mask,
         "entropy": entropy,
@@ -44,18 +46,20 @@ def sums(
         "ratio": log_ratio.exp(),
         "rho": rho,
         "rho_squared": rho.square(),
-        "k1": kl.k1(tokens.behavior, tokens.logprobs),
-        "k2": kl.k2(tokens.behavior, tokens.logprobs),
-        "k3": kl.k3(tokens.behavior, tokens.logprobs),
+        "k1": kl.k1(-ell, nothing),
+        "k2": kl.k2(-ell, nothing),
+        "k3": kl.k3(-ell, nothing),
         "reference_kl": penalty,
     }
     edges = torch.tensor(list(BUCKETS.values()), device=mask.device)
     bucket = torch.zeros_like(tokens.sequence)
     if staleness is not None:
         bucket = torch.bucketize(staleness.long().clamp(min=0), edges, right=True) - 1
-    table = torch.stack([torch.where(mask, column.double(), 0.0) for column in columns.values()])
-    by_bucket = torch.zeros(len(table), len(BUCKETS), dtype=torch.float64, device=mask.device)
-    found = dict(zip(columns, by_bucket.index_add_(1, bucket, table), strict=True))
+    bucket = torch.where(mask, bucket, len(BUCKETS))  # one more, for what is not trained
+    found = {
+        name: torch.bincount(bucket, column.double(), minlength=len(BUCKETS) + 1)[: len(BUCKETS)]
+        for name, column in columns.items()
+    }
     bins = torch.bucketize(ell[mask], LOG_RATIO_EDGES.to(ell.device)[1:-1], right=True)
     found["log_ratio_bins"] = torch.bincount(bins, minlength=len(LOG_RATIO_EDGES) - 1).double()
     count = int(tokens.sequence.max()) + 1 if len(mask) else 0

@@ -2,56 +2,73 @@
 
 Sequences are packed: T tokens in all, `offsets` [N + 1] where each begins. Only sampled tokens are actions; what an environment
 has written between them (a tool's answer, the next turn) is passed over, and what comes after counts as if it followed at once.
-Loops run over positions within a sequence, all sequences at a time, from the last to the first.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from algos.ratios import clamped
 
-
-def _actions(mask: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """([N, L] index of each sequence's j-th sampled token, [N, L] is there one)."""
-    sequence = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=mask.device), offsets.diff())
-    index = mask.nonzero()[:, 0]
-    owner = sequence[index]
-    counts = torch.bincount(owner, minlength=len(offsets) - 1)
-    starts = counts.cumsum(0) - counts
-    length = int(counts.max()) if len(counts) else 0
-    place = starts[:, None] + torch.arange(length, device=mask.device)
-    there = torch.arange(length, device=mask.device) < counts[:, None]
-    return index[place.clamp(max=max(0, len(index) - 1))] if len(index) else place, there
+LARGEST = 1e100
+"""Of a product of trace coefficients, and of a target, so that both stay finite where coefficients are above 1."""
 
 
-def _spread(found: Tensor, index: Tensor, there: Tensor, like: Tensor) -> Tensor:
-    """[T] what was found, at its tokens; 0 elsewhere."""
-    out = torch.zeros(len(like), dtype=found.dtype, device=found.device)
-    return out.index_copy(0, index[there], found[there]).to(like.dtype)
+@dataclass(frozen=True, slots=True)
+class Actions:
+    """The sampled tokens alone, n of them, sequence after sequence."""
+
+    index: Tensor
+    """[n] where each stands"""
+    owner: Tensor
+    """[n] its sequence"""
+    last: Tensor
+    """[n] bool: the last of its sequence"""
+    longest: int
+    """Actions of the longest sequence"""
+
+    @classmethod
+    def of(cls, mask: Tensor, offsets: Tensor) -> "Actions":
+        sequence = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=mask.device), offsets.diff())
+        index = mask.nonzero()[:, 0]
+        owner = sequence[index]
+        last = torch.ones_like(index, dtype=torch.bool)
+        last[:-1] = owner[1:] != owner[:-1]
+        return cls(index, owner, last, int(torch.bincount(owner).max()) if len(owner) else 0)
+
+    def take(self, column: Tensor) -> Tensor:
+        """[n] in float64"""
+        return column[self.index].double()
+
+    def next(self, column: Tensor) -> Tensor:
+        """[n] what stands at the action after each; 0 after the last."""
+        return torch.where(self.last, 0.0, column.roll(-1))
+
+    def spread(self, found: Tensor, like: Tensor) -> Tensor:
+        """[T] what was found, at its tokens; 0 elsewhere."""
+        return torch.zeros_like(like).index_copy(0, self.index, found.to(like.dtype))
+
+
+def _targets(actions: Actions, reward: Tensor, value: Tensor, rho: Tensor, c: Tensor, gamma: float) -> Tensor:
+    """[n] v_t = V_t + x_t,  x_t = δ_t + γ c_t x_{t+1},  δ_t = ρ_t (r_t + γ V_{t+1} − V_t).
+
+    The recurrence is solved for all actions at once: after k rounds x holds the terms of the next 2^k actions.
+    """
+    x = rho * (reward + gamma * actions.next(value) - value)
+    a = torch.where(actions.last, 0.0, gamma * c)
+    step = 1
+    while step < actions.longest:
+        x[:-step] = (x[:-step] + a[:-step] * x[step:]).clamp(-LARGEST, LARGEST)
+        a[:-step] = (a[:-step] * a[step:]).clamp(max=LARGEST)
+        a[-step:] = 0.0
+        step *= 2
+    return value + x
 
 
 def discounted(rewards: Tensor, mask: Tensor, offsets: Tensor, gamma: float = 1.0) -> Tensor:
     """The return from each sampled token on: G_t = r_t + γ G_{t+1}. rewards [T] (0 where none is given), mask [T] -> [T]."""
     return gae(rewards, torch.zeros_like(rewards), mask, offsets, gamma, 1.0)[1]
-
-
-def _targets(
-    reward: Tensor, value: Tensor, there: Tensor, rho: Tensor, c: Tensor, gamma: float
-) -> tuple[Tensor, Tensor]:
-    """([N, L] targets v_t, [N, L] the target after each, 0 after the last), from the last action to the first:
-
-    v_t = V_t + ρ_t (r_t + γ V_{t+1} − V_t) + γ c_t (v_{t+1} − V_{t+1})
-    """
-    targets, following = torch.zeros_like(value), torch.zeros_like(value)
-    next_value = next_target = value.new_zeros(len(value))
-    for step in reversed(range(value.shape[1])):
-        here = there[:, step]
-        delta = rho[:, step] * (reward[:, step] + gamma * next_value - value[:, step])
-        target = value[:, step] + delta + gamma * c[:, step] * (next_target - next_value)
-        targets[:, step], following[:, step] = target, next_target
-        next_value = torch.where(here, value[:, step], next_value)
-        next_target = torch.where(here, target, next_target)
-    return targets, following
 
 
 def gae(
@@ -62,12 +79,12 @@ def gae(
     δ_t = r_t + γ V_{t+1} − V_t;  A_t = δ_t + γ λ A_{t+1};  the value after the last sampled token is 0. Returns (advantages, returns
     A + V), both [T], 0 where not sampled. `lam`: one number, or one a sequence [N] (`length_adaptive_lambda`).
     """
-    index, there = _actions(mask, offsets)
-    reward, value = (torch.where(there, column.double()[index], 0.0) for column in (rewards, values))
-    lam = torch.as_tensor(lam, dtype=torch.float64, device=values.device).reshape(-1, 1)
-    ones = torch.ones_like(value)
-    targets, _ = _targets(reward, value, there, ones, ones * lam, gamma)
-    return _spread(targets - value, index, there, values), _spread(targets, index, there, values)
+    actions = Actions.of(mask, offsets)
+    value = actions.take(values)
+    lam = torch.as_tensor(lam, dtype=torch.float64, device=values.device)
+    c = lam[actions.owner] if lam.ndim else lam.expand_as(value)
+    targets = _targets(actions, actions.take(rewards), value, torch.ones_like(value), c, gamma)
+    return actions.spread(targets - value, values), actions.spread(targets, values)
 
 
 def turns(mask: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,10 +132,10 @@ def vtrace(
     ρ_t = min(ρ̄, π/μ), c_t = λ min(c̄, π/μ);  δ_t = ρ_t (r_t + γ V_{t+1} − V_t);  v_t = V_t + δ_t + γ c_t (v_{t+1} − V_{t+1}).
     Returns (advantages ρ_t (r_t + γ v_{t+1} − V_t), targets v_t), both [T], 0 where not sampled.
     """
-    index, there = _actions(mask, offsets)
-    reward, value = (torch.where(there, column.double()[index], 0.0) for column in (rewards, values))
-    ratio = torch.where(there, clamped(log_ratio.double()[index]).exp(), 1.0)
+    actions = Actions.of(mask, offsets)
+    reward, value = actions.take(rewards), actions.take(values)
+    ratio = clamped(actions.take(log_ratio)).exp()
     rho, c = ratio.clamp(max=rho_bar), lam * ratio.clamp(max=c_bar)
-    targets, following = _targets(reward, value, there, rho, c, gamma)
-    advantages = rho * (reward + gamma * following - value)
-    return _spread(advantages, index, there, values), _spread(targets, index, there, values)
+    targets = _targets(actions, reward, value, rho, c, gamma)
+    advantages = rho * (reward + gamma * actions.next(targets) - value)
+    return actions.spread(advantages, values), actions.spread(targets, values)

@@ -214,7 +214,7 @@ class Trainer:
         self, given: Prepared, rows: list[int], num_parts: int, sums: Sums
     ) -> Callable[[Tensor, Tensor, Packed], Tensor]:
         algo, batch = self._algo, given.batch
-        inside = torch.isin(given.sequence, torch.tensor(rows))
+        inside = _inside(given, rows)
         weights = self._token_weights(given, inside, num_parts)
         correction = self._correction(given, inside, rows) if algo.needs_minibatch else None
         imitation = self._imitation(given, inside) if algo.imitation_coef else None
@@ -277,7 +277,7 @@ class Trainer:
     def _critic_loss(
         self, given: Prepared, rows: list[int], num_parts: int, sums: Sums
     ) -> Callable[[Tensor, Tensor, Packed], Tensor]:
-        inside = torch.isin(given.sequence, torch.tensor(rows))
+        inside = _inside(given, rows)
         mask = given.mask & inside
         weights = mask.float() / mask.sum().clamp(min=1)
         before, targets = given.values, given.targets
@@ -341,6 +341,13 @@ def loglinear(current: Tensor, behavior: Tensor, staleness: Tensor) -> Tensor:
     """
     s = staleness.clamp(min=0)
     return (behavior + s * current) / (s + 1)
+
+
+def _inside(given: Prepared, rows: list[int]) -> Tensor:
+    """[T] bool: the tokens of these sequences."""
+    chosen = torch.zeros(given.batch.num_sequences, dtype=torch.bool)
+    chosen[rows] = True
+    return chosen[given.sequence]
 
 
 def _add(sums: Sums, found: Sums) -> None:

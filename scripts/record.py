@@ -161,7 +161,11 @@ def status_metrics(status: m.Status) -> dict[str, float]:
     }
     metrics |= {f"ledger/rejected_{reason}": count for reason, count in status.tokens.rejected.items()}
     metrics |= {f"refused/{reason.replace(' ', '_')}": count for reason, count in status.refused.items()}
-    metrics |= {f"weights/lag_{name}": status.version - report.version for name, report in status.generators.items()}
+    metrics |= {
+        f"weights/lag_{name}": max(0, status.version - report.version)
+        for name, report in status.generators.items()
+        if report.version >= 0
+    }
     return {name: float(value) for name, value in metrics.items()}
 
 

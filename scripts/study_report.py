@@ -48,11 +48,7 @@ def _lines(outcomes: list["study.Outcome"], arguments: str) -> list[str]:
         row = []
         for column in columns:
             runs = cells.get((algorithm, column), [])
-            figure = (
-                f"{mean(mean(o.ess) for o in runs):.2f} ({mean(min(o.ess) for o in runs):.2f})"
-                if runs
-                else ""
-            )
+            figure = f"{mean(mean(o.ess) for o in runs):.2f} ({mean(min(o.ess) for o in runs):.2f})" if runs else ""
             row.append(figure)
         lines.append(f"| {algorithm} | " + " | ".join(row) + " |")
     return lines

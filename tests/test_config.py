@@ -140,7 +140,6 @@ REFUSED_ALGORITHMS = {
     "algo.ppo.clip_low=3e-4 algo.ppo.clip_high=4e-4":
         "algo.ppo.clip_low and clip_high must be at least 0.01, .*0.2 is usual.*algo.surrogate=gspo takes.*got 0.0003 and 0.0004",
     "algo.ppo.clip_low=0": "algo.ppo.clip_low must be a finite number above 0, got 0.0",
-    "algo.advantage=vtrace algo.correction=none algo.proximal=behavior": "algo.proximal must be recompute for algo.advantage=vtrace .*got behavior",
     "algo.rejection.threshold=0.1": "algo.rejection.threshold must not be set without algo.rejection.estimator=k1, k2 or k3, got 0.1",
     "algo.ppo.dual_clip=1": "algo.ppo.dual_clip must be > 1 .*got 1.0",
     "algo.surrogate=cispo algo.cispo.clip_high=inf": "algo.cispo.clip_high must be a finite number above 0, got inf",

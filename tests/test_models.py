@@ -89,6 +89,21 @@ def test_a_value_depends_on_the_tokens_before_it_only(tiny_model: Path, batch: B
     assert first[0] == 0 and len(first[1:].unique()) > 3
 
 
+def test_vtrace_trusts_what_the_policy_would_do_more_often_and_mistrusts_what_it_would_not_do(
+    tiny_model: Path, batch: Batch
+) -> None:
+    config = configured(tiny_model, "algo=vtrace")
+    trainer = Trainer(config, load_models(config))
+
+    def advantages(behavior: Tensor) -> Tensor:
+        return trainer._prepare(replace(batch, behavior_logprobs=behavior), STEP).advantages[batch.sampled]
+
+    own = advantages(trainer.logprobs(batch))
+    assert own.abs().min() > 0
+    torch.testing.assert_close(advantages(trainer.logprobs(batch) - 5), own)
+    assert (advantages(trainer.logprobs(batch) + 5).abs() < 0.05).all()
+
+
 def test_the_critic_starts_from_a_model_of_its_own_when_it_is_given_one(tiny_model: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForTokenClassification
 

@@ -361,3 +361,13 @@ def test_no_sampled_token_gives_a_value_loss_of_zero_and_finite_figures(name: st
 def test_equal_targets_explain_nothing() -> None:
     c = columns(1) | {"targets": torch.full((20,), 0.3).double()}
     assert summarize_values(critic(c)[1])["critic/explained_variance"] == 0
+
+
+def test_coefficients_above_one_overflow_in_their_own_sequence_only() -> None:
+    far = torch.full((2000,), 5.0)
+    far[1000:] = 0.0
+    offsets, mask = torch.tensor([0, 1000, 2000]), torch.ones(2000, dtype=torch.bool)
+    rewards = torch.zeros(2000).index_fill(0, torch.tensor([999, 1999]), 1.0)
+    advantages, targets = vtrace(rewards, torch.zeros(2000), far, mask, offsets, rho_bar=100.0, c_bar=100.0)
+    assert not advantages.isnan().any() and not targets.isnan().any()
+    assert targets[1000:].tolist() == [1.0] * 1000

@@ -33,14 +33,26 @@ STEP = 12
 """Past VAPO's pre-training."""
 GROUPS, SAMPLES, LONGEST = 6, 4, 12
 COMPOSITIONS = {path.stem: [f"algo={path.stem}"] for path in sorted(FOLDER.glob("algo/*.yaml"))} | {
+    "m2po_strict": ["algo=m2po", "algo.m2po.threshold=0.003"],
     "dapo_loglinear": ["algo=dapo", "algo.proximal=loglinear"],
     "grpo_with_everything": [
         "algo=grpo", "algo.kl.loss_coef=0.04", "algo.entropy_coef=0.01", "algo.normalise_weights=true", "algo.imitation_coef=0.1",
-        "algo.rejection.estimator=k3", "algo.rejection.level=sequence_max", "algo.rejection.threshold=0.05",
+        "algo.rejection.estimator=k3", "algo.rejection.level=sequence_max", "algo.rejection.threshold=0.02",
         "algo.reward.overlong_filter=true", "algo.reward.normalise=true", "algo.reward.clip=1", "algo.reward.filter_power=1",
     ],
 }  # fmt: skip
-IN_TWO = {"gspo", "kimi", "m2po", "ppo", "prime", "rloo", "vtrace", "dapo_loglinear", "grpo_with_everything"}
+IN_TWO = {
+    "gspo",
+    "kimi",
+    "m2po",
+    "m2po_strict",
+    "ppo",
+    "prime",
+    "rloo",
+    "vtrace",
+    "dapo_loglinear",
+    "grpo_with_everything",
+}
 """Those that are tried with two updates in the step."""
 
 WEIGHTS = [0.5, 1.5, 1.0, 0.8, 1.2, 0.7]
@@ -217,6 +229,7 @@ def test_a_step_has_finite_metrics_and_moves_every_model(
     metrics, num_trained, states = whole[name]
     assert [key for key, value in metrics.items() if not math.isfinite(value)] == []
     assert num_trained == int(batch.sampled.sum()) and metrics["optimizer/grad_norm"] > 0
+    assert (metrics["offpolicy/dropped_fraction"] > 0) == (name in ("m2po_strict", "grpo_with_everything"))
     for model, engine in stock.models(composed(drifted, name))._trained().items():
         before = state_of(engine)
         moved = [key for key in before if not torch.equal(before[key], states[model][key])]
@@ -332,19 +345,31 @@ def test_a_penalty_in_the_reward_is_what_the_policy_likes_a_token_more_than_its_
     torch.testing.assert_close(given.advantages[batch.sampled], expected, atol=1e-3, rtol=1e-3)
 
 
-def test_vtrace_trusts_what_the_policy_would_do_more_often_and_mistrusts_what_it_would_not_do(
+def test_the_reward_of_a_sequence_in_which_nothing_was_sampled_counts_for_its_own_group(
     stock: Stock, drifted: Path, batch: Batch
 ) -> None:
-    config = configured(drifted, "algo=vtrace")
-    trainer = Trainer(config, stock.models(config))
+    config, silent = configured(drifted, "algo=dr_grpo"), torch.arange(batch.num_sequences) == SAMPLES + 2
+    given = replace(
+        batch,
+        sampled=batch.sampled & ~silent[batch.sequence],
+        versions=batch.versions.masked_fill(silent[batch.sequence], -1),
+        rewards=batch.rewards + 5 * silent,
+    )
+    found = Trainer(config, stock.models(config))._prepare(given, STEP).advantages
+    torch.testing.assert_close(found, dr_grpo(given.rewards, given.groups)[given.sequence])
 
-    def advantages(behavior: Tensor) -> Tensor:
-        return trainer._prepare(replace(batch, behavior_logprobs=behavior), STEP).advantages[batch.sampled]
 
-    own = advantages(trainer.logprobs(batch))
-    assert own.abs().min() > 0
-    torch.testing.assert_close(advantages(trainer.logprobs(batch) - 5), own)
-    assert (advantages(trainer.logprobs(batch) + 5).abs() < 0.05).all()
+@pytest.mark.parametrize("name", ["m2po_strict", "ppo", "vtrace", "grpo_with_everything"])
+def test_a_step_of_tokens_that_are_all_beyond_the_bound_changes_nothing_and_has_finite_metrics(
+    name: str, stock: Stock, drifted: Path, batch: Batch
+) -> None:
+    config = composed(drifted, name)
+    before = {model: state_of(engine) for model, engine in stock.models(config)._trained().items()}
+    old = replace(batch, versions=torch.where(batch.sampled, STEP - 3, -1).int())
+    metrics, num_trained, states = stock.outcome(config, old)
+    assert num_trained == 0 and metrics["staleness/masked_fraction"] == 1
+    assert [key for key, value in metrics.items() if not math.isfinite(value)] == []
+    assert_equal((metrics, num_trained, states), (metrics, num_trained, before))
 
 
 @pytest.mark.parametrize("kind", ["token_mean", "sequence_mean_token_mean"])

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# What the loss side of a step costs, beside one log-softmax of as many tokens: scripts/benchmark_loss.sh [--tokens N] [--json FILE]
+set -euo pipefail
+. "$(dirname "$0")/env.sh"
+prepare
+export KINETO_LOG_LEVEL=6 # torch's profiler, which records the memory, is silent
+exec python "$(dirname "$0")/benchmark_loss.py" "$@"
