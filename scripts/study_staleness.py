@@ -275,7 +275,7 @@ def main(arguments: list[str]) -> int:
 
 def table(outcomes: list[Outcome]) -> Table:
     found = cells(outcomes)
-    columns = list(dict.fromkeys(column for _, column in found))
+    columns = sorted({column for _, column in found}, key=lambda column: (column == "ess", column.zfill(6)))
     shown = Table("algorithm", *(f"S = {c}" if c != "ess" else "controller" for c in columns), title="held-out reward")
     for algorithm in dict.fromkeys(name for name, _ in found):
         row = []

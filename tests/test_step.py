@@ -457,11 +457,14 @@ def asked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize(("proximal", "passes"), [("loglinear", 0), ("recompute", 1)])
+@pytest.mark.parametrize(
+    ("composition", "passes"),
+    [("algo=grpo algo.proximal=loglinear", 0), ("algo=grpo", 1), ("algo=m2po", 3)],  # m2po's mask: of each minibatch
+)
 def test_loglinear_trains_minibatches_without_a_forward_pass_before(
-    proximal: str, passes: int, stock: Stock, drifted: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch
+    composition: str, passes: int, stock: Stock, drifted: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = configured(drifted, "algo=grpo", f"algo.proximal={proximal}", "learner.minibatches=2")
+    config = configured(drifted, *composition.split(), "learner.minibatches=2")
     trainer = Trainer(config, stock.models(config))
     calls = asked(trainer.models.policy, monkeypatch)
     trainer.train(batch, STEP)
