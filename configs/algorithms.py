@@ -5,10 +5,11 @@ and says what it takes. Presets, the named compositions, stand in `configs/algo/
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
+
+from configs.rules import not_negative, positive, within_one
 
 
 class Advantage(StrEnum):
@@ -74,31 +75,6 @@ class Level(StrEnum):
 class Span(StrEnum):
     token = "token"
     turn = "turn"
-
-
-def positive(**fields: float | None) -> list[str]:
-    """A problem for each field that is not a finite number above zero; None means "not set" and is fine."""
-    return [
-        f"{name} must be a finite number above 0, got {value}"
-        for name, value in fields.items()
-        if value is not None and not (math.isfinite(value) and value > 0)
-    ]
-
-
-def not_negative(**fields: float) -> list[str]:
-    return [
-        f"{name} must be a finite number of at least 0, got {value}"
-        for name, value in fields.items()
-        if not (math.isfinite(value) and value >= 0)
-    ]
-
-
-def within_one(**fields: float | None) -> list[str]:
-    return [
-        f"{name} must be in [0, 1], got {value}"
-        for name, value in fields.items()
-        if value is not None and not 0 <= value <= 1
-    ]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -11,7 +11,8 @@ from enum import StrEnum
 from ipaddress import ip_address
 from typing import Any
 
-from configs.algorithms import Advantage, AlgoConfig, positive
+from configs.algorithms import Advantage, AlgoConfig
+from configs.rules import positive
 
 Mode = StrEnum("Mode", {"async": "async", "on_policy": "on_policy"})
 """`on_policy` is the synchronous baseline: S = 0, whatever `staleness.max_versions` says; same code."""
@@ -499,7 +500,9 @@ class Config:
         if self.bound == 0 or self.bound <= algo.tolerates:
             return []
         if not algo.is_corrected:
-            return [f"algo.accept_uncorrected=true: tokens up to {self.bound} versions old are trained with no correction"]
+            return [
+                f"algo.accept_uncorrected=true: tokens up to {self.bound} versions old are trained with no correction"
+            ]
         return [
             f"staleness.max_versions={self.bound} is beyond {algo.tolerates}, up to which this kind of loss has been shown to hold "
             "(algo=m2po is made for more; watch offpolicy/ess_token, or let staleness.controller=ess do so)"
