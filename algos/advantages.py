@@ -120,7 +120,7 @@ class Samples:
     mask: Tensor
     """[T] bool: those that are trained"""
     greedy: Tensor
-    """[N] reward of the greedy response to the same prompt, shaped alike; NaN where none was made"""
+    """[N] reward of the greedy response to the same prompt, clipped alike; NaN where none was made"""
     values: Tensor | None = None
     """[T] of the critic, before each token"""
     log_ratio: Tensor | None = None

@@ -59,8 +59,9 @@ def _targets(actions: Actions, reward: Tensor, value: Tensor, rho: Tensor, c: Te
     a = torch.where(actions.last, 0.0, gamma * c)
     step = 1
     while step < actions.longest:
-        x[:-step] = (x[:-step] + a[:-step] * x[step:]).clamp(-LARGEST, LARGEST)
-        a[:-step] = (a[:-step] * a[step:]).clamp(max=LARGEST)
+        linked = a[:-step] != 0  # asked for, because 0 × NaN would leave its own sequence
+        x[:-step] = (x[:-step] + torch.where(linked, a[:-step] * x[step:], 0.0)).clamp(-LARGEST, LARGEST)
+        a[:-step] = torch.where(linked, a[:-step] * a[step:], 0.0).clamp(max=LARGEST)
         a[-step:] = 0.0
         step *= 2
     return value + x

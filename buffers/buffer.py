@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from buffers import events as e
 from buffers import messages as m
+from buffers.controller import LagController
 from buffers.evaluation import Evaluations
 from buffers.fleet import Fleet
 from buffers.groups import Handout, Terms
@@ -29,14 +30,12 @@ from buffers.leases import LeaseBook
 from buffers.ledger import Ledger
 from buffers.prompts import PromptOrder
 from buffers.samplers import load_sampler
-from buffers.staleness import count, first_lag, next_lag
+from buffers.staleness import count
 from buffers.trajectory import SCHEMA_VERSION, Checked, Expected, Facts, Malformed, check_groups, decode, encode, flat
-from configs.schema import Config, Controller, OnLate, Retention
+from configs.schema import Config, OnLate, Retention
 
 log = logging.getLogger("slipstream.buffer")
 
-ESS = "offpolicy/ess_token"
-"""The learner's metric that a controlled lag follows."""
 MAX_RECORDS = 10_000
 """Step records kept for those who watch."""
 
@@ -90,9 +89,8 @@ class Buffer:
         self._silent = True
         sampler = load_sampler(config.buffer.sampler, config.buffer.sampler_args)
         self.book = LeaseBook(terms, self.ledger, sampler=sampler, lease_ids=lease_ids, note=self._note)
-        if config.staleness.controller is Controller.ess:
-            self.book.lag = first_lag(self._bound)
-        self._lag_steps = 0  # since it was last changed
+        self._controller = LagController(config.staleness, self._bound)
+        self.book.lag = self._controller.lag
         self._prompts = PromptOrder(terms.task_size, terms.seed)
         self._evaluations = Evaluations(
             config.task.name, config.run.seed, config.buffer.lease_s, config.buffer.max_attempts
@@ -391,25 +389,11 @@ class Buffer:
         assert self.ledger.closes(), f"the ledger does not close after step {request.step}: {vars(self.ledger)}"
         self.moved_at = self._clock()
         self._learner_idle = (request.idle_s, request.alive_s)
-        self._control_lag(request)
+        self.book.lag = self._controller.see(request.step, request.metrics)
         metrics = request.metrics | {"staleness/admitted": float(self.book.lag)}
         self.records.append(m.StepRecord(step=request.step, time=self.seconds, metrics=metrics))
         self.num_records += 1
         del self.records[:-MAX_RECORDS]
-
-    def _control_lag(self, request: m.Consumed) -> None:
-        """`staleness.controller=ess`: admits groups earlier or later by what staleness did to the step."""
-        config, ess = self._config.staleness, request.metrics.get(ESS)
-        if config.controller is not Controller.ess or ess is None:
-            return
-        before, self._lag_steps = self.book.lag, self._lag_steps + 1
-        self.book.lag = next_lag(before, ess, config.ess_target, self._bound, self._lag_steps)
-        if self.book.lag != before:
-            self._lag_steps = 0
-            log.info(
-                "step %d: effective sample size %.3f, target %.3f: groups are admitted %d versions ahead instead of %d (bound %d)",
-                request.step, ess, config.ess_target, self.book.lag, before, self._bound,
-            )  # fmt: skip
 
     def checkpointed(self, step: int, oldest: int) -> None:
         """The learner can go back to `oldest` at the earliest: what only earlier steps needed may go."""

@@ -21,7 +21,6 @@ was admissible under S, with a floor that is no lower: both proofs hold as they 
 older than k − S. What is left is within S by construction. Every group taken at step k is complete, so no version exceeds k.
 """
 
-import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -47,28 +46,3 @@ def count(versions: Mapping[int, int], step: int, bound: int) -> tuple[int, int,
     trained = {step - version: tokens for version, tokens in versions.items() if 0 <= step - version <= bound}
     total = sum(trained.values())
     return total, sum(versions.values()) - total, trained
-
-
-ROOM = 0.5
-"""How much of the way from the target to 1 the ESS must have come before the lag is raised again."""
-
-
-def first_lag(bound: int) -> int:
-    """Where a controlled lag begins: low, for nothing is known yet."""
-    return min(1, bound)
-
-
-def next_lag(lag: int, ess: float, target: float, bound: int, since: int) -> int:
-    """The lag to admit from now on: half when the effective sample size is below its target, one more, up to the bound, when it is
-    well above; else the same. It begins at `first_lag`.
-
-    `ess`: of the last step, Σ²/(n Σ of squares) of the tokens' π_θ / μ, within 0 .. 1. `since`: steps since the lag was last changed:
-    what was leased before must have been trained before it can be judged, which takes `lag` + 1 steps.
-    """
-    if since < lag + 1 or not math.isfinite(ess):
-        return lag
-    if ess < target:
-        return lag // 2
-    if ess > target + ROOM * (1 - target):
-        return min(bound, lag + 1)
-    return lag

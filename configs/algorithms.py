@@ -231,7 +231,7 @@ class RewardConfig:
     overlong_share: float | None = None
     """DAPO's soft overlong penalty: the last share of `sampling.max_tokens`, over which a sample's reward falls linearly by 1."""
     overlong_filter: bool = False
-    """Samples that were cut off at `sampling.max_tokens` are not learned from (they count for their group)."""
+    """Samples that were cut off at `sampling.max_tokens` are not learned from by policy and critic (they count for their group)."""
     normalise: bool = False
     """(R − mean) / std over the step's batch."""
     clip: float | None = None
@@ -420,9 +420,11 @@ class AlgoConfig:
                 "algo.correction must be none for algo.advantage=vtrace (its advantages are weighed by π / μ already), got "
                 f"{self.correction}"
             )
-        if self.advantage is Advantage.remax and self.reward.normalise:
+        shaped = [name for name in ("normalise", "overlong_share") if getattr(self.reward, name)]
+        if self.advantage is Advantage.remax and shaped:
             found.append(
-                "algo.reward.normalise must be false for algo.advantage=remax (its baseline is a reward as the task gives it), got true"
+                f"algo.reward.{shaped[0]} must be off for algo.advantage=remax (its baseline is a reward as the task gives it), got "
+                f"{getattr(self.reward, shaped[0])}"
             )
         if self.correction_floor >= self.correction_cap:
             found.append(

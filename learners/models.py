@@ -30,10 +30,11 @@ class Models:
             engine.save(folder / name)
 
     def load(self, folder: Path) -> None:
-        """Collective. Raises ValueError where a model is missing."""
-        for name, engine in self._trained().items():
-            if not (folder / name).is_dir():
-                raise ValueError(f"the checkpoint must hold a {name} for this algorithm, got {folder} without one")
+        """Collective. Raises ValueError, and loads nothing, where a model is missing."""
+        trained = self._trained()
+        if missing := [name for name in trained if not (folder / name).is_dir()]:
+            raise ValueError(f"the checkpoint must hold a {missing[0]} for this algorithm, got {folder} without one")
+        for name, engine in trained.items():
             engine.load(folder / name)
 
     def _trained(self) -> dict[str, Engine]:
@@ -51,7 +52,7 @@ def make_models(config: Config, rank: int, rendezvous: str) -> Models:
     if cuda:
         torch.cuda.set_per_process_memory_fraction(config.learner.gpu_memory_fraction)
     dist.init_process_group(
-        "nccl" if cuda else "gloo", init_method=rendezvous, rank=rank, world_size=config.learner.ranks,
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", init_method=rendezvous, rank=rank, world_size=config.learner.ranks,
         timeout=timedelta(minutes=10),
     )  # fmt: skip
     return load_models(config)

@@ -150,7 +150,7 @@ class Trainer:
             assert reference is not None
             sampler = batch.behavior_logprobs if proximal is None else proximal
             penalty = kl.ESTIMATORS[algo.kl.estimator](sampler, reference)
-        last = torch.zeros(batch.num_sequences, dtype=torch.int64).scatter_reduce_(
+        last = torch.from_numpy(batch.offsets[:-1].copy()).scatter_reduce_(
             0, sequence[batch.sampled], batch.sampled.nonzero()[:, 0], "amax"
         )
         token_rewards = with_kl(rewards, penalty, self.kl_coef, batch.sampled, last)

@@ -77,7 +77,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
 def run(job: Job) -> Outcome:
     """In a process of its own."""
-    from buffers.staleness import admits, first_lag, next_lag
+    from buffers.controller import first_lag, next_lag
+    from buffers.staleness import admits
     from learners.models import load_models
     from learners.step import Trainer
     from sync.stream import collect

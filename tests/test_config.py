@@ -98,6 +98,7 @@ REFUSED_ALGORITHMS = {
     "algo.surrogate=kimi algo.proximal=behavior": UNCORRECTED.format("kimi", "token_tis", "behavior"),
     "algo.surrogate=opmd algo.correction=none": UNCORRECTED.format("opmd", "none", "recompute"),
     "algo.surrogate=cispo algo.correction=none": UNCORRECTED.format("cispo", "none", "recompute"),
+    "algo.advantage=remax algo.reward.overlong_share=0.2": "algo.reward.overlong_share must be off .*got 0.2",
     "algo.advantage=vtrace algo.correction=none algo.proximal=behavior": "algo.proximal",
     # what corrects already
     "algo.surrogate=topr": r"algo.correction must be none for algo.surrogate=topr \(it weighs tokens .*got token_tis",
@@ -106,7 +107,7 @@ REFUSED_ALGORITHMS = {
     "algo.surrogate=m2po": "algo.correction must be none for algo.surrogate=m2po .*got token_tis",
     "algo.advantage=vtrace": r"algo.correction must be none for algo.advantage=vtrace \(its advantages .*got token_tis",
     # what does not go together
-    "algo.advantage=remax algo.reward.normalise=true": "algo.reward.normalise must be false for algo.advantage=remax .*got true",
+    "algo.advantage=remax algo.reward.normalise=true": "algo.reward.normalise must be off for algo.advantage=remax .*got True",
     "algo.kl.loss_coef=0.1 algo.kl.reward_coef=0.2": "algo.kl.loss_coef and reward_coef must not both be above 0 .*got 0.1 and 0.2",
     "algo.kl.target=0.5": "algo.kl.target must be set only with algo.kl.loss_coef or reward_coef above 0 .*got 0.5",
     "algo.proximal=loglinear algo.normalise_weights=true":

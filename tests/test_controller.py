@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from buffers import messages as m
 from buffers.buffer import Buffer
-from buffers.staleness import first_lag, next_lag
+from buffers.controller import first_lag, next_lag
 from buffers.trajectory import SCHEMA_VERSION, encode, to_batch
 from configs.load import load
 from tests.test_buffer import group_of
