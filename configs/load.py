@@ -34,7 +34,7 @@ def load(overrides: Sequence[str]) -> Config:
 
 def parse(text: str) -> Config:
     """A `config.yaml` that a run has written."""
-    return check(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
+    return check(_merge(OmegaConf.create(text)))
 
 
 def resume(folder: Path, overrides: Sequence[str]) -> Config:
@@ -47,7 +47,7 @@ def resume(folder: Path, overrides: Sequence[str]) -> Config:
         o for o in overrides if "." not in o.partition("=")[0] and o.partition("=")[0] not in ("mode", "role")
     ]:
         raise ValueError(f"a resumed run takes single keys only, got {groups}")
-    config = check(OmegaConf.merge(OmegaConf.structured(Config), saved, OmegaConf.from_dotlist(list(overrides))))
+    config = check(_merge(saved, OmegaConf.from_dotlist(list(overrides))))
     for key in ("run.seed", "task.name", "learner.groups_per_step", "learner.samples_per_prompt"):
         before, now = OmegaConf.select(saved, key), OmegaConf.select(OmegaConf.structured(config), key)
         if before != now:
@@ -73,12 +73,22 @@ def study(folder: Path, overrides: Sequence[str]) -> Config:
         if not (FOLDER / group / f"{name}.yaml").is_file() or group != "algo":
             raise ValueError(f"a study takes algo=NAME and single keys, got {override!r}")
         saved["algo"] = OmegaConf.load(FOLDER / group / f"{name}.yaml")
-    config = check(OmegaConf.merge(OmegaConf.structured(Config), saved, OmegaConf.from_dotlist(single)))
+    config = check(_merge(saved, OmegaConf.from_dotlist(single)))
     for key in ("learner.groups_per_step", "learner.samples_per_prompt", "model.path"):
         before, now = OmegaConf.select(saved, key), OmegaConf.select(OmegaConf.structured(config), key)
         if before != now:
             raise ValueError(f"{key} must stay {before} (the recorded data is made so), got {now}")
     return config
+
+
+def _merge(saved: DictConfig | ListConfig, *more: DictConfig) -> DictConfig | ListConfig:
+    """What a run has written, and what is said on top. Raises ValueError for a file that another version has written."""
+    try:
+        return OmegaConf.merge(OmegaConf.structured(Config), saved, *more)
+    except OmegaConfBaseException as error:
+        raise ValueError(
+            f"a run's config.yaml must be of this version of Slipstream, got one with {_explain(error, [])}"
+        ) from error
 
 
 def check(composed: DictConfig | ListConfig) -> Config:

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from configs.algorithms import AlgoConfig
-from configs.load import FOLDER, check, fields, load, parse, resume, to_yaml
+from configs.load import FOLDER, check, fields, load, parse, resume, study, to_yaml
 from configs.schema import Config
 
 ROOT = Path(__file__).parents[1]
@@ -335,3 +335,16 @@ def test_weights_are_served_where_other_hosts_can_join(
 def test_a_buffer_that_listens_everywhere_needs_an_address_for_weights() -> None:
     with pytest.raises(ValueError, match="sync.address must be set when buffer.address names no host"):
         load(["buffer.address=tcp://0.0.0.0:5555", "buffer.keys=keys"])
+
+
+def test_a_configuration_of_another_version_is_refused_by_its_key(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(load([])) + "gone: 3\n")
+    for read in (
+        lambda: parse((tmp_path / "config.yaml").read_text()),
+        lambda: resume(tmp_path, []),
+        lambda: study(tmp_path, []),
+    ):
+        with pytest.raises(
+            ValueError, match="config.yaml must be of this version of Slipstream, got one with gone: .*not in"
+        ):
+            read()

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffers.journal import read_groups
 
@@ -174,6 +175,33 @@ def test_the_run_is_trained_again_from_its_journal_to_the_same_bits(main_job: tu
 
     steps, different = compare(run.folder, run.folder / "replays" / "same")
     assert steps == [40] and different == [f"step 40: {min(tensors)}"], "a single bit is noticed"
+
+
+@pytest.mark.timeout(120)
+def test_a_checkpoint_is_exported_as_a_model_that_transformers_loads(
+    main_job: tuple[Started, str], tmp_path: Path
+) -> None:
+    run, _ = main_job
+
+    def export(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["scripts/export.sh", str(run.folder), *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    done = export(str(tmp_path / "model"))
+    assert done.returncode == 0 and "step 40 of" in done.stdout, done.stdout + done.stderr
+    held = load_file(next((run.folder / "checkpoints" / "step_40" / "engine").glob("*.safetensors")))
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert {f"model.{name}" for name in weights} == {name for name in held if name.startswith("model.")}
+    assert all(torch.equal(tensor, held[f"model.{name}"]) for name, tensor in weights.items())
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").encode("3 + 7")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    refused = {
+        (str(tmp_path / "model"),): "the folder must be new or empty",
+        (str(tmp_path / "other"), "--step", "7"): "--step must be one of [40] (the checkpoints kept), got 7",
+    }
+    for arguments, message in refused.items():
+        failed = export(*arguments)
+        assert failed.returncode == 2 and message in failed.stderr and "Traceback" not in failed.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
