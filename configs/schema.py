@@ -497,12 +497,14 @@ class Config:
     def warnings(self) -> list[str]:
         """What is allowed and may surprise, one sentence each."""
         algo = self.algo
-        if self.bound == 0 or self.bound <= algo.tolerates:
+        if self.bound <= algo.tolerates:
             return []
         if not algo.is_corrected:
             return [
                 f"algo.accept_uncorrected=true: tokens up to {self.bound} versions old are trained with no correction"
             ]
+        if self.staleness.controller is Controller.ess:
+            return []
         return [
             f"staleness.max_versions={self.bound} is beyond {algo.tolerates}, up to which this kind of loss has been shown to hold "
             "(algo=m2po is made for more; watch offpolicy/ess_token, or let staleness.controller=ess do so)"

@@ -245,6 +245,7 @@ def test_a_loss_tolerates_what_it_was_shown_to_and_nothing_without_a_correction(
         ("staleness.max_versions=8", None),
         ("staleness.max_versions=9", "staleness.max_versions=9 is beyond 8, .*algo=m2po is made for more"),
         ("staleness.max_versions=9 mode=on_policy", None),
+        ("staleness.max_versions=9 staleness.controller=ess", None),
         ("staleness.max_versions=9 algo.surrogate=m2po algo.correction=none", None),
         (
             "algo.correction=none algo.accept_uncorrected=true",
