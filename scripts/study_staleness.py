@@ -39,6 +39,7 @@ T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9:
 COMMON = [
     "learner.groups_per_step=16", "learner.samples_per_prompt=8", "learner.minibatches=2", "learner.warmup_steps=5",
     "learner.tokens_per_microbatch=65536", "algo.accept_uncorrected=true",
+    "algo.aggregation=sequence_mean_token_mean",
 ]  # fmt: skip
 ALGORITHMS: dict[str, list[str]] = {
     "PPO clip on μ": ["algo=grpo", "algo.proximal=behavior", "algo.correction=none"],
