@@ -139,9 +139,7 @@ ADVANTAGES: dict[Advantage, Function] = {
     Advantage.reinforce_pp: lambda s, algo: reinforce_pp(discounted(s.token_rewards, s.sampled, s.offsets), s.mask),
     Advantage.reinforce_pp_baseline: lambda s, algo: reinforce_pp(dr_grpo(s.rewards, s.groups)[s.sequence], s.mask),
     Advantage.prime: lambda s, algo: whitened(_prime(s, algo), s.mask),
-    Advantage.gae: lambda s, algo: (
-        whitened(_gae(s, algo, _lam(s, algo))[0], s.mask) if algo.gae.whiten else _gae(s, algo, _lam(s, algo))[0]
-    ),
+    Advantage.gae: lambda s, algo: _gae_advantages(s, algo),
     Advantage.vtrace: lambda s, algo: _vtrace(s, algo)[0],
 }
 """[T] by name."""
@@ -157,6 +155,11 @@ def value_targets(samples: Samples, algo: AlgoConfig) -> Tensor:
 def _gae(s: Samples, algo: AlgoConfig, lam: float | Tensor) -> tuple[Tensor, Tensor]:
     function = turn_gae if algo.gae.span is Span.turn else gae
     return function(s.token_rewards, _given(s.values), s.sampled, s.offsets, algo.gae.gamma, lam)
+
+
+def _gae_advantages(s: Samples, algo: AlgoConfig) -> Tensor:
+    advantages = _gae(s, algo, _lam(s, algo))[0]
+    return whitened(advantages, s.mask) if algo.gae.whiten else advantages
 
 
 def _prime(s: Samples, algo: AlgoConfig) -> Tensor:

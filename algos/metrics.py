@@ -4,6 +4,8 @@ Everything is a sum over tokens, sequences or bins, so that microbatches and ran
 Their names and definitions stand in `docs/metrics.md`.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -76,11 +78,8 @@ def _has_no_gradient(algo: AlgoConfig, tokens: Tokens) -> Tensor:
     """[T] Where the surrogate has no gradient although there is an advantage: the clip, or the gate, has taken effect."""
     with torch.enable_grad():
         leaf = tokens.logprobs.detach().requires_grad_()
-        again = Tokens(
-            logprobs=leaf, proximal=tokens.proximal, behavior=tokens.behavior, advantages=tokens.advantages, mask=tokens.mask,
-            sequence=tokens.sequence,
-        )  # fmt: skip
-        (gradient,) = torch.autograd.grad(SURROGATES[algo.surrogate](again, algo.loss).sum(), leaf)
+        objective = SURROGATES[algo.surrogate](replace(tokens, logprobs=leaf), algo.loss)
+        (gradient,) = torch.autograd.grad(objective.sum(), leaf)
     return (gradient == 0) & (tokens.advantages != 0)
 
 

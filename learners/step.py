@@ -24,7 +24,7 @@ from algos.metrics import summarize
 from algos.rewards import filtered, normalised, soft_overlong_penalty, with_kl
 from algos.values import implicit_reward_loss, implicit_rewards, summarize_rewards, summarize_values, value_loss
 from buffers.staleness import trainable
-from configs.algorithms import Advantage, Proximal
+from configs.algorithms import Advantage, Aggregation, Proximal
 from configs.schema import Config
 from learners.engine import Engine
 from learners.models import Models
@@ -75,7 +75,7 @@ class Trainer:
         parts = minibatch_rows(batch, learner.minibatches)
         for rows in parts:
             if self.models.critic is not None:
-                loss = self._critic_loss(given, rows, len(parts), sums)
+                loss = self._critic_loss(given, rows, sums)
                 norms["critic"].append(self._update(self.models.critic, batch, rows, loss, algo.critic.lr, step))
             if not pretrains:
                 loss = self._policy_loss(given, rows, len(parts), sums)
@@ -257,7 +257,7 @@ class Trainer:
         weights = token_weights(
             algo.aggregation, given.mask & inside, given.sequence, given.batch.num_sequences, horizon
         )
-        per_sequence = algo.aggregation != "token_mean"
+        per_sequence = algo.aggregation is not Aggregation.token_mean
         return weights * given.counts[given.sequence] * (num_parts if per_sequence else 1)
 
     def _correction(self, given: Prepared, inside: Tensor, rows: list[int]) -> Tensor:
@@ -272,14 +272,11 @@ class Trainer:
     def _imitation(self, given: Prepared, inside: Tensor) -> Tensor:
         """[T] 1 / their number for the tokens of a minibatch's good samples, 0 for others."""
         good = given.mask & inside & (given.batch.rewards > self._algo.imitation_above)[given.sequence]
-        return good.float() / good.sum().clamp(min=1)
+        return _token_mean(given, good)
 
-    def _critic_loss(
-        self, given: Prepared, rows: list[int], num_parts: int, sums: Sums
-    ) -> Callable[[Tensor, Tensor, Packed], Tensor]:
-        inside = _inside(given, rows)
-        mask = given.mask & inside
-        weights = mask.float() / mask.sum().clamp(min=1)
+    def _critic_loss(self, given: Prepared, rows: list[int], sums: Sums) -> Callable[[Tensor, Tensor, Packed], Tensor]:
+        mask = given.mask & _inside(given, rows)
+        weights = _token_mean(given, mask)
         before, targets = given.values, given.targets
         assert before is not None and targets is not None
 
@@ -341,6 +338,11 @@ def loglinear(current: Tensor, behavior: Tensor, staleness: Tensor) -> Tensor:
     """
     s = staleness.clamp(min=0)
     return (behavior + s * current) / (s + 1)
+
+
+def _token_mean(given: Prepared, mask: Tensor) -> Tensor:
+    """[T] the weights of a mean over the tokens of the mask."""
+    return token_weights(Aggregation.token_mean, mask, given.sequence, given.batch.num_sequences)
 
 
 def _inside(given: Prepared, rows: list[int]) -> Tensor:

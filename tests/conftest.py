@@ -1,6 +1,7 @@
 """What several test files share: the tiny model, and batches that look like a generator's."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -41,3 +42,14 @@ def trajectories() -> list[Trajectory]:
                 )
             )  # fmt: skip
     return rows
+
+
+@pytest.fixture(scope="module")
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A gloo group of this process alone."""
+    import torch.distributed as dist
+
+    rendezvous = tmp_path_factory.mktemp("gloo") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

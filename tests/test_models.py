@@ -1,13 +1,11 @@
 """The models of a learner: critic, reference and implicit reward model; what they learn, and that a checkpoint holds all of them."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from test_step import STEP, assert_equal, batch_of, configured, responses, state_of
 from torch import Tensor
 
@@ -21,13 +19,7 @@ from learners.models import Models, load_models
 from learners.packing import Batch, Packed, pack
 from learners.step import Trainer
 
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    rendezvous = tmp_path_factory.mktemp("gloo") / "rendezvous"
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.fixture(scope="module")
