@@ -12,6 +12,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from configs.algorithms import Advantage, AlgoConfig
+from configs.learner import LearnerConfig, LearnerKind, PlacementConfig
 from configs.rules import positive
 
 Mode = StrEnum("Mode", {"async": "async", "on_policy": "on_policy"})
@@ -52,11 +53,6 @@ class EngineKind(StrEnum):
     simulated = "simulated"
 
 
-class LearnerKind(StrEnum):
-    fsdp = "fsdp"
-    simulated = "simulated"
-
-
 class KvCache(StrEnum):
     keep = "keep"
     recompute = "recompute"
@@ -74,13 +70,6 @@ class Transport(StrEnum):
 class Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
-
-
-class Attention(StrEnum):
-    auto = "auto"
-    packed_sdpa = "packed_sdpa"
-    varlen = "varlen"
-    flash_attention_2 = "flash_attention_2"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -341,72 +330,6 @@ class GeneratorsConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class LearnerConfig:
-    engine: LearnerKind = LearnerKind.fsdp
-    ranks: int = 1
-    """Processes that share the model; one GPU each where there are GPUs."""
-    groups_per_step: int = 64
-    """B: groups that one step consumes."""
-    samples_per_prompt: int = 8
-    """Trajectories in a group."""
-    minibatches: int = 1
-    """Optimizer updates in a step; must divide `groups_per_step`."""
-    tokens_per_microbatch: int = 16384
-    """Packed tokens that one forward pass holds at most; a longer sequence goes alone."""
-    lr: float = 2e-4
-    """Peak learning rate of AdamW."""
-    warmup_steps: int = 10
-    """Steps over which the learning rate rises linearly from zero."""
-    weight_decay: float = 0.0
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
-    max_grad_norm: float = 1.0
-    activation_checkpointing: bool = False
-    attention: Attention = Attention.auto
-    """`auto`: `flash_attention_2` where a GPU and flash-attn are found, `varlen` on other GPUs, else `packed_sdpa`."""
-    threads: int | None = 1
-    """CPU threads of a rank; None leaves the choice to torch. On a machine that generators share, one is fastest: threads
-    that spin while they wait take the cores from the engines."""
-    checkpoint_every: int = 50
-    """Steps between checkpoints; one is also written at the end and when a run is stopped."""
-    keep_checkpoints: int = 2
-    """Checkpoints kept; older ones are deleted."""
-    parity_tolerance: float | None = None
-    """Largest difference of log-probability between generator and learner that the parity probe accepts. None: 1e-4
-    for float32; for bfloat16 a mean of 0.03 and a maximum of 0.5."""
-    gpus: float | None = None
-    """GPUs of one rank; None divides what the cluster has between generators and learner."""
-    gpu_memory_fraction: float = 1.0
-    """Share of its GPU that a rank may take. Set it to about 0.5 where a generator shares the GPU."""
-
-    def problems(self) -> list[str]:
-        found = positive(
-            **{
-                "learner.ranks": self.ranks,
-                "learner.groups_per_step": self.groups_per_step,
-                "learner.samples_per_prompt": self.samples_per_prompt,
-                "learner.minibatches": self.minibatches,
-                "learner.tokens_per_microbatch": self.tokens_per_microbatch,
-                "learner.lr": self.lr,
-                "learner.max_grad_norm": self.max_grad_norm,
-                "learner.threads": self.threads,
-                "learner.checkpoint_every": self.checkpoint_every,
-                "learner.keep_checkpoints": self.keep_checkpoints,
-                "learner.parity_tolerance": self.parity_tolerance,
-                "learner.gpu_memory_fraction": self.gpu_memory_fraction,
-            }
-        )
-        if self.minibatches > 0 and self.groups_per_step % self.minibatches:
-            found.append(
-                f"learner.minibatches must divide learner.groups_per_step, got {self.minibatches} and {self.groups_per_step}"
-            )
-        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
-            found.append(f"learner.betas must be two numbers in [0, 1), got {list(self.betas)}")
-        if self.warmup_steps < 0:
-            found.append(f"learner.warmup_steps must be >= 0, got {self.warmup_steps}")
-        return found
-
-
-@dataclass(kw_only=True, slots=True)
 class SyncConfig:
     transport: Transport = Transport.auto
     """How weights come to the generators. `auto`: through the learner's memory on its host (and its GPU, where an engine shares
@@ -471,6 +394,7 @@ class Config:
     buffer: BufferConfig = field(default_factory=BufferConfig)
     generators: GeneratorsConfig = field(default_factory=GeneratorsConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -521,6 +445,7 @@ class Config:
             self.buffer,
             self.generators,
             self.learner,
+            self.placement,
         )
         found = [problem for part in (*parts, self.sync, self.eval) for problem in part.problems()]
         return found or self._across()  # rules across parts speak of parts that are right by themselves

@@ -6,7 +6,6 @@ in float32.
 
 import math
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -28,8 +28,9 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from configs.schema import Attention, Dtype
-from learners.engine import LossFn
+from configs.learner import Attention
+from configs.schema import Dtype
+from learners.engine import Kind, LossFn, Share, Write
 from learners.heads import LogprobHead, ValueHead
 from learners.packing import Packed
 from sync.stream import BUCKET_BYTES, Part, parts, stream
@@ -134,15 +135,6 @@ def choose_attention(wanted: Attention, device: torch.device, dtype: Dtype) -> A
     return wanted
 
 
-class Kind(StrEnum):
-    """What an engine holds."""
-
-    policy = "policy"
-    frozen = "frozen"
-    """A policy that is never updated: no optimizer, no gradients."""
-    critic = "critic"
-
-
 class FsdpEngine:
     """See `learners.engine.Engine`. The process group must be initialised."""
 
@@ -191,6 +183,8 @@ class FsdpEngine:
         # computing with the weights from before the next update.
         for module in (*layers, model):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        self.share = Share(dist.get_rank(), dist.get_world_size())
+        self._writers = dist.new_group(backend="gloo")  # for a thread that writes a checkpoint
         self._model = model
         self._named = dict(model.named_parameters())
         self._published_names = {name: self._published_name(name) for name in self._named}
@@ -270,13 +264,18 @@ class FsdpEngine:
             if dist.get_rank() == 0:
                 yield from parts(revert_weight_conversion(self._model, {name: whole.cpu()}))
 
-    def save(self, folder: Path) -> None:
-        """Shards of plain safetensors, which a different number of ranks can load."""
-        folder.mkdir(parents=True, exist_ok=True)
-        dcp.save(self._state(), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
-        random = folder / "random"
-        random.mkdir(exist_ok=True)
-        save_file(self._random(), random / f"rank_{dist.get_rank()}.safetensors")
+    def snapshot(self) -> Write:
+        state = {name: _copy(tensor) for name, tensor in self._state().items()}
+        random = self._random()
+
+        def write(folder: Path) -> None:
+            """Shards of plain safetensors, which a different number of ranks can load."""
+            (folder / "random").mkdir(parents=True, exist_ok=True)
+            writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+            dcp.save(state, storage_writer=writer, process_group=self._writers)
+            save_file(random, folder / "random" / f"rank_{dist.get_rank()}.safetensors")
+
+        return write
 
     def load(self, folder: Path) -> None:
         """Raises FileNotFoundError, or what torch raises, when the folder is not a checkpoint of this model."""
@@ -299,3 +298,13 @@ class FsdpEngine:
     def _random(self) -> dict[str, Tensor]:
         cuda = {"cuda": torch.cuda.get_rng_state()} if self._device.type == "cuda" else {}
         return {"cpu": torch.get_rng_state(), **cuda}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """The same, sharded alike, in the host's memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to("cpu", copy=True)
+    local = tensor.to_local().detach().to("cpu", copy=True)
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )

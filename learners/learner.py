@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
 from buffers import messages as m
 from buffers.client import Taken
 from buffers.keys import open_door
-from configs.schema import Config, Dtype, LearnerKind, Transport
+from configs.learner import LearnerKind
+from configs.schema import Config, Dtype, Transport
 from learners import checkpoint
 from learners.models import make_models
 from learners.packing import Batch, from_arrow
 from learners.step import Trainer
+from learners.world import World
 from sync.folders import shared_memory_folder
 from sync.publisher import Publisher
 from sync.transports.cuda_ipc import DeviceCopy, gpu_uuid
@@ -56,10 +57,11 @@ class Learner:
 
     def __init__(
         self, config: Config, folder: Path, client: Source, trainer: Trainer, publisher: Publisher | None,
-        *, rank: int = 0, first_step: int = 0, incarnation: str = "",
+        writers: World | None = None, *, rank: int = 0, first_step: int = 0, incarnation: str = "",
     ) -> None:  # fmt: skip
         self._config, self._folder, self._client, self._trainer = config, folder, client, trainer
         self._publisher, self._rank, self._incarnation = publisher, rank, incarnation
+        self._writers = writers or World()
         self.step = first_step
         """Steps trained, which is also the version held."""
         self._probed = config.learner.engine is LearnerKind.simulated
@@ -129,15 +131,14 @@ class Learner:
 
     def _save(self) -> int:
         learner, run = self._config.learner, self._config.run
-        barrier = dist.barrier if learner.ranks > 1 else (lambda: None)
         manifest = checkpoint.CheckpointManifest(self.step, self._incarnation, run.seed, self._trainer.kl_coef)
         checkpoint.save(
             self._folder / "checkpoints",
             manifest,
-            self._trainer.models.save,
+            self._trainer.models.snapshot(),
             learner.keep_checkpoints,
             first_rank=self._rank == 0,
-            barrier=barrier,
+            barrier=self._writers.barrier,
         )
         log.info("checkpoint of step %d written", self.step)
         if self._rank == 0:
@@ -189,7 +190,7 @@ def start(
     if config.learner.threads is not None:
         torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
-    models, kl_coef = make_models(config, rank, rendezvous), None
+    (models, world, writers), kl_coef = make_models(config, rank, rendezvous), None
     if resume_step is not None:
         held = folder / "checkpoints" / f"step_{resume_step}"
         models.load(held)
@@ -197,7 +198,7 @@ def start(
     incarnation = secrets.token_hex(4)
     publisher = make_publisher(config, folder, incarnation) if rank == 0 and publish else None
     return Learner(
-        config, folder, client, Trainer(config, models, rank, kl_coef), publisher,
+        config, folder, client, Trainer(config, models, world, kl_coef), publisher, writers,
         rank=rank, first_step=resume_step or 0, incarnation=incarnation,
     )  # fmt: skip
 

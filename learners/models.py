@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from configs.algorithms import Advantage
-from configs.schema import Config, LearnerKind
-from learners.engine import Engine
+from configs.learner import LearnerKind
+from configs.schema import Config
+from learners.engine import Engine, Kind, Write
+from learners.world import TIMEOUT, World, open_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +25,15 @@ class Models:
     reference: Engine | None = None
     """The model that the run began with, frozen: for KL penalties, and for PRIME."""
 
-    def save(self, folder: Path) -> None:
-        """A subfolder for each model that is trained. Collective."""
-        for name, engine in self._trained().items():
-            engine.save(folder / name)
+    def snapshot(self) -> Write:
+        """A copy of each model that is trained; what it returns writes them, each into a subfolder. Collective."""
+        writes = {name: engine.snapshot() for name, engine in self._trained().items()}
+
+        def write(folder: Path) -> None:
+            for name, part in writes.items():
+                part(folder / name)
+
+        return write
 
     def load(self, folder: Path) -> None:
         """Collective. Raises ValueError, and loads nothing, where a model is missing."""
@@ -42,25 +48,31 @@ class Models:
         return {name: engine for name, engine in named.items() if engine is not None}
 
 
-def make_models(config: Config, rank: int, rendezvous: str) -> Models:
-    """Joins the process group of all ranks at `rendezvous`, and loads what the algorithm needs."""
+def make_models(config: Config, rank: int, rendezvous: str) -> tuple[Models, World, World]:
+    """Joins all ranks at `rendezvous`, and loads what the algorithm needs.
+
+    Returns the models, the world of all ranks, and another one for the thread that writes checkpoints.
+    """
     if config.learner.engine is LearnerKind.simulated:
         from learners.simulated import SimulatedTrainingEngine
 
-        return Models(policy=SimulatedTrainingEngine(config.generators.simulated.train_tokens_per_s))
+        policy = SimulatedTrainingEngine(config.generators.simulated.train_tokens_per_s)
+        return Models(policy=policy), World(), World()
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_per_process_memory_fraction(config.learner.gpu_memory_fraction)
+    store, ranks = open_store(rendezvous, rank), config.learner.ranks
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", init_method=rendezvous, rank=rank, world_size=config.learner.ranks,
-        timeout=timedelta(minutes=10),
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.PrefixStore("engine", store), rank=rank, world_size=ranks,
+        timeout=TIMEOUT,
     )  # fmt: skip
-    return load_models(config)
+    world, writers = (World(rank, ranks, dist.PrefixStore(name, store)) for name in ("world", "writers"))
+    return load_models(config), world, writers
 
 
 def load_models(config: Config) -> Models:
     """In a process group that is there already."""
-    from learners.fsdp import FsdpEngine, Kind
+    from learners.fsdp import FsdpEngine
 
     def engine(kind: Kind, path: str | None = None, **more: Any) -> FsdpEngine:
         return FsdpEngine(

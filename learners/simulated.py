@@ -7,13 +7,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from learners.engine import LossFn
+from learners.engine import LossFn, Share, Write
 from learners.packing import Packed
 from sync.stream import Part
 
 
 class SimulatedTrainingEngine:
     """See `learners.engine.Engine`. One update of n sampled tokens lasts n / tokens_per_s seconds."""
+
+    share = Share()
 
     def __init__(self, tokens_per_s: float) -> None:
         self._tokens_per_s = tokens_per_s
@@ -31,8 +33,8 @@ class SimulatedTrainingEngine:
     def weights(self) -> Iterator[Part]:
         yield Part("simulated", (1,), torch.zeros(1))
 
-    def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def snapshot(self) -> Write:
+        return lambda folder: folder.mkdir(parents=True, exist_ok=True)
 
     def load(self, folder: Path) -> None:
         pass

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from algos import kl
@@ -29,8 +28,7 @@ from configs.schema import Config
 from learners.engine import Engine
 from learners.models import Models
 from learners.packing import Batch, Packed, microbatches, minibatch_rows
-
-Sums = dict[str, Tensor]
+from learners.world import Sums, World
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,9 +57,11 @@ class Prepared:
 class Trainer:
     """One rank's part in the steps. Every method is collective."""
 
-    def __init__(self, config: Config, models: Models, rank: int = 0, kl_coef: float | None = None) -> None:
+    def __init__(
+        self, config: Config, models: Models, world: World | None = None, kl_coef: float | None = None
+    ) -> None:
         """`kl_coef`: where an adapted coefficient had come to, if the run goes on from a checkpoint."""
-        self._config, self._algo, self.models, self._rank = config, config.algo, models, rank
+        self._config, self._algo, self.models, self._world = config, config.algo, models, world or World()
         self.kl_coef = max(self._algo.kl.loss_coef, self._algo.kl.reward_coef) if kl_coef is None else kl_coef
 
     def train(self, batch: Batch, step: int) -> tuple[dict[str, float], int]:
@@ -70,24 +70,24 @@ class Trainer:
         algo, learner = self._algo, self._config.learner
         given = self._prepare(batch, step)
         pretrains = given.values is not None and step < algo.critic.pretrain_steps
-        sums: Sums = {}
-        norms: dict[str, list[float]] = {"optimizer": [], "critic": []}
+        of_policy: Sums = {}
+        of_critic: Sums = {}
         parts = minibatch_rows(batch, learner.minibatches)
         for rows in parts:
             if self.models.critic is not None:
-                loss = self._critic_loss(given, rows, sums)
-                norms["critic"].append(self._update(self.models.critic, batch, rows, loss, algo.critic.lr, step))
+                loss = self._critic_loss(given, rows, of_critic)
+                self._update(self.models.critic, batch, rows, loss, algo.critic.lr, step, of_critic)
             if not pretrains:
-                loss = self._policy_loss(given, rows, len(parts), sums)
-                norms["optimizer"].append(self._update(self.models.policy, batch, rows, loss, learner.lr, step))
-        totals = self._add_ranks(sums)
+                loss = self._policy_loss(given, rows, len(parts), of_policy)
+                self._update(self.models.policy, batch, rows, loss, learner.lr, step, of_policy)
         metrics = _describe(batch, given.within, step)
-        metrics |= {f"{name}/grad_norm": sum(found) / len(found) for name, found in norms.items() if found}
         metrics |= {"optimizer/lr": 0.0 if pretrains else self._rate(learner.lr, step)}
         if not pretrains:
-            metrics |= summarize(totals)
+            totals = self._total(self.models.policy, of_policy)
+            metrics |= {"optimizer/grad_norm": _grad_norm(totals)} | summarize(totals)
         if self.models.critic is not None:
-            metrics |= summarize_values(totals)
+            totals = self._total(self.models.critic, of_critic)
+            metrics |= {"critic/grad_norm": _grad_norm(totals)} | summarize_values(totals)
         metrics |= given.metrics
         if algo.kl.target is not None and not pretrains:
             self._adapt(metrics["policy/kl_reference"], batch.num_sequences)
@@ -204,8 +204,9 @@ class Trainer:
             return loss
 
         rows = list(range(batch.num_sequences))
-        norm = self._update(self.models.reward_model, batch, rows, loss_fn, prime.lr, step)
-        metrics = summarize_rewards(self._add_ranks(sums)) | {"reward_model/grad_norm": norm}
+        self._update(self.models.reward_model, batch, rows, loss_fn, prime.lr, step, sums)
+        totals = self._total(self.models.reward_model, sums)
+        metrics = {"reward_model/grad_norm": _grad_norm(totals)} | summarize_rewards(totals)
         return implicit_rewards(self._infer(self.models.reward_model, batch), reference, prime.beta), metrics
 
     # ---- losses
@@ -298,37 +299,37 @@ class Trainer:
 
     def _update(
         self, engine: Engine, batch: Batch, rows: list[int], loss_fn: Callable[[Tensor, Tensor, Packed], Tensor],
-        lr: float, step: int,
-    ) -> float:  # fmt: skip
-        return engine.update(self._microbatches(batch, rows), loss_fn, self._rate(lr, step))
+        lr: float, step: int, sums: Sums,
+    ) -> None:  # fmt: skip
+        norm = engine.update(self._microbatches(engine, batch, rows), loss_fn, self._rate(lr, step))
+        _add(sums, {"grad_norm": torch.tensor([norm, 1.0], dtype=torch.float64)})
 
     def _rate(self, lr: float, step: int) -> float:
         warmup = self._config.learner.warmup_steps
         return lr * min(1.0, (step + 1) / warmup if warmup else 1.0)
 
-    def _microbatches(self, batch: Batch, rows: list[int]) -> list[Packed]:
-        learner = self._config.learner
-        return microbatches(batch, rows, learner.tokens_per_microbatch, learner.ranks, self._rank)
+    def _microbatches(self, engine: Engine, batch: Batch, rows: list[int]) -> list[Packed]:
+        share = engine.share
+        return microbatches(batch, rows, self._config.learner.tokens_per_microbatch, share.count, share.index)
 
     def _infer(self, engine: Engine, batch: Batch, rows: list[int] | None = None) -> Tensor:
         """[T] log-probabilities, or values, of the batch, or of some of its sequences (0 elsewhere)."""
         found = torch.zeros(len(batch.tokens))
-        packed = self._microbatches(batch, list(range(batch.num_sequences)) if rows is None else rows)
+        packed = self._microbatches(engine, batch, list(range(batch.num_sequences)) if rows is None else rows)
         for part, inferred in zip(packed, engine.infer(packed), strict=True):
-            found[part.index] = inferred
-        if self._config.learner.ranks > 1:
-            dist.all_reduce(found)
-        return found
+            if engine.share.speaks:
+                found[part.index] = inferred
+        return self._world.add(found)
 
-    def _add_ranks(self, sums: Sums) -> Sums:
-        """The sums over all ranks."""
-        if self._config.learner.ranks == 1:
-            return sums
-        names = sorted(sums)
-        flat = torch.cat([sums[name].reshape(-1) for name in names])
-        dist.all_reduce(flat)
-        parts = flat.split([sums[name].numel() for name in names])
-        return {name: part.view(sums[name].shape) for name, part in zip(names, parts, strict=True)}
+    def _total(self, engine: Engine, sums: Sums) -> Sums:
+        """The sums over all shares of the engine."""
+        return self._world.add_named(sums if engine.share.speaks else {})
+
+
+def _grad_norm(totals: Sums) -> float:
+    """Takes it out: the mean over a step's updates."""
+    total, count = totals.pop("grad_norm").tolist()
+    return total / count
 
 
 def loglinear(current: Tensor, behavior: Tensor, staleness: Tensor) -> Tensor:

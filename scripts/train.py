@@ -40,7 +40,8 @@ from buffers.buffer import Stuck
 from buffers.client import BufferClient, BufferGone
 from buffers.samplers import load_sampler
 from configs import load as configs
-from configs.schema import Config, LearnerKind, Role
+from configs.learner import LearnerKind
+from configs.schema import Config, Role
 from generators.tasks import load_task
 from sync.folders import sweep
 

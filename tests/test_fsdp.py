@@ -1,19 +1,19 @@
 """What the FSDP2 engine keeps to besides the mathematics of one update (`test_learner.py`): heads, dropout, dtypes, shards."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from configs.schema import Attention, Dtype
+from configs.learner import Attention
+from configs.schema import Dtype
 from learners import heads
 from learners.fsdp import FsdpEngine, choose_attention
 from learners.packing import Batch, Packed, microbatches
+from learners.world import World
 from sync.stream import collect
 
 SIZES = dict(
@@ -173,33 +173,20 @@ def test_a_kernel_that_cannot_run_here_is_refused_at_the_start(qwen3: Path) -> N
 def test_a_checkpoint_holds_nothing_but_safetensors(qwen3: Path, packed: list[Packed], tmp_path: Path) -> None:
     engine = FsdpEngine(qwen3)
     engine.update(packed, mean_logprob, 1e-2)
-    engine.save(tmp_path / "engine")
+    engine.snapshot()(tmp_path / "engine")
     assert {path.suffix for path in (tmp_path / "engine").rglob("*") if path.is_file()} == {".safetensors"}
 
 
-RANK = """
-import sys, torch, torch.distributed as dist
-from pathlib import Path
-from learners.fsdp import FsdpEngine
-from test_fsdp import batch_of, mean_logprob
-from learners.packing import microbatches
-model, out, rank = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=2)
-torch.manual_seed(rank)
-engine = FsdpEngine(model)
-parts = microbatches(batch_of([5, 9, 2, 30, 7, 1, 12, 4]), range(8), 40, 2, rank)
-engine.update(parts, mean_logprob, 1e-2)
-engine.save(out / "engine")
-"""
+def saved(world: World, model: Path, folder: Path) -> None:
+    torch.manual_seed(world.rank)
+    engine = FsdpEngine(model)
+    parts = microbatches(batch_of([5, 9, 2, 30, 7, 1, 12, 4]), range(8), 40, world.size, world.rank)
+    engine.update(parts, mean_logprob, 1e-2)
+    engine.snapshot()(folder)
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(qwen3: Path, packed: list[Packed], tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(qwen3), str(tmp_path), str(rank)], env=environment)
-        for rank in range(2)
-    ]
-    assert [rank.wait(timeout=110) for rank in ranks] == [0, 0]
+    on_ranks(2, saved, tmp_path / "two", qwen3, tmp_path / "engine")
     resumed, alone = FsdpEngine(qwen3), FsdpEngine(qwen3)
     resumed.load(tmp_path / "engine")
     alone.update(packed, mean_logprob, 1e-2)

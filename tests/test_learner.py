@@ -1,9 +1,6 @@
 """Packing, the FSDP2 engine and checkpoints, against plain PyTorch on the same sequences."""
 
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import on_ranks
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -24,6 +22,7 @@ from learners.engine import LossFn
 from learners.fsdp import FsdpEngine, packed_sdpa, padded_sdpa
 from learners.learner import ParityError, check_parity
 from learners.packing import Batch, Packed, from_arrow, microbatches, minibatch_rows, pack, plan
+from learners.world import World
 from sync.stream import collect
 
 
@@ -147,7 +146,7 @@ def test_a_resumed_engine_goes_on_to_the_same_bits(
 ) -> None:
     packed, weights = [pack(batch, range(batch.num_sequences))], torch.ones(len(batch.tokens))
     engine.update(packed, sum_loss(batch, weights), 1e-3)
-    engine.save(tmp_path / "engine")
+    engine.snapshot()(tmp_path / "engine")
     engine.update(packed, sum_loss(batch, weights), 1e-3)
     resumed = FsdpEngine(tiny_model, max_grad_norm=0.5, weight_decay=0.1)
     resumed.load(tmp_path / "engine")
@@ -156,47 +155,21 @@ def test_a_resumed_engine_goes_on_to_the_same_bits(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in collect(resumed.weights()).items())
 
 
-RANK = """
-import sys, torch, torch.distributed as dist
-from pathlib import Path
-from learners.fsdp import FsdpEngine
-from learners.packing import microbatches
-from sync.stream import collect
-batch = torch.load(sys.argv[2], weights_only=False)  # written by the test itself, a moment ago
-rank, world = int(sys.argv[4]), int(sys.argv[5])
-dist.init_process_group("gloo", init_method=sys.argv[3], rank=rank, world_size=world)
-engine = FsdpEngine(sys.argv[1], max_grad_norm=0.5, bucket_bytes=1 << 12)
-for _ in range(2):
-    parts = microbatches(batch, range(batch.num_sequences), 60, world, rank)
-    norm = engine.update(parts, lambda lp, e, p: -lp.sum() / len(batch.tokens), 1e-3)
-weights = collect(engine.weights())
-if rank == 0: torch.save((norm, weights), sys.argv[6])
-dist.destroy_process_group()
-"""
+def trained(world: World, model: Path, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    engine = FsdpEngine(model, max_grad_norm=0.5, bucket_bytes=1 << 12)
+    for _ in range(2):
+        parts = microbatches(batch, range(batch.num_sequences), 60, world.size, world.rank)
+        norm = engine.update(parts, sum_loss(batch, torch.ones(len(batch.tokens))), 1e-3)
+    return norm, collect(engine.weights())
 
 
 def test_two_ranks_train_to_the_same_weights_as_one(
     engine: FsdpEngine, tiny_model: Path, batch: Batch, tmp_path: Path
 ) -> None:
-    torch.save(batch, tmp_path / "batch.pt")
-    rendezvous = f"file://{tmp_path}/rendezvous"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tiny_model), str(tmp_path / "batch.pt"), rendezvous, str(rank), "2",
-             str(tmp_path / "out.pt")],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
-    norm, weights = torch.load(tmp_path / "out.pt", weights_only=True)
-    mine = FsdpEngine(tiny_model, max_grad_norm=0.5)
-    for _ in range(2):
-        own = mine.update(
-            [pack(batch, range(batch.num_sequences))], sum_loss(batch, torch.ones(len(batch.tokens))), 1e-3
-        )
+    (norm, weights), _ = on_ranks(2, trained, tmp_path / "two", tiny_model, batch)
+    own, alone = trained(World(), tiny_model, batch)
     assert norm == pytest.approx(own, rel=1e-4)
-    for name, tensor in collect(mine.weights()).items():
+    for name, tensor in alone.items():
         torch.testing.assert_close(weights[name], tensor, atol=5e-5, rtol=0)
 
 

@@ -127,7 +127,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(
     trainer = Trainer(config, load_models(config))
     for step in (0, 1):
         trainer.train(at(batch, step), step)
-    trainer.models.save(tmp_path)
+    trainer.models.snapshot()(tmp_path)
     held, kl_coef = states(trainer.models), trainer.kl_coef
     expected = [trainer.train(at(batch, step), step)[0] for step in (2, 3)]
     resumed = Trainer(config, load_models(config), kl_coef=kl_coef)
@@ -146,7 +146,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(
 def test_a_checkpoint_without_a_critic_is_refused_by_an_algorithm_that_has_one(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    load_models(configured(tiny_model, "algo=grpo")).save(tmp_path)
+    load_models(configured(tiny_model, "algo=grpo")).snapshot()(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["engine"]
     for algo, missing in (("ppo", "critic"), ("prime", "reward_model")):
         with pytest.raises(ValueError, match=f"must hold a {missing} for this algorithm, got {tmp_path} without one"):

@@ -1,9 +1,6 @@
 """One training step, from a batch to updated models: of every preset the same however it is divided, and what its parts promise."""
 
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from ranks import on_ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -21,11 +19,12 @@ from buffers.trajectory import GREEDY, Trajectory, to_batch
 from configs.algorithms import Aggregation
 from configs.load import FOLDER, load
 from configs.schema import Config
-from learners.engine import Engine
-from learners.fsdp import FsdpEngine, Kind
+from learners.engine import Engine, Kind
+from learners.fsdp import FsdpEngine
 from learners.models import Models, load_models
 from learners.packing import Batch, from_arrow
 from learners.step import Trainer, loglinear
+from learners.world import World
 
 STEP = 12
 """Past VAPO's pre-training."""
@@ -144,8 +143,8 @@ class Stock:
             value.copy_(before)
         return models
 
-    def outcome(self, config: Config, batch: Batch, rank: int = 0) -> Outcome:
-        trainer = Trainer(config, self.models(config), rank)
+    def outcome(self, config: Config, batch: Batch, world: World | None = None) -> Outcome:
+        trainer = Trainer(config, self.models(config), world)
         metrics, num_trained = trainer.train(batch, STEP)
         del metrics["time/train_s"]
         return metrics, num_trained, {name: state_of(engine) for name, engine in trainer.models._trained().items()}
@@ -251,31 +250,18 @@ def test_the_order_of_groups_and_of_samples_within_a_minibatch_does_not_matter(
     assert_same(stock.outcome(composed(drifted, name), batch), whole[name])
 
 
-RANK = """
-import sys, torch, torch.distributed as dist
-from pathlib import Path
-from test_step import Stock
-origin, folder, rank = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-torch.manual_seed(rank)
-batch, configs = torch.load(folder / "given.pt", weights_only=False)  # written by the test itself, a moment ago
-stock = Stock(origin)
-torch.save({name: stock.outcome(config, batch, rank) for name, config in configs.items()}, folder / f"{rank}.pt")
-dist.destroy_process_group()
-"""
+def outcomes(world: World, origin: Path, batch: Batch, configs: dict[str, Config]) -> dict[str, Outcome]:
+    torch.manual_seed(world.rank)
+    stock = Stock(origin)
+    return {name: stock.outcome(config, batch, world) for name, config in configs.items()}
 
 
 @pytest.fixture(scope="module")
 def of_two_ranks(
     tiny_model: Path, drifted: Path, batch: Batch, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Outcome]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.save((batch, {name: changed(composed(drifted, name), ranks=2) for name in COMPOSITIONS}), folder / "given.pt")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    command = [sys.executable, "-c", RANK, str(tiny_model), str(folder)]
-    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
-    assert [rank.wait(timeout=110) for rank in ranks] == [0, 0]
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    configs = {name: changed(composed(drifted, name), ranks=2) for name in COMPOSITIONS}
+    return on_ranks(2, outcomes, tmp_path_factory.mktemp("ranks"), tiny_model, batch, configs)
 
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
@@ -422,7 +408,7 @@ def test_all_ranks_and_all_repetitions_of_a_step_draw_the_same(stock: Stock, dri
     def draw(step: int, *overrides: str, rank: int = 0) -> list[float]:
         torch.manual_seed(rank + 1)
         config = configured(drifted, "algo=grpo", "algo.reward.filter_power=1", *overrides)
-        return Trainer(config, stock.models(config), rank)._prepare(batch, step).counts.tolist()
+        return Trainer(config, stock.models(config), World(rank, 1))._prepare(batch, step).counts.tolist()
 
     first = draw(STEP)
     assert draw(STEP) == draw(STEP, "learner.ranks=2", rank=1) == first

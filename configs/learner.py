@@ -1,0 +1,173 @@
+"""The learner's settings: what trains, how it is divided over ranks, and what it costs in memory."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from configs.rules import not_negative, positive
+
+
+class LearnerKind(StrEnum):
+    fsdp = "fsdp"
+    megatron = "megatron"
+    simulated = "simulated"
+
+
+class Attention(StrEnum):
+    auto = "auto"
+    packed_sdpa = "packed_sdpa"
+    varlen = "varlen"
+    flash_attention_2 = "flash_attention_2"
+
+
+class LoraPublish(StrEnum):
+    merged = "merged"
+    adapter = "adapter"
+
+
+class CriticPlace(StrEnum):
+    with_actor = "with_actor"
+    own = "own"
+
+
+@dataclass(kw_only=True, slots=True)
+class FsdpConfig:
+    """`learner.engine=fsdp`."""
+
+    replicas: int = 1
+    """Hybrid sharding: the model is sharded over ranks / replicas ranks, and held `replicas` times. 1: over all ranks."""
+    sequence_parallel: int = 1
+    """Ulysses (2023): so many ranks share the tokens of each microbatch, and in attention its heads: for long sequences."""
+    cpu_offload: bool = False
+    """Parameters, gradients and optimizer live in the host's memory; the GPU holds the layer at work."""
+    compile: bool = False
+    """`torch.compile` of each layer (GPU)."""
+    liger: bool = False
+    """Liger's fused norm, rope and SwiGLU kernels (GPU, extra `liger`)."""
+
+    def problems(self) -> list[str]:
+        return positive(
+            **{"learner.fsdp.replicas": self.replicas, "learner.fsdp.sequence_parallel": self.sequence_parallel}
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class MegatronConfig:
+    """`learner.engine=megatron` (extra `megatron`). What the three leave of `learner.ranks` is data parallel, with the distributed
+    optimizer."""
+
+    tensor_parallel: int = 1
+    """Ranks that share each layer's matrices; above 1 with Megatron's sequence parallelism."""
+    pipeline_parallel: int = 1
+    """Stages, each with a share of the layers."""
+    expert_parallel: int = 1
+    """Data-parallel ranks that share the experts of a mixture."""
+
+    def problems(self) -> list[str]:
+        return positive(
+            **{
+                "learner.megatron.tensor_parallel": self.tensor_parallel,
+                "learner.megatron.pipeline_parallel": self.pipeline_parallel,
+                "learner.megatron.expert_parallel": self.expert_parallel,
+            }
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class LoraConfig:
+    """Low-rank adaptation (Hu et al., 2021) by peft: the policy's matrices stay as they are, and adapters are trained."""
+
+    rank: int | None = None
+    """Rank of the adapters; None trains the whole model."""
+    alpha: float = 32.0
+    """The adapter's product counts alpha / rank."""
+    targets: str = "all-linear"
+    """Which matrices are adapted: `all-linear`, or names divided by commas (`q_proj,v_proj`)."""
+    publish: LoraPublish = LoraPublish.merged
+    """What is published: the whole model with the adapters merged in, or the adapters alone, which generators merge."""
+
+    def problems(self) -> list[str]:
+        return positive(**{"learner.lora.rank": self.rank, "learner.lora.alpha": self.alpha})
+
+
+@dataclass(kw_only=True, slots=True)
+class PlacementConfig:
+    critic: CriticPlace = CriticPlace.with_actor
+    """Where a critic lives: on the ranks of the policy, which train one after the other, or on ranks of its own, at the same time."""
+    critic_ranks: int = 1
+    """`own` only: how many."""
+
+    def problems(self) -> list[str]:
+        return positive(**{"placement.critic_ranks": self.critic_ranks})
+
+
+@dataclass(kw_only=True, slots=True)
+class LearnerConfig:
+    engine: LearnerKind = LearnerKind.fsdp
+    ranks: int = 1
+    """Processes that share the model; one GPU each where there are GPUs."""
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    max_restarts: int = 3
+    """How often the learner may lose a rank and go on from its newest checkpoint before the run stops."""
+    groups_per_step: int = 64
+    """B: groups that one step consumes."""
+    samples_per_prompt: int = 8
+    """Trajectories in a group."""
+    minibatches: int = 1
+    """Optimizer updates in a step; must divide `groups_per_step`."""
+    tokens_per_microbatch: int = 16384
+    """Packed tokens that one forward pass holds at most; a longer sequence goes alone."""
+    lr: float = 2e-4
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = 10
+    """Steps over which the learning rate rises linearly from zero."""
+    weight_decay: float = 0.0
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
+    max_grad_norm: float = 1.0
+    activation_checkpointing: bool = False
+    attention: Attention = Attention.auto
+    """`auto`: `flash_attention_2` where a GPU and flash-attn are found, `varlen` on other GPUs, else `packed_sdpa`."""
+    threads: int | None = 1
+    """CPU threads of a rank; None leaves the choice to torch. On a machine that generators share, one is fastest: threads
+    that spin while they wait take the cores from the engines."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints; one is also written at the end and when a run is stopped."""
+    keep_checkpoints: int = 2
+    """Checkpoints kept; older ones are deleted."""
+    parity_tolerance: float | None = None
+    """Largest difference of log-probability between generator and learner that the parity probe accepts. None: 1e-4
+    for float32; for bfloat16 a mean of 0.03 and a maximum of 0.5."""
+    gpus: float | None = None
+    """GPUs of one rank; None divides what the cluster has between generators and learner."""
+    gpu_memory_fraction: float = 1.0
+    """Share of its GPU that a rank may take. Set it to about 0.5 where a generator shares the GPU."""
+
+    def problems(self) -> list[str]:
+        found = positive(
+            **{
+                "learner.ranks": self.ranks,
+                "learner.groups_per_step": self.groups_per_step,
+                "learner.samples_per_prompt": self.samples_per_prompt,
+                "learner.minibatches": self.minibatches,
+                "learner.tokens_per_microbatch": self.tokens_per_microbatch,
+                "learner.lr": self.lr,
+                "learner.max_grad_norm": self.max_grad_norm,
+                "learner.threads": self.threads,
+                "learner.checkpoint_every": self.checkpoint_every,
+                "learner.keep_checkpoints": self.keep_checkpoints,
+                "learner.parity_tolerance": self.parity_tolerance,
+                "learner.gpu_memory_fraction": self.gpu_memory_fraction,
+            }
+        )
+        found += not_negative(**{"learner.max_restarts": self.max_restarts})
+        found += self.fsdp.problems() + self.megatron.problems() + self.lora.problems()
+        if self.minibatches > 0 and self.groups_per_step % self.minibatches:
+            found.append(
+                f"learner.minibatches must divide learner.groups_per_step, got {self.minibatches} and {self.groups_per_step}"
+            )
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            found.append(f"learner.betas must be two numbers in [0, 1), got {list(self.betas)}")
+        if self.warmup_steps < 0:
+            found.append(f"learner.warmup_steps must be >= 0, got {self.warmup_steps}")
+        return found

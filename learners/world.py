@@ -1,0 +1,68 @@
+"""All ranks of a learner, whatever engine each of them holds: what they tell each other is small and goes over gloo.
+
+Engines have process groups of their own (torch's default group, and what they make of it); this one stands beside them, so that
+ranks of different pools (the policy's, the critic's) can meet, and so that a thread can write a checkpoint meanwhile.
+"""
+
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TIMEOUT = timedelta(minutes=10)
+
+Sums = dict[str, Tensor]
+
+
+class World:
+    """One rank among `size`. Every method is collective; with one rank each is done at once."""
+
+    def __init__(self, rank: int = 0, size: int = 1, store: dist.Store | None = None) -> None:
+        self.rank, self.size = rank, size
+        self._group = None
+        if size > 1:
+            assert store is not None
+            self._group = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in the place of the tensor [any shape, CPU]."""
+        if self._group is not None:
+            self._group.allreduce([tensor]).wait()
+        return tensor
+
+    def add_named(self, sums: Sums) -> Sums:
+        """The sums over all ranks, of all names that any of them has; in float64."""
+        if self._group is None:
+            return sums
+        shapes: dict[str, list[int]] = {}
+        for told in self.gather(msgspec.json.encode({name: list(value.shape) for name, value in sums.items()})):
+            shapes |= msgspec.json.decode(told, type=dict[str, list[int]])
+        names = sorted(shapes)
+        mine = [sums[name].double() if name in sums else torch.zeros(shapes[name]).double() for name in names]
+        parts = self.add(torch.cat([value.reshape(-1) for value in mine])).split([value.numel() for value in mine])
+        return {name: part.view(shapes[name]) for name, part in zip(names, parts, strict=True)}
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """What each rank says, by rank."""
+        if self._group is None:
+            return [message]
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        sizes[self.rank] = len(message)
+        ends = [0, *self.add(sizes).cumsum(0).tolist()]
+        text = torch.zeros(ends[-1], dtype=torch.uint8)
+        text[ends[self.rank] : ends[self.rank + 1]] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        whole = self.add(text).numpy().tobytes()
+        return [whole[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+
+    def barrier(self) -> None:
+        self.add(torch.zeros(1))
+
+
+def open_store(rendezvous: str, rank: int) -> dist.Store:
+    """The ranks' store at `tcp://HOST:PORT`, which rank 0 keeps."""
+    at = urlsplit(rendezvous)
+    assert at.scheme == "tcp" and at.hostname is not None and at.port is not None, rendezvous
+    return dist.TCPStore(at.hostname, at.port, is_master=rank == 0, timeout=TIMEOUT, wait_for_workers=False)

@@ -1,0 +1,62 @@
+"""Several ranks of one test: processes that fork from a server which has imported torch already, so that they start at once."""
+
+import multiprocessing as mp
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from learners.world import World
+
+PATIENCE_S = 90.0
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "transformers", "learners.fsdp", "learners.step", "learners.models"])
+
+
+def on_ranks(number: int, function: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
+    """What `function(world, *args)` returns on each of `number` ranks, which are in a process group; `folder` is for them alone.
+
+    Raises RuntimeError with the traceback of the first rank that fails; the others are killed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    ended: Queue[tuple[int, str | None]] = _context.Queue()
+    processes = [
+        _context.Process(target=_rank, args=(rank, number, function, folder, args, ended), daemon=True)
+        for rank in range(number)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for _ in processes:
+            rank, error = ended.get(timeout=PATIENCE_S)
+            if error is not None:
+                raise RuntimeError(f"rank {rank} has failed:\n{error}")
+        # Written a moment ago by the test's own processes: not through the queue, which shares tensors that die with them.
+        return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(number)]
+    finally:
+        for process in processes:
+            process.join(timeout=1.0)
+            process.kill()
+
+
+def _rank(
+    rank: int, number: int, function: Callable[..., Any], folder: Path, args: tuple[Any, ...],
+    ended: "Queue[tuple[int, str | None]]",
+) -> None:  # fmt: skip
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=number)
+        world = World(rank, number, dist.FileStore(str(folder / "world"), number))
+        torch.save(function(world, *args), folder / f"{rank}.pt")
+        dist.barrier()
+        dist.destroy_process_group()
+        ended.put((rank, None))
+    except BaseException:
+        ended.put((rank, traceback.format_exc()))
