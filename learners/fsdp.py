@@ -1,138 +1,36 @@
 """The FSDP2 engine: a Hugging Face causal LM under `fully_shard`, on gloo (CPU) or NCCL.
 
 float32 master weights; on a GPU with `dtype=bfloat16` forward and backward compute in bfloat16 and gradients are reduced
-in float32.
+in float32. Ranks are laid out twice: for weights as replicas × shards, for data as shares × ranks of a sequence (Ulysses).
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    AutoModelForTokenClassification,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.core_model_loading import revert_weight_conversion
 
-from configs.learner import Attention
+from configs.learner import Attention, FsdpConfig, LoraConfig, LoraPublish
 from configs.schema import Dtype
+from learners import lora as adapters
+from learners.attention import choose_attention
 from learners.engine import Kind, LossFn, Share, Write
 from learners.heads import LogprobHead, ValueHead
-from learners.packing import Packed
+from learners.packing import Packed, padded_to
 from sync.stream import BUCKET_BYTES, Part, parts, stream
-
-
-def packed_sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    cu_seq_lens_q: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention within each packed sequence, by one SDPA call a sequence. [1, heads, T, d] -> [1, T, heads, d]."""
-    assert cu_seq_lens_q is not None, "packed attention needs the lengths of the sequences"
-    lengths = cu_seq_lens_q.diff().tolist()
-    grouped = query.shape[1] != key.shape[1]
-    parts = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
-        for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    ]
-    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
-
-
-def padded_sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int = 0,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """As `packed_sdpa`, for many short sequences: they are padded for the attention alone, one call in all.
-
-    Padding stands behind every real token of its sequence: the causal mask hides it, and its own output is left out.
-    """
-    assert cu_seq_lens_q is not None, "packed attention needs the lengths of the sequences"
-    lengths = cu_seq_lens_q.diff()
-    if len(lengths) * max_length_q > 2 * query.shape[2] + 1024:
-        return packed_sdpa(module, query, key, value, attention_mask, scaling, cu_seq_lens_q=cu_seq_lens_q)
-    column = torch.arange(max_length_q, device=query.device)
-    # A place beyond the end of its sequence repeats the last token: index_select is several times faster than scattering.
-    index = torch.minimum(cu_seq_lens_q[:-1, None] + column, cu_seq_lens_q[1:, None] - 1)
-    real = (column < lengths[:, None]).flatten().nonzero()[:, 0]
-    q, k, v = (
-        packed[0].transpose(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
-        for packed in (query, key, value)
-    )
-    out = F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, real)[None], None
-
-
-def varlen(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int = 0,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """The same by torch's own variable-length kernel (CUDA, bfloat16)."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    q, k, v = (packed[0].transpose(0, 1).contiguous() for packed in (query, key, value))
-    out = varlen_attn(
-        q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, window_size=(-1, 0), scale=scaling,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
-    return out[None], None
-
-
-for _name, _function in (("packed_sdpa", padded_sdpa), ("varlen", varlen)):
-    AttentionInterface.register(_name, _function)
-    AttentionMaskInterface.register(_name, lambda *args, **kwargs: None)
-
-
-def choose_attention(wanted: Attention, device: torch.device, dtype: Dtype) -> Attention:
-    """What `auto` stands for here. Raises ValueError for a kernel that this device or dtype has not."""
-    flash = device.type == "cuda" and dtype is Dtype.bfloat16
-    if wanted is Attention.auto:
-        if not flash:
-            return Attention.packed_sdpa
-        return Attention.flash_attention_2 if find_spec("flash_attn") else Attention.varlen
-    if wanted is not Attention.packed_sdpa and not flash:
-        raise ValueError(
-            "learner.attention must be auto or packed_sdpa except on a GPU with model.dtype=bfloat16, "
-            f"got {wanted} on {device.type} with {dtype}"
-        )
-    return wanted
 
 
 class FsdpEngine:
@@ -152,72 +50,148 @@ class FsdpEngine:
         activation_checkpointing: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         entropy_gradient: bool = False,
+        layout: FsdpConfig | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         """`bucket_bytes`: of weights that are gathered at a time, for publication. `entropy_gradient`: whether a loss may lead
-        through the entropy, which then costs memory for another [chunk, vocabulary]."""
-        cuda = torch.cuda.is_available()
+        through the entropy, which then costs memory for another [chunk, vocabulary]. Raises ValueError for what cannot be here."""
+        layout, cuda = layout or FsdpConfig(), torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._publish_dtype = getattr(torch, dtype)
         self._max_grad_norm, self._bucket_bytes = max_grad_norm, bucket_bytes
-        attention = choose_attention(attention, self._device, dtype)
-        auto, sizes = (
-            (AutoModelForTokenClassification, {"num_labels": 1}) if kind is Kind.critic else (AutoModelForCausalLM, {})
-        )
-        with torch.random.fork_rng():
-            torch.manual_seed(0)  # a critic's head is drawn at random, the same on all ranks
-            model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation=str(attention), **sizes)
+        self._lora = lora if lora is not None and lora.rank is not None and kind is Kind.policy else None
+        self._attention = choose_attention(attention, self._device, dtype)
+        self._lay_out(layout)
+        model = self._build(path, kind, layout)
         layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
         model.eval()  # dropout would make every log-probability a random number
         if activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             for layer in layers:
                 layer.training = True  # the layer's own flag, not its children's: layers checkpoint only in training
+        if layout.compile:
+            for layer in layers:
+                layer.compile(dynamic=True)
         if kind is Kind.critic:
             self._head: LogprobHead | ValueHead = ValueHead(model.score)
         else:
             self._head = LogprobHead(model.get_output_embeddings(), temperature, entropy_gradient)
-        mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
-        compute = torch.bfloat16 if cuda and dtype is Dtype.bfloat16 else None
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
-        # All modules reshard after a forward pass, the root too: one left gathered by a forward without backward would go on
-        # computing with the weights from before the next update.
-        for module in (*layers, model):
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-        self.share = Share(dist.get_rank(), dist.get_world_size())
+        self._shard(model, layers, torch.bfloat16 if cuda and dtype is Dtype.bfloat16 else None, layout.cpu_offload)
         self._writers = dist.new_group(backend="gloo")  # for a thread that writes a checkpoint
         self._model = model
         self._named = dict(model.named_parameters())
         self._published_names = {name: self._published_name(name) for name in self._named}
         if kind is Kind.frozen:
             model.requires_grad_(False)
+        self._trained = {name: parameter for name, parameter in self._named.items() if parameter.requires_grad}
+        if not self._trained:
             return
         self._optimizer = torch.optim.AdamW(
-            self._named.values(), lr=0.0, betas=betas, weight_decay=weight_decay, fused=True
+            self._trained.values(), lr=0.0, betas=betas, weight_decay=weight_decay, fused=True
         )
         # What AdamW would make at its first step: so a fresh engine has a place to load into.
-        for parameter in self._named.values():
+        for parameter in self._trained.values():
             self._optimizer.state[parameter] = {
-                "step": torch.zeros((), device=self._device),
+                "step": torch.zeros((), device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
 
+    # ---- ranks and shards
+
+    def _lay_out(self, layout: FsdpConfig) -> None:
+        """The meshes of weights and of data. Raises ValueError where they do not divide the ranks."""
+        world, rank = dist.get_world_size(), dist.get_rank()
+        for field, size in (("replicas", layout.replicas), ("sequence_parallel", layout.sequence_parallel)):
+            if world % size:
+                raise ValueError(f"learner.fsdp.{field} must divide the ranks of the engine ({world}), got {size}")
+        shape = (world,) if layout.replicas == 1 else (layout.replicas, world // layout.replicas)
+        self._mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
+        ranks = layout.sequence_parallel
+        self.share = Share(rank // ranks, world // ranks, speaks=rank % ranks == 0)
+        self._sequence_group: dist.ProcessGroup | None = None
+        if ranks > 1:
+            self._sequence_group = init_device_mesh(self._device.type, (world // ranks, ranks)).get_group(1)
+
+    def _build(self, path: str | Path, kind: Kind, layout: FsdpConfig) -> Any:
+        """The model, whole on rank 0 and without memory elsewhere."""
+        auto, sizes = (
+            (AutoModelForTokenClassification, {"num_labels": 1}) if kind is Kind.critic else (AutoModelForCausalLM, {})
+        )
+        config = AutoConfig.from_pretrained(path, **sizes)
+        if (ranks := layout.sequence_parallel) > 1 and config.num_attention_heads % ranks:
+            raise ValueError(
+                f"learner.fsdp.sequence_parallel must divide the attention heads ({config.num_attention_heads}), got {ranks}"
+            )
+        options = {"dtype": torch.float32, "attn_implementation": "ulysses" if ranks > 1 else str(self._attention)}
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # a critic's head and adapters are drawn at random
+            if dist.get_rank() == 0:
+                model = auto.from_pretrained(path, config=config, **options)
+            else:
+                with torch.device("meta"):
+                    model = auto.from_config(config, **options)
+            if self._lora is not None:
+                adapters.inject(model, self._lora)
+        if layout.liger:
+            from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+            _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+        return model
+
+    def _shard(self, model: Any, layers: list[nn.Module], compute: torch.dtype | None, offload: bool) -> None:
+        """Gives each rank its part of the model, a parameter at a time: none but the first ever holds it whole."""
+        tensors = dict(chain(model.named_parameters(), model.named_buffers()))
+        whole = {name: tensor.detach() for name, tensor in tensors.items()} if dist.get_rank() == 0 else {}
+        model.to(device="meta")
+        model.tie_weights()  # a move unties them
+        where: OffloadPolicy = CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if offload else OffloadPolicy()
+        precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
+        # All modules reshard after a forward pass, the root too: one left gathered by a forward without backward would go on
+        # computing with the weights from before the next update.
+        for module in (*layers, model):
+            fully_shard(module, mesh=self._mesh, mp_policy=precision, offload_policy=where, reshard_after_forward=True)
+        model.to_empty(device="cpu" if offload else self._device)
+        model.tie_weights()
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            shape = {"size": tensor.shape, "dtype": tensor.dtype, "device": self._device}
+            source = whole.pop(name).to(self._device) if dist.get_rank() == 0 else torch.empty(**shape)
+            if isinstance(tensor, DTensor):
+                tensor.to_local().detach().copy_(distribute_tensor(source, self._mesh, tensor.placements).to_local())
+            else:
+                dist.broadcast(source, 0)
+                tensor.copy_(source)
+
+    # ---- training
+
     def _forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """[T] log-probability, or value, and [T] entropy, on the CPU, of each token given those before it; 0 where there are none."""
-        targets = packed.positions.nonzero()[:, 0]
-        tokens, cu_seqlens = packed.tokens.to(self._device), packed.cu_seqlens.to(self._device)
-        self._head.ask(sources=(targets - 1).to(self._device), targets=packed.tokens[targets].to(self._device))
+        targets, group = packed.positions.nonzero()[:, 0], self._sequence_group
+        row, start = packed, 0
+        extra: dict[str, Any] = {}
+        if group is not None:
+            row = padded_to(packed, group.size())
+            size = len(row.tokens) // group.size()
+            start = group.rank() * size
+            targets = targets[(targets > start) & (targets <= start + size)]
+            extra = {"inner": str(self._attention), "sequence_group": group}
+        mine = slice(start, start + len(row.tokens) // (1 if group is None else group.size()))
+        cu_seqlens = row.cu_seqlens.to(self._device)
+        self._head.ask(sources=(targets - 1 - start).to(self._device), targets=packed.tokens[targets].to(self._device))
         out = self._model(
-            input_ids=tokens[None],
-            position_ids=packed.positions.to(self._device)[None],
+            input_ids=row.tokens[mine].to(self._device)[None],
+            position_ids=row.positions[mine].to(self._device)[None],
             use_cache=False,  # with a cache, transformers lets packed sequences see each other
             cu_seq_lens_q=cu_seqlens,
             cu_seq_lens_k=cu_seqlens,
-            max_length_q=packed.max_seqlen,
-            max_length_k=packed.max_seqlen,
+            max_length_q=row.max_seqlen,
+            max_length_k=row.max_seqlen,
+            **extra,
         ).logits[0]
-        spread = torch.zeros(len(tokens), 2).index_copy(0, targets, out.cpu())
-        return spread[:, 0], spread[:, 1]
+        spread = torch.zeros(len(packed.tokens), 2, device=out.device).index_copy(0, targets.to(out.device), out)
+        if group is not None:
+            spread = _Whole.apply(spread, group)
+        return tuple(spread.cpu().unbind(-1))
 
     @torch.no_grad()
     def infer(self, microbatches: Sequence[Packed]) -> list[Tensor]:
@@ -239,9 +213,11 @@ class FsdpEngine:
 
     def _clip(self) -> float:
         """Scales the gradient to `max_grad_norm` where it is longer; returns its norm before."""
-        shards = [p.grad.to_local() for p in self._named.values() if p.grad is not None]
+        shards = [p.grad.to_local() for p in self._trained.values() if p.grad is not None]
         squared = torch.stack(torch._foreach_norm(shards)).square().sum()
-        dist.all_reduce(squared)
+        dist.all_reduce(
+            squared, group=self._mesh.get_group(self._mesh.ndim - 1)
+        )  # of one replica: the others have the same
         norm = math.sqrt(squared.item())
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient norm must be finite, got {norm}: nothing was updated")
@@ -249,20 +225,38 @@ class FsdpEngine:
             torch._foreach_mul_(shards, self._max_grad_norm / (norm + 1e-6))
         return norm
 
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """The model as it was before any training, as long as this lasts."""
+        with adapters.disabled(self._model):
+            yield
+
+    # ---- publication
+
     def _published_name(self, name: str) -> str | None:
         """None for a parameter that is published as several (the experts of a layer), which need it whole."""
         probe = torch.empty(self._named[name].shape, device="meta")
-        published = revert_weight_conversion(self._model, {name: probe})
+        published = revert_weight_conversion(self._model, {adapters.base_name(name): probe})
         return next((name for name, tensor in published.items() if tensor is probe), None)
 
     def weights(self) -> Iterator[Part]:
+        if self._lora is not None and self._lora.publish is LoraPublish.adapter:
+            for name, parameter in self._trained.items():
+                yield from stream(adapters.published_name(name), parameter.detach(), torch.float32, self._bucket_bytes)
+            return
+        merged = adapters.merged(self._model) if self._lora is not None else {}
         for name, parameter in self._named.items():
-            if (published := self._published_names[name]) is not None:
-                yield from stream(published, parameter.detach(), self._publish_dtype, self._bucket_bytes)
+            if adapters.is_adapter(name):
                 continue
-            whole = parameter.detach().to(self._publish_dtype).full_tensor()  # cast first: less to gather
+            tensor = merged[name]() if name in merged else parameter.detach()
+            if (published := self._published_names[name]) is not None:
+                yield from stream(published, tensor, self._publish_dtype, self._bucket_bytes)
+                continue
+            whole = tensor.to(self._publish_dtype).full_tensor()  # cast first: less to gather
             if dist.get_rank() == 0:
                 yield from parts(revert_weight_conversion(self._model, {name: whole.cpu()}))
+
+    # ---- checkpoints
 
     def snapshot(self) -> Write:
         state = {name: _copy(tensor) for name, tensor in self._state().items()}
@@ -288,9 +282,9 @@ class FsdpEngine:
                 torch.cuda.set_rng_state(random["cuda"])
 
     def _state(self) -> dict[str, Tensor]:
-        """Model and optimizer by name: the live tensors, so that loading writes into them."""
+        """What is trained and its optimizer, by name: the live tensors, so that loading writes into them."""
         state: dict[str, Tensor] = {}
-        for name, parameter in self._named.items():
+        for name, parameter in self._trained.items():
             state[f"model.{name}"] = parameter.detach()
             state |= {f"{key}.{name}": value for key, value in self._optimizer.state[parameter].items()}
         return state
@@ -298,6 +292,21 @@ class FsdpEngine:
     def _random(self) -> dict[str, Tensor]:
         cuda = {"cuda": torch.cuda.get_rng_state()} if self._device.type == "cuda" else {}
         return {"cpu": torch.get_rng_state(), **cuda}
+
+
+class _Whole(torch.autograd.Function):
+    """The sum of what the ranks of a sequence have found, each for its own tokens. All go on with the same loss: a rank's gradient
+    is that of its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+        whole = mine.clone()
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -6,12 +6,13 @@ the log-probability of token t comes from the model's output at t − 1 of the s
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from buffers.trajectory import GREEDY, flat
@@ -122,6 +123,21 @@ def pack(batch: Batch, rows: Sequence[int]) -> Packed:
         index=index,
         num_sampled=int(batch.sampled[index].sum()),
         behavior_logprobs=batch.behavior_logprobs[index],
+    )
+
+
+def padded_to(packed: Packed, multiple: int) -> Packed:
+    """With another sequence, of zeros, at the end where the number of tokens is not a multiple. Only for an engine's own forward
+    pass: `index` and what else speaks of the batch stays without it."""
+    missing = -len(packed.tokens) % multiple
+    if not missing:
+        return packed
+    return replace(
+        packed,
+        tokens=F.pad(packed.tokens, (0, missing)),
+        positions=torch.cat([packed.positions, torch.arange(missing)]),
+        cu_seqlens=torch.cat([packed.cu_seqlens, packed.cu_seqlens[-1:] + missing]),
+        max_seqlen=max(packed.max_seqlen, missing),
     )
 
 

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Qwen3C
 from configs.learner import Attention
 from configs.schema import Dtype
 from learners import heads
-from learners.fsdp import FsdpEngine, choose_attention
+from learners.attention import choose_attention
+from learners.fsdp import FsdpEngine
 from learners.packing import Batch, Packed, microbatches
 from learners.world import World
 from sync.stream import collect

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 from buffers.trajectory import GREEDY, Trajectory, to_batch
 from configs.schema import Dtype
 from learners import checkpoint
+from learners.attention import packed_sdpa, padded_sdpa
 from learners.engine import LossFn
-from learners.fsdp import FsdpEngine, packed_sdpa, padded_sdpa
+from learners.fsdp import FsdpEngine
 from learners.learner import ParityError, check_parity
 from learners.packing import Batch, Packed, from_arrow, microbatches, minibatch_rows, pack, plan
 from learners.world import World
