@@ -1,0 +1,298 @@
+"""The Megatron-core engine: tensor, pipeline, sequence, expert and data parallelism with the distributed optimizer.
+
+float32 on a CPU. On a GPU with `dtype=bfloat16` parameters are bfloat16, beside float32 ones that the optimizer keeps divided
+over the data-parallel ranks; gradients are added up in float32.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from configs.schema import Dtype
+from learners.engine import Kind, LossFn, Share, Write
+from learners.megatron import stand_ins
+from learners.megatron.checkpoint import KEYS, Header, Place, Saved, Slice, write
+from learners.megatron.model import Model, Sizes, problems, transformer_config
+from learners.megatron.names import Files, Layout, Names, Parameter
+from learners.packing import Packed
+from sync.stream import BUCKET_BYTES, Part, stream
+
+_groups: tuple[Sizes, Any] | None = None
+"""The sizes that Megatron's process groups are for, and the default group that they were made in."""
+
+
+def _join(sizes: Sizes) -> None:
+    """Makes Megatron's process groups, once: all engines of a process share them."""
+    global _groups
+    if _groups is not None and _groups[1] is dist.group.WORLD:
+        for field in Sizes.__slots__:
+            wanted, made = getattr(sizes, field), getattr(_groups[0], field)
+            if wanted != made:
+                raise ValueError(f"learner.megatron.{field} must be {made} as in the first engine, got {wanted}")
+        return
+    mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tensor_parallel,
+        pipeline_model_parallel_size=sizes.pipeline_parallel,
+        expert_model_parallel_size=sizes.expert_parallel,
+        expert_tensor_parallel_size=sizes.expert_tensor_parallel,
+        create_gloo_process_groups=False,
+    )
+    with torch.random.fork_rng():
+        model_parallel_cuda_manual_seed(0, force_reset_rng=True)
+    _groups = sizes, dist.group.WORLD
+
+
+def _finalize(model: list[nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
+    """Adds gradients up over the ranks. Megatron would divide by tokens: this loss has its denominator already."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+class MegatronEngine:
+    """See `learners.engine.Engine`. The process group must be initialised."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        kind: Kind = Kind.policy,
+        dtype: Dtype = Dtype.float32,
+        temperature: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        activation_checkpointing: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+        entropy_gradient: bool = False,
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
+        expert_parallel: int = 1,
+    ) -> None:
+        """`bucket_bytes`: of weights that are published at a time. `entropy_gradient`: whether a loss may lead through the
+        entropy. Raises ValueError for a model that Megatron, or these sizes, cannot have."""
+        config, cuda = AutoConfig.from_pretrained(path), torch.cuda.is_available()
+        self._sizes = Sizes(tensor_parallel, pipeline_parallel, expert_parallel)
+        if found := problems(config, self._sizes, dist.get_world_size()):
+            raise ValueError("\n".join(found))
+        self._publish_dtype, self._bucket_bytes = getattr(torch, dtype), bucket_bytes
+        self._weight_decay, self._max_grad_norm = weight_decay, max_grad_norm
+        self._names = Names(config, Files(Path(path)), pipeline_parallel, critic=kind is Kind.critic)
+        self._experts = getattr(config, "num_experts", 0) // expert_parallel
+        stand_ins.install()
+        with stand_ins.device():
+            _join(self._sizes)
+            self._transformer = transformer_config(
+                config, self._sizes, self._publish_dtype if cuda else torch.float32, activation_checkpointing
+            )
+            self._transformer.finalize_model_grads_func = _finalize
+            self._model = Model(
+                config,
+                self._transformer,
+                critic=kind is Kind.critic,
+                temperature=temperature,
+                entropy_gradient=entropy_gradient,
+            )
+            self._model.to("cuda" if cuda else "cpu", self._transformer.params_dtype)
+            first_expert = mpu.get_expert_model_parallel_rank() * self._experts
+            self._local = self._names.of(self._model, first_expert)
+            for name, local in self._local.items():
+                if (read := self._names.read(*self._shard(name))) is not None:
+                    local.data.copy_(read)
+            if kind is Kind.frozen:
+                self._model.requires_grad_(False)
+            else:
+                self._make_optimizer(betas)
+        self.share = Share(
+            mpu.get_data_parallel_rank(),
+            mpu.get_data_parallel_world_size(),
+            speaks=mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0,
+        )
+
+    def _make_optimizer(self, betas: tuple[float, float]) -> None:
+        self._ddp = DistributedDataParallel(
+            self._transformer,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+            self._model,
+        )
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=0.0,
+            adam_beta1=betas[0],
+            adam_beta2=betas[1],
+            adam_eps=1e-8,
+            use_distributed_optimizer=True,
+            bf16=self._transformer.bf16,
+            params_dtype=self._transformer.params_dtype,
+        )
+        self._optimizer = get_megatron_optimizer(
+            settings, [self._ddp], config_overrides={}, use_gloo_process_groups=False
+        )
+        for group in self._optimizer.param_groups:
+            group |= {"weight_decay": self._weight_decay, "fused": True}
+        self._slices = list(self._own_slices())
+        for held in self._slices if self._transformer.bf16 else ():  # float32, where the file has it
+            read = self._names.read(held.parameter, held.place.index, held.place.count)
+            if read is not None:
+                held.state["param"].copy_(read.reshape(-1)[held.place.start : held.place.end])
+
+    def _own_slices(self) -> Iterator[Slice]:
+        """What the distributed optimizer holds on this rank: of each parameter a range of elements, or nothing."""
+        names = {local: name for name, local in self._local.items()}
+        for optimizer in self._optimizer.chained_optimizers:
+            for local in optimizer.model_param_gbuf_map:
+                elements = optimizer._get_model_param_range_map(local)["param"]
+                group, place = optimizer.model_param_group_index_map[local]
+                main = optimizer.optimizer.param_groups[group]["params"][place]
+                # What AdamW would make at its first step: so a fresh engine has a place to load into.
+                state = optimizer.optimizer.state[main] = {
+                    "step": torch.zeros((), device=main.device),
+                    "exp_avg": torch.zeros_like(main),
+                    "exp_avg_sq": torch.zeros_like(main),
+                }
+                parameter, index, count = self._shard(names[local])
+                replica = parameter.layout is Layout.replicated and mpu.get_tensor_model_parallel_rank() > 0
+                yield Slice(
+                    parameter,
+                    Place(index, count, elements.start, elements.end),
+                    {"param": main.detach(), **state},
+                    written=names[local] == parameter.name and not replica,
+                )
+
+    def _shard(self, name: str) -> tuple[Parameter, int, int]:
+        """Which parameter of the model a local one is, and which shard of how many."""
+        tied = name == "output_layer.weight" and name not in self._names.parameters
+        parameter = self._names.parameters["embedding.word_embeddings.weight" if tied else name]
+        count = self._count(parameter)
+        return parameter, mpu.get_tensor_model_parallel_rank() if count > 1 else 0, count
+
+    def _count(self, parameter: Parameter) -> int:
+        """Of its shards."""
+        if parameter.layout is Layout.replicated:
+            return 1
+        return self._sizes.tensor_parallel if parameter.expert is None else self._sizes.expert_tensor_parallel
+
+    def _owners(self, parameter: Parameter) -> list[int]:
+        """The first rank that holds each shard, by shard."""
+        first = parameter.stage * (dist.get_world_size() // self._sizes.pipeline_parallel)
+        if parameter.expert is not None:
+            first += parameter.expert // self._experts
+        return list(range(first, first + self._count(parameter)))
+
+    def _schedule(self, model: nn.Module, microbatches: Sequence[Packed], step: Any, forward_only: bool) -> list[Any]:
+        """Runs Megatron's schedule, with `step` as its forward step; what that gave on the last stage, by microbatch."""
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(microbatches),
+            model=[model],
+            num_microbatches=len(microbatches),
+            seq_length=1,  # not looked at: lengths are variable
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    @torch.no_grad()
+    def infer(self, microbatches: Sequence[Packed]) -> list[Tensor]:
+        def step(batches: Iterator[Packed], model: nn.Module) -> tuple[Tensor, None]:
+            return model(next(batches)), None
+
+        with stand_ins.device():
+            outs = self._schedule(self._model, microbatches, step, forward_only=True)
+        if not mpu.is_pipeline_last_stage():
+            return [torch.zeros(len(packed.tokens)) for packed in microbatches]
+        return [_spread(out, packed)[0] for out, packed in zip(outs, microbatches, strict=True)]
+
+    def update(self, microbatches: Sequence[Packed], loss_fn: LossFn, lr: float) -> float:
+        """Raises FloatingPointError, and updates nothing, when the gradient is not finite."""
+
+        def step(batches: Iterator[Packed], model: nn.Module) -> tuple[Tensor, Any]:
+            packed = next(batches)
+
+            def loss(out: Tensor) -> tuple[Tensor, Tensor, None]:
+                return loss_fn(*_spread(out, packed), packed), torch.ones((), dtype=torch.int32), None
+
+            return model(packed), loss
+
+        with stand_ins.device():
+            self._ddp.zero_grad_buffer()
+            self._optimizer.zero_grad()
+            self._schedule(self._ddp, microbatches, step, forward_only=False)
+            self._optimizer.prepare_grads()
+            norm = self._optimizer.get_grad_norm()
+            if not math.isfinite(norm):
+                raise FloatingPointError(f"the gradient norm must be finite, got {norm}: nothing was updated")
+            main = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+            if norm > self._max_grad_norm:
+                torch._foreach_mul_([parameter.grad for parameter in main], self._max_grad_norm / (norm + 1e-6))
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step_with_ready_grads()
+        return norm
+
+    def weights(self) -> Iterator[Part]:
+        for name, parameter in self._names.parameters.items():
+            owners = self._owners(parameter)
+            if dist.get_rank() == 0:
+                shards = [self._published(name) if owner == 0 else self._receive(parameter, owner) for owner in owners]
+                for source, whole in zip(parameter.sources, self._names.whole(parameter.layout, shards), strict=True):
+                    yield from stream(source, whole, self._publish_dtype, self._bucket_bytes)
+            elif dist.get_rank() in owners:
+                dist.send(self._published(name), dst=0)
+
+    def _published(self, name: str) -> Tensor:
+        return self._local[name].detach().to(self._publish_dtype)
+
+    def _receive(self, parameter: Parameter, owner: int) -> Tensor:
+        shape = self._names.shape(parameter, self._count(parameter))
+        shard = torch.empty(shape, dtype=self._publish_dtype, device=next(self._model.parameters()).device)
+        dist.recv(shard, src=owner)
+        return shard
+
+    def snapshot(self) -> Write:
+        tensors = {f"random.{name}": state.clone() for name, state in self._random().items()}
+        places = {}
+        for held in self._slices:
+            if held.written:
+                places[held.parameter.name] = held.place
+                tensors |= {f"{key}.{held.parameter.name}": held.state[key].to("cpu", copy=True) for key in KEYS}
+        step = max((int(held.state["step"]) for held in self._slices), default=0)
+        header, rank = Header(dist.get_world_size(), self._sizes, step, places), dist.get_rank()
+        return lambda folder: write(folder, rank, header, tensors)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Raises FileNotFoundError, or ValueError, when the folder is not a whole checkpoint of this model."""
+        saved = Saved(folder, self._names)
+        for name, local in self._local.items():
+            parameter, index, count = self._shard(name)
+            local.copy_(saved.read("param", parameter, Place(index, count, 0, local.numel())).view_as(local))
+        for held in self._slices:
+            held.state["step"].fill_(saved.step)
+            for key in KEYS:
+                held.state[key].copy_(saved.read(key, held.parameter, held.place))
+        if random := saved.random(dist.get_rank(), dist.get_world_size(), self._sizes):
+            torch.set_rng_state(random.pop("cpu"))
+            if "cuda" in random:
+                torch.cuda.set_rng_state(random.pop("cuda"))
+            get_cuda_rng_tracker().set_states(random)
+
+    def _random(self) -> dict[str, Tensor]:
+        """torch's random states, and those that Megatron keeps apart."""
+        cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+        return {"cpu": torch.get_rng_state(), **cuda, **get_cuda_rng_tracker().get_states()}
+
+
+def _spread(out: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
+    """[K, 2] of the tokens that have some before them -> [T] and [T] on the CPU, 0 elsewhere."""
+    spread = torch.zeros(len(packed.tokens), 2).index_copy(0, packed.positions.nonzero()[:, 0], out.cpu())
+    return spread[:, 0], spread[:, 1]

@@ -1,0 +1,240 @@
+"""A Hugging Face model built of Megatron-core's layers: one rank's part of it, with log-probabilities or values at its end."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from learners import heads
+from learners.megatron.stand_ins import block_spec
+from learners.packing import Packed, padded_to
+
+SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
+ROPES = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Ranks that divide one model between them; see `configs.learner.MegatronConfig`."""
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+
+    @property
+    def expert_tensor_parallel(self) -> int:
+        """Ranks that share one expert: each is whole where ranks share out the experts already."""
+        return 1 if self.expert_parallel > 1 else self.tensor_parallel
+
+
+def problems(config: Any, sizes: Sizes, world: int) -> list[str]:
+    """Why this model cannot be divided so over `world` ranks, or not be built at all. `config`: Hugging Face's."""
+    if config.model_type not in SUPPORTED:
+        return [f"model_type of model.path must be one of {', '.join(SUPPORTED)} (Megatron), got {config.model_type}"]
+    tensor, pipeline, expert = sizes.tensor_parallel, sizes.pipeline_parallel, sizes.expert_parallel
+    found = []
+
+    def divides(field: str, value: int, what: str, number: int) -> None:
+        if number % value:
+            found.append(f"learner.megatron.{field} must divide {what}, got {value} for {number}")
+
+    divides("tensor_parallel", tensor, "the number of attention heads", config.num_attention_heads)
+    divides("tensor_parallel", tensor, "the number of key-value heads", config.num_key_value_heads)
+    divides("tensor_parallel", tensor, "the size of the vocabulary", config.vocab_size)
+    divides("tensor_parallel", tensor, "the intermediate size", config.intermediate_size)
+    divides("pipeline_parallel", pipeline, "the number of layers", config.num_hidden_layers)
+    if experts := getattr(config, "num_experts", 0):
+        divides("expert_parallel", expert, "the number of experts", experts)
+        divides("tensor_parallel", tensor, "the intermediate size of an expert", config.moe_intermediate_size)
+    elif expert != 1:
+        found.append(f"learner.megatron.expert_parallel must be 1 for a model without experts, got {expert}")
+    if world % (tensor * pipeline * expert):
+        found.append(
+            "learner.megatron.tensor_parallel · pipeline_parallel · expert_parallel must divide learner.ranks, "
+            f"got {tensor} · {pipeline} · {expert} for {world}"
+        )
+    if config.hidden_act != "silu":
+        found.append(f"hidden_act of model.path must be silu, got {config.hidden_act}")
+    if config.rope_parameters["rope_type"] not in ROPES:
+        found.append(f"rope_type of model.path must be one of {ROPES}, got {config.rope_parameters['rope_type']}")
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        found.append("layer_types of model.path must be full_attention, got sliding_attention")
+    return found
+
+
+def head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def transformer_config(
+    config: Any, sizes: Sizes, dtype: torch.dtype, activation_checkpointing: bool
+) -> TransformerConfig:
+    """`config`: Hugging Face's. `dtype`: of parameters and activations."""
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        kv_channels=head_dim(config),
+        ffn_hidden_size=config.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=config.model_type == "qwen2",
+        qk_layernorm=config.model_type.startswith("qwen3"),
+        hidden_dropout=0.0,  # dropout would make every log-probability a random number
+        attention_dropout=0.0,
+        init_method=_leave,  # all parameters are loaded
+        output_layer_init_method=_leave,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=sizes.tensor_parallel,
+        pipeline_model_parallel_size=sizes.pipeline_parallel,
+        sequence_parallel=sizes.tensor_parallel > 1,
+        variable_seq_lengths=True,  # each microbatch has as many tokens as it has
+        moe_token_dispatcher_type="alltoall",  # what variable lengths ask for, of dense models too
+        calculate_per_token_loss=True,  # Megatron then divides neither loss nor gradients by microbatches or ranks
+        # Kernels of APEX, or compiled for CUDA.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        **(recompute if activation_checkpointing else {}),
+        **(_mixture(config, sizes) if config.model_type == "qwen3_moe" else {}),
+    )
+
+
+def _mixture(config: Any, sizes: Sizes) -> dict[str, Any]:
+    dense = set(config.mlp_only_layers)
+    sparse = [
+        int(layer not in dense and (layer + 1) % config.decoder_sparse_step == 0)
+        for layer in range(config.num_hidden_layers)
+    ]
+    return {
+        "num_moe_experts": config.num_experts,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_layer_freq": sparse,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_router_pre_softmax": not config.norm_topk_prob,  # the best of a softmax, or a softmax of the best
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "expert_model_parallel_size": sizes.expert_parallel,
+        "expert_tensor_parallel_size": sizes.expert_tensor_parallel,
+    }
+
+
+def _leave(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class Model(GPTModel):
+    """One rank's part of the model. Between pipeline stages goes [T', 1, H]; T' is this rank's part of the padded tokens."""
+
+    def __init__(
+        self, config: Any, transformer: TransformerConfig, *, critic: bool, temperature: float, entropy_gradient: bool
+    ) -> None:
+        first, last = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
+        super().__init__(
+            transformer,
+            block_spec(transformer),
+            config.vocab_size,
+            config.max_position_embeddings,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=config.tie_word_embeddings and not critic,
+            position_embedding_type="rope",
+            rotary_base=config.rope_parameters["rope_theta"],
+        )
+        rope = config.rope_parameters["rope_type"]
+        if rope != "default":
+            self.rotary_pos_emb.inv_freq, _ = ROPE_INIT_FUNCTIONS[rope](config, self.rotary_pos_emb.inv_freq.device)
+        self._temperature, self._entropy_gradient = temperature, entropy_gradient
+        self.score: nn.Linear | None = None
+        if critic and last:
+            self.output_layer = None
+            self.score = nn.Linear(config.hidden_size, 1)
+            with torch.random.fork_rng():
+                torch.manual_seed(
+                    0
+                )  # for a folder without such a head, as Hugging Face draws it, the same on all ranks
+                nn.init.normal_(self.score.weight, std=config.initializer_range)
+                nn.init.zeros_(self.score.bias)
+
+    def forward(self, packed: Packed) -> Tensor:
+        """On the last stage [K, 2]: log-probability, or value, and entropy, for each of the K tokens that have some before them."""
+        device = next(self.parameters()).device
+        padded = padded_to(packed, self.config.tensor_model_parallel_size)
+        cu_seqlens, longest = padded.cu_seqlens.to(device), padded.max_seqlen
+        hidden = self.embedding(padded.tokens.to(device)[None], None) if self.pre_process else None
+        hidden = self.decoder(
+            hidden,
+            None,
+            rotary_pos_emb=self.rotary_pos_emb(longest, packed_seq=True),
+            packed_seq_params=PackedSeqParams(
+                "thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
+            ),
+        )
+        return self._head(hidden, packed) if self.post_process else hidden
+
+    def _head(self, hidden: Tensor, packed: Packed) -> Tensor:
+        if self.config.sequence_parallel:
+            # Backwards, every rank has the whole gradient of a value, but of a log-probability its own vocabulary's part.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=self.score is None)
+        targets = packed.positions.nonzero()[:, 0]
+        hidden = hidden[:, 0].index_select(0, (targets - 1).to(hidden.device))
+        if self.score is not None:
+            values = self.score(hidden).float()[:, 0]
+            return torch.stack([values, torch.zeros_like(values)], -1)
+        shared = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight  # type: ignore[attr-defined]
+        tokens = packed.tokens[targets].to(hidden.device)
+        return vocab_parallel_logprobs(hidden, weight, tokens, self._temperature, self._entropy_gradient)
+
+
+def vocab_parallel_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+) -> Tensor:
+    """As `learners.heads.chunked_logprobs`, of a vocabulary whose rows are divided over the tensor-parallel ranks.
+
+    Shapes: hidden [K, H], weight [V / ranks, H], targets [K] int64 -> [K, 2] float32: log-probability and entropy.
+    """
+    group = mpu.get_tensor_model_parallel_group()
+    first = group.rank() * len(weight)
+    reduce = reduce_from_tensor_model_parallel_region
+
+    def chunk(h: Tensor, target: Tensor) -> Tensor:
+        logits = F.linear(h, weight).float() / temperature
+        largest = logits.detach().amax(-1)
+        if group.size() > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        normalizer = largest + reduce((logits - largest[:, None]).exp().sum(-1)).log()
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropy = normalizer - reduce(((logits - normalizer[:, None]).exp() * logits).sum(-1))
+        here = (target >= first) & (target < first + len(weight))
+        picked = logits.gather(-1, (target - first).clamp(0, len(weight) - 1)[:, None])[:, 0]
+        return torch.stack([reduce(picked.where(here, 0.0)) - normalizer, entropy], -1)
+
+    size = max(1, heads.CHUNK_ELEMENTS // len(weight))
+    if len(hidden) <= size:
+        return chunk(hidden, targets)
+    parts = zip(hidden.split(size), targets.split(size), strict=True)
+    return torch.cat([checkpoint(chunk, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in parts])

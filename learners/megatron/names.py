@@ -1,0 +1,200 @@
+"""Hugging Face's names and layouts of a model's parameters, and Megatron's, both ways.
+
+Megatron keeps a layer's query, key and value in one matrix, interleaved by group of heads, and a gate with its up-projection;
+tensor parallelism then gives each rank equal parts along one dimension. What is written down here once serves loading,
+publication and checkpoints of every layout of ranks.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+
+class Layout(StrEnum):
+    """How a matrix is made of Hugging Face's, and divided over tensor-parallel ranks."""
+
+    replicated = "replicated"
+    rows = "rows"
+    columns = "columns"
+    gate_up = "gate_up"
+    """Of each rank: its rows of the gate, then its rows of the up-projection."""
+    qkv = "qkv"
+    """Rows by group of heads: the queries of a group, its key, its value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    name: str
+    """In Megatron, with numbers of layer and expert that count over the whole model."""
+    sources: tuple[str, ...]
+    """In Hugging Face's file."""
+    layout: Layout
+    stage: int
+    """The pipeline stage that holds it."""
+    expert: int | None = None
+
+
+LAYER = {
+    "input_layernorm.weight": (Layout.replicated, ["input_layernorm.weight"]),
+    "self_attention.linear_qkv.weight": (Layout.qkv, [f"self_attn.{x}_proj.weight" for x in "qkv"]),
+    "self_attention.linear_qkv.bias": (Layout.qkv, [f"self_attn.{x}_proj.bias" for x in "qkv"]),
+    "self_attention.q_layernorm.weight": (Layout.replicated, ["self_attn.q_norm.weight"]),
+    "self_attention.k_layernorm.weight": (Layout.replicated, ["self_attn.k_norm.weight"]),
+    "self_attention.linear_proj.weight": (Layout.columns, ["self_attn.o_proj.weight"]),
+    "pre_mlp_layernorm.weight": (Layout.replicated, ["post_attention_layernorm.weight"]),
+    "mlp.router.weight": (Layout.replicated, ["mlp.gate.weight"]),
+    "mlp.linear_fc1.weight": (Layout.gate_up, ["mlp.gate_proj.weight", "mlp.up_proj.weight"]),
+    "mlp.linear_fc2.weight": (Layout.columns, ["mlp.down_proj.weight"]),
+}
+"""Of one layer. Which of them a model has, the names in its file say."""
+
+TE_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""TransformerEngine holds a norm in the matrix that follows it."""
+
+SCORE = ("score.weight", "score.bias")
+"""A critic's head; a language model's folder has none."""
+
+EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+))")
+
+
+class Files:
+    """The safetensors of a Hugging Face folder, read one tensor at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ValueError when there are none."""
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            where = msgspec.json.decode(index.read_bytes(), type=dict[str, Any])["weight_map"]
+        elif (folder / "model.safetensors").is_file():
+            with safe_open(folder / "model.safetensors", "pt") as file:
+                where = dict.fromkeys(file.keys(), "model.safetensors")
+        else:
+            raise ValueError(f"model.path must hold model.safetensors or its index, got {folder}")
+        self.names = set(where)
+        self._folder, self._where, self._open = folder, where, {}  # type: ignore[var-annotated]
+
+    def read(self, name: str) -> Tensor:
+        return self._file(name).get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file(name).get_slice(name).get_shape())
+
+    def _file(self, name: str) -> Any:
+        where = self._where[name]
+        if where not in self._open:
+            self._open[where] = safe_open(self._folder / where, "pt")
+        return self._open[where]
+
+
+class Names:
+    """The parameters of one model in the order of its layers: `parameters`, by Megatron's name."""
+
+    def __init__(self, config: Any, files: Files, stages: int, critic: bool) -> None:
+        """`config`: Hugging Face's. `stages`: pipeline stages, which have equally many layers."""
+        self._files = files
+        self._groups = config.num_key_value_heads
+        self._queries = config.num_attention_heads // config.num_key_value_heads
+        self._experts = getattr(config, "num_experts", 0)
+        last = stages - 1
+        found = [
+            Parameter("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Layout.rows, 0),
+            *self._layers(config.num_hidden_layers, stages),
+            Parameter("decoder.final_layernorm.weight", ("model.norm.weight",), Layout.replicated, last),
+        ]
+        if critic:
+            found += [Parameter(name, (name,), Layout.replicated, last) for name in SCORE]
+        elif not config.tie_word_embeddings:
+            found.append(Parameter("output_layer.weight", ("lm_head.weight",), Layout.rows, last))
+        self.parameters = {parameter.name: parameter for parameter in found}
+        known = {source for parameter in found for source in parameter.sources} | {"lm_head.weight"}
+        if unknown := sorted(name for name in files.names - known if not name.endswith("rotary_emb.inv_freq")):
+            raise ValueError(
+                f"model.path must hold no parameters but those that Megatron's model has, got {unknown[0]}"
+            )
+        if missing := sorted(known - files.names - {"lm_head.weight", *SCORE}):
+            raise ValueError(f"model.path must hold all parameters of its model, got none called {missing[0]}")
+
+    def _layers(self, number: int, stages: int) -> Iterator[Parameter]:
+        for layer in range(number):
+            stage, here, there = layer * stages // number, f"decoder.layers.{layer}.", f"model.layers.{layer}."
+            for name, (layout, sources) in LAYER.items():
+                if there + sources[0] in self._files.names:
+                    yield Parameter(here + name, tuple(there + source for source in sources), layout, stage)
+            for expert in range(self._experts):
+                mine, its = f"{here}mlp.experts.{expert}.", f"{there}mlp.experts.{expert}."
+                if f"{its}down_proj.weight" in self._files.names:
+                    up = (f"{its}gate_proj.weight", f"{its}up_proj.weight")
+                    yield Parameter(f"{mine}linear_fc1.weight", up, Layout.gate_up, stage, expert)
+                    yield Parameter(
+                        f"{mine}linear_fc2.weight", (f"{its}down_proj.weight",), Layout.columns, stage, expert
+                    )
+
+    def of(self, model: nn.Module, first_expert: int) -> dict[str, nn.Parameter]:
+        """This rank's own parameters, by Megatron's name in the whole model."""
+        named = {}
+        for name, parameter in model.named_parameters():
+            if match := re.match(r"decoder\.layers\.(\d+)\.(.*)", name):
+                rest = TE_NORMS.get(match[2], match[2])
+                if expert := EXPERT.fullmatch(rest):
+                    number = first_expert + int(expert[1] or expert[4])
+                    rest = f"mlp.experts.{number}.linear_fc{expert[2] or expert[3]}.weight"
+                name = f"decoder.layers.{model.decoder.layers[int(match[1])].layer_number - 1}.{rest}"
+            named[name] = parameter
+        return named
+
+    def read(self, parameter: Parameter, index: int, count: int) -> Tensor | None:
+        """Shard `index` of `count`, from the file, in the file's dtype; None for the head of a critic that has none there."""
+        if parameter.name in SCORE and parameter.name not in self._files.names:
+            return None
+        return self.shard(parameter.layout, [self._files.read(name) for name in parameter.sources], index, count)
+
+    def shape(self, parameter: Parameter, count: int) -> torch.Size:
+        """Of a shard, one of `count`."""
+        shapes = [self._files.shape(name) for name in parameter.sources]
+        rows, rest = sum(shape[0] for shape in shapes), shapes[0][1:]
+        if parameter.layout is Layout.columns:
+            return torch.Size([rows, rest[0] // count])
+        return torch.Size([rows // count, *rest])
+
+    def shard(self, layout: Layout, whole: Sequence[Tensor], index: int, count: int) -> Tensor:
+        """Of Hugging Face's tensors, in the order of `Parameter.sources`, Megatron's shard `index` of `count`."""
+        match layout:
+            case Layout.replicated:
+                return whole[0]
+            case Layout.rows:
+                return whole[0].chunk(count)[index]
+            case Layout.columns:
+                return whole[0].chunk(count, 1)[index]
+            case Layout.gate_up:
+                return torch.cat([tensor.chunk(count)[index] for tensor in whole])
+            case Layout.qkv:
+                by_group = torch.cat([tensor.unflatten(0, (self._groups, -1)) for tensor in whole], 1)
+                return by_group.chunk(count)[index].flatten(0, 1)
+
+    def whole(self, layout: Layout, shards: Sequence[Tensor]) -> list[Tensor]:
+        """What `shard` has divided."""
+        match layout:
+            case Layout.replicated:
+                return [shards[0]]
+            case Layout.rows:
+                return [torch.cat(list(shards))]
+            case Layout.columns:
+                return [torch.cat(list(shards), 1)]
+            case Layout.gate_up:
+                gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
+                return [torch.cat(gates), torch.cat(ups)]
+            case Layout.qkv:
+                by_group = torch.cat(list(shards)).unflatten(0, (self._groups, -1))
+                head = by_group.shape[1] // (self._queries + 2)
+                return [part.flatten(0, 1) for part in by_group.split([self._queries * head, head, head], 1)]

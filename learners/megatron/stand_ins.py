@@ -1,0 +1,127 @@
+"""What Megatron-core 0.16.1 lacks where TransformerEngine or CUDA are not there, each with its reason.
+
+`install()` comes before any model; `device()` around everything that Megatron computes.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from megatron.core import optimizer
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+HAVE_TE = torch.cuda.is_available() and find_spec("transformer_engine") is not None
+
+
+@cache
+def install() -> None:
+    # Without TransformerEngine Megatron takes torch's AdamW, with it another one: one optimizer has one form of state.
+    optimizer.USING_PYTORCH_OPTIMIZER = True
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = (
+            None  # the router asks whether it is None, and without TransformerEngine it is no name
+        )
+    if torch.cuda.is_available():
+        return
+    # Megatron asks CUDA, by name, for its device and streams; torch has the same functions for the CPU.
+    for name in ("current_device", "synchronize", "stream", "current_stream"):
+        setattr(torch.cuda, name, getattr(torch.cpu, name))
+    torch.cuda.Stream = _Stream
+    # The random states that its tracker keeps apart are the CPU's.
+    torch.cuda.manual_seed = torch.manual_seed
+    torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    # The dispatcher of experts wants its sizes as numpy arrays, and makes them only of tensors that it moves off a GPU.
+    token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy
+
+
+class _Stream(torch.cpu.Stream):
+    """The dispatcher of experts makes a stream of its own, and records events on it."""
+
+    def record_event(self, *_: Any) -> torch.cpu.Event:
+        return torch.cpu.Event()
+
+
+def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
+class _CpuForCuda(TorchFunctionMode):
+    """Megatron writes `device="cuda"` and `.cuda()`, and compares types with "torch.cuda.FloatTensor"."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return func(*args, **kwargs)
+
+
+def device() -> contextlib.AbstractContextManager[Any]:
+    """Inside, Megatron's "cuda" is the device that is there."""
+    return contextlib.nullcontext() if torch.cuda.is_available() else _CpuForCuda()
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Megatron's own, without TransformerEngine, refuses sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = (
+            config.sequence_parallel
+        )  # of its gradient each rank then has the part of its tokens
+
+
+class PackedAttention(MegatronModule):
+    """Megatron's own, without TransformerEngine, refuses packed sequences."""
+
+    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+        super().__init__(config=config)
+        self._scale = softmax_scale
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedSeqParams, **__: Any
+    ) -> Tensor:
+        """[T, heads, d], [T, groups, d] twice -> [T, heads · d]."""
+        from learners.attention import padded_sdpa, varlen
+
+        attend = varlen if query.is_cuda and query.dtype is torch.bfloat16 else padded_sdpa
+        q, k, v = (packed.transpose(0, 1)[None] for packed in (query, key, value))
+        out, _nothing = attend(
+            self, q, k, v, None, self._scale,
+            cu_seq_lens_q=packed_seq_params.cu_seqlens_q, max_length_q=packed_seq_params.max_seqlen_q,
+        )  # fmt: skip
+        return out[0].flatten(1)
+
+
+def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage: TransformerEngine's, or Megatron's own with what is above."""
+    if HAVE_TE:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    block.layer_norm = RMSNorm
+    for layer in block.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        attention = parts.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return block
