@@ -1,32 +1,68 @@
 """Low-rank adapters (LoRA: Hu et al., 2021), by peft: injected into a model before it is sharded, merged for publication."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from configs.learner import LoraConfig
+from learners.engine import Elsewhere, Engine
+from learners.packing import Packed
+from sync.adapter import PREFIX, merge_into
 
 ADAPTER = "default"
-PREFIX = "base_model.model."
-"""What peft's files put before a model's own names."""
 
 
-def inject(model: nn.Module, lora: LoraConfig) -> None:
-    """Puts adapters into the model and freezes all else. Raises ValueError where `learner.lora.targets` names nothing in it."""
+@runtime_checkable
+class Adapted(Protocol):
+    """An engine whose adapters can be put aside."""
+
+    def without_adapters(self) -> AbstractContextManager[None]: ...
+
+
+class Base(Elsewhere):
+    """The model under an engine's adapters, which is what the run began with: a frozen reference that needs no memory of its own.
+
+    It has nothing to train, to publish or to write.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        assert isinstance(engine, Adapted), "only an engine with adapters can do without them"
+        self._engine, self._without_adapters = engine, engine.without_adapters
+        self.share = engine.share
+
+    def infer(self, microbatches: Sequence[Packed]) -> list[Tensor]:
+        with self._without_adapters():
+            return self._engine.infer(microbatches)
+
+
+def inject(model: Any, lora: LoraConfig) -> None:
+    """Puts adapters into the model and freezes all else. `all-linear` is every linear layer except the head, whose forward pass is
+    the engine's own; experts that a model holds as one tensor are none. Raises ValueError where a target names no such layer.
+    """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
-    targets = lora.targets if lora.targets == "all-linear" else [name.strip() for name in lora.targets.split(",")]
-    try:
-        inject_adapter_in_model(PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets), model, ADAPTER)
-    except ValueError as error:
-        raise ValueError(
-            f"learner.lora.targets must be all-linear or names of the model's matrices, got {lora.targets!r}: {error}"
-        ) from error
+    head = model.get_output_embeddings()
+    linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head]
+    targets = linear
+    if lora.targets != "all-linear":
+        wanted = [target.strip() for target in lora.targets.split(",")]
+        if wrong := [target for target in wanted if not any(_ends_with(name, target) for name in linear)]:
+            raise ValueError(
+                "learner.lora.targets must be all-linear or names of the model's linear layers, divided by commas "
+                f"({', '.join(sorted({name.rpartition('.')[2] for name in linear}))}), got {wrong[0]!r} in {lora.targets!r}"
+            )
+        targets = [name for name in linear if any(_ends_with(name, target) for target in wanted)]
+    assert lora.rank is not None, "without a rank there are no adapters"
+    # The full names: peft's own matching would take a head or an expert that ends alike.
+    inject_adapter_in_model(PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets), model, ADAPTER)
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
 
 
 def is_adapter(name: str) -> bool:
@@ -51,15 +87,19 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """The model without its adapters, as long as this lasts."""
+    """The model without its adapters, as long as this lasts.
+
+    Not by peft's `enable_adapters`, which also takes the adapters' `requires_grad` away: FSDP reads that once, in the first forward
+    pass, and adapters that were disabled then would never get a gradient.
+    """
     layers = [layer for _, layer in _layers(model)]
     for layer in layers:
-        layer.enable_adapters(False)
+        layer._disable_adapters = True
     try:
         yield
     finally:
         for layer in layers:
-            layer.enable_adapters(True)
+            layer._disable_adapters = False
 
 
 def merged(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
@@ -78,8 +118,3 @@ def merged(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
         return lambda: merge(layer)
 
     return {f"{name}.base_layer.weight": later(layer) for name, layer in _layers(model)}
-
-
-def merge_into(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """W [out, in] + B [out, r] A [r, in] · scaling, in the dtype of W."""
-    return torch.addmm(weight, b.to(weight.dtype), a.to(weight.dtype), alpha=scaling)

@@ -26,6 +26,19 @@ class TensorEntry(msgspec.Struct, frozen=True):
     """xxh3-128 of the raw little-endian bytes, hex."""
 
 
+class Adapter(msgspec.Struct, frozen=True):
+    """Of a version that holds low-rank adapters only: what they belong to. See `sync.adapter`."""
+
+    base: str
+    """Hugging Face folder of the base model, the same path on every host."""
+    base_digest: str
+    """xxh3-128 over (name, dtype, shape, digest) of the base model's tensors, hex."""
+    scaling: float
+    """The product of an adapter's matrices counts so much."""
+    dtype: str
+    """Of the whole weights that engines serve."""
+
+
 class Manifest(msgspec.Struct, frozen=True, tag=True):
     version: int
     incarnation: str
@@ -37,7 +50,9 @@ class Manifest(msgspec.Struct, frozen=True, tag=True):
     tensors: tuple[TensorEntry, ...]
     """In the file's order."""
     digest: str
-    """xxh3-128 over (name, dtype, shape, digest) of all tensors in order, hex."""
+    """xxh3-128 over (name, dtype, shape, digest) of all tensors in order, and over `adapter`, hex."""
+    adapter: Adapter | None = None
+    """The tensors are adapters: engines take up what a host makes of them."""
 
     @property
     def locator(self) -> str:
@@ -51,7 +66,7 @@ def parse_manifest(data: bytes | memoryview, where: str) -> Manifest:
         manifest = msgspec.json.decode(data, type=Manifest)
     except msgspec.DecodeError as error:
         raise DigestMismatch(f"{where} is not a manifest: {error}") from None
-    if whole_digest(manifest.tensors) != manifest.digest:
+    if whole_digest(manifest.tensors, manifest.adapter) != manifest.digest:
         raise DigestMismatch(f"{where}: the list of tensors does not have the manifest's digest")
     return manifest
 
@@ -69,5 +84,5 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(raw_bytes(tensor))
 
 
-def whole_digest(tensors: Iterable[TensorEntry]) -> str:
-    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(list(tensors)))
+def whole_digest(tensors: Iterable[TensorEntry], adapter: Adapter | None = None) -> str:
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode([*tensors, *([] if adapter is None else [adapter])]))

@@ -19,12 +19,11 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-import msgspec
-
+from sync.adapter import whole
 from sync.folders import OWNER, leave, let_go, sweep, use
-from sync.manifest import Manifest, whole_digest
-from sync.snapshot import SnapshotWriter
-from sync.spares import find_spare, retire
+from sync.manifest import Adapter, Manifest
+from sync.snapshot import Snapshot, SnapshotWriter
+from sync.spares import put, retire
 from sync.stream import Part
 from sync.subscriber import announce
 from sync.transports.cuda_ipc import DeviceCopy
@@ -51,13 +50,17 @@ class Publisher:
         server: SnapshotServer | None = None,
         device: DeviceCopy | None = None,
         model: Path | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         """`keep`: versions that stay; a subscriber has that many publications' time to map one. `server` serves the folder
         to other hosts; it is closed with the publisher. `device` offers the newest version to engines on the same GPU. `model`:
-        a Hugging Face folder; at the end the folder becomes one too, with the newest version and that one's configuration.
+        a Hugging Face folder; at the end the folder becomes one too, with the newest version and that one's configuration. `adapter`:
+        what is published are low-rank adapters (`sync.adapter.describe`); hosts, and such a folder, get the whole model.
 
-        Raises ValueError when a living publisher has the folder.
+        Raises ValueError when a living publisher has the folder, or adapters are to be taken from a device.
         """
+        if adapter is not None and device is not None:
+            raise ValueError("learner.lora.publish must be merged when sync.transport=cuda_ipc, got adapter")
         if keep < 1:
             raise ValueError(f"keep must be >= 1, got {keep}")
         if not re.fullmatch(r"\w+", incarnation):
@@ -67,6 +70,7 @@ class Publisher:
         self.seconds = 0.0
         """What the last publication took: as long did training wait."""
         self._keep, self._server, self._device, self._model = keep, server, device, model
+        self._adapter = adapter
         self._writer = SnapshotWriter()
         self._published: list[Manifest] = []
         sweep(self.folder.parent)
@@ -83,16 +87,8 @@ class Publisher:
         """
         assert not self._published or version > self._published[-1].version, "versions must rise"
         began = time.perf_counter()
-        path = self.folder / f"v{version}-{self.incarnation}.safetensors"
-        unfinished = path.with_suffix(".unfinished")
-        if (spare := find_spare(self.folder)) is not None:
-            Path(spare.path).rename(unfinished)
-        entries = self._writer.write(unfinished, parts if self._device is None else self._device.tee(parts))
-        num_bytes = unfinished.stat().st_size
-        unfinished.rename(path)
-        manifest = Manifest(version, self.incarnation, str(path), num_bytes, entries, whole_digest(entries))
-        unfinished.write_bytes(msgspec.json.encode(manifest))
-        unfinished.rename(manifest.locator)
+        parts = parts if self._device is None else self._device.tee(parts)
+        manifest = put(self.folder, self._writer, version, self.incarnation, parts, self._adapter)
         if self._device is not None:
             self._device.offer(manifest)
         if self._server is not None:
@@ -104,7 +100,7 @@ class Publisher:
         if len(self._published) == 1:
             log.info(
                 "version %d published: %d tensors, %.1f MB, at most %.1f MB of them gathered at a time, in %.3f s",
-                version, len(entries), num_bytes / 1e6, self._writer.largest_part / 1e6, self.seconds,
+                version, len(manifest.tensors), manifest.num_bytes / 1e6, self._writer.largest_part / 1e6, self.seconds,
             )  # fmt: skip
         return manifest
 
@@ -127,13 +123,17 @@ class Publisher:
         if self._server is not None:
             self._server.close()
         if self._model is not None and self._published:
-            self._leave_model(self._model, Path(self._published[-1].path))
+            self._leave_model(self._model, self._published[-1])
             let_go(self._lock)
         else:
             leave(self.folder, self._lock)
 
-    def _leave_model(self, model: Path, newest: Path) -> None:
-        newest.replace(self.folder / "model.safetensors")
+    def _leave_model(self, model: Path, newest: Manifest) -> None:
+        file = Path(newest.path)
+        if newest.adapter is not None:
+            file = self.folder / "model.unfinished"
+            SnapshotWriter().write(file, whole(Snapshot(newest)))
+        file.replace(self.folder / "model.safetensors")
         for left in self.folder.iterdir():
             if SNAPSHOT.fullmatch(left.name) or left.name == OWNER:
                 left.unlink()

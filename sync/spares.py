@@ -1,4 +1,5 @@
-"""Files of versions that have gone, written over by those that come: memory that the system need not be asked for again.
+"""How versions come into a folder and go out of it. The file of one that has gone is written over by one that comes: memory that
+the system need not be asked for again.
 
 A spare keeps its name's stem and its manifest (`.was`): who has patches that lead from it writes only what differs.
 """
@@ -6,14 +7,43 @@ A spare keeps its name's stem and its manifest (`.was`): who has patches that le
 import contextlib
 import fcntl
 import mmap
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
-from sync.manifest import Manifest
-from sync.snapshot import read_manifest, write_all
+from sync.manifest import Adapter, Manifest, whole_digest
+from sync.snapshot import SnapshotWriter, read_manifest, write_all
+from sync.stream import Part
 
 SPARE, WAS = ".spare", ".was"
+
+
+def put(
+    folder: Path,
+    writer: SnapshotWriter,
+    version: int,
+    incarnation: str,
+    parts: Iterable[Part],
+    adapter: Adapter | None = None,
+) -> Manifest:
+    """Writes a version, over the spare if there is one. Its files appear whole, the manifest last."""
+    path = folder / f"v{version}-{incarnation}.safetensors"
+    unfinished = path.with_suffix(".unfinished")
+    if (spare := find_spare(folder)) is not None:
+        Path(spare.path).rename(unfinished)
+    entries = writer.write(unfinished, parts)
+    num_bytes = unfinished.stat().st_size
+    unfinished.rename(path)
+    manifest = Manifest(version, incarnation, str(path), num_bytes, entries, whole_digest(entries, adapter), adapter)
+    unfinished.write_bytes(msgspec.json.encode(manifest))
+    unfinished.rename(manifest.locator)
+    return manifest
+
+
+def complete(folder: Path) -> list[Path]:
+    """The manifests of the versions that are there whole, newest last."""
+    return sorted(folder.glob("v*.json"), key=lambda path: path.stat().st_mtime)
 
 
 def retire(locator: Path) -> None:

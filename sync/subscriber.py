@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+from sync.merged import MergedFolder
 from sync.snapshot import Snapshot, boot_id, read_manifest
 from sync.transports.fetcher import Fetcher, TransferFailed
 from sync.transports.nccl import Broadcast, make_receiver
@@ -35,6 +36,8 @@ class Subscriber:
         self._server: SnapshotServer | None = None
         self._lock: int | None = None
         self._receiver = make_receiver()
+        self._merged: dict[Path, MergedFolder] = {}
+        """By the folder that the adapters are in."""
 
     @property
     def fetched_bytes(self) -> int:
@@ -58,17 +61,22 @@ class Subscriber:
         return str(self._fetcher.fetch(address, name, direct=again))
 
     def prepare(self, announced: str, *, again: bool = False) -> Snapshot | Broadcast:
-        """As `locate`, and verifies the snapshot, so that taking it up afterwards costs no more than it must.
+        """As `locate`, and verifies the snapshot, so that taking it up afterwards costs no more than it must. Where adapters were
+        published it is the whole model's, made on this host.
 
-        Raises also as `read_manifest` and `Snapshot.attest` do.
+        Raises also as `read_manifest`, `Snapshot.attest` and `sync.adapter.whole` do.
         """
         if self._broadcast and self._fetcher is not None:
             address, _, path = parse(announced)
             manifest = self._fetcher.manifest(address, Path(path).name)
+            assert manifest.adapter is None, "an engine cannot take up adapters by NCCL"
             return Broadcast(manifest, address, self._receiver, self._fetcher.secure)
         snapshot = Snapshot(read_manifest(self.locate(announced, again=again)))
         snapshot.attest()
-        return snapshot
+        if snapshot.manifest.adapter is None:
+            return snapshot
+        source = Path(snapshot.manifest.path).parent
+        return self._merged.setdefault(source, MergedFolder(source)).take(snapshot, again=again)
 
     def settle(self) -> None:
         """When an engine has taken up what was prepared: makes ready for the next version."""
@@ -82,6 +90,8 @@ class Subscriber:
             os.close(self._lock)
         if self._fetcher is not None:
             self._fetcher.close()
+        for merged in self._merged.values():
+            merged.close()
 
     def _hand_on(self, fetcher: Fetcher, address: str) -> None:
         """Sees that some process of this host serves what the host fetches; the publisher tells others of it."""

@@ -16,7 +16,7 @@ from sync.folders import leave, share, sweep
 from sync.manifest import DigestMismatch, Manifest, parse_manifest
 from sync.patch import WORTH, apply_patches
 from sync.snapshot import read_manifest
-from sync.spares import SPARE, WAS, copy_over, drop_spares, find_spare, retire
+from sync.spares import SPARE, WAS, complete, copy_over, drop_spares, find_spare, retire
 from sync.transports import tcp
 from sync.transports.tcp import (
     MAX_BYTES,
@@ -148,12 +148,8 @@ class Fetcher:
         parent, _ = self._receive(address, None)
         return parent.address if isinstance(parent, Parent) else ""
 
-    def _complete(self) -> list[Path]:
-        """The manifests of the versions that are here whole, newest last."""
-        return sorted(self._folder.glob("v*.json"), key=lambda path: path.stat().st_mtime)
-
     def _newest(self) -> Manifest | None:
-        found = self._complete()
+        found = complete(self._folder)
         return read_manifest(found[-1]) if found else None
 
     def _way(self, base: Manifest, version: Manifest) -> list[Path] | None:
@@ -171,7 +167,7 @@ class Fetcher:
     def _clear(self, coming: Path | None) -> None:
         """Keeps the newest version, the spare and its way to the newest version, and what has come of the one that is `coming`.
         Who has an older version mapped keeps it."""
-        for locator in self._complete()[:-1]:
+        for locator in complete(self._folder)[:-1]:
             retire(locator)
         spare, newest = find_spare(self._folder), self._newest()
         way = spare and newest and self._way(spare, newest)

@@ -1,0 +1,92 @@
+"""Versions that hold low-rank adapters only (LoRA), and the whole weights that a host makes of them: W + B A · scaling.
+
+What travels, and is verified against the learner's digests, are A and B, in peft's names. The base model lies in a folder of each
+host; its digest is in the manifest, and is compared each time the folder is read.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from sync.manifest import Adapter, TensorEntry, dtype_name, tensor_digest, whole_digest
+from sync.snapshot import Snapshot, file_order
+from sync.stream import Part, stream
+
+PREFIX = "base_model.model."
+"""What peft's files put before a model's own names."""
+
+
+def merge_into(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """W [out, in] + B [out, r] A [r, in] · scaling, in the dtype of W."""
+    return torch.addmm(weight, b.to(weight.dtype), a.to(weight.dtype), alpha=scaling)
+
+
+def describe(base: Path, dtype: str, scaling: float) -> Adapter:
+    """For a publisher of adapters to the model in the folder `base`, to be served in `dtype`. Reads all of it.
+
+    Raises ValueError where the folder holds no safetensors.
+    """
+    entries = [_entry(name, tensor) for name, tensor in _tensors(base)]
+    return Adapter(base=str(base.absolute()), base_digest=whole_digest(entries), scaling=scaling, dtype=dtype)
+
+
+def whole(adapters: Snapshot) -> Iterator[Part]:
+    """The whole model's weights, in the order of a snapshot: one tensor of the base at a time in memory, multiplied in float32.
+
+    Raises ValueError, at the latest when the last part has been taken, unless the base is the model that the learner has.
+    """
+    adapter, found, used = adapters.manifest.adapter, [], set()
+    assert adapter is not None
+    dtype, matrices = getattr(torch, adapter.dtype), dict(adapters.tensors())
+    for name, weight in _tensors(Path(adapter.base)):
+        found.append(_entry(name, weight))
+        a, b = (f"{PREFIX}{name.removesuffix('.weight')}.lora_{matrix}.weight" for matrix in "AB")
+        if a in matrices:
+            used |= {a, b}
+            if tuple(weight.shape) != (len(matrices[b]), matrices[a].shape[1]):
+                raise _other_base(adapter, f"{name} of shape {list(weight.shape)}")
+            weight = merge_into(weight.float(), matrices[a], matrices[b], adapter.scaling)
+        yield from stream(name, weight, dtype)
+    if (digest := whole_digest(found)) != adapter.base_digest:
+        raise _other_base(adapter, f"one with the digest {digest}")
+    assert used == matrices.keys(), f"no matrix of the base takes {sorted(matrices.keys() - used)[:3]}"
+
+
+def _other_base(adapter: Adapter, got: str) -> ValueError:
+    return ValueError(
+        f"{adapter.base} must hold, on every host, the base model of the learner's adapters, with the digest "
+        f"{adapter.base_digest}; got {got}"
+    )
+
+
+def _entry(name: str, tensor: Tensor) -> TensorEntry:
+    return TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor_digest(tensor))
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of the model in a Hugging Face folder, each read when it is asked for; a tied head only once."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        paths = [folder / "model.safetensors"]
+        if not paths[0].exists():
+            index = json.loads((folder / "model.safetensors.index.json").read_bytes())
+            paths = [folder / name for name in sorted(set(index["weight_map"].values()))]
+        with ExitStack() as stack:
+            files: dict[str, Any] = {}
+            for path in paths:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+                files |= dict.fromkeys(file.keys(), file)
+            if config.get("tie_word_embeddings"):
+                files.pop("lm_head.weight", None)
+            for name in file_order(sorted(files)):
+                yield name, files[name].get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"model.path must be a folder with the base model's safetensors, got {folder}: {error}"
+        ) from error
