@@ -1,0 +1,367 @@
+"""Adapters: the numbers are those of peft and torch on one unsharded model, the names those of peft's files."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model
+from ranks import on_ranks
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from configs.learner import FsdpConfig, LoraConfig, LoraPublish
+from learners import lora as adapters
+from learners.engine import Kind
+from learners.fsdp import FsdpEngine
+from learners.lora import Base
+from learners.packing import Batch, Packed, pack
+from learners.world import World
+from sync.stream import collect
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+LR, MAX_GRAD_NORM, WEIGHT_DECAY, BETAS, UPDATES = 1e-3, 0.5, 0.1, (0.9, 0.95), 3
+RANK, ALPHA = 8, 32.0
+LENGTHS = [5, 19, 2, 33, 8, 11, 3, 14]
+SIZES = dict(
+    vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=64,
+)  # fmt: skip
+ATTENTION = "q_proj,k_proj,v_proj,o_proj"
+MODELS: dict[str, Callable[[], Any]] = {
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1
+        )
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    ranks: int
+    model: str = "qwen3"
+    targets: str = "all-linear"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+ROWS = {
+    "1": Row(1),
+    "1, tied, two names": Row(1, "qwen2", "q_proj, down_proj"),
+    "2": Row(2),
+    "2, tied": Row(2, "qwen2"),
+    "2, experts": Row(2, "qwen3_moe"),
+    "2, offload": Row(2, options={"cpu_offload": True}),
+    "2 x 2 replicas": Row(4, options={"replicas": 2}),
+}
+
+
+@dataclass
+class Outcome:
+    losses: list[float]
+    norms: list[float]
+    logprobs: Tensor
+    adapters: dict[str, Tensor]
+    merged: dict[str, Tensor]
+
+
+@dataclass
+class Found(Outcome):
+    drawn: dict[str, Tensor]
+    """The adapters before the first update."""
+    frozen: dict[str, Tensor]
+    """The base's parameters after the last."""
+    base: list[Tensor]
+    """Log-probabilities without adapters: before, after, and those of `Base`."""
+
+
+@cache
+def made(name: str, folder: Path) -> Path:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    for parameter in model.parameters():  # far from initial values, where norms are 1 and biases 0
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(folder / name)
+    return folder / name
+
+
+def make_batch() -> Batch:
+    ends = torch.tensor(LENGTHS).cumsum(0)
+    total, count = int(ends[-1]), len(LENGTHS)
+    return Batch(
+        tokens=torch.randint(0, SIZES["vocab_size"], (total,), generator=torch.Generator().manual_seed(0)),
+        sampled=torch.ones(total, dtype=torch.bool),
+        behavior_logprobs=torch.zeros(total),
+        versions=torch.zeros(total, dtype=torch.int32),
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).numpy(),
+        rewards=torch.zeros(count),
+        groups=torch.arange(count),
+        weights=torch.ones(count),
+        truncated=torch.zeros(count, dtype=torch.bool),
+        greedy=torch.full((count,), float("nan")),
+    )
+
+
+def advantages() -> Tensor:
+    return torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    return -(logprobs * advantages).sum() / (sum(LENGTHS) - len(LENGTHS))
+
+
+def peft_config(targets: str) -> PeftConfig:
+    names = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
+    return PeftConfig(r=RANK, lora_alpha=ALPHA, target_modules=names, task_type="CAUSAL_LM")
+
+
+def logprobs_of(model: Any) -> list[Tensor]:
+    """Of each sequence by itself, 0 for its first token."""
+    batch, found = make_batch(), []
+    for start, end in zip(batch.offsets, batch.offsets[1:], strict=False):
+        tokens = batch.tokens[start:end]
+        scores = model(tokens[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        found.append(torch.cat([torch.zeros(1), scores.gather(-1, tokens[1:, None])[:, 0]]))
+    return found
+
+
+def reference(folder: Path, targets: str) -> Outcome:
+    """peft and torch, on one whole model."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    model = get_peft_model(base, peft_config(targets)).eval()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
+    losses, norms = [], []
+    for _ in range(UPDATES):
+        loss = loss_of(torch.cat(logprobs_of(model)), advantages())
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+    logprobs = torch.cat(logprobs_of(model)).detach()
+    model.save_pretrained(folder / targets)
+    model.merge_and_unload().save_pretrained(folder / targets / "merged")
+    return Outcome(
+        losses,
+        norms,
+        logprobs,
+        load_file(folder / targets / "adapter_model.safetensors"),
+        load_file(folder / targets / "merged" / "model.safetensors"),
+    )
+
+
+def make_engine(folder: Path, lora: LoraConfig | None, **options: Any) -> FsdpEngine:
+    return FsdpEngine(
+        folder, betas=BETAS, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, bucket_bytes=1 << 11, lora=lora, **options
+    )  # fmt: skip
+
+
+def published(engine: FsdpEngine, lora: LoraConfig, publish: LoraPublish) -> dict[str, Tensor]:
+    lora.publish = publish
+    return collect(engine.weights())
+
+
+def share_of(engine: FsdpEngine) -> list[Packed]:
+    mine = list(range(len(LENGTHS)))[engine.share.index :: engine.share.count]
+    return [pack(make_batch(), mine[number::2]) for number in range(2)]
+
+
+def infer(engine: Any, world: World, parts: list[Packed]) -> Tensor:
+    logprobs = torch.zeros(sum(LENGTHS))
+    for part, found in zip(parts, engine.infer(parts), strict=True):
+        logprobs[part.index] = found * engine.share.speaks
+    return world.add(logprobs)
+
+
+def update(engine: FsdpEngine, world: World, parts: list[Packed]) -> tuple[float, float]:
+    losses = torch.zeros(1)
+
+    def loss_fn(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
+        loss = loss_of(logprobs, advantages()[packed.index])
+        losses.add_(loss.detach() * engine.share.speaks)
+        return loss
+
+    norm = engine.update(parts, loss_fn, LR)
+    return float(world.add(losses)), norm
+
+
+def base_of(engine: FsdpEngine) -> dict[str, Tensor]:
+    named = {name: p for name, p in engine._named.items() if not adapters.is_adapter(name)}
+    return {adapters.base_name(name): p.detach().full_tensor().cpu() for name, p in named.items()}  # type: ignore[attr-defined]
+
+
+def trained(world: World, row: Row, folder: Path) -> Found:
+    torch.manual_seed(world.rank)
+    lora = LoraConfig(rank=RANK, alpha=ALPHA, targets=row.targets)
+    engine = make_engine(folder, lora, layout=FsdpConfig(**row.options))
+    reference, parts = Base(engine), share_of(engine)
+    before, drawn = infer(reference, world, parts), published(engine, lora, LoraPublish.adapter)
+    losses, norms = zip(*[update(engine, world, parts) for _ in range(UPDATES)], strict=True)
+    with engine.without_adapters():
+        after = infer(engine, world, parts)
+    return Found(
+        list(losses),
+        list(norms),
+        infer(engine, world, parts),
+        published(engine, lora, LoraPublish.adapter),
+        published(engine, lora, LoraPublish.merged),
+        drawn,
+        base_of(engine),
+        [before, after, infer(reference, world, parts)],
+    )
+
+
+def untrained(world: World, row: Row, folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
+    engine = make_engine(folder, None, kind=Kind.frozen, layout=FsdpConfig(**row.options))
+    return infer(engine, world, share_of(engine)), base_of(engine)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def references(folder: Path) -> Callable[[Row], Outcome]:
+    targets = {"qwen3_moe": ATTENTION}  # what `all-linear` is where experts are one tensor
+    of = cache(lambda model, targets: reference(made(model, folder), targets))
+    return lambda row: of(row.model, targets.get(row.model, row.targets))
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Found]]:
+    """What each rank of a row found."""
+
+    def run(name: str) -> list[Found]:
+        row = ROWS[name]
+        return on_ranks(row.ranks, trained, tmp_path_factory.mktemp("ranks"), row, made(row.model, folder))
+
+    return cache(run)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_updates_are_those_of_peft(
+    name: str, references: Callable[[Row], Outcome], runs: Callable[[str], list[Found]]
+) -> None:
+    """Loss and gradient norm within 1e-5 of their size at each of three updates, matrices within 2 % of a step of AdamW (two whole
+    steps each where the gradient is rounding)."""
+    expected, ranks = references(ROWS[name]), runs(name)
+    found = ranks[0]
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-5)
+    assert all(rank.norms == found.norms for rank in ranks), "every rank knows the gradient norm"
+    assert found.adapters.keys() == found.drawn.keys() == expected.adapters.keys()
+    for key, matrix in found.adapters.items():
+        apart = (matrix - expected.adapters[key]).abs()
+        assert matrix.dtype == torch.float32 and apart.max() <= 2 * UPDATES * LR, key
+        assert (apart <= 0.02 * LR).float().mean() > 0.99, key
+        assert not torch.equal(matrix, found.drawn[key]), f"{key} is not trained"
+    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_without_adapters_the_base_answers_to_the_bit_also_after_training(
+    name: str, folder: Path, runs: Callable[[str], list[Found]], tmp_path: Path
+) -> None:
+    row, found = ROWS[name], runs(name)[0]
+    base, frozen = on_ranks(row.ranks, untrained, tmp_path / "ranks", row, made(row.model, folder))[0]
+    assert found.frozen.keys() == frozen.keys() and all(torch.equal(found.frozen[key], frozen[key]) for key in frozen)
+    assert all(torch.equal(logprobs, base) for logprobs in found.base)
+    assert (found.logprobs - base).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_is_published_is_a_file_of_stock_peft_or_the_model_that_peft_makes_of_it(
+    name: str, folder: Path, references: Callable[[Row], Outcome], runs: Callable[[str], list[Found]], tmp_path: Path
+) -> None:
+    row, found = ROWS[name], runs(name)[0]
+    save_file(found.adapters, tmp_path / "adapter_model.safetensors")
+    peft_config(ATTENTION if row.model == "qwen3_moe" else row.targets).save_pretrained(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(made(row.model, folder), attn_implementation="eager")
+    model = PeftModel.from_pretrained(base, tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(logprobs_of(model)), found.logprobs, atol=3e-6, rtol=0)
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    expected = load_file(tmp_path / "merged" / "model.safetensors")
+    assert found.merged.keys() == expected.keys() == references(row).merged.keys()
+    for key, matrix in found.merged.items():
+        torch.testing.assert_close(matrix, expected[key], atol=1e-6, rtol=0)
+
+
+def test_adapters_are_drawn_the_same_on_any_number_of_ranks(runs: Callable[[str], list[Found]]) -> None:
+    one, two = (runs(name)[0].drawn for name in ("1", "2"))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("targets", "wrong"), [("q_prj", "q_prj"), ("q_proj,", ""), ("v_proj, lm_head", "lm_head"), ("norm", "norm")]
+)
+def test_targets_that_name_no_linear_layer_are_refused(folder: Path, targets: str, wrong: str) -> None:
+    rule = r"learner.lora.targets must be all-linear or names .*\(down_proj, .*, v_proj\), "
+    with pytest.raises(ValueError, match=rf"{rule}got '{wrong}' in '{targets}'"):
+        make_engine(made("qwen3", folder), LoraConfig(rank=RANK, targets=targets))
+
+
+def test_recomputed_activations_change_nothing(folder: Path) -> None:
+    engines = [
+        make_engine(made("qwen3", folder), LoraConfig(rank=RANK), activation_checkpointing=on) for on in (False, True)
+    ]
+    first, second = ([update(engine, World(), share_of(engine))[1] for _ in range(2)] for engine in engines)
+    assert first == pytest.approx(second, rel=1e-6)
+
+
+def continued(
+    world: World, folder: Path, saved: Path | None, write: Path | None
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Two updates after a checkpoint, which is read from `saved`, or else made of two updates, and written."""
+    lora = LoraConfig(rank=RANK, alpha=ALPHA)
+    engine = make_engine(folder, lora)
+    parts = share_of(engine)
+    if saved is not None:
+        engine.load(saved)
+    else:
+        [update(engine, world, parts) for _ in range(2)]
+    if write is not None:
+        engine.snapshot()(write)
+    norms = [update(engine, world, parts)[1] for _ in range(2)]
+    return norms, published(engine, lora, LoraPublish.adapter)
+
+
+def test_a_checkpoint_holds_adapters_alone_and_goes_on_to_the_bit_and_with_fewer_ranks(
+    folder: Path, tmp_path: Path
+) -> None:
+    model = made("qwen3", folder)
+    norms, expected = on_ranks(2, continued, tmp_path / "first", model, None, tmp_path / "engine")[0]
+    held = set()
+    for file in (tmp_path / "engine").glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            held |= set(opened.keys())
+    kinds = {"model", "exp_avg", "exp_avg_sq", "step"}
+    assert {name.partition(".")[0] for name in held} == kinds and all(".lora_" in name for name in held)
+    assert len(held) == len(kinds) * len(expected)
+
+    again, resumed = on_ranks(2, continued, tmp_path / "second", model, tmp_path / "engine", None)[0]
+    assert again == norms and all(torch.equal(resumed[name], expected[name]) for name in expected)
+    alone, fewer = continued(World(), model, tmp_path / "engine", None)
+    assert alone == pytest.approx(norms, rel=1e-4)
+    for name, matrix in fewer.items():
+        torch.testing.assert_close(matrix, expected[name], atol=2e-5, rtol=0)
