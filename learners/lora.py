@@ -87,19 +87,15 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """The model without its adapters, as long as this lasts.
-
-    Not by peft's `enable_adapters`, which also takes the adapters' `requires_grad` away: FSDP reads that once, in the first forward
-    pass, and adapters that were disabled then would never get a gradient.
-    """
+    """The model without its adapters, as long as this lasts."""
     layers = [layer for _, layer in _layers(model)]
     for layer in layers:
-        layer._disable_adapters = True
+        layer.enable_adapters(False)
     try:
         yield
     finally:
         for layer in layers:
-            layer._disable_adapters = False
+            layer.enable_adapters(True)
 
 
 def merged(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
