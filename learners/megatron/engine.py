@@ -104,11 +104,8 @@ class MegatronEngine:
                 entropy_gradient=entropy_gradient,
             )
             self._model.to("cuda" if cuda else "cpu", self._transformer.params_dtype)
-            first_expert = mpu.get_expert_model_parallel_rank() * self._experts
-            self._local = self._names.of(self._model, first_expert)
-            for name, local in self._local.items():
-                if (read := self._names.read(*self._shard(name))) is not None:
-                    local.data.copy_(read)
+            self._local = self._names.of(self._model, mpu.get_expert_model_parallel_rank() * self._experts)
+            self._load_model()
             if kind is Kind.frozen:
                 self._model.requires_grad_(False)
             else:
@@ -117,7 +114,21 @@ class MegatronEngine:
             mpu.get_data_parallel_rank(),
             mpu.get_data_parallel_world_size(),
             speaks=mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0,
+            multiple=tensor_parallel,
         )
+
+    def _load_model(self) -> None:
+        owned = self._names.parameters.items()
+        due = {name for name, parameter in owned if dist.get_rank() in self._owners(parameter)}
+        assert due <= self._local.keys(), (
+            f"parameters of the file that the model lacks: {sorted(due - self._local.keys())}"
+        )
+        for name, local in self._local.items():
+            if (read := self._names.read(*self._shard(name))) is not None:
+                assert read.shape == local.shape, (
+                    f"{name} is {tuple(read.shape)} in the file, {tuple(local.shape)} here"
+                )
+                local.data.copy_(read)
 
     def _make_optimizer(self, betas: tuple[float, float]) -> None:
         self._ddp = DistributedDataParallel(
@@ -183,7 +194,7 @@ class MegatronEngine:
         return self._sizes.tensor_parallel if parameter.expert is None else self._sizes.expert_tensor_parallel
 
     def _owners(self, parameter: Parameter) -> list[int]:
-        """The first rank that holds each shard, by shard."""
+        """The rank that publishes each shard, the first of those that hold it, by shard."""
         first = parameter.stage * (dist.get_world_size() // self._sizes.pipeline_parallel)
         if parameter.expert is not None:
             first += parameter.expert // self._experts
@@ -265,7 +276,7 @@ class MegatronEngine:
             if held.written:
                 places[held.parameter.name] = held.place
                 tensors |= {f"{key}.{held.parameter.name}": held.state[key].to("cpu", copy=True) for key in KEYS}
-        step = max((int(held.state["step"]) for held in self._slices), default=0)
+        step = int(self._slices[0].state["step"]) if self._slices else 0
         header, rank = Header(dist.get_world_size(), self._sizes, step, places), dist.get_rank()
         return lambda folder: write(folder, rank, header, tensors)
 
@@ -280,7 +291,10 @@ class MegatronEngine:
             held.state["step"].fill_(saved.step)
             for key in KEYS:
                 held.state[key].copy_(saved.read(key, held.parameter, held.place))
-        if random := saved.random(dist.get_rank(), dist.get_world_size(), self._sizes):
+        random = saved.random(dist.get_rank(), dist.get_world_size(), self._sizes)
+        if (
+            random.keys() == self._random().keys()
+        ):  # else other ranks, or another kind of them, have written: these keep their own
             torch.set_rng_state(random.pop("cpu"))
             if "cuda" in random:
                 torch.cuda.set_rng_state(random.pop("cuda"))

@@ -70,6 +70,8 @@ def problems(config: Any, sizes: Sizes, world: int) -> list[str]:
         found.append(f"hidden_act of model.path must be silu, got {config.hidden_act}")
     if config.rope_parameters["rope_type"] not in ROPES:
         found.append(f"rope_type of model.path must be one of {ROPES}, got {config.rope_parameters['rope_type']}")
+    if (part := config.rope_parameters.get("partial_rotary_factor", 1.0)) != 1.0:
+        found.append(f"partial_rotary_factor of model.path must be 1, got {part}")
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         found.append("layer_types of model.path must be full_attention, got sliding_attention")
     return found
@@ -215,6 +217,7 @@ def vocab_parallel_logprobs(
 ) -> Tensor:
     """As `learners.heads.chunked_logprobs`, of a vocabulary whose rows are divided over the tensor-parallel ranks.
 
+    Ranks meet only in sums over their own rows, and all compute the same of these: so each has the gradient of its own logits.
     Shapes: hidden [K, H], weight [V / ranks, H], targets [K] int64 -> [K, 2] float32: log-probability and entropy.
     """
     group = mpu.get_tensor_model_parallel_group()
@@ -226,12 +229,14 @@ def vocab_parallel_logprobs(
         largest = logits.detach().amax(-1)
         if group.size() > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        normalizer = largest + reduce((logits - largest[:, None]).exp().sum(-1)).log()
+        logits = logits - largest[:, None]
+        odds = logits.exp()
+        total = reduce(odds.sum(-1))
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy = normalizer - reduce(((logits - normalizer[:, None]).exp() * logits).sum(-1))
+            entropy = total.log() - reduce((odds * logits).sum(-1)) / total
         here = (target >= first) & (target < first + len(weight))
         picked = logits.gather(-1, (target - first).clamp(0, len(weight) - 1)[:, None])[:, 0]
-        return torch.stack([reduce(picked.where(here, 0.0)) - normalizer, entropy], -1)
+        return torch.stack([reduce(picked.where(here, 0.0)) - total.log(), entropy], -1)
 
     size = max(1, heads.CHUNK_ELEMENTS // len(weight))
     if len(hidden) <= size:

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -26,6 +27,9 @@ HAVE_TE = torch.cuda.is_available() and find_spec("transformer_engine") is not N
 
 @cache
 def install() -> None:
+    # What Megatron and torch say of each other at every step.
+    for message in ("full scope is", "When using sequence par", "The .grad attribute", ".*torch.distributed.* is deprecated"):
+        warnings.filterwarnings("ignore", message)
     # Without TransformerEngine Megatron takes torch's AdamW, with it another one: one optimizer has one form of state.
     optimizer.USING_PYTORCH_OPTIMIZER = True
     if not hasattr(moe_utils, "te_general_gemm"):
