@@ -162,6 +162,7 @@ class LearnerConfig:
         )
         found += not_negative(**{"learner.max_restarts": self.max_restarts})
         found += self.fsdp.problems() + self.megatron.problems() + self.lora.problems()
+        found = found or self._of_engine()
         if self.minibatches > 0 and self.groups_per_step % self.minibatches:
             found.append(
                 f"learner.minibatches must divide learner.groups_per_step, got {self.minibatches} and {self.groups_per_step}"
@@ -171,3 +172,56 @@ class LearnerConfig:
         if self.warmup_steps < 0:
             found.append(f"learner.warmup_steps must be >= 0, got {self.warmup_steps}")
         return found
+
+    @property
+    def num_shares(self) -> int:
+        """Parts that a batch is divided into: ranks that hold pieces of one model between them have one together."""
+        if self.engine is LearnerKind.megatron:
+            return self.ranks // (self.megatron.tensor_parallel * self.megatron.pipeline_parallel)
+        return self.ranks // self.fsdp.sequence_parallel
+
+    def _of_engine(self) -> list[str]:
+        """Rules of the engine that was chosen; what only another one heeds must be left alone."""
+        fsdp, megatron, is_fsdp = self.fsdp, self.megatron, self.engine is LearnerKind.fsdp
+        pieces = megatron.tensor_parallel * megatron.pipeline_parallel
+        rules = [
+            (
+                not is_fsdp and fsdp != FsdpConfig(),
+                f"learner.fsdp must be left alone unless learner.engine=fsdp, got {fsdp} with {self.engine}",
+            ),
+            (
+                not is_fsdp and self.lora.rank is not None,
+                f"learner.lora.rank must be null unless learner.engine=fsdp, got {self.lora.rank} with {self.engine}",
+            ),
+            (
+                not is_fsdp and self.attention is not Attention.auto,
+                f"learner.attention must be auto unless learner.engine=fsdp, got {self.attention} with {self.engine}",
+            ),
+            (
+                self.lora.rank is None and self.lora != LoraConfig(),
+                f"learner.lora.rank must be set where other settings of learner.lora are, got null with {self.lora}",
+            ),
+            (
+                self.engine is not LearnerKind.megatron and megatron != MegatronConfig(),
+                f"learner.megatron must be left alone unless learner.engine=megatron, got {megatron} with {self.engine}",
+            ),
+            (
+                self.ranks % fsdp.replicas != 0,
+                f"learner.fsdp.replicas must divide learner.ranks, got {fsdp.replicas} and {self.ranks}",
+            ),
+            (
+                self.ranks % fsdp.sequence_parallel != 0,
+                f"learner.fsdp.sequence_parallel must divide learner.ranks, got {fsdp.sequence_parallel} and {self.ranks}",
+            ),
+            (
+                self.ranks % pieces != 0,
+                "learner.megatron.tensor_parallel × pipeline_parallel must divide learner.ranks, got "
+                f"{megatron.tensor_parallel} × {megatron.pipeline_parallel} and {self.ranks}",
+            ),
+            (
+                self.ranks % pieces == 0 and self.ranks // pieces % megatron.expert_parallel != 0,
+                "learner.megatron.expert_parallel must divide the data-parallel ranks (learner.ranks / (tensor_parallel × "
+                f"pipeline_parallel)), got {megatron.expert_parallel} and {self.ranks // pieces}",
+            ),
+        ]
+        return [problem for broken, problem in rules if broken]

@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from configs.algorithms import Advantage, AlgoConfig
-from configs.learner import LearnerConfig, LearnerKind, PlacementConfig
+from configs.learner import CriticPlace, LearnerConfig, LearnerKind, LoraPublish, PlacementConfig
 from configs.rules import positive
 
 Mode = StrEnum("Mode", {"async": "async", "on_policy": "on_policy"})
@@ -400,6 +400,12 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     @property
+    def num_learner_ranks(self) -> int:
+        """Processes of the learner: those of the policy, and a critic's own."""
+        own = self.placement.critic is CriticPlace.own and self.algo.advantage.needs_critic
+        return self.learner.ranks + (self.placement.critic_ranks if own else 0)
+
+    @property
     def weights_address(self) -> str | None:
         """Where the learner serves weights; None where all generators are on its host, or read a shared file system."""
         match self.sync.transport:
@@ -473,10 +479,22 @@ class Config:
                 f"staleness.max_versions={self.bound}",
             ),
             (
-                learner.groups_per_step * learner.samples_per_prompt % (learner.ranks * max(1, learner.minibatches))
-                != 0,
-                "learner.ranks × learner.minibatches must divide learner.groups_per_step × learner.samples_per_prompt, got "
-                f"{learner.ranks} × {learner.minibatches} and {learner.groups_per_step} × {learner.samples_per_prompt}",
+                learner.groups_per_step * learner.samples_per_prompt < learner.num_shares * learner.minibatches,
+                "learner.groups_per_step × learner.samples_per_prompt must be at least learner.minibatches × the shares of a batch "
+                f"({learner.num_shares} with these learner.ranks: each trains a sequence or more), got {learner.groups_per_step} × "
+                f"{learner.samples_per_prompt} and {learner.minibatches} × {learner.num_shares}",
+            ),
+            (
+                self.placement.critic is CriticPlace.own and not algo.advantage.needs_critic,
+                "placement.critic must be with_actor where the algorithm has no critic (algo=ppo, vapo and vtrace have one), got own "
+                f"with algo.advantage={algo.advantage}",
+            ),
+            (
+                learner.lora.rank is not None
+                and learner.lora.publish is LoraPublish.adapter
+                and self.sync.transport in (Transport.nccl, Transport.cuda_ipc),
+                "sync.transport must be auto, shared_memory, tcp or disk when learner.lora.publish=adapter (generators merge on their "
+                f"host), got {self.sync.transport}",
             ),
             (
                 self.staleness.on_late is OnLate.mask and not self.sync.in_flight,
@@ -518,7 +536,7 @@ class Config:
             ),
             (
                 learner.engine is LearnerKind.simulated and (algo.advantage.needs_critic or algo.needs_reference),
-                "learner.engine must be fsdp where a critic or a reference policy is needed (algo=grpo without a KL penalty needs "
+                "learner.engine must be fsdp or megatron where a critic or a reference policy is needed (algo=grpo without a KL penalty needs "
                 f"neither), got {learner.engine} with algo.advantage={algo.advantage}, algo.kl.loss_coef={algo.kl.loss_coef} and "
                 f"algo.kl.reward_coef={algo.kl.reward_coef}",
             ),

@@ -2,21 +2,49 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import xxhash
+
+from learners.engine import Write
+from learners.world import World
+
+CHUNK_BYTES = 1 << 24
+
+
+class Account(msgspec.Struct, frozen=True):
+    """The ledger, in tokens, when the step was trained."""
+
+    generated: int
+    trained: int
+    masked: int
+
+
+class File(msgspec.Struct, frozen=True):
+    num_bytes: int
+    xxh3: str
+    """xxh3-128 of its bytes, hex"""
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True):
     step: int
-    """Steps trained; also the version held, and where the buffer goes on."""
+    """Steps trained: also the version held, where the schedule of the learning rate is, and where the buffer goes on."""
     incarnation: str
     """The life of the learner that wrote it."""
     seed: int
     kl_coef: float = 0.0
     """Where the coefficient of the KL penalty has come to."""
+    ledger: Account | None = None
+    """None: trained from a recording, which has none"""
+    files: dict[str, File] = {}
+    """All that the checkpoint consists of, but for this manifest: models, optimizers and the ranks' random states."""
+
+
+class Damaged(ValueError):
+    """A file of a checkpoint is not what was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,39 +53,59 @@ class Checkpoint:
     manifest: CheckpointManifest
 
 
-def save(
-    folder: Path,
-    manifest: CheckpointManifest,
-    write: Callable[[Path], None],
-    keep: int,
-    *,
-    first_rank: bool = True,
-    barrier: Callable[[], None] = lambda: None,
-) -> Path:
-    """Writes `folder/step_<k>` by `write(folder)`, which makes a subfolder of each model; keeps the newest `keep`. Every rank calls it.
+class Writer:
+    """Writes checkpoints into `folder/step_<k>` in a thread, one at a time, and keeps the newest `keep`. One on each rank."""
 
-    `barrier` must hold all ranks until each has come to it: the first one makes the folder and gives it its name.
-    """
+    def __init__(self, folder: Path, keep: int, world: World | None = None) -> None:
+        """`world`: of all ranks, which nothing else uses."""
+        self._folder, self._keep, self._world = folder, keep, world or World()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._under_way: Future[CheckpointManifest] | None = None
+
+    def begin(self, manifest: CheckpointManifest, write: Write) -> CheckpointManifest | None:
+        """Collective. `write` makes its part of the folder that it is given. Waits for what is being written: see `written`."""
+        before = self.written(wait=True)
+        self._under_way = self._thread.submit(self._write, manifest, write)
+        return before
+
+    def written(self, *, wait: bool = False) -> CheckpointManifest | None:
+        """The manifest of a checkpoint that has become complete, once. Raises what has gone wrong while it was written."""
+        if self._under_way is None or not (wait or self._under_way.done()):
+            return None
+        done, self._under_way = self._under_way, None
+        return done.result()
+
+    def close(self) -> None:
+        """Does not wait."""
+        self._thread.shutdown(wait=False)
+
+    def _write(self, manifest: CheckpointManifest, write: Write) -> CheckpointManifest:
+        temporary, first = self._folder / f".step_{manifest.step}.tmp", self._world.rank == 0
+        if first:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        self._world.barrier()
+        write(temporary)
+        self._world.barrier()
+        if first:
+            manifest = msgspec.structs.replace(manifest, files=_digests(temporary))
+            finish(self._folder, temporary, manifest, self._keep)
+        return manifest
+
+
+def finish(folder: Path, temporary: Path, manifest: CheckpointManifest, keep: int) -> None:
+    """Gives a folder that holds all but the manifest its manifest and its name; deletes all but the newest `keep`."""
     final = folder / f"step_{manifest.step}"
-    temporary = folder / f".step_{manifest.step}.tmp"
-    if first_rank:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    barrier()
-    write(temporary)
-    barrier()
-    if first_rank:
-        with open(temporary / "manifest.json", "wb") as file:
-            file.write(msgspec.json.encode(manifest))
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(temporary)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(temporary, final)
-        _sync_folder(folder)
-        for old in complete(folder)[:-keep]:
-            shutil.rmtree(old.folder)
-    return final
+    with open(temporary / "manifest.json", "wb") as file:
+        file.write(msgspec.json.encode(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(temporary)
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(temporary, final)
+    _sync_folder(folder)
+    for old in complete(folder)[:-keep]:
+        shutil.rmtree(old.folder)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -66,6 +114,32 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _digests(folder: Path) -> dict[str, File]:
+    """Of all files in the folder, which are on the disk afterwards."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest = xxhash.xxh3_128()
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
+        found[str(path.relative_to(folder))] = File(path.stat().st_size, digest.hexdigest())
+    return found
+
+
+def verify(folder: Path) -> CheckpointManifest:
+    """The manifest of the checkpoint in `folder`, whose files are what was written. Raises Damaged, naming the first that is not."""
+    manifest = read(folder)
+    found = _digests(folder)
+    for name, wanted in manifest.files.items():
+        if found.get(name) != wanted:
+            raise Damaged(
+                f"{folder / name} must be the file that was written ({wanted.num_bytes} bytes, xxh3 {wanted.xxh3}), got "
+                f"{found.get(name) or 'none'}; without the folder {folder} the run goes on from an older checkpoint, if there is one"
+            )
+    return manifest
 
 
 def read(folder: Path) -> CheckpointManifest:

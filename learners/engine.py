@@ -39,6 +39,8 @@ class Share:
     count: int = 1
     speaks: bool = True
     """Of the ranks of a share, whose results count: the others' are to be thrown away."""
+    multiple: int = 1
+    """The engine pads each microbatch to a multiple of so many tokens."""
 
 
 class Engine(Protocol):

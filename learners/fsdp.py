@@ -108,7 +108,7 @@ class FsdpEngine:
         shape = (world,) if layout.replicas == 1 else (layout.replicas, world // layout.replicas)
         self._mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
         ranks = layout.sequence_parallel
-        self.share = Share(rank // ranks, world // ranks, speaks=rank % ranks == 0)
+        self.share = Share(rank // ranks, world // ranks, speaks=rank % ranks == 0, multiple=ranks)
         self._sequence_group: dist.ProcessGroup | None = None
         if ranks > 1:
             self._sequence_group = init_device_mesh(self._device.type, (world // ranks, ranks)).get_group(1)

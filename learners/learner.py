@@ -7,6 +7,7 @@ publish(v) ─▶ next batch, due at step v ─▶ pack ─▶ one training step
 
 import logging
 import secrets
+import sys
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,22 +19,21 @@ from torch import Tensor
 from buffers import messages as m
 from buffers.client import Taken
 from buffers.keys import open_door
-from configs.learner import LearnerKind
+from configs.learner import LearnerKind, LoraPublish
 from configs.schema import Config, Dtype, Transport
 from learners import checkpoint
+from learners.feed import PATIENCE_S, Feed
 from learners.models import make_models
-from learners.packing import Batch, from_arrow
+from learners.packing import Batch
 from learners.step import Trainer
 from learners.world import World
+from sync.adapter import describe
 from sync.folders import shared_memory_folder
 from sync.publisher import Publisher
 from sync.transports.cuda_ipc import DeviceCopy, gpu_uuid
 from sync.transports.server import SnapshotServer
 
 log = logging.getLogger("slipstream.learner")
-
-PATIENCE_S = 30.0
-"""How long one question to the buffer may stay open before it is asked again (and the wait is named in the log)."""
 
 
 class ParityError(ValueError):
@@ -57,16 +57,16 @@ class Learner:
 
     def __init__(
         self, config: Config, folder: Path, client: Source, trainer: Trainer, publisher: Publisher | None,
-        writers: World | None = None, *, rank: int = 0, first_step: int = 0, incarnation: str = "",
+        world: World | None = None, writers: World | None = None, *, rank: int = 0, first_step: int = 0, incarnation: str = "",
     ) -> None:  # fmt: skip
         self._config, self._folder, self._client, self._trainer = config, folder, client, trainer
         self._publisher, self._rank, self._incarnation = publisher, rank, incarnation
-        self._writers = writers or World()
+        self._feed = Feed(client, world or World(), log.info)
+        self._writer = checkpoint.Writer(folder / "checkpoints", config.learner.keep_checkpoints, writers)
         self.step = first_step
         """Steps trained, which is also the version held."""
         self._probed = config.learner.engine is LearnerKind.simulated
         self._began = time.monotonic()
-        self._idle_s = 0.0
 
     def run(self) -> None:
         """Consumes batches; produces versions, step records and checkpoints.
@@ -83,13 +83,16 @@ class Learner:
                 self.step += 1
                 self._publish()
                 self._report(num_trained, metrics)
+                self._saved()
                 if self.step % self._config.learner.checkpoint_every == 0:
                     saved = self._save()
             if saved != self.step:
                 self._save()
+            self._saved(wait=True)
             if self._rank == 0:
                 self._finish()
         finally:
+            self._writer.close()
             self._client.close()
             if self._publisher is not None:
                 self._publisher.close()
@@ -97,14 +100,11 @@ class Learner:
     # ---- the buffer
 
     def _next(self) -> Batch | None:
-        began = time.monotonic()
-        while isinstance(taken := self._client.next(self.step, PATIENCE_S), m.NotYet):
-            log.info("waiting: %s", taken.waiting_for)
-        self._idle_s += time.monotonic() - began
+        taken = self._feed.next(self.step)
         if isinstance(taken, m.Over):
             log.info("stopping: %s", taken.reason)
             return None
-        return from_arrow(taken.table, taken.weights)
+        return taken
 
     def _finish(self) -> None:
         while isinstance(reply := self._client.exchange(m.Finish(wait_s=PATIENCE_S), wait_s=PATIENCE_S)[0], m.NotYet):
@@ -123,28 +123,41 @@ class Learner:
             metrics |= self._publisher.metrics() if self._publisher is not None else {}
             self._client.call(
                 m.Consumed(
-                    step=self.step - 1, num_trained=num_trained, idle_s=self._idle_s,
+                    step=self.step - 1, num_trained=num_trained, idle_s=self._feed.waited_s,
                     alive_s=time.monotonic() - self._began, metrics=metrics,
                 ),
                 m.Done,
             )  # fmt: skip
 
+    # ---- checkpoints
+
     def _save(self) -> int:
-        learner, run = self._config.learner, self._config.run
-        manifest = checkpoint.CheckpointManifest(self.step, self._incarnation, run.seed, self._trainer.kl_coef)
-        checkpoint.save(
-            self._folder / "checkpoints",
-            manifest,
-            self._trainer.models.snapshot(),
-            learner.keep_checkpoints,
-            first_rank=self._rank == 0,
-            barrier=self._writers.barrier,
+        """Begins a checkpoint: the copy is made now, and written while training goes on."""
+        began, run = time.monotonic(), self._config.run
+        manifest = checkpoint.CheckpointManifest(
+            self.step, self._incarnation, run.seed, self._trainer.kl_coef, self._ledger()
         )
-        log.info("checkpoint of step %d written", self.step)
+        self._tell(self._writer.begin(manifest, self._trainer.models.snapshot()))
+        log.info("checkpoint of step %d begun: training has waited %.2f s for it", self.step, time.monotonic() - began)
+        return self.step
+
+    def _saved(self, *, wait: bool = False) -> None:
+        """Tells the buffer of a checkpoint that has become complete."""
+        self._tell(self._writer.written(wait=wait))
+
+    def _tell(self, manifest: checkpoint.CheckpointManifest | None) -> None:
+        if manifest is None:
+            return
+        log.info("checkpoint of step %d written", manifest.step)
         if self._rank == 0:
             oldest = checkpoint.complete(self._folder / "checkpoints")[0].manifest.step
-            self._client.call(m.Checkpointed(step=self.step, oldest=oldest), m.Done)
-        return self.step
+            self._client.call(m.Checkpointed(step=manifest.step, oldest=oldest), m.Done)
+
+    def _ledger(self) -> checkpoint.Account | None:
+        if self._rank != 0:
+            return None
+        reply, _ = self._client.exchange(m.Watch(after=sys.maxsize, wait_s=0.0))
+        return account(reply.status) if isinstance(reply, m.News) else None
 
     # ---- the parity probe
 
@@ -182,23 +195,31 @@ def check_parity(
         )
 
 
+def account(status: m.Status) -> checkpoint.Account:
+    return checkpoint.Account(status.tokens.total, status.tokens.trained, status.tokens.masked)
+
+
 def start(
     config: Config, folder: Path, client: Source, rank: int, rendezvous: str, resume_step: int | None,
     *, publish: bool = True,
 ) -> Learner:  # fmt: skip
-    """One rank of the learner, ready to run: process group, engine (from the checkpoint, if any), publisher."""
+    """One rank of the learner, ready to run: process group, engines (from the checkpoint, if any), publisher.
+
+    Raises ValueError for a checkpoint that is damaged or not of this run.
+    """
     if config.learner.threads is not None:
         torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
     (models, world, writers), kl_coef = make_models(config, rank, rendezvous), None
     if resume_step is not None:
         held = folder / "checkpoints" / f"step_{resume_step}"
+        manifest = checkpoint.verify(held) if rank == 0 else checkpoint.read(held)
         models.load(held)
-        kl_coef = checkpoint.read(held).kl_coef if config.algo.kl.target is not None else None
+        kl_coef = manifest.kl_coef if config.algo.kl.target is not None else None
     incarnation = secrets.token_hex(4)
     publisher = make_publisher(config, folder, incarnation) if rank == 0 and publish else None
     return Learner(
-        config, folder, client, Trainer(config, models, world, kl_coef), publisher, writers,
+        config, folder, client, Trainer(config, models, world, kl_coef), publisher, world, writers,
         rank=rank, first_step=resume_step or 0, incarnation=incarnation,
     )  # fmt: skip
 
@@ -213,7 +234,10 @@ def make_publisher(config: Config, folder: Path, incarnation: str) -> Publisher:
     if torch.cuda.is_available() and config.sync.transport in (Transport.auto, Transport.cuda_ipc):
         device = DeviceCopy(where, gpu_uuid(), always=config.sync.transport is Transport.cuda_ipc)
     model = Path(config.model.path) if config.sync.transport is Transport.disk else None
-    return Publisher(where, incarnation, server=server, device=device, model=model)
+    lora, adapter = config.learner.lora, None
+    if lora.rank is not None and lora.publish is LoraPublish.adapter:
+        adapter = describe(Path(config.model.path), str(config.model.dtype), lora.alpha / lora.rank)
+    return Publisher(where, incarnation, server=server, device=device, model=model, adapter=adapter)
 
 
 def weights_folder(config: Config, folder: Path) -> Path:

@@ -1,7 +1,9 @@
 """The models of one rank of the learner: the policy, and those that an algorithm asks or trains beside it."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,12 @@ import torch
 import torch.distributed as dist
 
 from configs.algorithms import Advantage
-from configs.learner import LearnerKind
+from configs.learner import LearnerKind, LoraConfig
 from configs.schema import Config
-from learners.engine import Engine, Kind, Write
+from learners import flops
+from learners import lora as adapters
+from learners.engine import Elsewhere, Engine, Kind, Write
+from learners.packing import Cost
 from learners.world import TIMEOUT, World, open_store
 
 
@@ -24,6 +29,8 @@ class Models:
     """PRIME's implicit reward model φ."""
     reference: Engine | None = None
     """The model that the run began with, frozen: for KL penalties, and for PRIME."""
+    cost: Cost = Cost()
+    """What a sequence costs the policy"""
 
     def snapshot(self) -> Write:
         """A copy of each model that is trained; what it returns writes them, each into a subfolder. Collective."""
@@ -51,7 +58,8 @@ class Models:
 def make_models(config: Config, rank: int, rendezvous: str) -> tuple[Models, World, World]:
     """Joins all ranks at `rendezvous`, and loads what the algorithm needs.
 
-    Returns the models, the world of all ranks, and another one for the thread that writes checkpoints.
+    Returns the models, the world of all ranks, and another one for the thread that writes checkpoints. Raises ValueError for what
+    cannot be loaded here.
     """
     if config.learner.engine is LearnerKind.simulated:
         from learners.simulated import SimulatedTrainingEngine
@@ -61,40 +69,85 @@ def make_models(config: Config, rank: int, rendezvous: str) -> tuple[Models, Wor
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_per_process_memory_fraction(config.learner.gpu_memory_fraction)
-    store, ranks = open_store(rendezvous, rank), config.learner.ranks
+    ranks, total = config.learner.ranks, config.num_learner_ranks
+    pool, own_rank, size = (Pool.policy, rank, ranks) if rank < ranks else (Pool.critic, rank - ranks, total - ranks)
+    if total == ranks:
+        pool = Pool.all
+    store = open_store(rendezvous, rank, total)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.PrefixStore("engine", store), rank=rank, world_size=ranks,
-        timeout=TIMEOUT,
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.PrefixStore(str(pool), store), rank=own_rank,
+        world_size=size, timeout=TIMEOUT,
     )  # fmt: skip
-    world, writers = (World(rank, ranks, dist.PrefixStore(name, store)) for name in ("world", "writers"))
-    return load_models(config), world, writers
+    world, writers = (World(rank, total, dist.PrefixStore(name, store)) for name in ("world", "writers"))
+    return load_models(config, pool), world, writers
 
 
-def load_models(config: Config) -> Models:
-    """In a process group that is there already."""
+class Pool(StrEnum):
+    """Ranks that hold the same engines."""
+
+    all = "all"
+    policy = "policy"
+    critic = "critic"
+
+
+def load_models(config: Config, pool: Pool = Pool.all) -> Models:
+    """In a process group of the pool that is there already."""
+    algo, learner = config.algo, config.learner
+
+    def when(needed: bool, home: Pool, make: Callable[[], Engine]) -> Engine | None:
+        return None if not needed else make() if pool in (home, Pool.all) else Elsewhere()
+
+    def reference() -> Engine:
+        return make_engine(config, Kind.frozen) if learner.lora.rank is None else adapters.Base(policy)
+
+    policy = when(
+        True,
+        Pool.policy,
+        lambda: make_engine(config, Kind.policy, lora=learner.lora, entropy_gradient=algo.entropy_coef > 0),
+    )
+    assert policy is not None
+    return Models(
+        policy=policy,
+        critic=when(
+            algo.advantage.needs_critic, Pool.critic, lambda: make_engine(config, Kind.critic, algo.critic.path)
+        ),
+        reward_model=when(algo.advantage is Advantage.prime, Pool.policy, lambda: make_engine(config, Kind.policy)),
+        reference=when(algo.needs_reference, Pool.policy, reference),
+        cost=cost_of(config.model.path),
+    )
+
+
+def make_engine(
+    config: Config, kind: Kind, path: str | None = None, *, lora: LoraConfig | None = None, **more: Any
+) -> Engine:
+    """The run's engine over a model (by default, the run's own), in the process group that is there."""
+    learner = config.learner
+    common: dict[str, Any] = {
+        "kind": kind,
+        "dtype": config.model.dtype,
+        "temperature": config.sampling.temperature,
+        "betas": (learner.betas[0], learner.betas[1]),
+        "weight_decay": learner.weight_decay,
+        "max_grad_norm": learner.max_grad_norm,
+        "activation_checkpointing": learner.activation_checkpointing,
+        "bucket_bytes": config.sync.bucket_mb << 20,
+        **more,
+    }
+    if learner.engine is LearnerKind.megatron:
+        from learners.megatron.engine import MegatronEngine
+
+        return MegatronEngine(path or config.model.path, **common, **dataclasses.asdict(learner.megatron))
     from learners.fsdp import FsdpEngine
 
-    def engine(kind: Kind, path: str | None = None, **more: Any) -> FsdpEngine:
-        return FsdpEngine(
-            path or config.model.path,
-            kind=kind,
-            dtype=config.model.dtype,
-            temperature=config.sampling.temperature,
-            attention=config.learner.attention,
-            betas=(config.learner.betas[0], config.learner.betas[1]),
-            weight_decay=config.learner.weight_decay,
-            max_grad_norm=config.learner.max_grad_norm,
-            activation_checkpointing=config.learner.activation_checkpointing,
-            **more,
-        )
+    return FsdpEngine(path or config.model.path, **common, attention=learner.attention, layout=learner.fsdp, lora=lora)
 
-    def when(needed: bool, make: Callable[[], Engine]) -> Engine | None:
-        return make() if needed else None
 
-    algo = config.algo
-    return Models(
-        policy=engine(Kind.policy, bucket_bytes=config.sync.bucket_mb << 20, entropy_gradient=algo.entropy_coef > 0),
-        critic=when(algo.advantage.needs_critic, lambda: engine(Kind.critic, algo.critic.path)),
-        reward_model=when(algo.advantage is Advantage.prime, lambda: engine(Kind.policy)),
-        reference=when(algo.needs_reference, lambda: engine(Kind.frozen)),
-    )
+def cost_of(path: str) -> Cost:
+    """In FLOPs of forward and backward where the model's kind is known, else by tokens alone."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path)
+    try:
+        return Cost(6.0 * flops.matrix_parameters(config), flops.attention_flops(config, [1]))
+    except ValueError:
+        return Cost()

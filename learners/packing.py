@@ -4,7 +4,6 @@ Arrow's list offsets are the `cu_seqlens` of variable-length attention. Alignmen
 the log-probability of token t comes from the model's output at t − 1 of the same sequence.
 """
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +22,7 @@ class Batch:
     """A step's trajectories: N sequences with T tokens in all, flat."""
 
     tokens: Tensor
-    """[T] int64"""
+    """[T] int32"""
     sampled: Tensor
     """[T] bool"""
     behavior_logprobs: Tensor
@@ -54,17 +53,18 @@ class Batch:
 
 
 def from_arrow(table: pa.Table, group_weights: Sequence[float] = ()) -> Batch:
-    """The batch of a table with the columns of `buffers.trajectory`; `group_weights` has one of each group, or none."""
+    """The batch of a table with the columns of `buffers.trajectory`; `group_weights` has one of each group, or none.
+
+    A table of one chunk is not copied where its types are the tensors' own (tokens, log-probabilities, versions): they lie in the table's
+    memory, which ranks may share, and are only to be read.
+    """
     lengths = table.column("tokens").combine_chunks().value_lengths().to_numpy()
 
-    def tensor(column: str, dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.array(flat(table, column))).to(dtype)
-
     return Batch(
-        tokens=tensor("tokens", torch.int64),
-        sampled=tensor("sampled", torch.bool),
-        behavior_logprobs=tensor("logprobs", torch.float32),
-        versions=tensor("versions", torch.int32),
+        tokens=_column(table, "tokens"),
+        sampled=torch.from_numpy(np.array(flat(table, "sampled"))),
+        behavior_logprobs=_column(table, "logprobs"),
+        versions=_column(table, "versions"),
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         rewards=torch.from_numpy(np.array(table.column("reward").to_numpy())).float(),
         groups=torch.from_numpy(np.array(table.column("group").to_numpy())),
@@ -72,6 +72,11 @@ def from_arrow(table: pa.Table, group_weights: Sequence[float] = ()) -> Batch:
         truncated=torch.from_numpy(pc.equal(table.column("finish_reason"), "length").to_numpy()),
         greedy=_component(table, GREEDY),
     )
+
+
+def _column(table: pa.Table, name: str) -> Tensor:
+    """[T] all values of a list column, in the table's memory if that is one piece."""
+    return torch.from_dlpack(table.column(name).combine_chunks().flatten())
 
 
 def _component(table: pa.Table, name: str) -> Tensor:
@@ -116,7 +121,7 @@ def pack(batch: Batch, rows: Sequence[int]) -> Packed:
     positions = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], lengths)
     index = torch.from_numpy(np.repeat(starts, lengths) + positions)
     return Packed(
-        tokens=batch.tokens[index],
+        tokens=batch.tokens[index].long(),
         positions=torch.from_numpy(positions),
         cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
         max_seqlen=int(lengths.max()),
@@ -141,40 +146,102 @@ def padded_to(packed: Packed, multiple: int) -> Packed:
     )
 
 
-def plan(lengths: np.ndarray, budget: int, num_ranks: int) -> list[list[list[int]]]:
-    """Divides sequences into microbatches: [rank][microbatch] -> rows, ascending.
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a sequence costs to train: a part by token, and attention by the square of its length. In FLOPs, where they are known."""
 
-    Each microbatch holds at most `budget` tokens, or one longer sequence alone; every rank has equally many, none is
-    empty. Longest first, always to the microbatch with the fewest tokens (Graham, 1969). Where the ranks do not divide the
-    number of rows, there may be too few rows to keep all of that: then, and only then, the budget gives way.
-    Raises ValueError for fewer rows than ranks.
+    per_token: float = 1.0
+    per_square: float = 0.0
+
+    def of(self, lengths: np.ndarray) -> np.ndarray:
+        """[N] float64"""
+        return self.per_token * lengths + self.per_square * np.square(lengths, dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How sequences are divided over shares and microbatches."""
+
+    shares: list[list[list[int]]]
+    """[share][microbatch] -> rows, ascending; equally many microbatches for each share, none empty"""
+    fill: float
+    """Tokens over what the microbatches may hold: above 1 where a sequence is longer than that."""
+    balance: float
+    """Cost over what it would be if in each round all shares had the dearest one's microbatch: the rest is waiting."""
+
+    cost: float
+    """Of all sequences"""
+    tokens: np.ndarray
+    """[microbatches of all shares]"""
+
+    def metrics(self, multiple: int = 1) -> dict[str, float]:
+        """`multiple`: what the engine pads each microbatch to."""
+        return {
+            "packing/microbatches": float(len(self.shares[0])),
+            "packing/fill": self.fill,
+            "packing/balance": self.balance,
+            "packing/padding": float(1 - self.tokens.sum() / (-(-self.tokens // multiple) * multiple).sum()),
+        }
+
+
+def plan(lengths: np.ndarray, budget: int, num_shares: int, cost: Cost | None = None) -> Plan:
+    """Divides sequences [N] into microbatches of at most `budget` tokens, or one longer sequence alone.
+
+    Dearest first, always to the microbatch that has cost least so far and has room (Graham, 1969); then the shares' microbatches are
+    paired by cost, for in each round all wait for the dearest. Where the shares do not divide the number of rows, there may be too
+    few rows to keep all of that: then, and only then, the budget gives way. Raises ValueError for fewer rows than shares.
     """
-    if len(lengths) < num_ranks:
-        raise ValueError(f"a minibatch must hold at least a sequence a rank, got {len(lengths)} for {num_ranks} ranks")
-    most = len(lengths) // num_ranks
-    per_rank = min(most, -(-int(lengths.sum()) // (budget * num_ranks)))
-    while True:
-        bins = _fill(lengths, per_rank * num_ranks)
-        if per_rank == most or all(len(rows) == 1 or lengths[rows].sum() <= budget for rows in bins):
-            return [bins[rank::num_ranks] for rank in range(num_ranks)]
-        per_rank += 1
+    if len(lengths) < num_shares:
+        raise ValueError(
+            f"a minibatch must hold at least a sequence a share, got {len(lengths)} for {num_shares} shares"
+        )
+    costs = (cost or Cost()).of(lengths)
+    most = len(lengths) // num_shares
+    per_share = min(most, -(-int(lengths.sum()) // (budget * num_shares)))
+    while (bins := _fill(lengths, costs, budget, per_share * num_shares, per_share == most)) is None:
+        per_share += 1
+    totals = np.array([costs[rows].sum() for rows in bins])
+    rounds = np.argsort(-totals, kind="stable").reshape(per_share, num_shares)
+    return Plan(
+        shares=[[sorted(bins[number]) for number in rounds[:, share]] for share in range(num_shares)],
+        fill=float(lengths.sum() / (budget * len(bins))),
+        balance=float(totals.sum() / (totals[rounds[:, 0]].sum() * num_shares)),
+        cost=float(totals.sum()),
+        tokens=np.array([lengths[rows].sum() for rows in bins]),
+    )
 
 
-def _fill(lengths: np.ndarray, num_bins: int) -> list[list[int]]:
-    heap = [(0, number) for number in range(num_bins)]
+def _fill(
+    lengths: np.ndarray, costs: np.ndarray, budget: int, num_bins: int, by_all_means: bool
+) -> list[list[int]] | None:
+    """Rows of each bin; None where not all find room, unless that is to be ignored."""
+    spent, used = np.zeros(num_bins), np.zeros(num_bins, dtype=np.int64)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    for row in np.argsort(-lengths, kind="stable"):
-        tokens, number = heapq.heappop(heap)
+    for row in np.argsort(-costs, kind="stable"):
+        room = (used == 0) | (used + lengths[row] <= budget)
+        if not (has_room := room.any()) and not by_all_means:
+            return None
+        number = int(np.where(room, spent, np.inf).argmin() if has_room else spent.argmin())
         bins[number].append(int(row))
-        heapq.heappush(heap, (tokens + int(lengths[row]), number))
-    return [sorted(rows) for rows in bins]
+        spent[number] += costs[row]
+        used[number] += lengths[row]
+    return bins
 
 
-def microbatches(batch: Batch, rows: Sequence[int], budget: int, num_ranks: int, rank: int) -> list[Packed]:
-    """One rank's share of the sequences `rows` of a batch."""
+def microbatches(
+    batch: Batch, rows: Sequence[int], budget: int, num_shares: int, share: int, cost: Cost | None = None
+) -> list[Packed]:
+    """One share of the sequences `rows` of a batch."""
+    return divide(batch, rows, budget, num_shares, share, cost)[0]
+
+
+def divide(
+    batch: Batch, rows: Sequence[int], budget: int, num_shares: int, share: int, cost: Cost | None = None
+) -> tuple[list[Packed], Plan]:
+    """As `microbatches`, with the plan of all shares (whose rows count from 0 within `rows`)."""
     rows_array = np.asarray(rows)
-    shares = plan(np.diff(batch.offsets)[rows_array], budget, num_ranks)
-    return [pack(batch, rows_array[local].tolist()) for local in shares[rank]]
+    made = plan(np.diff(batch.offsets)[rows_array], budget, num_shares, cost)
+    return [pack(batch, rows_array[local].tolist()) for local in made.shares[share]], made
 
 
 def minibatch_rows(batch: Batch, num_minibatches: int) -> list[list[int]]:

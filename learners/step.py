@@ -27,7 +27,7 @@ from configs.algorithms import Advantage, Aggregation, Proximal
 from configs.schema import Config
 from learners.engine import Engine
 from learners.models import Models
-from learners.packing import Batch, Packed, microbatches, minibatch_rows
+from learners.packing import Batch, Packed, Plan, divide, minibatch_rows
 from learners.world import Sums, World
 
 
@@ -72,6 +72,7 @@ class Trainer:
         pretrains = given.values is not None and step < algo.critic.pretrain_steps
         of_policy: Sums = {}
         of_critic: Sums = {}
+        plans: list[Plan] = []
         parts = minibatch_rows(batch, learner.minibatches)
         for rows in parts:
             if self.models.critic is not None:
@@ -79,12 +80,13 @@ class Trainer:
                 self._update(self.models.critic, batch, rows, loss, algo.critic.lr, step, of_critic)
             if not pretrains:
                 loss = self._policy_loss(given, rows, len(parts), of_policy)
-                self._update(self.models.policy, batch, rows, loss, learner.lr, step, of_policy)
+                plans.append(self._update(self.models.policy, batch, rows, loss, learner.lr, step, of_policy))
         metrics = _describe(batch, given.within, step)
         metrics |= {"optimizer/lr": 0.0 if pretrains else self._rate(learner.lr, step)}
         if not pretrains:
             totals = self._total(self.models.policy, of_policy)
             metrics |= {"optimizer/grad_norm": _grad_norm(totals)} | summarize(totals)
+            metrics |= _mean([plan.metrics(self.models.policy.share.multiple) for plan in plans])
         if self.models.critic is not None:
             totals = self._total(self.models.critic, of_critic)
             metrics |= {"critic/grad_norm": _grad_norm(totals)} | summarize_values(totals)
@@ -93,7 +95,10 @@ class Trainer:
             self._adapt(metrics["policy/kl_reference"], batch.num_sequences)
         if algo.needs_reference and self.kl_coef:
             metrics["policy/kl_coef"] = self.kl_coef
-        return metrics | {"time/train_s": time.monotonic() - began}, int(given.within.sum())
+        took = time.monotonic() - began
+        if self.models.cost.per_square:
+            metrics["throughput/train_tflops_per_s"] = sum(plan.cost for plan in plans) / took / 1e12
+        return metrics | {"time/train_s": took}, int(given.within.sum())
 
     def logprobs(self, batch: Batch) -> Tensor:
         """[T] log-probabilities of the whole batch under the weights held."""
@@ -300,22 +305,24 @@ class Trainer:
     def _update(
         self, engine: Engine, batch: Batch, rows: list[int], loss_fn: Callable[[Tensor, Tensor, Packed], Tensor],
         lr: float, step: int, sums: Sums,
-    ) -> None:  # fmt: skip
-        norm = engine.update(self._microbatches(engine, batch, rows), loss_fn, self._rate(lr, step))
+    ) -> Plan:  # fmt: skip
+        packed, plan = self._divide(engine, batch, rows)
+        norm = engine.update(packed, loss_fn, self._rate(lr, step))
         _add(sums, {"grad_norm": torch.tensor([norm, 1.0], dtype=torch.float64)})
+        return plan
 
     def _rate(self, lr: float, step: int) -> float:
         warmup = self._config.learner.warmup_steps
         return lr * min(1.0, (step + 1) / warmup if warmup else 1.0)
 
-    def _microbatches(self, engine: Engine, batch: Batch, rows: list[int]) -> list[Packed]:
-        share = engine.share
-        return microbatches(batch, rows, self._config.learner.tokens_per_microbatch, share.count, share.index)
+    def _divide(self, engine: Engine, batch: Batch, rows: list[int]) -> tuple[list[Packed], Plan]:
+        share, budget = engine.share, self._config.learner.tokens_per_microbatch
+        return divide(batch, rows, budget, share.count, share.index, self.models.cost)
 
     def _infer(self, engine: Engine, batch: Batch, rows: list[int] | None = None) -> Tensor:
         """[T] log-probabilities, or values, of the batch, or of some of its sequences (0 elsewhere)."""
         found = torch.zeros(len(batch.tokens))
-        packed = self._microbatches(engine, batch, list(range(batch.num_sequences)) if rows is None else rows)
+        packed, _ = self._divide(engine, batch, list(range(batch.num_sequences)) if rows is None else rows)
         for part, inferred in zip(packed, engine.infer(packed), strict=True):
             if engine.share.speaks:
                 found[part.index] = inferred
@@ -330,6 +337,10 @@ def _grad_norm(totals: Sums) -> float:
     """Takes it out: the mean over a step's updates."""
     total, count = totals.pop("grad_norm").tolist()
     return total / count
+
+
+def _mean(found: list[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(one[name] for one in found) / len(found) for name in found[0]}
 
 
 def loglinear(current: Tensor, behavior: Tensor, staleness: Tensor) -> Tensor:

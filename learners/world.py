@@ -61,8 +61,10 @@ class World:
         self.add(torch.zeros(1))
 
 
-def open_store(rendezvous: str, rank: int) -> dist.Store:
-    """The ranks' store at `tcp://HOST:PORT`, which rank 0 keeps."""
+def open_store(rendezvous: str, rank: int, size: int) -> dist.Store:
+    """The ranks' store at `tcp://HOST:PORT`, which rank 0 keeps, or `file://PATH`."""
     at = urlsplit(rendezvous)
+    if at.scheme == "file":
+        return dist.FileStore(at.path, size)
     assert at.scheme == "tcp" and at.hostname is not None and at.port is not None, rendezvous
     return dist.TCPStore(at.hostname, at.port, is_master=rank == 0, timeout=TIMEOUT, wait_for_workers=False)

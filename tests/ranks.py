@@ -16,7 +16,9 @@ from learners.world import World
 PATIENCE_S = 90.0
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "transformers", "learners.fsdp", "learners.step", "learners.models"])
+_context.set_forkserver_preload(
+    ["torch", "transformers", "learners.fsdp", "learners.step", "learners.models", "learners.megatron.engine"]
+)
 
 
 def on_ranks(number: int, function: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:

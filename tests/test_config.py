@@ -64,7 +64,25 @@ REFUSED = {
     "sampling.max_tokens=64": "sampling.max_tokens must be below generators.max_model_len .* got 64 and 64",
     "sampling.top_p=0.9": "unless sampling.accept_truncation_bias=true, got 0.9, -1 and 0.0",
     "sampling.temperature=0": "sampling.temperature must be a finite number above 0, got 0.0",
-    "learner.ranks=3": "learner.ranks × learner.minibatches must divide .* got 3 × 1 and 64 × 8",
+    "learner.ranks=600": r"learner.groups_per_step × learner.samples_per_prompt must be at least learner.minibatches × the shares of a batch \(600 with .* got 64 × 8 and 1 × 600",
+    "learner.fsdp.replicas=2": "learner.fsdp.replicas must divide learner.ranks, got 2 and 1",
+    "learner.ranks=2 learner.fsdp.sequence_parallel=4": "sequence_parallel must divide learner.ranks, got 4 and 2",
+    "learner.fsdp.replicas=0": "learner.fsdp.replicas must be a finite number above 0, got 0",
+    "learner.lora.rank=0": "learner.lora.rank must be a finite number above 0, got 0",
+    "learner.lora.publish=adapter": "learner.lora.rank must be set where other settings of learner.lora are, got null",
+    "learner.lora.rank=8 learner.lora.publish=adapter sync.transport=nccl": "sync.transport must be auto, .* got nccl",
+    "learner.engine=megatron learner.lora.rank=8": "learner.lora.rank must be null unless learner.engine=fsdp, got 8 with megatron",
+    "learner.engine=megatron learner.fsdp.cpu_offload=true": "learner.fsdp must be left alone unless learner.engine=fsdp",
+    "learner.engine=megatron learner.attention=varlen": "learner.attention must be auto unless learner.engine=fsdp, got varlen",
+    "learner.megatron.tensor_parallel=2": "learner.megatron must be left alone unless learner.engine=megatron",
+    "learner.engine=megatron learner.ranks=2 learner.megatron.tensor_parallel=2 learner.megatron.pipeline_parallel=2": (
+        "tensor_parallel × pipeline_parallel must divide learner.ranks, got 2 × 2 and 2"
+    ),
+    "learner.engine=megatron learner.ranks=2 learner.megatron.tensor_parallel=2 learner.megatron.expert_parallel=2": (
+        "learner.megatron.expert_parallel must divide the data-parallel ranks .* got 2 and 1"
+    ),
+    "placement.critic=own": "placement.critic must be with_actor where the algorithm has no critic .* algo.advantage=grpo",
+    "algo.advantage=gae placement.critic=own placement.critic_ranks=0": "placement.critic_ranks must be a finite number above 0",
     "staleness.max_versions=-1": "staleness.max_versions must be >= 0, got -1",
     "staleness.on_late=cancel": "straggler_timeout_s must be set exactly when staleness.on_late=cancel",
     "staleness.on_late=mask sync.in_flight=false": "sync.in_flight must be true when staleness.on_late=mask",

@@ -82,7 +82,7 @@ def test_a_batch_knows_what_was_cut_off_and_what_the_greedy_response_earned(traj
 def test_a_plan_holds_every_row_once_within_budget_and_equally_many_for_each_rank(
     lengths: list[int], budget: int, num_ranks: int
 ) -> None:
-    shares = plan(np.array(lengths), budget, num_ranks)
+    shares = plan(np.array(lengths), budget, num_ranks).shares
     assert sorted(row for share in shares for rows in share for row in rows) == list(range(len(lengths)))
     assert len({len(share) for share in shares}) == 1 and all(rows for share in shares for rows in share)
     crowded = [rows for share in shares for rows in share if len(rows) > 1 and sum(lengths[r] for r in rows) > budget]
@@ -178,9 +178,11 @@ def test_a_half_written_checkpoint_is_never_chosen(tmp_path: Path) -> None:
     def write(folder: Path) -> None:
         (folder / "engine").mkdir()
 
+    writer = checkpoint.Writer(tmp_path, keep=2)
     for step in (10, 9, 20, 30):
         manifest = checkpoint.CheckpointManifest(step, "life", 0)
-        checkpoint.save(tmp_path, manifest, write, keep=2, first_rank=True)
+        writer.begin(manifest, write)
+    assert writer.written(wait=True) is not None
     assert [c.manifest.step for c in checkpoint.complete(tmp_path)] == [20, 30]
     (tmp_path / "step_30" / "manifest.json").write_bytes(b'{"step":3')
     shutil.copytree(tmp_path / "step_20", tmp_path / "step_40")

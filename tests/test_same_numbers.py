@@ -75,6 +75,15 @@ ROWS = {
     "ulysses 2, llama": Row("fsdp", 2, "llama", {"sequence_parallel": 2}),
     "ulysses 4 of 2 key heads, 2 replicas": Row("fsdp", 4, "qwen2", {"sequence_parallel": 4, "replicas": 2}),
     "fsdp 2 x ulysses 2": Row("fsdp", 4, "qwen3", {"sequence_parallel": 2}),
+    "megatron": Row("megatron", 1),
+    "megatron TP2": Row("megatron", 2, "qwen3", {"tensor_parallel": 2}),
+    "megatron TP2, qwen2 (tied)": Row("megatron", 2, "qwen2", {"tensor_parallel": 2}),
+    "megatron PP2": Row("megatron", 2, "llama", {"pipeline_parallel": 2}),
+    "megatron PP2, qwen2 (tied)": Row("megatron", 2, "qwen2", {"pipeline_parallel": 2}),
+    "megatron DP2": Row("megatron", 2),
+    "megatron TP2 x PP2": Row("megatron", 4, "qwen3", {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    "megatron EP2": Row("megatron", 2, "qwen3_moe", {"expert_parallel": 2}),
+    "megatron TP2 x EP2": Row("megatron", 4, "qwen3_moe", {"tensor_parallel": 2, "expert_parallel": 2}),
 }
 
 
@@ -153,7 +162,11 @@ def make_engine(row: Row, folder: Path) -> Engine:
     common: dict[str, Any] = dict(
         temperature=TEMPERATURE, betas=BETAS, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, bucket_bytes=1 << 11
     )  # fmt: skip
-    return FsdpEngine(folder, layout=FsdpConfig(**row.options), **common)
+    if row.engine == "fsdp":
+        return FsdpEngine(folder, layout=FsdpConfig(**row.options), **common)
+    from learners.megatron.engine import MegatronEngine
+
+    return MegatronEngine(folder, **row.options, **common)
 
 
 def step(world: World, row: Row, folder: Path) -> list[Outcome]:

@@ -146,7 +146,9 @@ class Stock:
     def outcome(self, config: Config, batch: Batch, world: World | None = None) -> Outcome:
         trainer = Trainer(config, self.models(config), world)
         metrics, num_trained = trainer.train(batch, STEP)
-        del metrics["time/train_s"]
+        metrics = {
+            name: value for name, value in metrics.items() if not name.startswith(("time/", "throughput/", "packing/"))
+        }
         return metrics, num_trained, {name: state_of(engine) for name, engine in trainer.models._trained().items()}
 
 

@@ -1,0 +1,93 @@
+"""How a step's batch comes to every rank: one rank of each host asks the buffer, and lays it in memory that the host's ranks share."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import pyarrow as pa
+
+from buffers import messages as m
+from buffers.client import Taken
+from learners.packing import Batch, from_arrow
+from learners.world import World
+from sync.snapshot import boot_id
+
+PATIENCE_S = 30.0
+"""How long one question to the buffer may stay open before it is asked again (and the wait is named in the log)."""
+
+
+class Source(Protocol):
+    def next(self, step: int, wait_s: float) -> Taken | m.NotYet | m.Over: ...
+
+
+class Laid(msgspec.Struct):
+    """What the first rank of a host tells the others: where the batch lies, or why there is none."""
+
+    host: str
+    path: str = ""
+    weights: list[float] = []
+    over: str | None = None
+
+
+class Feed:
+    """One rank's end. The first rank of all decides whether there is a next step; then the first of each host fetches it."""
+
+    def __init__(self, source: Source, world: World, log: Callable[[str], None], host: str = "") -> None:
+        """`host`: what ranks of one host have in common. Collective."""
+        self._source, self._world, self._log = source, world, log
+        self._host = host or boot_id()
+        hosts = [told.decode() for told in world.gather(self._host.encode())]
+        self._leads = hosts.index(self._host) == world.rank
+        self.waited_s = 0.0
+        """For the buffer, and for the rank that waits for it"""
+
+    def next(self, step: int) -> Batch | m.Over:
+        began = time.monotonic()
+        try:
+            return self._next(step)
+        finally:
+            self.waited_s += time.monotonic() - began
+
+    def _next(self, step: int) -> Batch | m.Over:
+        world = self._world
+        taken = self._ask(step) if world.rank == 0 else None
+        if world.size == 1:
+            assert taken is not None
+            return taken if isinstance(taken, m.Over) else from_arrow(taken.table, taken.weights)
+        reason = taken.reason if isinstance(taken, m.Over) else None
+        decided = msgspec.json.decode(world.gather(msgspec.json.encode(reason))[0], type=str | None)
+        if decided is not None:
+            return m.Over(reason=decided)
+        if self._leads and taken is None:
+            taken = self._ask(step)
+            if isinstance(taken, m.Over):
+                raise RuntimeError(f"the buffer has stopped between the ranks of two hosts: {taken.reason}")
+        laid, memory = Laid(self._host), None
+        if self._leads:
+            assert isinstance(taken, Taken)
+            memory = _lay(taken.table)
+            laid = Laid(self._host, f"/proc/{os.getpid()}/fd/{memory}", taken.weights)
+        told = [msgspec.json.decode(one, type=Laid) for one in world.gather(msgspec.json.encode(laid))]
+        mine = next(one for one in told if one.host == self._host and one.path)
+        with pa.memory_map(mine.path) as file:
+            table = pa.ipc.open_file(file).read_all()
+        batch = from_arrow(table, mine.weights)
+        world.barrier()
+        if memory is not None:
+            os.close(memory)  # what is mapped stays
+        return batch
+
+    def _ask(self, step: int) -> Taken | m.Over:
+        while isinstance(taken := self._source.next(step, PATIENCE_S), m.NotYet):
+            self._log(f"waiting: {taken.waiting_for}")
+        return taken
+
+
+def _lay(table: pa.Table) -> int:
+    """The table, in one piece, in memory that has no name and is gone with its last user; returns the file's number."""
+    memory = os.memfd_create("slipstream-batch")
+    with pa.OSFile(f"/proc/self/fd/{memory}", "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table.combine_chunks())
+    return memory
