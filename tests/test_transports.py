@@ -19,9 +19,11 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as save_torch_file
 
 from buffers.keys import make_keys, open_door, show_key
 from sync import patch
+from sync.adapter import PREFIX, describe
 from sync.manifest import DigestMismatch, Manifest
 from sync.patch import apply_patches, make_patch, patch_name
 from sync.publisher import Publisher
@@ -75,8 +77,9 @@ def host(tmp_path: Path) -> Iterator[Make]:
 
     yield make
     for one in hosts:
+        made = [merged._folder for merged in one.subscriber._merged.values()]
         one.subscriber.close()
-        assert not one.folder.exists(), "nothing stays behind"
+        assert not any(folder.exists() for folder in (one.folder, *made)), "nothing stays behind"
 
 
 @pytest.fixture
@@ -183,6 +186,35 @@ def test_a_relay_hands_on_and_the_publisher_serves_few(publisher: Publisher, hos
     assert publisher._server is not None
     assert publisher._server.bytes_sent < (server.FAN_OUT + 0.5) * 2 * manifest.num_bytes
     assert sum(one.server.bytes_sent for one in hosts if one.server) >= 5 * 2 * manifest.num_bytes
+
+
+def test_of_adapters_a_host_fetches_the_adapters_and_hands_them_on(tmp_path: Path, host: Make) -> None:
+    rank, rows = 2, 512
+    base, names = {"up.weight": torch.randn(rows, rows), "norm.weight": torch.randn(rows)}, ("A", "B")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    save_torch_file(base, tmp_path / "model" / "model.safetensors")
+    publisher = Publisher(
+        tmp_path / "weights", "life", server=SnapshotServer(tmp_path / "weights"),
+        adapter=describe(tmp_path / "model", "float32", 0.5),
+    )  # fmt: skip
+    hosts = [host(relay=True, patience_s=20.0) for _ in range(3)]
+    for version in range(3):
+        matrices = [torch.randn(rank, rows), torch.randn(rows, rank)]
+        named = {f"{PREFIX}up.lora_{name}.weight": m for name, m in zip(names, matrices, strict=True)}
+        manifest = publisher.publish(version, parts(named))
+        with ThreadPoolExecutor(3) as pool:
+            announced = [elsewhere(publisher, manifest)] * 3
+            found = list(pool.map(lambda one, where: one.subscriber.prepare(where), hosts, announced))
+        for snapshot in found:
+            whole = arrived(snapshot)
+            torch.testing.assert_close(whole["up.weight"], base["up.weight"] + 0.5 * matrices[1] @ matrices[0])
+            assert torch.equal(whole["norm.weight"], base["norm.weight"])
+        for one in hosts:
+            one.subscriber.settle()
+    for one in hosts:
+        assert one.fetcher.bytes_received == 3 * manifest.num_bytes < 3 * 0.03 * found[0].manifest.num_bytes
+    publisher.close()
 
 
 def test_one_process_of_a_host_hands_on_for_all_and_another_takes_its_place(
