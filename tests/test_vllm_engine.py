@@ -4,20 +4,28 @@ Three engines share one import of vLLM. Where an engine's numbers are judged, a 
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from safetensors.torch import load_file
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
+from configs.learner import LoraConfig, LoraPublish
 from configs.schema import KvCache
 from generators.engine import Completion, Sample
+from learners.fsdp import FsdpEngine
+from learners.packing import Batch, pack
+from learners.world import World
+from sync.adapter import describe
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot
-from sync.stream import parts
+from sync.stream import collect, parts
+from sync.subscriber import Subscriber
 
 VOCAB, END = 80, 1
 TOLERANCE = 5e-5
@@ -204,6 +212,58 @@ def test_recomputed_kv_leaves_no_trace_of_the_old_version(recompute: Rig) -> Non
         until = len(tokens) - len(sample.prompt)
         assert recompute.difference(sample, completion, old[: len(sample.prompt) + held - 1], 0, held) < TOLERANCE
         assert recompute.difference(sample, completion, new, held, until) < TOLERANCE
+
+
+def adapters_of_a_learner(world: World, model: Path, sequences: list[list[int]]) -> tuple[Weights, list[torch.Tensor]]:
+    """What the learner publishes after three updates, and its log-probabilities of the sequences' tokens."""
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    total, count = int(lengths.sum()), len(sequences)
+    batch = Batch(
+        tokens=torch.tensor(sum(sequences, [])), sampled=torch.ones(total, dtype=torch.bool),
+        behavior_logprobs=torch.zeros(total), versions=torch.zeros(total, dtype=torch.int32),
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).numpy(), rewards=torch.zeros(count),
+        groups=torch.arange(count), weights=torch.ones(count), truncated=torch.zeros(count, dtype=torch.bool),
+        greedy=torch.full((count,), float("nan")),
+    )  # fmt: skip
+    engine = FsdpEngine(model, temperature=0.7, lora=LoraConfig(rank=4, publish=LoraPublish.adapter))
+    lesson = replace(pack(batch, [0]), tokens=torch.arange(2, 2 + len(sequences[0])))  # the same, whatever was sampled
+    for _ in range(3):
+        engine.update([lesson], lambda logprobs, entropy, packed: -logprobs.sum() / 10, 1e-2)
+    logprobs = engine.infer([pack(batch, range(count))])[0]
+    return collect(engine.weights()), list(logprobs.split(lengths.tolist()))
+
+
+def test_adapters_alone_are_taken_up_in_flight_and_sampled_from_as_the_learner_has_them(
+    recompute: Rig, tmp_path: Path
+) -> None:
+    model = recompute.publisher.folder.parent / "model"
+    [(adapters, _)] = on_ranks(1, adapters_of_a_learner, tmp_path / "first", model, [[0] * 12])
+    before = recompute.load(0)
+    samples = [recompute.add(prompt, 30, seed=i) for i, prompt in enumerate(prompts(6))]
+    for _ in range(10):
+        assert recompute.engine.step() == []
+    publisher = Publisher(tmp_path / "weights", "x", adapter=describe(model, "float32", LoraConfig().alpha / 4))
+    subscriber = Subscriber()
+    after = publisher.publish(before.version + 1, parts(adapters))
+    whole = subscriber.prepare(after.locator)
+    assert isinstance(whole, Snapshot)
+    recompute.engine.load(whole)
+    assert recompute.engine.held_digests(whole.manifest) == {e.name: e.digest for e in whole.manifest.tensors}
+    done = recompute.finish()
+    recompute.load(0)
+    subscriber.close()
+    publisher.close()
+
+    sequences = [sample.prompt + done[sample.id].tokens for sample in samples]
+    [(again, logprobs)] = on_ranks(1, adapters_of_a_learner, tmp_path / "again", model, [[0] * 12, *sequences])
+    assert all(torch.equal(again[name], adapters[name]) for name in adapters)
+    for sample, sequence, learner in zip(samples, sequences, logprobs[1:], strict=True):
+        completion = done[sample.id]
+        assert completion.versions == [before.version] * 10 + [after.version] * 20
+        sampled = torch.tensor(completion.logprobs[10:])
+        assert (sampled - learner[-20:]).abs().max() < 1e-4
+        base = recompute.forward(0, sequence[:-1])[-20:].gather(1, torch.tensor(sequence[-20:])[:, None])[:, 0]
+        assert (sampled - base).abs().max() > 0.1
 
 
 def test_the_digests_are_of_what_the_engine_holds(rig: Rig) -> None:
