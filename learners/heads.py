@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_ELEMENTS = 2**27
-"""Logits that exist at the same time (512 MiB in float32)."""
+from learners.memory import CHUNK_ELEMENTS
 
 
 def chunked_logprobs(

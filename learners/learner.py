@@ -23,6 +23,7 @@ from configs.learner import LearnerKind, LoraPublish
 from configs.schema import Config, Dtype, Transport
 from learners import checkpoint
 from learners.feed import PATIENCE_S, Feed
+from learners.memory import GIB, Meter, plan
 from learners.models import make_models
 from learners.packing import Batch
 from learners.step import Trainer
@@ -57,11 +58,12 @@ class Learner:
 
     def __init__(
         self, config: Config, folder: Path, client: Source, trainer: Trainer, publisher: Publisher | None,
-        world: World | None = None, writers: World | None = None, *, rank: int = 0, first_step: int = 0, incarnation: str = "",
+        world: World | None = None, writers: World | None = None, meter: Meter | None = None, *, rank: int = 0, first_step: int = 0, incarnation: str = "",
     ) -> None:  # fmt: skip
         self._config, self._folder, self._client, self._trainer = config, folder, client, trainer
         self._publisher, self._rank, self._incarnation = publisher, rank, incarnation
-        self._feed = Feed(client, world or World(), log.info)
+        self._world, self._meter = world or World(), meter or Meter(cuda=False)
+        self._feed = Feed(client, self._world, log.info)
         self._writer = checkpoint.Writer(folder / "checkpoints", config.learner.keep_checkpoints, writers)
         self.step = first_step
         """Steps trained, which is also the version held."""
@@ -80,6 +82,7 @@ class Learner:
             while self.step < self._config.run.steps and (batch := self._next()) is not None:
                 self._probe(batch)
                 metrics, num_trained = self._trainer.train(batch, self.step)
+                metrics["memory/peak_gib"] = self._peak_gib()
                 self.step += 1
                 self._publish()
                 self._report(num_trained, metrics)
@@ -117,6 +120,10 @@ class Learner:
             return
         manifest = self._publisher.publish(self.step, self._trainer.models.policy.weights())
         self._client.call(m.Publish(version=self.step, weights=self._publisher.announcement(manifest)), m.Done)
+
+    def _peak_gib(self) -> float:
+        """Of the rank that has needed most."""
+        return max(float(told) for told in self._world.gather(str(self._meter.peak() / GIB).encode()))
 
     def _report(self, num_trained: int, metrics: dict[str, float]) -> None:
         if self._rank == 0:
@@ -210,6 +217,12 @@ def start(
     if config.learner.threads is not None:
         torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
+    cuda = torch.cuda.is_available()
+    meter, needed = Meter(cuda=cuda), plan(config, cuda=cuda)
+    if needed is not None and rank == 0:
+        log.info("%s", needed)
+    if needed is not None and cuda and needed.total > (has := config.learner.gpu_memory_fraction * _gpu_bytes()):
+        log.warning("that is more than its %.1f GiB: see docs/learner.md for what makes it less", has / GIB)
     (models, world, writers), kl_coef = make_models(config, rank, rendezvous), None
     if resume_step is not None:
         held = folder / "checkpoints" / f"step_{resume_step}"
@@ -219,9 +232,13 @@ def start(
     incarnation = secrets.token_hex(4)
     publisher = make_publisher(config, folder, incarnation) if rank == 0 and publish else None
     return Learner(
-        config, folder, client, Trainer(config, models, world, kl_coef), publisher, world, writers,
+        config, folder, client, Trainer(config, models, world, kl_coef), publisher, world, writers, meter,
         rank=rank, first_step=resume_step or 0, incarnation=incarnation,
     )  # fmt: skip
+
+
+def _gpu_bytes() -> int:
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def make_publisher(config: Config, folder: Path, incarnation: str) -> Publisher:

@@ -98,6 +98,7 @@ def load_models(config: Config, pool: Pool = Pool.all) -> Models:
         return None if not needed else make() if pool in (home, Pool.all) else Elsewhere()
 
     def reference() -> Engine:
+        assert policy is not None
         return make_engine(config, Kind.frozen) if learner.lora.rank is None else adapters.Base(policy)
 
     policy = when(

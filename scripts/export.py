@@ -17,13 +17,15 @@ from pathlib import Path
 import torch.distributed as dist
 
 from configs import load as configs
-from configs.schema import Dtype
+from configs.learner import FsdpConfig, LoraConfig, LoraPublish, MegatronConfig
+from configs.schema import Config, Dtype, ModelConfig
 from learners import checkpoint
+from learners.engine import Kind
 
 
 def export(run: Path, folder: Path, step: int | None, dtype: Dtype | None) -> int:
     """Returns the step exported. Raises ValueError for what cannot be."""
-    from learners.fsdp import FsdpEngine
+    from learners.models import make_engine
     from sync.publisher import Publisher
 
     if not (run / "config.yaml").is_file():
@@ -44,7 +46,7 @@ def export(run: Path, folder: Path, step: int | None, dtype: Dtype | None) -> in
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as temporary:
         dist.init_process_group("gloo", init_method=f"file://{temporary}/rendezvous", rank=0, world_size=1)
-        engine = FsdpEngine(source, dtype=model.dtype, bucket_bytes=config.sync.bucket_mb << 20)
+        engine = make_engine(alone(config, model), Kind.policy, lora=merged(config.learner.lora))
         engine.load(kept[chosen].folder / "engine")
         publisher = Publisher(Path(temporary) / "model", "export", model=source)
         publisher.publish(chosen, engine.weights())
@@ -53,6 +55,16 @@ def export(run: Path, folder: Path, step: int | None, dtype: Dtype | None) -> in
         shutil.rmtree(folder, ignore_errors=True)
         (Path(temporary) / "model").rename(folder)
     return chosen
+
+
+def alone(config: Config, model: ModelConfig) -> Config:
+    """The run's engine on a single rank."""
+    learner = dataclasses.replace(config.learner, ranks=1, fsdp=FsdpConfig(), megatron=MegatronConfig())
+    return dataclasses.replace(config, learner=learner, model=model)
+
+
+def merged(lora: LoraConfig) -> LoraConfig:
+    return dataclasses.replace(lora, publish=LoraPublish.merged)
 
 
 def main(arguments: list[str]) -> int:

@@ -1,0 +1,149 @@
+"""What a rank of the learner will need of memory, by arithmetic before anything is loaded, and what it has needed.
+
+    weights        float32 masters / shards, of every model that the rank holds
+    gradients      float32 / shards, of what is trained
+    optimizer      AdamW's two moments, float32 / shards, of what is trained
+    layer          two layers gathered whole, in the dtype of computation: the one at work and the next
+    activations    kept for the backward pass, of one microbatch: by token and layer about 6 H + 6 Q + 5 K + 5 F elements (H hidden,
+                   Q and K the widths of queries and of keys, F the width of the MLP: counted on transformers' Llama and Qwen3);
+                   with activation checkpointing H, and one layer's whole
+    head           three times the logits of a chunk, float32
+
+On a GPU with `cpu_offload` the first three are in the host's memory. A checkpoint's copy (weights and optimizer) and a published
+snapshot are in the host's memory too, and are not counted. torch is not needed here.
+"""
+
+import json
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from configs.learner import CriticPlace, LearnerKind
+from configs.schema import Config, Dtype
+
+GIB = 2**30
+CHUNK_ELEMENTS = 2**27
+"""Logits that exist at the same time (512 MiB in float32): `learners.heads`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """In bytes, of the rank that needs most."""
+
+    parts: dict[str, float]
+    ranks: int
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        parts = " + ".join(f"{name} {_size(part)}" for name, part in self.parts.items() if part)
+        return f"memory of a learner rank ({self.ranks} in all), about: {parts} = {_size(self.total)}"
+
+
+def plan(config: Config, *, cuda: bool) -> Plan | None:
+    """None where the model's files do not tell (another kind of model, the simulated learner)."""
+    learner, algo = config.learner, config.algo
+    path = Path(config.model.path)
+    if learner.engine is LearnerKind.simulated or not (path / "config.json").exists():
+        return None
+    hf = json.loads((path / "config.json").read_text())
+    try:
+        sizes = _sizes(hf)
+    except KeyError:
+        return None
+    trained, frozen = sizes.parameters, 0
+    if learner.lora.rank is not None:
+        trained, frozen = min(sizes.parameters, learner.lora.rank * sizes.lora_per_rank), sizes.parameters
+    with_actor = config.placement.critic is CriticPlace.with_actor
+    models = 1 + (algo.advantage.needs_critic and with_actor) + (str(algo.advantage) == "prime")
+    if algo.needs_reference and learner.lora.rank is None:
+        frozen += sizes.parameters
+    trained += (models - 1) * sizes.parameters
+    shards = learner.ranks // learner.fsdp.replicas
+    pieces = learner.num_shares and learner.ranks // learner.num_shares
+    compute = 2 if cuda and config.model.dtype is Dtype.bfloat16 else 4
+    tokens = learner.tokens_per_microbatch / max(1, pieces)
+    kept = (
+        sizes.hidden * sizes.layers + sizes.activations
+        if learner.activation_checkpointing
+        else (sizes.activations * sizes.layers)
+    )
+    chunk = min(tokens, CHUNK_ELEMENTS // sizes.vocabulary) * sizes.vocabulary
+    state = 0 if learner.fsdp.cpu_offload and cuda else 1
+    return Plan(
+        parts={
+            "weights": state * 4.0 * (trained + frozen) / shards,
+            "gradients": state * 4.0 * trained / shards,
+            "optimizer": state * 8.0 * trained / shards,
+            "layer": 2.0 * compute * sizes.layer if shards > 1 else 0.0,
+            "activations": float(compute * kept * tokens),
+            "head": 3.0 * 4.0 * chunk,
+        },
+        ranks=config.num_learner_ranks,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a model, in elements."""
+
+    parameters: int
+    layer: int
+    layers: int
+    hidden: int
+    vocabulary: int
+    activations: int
+    """Of one token in one layer"""
+    lora_per_rank: int
+    """Parameters of adapters of rank 1 on all linear layers"""
+
+
+def _sizes(hf: dict[str, Any]) -> Sizes:
+    """From a Hugging Face configuration of the Llama kind. Raises KeyError for others."""
+    hidden, layers, heads = hf["hidden_size"], hf["num_hidden_layers"], hf["num_attention_heads"]
+    dim = hf.get("head_dim") or hidden // heads
+    query, key = heads * dim, (hf.get("num_key_value_heads") or heads) * dim
+    experts = hf.get("num_experts") or hf.get("num_local_experts") or 0
+    width = hf["moe_intermediate_size"] if experts else hf["intermediate_size"]
+    mlps, used = (experts, hf["num_experts_per_tok"]) if experts else (1, 1)
+    layer = 2 * hidden * (query + key) + 3 * hidden * width * mlps + hidden * experts + 2 * hidden
+    embeddings = hf["vocab_size"] * hidden * (1 if hf.get("tie_word_embeddings") else 2)
+    adapted = 0 if experts else 3 * (hidden + width)
+    return Sizes(
+        parameters=layers * layer + embeddings + hidden,
+        layer=layer,
+        layers=layers,
+        hidden=hidden,
+        vocabulary=hf["vocab_size"],
+        activations=6 * hidden + 6 * query + 5 * key + 5 * width * used,
+        lora_per_rank=layers * (2 * (hidden + query) + 2 * (hidden + key) + adapted),
+    )
+
+
+class Meter:
+    """What this process has needed since the meter was made, at most: of its GPU, or else of the host's memory."""
+
+    def __init__(self, *, cuda: bool) -> None:
+        self._cuda = cuda
+        self._before = 0 if cuda else psutil.Process().memory_info().rss
+        if cuda:
+            import torch
+
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> float:
+        """Bytes"""
+        if self._cuda:
+            import torch
+
+            return float(torch.cuda.max_memory_allocated())
+        return max(0.0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0 - self._before)
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.0f} MiB"

@@ -1,0 +1,104 @@
+"""The plan of a learner's memory, against models that are really made."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_fsdp import batch_of
+from test_same_numbers import MODELS, made
+from test_step import configured
+from torch import Tensor
+
+from configs.schema import Config
+from learners.fsdp import FsdpEngine
+from learners.memory import Meter, _sizes, plan
+from learners.packing import pack
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    where = tmp_path_factory.mktemp("models")
+    return lambda name: made(name, where)
+
+
+def sizes_of(folder: Path) -> Any:
+    import json
+
+    return _sizes(json.loads((folder / "config.json").read_text()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_counted(name: str, folder: Callable[[str], Path]) -> None:
+    """All but norms of heads and biases, which are too small to matter."""
+    counted = sizes_of(folder(name)).parameters
+    matrices = sum(p.numel() for p in MODELS[name]().parameters() if p.dim() > 1)
+    assert matrices <= counted <= 1.03 * matrices
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_about_what_autograd_keeps(
+    name: str, checkpointing: bool, folder: Callable[[str], Path]
+) -> None:
+    engine, sizes = FsdpEngine(folder(name), activation_checkpointing=checkpointing), sizes_of(folder(name))
+    weights = {parameter.to_local().untyped_storage().data_ptr() for parameter in engine._named.values()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and tensor.dtype == torch.float32:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    packed = pack(batch_of([300, 200]), [0, 1])
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        found = engine._forward(packed)
+    del found
+    counted = 4 * len(packed.tokens) * (sizes.hidden if checkpointing else sizes.activations) * sizes.layers
+    gathered = 4 * sizes.parameters  # what is gathered of one rank's weights is kept too
+    head = 3 * 4 * len(packed.tokens) * sizes.vocabulary
+    assert 0.7 * counted <= sum(kept.values()) <= 1.3 * counted + gathered + head
+
+
+def parts(config: Config, *, cuda: bool = False) -> dict[str, float]:
+    found = plan(config, cuda=cuda)
+    assert found is not None
+    return found.parts
+
+
+def test_what_makes_the_plan_smaller_does(tiny_model: Path) -> None:
+    def changed(config: Config, **learner: Any) -> Config:
+        return replace(config, learner=replace(config.learner, **learner))
+
+    config = configured(tiny_model, "algo=grpo")
+    base = parts(config)
+    four = parts(changed(config, ranks=4))
+    assert all(four[name] == base[name] / 4 for name in ("weights", "gradients", "optimizer"))
+    assert parts(changed(config, activation_checkpointing=True))["activations"] < base["activations"]
+    assert parts(changed(config, tokens_per_microbatch=8192))["activations"] == base["activations"] / 2
+    low_rank = parts(changed(config, lora=replace(config.learner.lora, rank=2)))
+    assert low_rank["weights"] > base["weights"] > 5 * low_rank["gradients"]
+    offloaded = changed(config, fsdp=replace(config.learner.fsdp, cpu_offload=True))
+    assert parts(offloaded, cuda=True)["optimizer"] == 0 < parts(offloaded)["optimizer"]
+    assert parts(configured(tiny_model, "algo=ppo"))["optimizer"] == 2 * base["optimizer"]
+    assert parts(configured(tiny_model, "algo=ppo", "placement.critic=own"))["optimizer"] == base["optimizer"]
+    assert parts(configured(tiny_model, "algo=grpo", "algo.kl.loss_coef=0.1"))["weights"] == 2 * base["weights"]
+
+
+def test_a_model_of_another_kind_has_no_plan(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba", "d_model": 64}')
+    assert plan(configured(tmp_path, "algo=grpo"), cuda=False) is None
+
+
+def test_the_meter_counts_from_when_it_was_made() -> None:
+    meter = Meter(cuda=False)
+    before = meter.peak()
+    block = torch.ones(64 << 18)
+    assert meter.peak() >= max(before, 60 << 20)
+    del block
+    assert meter.peak() >= 60 << 20, "a peak stays"
