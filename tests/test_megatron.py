@@ -383,6 +383,23 @@ def test_bfloat16_is_published_and_not_computed_with_on_a_cpu(folder: Path) -> N
     assert max(part.elements.nbytes for part in rounded.weights()) <= 1 << 11
 
 
+@pytest.mark.parametrize("kind", Kind)
+def test_an_engine_is_made_without_drawing_from_the_random_state(kind: Kind, folder: Path) -> None:
+    before = torch.get_rng_state()
+    MegatronEngine(folder / "qwen2", kind=kind)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_activation_checkpointing_computes_each_layer_again_in_the_backward_pass(folder: Path) -> None:
+    calls: list[int] = []
+    for checkpointing, times in ((False, 1), (True, 2)):
+        engine = MegatronEngine(folder / "qwen3", activation_checkpointing=checkpointing)
+        engine._model.decoder.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+        engine.update(parts_of(40), mean_logprob, LR)
+        assert len(calls) == times * len(parts_of(40))
+        calls.clear()
+
+
 def test_what_megatron_cannot_have_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="model_type .* must be one of llama, qwen2, qwen3, qwen3_moe .* got phi"):
         MegatronEngine(folder / "phi")

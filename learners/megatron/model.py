@@ -173,8 +173,8 @@ class Model(GPTModel):
         self.score: nn.Linear | None = None
         if critic and last:
             self.output_layer = None
-            self.score = nn.Linear(config.hidden_size, 1)
             with torch.random.fork_rng():
+                self.score = nn.Linear(config.hidden_size, 1)
                 torch.manual_seed(
                     0
                 )  # for a folder without such a head, as Hugging Face draws it, the same on all ranks

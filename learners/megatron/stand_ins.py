@@ -24,18 +24,23 @@ from torch.overrides import TorchFunctionMode
 
 HAVE_TE = torch.cuda.is_available() and find_spec("transformer_engine") is not None
 
+SAID_AT_EACH_STEP = [
+    "full scope is deprecated",
+    "When using sequence parallelism",
+    "The .grad attribute of a Tensor that is not a leaf",
+    ".*torch.distributed.* is deprecated",
+]
+"""Warnings about what Megatron does by itself: how it asks torch, and for CUDA's settings."""
+
 
 @cache
 def install() -> None:
-    # What Megatron and torch say of each other at every step.
-    for message in ("full scope is", "When using sequence par", "The .grad attribute", ".*torch.distributed.* is deprecated"):
+    for message in SAID_AT_EACH_STEP:
         warnings.filterwarnings("ignore", message)
     # Without TransformerEngine Megatron takes torch's AdamW, with it another one: one optimizer has one form of state.
     optimizer.USING_PYTORCH_OPTIMIZER = True
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = (
-            None  # the router asks whether it is None, and without TransformerEngine it is no name
-        )
+    # The router asks whether this is None; where TransformerEngine is missing, it is no name at all.
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     if torch.cuda.is_available():
         return
     # Megatron asks CUDA, by name, for its device and streams; torch has the same functions for the CPU.
@@ -88,9 +93,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = (
-            config.sequence_parallel
-        )  # of its gradient each rank then has the part of its tokens
+        # Of its gradient each rank then has the part of its own tokens, and Megatron adds them up.
+        self.weight.sequence_parallel = config.sequence_parallel
 
 
 class PackedAttention(MegatronModule):
