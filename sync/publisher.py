@@ -54,13 +54,13 @@ class Publisher:
     ) -> None:
         """`keep`: versions that stay; a subscriber has that many publications' time to map one. `server` serves the folder
         to other hosts; it is closed with the publisher. `device` offers the newest version to engines on the same GPU. `model`:
-        a Hugging Face folder; at the end the folder becomes one too, with the newest version and that one's configuration. `adapter`:
-        what is published are low-rank adapters (`sync.adapter.describe`); hosts, and such a folder, get the whole model.
+        a Hugging Face folder; at the end the folder becomes one too, with the newest version and that one's configuration.
 
-        Raises ValueError when a living publisher has the folder, or adapters are to be taken from a device.
+        `adapter`: what is published are low-rank adapters (`sync.adapter.describe`), of which hosts make whole models, and never
+        devices; in the end so does the publisher, if there is a `model`.
+
+        Raises ValueError when a living publisher has the folder.
         """
-        if adapter is not None and device is not None:
-            raise ValueError("learner.lora.publish must be merged when sync.transport=cuda_ipc, got adapter")
         if keep < 1:
             raise ValueError(f"keep must be >= 1, got {keep}")
         if not re.fullmatch(r"\w+", incarnation):
@@ -69,8 +69,8 @@ class Publisher:
         self.incarnation = incarnation
         self.seconds = 0.0
         """What the last publication took: as long did training wait."""
-        self._keep, self._server, self._device, self._model = keep, server, device, model
-        self._adapter = adapter
+        self._keep, self._server, self._model, self._adapter = keep, server, model, adapter
+        self._device = device if adapter is None else None
         self._writer = SnapshotWriter()
         self._published: list[Manifest] = []
         sweep(self.folder.parent)

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# What publishing adapters alone saves, and what merging costs a host: scripts/measure_adapters.sh [--rounds N]
+set -euo pipefail
+. "$(dirname "$0")/env.sh"
+prepare
+exec python "$(dirname "$0")/measure_adapters.py" "$@"
