@@ -76,7 +76,8 @@ def from_arrow(table: pa.Table, group_weights: Sequence[float] = ()) -> Batch:
 
 def _column(table: pa.Table, name: str) -> Tensor:
     """[T] all values of a list column, in the table's memory if that is one piece."""
-    return torch.from_dlpack(table.column(name).combine_chunks().flatten())
+    column = table.column(name)
+    return torch.from_dlpack((column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()).flatten())
 
 
 def _component(table: pa.Table, name: str) -> Tensor:

@@ -53,7 +53,7 @@ class World:
         sizes[self.rank] = len(message)
         ends = [0, *self.add(sizes).cumsum(0).tolist()]
         text = torch.zeros(ends[-1], dtype=torch.uint8)
-        text[ends[self.rank] : ends[self.rank + 1]] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        text[ends[self.rank] : ends[self.rank + 1]] = torch.tensor(list(message), dtype=torch.uint8)
         whole = self.add(text).numpy().tobytes()
         return [whole[start:end] for start, end in zip(ends, ends[1:], strict=False)]
 

@@ -1,0 +1,156 @@
+"""Several ranks in the loop: what they tell each other, one fetch a host, a critic on ranks of its own."""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from test_step import STEP, Outcome, assert_same, batch_of, configured, responses, state_of
+from torch import Tensor
+
+from buffers import messages as m
+from buffers.client import Taken
+from buffers.trajectory import Trajectory, to_batch
+from configs.schema import Config
+from learners.engine import Elsewhere
+from learners.feed import Feed
+from learners.models import load_models, make_models
+from learners.packing import Batch
+from learners.step import Trainer
+from learners.world import World
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+# ---- what ranks tell each other
+
+
+def told(world: World) -> tuple[list[bytes], dict[str, Tensor]]:
+    mine = {"all": torch.ones(2, 2) * world.rank, f"of {world.rank % 2}": torch.ones(3)}
+    return world.gather(f"I am {world.rank}".encode() * world.rank), world.add_named(mine)
+
+
+def test_ranks_gather_messages_and_add_up_what_any_of_them_has(tmp_path: Path) -> None:
+    for messages, sums in on_ranks(3, told, tmp_path / "three"):
+        assert messages == [b"", b"I am 1", b"I am 2" * 2]
+        assert {name: value.tolist() for name, value in sums.items()} == {
+            "all": [[3.0, 3.0], [3.0, 3.0]], "of 0": [2.0] * 3, "of 1": [1.0] * 3,
+        }  # fmt: skip
+    assert World().gather(b"alone") == [b"alone"]
+
+
+# ---- the batch
+
+
+class Buffer:
+    """Has a batch for steps below two, after a moment; counts who asks."""
+
+    def __init__(self, rows: list[Trajectory]) -> None:
+        self.asked: Counter[int] = Counter()
+        self._rows = rows
+
+    def next(self, step: int, wait_s: float) -> Taken | m.NotYet | m.Over:
+        self.asked[step] += 1
+        if step == 2:
+            return m.Over(reason="enough")
+        if self.asked[step] == 1:
+            return m.NotYet(waiting_for="a moment")
+        halves = [to_batch(self._rows[:5]), to_batch(self._rows[5:])]
+        return Taken(step, [0, 1, 2, 3, 4, 5], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], pa.Table.from_batches(halves))
+
+
+def fed(world: World, rows: list[Trajectory]) -> tuple[list[Batch], str, dict[int, int], list[str], list[bool]]:
+    buffer, log = Buffer(rows), []
+    feed = Feed(buffer, world, log.append, host="one" if world.rank < 2 else "two")
+    batches = [feed.next(0), feed.next(1)]
+    over = feed.next(2)
+    assert isinstance(over, m.Over) and all(isinstance(batch, Batch) for batch in batches)
+    shared = [_is_shared(batch.tokens) for batch in batches if isinstance(batch, Batch)]
+    world.barrier()
+    assert not [name for name in os.listdir("/dev/shm") if "batch" in name]
+    return batches, over.reason, dict(buffer.asked), log, shared  # type: ignore[return-value]
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Does it lie in the mapped file, whose pages all processes share?"""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span = line.split()[0]
+        begin, end = (int(part, 16) for part in span.split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return "slipstream-batch" in line
+    raise AssertionError("the tensor lies nowhere")
+
+
+def test_each_host_fetches_a_batch_once_and_its_ranks_share_the_memory(
+    trajectories: list[Trajectory], tmp_path: Path
+) -> None:
+    found = on_ranks(3, fed, tmp_path / "three", trajectories)
+    whole = Batch.__dataclass_fields__
+    for batches, reason, _, _, shared in found:
+        assert reason == "enough" and shared == [True, True]
+        for batch, first in zip(batches, found[0][0], strict=True):
+            for name in whole:
+                torch.testing.assert_close(
+                    torch.as_tensor(getattr(batch, name)), torch.as_tensor(getattr(first, name)), equal_nan=True
+                )
+    assert found[0][0][0].weights.tolist() == [weight for weight in range(1, 7) for _ in range(2)]
+    assert [asked for _, _, asked, _, _ in found] == [{0: 2, 1: 2, 2: 1}, {}, {0: 2, 1: 2}]
+    assert found[0][3] == ["waiting: a moment"] * 2
+
+
+# ---- a critic of its own
+
+
+@pytest.fixture(scope="module")
+def batch(tiny_model: Path) -> Batch:
+    return batch_of(responses(tiny_model))
+
+
+def placed(world: World, config: Config, batch: Batch, folder: Path, checkpoint: Path) -> tuple[Outcome, list[str]]:
+    """A step; then a checkpoint, which is loaded and gives what it was made of."""
+    dist.destroy_process_group()
+    models, both, _ = make_models(config, world.rank, f"file://{folder}/pools")
+    trainer = Trainer(config, models, both)
+    metrics, num_trained = trainer.train(batch, STEP)
+    here = {name: engine for name, engine in models._trained().items() if not isinstance(engine, Elsewhere)}
+    held = {name: state_of(engine) for name, engine in here.items()}
+    write = models.snapshot()
+    both.barrier()
+    write(checkpoint)
+    both.barrier()
+    trainer.train(batch, STEP)
+    models.load(checkpoint)
+    for name, engine in here.items():
+        assert all(torch.equal(value, held[name][key]) for key, value in state_of(engine).items())
+    return (metrics, num_trained, held), sorted(path.name for path in checkpoint.iterdir())
+
+
+@pytest.mark.parametrize("overrides", [["algo=ppo"], ["algo=vapo", "learner.minibatches=2"]])
+def test_a_critic_of_its_own_trains_as_one_with_the_actor(
+    overrides: list[str], tiny_model: Path, batch: Batch, tmp_path: Path
+) -> None:
+    common = [*overrides, "algo.critic.lr=1e-4"]
+    together = configured(tiny_model, *common)
+    trainer = Trainer(together, load_models(together))
+    metrics, num_trained = trainer.train(batch, STEP)
+    expected = {name: state_of(engine) for name, engine in trainer.models._trained().items()}
+
+    apart = configured(tiny_model, *common, "placement.critic=own", "placement.critic_ranks=1", "learner.ranks=2")
+    assert apart.num_learner_ranks == 3
+    (tmp_path / "ranks").mkdir()
+    found = on_ranks(3, placed, tmp_path / "ranks", apart, batch, tmp_path / "ranks", tmp_path / "checkpoint")
+    assert [sorted(held) for (_, _, held), _ in found] == [["engine"], ["engine"], ["critic"]]
+    assert found[0][1] == ["critic", "engine"]
+    policy = {key: torch.cat([part, found[1][0][2]["engine"][key]]) for key, part in found[0][0][2]["engine"].items()}
+    for (told, count, _), _ in found:
+        assert _without_times(told) == _without_times(found[0][0][0]) and count == num_trained
+    states = {"engine": policy, "critic": found[2][0][2]["critic"]}
+    assert_same((_without_times(found[0][0][0]), num_trained, states), (_without_times(metrics), num_trained, expected))
+
+
+def _without_times(metrics: dict[str, float]) -> dict[str, float]:
+    return {k: v for k, v in metrics.items() if not k.startswith(("time/", "throughput/", "packing/"))}
