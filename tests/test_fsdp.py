@@ -1,10 +1,10 @@
 """What the FSDP2 engine keeps to besides the mathematics of one update (`test_learner.py`): heads, dropout, dtypes, shards."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_ranks
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -13,8 +13,7 @@ from configs.schema import Dtype
 from learners import heads
 from learners.attention import choose_attention
 from learners.fsdp import FsdpEngine
-from learners.packing import Batch, Packed, microbatches
-from learners.world import World
+from learners.packing import Batch, Packed, microbatches, pack
 from sync.stream import collect
 
 SIZES = dict(
@@ -163,6 +162,32 @@ def test_activation_checkpointing_changes_memory_and_not_the_numbers(
         torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0)
 
 
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        Attention.packed_sdpa,
+        pytest.param(Attention.varlen, marks=[pytest.mark.gpu, ON_GPU]),
+        pytest.param(Attention.flash_attention_2, marks=[pytest.mark.gpu, ON_GPU]),
+    ],
+)
+def test_packed_sequences_cannot_see_each_other(attention: Attention, qwen3: Path) -> None:
+    """Whatever stands in one of them: also in those before, which a causal mask alone would show."""
+    dtype = Dtype.float32 if attention is Attention.packed_sdpa else Dtype.bfloat16
+    engine, batch = FsdpEngine(qwen3, attention=attention, dtype=dtype), batch_of([7, 12, 1, 20, 9])
+    (before,) = engine.infer([pack(batch, range(5))])
+    for changed in range(5):
+        tokens, place = batch.tokens.clone(), slice(batch.offsets[changed], batch.offsets[changed + 1])
+        tokens[place] = (tokens[place] + 1) % 48
+        (after,) = engine.infer([pack(replace(batch, tokens=tokens), range(5))])
+        others = torch.arange(len(tokens))
+        outside = (others < place.start) | (others >= place.stop)
+        assert torch.equal(after[outside], before[outside])
+        assert len(tokens[place]) == 1 or not torch.equal(after[~outside], before[~outside])
+
+
 def test_a_kernel_that_cannot_run_here_is_refused_at_the_start(qwen3: Path) -> None:
     with pytest.raises(ValueError, match="learner.attention must be auto or packed_sdpa .* got varlen on cpu"):
         FsdpEngine(qwen3, attention=Attention.varlen)
@@ -176,23 +201,3 @@ def test_a_checkpoint_holds_nothing_but_safetensors(qwen3: Path, packed: list[Pa
     engine.update(packed, mean_logprob, 1e-2)
     engine.snapshot()(tmp_path / "engine")
     assert {path.suffix for path in (tmp_path / "engine").rglob("*") if path.is_file()} == {".safetensors"}
-
-
-def saved(world: World, model: Path, folder: Path) -> None:
-    torch.manual_seed(world.rank)
-    engine = FsdpEngine(model)
-    parts = microbatches(batch_of([5, 9, 2, 30, 7, 1, 12, 4]), range(8), 40, world.size, world.rank)
-    engine.update(parts, mean_logprob, 1e-2)
-    engine.snapshot()(folder)
-
-
-def test_a_checkpoint_of_two_ranks_goes_on_with_one(qwen3: Path, packed: list[Packed], tmp_path: Path) -> None:
-    on_ranks(2, saved, tmp_path / "two", qwen3, tmp_path / "engine")
-    resumed, alone = FsdpEngine(qwen3), FsdpEngine(qwen3)
-    resumed.load(tmp_path / "engine")
-    alone.update(packed, mean_logprob, 1e-2)
-    for engine in (resumed, alone):
-        engine.update(packed, mean_logprob, 1e-2)
-    expected = weights_of(alone)
-    for name, tensor in weights_of(resumed).items():
-        torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=0)

@@ -1,10 +1,8 @@
 """Packing, the FSDP2 engine and checkpoints, against plain PyTorch on the same sequences."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -17,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from buffers.trajectory import GREEDY, Trajectory, to_batch
 from configs.schema import Dtype
-from learners import checkpoint
 from learners.attention import packed_sdpa, padded_sdpa
 from learners.engine import LossFn
 from learners.fsdp import FsdpEngine
@@ -172,24 +169,6 @@ def test_two_ranks_train_to_the_same_weights_as_one(
     assert norm == pytest.approx(own, rel=1e-4)
     for name, tensor in alone.items():
         torch.testing.assert_close(weights[name], tensor, atol=5e-5, rtol=0)
-
-
-def test_a_half_written_checkpoint_is_never_chosen(tmp_path: Path) -> None:
-    def write(folder: Path) -> None:
-        (folder / "engine").mkdir()
-
-    writer = checkpoint.Writer(tmp_path, keep=2)
-    for step in (10, 9, 20, 30):
-        manifest = checkpoint.CheckpointManifest(step, "life", 0)
-        writer.begin(manifest, write)
-    assert writer.written(wait=True) is not None
-    assert [c.manifest.step for c in checkpoint.complete(tmp_path)] == [20, 30]
-    (tmp_path / "step_30" / "manifest.json").write_bytes(b'{"step":3')
-    shutil.copytree(tmp_path / "step_20", tmp_path / "step_40")
-    (tmp_path / "step_50").mkdir()
-    (tmp_path / "step_50" / "manifest.json").write_bytes(msgspec.json.encode(checkpoint.CheckpointManifest(50, "x", 0)))
-    newest = checkpoint.latest(tmp_path)
-    assert newest is not None and newest.manifest.step == 20
 
 
 def test_the_parity_probe_names_the_worst_token_and_both_values() -> None:

@@ -1,0 +1,180 @@
+"""Checkpoints: whole or absent, of the moment they were begun, and the same bits on any number of ranks."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from ranks import on_ranks
+from test_fsdp import batch_of, mean_logprob, qwen3, weights_of  # noqa: F401
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from learners import checkpoint
+from learners.fsdp import FsdpEngine
+from learners.packing import Packed, microbatches
+from learners.world import World
+
+LENGTHS = [5, 9, 2, 30, 7, 1, 12, 4]
+
+
+def manifest(step: int) -> checkpoint.CheckpointManifest:
+    return checkpoint.CheckpointManifest(step, "life", 0)
+
+
+def write(folder: Path) -> None:
+    (folder / "engine").mkdir()
+    (folder / "engine" / "weights").write_bytes(b"weights")
+
+
+def written(folder: Path, *steps: int, keep: int = 2) -> None:
+    writer = checkpoint.Writer(folder, keep)
+    for step in steps:
+        writer.begin(manifest(step), write)
+    assert writer.written(wait=True) is not None
+    writer.close()
+
+
+def steps(folder: Path) -> list[int]:
+    return [found.manifest.step for found in checkpoint.complete(folder)]
+
+
+# ---- whole or absent
+
+
+def test_a_half_written_checkpoint_is_never_chosen(tmp_path: Path) -> None:
+    written(tmp_path, 10, 9, 20, 30)
+    assert steps(tmp_path) == [20, 30]
+    (tmp_path / "step_30" / "manifest.json").write_bytes(b'{"step":3')
+    shutil.copytree(tmp_path / "step_20", tmp_path / "step_40")
+    (tmp_path / "step_50").mkdir()
+    (tmp_path / "step_50" / "manifest.json").write_bytes(msgspec.json.encode(manifest(50)))
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None and newest.manifest.step == 20
+
+
+DYING = """
+import os, signal, sys
+from pathlib import Path
+from learners import checkpoint
+def write(folder):
+    (folder / "engine").mkdir()
+    (folder / "engine" / "weights").write_bytes(b"half of the w")
+    os.kill(os.getpid(), signal.SIGKILL)
+writer = checkpoint.Writer(Path(sys.argv[1]), 2)
+writer.begin(checkpoint.CheckpointManifest(7, "life", 0), write)
+writer.written(wait=True)
+"""
+
+
+def test_what_a_killed_learner_was_writing_is_passed_over_and_written_anew(tmp_path: Path) -> None:
+    written(tmp_path, 6)
+    assert subprocess.run([sys.executable, "-c", DYING, str(tmp_path)]).returncode == -signal.SIGKILL
+    assert len(os.listdir(tmp_path)) == 2 and steps(tmp_path) == [6]
+    written(tmp_path, 7)
+    assert sorted(os.listdir(tmp_path)) == ["step_6", "step_7"]
+    assert (tmp_path / "step_7" / "engine" / "weights").read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize("harm", ["changed", "cut", "gone"])
+def test_a_file_that_is_not_what_was_written_is_named(harm: str, tmp_path: Path) -> None:
+    written(tmp_path, 3)
+    folder = tmp_path / "step_3"
+    assert checkpoint.verify(folder).files.keys() == {"engine/weights"}
+    path = folder / "engine" / "weights"
+    if harm == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(b"weighty" if harm == "changed" else b"weight")
+    with pytest.raises(checkpoint.Damaged, match=f"{path} must be the file that was written .7 bytes, .* got"):
+        checkpoint.verify(folder)
+
+
+def test_an_error_in_the_thread_reaches_the_loop(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        raise OSError("no space left on device")
+
+    writer = checkpoint.Writer(tmp_path, 2)
+    writer.begin(manifest(1), fail)
+    with pytest.raises(OSError, match="no space left"):
+        writer.begin(manifest(2), write)
+    writer.begin(manifest(2), write)
+    assert writer.written(wait=True) is not None and writer.written(wait=True) is None
+    assert steps(tmp_path) == [2]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    release = threading.Event()
+
+    def slow(folder: Path) -> None:
+        release.wait()
+        write(folder)
+
+    writer = checkpoint.Writer(tmp_path, 2)
+    assert writer.begin(manifest(1), slow) is None
+    assert writer.written() is None and steps(tmp_path) == []
+    release.set()
+    told = writer.begin(manifest(2), write)
+    assert told is not None and told.step == 1 and steps(tmp_path) == [1] or steps(tmp_path) == [1, 2]
+
+
+# ---- what is in it
+
+
+def parts_of(world: World) -> list[Packed]:
+    return microbatches(batch_of(LENGTHS), range(len(LENGTHS)), 40, world.size, world.rank)
+
+
+def state(engine: FsdpEngine) -> dict[str, Tensor]:
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for name, value in engine._state().items()
+    }
+
+
+def trained_on(world: World, model: Path, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The state when a checkpoint was begun, and the weights after another update; written while updates go on."""
+    torch.manual_seed(world.rank)
+    engine, parts = FsdpEngine(model), parts_of(world)
+    engine.update(parts, mean_logprob, 1e-2)
+    before, write_it = state(engine), engine.snapshot()
+    thread = threading.Thread(target=write_it, args=(folder,))
+    thread.start()
+    engine.update(parts, mean_logprob, 1e-2)
+    after = weights_of(engine)
+    for _ in range(4):
+        engine.update(parts, mean_logprob, 1e-2)
+        list(engine.weights())
+    thread.join()
+    return before, after
+
+
+def taken_up(world: World, model: Path, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    engine = FsdpEngine(model)
+    engine.load(folder)
+    loaded = state(engine)
+    engine.update(parts_of(world), mean_logprob, 1e-2)
+    return loaded, weights_of(engine)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_a_checkpoint_of_two_ranks_is_of_its_moment_and_goes_on_with_any_number(
+    number: int,
+    qwen3: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    before, after = on_ranks(2, trained_on, tmp_path / "two", qwen3, tmp_path / "engine")[0]
+    loaded, gone_on = on_ranks(number, taken_up, tmp_path / "then", qwen3, tmp_path / "engine")[0]
+    assert loaded.keys() == before.keys()
+    for name, tensor in before.items():
+        assert torch.equal(loaded[name], tensor), name
+    for name, tensor in after.items():
+        if number == 2:
+            assert torch.equal(gone_on[name], tensor), name
+        torch.testing.assert_close(gone_on[name], tensor, atol=1e-4, rtol=0)
