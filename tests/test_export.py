@@ -8,7 +8,7 @@ import pytest
 import torch
 from export import export
 from ranks import on_ranks
-from test_same_numbers import LENGTHS, SIZES, made, make_batch
+from test_same_numbers import LENGTHS, made, make_batch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -98,7 +98,6 @@ def test_an_export_is_the_policy_for_transformers_and_for_the_other_engine(
     other = LearnerConfig() if is_megatron else replace(LearnerConfig(), engine=LearnerKind.megatron)
     further = replace(config, model=replace(config.model, path=str(tmp_path / "model")), learner=other)
     torch.testing.assert_close(on_ranks(1, inferred, tmp_path / "other", further)[0], expected, atol=1e-5, rtol=0)
-    assert expected.min() < -1 and SIZES["vocab_size"] > 2
 
 
 def exported(world: World, run: Path, folder: Path) -> int:
