@@ -139,6 +139,8 @@ class Buffer:
                     self._request_evaluation(event.version)
                 case e.Scored():
                     self._evaluations.withdraw(event.version)
+                case e.Rewound():
+                    self._evaluations.clear()
         return num_events
 
     def commit(self) -> None:
@@ -407,6 +409,7 @@ class Buffer:
         """The learner goes on from the checkpoint of `step`. Raises ValueError for a step that cannot be gone back to."""
         self.book.rewind(step)
         self._evaluations.clear()
+        self.scores = [score for score in self.scores if score.version < step]  # `step` itself is published again
         self.moved_at = self._clock()
         log.info("rewound to step %d; %d complete groups wait to be trained", step, len(self.book.pool))
 

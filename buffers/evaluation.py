@@ -89,9 +89,8 @@ class Evaluations:
         self._sweeps = deque(sweep for sweep in self._sweeps if sweep.version != version)
 
     def clear(self) -> None:
-        """Forgets all sweeps; leases of theirs that are under way are nobody's."""
+        """Forgets all sweeps. Answers to what is leased of them are taken, and lead to nothing."""
         self._sweeps.clear()
-        self._leased.clear()
 
     def expire(self, now: float) -> None:
         for lease_id in [lease_id for lease_id, leased in self._leased.items() if leased.deadline <= now]:

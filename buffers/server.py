@@ -85,6 +85,8 @@ class BufferServer:
         self._committing: deque[tuple[Future[None], list[list[bytes | pa.Buffer]]]] = deque()  # with the answers
         self._inbox: deque[list[zmq.Frame]] = deque()
         self._inbox_bytes = 0
+        self._learners: set[bytes] = set()  # senders of the learner's messages
+        self._dead: set[bytes] = set()  # those of them that lived before the last rewind
         self._queued: Counter[bytes] = Counter()  # messages in the inbox, by sender
         self._ticked_at = float("-inf")
         self._serve_overdue = False
@@ -211,6 +213,12 @@ class BufferServer:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self._answer(sender, number, self.buffer.refuse("malformed message", str(error)))
             return
+        if isinstance(request, m.Publish | m.Consumed | m.Checkpointed | m.Next | m.Finish):
+            if sender in self._dead:  # what it has sent came late
+                late = f"{type(request).__name__} of a life before the rewind"
+                self._answer(sender, number, self.buffer.refuse("dead learner", late))
+                return
+            self._learners.add(sender)
         if isinstance(request, m.Ask | m.Next | m.Finish | m.Watch):
             self._park(sender, number, request)
             return
@@ -218,6 +226,16 @@ class BufferServer:
             self._answer(sender, number, self._reply(request, payload))
         except Refusal as refusal:
             self._answer(sender, number, self.buffer.refuse(refusal.reason, str(refusal)))
+            return
+        if isinstance(request, m.Rewind):
+            self._bury_learners(but=sender)
+
+    def _bury_learners(self, but: bytes) -> None:
+        """Another life of the learner begins. What the one before has sent and nobody has read yet must not reach it."""
+        self._dead |= self._learners - {but}
+        self._learners &= {but}
+        self._nexts = [parked for parked in self._nexts if parked.sender not in self._dead]
+        self._finishes = [parked for parked in self._finishes if parked.sender not in self._dead]
 
     def _park(self, sender: bytes, number: bytes, request: m.Ask | m.Next | m.Finish | m.Watch) -> None:
         wait_s = min(max(request.wait_s, 0.0), MAX_WAIT_S)

@@ -26,8 +26,9 @@ class Console:
         self._live = Live(console=self._rich, refresh_per_second=4, transient=True) if self._rich.is_terminal else None
         self._began = time.monotonic()
         self._last_line = 0.0
-        self._rewards: list[float] = []
-        self._num_evaluations = 0
+        self._rewards: dict[int, float] = {}  # by step
+        self._num_restarts = 0
+        self._evaluated: set[int] = set()  # versions
 
     def __enter__(self) -> None:
         self._rich.print(
@@ -46,28 +47,38 @@ class Console:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        self._rich.print(f"{self._clock()}  {text}")
+        self._rich.print(f"{self._clock()}  {text}", soft_wrap=True)
 
-    def show(self, news: m.News) -> None:
-        self._rewards += [record.metrics["reward/mean"] for record in news.records]
-        for evaluation in news.evaluations[self._num_evaluations :]:
-            self.say(
-                f"version {evaluation.version}: held-out reward {evaluation.reward:.3f} ({evaluation.num_prompts} prompts)"
-            )
-        self._num_evaluations = len(news.evaluations)
+    def take(self, news: m.News) -> None:
+        self._rewards |= {record.step: record.metrics["reward/mean"] for record in news.records}
+        for evaluation in news.evaluations:
+            if evaluation.version not in self._evaluated:
+                self._evaluated.add(evaluation.version)
+                self.say(
+                    f"version {evaluation.version}: held-out reward {evaluation.reward:.3f} "
+                    f"({evaluation.num_prompts} prompts)"
+                )
         if self._live is not None:
             self._live.update(self._picture(news.status))
         elif time.monotonic() - self._last_line > LINE_EVERY_S:
             self._last_line = time.monotonic()
             self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True)
 
+    def rewind(self, step: int) -> None:
+        """The learner was lost, and goes on from this step: later ones are to come again."""
+        self._num_restarts += 1
+        self._rewards = {trained: reward for trained, reward in self._rewards.items() if trained < step}
+        self._evaluated = {version for version in self._evaluated if version < step}
+
     def conclude(self, status: str, news: m.News | None) -> None:
         if news is not None:
             self._last_line = time.monotonic()  # the line that follows is the last
-            self.show(news)
+            self.take(news)
             self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True)
+        n = self._num_restarts
+        restarts = f" after {n} restart{'s' * (n > 1)} of the learner" if n else ""
         self._rich.print(
-            f"{self._clock()}  {status}. Summary, journal, checkpoints, TensorBoard and logs: {self._folder}",
+            f"{self._clock()}  {status}{restarts}. Summary, journal, checkpoints, TensorBoard and logs: {self._folder}",
             soft_wrap=True,
         )
         if status == "interrupted":
@@ -94,10 +105,10 @@ class Console:
             failed = f"  {status.num_quarantined} groups quarantined, the last ({group}) with {error}"
         if not self._rewards:
             return status.waiting_for + failed
-        staleness, seconds = status.staleness, max(status.seconds, 1e-9)
+        rewards, staleness, seconds = list(self._rewards.values()), status.staleness, max(status.seconds, 1e-9)
         mean = sum(k * n for k, n in staleness.items()) / max(1, sum(staleness.values()))
         return (
-            f"step {status.step}/{self._config.run.steps}  v{status.version}  reward {_recent(self._rewards):.3f}  "
+            f"step {status.step}/{self._config.run.steps}  v{status.version}  reward {_recent(rewards):.3f}  "
             f"staleness {mean:.2f} (max {max(staleness, default=0)} of {self._config.bound}{self._admitted(status)})  "
             f"tok/s {status.tokens.total / seconds:,.0f} generated {status.tokens.trained / seconds:,.0f} trained  "
             f"idle learner {status.learner_idle:.0%} generators {status.generator_idle:.0%}  left {self._left(status)}"
@@ -105,13 +116,13 @@ class Console:
         )
 
     def _picture(self, status: m.Status) -> Panel:
-        seconds = max(status.seconds, 1e-9)
+        rewards, seconds = list(self._rewards.values()), max(status.seconds, 1e-9)
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")
         table.add_column()
         rows = {
             "step": f"{status.step} of {self._config.run.steps}, version {status.version}, {self._left(status)} left",
-            "reward": f"{_recent(self._rewards):.3f}  {_sparkline(self._rewards)}" if self._rewards else "–",
+            "reward": f"{_recent(rewards):.3f}  {_sparkline(rewards)}" if rewards else "–",
             "staleness": "  ".join(f"{k}: {share:.0%}" for k, share in _shares(status.staleness).items())
             + f"   (bound {self._config.bound}{self._admitted(status)})",
             "tokens/s": f"{status.tokens.total / seconds:,.0f} generated, {status.tokens.trained / seconds:,.0f} trained",

@@ -26,11 +26,12 @@ class Record:
         self._config, self._folder, self._first_step = config, folder, resume_step or 0
         self._began = time.monotonic()
         self._writer: Any = None
-        self._rewards: list[float] = []
+        self._rewards: dict[int, float] = {}  # by step
         self._publish_s: list[float] = []
         self._lags: dict[str, list[int]] = {}
         """Versions that each generator was behind, as far as it had said, when a step was recorded."""
-        self._num_evaluations = 0
+        self._evaluated: set[int] = set()  # versions
+        self._purge_step, self._num_restarts = self._first_step, 0
         self._status: m.Status | None = None
         self._before = self._read_before() if resume_step is not None else {}
         self.num_steps = 0
@@ -44,11 +45,12 @@ class Record:
         self._status = news.status
         for record in news.records:
             self.num_steps += 1
-            self._rewards.append(record.metrics["reward/mean"])
+            self._rewards[record.step] = record.metrics["reward/mean"]
             self._log(record.step, record.metrics | {"time/seconds": record.time})
-        for evaluation in news.evaluations[self._num_evaluations :]:
-            self._log(evaluation.version, {"eval/reward": evaluation.reward})
-        self._num_evaluations = len(news.evaluations)
+        for evaluation in news.evaluations:
+            if evaluation.version not in self._evaluated:
+                self._evaluated.add(evaluation.version)
+                self._log(evaluation.version, {"eval/reward": evaluation.reward})
         self._publish_s += [
             seconds for record in news.records if (seconds := record.metrics.get("weights/publish_s")) is not None
         ]
@@ -59,11 +61,23 @@ class Record:
             self._log(news.records[-1].step, status_metrics(news.status))
             self._write("running")
 
+    def rewind(self, step: int) -> None:
+        """The learner was lost, and goes on from this step: what is recorded of later ones is void, they are to come again."""
+        self._num_restarts += 1
+        self._rewards = {trained: reward for trained, reward in self._rewards.items() if trained < step}
+        self._evaluated = {version for version in self._evaluated if version < step}
+        self._close_writer()
+        self._purge_step = step
+
     def close(self, status: str) -> None:
         if self._status is not None:
             self._write(status)
+        self._close_writer()
+
+    def _close_writer(self) -> None:
         if self._writer is not None:
             self._writer.close()
+            self._writer = None
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         if self._writer is None:
@@ -71,7 +85,7 @@ class Record:
                 SummaryWriter,
             )  # here: importing torch takes seconds, the roles start meanwhile
 
-            self._writer = SummaryWriter(str(self._folder / "tensorboard"), purge_step=self._first_step, flush_secs=10)
+            self._writer = SummaryWriter(str(self._folder / "tensorboard"), purge_step=self._purge_step, flush_secs=10)
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
@@ -82,8 +96,7 @@ class Record:
         os.replace(temporary, self._folder / "summary.json")
 
     def summary(self, news: m.Status, status: str) -> dict[str, Any]:
-        first = self._rewards[:NUM_AVERAGED]
-        last = self._rewards[-NUM_AVERAGED:]
+        rewards = list(self._rewards.values())
         tokens, groups = news.tokens, news.groups
         count = sum(news.staleness.values())
         seconds = max(news.seconds, 1e-9)
@@ -93,9 +106,10 @@ class Record:
             "steps": news.step,
             "version": news.version,
             "wall_s": round(time.monotonic() - self._began + self._before.get("wall_s", 0.0), 3),
+            "restarts": {"learner": self._before.get("restarts", {}).get("learner", 0) + self._num_restarts},
             "reward": {
-                "first": self._before.get("reward", {}).get("first") or mean(first),
-                "last": mean(last),
+                "first": self._before.get("reward", {}).get("first") or mean(rewards[:NUM_AVERAGED]),
+                "last": mean(rewards[-NUM_AVERAGED:]),
             },
             "tokens": {
                 "generated": tokens.total,

@@ -4,9 +4,11 @@ import contextlib
 import logging
 import os
 import select
+import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from buffers.buffer import Stuck
 from configs import load as configs
 from configs.schema import Config
 from sync.folders import abandon
@@ -91,16 +94,70 @@ class GeneratorRole(Role):
             join(address, name, seed, keys).run()
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a rank of the learner has raised."""
+
+    error: str
+    """In a line."""
+    report: str
+    """What follows the rank's name where it is told: all there is to know."""
+    final: bool
+    """Whether another life would raise it again: what the user or the code has caused."""
+    at: float
+    """Unix time in seconds."""
+
+
 class LearnerRole(Role):
+    def pid(self) -> int:
+        return os.getpid()
+
     def run(
         self, config: Config, folder: Path, address: str, rank: int, rendezvous: str, resume_step: int | None
-    ) -> None:
-        from buffers.client import BufferClient
-        from learners.learner import start
+    ) -> Failure | None:
+        """None when it has ended well."""
+        try:
+            with logged():
+                from buffers.client import BufferClient
+                from learners.learner import start
 
-        with logged():
-            client = BufferClient(address, keys=config.buffer.keys)
-            start(config, folder, client, rank, rendezvous, resume_step).run()
+                client = BufferClient(address, keys=config.buffer.keys)
+                start(config, folder, client, rank, rendezvous, resume_step).run()
+        except Exception as error:
+            at = time.time()  # before the others can notice: connections are open until this function has ended
+            report = f": {error}" if isinstance(error, ValueError) else f" has failed:\n{traceback.format_exc()}"
+            final = not isinstance(error, RuntimeError | OSError)
+            line = f"{type(error).__name__}: {error}".partition("\n")[0]
+            return Failure(line, report, final, at)
+        return None
+
+
+class RoleFailed(RuntimeError):
+    """A role has ended that should not have."""
+
+
+def result(ref: Any, name: str, logs: Path) -> Any:
+    """What the role's method has returned. Raises RoleFailed, with the traceback or the end of the log."""
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, ValueError | Stuck):
+            raise RoleFailed(f"{name}: {error.cause}") from error
+        raise RoleFailed(f"{name} has failed:\n{error}") from error
+    except ray.exceptions.RayError as error:
+        raise RoleFailed(died(name, logs)) from error
+
+
+def died(name: str, logs: Path) -> str:
+    path = logs / f"{name}.log"
+    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+    return f"{name} has died. The end of its log:\n{''.join(lines[-30:])}"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +176,7 @@ def place(config: Config, num_gpus: float) -> Places:
     Everything stays on the driver's host: sockets beyond it are not authenticated yet. Raises ValueError when more is
     asked for than there is.
     """
-    ranks, engines = config.learner.ranks, config.generators.count
+    ranks, engines = config.num_learner_ranks, config.generators.count
     even = min(1.0, num_gpus / max(1, ranks + engines)) if num_gpus else 0.0
     per_rank = even if config.learner.gpus is None else config.learner.gpus
     per_engine = even if config.generators.gpus is None else config.generators.gpus

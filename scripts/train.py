@@ -10,7 +10,8 @@
           └──────────────── sync/: versioned weights ◀──────────┘
 
 Ray starts the processes, divides the GPUs and restarts generators that die; trajectories, weights and control go over
-ZeroMQ and shared memory. The learner is the only finite loop: any other role that ends is an error, and ends the run.
+ZeroMQ and shared memory. A learner that loses a rank is started again from its newest checkpoint (`supervisor.py`). The
+learner is the only finite loop: any other role that ends is an error, and ends the run.
 
     python scripts/train.py [key=value ...]      --help lists the keys, --cfg prints the composed configuration
 """
@@ -33,11 +34,11 @@ from typing import Any
 import xxhash
 from console import Console
 from record import Record
-from roles import place
+from roles import RoleFailed, place, result
+from supervisor import LearnerRanks, Loss
 
 from buffers import messages as m
-from buffers.buffer import Stuck
-from buffers.client import BufferClient, BufferGone
+from buffers.client import BufferClient, BufferGone, RefusedByBuffer
 from buffers.samplers import load_sampler
 from configs import load as configs
 from configs.learner import LearnerKind
@@ -46,6 +47,8 @@ from generators.tasks import load_task
 from sync.folders import sweep
 
 KILLED = 130
+PATIENCE_S = 30.0
+"""How long the buffer may take to go back to a checkpoint."""
 
 
 class Interrupted(Exception):
@@ -167,16 +170,16 @@ class Run:
             with ray_cluster(self._config), self._console:
                 self._signals.install()
                 self._console.say("starting the buffer, the learner and the generators")
-                address, stop_buffer = self._launch()
+                address, learner, stop_buffer = self._launch()
                 self._console.say(f"the buffer answers at {address}")
                 client = BufferClient(address, timeout_s=2.0, keys=self._config.buffer.keys)
                 try:
-                    status, news = self._watch(client)
+                    status, news = self._watch(client, learner)
                 finally:
                     self._wind_up(client, stop_buffer)
         except Interrupted:
             status = "interrupted"
-        except (RoleFailed, ValueError) as error:
+        except (RoleFailed, BufferGone, RefusedByBuffer, ValueError) as error:
             print(f"\n{error}\nThe run has failed. Logs: {self._folder / 'logs'}", file=sys.stderr)
         finally:
             self._record.close(status)
@@ -184,7 +187,7 @@ class Run:
         self._console.conclude(status, news)
         return {"finished": 0, "interrupted": KILLED}.get(status, 1)
 
-    def _launch(self) -> tuple[str, Any]:
+    def _launch(self) -> tuple[str, LearnerRanks, Any]:
         import ray
 
         config, logs = self._config, self._folder / "logs"
@@ -193,29 +196,28 @@ class Run:
         buffer = places.buffer.remote("buffer", *common)
         address = self._get(buffer.start.remote(config, self._folder / "journal", self._resume_step), "buffer")
         self._refs[buffer.run.remote()] = "buffer"
-        rendezvous = f"tcp://127.0.0.1:{free_port()}"
-        for rank in range(config.learner.ranks):
-            learner = places.learner.remote(f"learner-{rank}", *common)
-            ref = learner.run.remote(config, self._folder, address, rank, rendezvous, self._resume_step)
-            self._refs[ref] = f"learner-{rank}"
+        learner = LearnerRanks(config, self._folder, address, places.learner, common)
+        learner.start(self._resume_step)
         for number in range(config.generators.count):
             name = f"generator-{number}"
             generator = places.generator.remote(name, *common)
             self._refs[generator.run.remote(address, name, config.run.seed + 1000 + number, config.buffer.keys)] = name
-        self._roles = [buffer, learner]
-        return address, buffer.stop.remote
+        self._buffer = buffer  # an actor lives as long as its handle
+        return address, learner, buffer.stop.remote
 
-    def _watch(self, client: BufferClient) -> tuple[str, m.News | None]:
+    def _watch(self, client: BufferClient, learner: LearnerRanks) -> tuple[str, m.News | None]:
         """Until the end; returns how it ended, and the last news."""
         news: m.News | None = None
         deadline = float("inf")
-        while True:
+        while not learner.ended():
             ended = self._ended_roles()
-            if "learner-0" in ended:
-                break
-            others = [name for name in ended if not name.startswith("learner")]  # ranks end in any order
-            if others and deadline == float("inf"):
-                raise RoleFailed(f"{others[0]} ended before the learner did")
+            if ended and deadline == float("inf"):
+                raise RoleFailed(f"{ended[0]} ended before the learner did")
+            if (loss := learner.loss()) is not None:
+                if self._signals.received:
+                    self._console.say(f"{loss}, and is not started again: the run was told to stop")
+                    return "interrupted", news
+                news = self._restart(learner, loss, client)
             if self._signals.received and deadline == float("inf"):
                 self._console.say(f"{self._signals.received}: stopping after the step under way (again: at once)")
                 client.post(m.Stop(reason=self._signals.received))
@@ -228,10 +230,25 @@ class Run:
             except BufferGone:
                 continue  # its role has ended, or will be heard again
             self._record.take(news)
-            self._console.show(news)
+            self._console.take(news)
         news = client.call(m.Watch(after=self._record.num_steps, wait_s=0.0), m.News)
         self._record.take(news)
         return ("interrupted" if self._signals.received else "finished"), news
+
+    def _restart(self, learner: LearnerRanks, loss: Loss, client: BufferClient) -> m.News:
+        """The learner goes on from its newest checkpoint, and so does the buffer; generators notice no more than a longer step."""
+        learner.kill()
+        step = learner.newest_checkpoint()
+        whence = "from the beginning: there is no checkpoint yet" if step is None else f"from step {step}"
+        times = f"restart {learner.num_restarts + 1} of {self._config.learner.max_restarts}"
+        self._console.say(f"{loss}: the learner goes on {whence} ({times})")
+        client.call(m.Rewind(step=step or 0), m.Done, wait_s=PATIENCE_S)
+        news = client.call(m.Watch(after=self._record.num_steps, wait_s=0.0), m.News, wait_s=PATIENCE_S)
+        for view in (self._record, self._console):
+            view.take(news)  # the last that the dead have done, most of it to be done again
+            view.rewind(step or 0)
+        learner.start(step)
+        return news
 
     def _ended_roles(self) -> list[str]:
         import ray
@@ -325,25 +342,6 @@ class Fleet:
         return KILLED if refs else 0
 
 
-def result(ref: Any, name: str, logs: Path) -> Any:
-    """What the role's method has returned. Raises RoleFailed, with the traceback or the end of the log."""
-    import ray
-
-    try:
-        return ray.get(ref)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ValueError | Stuck):
-            raise RoleFailed(f"{name}: {error.cause}") from error
-        raise RoleFailed(f"{name} has failed:\n{error}") from error
-    except ray.exceptions.RayError as error:
-        tail = "".join(last_lines(logs / f"{name}.log"))
-        raise RoleFailed(f"{name} has died: {type(error).__name__}. The end of its log:\n{tail}") from error
-
-
-class RoleFailed(RuntimeError):
-    """A role has ended that should not have."""
-
-
 @contextmanager
 def ray_cluster(config: Config) -> Iterator[None]:
     """A Ray cluster inside this run, or the one at `cluster.address`."""
@@ -356,7 +354,7 @@ def ray_cluster(config: Config) -> Iterator[None]:
 
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     if config.cluster.address is None:
-        num_roles = 1 + config.learner.ranks + config.generators.count
+        num_roles = 1 + config.num_learner_ranks + config.generators.count
         own = {"num_cpus": num_roles, "include_dashboard": False, "object_store_memory": 80 << 20}
         ray.init(address="local", **own, **quiet)
     else:
@@ -365,16 +363,6 @@ def ray_cluster(config: Config) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def last_lines(path: Path, number: int = 30) -> list[str]:
-    return path.read_text(errors="replace").splitlines(keepends=True)[-number:] if path.exists() else []
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""What several test files share: the tiny model, and batches that look like a generator's."""
+"""What several test files share: the tiny model, batches that look like a generator's, and whole runs."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: as in the generators, whose bits are compared
+
+from runs import Started
 
 from buffers.trajectory import Trajectory
 
@@ -53,3 +55,17 @@ def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    runs: list[Started] = []
+
+    def begin(*overrides: str, outputs: Path = tmp_path) -> Started:
+        runs.append(Started(outputs, *overrides))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        if run.process.poll() is None:
+            run.kill()

@@ -1,7 +1,5 @@
 """Whole runs, as a user starts them: real processes, and for the main job real vLLM and real Ray."""
 
-import contextlib
-import json
 import os
 import re
 import signal
@@ -10,23 +8,18 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
+from runs import ROOT, SIMULATED, Started, assert_accounts_close
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffers.journal import read_groups
 
-ROOT = Path(__file__).parents[1]
-SIMULATED = [
-    "generators.engine=simulated", "learner.engine=simulated", "learner.groups_per_step=4", "eval.prompts=0",
-    "learner.samples_per_prompt=4", "generators.max_sequences=32", "generators.max_model_len=1000",
-    "sampling.max_tokens=200", "generators.simulated.mean_tokens=20", "generators.simulated.train_tokens_per_s=2000",
-]  # fmt: skip
 SUMMARY = {
-    "mode": None, "status": None, "steps": None, "version": None, "wall_s": None, "reward": {"first", "last"},
+    "mode": None, "status": None, "steps": None, "version": None, "wall_s": None, "restarts": {"learner"},
+    "reward": {"first", "last"},
     "tokens": {"generated", "trained", "masked", "rejected", "in_flight"},
     "groups": {"leased", "trained", "rejected", "in_flight", "trained_twice"},
     "staleness": {"bound", "admitted", "max", "mean", "histogram"},
@@ -38,94 +31,12 @@ SUMMARY = {
 }  # fmt: skip
 
 
-class Started:
-    """A run under way."""
-
-    def __init__(self, outputs: Path, *overrides: str) -> None:
-        self.folder = outputs / "run"
-        named = [] if any(o.startswith("run.resume") for o in overrides) else ["run.name=run"]
-        command = ["scripts/launch.sh", f"run.outputs={outputs}", *named, *overrides]
-        self.hosts_the_run = "role=generators" not in overrides
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        self.seen: set[psutil.Process] = set()
-
-    def descendants(self) -> list[psutil.Process]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            self.seen |= set(psutil.Process(self.process.pid).children(recursive=True))
-        return [p for p in self.seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-    def wait_for(self, holds: Callable[[], bool], what: str, timeout_s: float = 90) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not holds():
-            self.descendants()
-            assert self.process.poll() is None, f"the run ended before {what}:\n{self.process.stdout.read()}"  # type: ignore[union-attr]
-            assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
-            time.sleep(0.1)
-
-    def steps(self) -> int:
-        path = self.folder / "summary.json"
-        return int(json.loads(path.read_text())["steps"]) if path.exists() else 0
-
-    def finish(self, timeout_s: float = 110) -> tuple[int, str]:
-        out, _ = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, out
-
-    def summary(self) -> dict:  # type: ignore[type-arg]
-        return json.loads((self.folder / "summary.json").read_text())
-
-    def assert_nothing_left(self, within_s: float = 8) -> None:
-        deadline = time.monotonic() + within_s
-        while left := self.descendants():
-            assert time.monotonic() < deadline, f"still alive: {[' '.join(p.cmdline())[:80] for p in left]}"
-            time.sleep(0.1)
-        if self.hosts_the_run:
-            assert not list(Path("/dev/shm").glob("slipstream-run-*")), "nothing stays in shared memory either"
-
-    def kill(self) -> None:
-        for process in [*self.descendants(), psutil.Process(self.process.pid)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
-    runs: list[Started] = []
-
-    def begin(*overrides: str) -> Started:
-        runs.append(Started(tmp_path, *overrides))
-        return runs[-1]
-
-    yield begin
-    for run in runs:
-        if run.process.poll() is None:
-            run.kill()
-
-
-def assert_accounts_close(summary: dict) -> None:  # type: ignore[type-arg]
-    tokens, groups = summary["tokens"], summary["groups"]
-    rest = sum(tokens["rejected"].values()) + tokens["in_flight"]
-    assert tokens["generated"] == tokens["trained"] + tokens["masked"] + rest
-    assert groups["leased"] == groups["trained"] + sum(groups["rejected"].values()) + groups["in_flight"]
-    assert groups["trained_twice"] == 0
-    assert sum(summary["staleness"]["histogram"].values()) == tokens["trained"]
-    assert summary["staleness"]["max"] <= summary["staleness"]["bound"]
-
-
-def descendants_named(run: Started, name: str) -> list[psutil.Process]:
-    found = []
-    for process in run.descendants():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if name in " ".join(process.cmdline()):
-                found.append(process)
-    return found
-
-
 @pytest.fixture(scope="module")
 def main_job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[tuple[Started, str]]:
     """A smoke run in which a generator was killed, and what it printed."""
     run = Started(tmp_path_factory.mktemp("main"), "+experiment=smoke")
     run.wait_for(lambda: run.steps() >= 3, "third step")
-    descendants_named(run, "ray::GeneratorRole")[0].send_signal(signal.SIGKILL)
+    run.roles("GeneratorRole")[0].send_signal(signal.SIGKILL)
     code, out = run.finish(200)
     assert code == 0, out
     yield run, out
@@ -293,9 +204,9 @@ def test_when_the_driver_is_killed_no_process_outlives_it(start: Callable[..., S
 
 
 def test_a_role_that_fails_ends_the_run_with_its_traceback(start: Callable[..., Started]) -> None:
-    run = start(*SIMULATED, "run.steps=1000")
+    run = start(*SIMULATED, "run.steps=1000", "learner.max_restarts=0")
     run.wait_for(lambda: run.steps() >= 1, "first step")
-    descendants_named(run, "ray::LearnerRole")[0].send_signal(signal.SIGKILL)
+    run.roles("LearnerRole")[0].send_signal(signal.SIGKILL)
     code, out = run.finish(60)
     assert code == 1 and "learner-0 has died" in out and "The run has failed" in out
     assert run.summary()["status"] == "failed"

@@ -158,7 +158,8 @@ class World:
 
     def pull(self, generator: FakeGenerator) -> None:
         if self.rng.random() < 0.3:
-            generator.version = max(generator.version, self.rng.randint(0, self.book.version))
+            newest = self.book.version  # below the one held, where the learner went back
+            generator.version = min(newest, max(generator.version, self.rng.randint(0, newest)))
 
     def beat(self, generator: FakeGenerator) -> None:
         if generator.stalled_until > self.now:
@@ -219,9 +220,7 @@ class World:
             del self.history[self.checkpoint :]
             self.book.rewind(self.checkpoint)
             assert self.book.lease("g", self.now) is None, "nothing is leased before a version is published again"
-            for other in self.generators:  # as a real one does, before it begins anything
-                other.version = min(other.version, self.checkpoint)
-            self.publish(self.checkpoint)
+            self.publish(self.checkpoint)  # generators hold what the dead learner published, until they pull
 
     def crash_buffer(self, generator: FakeGenerator) -> None:
         if self.rng.random() < 0.05:

@@ -1,0 +1,85 @@
+"""Whole runs, as a user starts them: real processes through `scripts/launch.sh`."""
+
+import contextlib
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+SIMULATED = [
+    "generators.engine=simulated", "learner.engine=simulated", "learner.groups_per_step=4", "eval.prompts=0",
+    "learner.samples_per_prompt=4", "generators.max_sequences=32", "generators.max_model_len=1000",
+    "sampling.max_tokens=200", "generators.simulated.mean_tokens=20", "generators.simulated.train_tokens_per_s=2000",
+]  # fmt: skip
+
+
+class Started:
+    """A run under way."""
+
+    def __init__(self, outputs: Path, *overrides: str) -> None:
+        self.folder = outputs / "run"
+        named = [] if any(o.startswith("run.resume") for o in overrides) else ["run.name=run"]
+        command = ["scripts/launch.sh", f"run.outputs={outputs}", *named, *overrides]
+        self.hosts_the_run = "role=generators" not in overrides
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.seen: set[psutil.Process] = set()
+
+    def descendants(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.seen |= set(psutil.Process(self.process.pid).children(recursive=True))
+        return [p for p in self.seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+    def wait_for(self, holds: Callable[[], bool], what: str, timeout_s: float = 90) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not holds():
+            self.descendants()
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.process.stdout.read()}"  # type: ignore[union-attr]
+            assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
+            time.sleep(0.1)
+
+    def steps(self) -> int:
+        path = self.folder / "summary.json"
+        return int(json.loads(path.read_text())["steps"]) if path.exists() else 0
+
+    def finish(self, timeout_s: float = 110) -> tuple[int, str]:
+        out, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, out
+
+    def roles(self, name: str) -> list[psutil.Process]:
+        """Processes of one role, by its class."""
+        found = []
+        for process in self.descendants():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if f"ray::{name}" in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
+    def summary(self) -> dict:  # type: ignore[type-arg]
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def assert_nothing_left(self, within_s: float = 8) -> None:
+        deadline = time.monotonic() + within_s
+        while left := self.descendants():
+            assert time.monotonic() < deadline, f"still alive: {[' '.join(p.cmdline())[:80] for p in left]}"
+            time.sleep(0.1)
+        if self.hosts_the_run:
+            assert not list(Path("/dev/shm").glob("slipstream-run-*")), "nothing stays in shared memory either"
+
+    def kill(self) -> None:
+        for process in [*self.descendants(), psutil.Process(self.process.pid)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def assert_accounts_close(summary: dict) -> None:  # type: ignore[type-arg]
+    tokens, groups = summary["tokens"], summary["groups"]
+    rest = sum(tokens["rejected"].values()) + tokens["in_flight"]
+    assert tokens["generated"] == tokens["trained"] + tokens["masked"] + rest
+    assert groups["leased"] == groups["trained"] + sum(groups["rejected"].values()) + groups["in_flight"]
+    assert groups["trained_twice"] == 0
+    assert sum(summary["staleness"]["histogram"].values()) == tokens["trained"]
+    assert summary["staleness"]["max"] <= summary["staleness"]["bound"]

@@ -1,0 +1,287 @@
+"""A learner that loses a rank goes on from its newest checkpoint, and nobody else notices more than a longer step."""
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import torch
+from roles import Failure, RoleFailed
+from runs import SIMULATED, Started, assert_accounts_close
+from safetensors.torch import load_file
+from supervisor import LearnerRanks, Loss
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_buffer import SMALL, Harness
+
+from buffers import messages as m
+from buffers.client import BufferClient, RefusedByBuffer
+from configs.load import load
+from learners import checkpoint
+
+SYNCHRONOUS = [
+    "mode=on_policy", "learner.ranks=2", "generators.count=1", "learner.groups_per_step=8", "learner.samples_per_prompt=4",
+    "eval.prompts=0", "learner.lr=1e-3", "learner.warmup_steps=0", "learner.checkpoint_every=2", "run.steps=16",
+]  # fmt: skip
+
+
+def lose_a_rank(run: Started, rank: int) -> None:
+    """Kills one as it trains. Ranks are started in order, which their process ids show."""
+    sorted(run.roles("LearnerRole"), key=lambda process: process.pid)[rank].kill()
+
+
+def rewinds(run: Started) -> list[int]:
+    """The steps that the buffer has gone back to."""
+    return [
+        int(step) for step in re.findall(r"rewound to step (\d+)", (run.folder / "logs" / "buffer.log").read_text())
+    ]
+
+
+def assert_every_step_is_recorded_once(run: Started, steps: int) -> None:
+    events = EventAccumulator(str(run.folder / "tensorboard"))
+    events.Reload()
+    for tag in ("reward/mean", "ledger/trained"):
+        recorded = [event.step for event in events.Scalars(tag)]
+        assert sorted(set(recorded)) == recorded, f"{tag} has a step twice: {recorded}"
+    assert [event.step for event in events.Scalars("reward/mean")] == list(range(steps))
+
+
+@pytest.mark.timeout(600)
+def test_a_run_that_lost_a_rank_and_then_its_driver_ends_with_the_bits_of_one_that_was_left_alone(
+    start: Callable[..., Started], tmp_path: Path, tiny_model: Path
+) -> None:
+    left_alone, run = start(*SYNCHRONOUS, outputs=tmp_path / "alone"), start(*SYNCHRONOUS)
+    run.wait_for(lambda: run.steps() >= 3, "third step", 240)
+    generators = run.roles("GeneratorRole")
+    lose_a_rank(run, 1)
+    run.wait_for(lambda: rewinds(run), "rewind")
+    run.wait_for(lambda: run.steps() >= 6, "sixth step", 120)
+    assert run.roles("GeneratorRole") == generators, "the same processes throughout"
+    run.process.kill()
+    again = start(f"run.resume={run.folder}")
+    code, out = again.finish(240)
+    assert code == 0, out
+    code, out = left_alone.finish(240)
+    assert code == 0, out
+    for started in (left_alone, run, again):
+        started.assert_nothing_left()
+    printed = run.process.stdout.read()  # type: ignore[union-attr]
+    assert re.search(r"learner-1 has died: the learner goes on from step [246] \(restart 1 of 3\)", printed), printed
+    summary = again.summary()
+    assert (summary["status"], summary["steps"], summary["restarts"]) == ("finished", 16, {"learner": 1})
+    assert summary["groups"]["trained"] == 16 * 8
+    assert_accounts_close(summary)
+    assert_every_step_is_recorded_once(again, 16)
+    expected, found = (last_tensors(started.folder) for started in (left_alone, again))
+    assert len(expected) > 20 and expected.keys() == found.keys()
+    different = [name for name in expected if not torch.equal(expected[name], found[name])]
+    assert not different, f"{len(different)} of {len(expected)} tensors differ: {different[:3]}"
+
+
+def last_tensors(run: Path) -> dict[str, torch.Tensor]:
+    """Weights, optimizer and generators of random numbers in the newest checkpoint, of all ranks."""
+    newest = checkpoint.latest(run / "checkpoints")
+    assert newest is not None and newest.manifest.step == 16
+    files = newest.folder.rglob("*.safetensors")
+    return {f"{file.name} {name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.timeout(180)
+def test_the_learner_begins_again_where_there_is_no_checkpoint_and_goes_on_from_one_where_there_is(
+    start: Callable[..., Started],
+) -> None:
+    slow = "generators.simulated.train_tokens_per_s=400"  # nearly a second a step: ranks are lost where they are meant to be
+    run = start(*SIMULATED, slow, "run.steps=24", "learner.checkpoint_every=8")
+    run.wait_for(lambda: run.steps() >= 2, "second step")
+    generators = run.roles("GeneratorRole")
+    lose_a_rank(run, 0)
+    run.wait_for(lambda: rewinds(run) == [0], "rewind")
+    run.wait_for(lambda: run.steps() >= 10, "tenth step")
+    lose_a_rank(run, 0)
+    run.wait_for(lambda: rewinds(run) == [0, 8], "second rewind")
+    assert run.roles("GeneratorRole") == generators
+    code, out = run.finish()
+    assert code == 0, out
+    assert (
+        "learner-0 has died: the learner goes on from the beginning: there is no checkpoint yet (restart 1 of 3)" in out
+    )
+    assert "learner-0 has died: the learner goes on from step 8 (restart 2 of 3)" in out
+    assert "finished after 2 restarts of the learner" in out
+    summary = run.summary()
+    assert (summary["status"], summary["steps"], summary["restarts"]) == ("finished", 24, {"learner": 2})
+    assert summary["groups"]["trained"] == 24 * 4
+    assert_accounts_close(summary)
+    assert_every_step_is_recorded_once(run, 24)
+    run.assert_nothing_left()
+
+
+def test_a_run_can_be_stopped_while_its_learner_starts_again(start: Callable[..., Started]) -> None:
+    run = start(*SIMULATED, "run.steps=1000", "learner.checkpoint_every=1")
+    run.wait_for(lambda: run.steps() >= 2, "second step")
+    lose_a_rank(run, 0)
+    run.wait_for(lambda: rewinds(run), "rewind")
+    run.process.send_signal(signal.SIGINT)
+    code, out = run.finish(30)
+    assert code == 130 and "continue with run.resume" in out, out
+    assert run.summary()["status"] == "interrupted"
+    run.assert_nothing_left()
+
+
+# ---- which rank is to blame
+
+
+class ScriptedRole:
+    """A rank that does what a file of its name says."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def run(self, config: Any, script: Path, address: str, rank: int, rendezvous: str, step: int | None) -> Any:
+        match (script / self.name).read_text():
+            case "train":
+                time.sleep(60)
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "raise":
+                return Failure("RuntimeError: out of memory", " has failed:\na traceback", final=False, at=1.0)
+            case "notice":
+                return Failure("RuntimeError: connection reset", " has failed:\na traceback", final=False, at=2.0)
+            case "refuse":
+                return Failure("ValueError: the task is wrong", ": the task is wrong", final=True, at=1.0)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # so that workers find this file
+        ray.init(
+            address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20,
+            logging_level="ERROR",
+        )  # fmt: skip
+        yield
+        ray.shutdown()
+
+
+class Play:
+    """Ranks that follow a script each."""
+
+    def __init__(self, folder: Path, *scripts: str, max_restarts: int = 1) -> None:
+        for rank, script in enumerate(scripts):
+            (folder / f"learner-{rank}").write_text(script)
+        config = load([f"learner.ranks={len(scripts)}", f"learner.max_restarts={max_restarts}"])
+        self.ranks = LearnerRanks(config, folder, "nowhere", ray.remote(ScriptedRole), ())
+        self.ranks.start(None)
+
+    def loss(self) -> Loss:
+        deadline = time.monotonic() + 30
+        while (loss := self.ranks.loss()) is None:
+            assert time.monotonic() < deadline, "no loss was seen"
+            time.sleep(0.05)
+        return loss
+
+    def end(self) -> None:
+        processes = [rank.process for rank in self.ranks._ranks if rank.process is not None]
+        self.ranks.kill()
+        assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+
+
+@pytest.mark.parametrize(
+    ("scripts", "blamed"),
+    [
+        (("notice", "die"), "learner-1 has died"),
+        (("die", "notice"), "learner-0 has died"),
+        (("train", "die"), "learner-1 has died"),
+        (("notice", "raise"), "learner-1 has failed (RuntimeError: out of memory)"),
+        (("raise", "train"), "learner-0 has failed (RuntimeError: out of memory)"),
+    ],
+)
+def test_the_rank_that_was_lost_first_is_named_and_not_the_one_that_noticed(
+    cluster: None, tmp_path: Path, scripts: tuple[str, ...], blamed: str
+) -> None:
+    play = Play(tmp_path, *scripts)
+    assert str(play.loss()) == blamed
+    play.end()
+
+
+def test_what_the_user_has_caused_is_not_tried_again_and_the_last_restart_is_the_last(
+    cluster: None, tmp_path: Path
+) -> None:
+    play = Play(tmp_path, "notice", "refuse")
+    with pytest.raises(RoleFailed, match="^learner-1: the task is wrong$"):
+        play.loss()
+    play.end()
+    play = Play(tmp_path, "train", "die", max_restarts=1)
+    assert play.loss().name == "learner-1"
+    play.end()
+    play.ranks.start(None)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "learner-1.log").write_text("its last words\n")
+    with pytest.raises(RoleFailed, match="^learner-1 has died. The end of its log:\nits last words"):
+        play.loss()
+    play.end()
+
+
+def test_a_rank_that_does_not_listen_is_killed_all_the_same(cluster: None, tmp_path: Path) -> None:
+    play = Play(tmp_path, "stop", "die")
+    assert play.loss().name == "learner-1"
+    began = time.monotonic()
+    play.end()
+    assert time.monotonic() - began < 25
+
+
+# ---- the buffer
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    harness = Harness(load([*SMALL, "eval.prompts=2"]), tmp_path / "journal")
+    yield harness
+    harness.close()
+
+
+def test_what_a_dead_learner_has_sent_does_not_reach_the_life_after_it(harness: Harness) -> None:
+    dead, driver, learner = harness.client, BufferClient(harness.server.address), BufferClient(harness.server.address)
+    harness.publish(0)
+    waiting = dead.post(m.Next(step=0, wait_s=30.0))
+    driver.call(m.Rewind(step=0), m.Done)
+    with pytest.raises(RefusedByBuffer, match="Publish of a life before the rewind"):
+        dead.call(m.Publish(version=1, weights="late"), m.Done)
+    assert learner.call(m.Publish(version=0, weights="anew"), m.Done) == m.Done()
+    assert driver.call(m.Watch(after=0, wait_s=0.0), m.News).status.version == 0
+    leases = harness.client.call(m.Ask(generator="g", count=100, wait_s=0.2), m.Work).leases
+    assert [harness.submit(lease) for lease in leases if lease.split == "train"]
+    assert isinstance(learner.next(0, wait_s=5.0), object)
+    assert not [answer for answer in dead.receive(0.3) if answer.number == waiting], "nobody waits for it any more"
+    learner.close()
+    driver.close()
+
+
+def test_evaluations_of_a_version_that_was_undone_are_asked_again_and_stay_off_the_ledger(harness: Harness) -> None:
+    harness.publish(0)
+    before = [lease for lease in harness.ask(2) if lease.split == "eval"]
+    assert len(before) == 2, "two of the two prompts"
+    harness.client.call(m.Rewind(step=0), m.Done)
+    harness.client.call(m.Publish(version=0, weights="anew"), m.Done)
+    beat = m.Heartbeat(generator="g", progress={lease.id: 5 for lease in before}, report=m.GeneratorReport())
+    assert harness.client.call(beat, m.Standing).revoked == [], "a generator may end what it has begun"
+    for lease in before:
+        harness.client.call(m.Evaluated(generator="g", lease=lease.id, reward=0.0), m.Receipt)
+    news = harness.client.call(m.Watch(after=0, wait_s=0.0), m.News)
+    assert news.evaluations == [] and news.status.tokens.total == 0
+    for lease in harness.ask(2):
+        assert lease.split == "eval"
+        harness.client.call(m.Evaluated(generator="g", lease=lease.id, reward=1.0), m.Receipt)
+    (score,) = harness.client.call(m.Watch(after=0, wait_s=0.0), m.News).evaluations
+    assert (score.version, score.reward, score.num_prompts) == (0, 1.0, 2)
