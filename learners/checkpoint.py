@@ -39,6 +39,8 @@ class CheckpointManifest(msgspec.Struct, frozen=True):
     """Where the coefficient of the KL penalty has come to."""
     ledger: Account | None = None
     """None: trained from a recording, which has none"""
+    engine: str = "fsdp"
+    """`learner.engine`: no other one reads its files."""
     files: dict[str, File] = {}
     """All that the checkpoint consists of, but for this manifest: models, optimizers and the ranks' random states."""
 

@@ -61,6 +61,9 @@ class FsdpEngine:
         self._max_grad_norm, self._bucket_bytes = max_grad_norm, bucket_bytes
         self._lora = lora if lora is not None and lora.rank is not None and kind is Kind.policy else None
         self._attention = choose_attention(attention, self._device, dtype)
+        for field in ("compile", "liger"):
+            if getattr(layout, field) and not cuda:
+                raise ValueError(f"learner.fsdp.{field} must be false without a GPU, got true")
         self._lay_out(layout)
         model = self._build(path, kind, layout)
         layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]

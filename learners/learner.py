@@ -142,7 +142,12 @@ class Learner:
         """Begins a checkpoint: the copy is made now, and written while training goes on."""
         began, run = time.monotonic(), self._config.run
         manifest = checkpoint.CheckpointManifest(
-            self.step, self._incarnation, run.seed, self._trainer.kl_coef, self._ledger()
+            self.step,
+            self._incarnation,
+            run.seed,
+            self._trainer.kl_coef,
+            self._ledger(),
+            str(self._config.learner.engine),
         )
         self._tell(self._writer.begin(manifest, self._trainer.models.snapshot()))
         log.info("checkpoint of step %d begun: training has waited %.2f s for it", self.step, time.monotonic() - began)
@@ -161,10 +166,7 @@ class Learner:
             self._client.call(m.Checkpointed(step=manifest.step, oldest=oldest), m.Done)
 
     def _ledger(self) -> checkpoint.Account | None:
-        if self._rank != 0:
-            return None
-        reply, _ = self._client.exchange(m.Watch(after=sys.maxsize, wait_s=0.0))
-        return account(reply.status) if isinstance(reply, m.News) else None
+        return ledger(self._client) if self._rank == 0 else None
 
     # ---- the parity probe
 
@@ -202,8 +204,28 @@ def check_parity(
         )
 
 
-def account(status: m.Status) -> checkpoint.Account:
-    return checkpoint.Account(status.tokens.total, status.tokens.trained, status.tokens.masked)
+def ledger(client: Source) -> checkpoint.Account | None:
+    """None where a recording stands in the place of the buffer."""
+    reply, _ = client.exchange(m.Watch(after=sys.maxsize, wait_s=0.0))
+    if not isinstance(reply, m.News):
+        return None
+    tokens = reply.status.tokens
+    return checkpoint.Account(tokens.total, tokens.trained, tokens.masked)
+
+
+def check_checkpoint(manifest: checkpoint.CheckpointManifest, config: Config, now: checkpoint.Account | None) -> None:
+    """Is it of this run? `now`: the buffer's ledger, which has gone back to the checkpoint's step. Raises ValueError."""
+    if manifest.engine != config.learner.engine:
+        raise ValueError(
+            f"learner.engine must be {manifest.engine}, which wrote the checkpoint, got {config.learner.engine} (another engine takes up "
+            "its export: scripts/export.sh, and model.path of a new run)"
+        )
+    then = manifest.ledger
+    if then is not None and now is not None and (then.trained, then.masked) != (now.trained, now.masked):
+        raise ValueError(
+            f"journal and checkpoint must be of the same run: at step {manifest.step} {then.trained} tokens were trained and "
+            f"{then.masked} masked, the journal's ledger has {now.trained} and {now.masked}"
+        )
 
 
 def start(
@@ -227,6 +249,7 @@ def start(
     if resume_step is not None:
         held = folder / "checkpoints" / f"step_{resume_step}"
         manifest = checkpoint.verify(held) if rank == 0 else checkpoint.read(held)
+        check_checkpoint(manifest, config, ledger(client) if rank == 0 else None)
         models.load(held)
         kl_coef = manifest.kl_coef if config.algo.kl.target is not None else None
     incarnation = secrets.token_hex(4)
