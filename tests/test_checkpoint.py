@@ -16,8 +16,10 @@ from test_fsdp import batch_of, mean_logprob, qwen3, weights_of  # noqa: F401
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from configs.load import load
 from learners import checkpoint
 from learners.fsdp import FsdpEngine
+from learners.learner import check_checkpoint
 from learners.packing import Packed, microbatches
 from learners.world import World
 
@@ -62,6 +64,7 @@ def test_a_half_written_checkpoint_is_never_chosen(tmp_path: Path) -> None:
 DYING = """
 import os, signal, sys
 from pathlib import Path
+from configs.load import load
 from learners import checkpoint
 def write(folder):
     (folder / "engine").mkdir()
@@ -122,6 +125,17 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     release.set()
     told = writer.begin(manifest(2), write)
     assert told is not None and told.step == 1 and steps(tmp_path) == [1] or steps(tmp_path) == [1, 2]
+
+
+def test_a_checkpoint_of_another_engine_or_another_run_is_refused() -> None:
+    config = load(["algo=grpo"])
+    held = checkpoint.CheckpointManifest(3, "life", 0, ledger=checkpoint.Account(90, 50, 1))
+    check_checkpoint(held, config, checkpoint.Account(120, 50, 1))  # what is in flight may differ
+    check_checkpoint(held, config, None)
+    with pytest.raises(ValueError, match="at step 3 50 tokens were trained and 1 masked, .* has 49 and 1"):
+        check_checkpoint(held, config, checkpoint.Account(90, 49, 1))
+    with pytest.raises(ValueError, match="learner.engine must be megatron, which wrote the checkpoint, got fsdp"):
+        check_checkpoint(msgspec.structs.replace(held, engine="megatron"), config, None)
 
 
 # ---- what is in it

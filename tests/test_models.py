@@ -178,7 +178,7 @@ def test_a_checkpoint_holds_where_the_coefficient_has_come_to(tiny_model: Path, 
     found = checkpoint.latest(tmp_path / "checkpoints")
     assert found is not None and found.manifest.files
     assert msgspec.structs.replace(found.manifest, files={}) == checkpoint.CheckpointManifest(
-        3, "life", 0, 0.017, checkpoint.Account(9, 5, 1)
+        3, "life", 0, 0.017, checkpoint.Account(9, 5, 1), "fsdp"
     )
     assert buffer.heard == [m.Checkpointed(step=3, oldest=3)]
 
