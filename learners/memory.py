@@ -41,8 +41,8 @@ class Plan:
         return sum(self.parts.values())
 
     def __str__(self) -> str:
-        parts = " + ".join(f"{name} {_size(part)}" for name, part in self.parts.items() if part)
-        return f"memory of a learner rank ({self.ranks} in all), about: {parts} = {_size(self.total)}"
+        parts = " + ".join(f"{name} {in_words(part)}" for name, part in self.parts.items() if part)
+        return f"memory of a learner rank ({self.ranks} in all), about: {parts} = {in_words(self.total)}"
 
 
 def plan(config: Config, *, cuda: bool) -> Plan | None:
@@ -145,5 +145,5 @@ class Meter:
         return max(0.0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0 - self._before)
 
 
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.0f} MiB"
+def in_words(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from buffers import messages as m
 from configs.schema import Config, Controller
+from learners.memory import GIB, in_words
 
 LINE_EVERY_S = 2.0
 BARS = "▁▂▃▄▅▆▇█"
@@ -50,6 +51,8 @@ class Console:
         self._rich.print(f"{self._clock()}  {text}", soft_wrap=True)
 
     def take(self, news: m.News) -> None:
+        if news.records and not self._rewards and (peak := news.records[0].metrics.get("memory/peak_gib")) is not None:
+            self.say(f"memory of a learner rank, measured after its first step: {in_words(peak * GIB)}")
         self._rewards |= {record.step: record.metrics["reward/mean"] for record in news.records}
         for evaluation in news.evaluations:
             if evaluation.version not in self._evaluated:

@@ -9,5 +9,13 @@
 #   scripts/launch.sh --help                               every key and its default
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
-prepare
+extras=()
+for argument in "$@"; do
+  case $argument in
+    learner.engine=megatron) extras+=(megatron) ;;
+    learner.lora.rank=[1-9]*) extras+=(lora) ;;
+    learner.fsdp.liger=true) extras+=(liger) ;;
+  esac
+done
+prepare ${extras[@]+"${extras[@]}"}
 exec python "$(dirname "$0")/train.py" "$@"

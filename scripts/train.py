@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -44,6 +45,7 @@ from configs import load as configs
 from configs.learner import LearnerKind
 from configs.schema import Config, Role
 from generators.tasks import load_task
+from learners.memory import plan
 from sync.folders import sweep
 
 KILLED = 130
@@ -120,7 +122,15 @@ def prepare(config: Config) -> tuple[Config, Path, int | None]:
                 f"which exists in {config.run.outputs}"
             )
         shutil.rmtree(folder)
-    # So that a bad task or sampler is known before anything starts.
+    # So that a missing package, a bad task or a bad sampler is known before anything starts.
+    needed = {
+        "learner.engine=megatron": ("megatron", config.learner.engine is LearnerKind.megatron),
+        "learner.lora.rank": ("peft", config.learner.lora.rank is not None),
+        "learner.fsdp.liger": ("liger_kernel", config.learner.fsdp.liger),
+    }
+    for setting, (package, is_needed) in needed.items():
+        if is_needed and find_spec(package) is None:
+            raise ValueError(f"{setting} needs the package {package} (scripts/launch.sh installs it), got none")
     task = load_task(config.task.name, config.task.args)
     load_sampler(config.buffer.sampler, config.buffer.sampler_args)
     size = config.task.size if config.task.size is not None else getattr(task, "num_prompts", None)
@@ -191,7 +201,10 @@ class Run:
         import ray
 
         config, logs = self._config, self._folder / "logs"
-        places = place(config, ray.cluster_resources().get("GPU", 0))
+        num_gpus = ray.cluster_resources().get("GPU", 0)
+        places = place(config, num_gpus)
+        if (memory := plan(config, cuda=num_gpus > 0)) is not None:
+            self._console.say(str(memory))
         common = (logs, os.getpid(), config.cluster.address is None)
         buffer = places.buffer.remote("buffer", *common)
         address = self._get(buffer.start.remote(config, self._folder / "journal", self._resume_step), "buffer")
