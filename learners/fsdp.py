@@ -169,16 +169,12 @@ class FsdpEngine:
 
     def _forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """[T] log-probability, or value, and [T] entropy, on the CPU, of each token given those before it; 0 where there are none."""
-        targets, group = packed.positions.nonzero()[:, 0], self._sequence_group
-        row, start = packed, 0
-        extra: dict[str, Any] = {}
-        if group is not None:
-            row = padded_to(packed, group.size())
-            size = len(row.tokens) // group.size()
-            start = group.rank() * size
-            targets = targets[(targets > start) & (targets <= start + size)]
-            extra = {"inner": str(self._attention), "sequence_group": group}
-        mine = slice(start, start + len(row.tokens) // (1 if group is None else group.size()))
+        group, targets = self._sequence_group, packed.positions.nonzero()[:, 0]
+        row = padded_to(packed, self.share.multiple)
+        size = len(row.tokens) // self.share.multiple
+        start = 0 if group is None else group.rank() * size
+        mine, targets = slice(start, start + size), targets[(targets > start) & (targets <= start + size)]
+        extra = {} if group is None else {"inner": str(self._attention), "sequence_group": group}
         cu_seqlens = row.cu_seqlens.to(self._device)
         self._head.ask(sources=(targets - 1 - start).to(self._device), targets=packed.tokens[targets].to(self._device))
         out = self._model(
