@@ -50,8 +50,8 @@ class Engine(Protocol):
     def share(self) -> Share: ...
 
     def infer(self, microbatches: Sequence[Packed]) -> list[torch.Tensor]:
-        """[T] float32 log-probability of each token, or value before it, given those before it in its sequence (0 for the first);
-        no gradient. All of it where the share speaks; elsewhere anything of this shape."""
+        """[T] float32 log-probability of each sampled token, or value before it, given those before it in its sequence; 0 for other
+        tokens and for a sequence's first; no gradient. All of it where the share speaks; elsewhere anything of this shape."""
         ...
 
     def update(self, microbatches: Sequence[Packed], loss_fn: LossFn, lr: float) -> float:

@@ -168,8 +168,8 @@ class FsdpEngine:
     # ---- training
 
     def _forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """[T] log-probability, or value, and [T] entropy, on the CPU, of each token given those before it; 0 where there are none."""
-        group, targets = self._sequence_group, packed.positions.nonzero()[:, 0]
+        """[T] log-probability, or value, and [T] entropy, on the CPU, of each sampled token given those before it; 0 elsewhere."""
+        group, targets = self._sequence_group, packed.targets
         row = padded_to(packed, self.share.multiple)
         size = len(row.tokens) // self.share.multiple
         start = 0 if group is None else group.rank() * size

@@ -106,6 +106,8 @@ class Packed:
     max_seqlen: int
     index: Tensor
     """[T] int64: where each token stands in its batch; `column[index]` packs any [T] column of the batch"""
+    targets: Tensor
+    """[K] int64: the sampled tokens, as far as they have some before them in their sequence. Nothing else is asked of a model's head."""
     num_sampled: int
     behavior_logprobs: Tensor
     """[T] float32"""
@@ -121,13 +123,15 @@ def pack(batch: Batch, rows: Sequence[int]) -> Packed:
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     positions = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], lengths)
     index = torch.from_numpy(np.repeat(starts, lengths) + positions)
+    sampled = batch.sampled[index]
     return Packed(
         tokens=batch.tokens[index].long(),
         positions=torch.from_numpy(positions),
         cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
         max_seqlen=int(lengths.max()),
         index=index,
-        num_sampled=int(batch.sampled[index].sum()),
+        targets=(sampled & (torch.from_numpy(positions) > 0)).nonzero()[:, 0],
+        num_sampled=int(sampled.sum()),
         behavior_logprobs=batch.behavior_logprobs[index],
     )
 

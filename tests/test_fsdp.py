@@ -48,7 +48,7 @@ def batch_of(lengths: list[int]) -> Batch:
     num_tokens = int(ends[-1])
     return Batch(
         tokens=torch.randint(0, 48, (num_tokens,), generator=torch.Generator().manual_seed(0)),
-        sampled=torch.isin(torch.arange(num_tokens), ends - 1),
+        sampled=torch.ones(num_tokens, dtype=torch.bool),
         behavior_logprobs=torch.zeros(num_tokens),
         versions=torch.zeros(num_tokens, dtype=torch.int32),
         offsets=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).numpy(),

@@ -35,13 +35,13 @@ def engine(tiny_model: Path, process_group: None) -> FsdpEngine:
 
 
 def plain_logprobs(model: torch.nn.Module, batch: Batch) -> Tensor:
-    """[T] by one forward a sequence, with Hugging Face's own attention."""
+    """[T] of sampled tokens, 0 elsewhere, by one forward a sequence, with Hugging Face's own attention."""
     parts = []
     for start, end in zip(batch.offsets, batch.offsets[1:], strict=False):
         tokens = batch.tokens[start:end]
         logits = model(tokens[None], use_cache=False).logits[0]
         parts += [torch.zeros(1), logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]]
-    return torch.cat(parts)
+    return torch.cat(parts).where(batch.sampled, 0.0)
 
 
 def sum_loss(batch: Batch, weights: Tensor) -> LossFn:

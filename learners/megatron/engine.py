@@ -307,6 +307,6 @@ class MegatronEngine:
 
 
 def _spread(out: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-    """[K, 2] of the tokens that have some before them -> [T] and [T] on the CPU, 0 elsewhere."""
-    spread = torch.zeros(len(packed.tokens), 2).index_copy(0, packed.positions.nonzero()[:, 0], out.cpu())
+    """[K, 2] of `packed.targets` -> [T] and [T] on the CPU, 0 elsewhere."""
+    spread = torch.zeros(len(packed.tokens), 2).index_copy(0, packed.targets, out.cpu())
     return spread[:, 0], spread[:, 1]

@@ -182,7 +182,7 @@ class Model(GPTModel):
                 nn.init.zeros_(self.score.bias)
 
     def forward(self, packed: Packed) -> Tensor:
-        """On the last stage [K, 2]: log-probability, or value, and entropy, for each of the K tokens that have some before them."""
+        """On the last stage [K, 2]: log-probability, or value, and entropy, for each of the K `packed.targets`."""
         device = next(self.parameters()).device
         padded = padded_to(packed, self.config.tensor_model_parallel_size)
         cu_seqlens, longest = padded.cu_seqlens.to(device), padded.max_seqlen
@@ -201,7 +201,7 @@ class Model(GPTModel):
         if self.config.sequence_parallel:
             # Backwards, every rank has the whole gradient of a value, but of a log-probability its own vocabulary's part.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=self.score is None)
-        targets = packed.positions.nonzero()[:, 0]
+        targets = packed.targets
         hidden = hidden[:, 0].index_select(0, (targets - 1).to(hidden.device))
         if self.score is not None:
             values = self.score(hidden).float()[:, 0]
