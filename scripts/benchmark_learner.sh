@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# What a training step costs, beside a bare FSDP2 loop, padded steps, TRL's, and the machine's bound: scripts/benchmark_learner.sh [--json FILE]
+set -euo pipefail
+. "$(dirname "$0")/env.sh"
+prepare peers
+export KINETO_LOG_LEVEL=6 # torch's profiler, which records the memory, is silent
+exec python "$(dirname "$0")/benchmark_learner.py" "$@"
