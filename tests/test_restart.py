@@ -32,8 +32,10 @@ SYNCHRONOUS = [
 
 
 def lose_a_rank(run: Started, rank: int) -> None:
-    """Kills one as it trains. Ranks are started in order, which their process ids show."""
-    sorted(run.roles("LearnerRole"), key=lambda process: process.pid)[rank].kill()
+    """Kills one as it trains: the process that writes this rank's log."""
+    log = str(run.folder / "logs" / f"learner-{rank}.log")
+    (process,) = [process for process in run.roles("LearnerRole") if os.readlink(f"/proc/{process.pid}/fd/1") == log]
+    process.kill()
 
 
 def rewinds(run: Started) -> list[int]:
