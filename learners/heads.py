@@ -5,9 +5,85 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
-from learners.memory import CHUNK_ELEMENTS
+from learners.memory import CHUNK_ELEMENTS, CPU_ELEMENTS
+
+
+class _Logprobs(torch.autograd.Function):
+    """Logits exist for one chunk at a time; the backward pass computes them again and turns them into their gradient in place.
+
+    ∂ log p_y / ∂ z_j = [j = y] − p_j,  ∂ H / ∂ z_j = −p_j (log p_j + H)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        size = _chunk(weight)
+        logprobs, entropy, normalizer = (torch.empty(len(hidden), device=hidden.device) for _ in range(3))
+        for begin in range(0, len(hidden), size):
+            rows = slice(begin, begin + size)
+            logits = _logits(hidden[rows], weight, bias, temperature)
+            highest = logits.amax(-1, keepdim=True)
+            wanted = logits.sub_(highest).gather(-1, targets[rows, None])[:, 0]
+            powers = logits.exp()
+            total = powers.sum(-1)
+            torch.sub(wanted, total.log(), out=logprobs[rows])
+            torch.sub(total.log(), torch.linalg.vecdot(powers, logits) / total, out=entropy[rows])
+            torch.add(total.log(), highest[:, 0], out=normalizer[rows])
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.empty_like(hidden) if wants_hidden else None
+        d_weight = torch.zeros_like(weight) if wants_weight else None
+        d_bias = torch.zeros_like(bias) if wants_bias else None
+        grad = torch.zeros_like(normalizer) if grad is None else grad
+        size = _chunk(weight)
+        for begin in range(0, len(hidden), size):
+            rows = slice(begin, begin + size)
+            logp = _logits(hidden[rows], weight, bias, ctx.temperature).sub_(normalizer[rows, None])
+            if grad_entropy is None:
+                d = logp.exp_().mul_(-grad[rows, None])
+            else:
+                factor = (logp + entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(grad[rows, None]).neg_()
+                d = logp.exp_().mul_(factor)
+            d.scatter_add_(1, targets[rows, None], grad[rows, None])
+            if ctx.temperature != 1.0:
+                d.div_(ctx.temperature)
+            d = d.to(hidden.dtype)
+            if d_hidden is not None:
+                torch.mm(d, weight, out=d_hidden[rows])
+            if d_weight is not None:
+                d_weight.addmm_(d.t(), hidden[rows])
+            if d_bias is not None:
+                d_bias.add_(d.sum(0))
+        return d_hidden, d_weight, d_bias, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    logits = F.linear(hidden, weight, bias).float()
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _chunk(weight: Tensor) -> int:
+    """Rows of logits that exist at the same time."""
+    return max(1, (CHUNK_ELEMENTS if weight.is_cuda else min(CHUNK_ELEMENTS, CPU_ELEMENTS)) // len(weight))
 
 
 def chunked_logprobs(
@@ -20,24 +96,11 @@ def chunked_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """log softmax(h W / temperature) at the targets, and the entropy of the same distribution.
 
-    Chunks are computed again in the backward pass. Products in the dtype of `hidden`, everything after in float32.
+    Products in the dtype of `hidden`, everything after in float32.
     Shapes: hidden [K, H], weight [V, H], bias [V], targets [K] int64 -> [K], [K] float32.
     """
-
-    def chunk(h: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        logits = F.linear(h, weight, bias).float() / temperature
-        normalizer = logits.logsumexp(-1)
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy = normalizer - ((logits - normalizer[:, None]).exp() * logits).sum(-1)
-        return logits.gather(-1, target[:, None])[:, 0] - normalizer, entropy
-
-    size = max(1, CHUNK_ELEMENTS // len(weight))
-    if len(hidden) <= size:
-        return chunk(hidden, targets)
-    parts = zip(hidden.split(size), targets.split(size), strict=True)
-    outs = [checkpoint(chunk, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in parts]
-    logprobs, entropies = zip(*outs, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    found: tuple[Tensor, Tensor] = _Logprobs.apply(hidden, weight, bias, targets, temperature, entropy_gradient)
+    return found
 
 
 class LogprobHead:

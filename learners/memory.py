@@ -27,6 +27,8 @@ from configs.schema import Config, Dtype
 GIB = 2**30
 CHUNK_ELEMENTS = 2**27
 """Logits that exist at the same time (512 MiB in float32): `learners.heads`."""
+CPU_ELEMENTS = 2**23
+"""The same on a CPU: so few that they stay in its cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def plan(config: Config, *, cuda: bool) -> Plan | None:
         if learner.activation_checkpointing
         else (sizes.activations * sizes.layers)
     )
-    chunk = min(tokens, CHUNK_ELEMENTS // sizes.vocabulary) * sizes.vocabulary
+    chunk = min(tokens * sizes.vocabulary, CHUNK_ELEMENTS if cuda else CPU_ELEMENTS)
     state = 0 if learner.fsdp.cpu_offload and cuda else 1
     return Plan(
         parts={

@@ -114,6 +114,33 @@ def test_chunks_at_the_head_change_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(found[0], found[1])
 
 
+@pytest.mark.parametrize("elements", [2**20, 3 * 20])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_head_has_the_gradients_of_a_plain_log_softmax(
+    elements: int, entropy_gradient: bool, with_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", elements)
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (3 * torch.randn(shape, generator=rng) for shape in ((11, 8), (20, 8), (20,)))
+    targets, upstream = torch.randint(0, 20, (11,), generator=rng), torch.randn(2, 11, generator=rng)
+    found, expected = [], []
+    for grads in (found, expected):
+        h, w, b = (x.clone().double().requires_grad_() for x in (hidden, weight, bias))
+        if grads is found:
+            h, w, b = (x.detach().float().requires_grad_() for x in (h, w, b))
+            logprobs, entropy = heads.chunked_logprobs(h, w, b if with_bias else None, targets, 0.7, entropy_gradient)
+            assert entropy.requires_grad == entropy_gradient
+        else:
+            scores = ((h @ w.t() + (b if with_bias else 0)) / 0.7).log_softmax(-1)
+            logprobs, entropy = scores.gather(-1, targets[:, None])[:, 0], -(scores.exp() * scores).sum(-1)
+        loss = (logprobs * upstream[0]).sum() + ((entropy * upstream[1]).sum() if entropy_gradient else 0)
+        loss.backward()
+        grads += [logprobs.detach(), entropy.detach(), h.grad, w.grad] + ([b.grad] if with_bias else [])
+    for ours, plain in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), plain, atol=1e-4, rtol=1e-4)
+
+
 def test_a_forward_pass_before_an_update_leaves_no_stale_weights_behind(qwen3: Path, packed: list[Packed]) -> None:
     looked, blind = FsdpEngine(qwen3), FsdpEngine(qwen3)
     for _ in range(2):
