@@ -9,7 +9,7 @@ interleaved and the least time counts: the processor's with one thread on a CPU,
     Trainer.train          `learners.step`: packing, advantages, loss, update, metrics
     engine.update          of that what `FsdpEngine.update` takes
     bare loop              `fully_shard`, the same microbatches, attention and head, the shortest policy gradient
-    bare loop, responses   the same, log-probabilities of nothing but what was sampled, and no entropies
+    bare loop, plain head  the same, with a head of one line: all logits of a microbatch at once, no entropies
     padded                 plain PyTorch: 8 sequences a microbatch, all as long as the longest of the batch, logits of all positions
     padded by microbatch   the same, each microbatch as long as its own longest
     TRL                    `trl.GRPOTrainer`, 8 sequences a microbatch, no checkpointing of activations (its default would compute more)
@@ -164,7 +164,7 @@ def measure(work: Work, repeats: int, with_trl: bool, matrices: Sequence[int] = 
     ours: dict[str, Step] = {
         "Trainer.train": trainer(work, engine),
         "bare loop": loop,
-        "bare loop, responses": Bare(work, lambda: engine.microbatches, responses=True),
+        "bare loop, plain head": Bare(work, lambda: engine.microbatches, entropies=False),
     }
     others = {"padded": padded(work), "padded by microbatch": padded(work, by_microbatch=True)}
     if with_trl:

@@ -81,9 +81,9 @@ class BarePolicy(nn.Module):
 class Bare:
     """The shortest FSDP2 loop: what no engine could do without."""
 
-    def __init__(self, work: Work, microbatches: Callable[[], Sequence[Packed]], responses: bool = False) -> None:
-        self.work, self.microbatches, self.responses = work, microbatches, responses
-        self.policy = BarePolicy(work.model(str(work.attention)).eval(), entropies=not responses)
+    def __init__(self, work: Work, microbatches: Callable[[], Sequence[Packed]], entropies: bool = True) -> None:
+        self.work, self.microbatches = work, microbatches
+        self.policy = BarePolicy(work.model(str(work.attention)).eval(), entropies)
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if work.cuda else MixedPrecisionPolicy()
         for module in (*self.policy.model.layers, self.policy):
             fully_shard(module, mp_policy=precision, reshard_after_forward=True)
@@ -93,12 +93,11 @@ class Bare:
         work, total, microbatches = self.work, 0.0, self.microbatches()
         for number, packed in enumerate(microbatches):
             self.policy.set_requires_gradient_sync(number == len(microbatches) - 1)
-            targets = (work.batch.sampled[packed.index] if self.responses else packed.positions).nonzero()[:, 0]
             ends, longest = packed.cu_seqlens.to(work.device), packed.max_seqlen
             lengths = dict(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=longest, max_length_k=longest)
-            tokens, positions, at = (t.to(work.device) for t in (packed.tokens, packed.positions, targets))
+            tokens, positions, at = (t.to(work.device) for t in (packed.tokens, packed.positions, packed.targets))
             logprobs = self.policy(tokens, positions, at, lengths)
-            coefficients = work.coefficients[packed.index][targets].to(work.device)
+            coefficients = work.coefficients[packed.index][packed.targets].to(work.device)
             loss = -(coefficients * (logprobs - logprobs.detach()).exp()).sum()
             loss.backward()
             total += loss.item()

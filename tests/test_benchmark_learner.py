@@ -23,7 +23,7 @@ def test_bare_and_padded_steps_are_ours(measured: tuple[Any, dict[str, Any]]) ->
     _, found = measured
     loss, norm = found["results"]["Trainer.train"]
     assert abs(loss) > 1e-3 and norm > 1e-3
-    for name in ("bare loop", "bare loop, responses", "padded", "padded by microbatch"):
+    for name in ("bare loop", "bare loop, plain head", "padded", "padded by microbatch"):
         assert found["results"][name] == pytest.approx((loss, norm), rel=1e-5), name
 
 
