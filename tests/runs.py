@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import xxhash
 
 ROOT = Path(__file__).parents[1]
 SIMULATED = [
@@ -24,7 +25,6 @@ class Started:
         self.folder = outputs / "run"
         named = [] if any(o.startswith("run.resume") for o in overrides) else ["run.name=run"]
         command = ["scripts/launch.sh", f"run.outputs={outputs}", *named, *overrides]
-        self.hosts_the_run = "role=generators" not in overrides
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.seen: set[psutil.Process] = set()
 
@@ -66,8 +66,8 @@ class Started:
         while left := self.descendants():
             assert time.monotonic() < deadline, f"still alive: {[' '.join(p.cmdline())[:80] for p in left]}"
             time.sleep(0.1)
-        if self.hosts_the_run:
-            assert not list(Path("/dev/shm").glob("slipstream-run-*")), "nothing stays in shared memory either"
+        digest = xxhash.xxh32_hexdigest(str(self.folder.resolve()).encode())
+        assert not list(Path("/dev/shm").glob(f"*{digest}*")), "nothing stays in shared memory either"
 
     def kill(self) -> None:
         for process in [*self.descendants(), psutil.Process(self.process.pid)]:

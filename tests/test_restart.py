@@ -152,12 +152,17 @@ class ScriptedRole:
             case "train":
                 time.sleep(60)
             case "die":
+                (script / "lost").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             case "raise":
+                (script / "lost").touch()
                 return Failure("RuntimeError: out of memory", " has failed:\na traceback", final=False, at=1.0)
             case "notice":
+                while not (script / "lost").exists():
+                    time.sleep(0.01)
                 return Failure("RuntimeError: connection reset", " has failed:\na traceback", final=False, at=2.0)
             case "refuse":
+                (script / "lost").touch()
                 return Failure("ValueError: the task is wrong", ": the task is wrong", final=True, at=1.0)
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)

@@ -35,12 +35,14 @@ SUMMARY = {
 def main_job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[tuple[Started, str]]:
     """A smoke run in which a generator was killed, and what it printed."""
     run = Started(tmp_path_factory.mktemp("main"), "+experiment=smoke")
-    run.wait_for(lambda: run.steps() >= 3, "third step")
-    run.roles("GeneratorRole")[0].send_signal(signal.SIGKILL)
-    code, out = run.finish(200)
-    assert code == 0, out
-    yield run, out
-    run.kill() if run.process.poll() is None else None
+    try:
+        run.wait_for(lambda: run.steps() >= 3, "third step")
+        run.roles("GeneratorRole")[0].send_signal(signal.SIGKILL)
+        code, out = run.finish(200)
+        assert code == 0, out
+        yield run, out
+    finally:
+        run.kill() if run.process.poll() is None else None
 
 
 @pytest.mark.timeout(240)
