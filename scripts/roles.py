@@ -29,7 +29,7 @@ class Role:
 
     def __init__(self, name: str, logs: Path, driver_pid: int, own_cluster: bool) -> None:
         raylet = psutil.Process(os.getppid())
-        die_with(driver_pid, [raylet, *raylet.children()] if own_cluster else [])
+        die_with(driver_pid, raylet if own_cluster else None)
         logs.mkdir(parents=True, exist_ok=True)
         file = os.open(logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for stream in (sys.stdout, sys.stderr):
@@ -40,15 +40,23 @@ class Role:
         )
 
 
-def die_with(pid: int, others: list[psutil.Process]) -> None:
-    """Ends this process, and `others`, as soon as the process `pid` (on this host) has ended, however it ended.
+REFRESH_S = 1.0
+"""How often the watch over the driver looks which processes there are to end with it."""
 
-    The others are the rest of a cluster that the driver has started: Ray's agents outlive a killed driver for long.
+
+def die_with(pid: int, raylet: psutil.Process | None) -> None:
+    """Ends this process as soon as the process `pid` (on this host) has ended, however it ended; and with it the raylet that
+    the driver has started, and all of its children: Ray's agents outlive a killed driver for long.
     """
     watched = os.pidfd_open(pid)
 
     def wait() -> None:
-        select.select([watched], [], [])
+        others: list[psutil.Process] = []
+        ended = False
+        while not ended:  # again and again: an agent may start after this role, and the raylet end before it
+            with contextlib.suppress(psutil.NoSuchProcess):
+                others = others if raylet is None else [raylet, *raylet.children()]
+            ended = bool(select.select([watched], [], [], REFRESH_S)[0])
         abandon()
         time.sleep(0.5)  # the others do the same, before they are killed
         for process in others:
