@@ -26,7 +26,8 @@ from safetensors.torch import load_file
 from buffers import events as e
 from buffers import messages as m
 from buffers.client import Taken
-from buffers.journal import Reader, read_events
+from buffers.event_log import read_events
+from buffers.segments import Reader
 from buffers.trajectory import SCHEMA
 from configs import load as configs
 from configs.schema import Config

@@ -11,7 +11,9 @@ import pyarrow.dataset
 import pytest
 
 from buffers.events import Accepted, AnyEvent, Rejected
-from buffers.journal import DamagedGroup, Journal, mend, read_events, read_groups
+from buffers.event_log import read_events
+from buffers.journal import Journal, read_groups
+from buffers.segments import DamagedGroup
 from buffers.trajectory import SCHEMA, Trajectory, encode, to_batch
 from configs.schema import Durability
 
