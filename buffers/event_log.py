@@ -14,6 +14,7 @@ because answers are sent only after their lines are synced.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 from buffers import events as e
@@ -47,7 +48,7 @@ class Tail:
     torn_files: list[int] = field(default_factory=list)
     """Files behind it, of which nothing counts."""
     end: Place = (-1, 0)
-    """Where the log ends: its last file and that one's size, without the torn tail. A file before the first: it is empty."""
+    """Where the log ends: its last file and that one's size, without the torn tail."""
 
 
 def log_folder(journal: Path) -> Path:
@@ -102,7 +103,7 @@ def read_tail(journal: Path, first: int) -> Tail:
     Raises DamagedLog where lines are lost that are not a torn tail, and where a file is missing.
     """
     files = _parse_files(journal, first)
-    tail = Tail(durable=(first, 0), end=(first - 1, 0))
+    tail = Tail(durable=(first, 0), end=_end_before(journal, first))
     last_good = _last_whole_line(files)
     for parsed in files:
         for line in parsed.lines:
@@ -135,6 +136,12 @@ def _parse_files(journal: Path, first: int) -> list[ParsedFile]:
             limited = parse_log_file(journal, parsed.number, began.previous_bytes)  # what follows was never the log's
             parsed.lines, parsed.bad, parsed.size = limited.lines, limited.bad, limited.size
     return files
+
+
+def _end_before(journal: Path, first: int) -> Place:
+    """Where the log ends that lies before file `first`."""
+    before = max((number for number in log_numbers(journal) if number < first), default=-1)
+    return (before, log_path(journal, before).stat().st_size) if before >= 0 else (-1, 0)
 
 
 def _last_whole_line(files: Sequence[ParsedFile]) -> Place:
@@ -174,26 +181,30 @@ def _describe_damage(journal: Path, place: Place, what: str) -> str:
 
 
 def read_events(journal: Path, *, pass_over_damage: bool = False) -> Iterator[e.AnyEvent]:
-    """Every event that the log still holds, from its first file to the first line that is not whole.
+    """Every event that the log still holds, from its first file on, without the torn tail of its last file.
 
-    `pass_over_damage`: lines that are not whole are left out, and what follows them is read as well.
+    Raises DamagedLog where lines are lost that are not a torn tail; with `pass_over_damage` they are left out.
     """
     numbers = log_numbers(journal)
-    for number, following in zip(numbers, [*numbers[1:], None], strict=True):
+    for number, following in zip_longest(numbers, numbers[1:]):
         limit = None
         if following is not None and (began := parse_first_line(journal, following)) is not None:
             limit = began.previous_bytes if began.previous == number else None
-        place = 0
+        place, bad = 0, -1
         with open(log_path(journal, number), "rb") as file:
             for line in file:
                 if limit is not None and place >= limit:
                     break
-                place += len(line)
                 event = e.decode(line)
-                if event is None and not pass_over_damage:
-                    return
+                if event is None and bad < 0:
+                    bad = place
+                place += len(line)
                 if event is not None:
+                    if bad >= 0 and not pass_over_damage:
+                        break
                     yield event
+        if bad >= 0 and not pass_over_damage and (following is not None or event is not None):
+            raise DamagedLog(_describe_damage(journal, (number, bad), "a line does not match its checksum"))
 
 
 def parse_first_line(journal: Path, number: int) -> e.Began | None:

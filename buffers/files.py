@@ -53,22 +53,24 @@ def sync_folder(folder: Path) -> None:
         os.close(file)
 
 
-def replace_file(path: Path, data: bytes | memoryview) -> None:
-    """The file appears whole, with its name, on the disk; or not at all. Raises DiskFull."""
+def replace_file(path: Path, data: bytes | memoryview, *, sync: bool = True) -> None:
+    """The file appears whole, or not at all; with `sync` it is on the disk then. Raises DiskFull."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         with open(unfinished, "wb", buffering=0) as file:
             write_all(file.fileno(), data, unfinished)
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         os.replace(unfinished, path)
     except OSError as error:
         if is_disk_full(error):
             raise disk_full(unfinished, len(data)) from error
         raise
-    sync_folder(path.parent)
+    if sync:
+        sync_folder(path.parent)
 
 
-def cut_file(path: Path, end: int) -> str | None:
+def cut_file(path: Path, end: int, *, sync: bool = True) -> str | None:
     """Ends the file at byte `end`. What followed stays beside it, as `<name>.cut-<end>`; nothing is thrown away.
 
     Cut at 0, the file itself gets that name. Returns what was cut, in words, or None when nothing was.
@@ -85,15 +87,20 @@ def cut_file(path: Path, end: int) -> str | None:
                 whole.seek(end)
                 shutil.copyfileobj(whole, tail, PIECE)
                 tail.flush()
-                os.fsync(tail.fileno())
+                if sync:
+                    os.fsync(tail.fileno())
         except OSError as error:
             aside.unlink(missing_ok=True)
             if is_disk_full(error):
                 raise disk_full(aside, size - end) from error
             raise
+        if sync:
+            sync_folder(path.parent)  # the copy is there for good before the original is not
         os.truncate(path, end)
-        sync_path(path)
-    sync_folder(path.parent)
+        if sync:
+            sync_path(path)
+    if sync:
+        sync_folder(path.parent)
     return f"the last {size - end} bytes of {path.name} (kept as {aside.name})"
 
 

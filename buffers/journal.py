@@ -65,7 +65,7 @@ class Journal:
         another process writes this journal."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self._durability = durability
+        self._durability, self._syncs = durability, durability is Durability.fsync
         self._segment_bytes = segment_bytes
         self._lock = lock_journal(folder)
         self.mark = f"{boot_id()} {secrets.token_hex(8)}"
@@ -110,9 +110,10 @@ class Journal:
         (self.folder / "state").mkdir(exist_ok=True)
         for unfinished in (self.folder / "state").glob("*.unfinished"):
             unfinished.unlink()
-        sync_folder(self.folder)
+        if self._syncs:
+            sync_folder(self.folder)
         state.next_segment, state.open_segment = self._next_segment, None
-        write_state(self.folder, self._number, encode_state(state))
+        write_state(self.folder, self._number, encode_state(state), sync=self._syncs)
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, self.mark.encode(), 0)
         self._open_log(found.tail.end, state)
@@ -121,16 +122,18 @@ class Journal:
     def _set_torn_tails_aside(self, found: Recovery) -> list[str]:
         told: list[str | None] = []
         for number in reversed(found.tail.torn_files):
-            told.append(cut_file(log_path(self.folder, number), 0))
+            told.append(cut_file(log_path(self.folder, number), 0, sync=self._syncs))
         if found.tail.torn is not None:
             number, byte = found.tail.torn
-            told.append(cut_file(log_path(self.folder, number), byte))
+            told.append(cut_file(log_path(self.folder, number), byte, sync=self._syncs))
         elif found.tail.end[0] in log_numbers(self.folder):
-            told.append(cut_file(log_path(self.folder, found.tail.end[0]), found.tail.end[1]))
+            number, byte = found.tail.end
+            told.append(cut_file(log_path(self.folder, number), byte, sync=self._syncs))
         for number in found.dropped:
             segment_path(self.folder, number).unlink(missing_ok=True)
         for number in sorted(found.unclosed - found.dropped):
-            told.append(close_torn_segment(segment_path(self.folder, number), found.ends.get(number, 0)))
+            path = segment_path(self.folder, number)
+            told.append(close_torn_segment(path, found.ends.get(number, 0), sync=self._syncs))
         return [what for what in told if what is not None]
 
     def _open_log(self, previous: Place, state: State) -> None:
@@ -186,7 +189,7 @@ class Journal:
             self._write_lines()
             files.append((self._log, log_path(self.folder, self._number)))
         done: Future[None] = Future()
-        if self._durability is Durability.fsync:
+        if self._syncs:
             done = self._disk.submit(self._sync, files, self._folders_unsynced, (self._number, self._log_size))
             self._folders_unsynced = set()
         else:
@@ -252,11 +255,12 @@ class Journal:
 
     def _write_state(self, number: int, state: bytes, touched: set[Path], doomed: list[Path], keep_logs: bool) -> None:
         """In a thread. The state vouches for the groups that it names, so they are on the disk before it is."""
-        for path in touched:
-            sync_path(path)
-        sync_folder(self.folder)
-        sync_folder(log_folder(self.folder))
-        write_state(self.folder, number, state)
+        if self._syncs:
+            for path in touched:
+                sync_path(path)
+            sync_folder(self.folder)
+            sync_folder(log_folder(self.folder))
+        write_state(self.folder, number, state, sync=self._syncs)
         for path in doomed:
             path.unlink(missing_ok=True)
         for old in obsolete_states(state_numbers(self.folder)):

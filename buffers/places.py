@@ -47,8 +47,7 @@ class Places:
         self._filled[due] += by
         if by < 0:
             self.filled_through = min(self.filled_through, due)
-        while self._filled[self.filled_through] >= self._num_places(self.filled_through):
-            self.filled_through += 1
+        self._fill_through()
 
     def add_places(self, step: int, count: int) -> None:
         """More places fall due at a step than its terms give it."""
@@ -66,23 +65,37 @@ class Places:
     def _num_places(self, due: int) -> int:
         return self.terms.num_places(due) + self._extra[due]
 
-    def reopen_missing(self, first: int, held: Counter[int]) -> int:
-        """Frees the places, due from step `first` on, that no group has; `held`: groups by due step. Returns how many.
+    def reopen_missing(self, first: int, held: Counter[int], complete: Counter[int], overtakes: bool) -> int:
+        """For a log that has lost lines: frees the places, due from step `first` on, that no group has, and counts the
+        filled ones anew. Else the steps would wait for those groups for ever. Returns how many places were freed.
 
-        For a log that has lost lines: else the steps would wait for these groups for ever.
+        `held`: groups by due step; `complete`: those of them that are complete. `overtakes`: steps train groups of other
+        due steps too, so that only their whole number can be held against that of the places.
         """
         last = self.terms.due(self.next_place - 1) if self.next_place else -1
-        freed = Counter(self._freed)
-        missing = 0
-        for due in range(first, last + 1):
-            opened = min(self._num_places(due), self.next_place - self._first_place(due) + self._extra[due])
-            for _ in range(opened - held[due] - freed[due]):
-                self.free_place(due)
-                missing += 1
-        return missing
+        if overtakes:
+            trained = first * self.terms.groups_per_step
+            missing = self.next_place + self._extra.total() - trained - held.total() - len(self._freed)
+            wanting = [max(first, last)] * max(0, missing)
+        else:
+            freed = Counter(self._freed)
+            wanting = []
+            for due in range(first, last + 1):
+                opened = min(self._num_places(due), self.next_place - self._first_place(due) + self._extra[due])
+                wanting += [due] * max(0, opened - held[due] - freed[due])
+                self._filled[due] = complete[due]
+            self.filled_through = min(self.filled_through, first)
+            self._fill_through()
+        for due in wanting:
+            self.free_place(due)
+        return len(wanting)
 
     def _first_place(self, due: int) -> int:
         return 0 if due == 0 else self.terms.num_places_through(due - 1)
+
+    def _fill_through(self) -> None:
+        while self._filled[self.filled_through] >= self._num_places(self.filled_through):
+            self.filled_through += 1
 
     def export_state(self) -> PlacesState:
         kept = {step: n for step, n in self._filled.items() if n}

@@ -7,7 +7,7 @@ from pathlib import Path
 from buffers import events as e
 from buffers.book_state import apply_event, restore_book
 from buffers.evaluation import Evaluations
-from buffers.event_log import Place, Tail, read_tail
+from buffers.event_log import Line, Place, Tail, read_tail
 from buffers.files import boot_id
 from buffers.groups import Terms, TermsRecord, check_terms, record_terms, recorded_terms
 from buffers.leases import LeaseBook
@@ -32,15 +32,19 @@ class Recovery:
     """Where the lines of accepted leases end."""
     last_began: e.Began | None = None
 
-    def lies_beyond_durable(self, end: Place) -> bool:
-        """True for a line that ends at `end` unless the disk is known to have had it, and the groups that it names."""
-        return end > self.tail.durable
+    def is_in_doubt(self, content: e.Accepted) -> bool:
+        """True for a group whose bytes the disk may have lost after they were acknowledged.
 
-    @property
-    def disk_may_have_lost(self) -> bool:
-        """True when bytes that were handed to the kernel may be missing: it was started again, or nobody vouches for it."""
+        Those are the groups of segments that were being written; under `fsync` those accepted beyond the last durable
+        point, because a closed segment's bytes may reach the disk later than its footer; and all of them where nothing was
+        synced and the host was started again since.
+        """
         began = self.last_began
-        return began is None or began.durability == Durability.fsync or began.boot != boot_id()
+        if content.segment in self.unclosed or began is None:
+            return True
+        if began.durability == Durability.fsync:
+            return self.accepted_at.get(content.lease, (-1, 0)) > self.tail.durable
+        return began.boot != boot_id()
 
 
 def read_journal(folder: Path) -> Recovery:
@@ -57,20 +61,25 @@ def read_journal(folder: Path) -> Recovery:
         if state.open_segment is not None:
             found.ends[state.open_segment[0]] = state.open_segment[1]
     for line in found.tail.lines:
-        match line.event:
-            case e.Accepted(segment=segment, offset=offset, size=size):
-                found.ends[segment] = max(found.ends.get(segment, 0), offset + size)
-                found.accepted_at[line.event.lease] = line.end
-            case e.Dropped(segments=segments):
-                found.dropped.update(segments)
-            case e.Began():
-                found.last_began = line.event
-                found.next_segment = max(found.next_segment, line.event.next_segment)
+        note_line(found, line)
     present = segment_numbers(folder)
     in_question = present if state is None else {n for n in present if n >= state.next_segment or n in found.ends}
     found.unclosed = {n for n in in_question if not is_closed(segment_path(folder, n))}
     found.next_segment = 1 + max([*found.ends, *found.dropped, *present, found.next_segment - 1])
     return found
+
+
+def note_line(found: Recovery, line: Line) -> None:
+    """Takes in what a line says of segments and of the life that wrote it."""
+    match line.event:
+        case e.Accepted(segment=segment, offset=offset, size=size):
+            found.ends[segment] = max(found.ends.get(segment, 0), offset + size)
+            found.accepted_at[line.event.lease] = line.end
+        case e.Dropped(segments=segments):
+            found.dropped.update(segments)
+        case e.Began():
+            found.last_began = line.event
+            found.next_segment = max(found.next_segment, line.event.next_segment)
 
 
 def rebuild_book(
@@ -111,18 +120,6 @@ def rebuild_book(
 
 
 def find_damaged_groups(book: LeaseBook, found: Recovery, reader: Reader) -> list[int]:
-    """Complete groups whose bytes the disk may have lost, and has. Others are checked whenever they are read.
-
-    Verified are the groups in segments that were being written, and those accepted beyond the last durable point: a
-    closed segment's bytes may reach the disk later than its footer.
-    """
-    damaged = []
-    for number in book.pool:
-        content = book.content(number)
-        end = found.accepted_at.get(content.lease)
-        in_doubt = content.segment in found.unclosed or (
-            end is not None and found.lies_beyond_durable(end) and found.disk_may_have_lost
-        )
-        if in_doubt and not reader.is_intact(content):
-            damaged.append(number)
-    return damaged
+    """Complete groups in doubt whose bytes are lost indeed. Others are checked whenever they are read."""
+    contents = {number: book.content(number) for number in book.pool}
+    return [number for number, one in contents.items() if found.is_in_doubt(one) and not reader.is_intact(one)]

@@ -15,7 +15,7 @@ import xxhash
 
 from buffers import events as e
 from buffers.arrow_ipc import MAGIC, find_blocks, footer
-from buffers.files import cut_file, sync_folder, write_all
+from buffers.files import cut_file, write_all
 from buffers.messages import Slice
 from buffers.trajectory import SCHEMA
 
@@ -79,14 +79,14 @@ def is_closed(path: Path) -> bool:
         return file.read() == MAGIC
 
 
-def close_torn_segment(path: Path, end: int) -> str | None:
+def close_torn_segment(path: Path, end: int, *, sync: bool = True) -> str | None:
     """Writes the footer of a segment whose acknowledged groups end at byte `end`; what follows is set aside.
 
     Returns what was set aside, in words. A segment without any acknowledged group is set aside whole.
     """
     if end <= len(HEAD):
-        return cut_file(path, 0)
-    told = cut_file(path, end)
+        return cut_file(path, 0, sync=sync)
+    told = cut_file(path, end, sync=sync)
     if path.stat().st_size < end:  # the disk has lost a part: each group of it is found when it is read
         return told
     with open(path, "r+b") as file:
@@ -94,8 +94,8 @@ def close_torn_segment(path: Path, end: int) -> str | None:
         blocks = find_blocks(memoryview(mapped), len(HEAD))
         file.seek(0, os.SEEK_END)
         write_all(file.fileno(), footer(SCHEMA, blocks), path)
-        os.fsync(file.fileno())
-    sync_folder(path.parent)
+        if sync:
+            os.fsync(file.fileno())
     return told
 
 

@@ -120,9 +120,9 @@ def state_numbers(journal: Path) -> list[int]:
     return sorted(int(path.stem) for path in (journal / "state").glob("*.state"))
 
 
-def write_state(journal: Path, number: int, state: bytes) -> None:
-    """Writes an encoded state; it appears whole, and on the disk. Raises DiskFull."""
-    replace_file(state_path(journal, number), MAGIC + xxhash.xxh3_128_digest(state) + state)
+def write_state(journal: Path, number: int, state: bytes, *, sync: bool) -> None:
+    """Writes an encoded state; it appears whole, and with `sync` on the disk. Raises DiskFull."""
+    replace_file(state_path(journal, number), MAGIC + xxhash.xxh3_128_digest(state) + state, sync=sync)
 
 
 def encode_state(state: State) -> bytes:

@@ -51,7 +51,7 @@ class Recording:
                     self._contents[event.group] = event
                 case e.Trained():
                     self.steps[event.step] = event
-                case e.Rewound():
+                case e.Rewound() | e.Repaired():
                     self.steps = {step: trained for step, trained in self.steps.items() if step < event.step}
                 case e.Dropped():
                     self.dropped.update(event.segments)
