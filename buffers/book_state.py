@@ -15,6 +15,7 @@ from buffers.groups import (
 )
 from buffers.leases import LeaseBook
 from buffers.state import BookState, StepState
+from configs.schema import OnLate
 
 
 def apply_event(book: LeaseBook, event: e.AnyEvent, now: float) -> None:
@@ -50,6 +51,18 @@ def apply_event(book: LeaseBook, event: e.AnyEvent, now: float) -> None:
             book.checkpoint(event)
         case e.Published():
             book.publish(event.version)
+        case e.Repaired():
+            reopen_lost_places(book)
+
+
+def reopen_lost_places(book: LeaseBook) -> None:
+    """For a log that has lost lines: places whose groups are lost go to fresh ones, and steps are chosen anew."""
+    book.scripted.clear()
+    used_up = {use.number: use.group for uses, _ in book.trained.values() for use in uses}
+    early = [g.due for number, g in used_up.items() if number not in book.groups and g.due >= book.num_consumed]
+    held = Counter([*(group.due for group in book.groups.values()), *early])
+    complete = Counter([*(group.due for group in book.pool.values()), *early])
+    book.places.reopen_missing(book.num_consumed, held, complete, book.terms.on_late is OnLate.mask)
 
 
 def export_book(book: LeaseBook) -> BookState:

@@ -103,7 +103,7 @@ def read_tail(journal: Path, first: int) -> Tail:
     Raises DamagedLog where lines are lost that are not a torn tail, and where a file is missing.
     """
     files = _parse_files(journal, first)
-    tail = Tail(durable=(first, 0), end=_end_before(journal, first))
+    tail = Tail(durable=(first, 0), end=find_end_before(journal, first))
     last_good = _last_whole_line(files)
     for parsed in files:
         for line in parsed.lines:
@@ -138,7 +138,7 @@ def _parse_files(journal: Path, first: int) -> list[ParsedFile]:
     return files
 
 
-def _end_before(journal: Path, first: int) -> Place:
+def find_end_before(journal: Path, first: int) -> Place:
     """Where the log ends that lies before file `first`."""
     before = max((number for number in log_numbers(journal) if number < first), default=-1)
     return (before, log_path(journal, before).stat().st_size) if before >= 0 else (-1, 0)
@@ -190,7 +190,7 @@ def read_events(journal: Path, *, pass_over_damage: bool = False) -> Iterator[e.
         limit = None
         if following is not None and (began := parse_first_line(journal, following)) is not None:
             limit = began.previous_bytes if began.previous == number else None
-        place, bad = 0, -1
+        place, bad, event = 0, -1, None
         with open(log_path(journal, number), "rb") as file:
             for line in file:
                 if limit is not None and place >= limit:

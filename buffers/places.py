@@ -16,7 +16,8 @@ class Places:
         self.terms = terms
         self.next_place = 0
         """The first place that no group has had yet."""
-        self._freed: list[int] = []  # heap of due steps
+        self.freed: list[int] = []
+        """Heap of the due steps of places whose groups are gone."""
         self._extra: Counter[int] = Counter()  # places beyond `Terms.num_places`, by due step
         self._filled: Counter[int] = Counter()  # places whose group is complete or was, by due step
         self.filled_through = 0
@@ -25,22 +26,22 @@ class Places:
     def next_opening(self) -> tuple[int, bool]:
         """(due step, whether it was freed) of the place to be given to the next fresh group."""
         fresh = self.terms.due(self.next_place)
-        return (self._freed[0], True) if self._freed and self._freed[0] <= fresh else (fresh, False)
+        return (self.freed[0], True) if self.freed and self.freed[0] <= fresh else (fresh, False)
 
     def num_open(self, last_due: int) -> int:
         """Places that wait for a fresh group, and fall due at `last_due` at the latest; freed ones whenever they do."""
-        return max(0, self.terms.num_places_through(last_due) - self.next_place) + len(self._freed)
+        return max(0, self.terms.num_places_through(last_due) - self.next_place) + len(self.freed)
 
     def take_place(self, due: int) -> None:
         """A fresh group has a place that falls due at this step."""
-        if self._freed and self._freed[0] == due:
-            heapq.heappop(self._freed)
+        if self.freed and self.freed[0] == due:
+            heapq.heappop(self.freed)
         else:
             self.next_place += 1
 
     def free_place(self, due: int) -> None:
         """The group of a place is gone: a fresh one takes it."""
-        heapq.heappush(self._freed, due)
+        heapq.heappush(self.freed, due)
 
     def fill_place(self, due: int, by: int = 1) -> None:
         """The group of a place is complete; `by=-1`: it was, and is not any more."""
@@ -54,7 +55,7 @@ class Places:
         self._extra[step] += count
         self.filled_through = min(self.filled_through, step)
         for _ in range(count):
-            heapq.heappush(self._freed, step)
+            heapq.heappush(self.freed, step)
 
     def forget_before(self, oldest: int) -> None:
         """Steps before this one cannot be undone any more."""
@@ -75,10 +76,10 @@ class Places:
         last = self.terms.due(self.next_place - 1) if self.next_place else -1
         if overtakes:
             trained = first * self.terms.groups_per_step
-            missing = self.next_place + self._extra.total() - trained - held.total() - len(self._freed)
+            missing = self.next_place + self._extra.total() - trained - held.total() - len(self.freed)
             wanting = [max(first, last)] * max(0, missing)
         else:
-            freed = Counter(self._freed)
+            freed = Counter(self.freed)
             wanting = []
             for due in range(first, last + 1):
                 opened = min(self._num_places(due), self.next_place - self._first_place(due) + self._extra[due])
@@ -99,8 +100,8 @@ class Places:
 
     def export_state(self) -> PlacesState:
         kept = {step: n for step, n in self._filled.items() if n}
-        return PlacesState(self.next_place, list(self._freed), dict(+self._extra), kept, self.filled_through)
+        return PlacesState(self.next_place, list(self.freed), dict(+self._extra), kept, self.filled_through)
 
     def restore_state(self, state: PlacesState) -> None:
         self.next_place, self.filled_through = state.next_place, state.filled_through
-        self._freed, self._extra, self._filled = list(state.freed), Counter(state.extra), Counter(state.filled)
+        self.freed, self._extra, self._filled = list(state.freed), Counter(state.extra), Counter(state.filled)

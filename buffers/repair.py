@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pyarrow as pa
 import xxhash
 
 from buffers import events as e
 from buffers.arrow_ipc import find_blocks
 from buffers.book_state import apply_event, export_book, restore_book
-from buffers.event_log import Line, ParsedFile, Tail, log_numbers, log_path, parse_log_file
+from buffers.event_log import Line, ParsedFile, Tail, find_end_before, log_numbers, log_path, parse_log_file
 from buffers.files import boot_id, replace_file
 from buffers.groups import FIXED, Terms, TermsRecord, recorded_terms
 from buffers.journal import Journal
@@ -69,6 +70,8 @@ class _Repair:
         self._report = Report()
         self._orphans: dict[int, e.Accepted] = {}
         self._training_known = True
+        self._events: list[e.AnyEvent] = []
+        """Of the file that is being mended."""
 
     def run(self) -> Report:
         report = self._report
@@ -87,15 +90,25 @@ class _Repair:
         found.tail.end = (self._files[-1].number, self._files[-1].size)
         found.next_segment = 1 + max([-1, found.next_segment - 1, *found.ends, *segment_numbers(self._folder)])
         self._orphans = {one.group: one for one in self._find_orphans(lines)}
-        for line in lines:
-            self._apply(line.event)
+        mended = [self._mend(parsed) for parsed in self._files]
         for number in sorted(self._orphans):
             self._complete(number)
-        self._reopen_places()
-        report.step = book.num_consumed
-        self._rewrite_files()
+        self._end_repair()
+        self._rewrite_files(mended)
         self._begin(found, record)
         return report
+
+    def _mend(self, parsed: ParsedFile) -> list[e.AnyEvent]:
+        """The events that a file of the log holds when it is mended. The last file's list grows until all is done."""
+        self._events = []
+        for line in parsed.lines:
+            self._apply(line.event)
+        return self._events
+
+    def _redo(self, event: e.AnyEvent) -> None:
+        """Takes an event into the book and into the mended log."""
+        apply_event(self._book, event, 0.0)
+        self._events.append(event)
 
     def _find_damage(self) -> Iterator[str]:
         for before, parsed in zip([None, *self._files], self._files, strict=False):
@@ -176,29 +189,30 @@ class _Repair:
             case e.Leased(group=number):
                 self._grant_before(number)
                 if number == book.next_group or (number in book.groups and book.groups[number].content is None):
-                    apply_event(book, event, 0.0)
-            case e.Accepted(group=number):
+                    self._redo(event)
+            case e.Accepted():
                 self._accept(event)
             case e.Retired(groups=groups):
-                event = e.Retired([number for number in groups if number in book.pool])
-                apply_event(book, event, 0.0)
+                self._redo(e.Retired([number for number in groups if number in book.pool]))
             case e.Handed():
                 if event.step >= book.num_consumed and all([self._complete(number) for number in event.groups]):
-                    apply_event(book, event, 0.0)
+                    self._redo(event)
             case e.Trained():
                 self._train(event)
             case e.Rewound(step=step) if book.floor_step <= step <= book.num_consumed:
-                apply_event(book, event, 0.0)
+                self._redo(event)
                 self._training_known = True
             case e.Checkpointed(step=step) if step <= book.num_consumed:
-                apply_event(book, event, 0.0)
+                self._redo(event)
             case e.Published(version=version):
-                book.newest_version = max(book.newest_version, version)
-                book.version = max(book.version, version)
-            case e.Began() | e.Failed() | e.Duplicate() | e.Rejected() | e.Opened():
-                apply_event(book, event, 0.0)
-            case _:
+                if version < book.version:  # the rewind before it is lost
+                    self._rewind(version)
+                if version > book.version:
+                    self._redo(event)
+            case e.Synced() | e.Rewound() | e.Checkpointed():
                 pass
+            case _:
+                self._redo(event)
 
     def _grant_before(self, number: int) -> None:
         """Groups below this number that no line speaks of were leased: their leases are lost, and they are made again."""
@@ -206,8 +220,8 @@ class _Repair:
         while book.next_group < number:
             due, _ = book.places.next_opening()
             lost = book.next_group
-            book.grant_lease(-1 - lost, lost, due, LOST_LEASE, 0.0)
-            book.fail(-1 - lost, 0, LOST_LEASE, counts=False)
+            self._redo(e.Leased(-1 - lost, lost, due, LOST_LEASE, 0.0))
+            self._redo(e.Failed(-1 - lost, 0, LOST_LEASE, 0.0, counts=False))
             self._report.saved.append(f"group {lost}: its lease is lost, and it is given out again")
 
     def _accept(self, content: e.Accepted) -> None:
@@ -217,8 +231,8 @@ class _Repair:
         if number < book.next_group and (group is None or group.content is not None):
             return
         if book.lease_of(content.lease) is None:
-            book.grant_lease(content.lease, number, content.due, LOST_LEASE, 0.0)
-        book.accept(content)
+            self._redo(e.Leased(content.lease, number, content.due, LOST_LEASE, 0.0))
+        self._redo(content)
 
     def _complete(self, number: int) -> bool:
         """True when the group is complete, if need be by what its segment says."""
@@ -230,31 +244,29 @@ class _Repair:
         if content is None or (group is None and number < book.next_group):
             return False
         lease = min(group.attempts, default=-1 - number) if group is not None else -1 - number
-        taken = e.Accepted(lease, *(getattr(content, name) for name in content.__struct_fields__[1:]))
-        self._accept(taken)
+        self._accept(msgspec.structs.replace(content, lease=lease))
         self._report.saved.append(f"group {number}: its line is lost, its rows are whole in segment {content.segment}")
         return True
+
+    def _rewind(self, step: int) -> None:
+        if self._book.floor_step <= step <= self._book.num_consumed:
+            self._redo(e.Rewound(step))
+            self._report.saved.append(f"step {step}: a rewind to it is lost, and was done again")
+            self._training_known = True
 
     def _train(self, event: e.Trained) -> None:
         book = self._book
         if event.step < book.num_consumed:
-            if event.step < book.floor_step:
-                return
-            book.rewind(event.step)
-            self._report.saved.append(f"step {event.step}: a rewind to it is lost, and was done again")
-            self._training_known = True
+            self._rewind(event.step)
         while self._training_known and book.num_consumed < event.step:
             self._training_known = self._train_as_handed(book.num_consumed)
         known = self._training_known and book.num_consumed == event.step
         if known and all([self._complete(number) for number in event.groups]):
-            apply_event(book, event, 0.0)
+            self._redo(event)
             return
         self._training_known = False
-        missing = [number for number in event.groups if number not in book.pool]
         self._report.lost.append(f"step {event.step} was trained, and counts as not trained")
-        for number in missing:
-            if number not in self._report.lost_groups and number not in book.groups:
-                self._report.lost_groups.add(number)
+        self._report.lost_groups.update(n for n in event.groups if n not in book.groups)
 
     def _train_as_handed(self, step: int) -> bool:
         """A step whose line is lost was trained as it was handed out; false when that is lost too."""
@@ -267,27 +279,35 @@ class _Repair:
         trained = e.Trained(
             step, handout.groups, [c[0] for c in counts], [c[1] for c in counts], dict(staleness), handout.weights
         )
-        apply_event(book, trained, 0.0)
+        self._redo(trained)
         self._report.saved.append(f"step {step}: its line is lost, it was trained as it was handed out")
         return True
 
-    def _reopen_places(self) -> None:
-        book = self._book
-        book.scripted.clear()  # what follows may have lost a group
-        used_up = {u.number: u.group for uses, _ in book.trained.values() for u in uses if u.number not in book.groups}
-        early = [group.due for group in used_up.values() if group.due >= book.num_consumed]
-        held = Counter([*(group.due for group in book.groups.values()), *early])
-        complete = Counter([*(group.due for group in book.pool.values()), *early])
-        reopened = book.places.reopen_missing(book.num_consumed, held, complete, book.terms.on_late is OnLate.mask)
-        if reopened:
-            self._report.lost.append(f"{reopened} places had lost their groups, which are made anew")
-
     # ---- the mended journal
 
-    def _rewrite_files(self) -> None:
-        for parsed in self._files:
-            if parsed.bad:
-                _keep_whole_lines(self._folder, parsed)
+    def _end_repair(self) -> None:
+        report = self._report
+        report.step = self._book.num_consumed
+        before = len(self._book.places.freed)
+        self._redo(e.Repaired(report.step, sorted(report.lost_groups), [*report.damage, *report.saved, *report.lost]))
+        if reopened := len(self._book.places.freed) - before:
+            report.lost.append(f"{reopened} places had lost their groups, which are made anew")
+
+    def _rewrite_files(self, mended: list[list[e.AnyEvent]]) -> None:
+        """The files hold the mended events; those with damage stay beside as they were."""
+        previous = find_end_before(self._folder, self._number)
+        for parsed, events in zip(self._files, mended, strict=True):
+            path = log_path(self._folder, parsed.number)
+            aside = path.with_name(f"{path.name}.damaged")
+            if parsed.bad and not aside.exists():
+                os.link(path, aside)
+            began = events.pop(0) if events and isinstance(events[0], e.Began) else self._make_began(parsed.number)
+            began = msgspec.structs.replace(began, previous=previous[0], previous_bytes=previous[1])
+            replace_file(path, b"".join(map(e.encode, [began, *events])))
+            previous = (parsed.number, path.stat().st_size)
+
+    def _make_began(self, number: int) -> e.Began:
+        return e.Began(number, 0, 0, 0, dict(self._find_terms()), str(Durability.fsync), boot_id(), 0.0)
 
     def _begin(self, found: Recovery, record: TermsRecord) -> None:
         weights, unscored = ("", []) if self._state is None else (self._state.weights, self._state.unscored)
@@ -299,22 +319,6 @@ class _Repair:
             open_segment=None, durability=str(Durability.fsync), boot=boot_id(),
         )  # fmt: skip
         self._journal.begin(found, state)
-        report = self._report
-        self._journal.note(
-            e.Repaired(report.step, sorted(report.lost_groups), [*report.damage, *report.saved, *report.lost])
-        )
-        self._journal.commit()
-
-
-def _keep_whole_lines(folder: Path, parsed: ParsedFile) -> None:
-    """The file holds its whole lines alone; as it was, it stays beside."""
-    path = log_path(folder, parsed.number)
-    data = path.read_bytes()
-    aside = path.with_name(f"{path.name}.damaged")
-    if not aside.exists():
-        os.link(path, aside)
-    whole = b"".join(line for line in data.splitlines(keepends=True) if e.decode(line) is not None)
-    replace_file(path, whole)
 
 
 def _any_terms() -> Terms:

@@ -319,7 +319,11 @@ def test_a_log_with_a_rotten_line_refuses_to_open_is_repaired_and_the_run_goes_o
     report = repair_journal(folder)
     assert report.damage and report.step <= step
     assert (folder / "log/000000.jsonl.damaged").read_bytes() == b"".join(lines), "what was damaged stays beside"
-    again = Buffer(config, folder)
+    shutil.copytree(folder, tmp_path / "log_alone")
+    shutil.rmtree(tmp_path / "log_alone/state")
+    again, other = Buffer(config, folder), Buffer(config, tmp_path / "log_alone")
+    assert export_book(again.book) == export_book(other.book), "the mended log tells what the repair has done"
+    other.close()
     assert again.ledger.closes() and again.book.num_consumed == report.step
     kept = set(again.book.groups) | {g for uses, _ in again.book.trained.values() for g in [use.number for use in uses]}
     lost = acknowledged - kept
