@@ -1,0 +1,132 @@
+"""The TCP connections of a server's socket, and how much of what they have sent is not part of a whole message yet.
+
+ZeroMQ hands out whole messages only, and keeps the frames of one that never ends without any limit. So what the kernel says a
+connection has sent (TCP_INFO) is compared with what was read from it; one that has too much between the two is shut down.
+"""
+
+import contextlib
+import itertools
+import os
+import socket
+import struct
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+BYTES_RECEIVED = 128
+"""The place of `tcpi_bytes_received`, a uint64, in Linux's struct tcp_info."""
+CURVE_BYTES = 33
+"""Of a frame that travels encrypted: name of the command, nonce, flags, authenticator."""
+SLACK_BYTES = 16 << 20
+"""For the handshake, and for what is in the kernel's buffers."""
+
+_numbers = itertools.count()
+
+
+@dataclass(slots=True)
+class Connection:
+    inode: int
+    """Tells the socket from a later one with the same descriptor."""
+    num_read: int = 0
+    """Bytes that the messages read from it had on the wire."""
+
+
+class Connections:
+    def __init__(
+        self, server: "zmq.Socket[bytes]", *, encrypted: bool, max_message: int, max_waiting: int, max_total: int
+    ) -> None:
+        """Watches a socket that is not bound yet. `max_message` bounds a message, `max_waiting` the whole messages of a
+        connection that ZeroMQ keeps for the server, and `max_total` the bytes of all connections' unfinished messages."""
+        self._max_message, self._max_waiting, self._max_total = max_message, max_waiting, max_total
+        self._overhead = CURVE_BYTES if encrypted else 0
+        self._open: dict[int, Connection] = {}
+        self._server = server
+        address = f"inproc://connections-{next(_numbers)}"
+        server.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._events: zmq.Socket[bytes] = server.context.socket(zmq.PAIR)
+        self._events.setsockopt(zmq.RCVHWM, 0)  # ZeroMQ's own thread would wait for a full queue
+        self._events.setsockopt(zmq.LINGER, 0)
+        self._events.connect(address)
+
+    def close(self) -> None:
+        self._server.disable_monitor()
+        self._events.close()
+
+    def count(self, frames: list[zmq.Frame]) -> int:
+        """Notes that a message was read; returns the descriptor that it came by. The first frame, the sender, has not
+        travelled."""
+        descriptor = int(frames[-1].get(zmq.SRCFD))
+        connection = self._open.get(descriptor)
+        if connection is None:
+            self._notice()
+            connection = self._open.get(descriptor)
+        if connection is not None:
+            for frame in frames[1:]:
+                size = len(frame) + self._overhead
+                connection.num_read += size + (2 if size < 256 else 9)
+        return descriptor
+
+    def shut_down(self, descriptor: int) -> bool:
+        """Ends a connection, as if the other side had; true if there was one."""
+        connection = self._open.pop(descriptor, None)
+        if connection is None:
+            return False
+        if (borrowed := _borrow(descriptor, connection.inode)) is not None:
+            with borrowed, contextlib.suppress(OSError):
+                borrowed.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def shut_down_unfinished(self, *, drained: bool) -> list[int]:
+        """Ends the connections that have sent too much of a message, or of messages that are unfinished together; returns the
+        bytes of each. `drained`: all whole messages have been read, so that what is left is unfinished."""
+        self._notice()
+        unread = {fd: left for fd, connection in self._open.items() if (left := _unread(fd, connection)) > 0}
+        most = self._max_message * (1 if drained else 1 + self._max_waiting) + SLACK_BYTES
+        total, found = sum(unread.values()), []
+        for descriptor, left in sorted(unread.items(), key=lambda item: -item[1]):
+            if left <= most and not (drained and total > self._max_total):
+                break
+            total -= left
+            self.shut_down(descriptor)
+            found.append(left)
+        return found
+
+    def _notice(self) -> None:
+        """Takes in which connections have come and gone."""
+        while True:
+            try:
+                event = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            descriptor = int(event["value"])
+            self._open.pop(descriptor, None)
+            if event["event"] == zmq.EVENT_ACCEPTED and event["endpoint"].startswith(b"tcp"):
+                with contextlib.suppress(OSError):  # it is gone already
+                    self._open[descriptor] = Connection(os.fstat(descriptor).st_ino)
+
+
+def _unread(descriptor: int, connection: Connection) -> int:
+    """Bytes that have come by a connection and were not read; 0 where it is gone."""
+    if (borrowed := _borrow(descriptor, connection.inode)) is None:
+        return 0
+    with borrowed:
+        try:
+            info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED + 8)
+        except OSError:
+            return 0
+    if len(info) < BYTES_RECEIVED + 8:  # a kernel older than 4.1
+        return 0
+    return int(struct.unpack_from("<Q", info, BYTES_RECEIVED)[0]) - connection.num_read
+
+
+def _borrow(descriptor: int, inode: int) -> socket.socket | None:
+    """A socket of one's own on ZeroMQ's connection; None where the descriptor is another's by now."""
+    try:
+        borrowed = socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        return None
+    if os.fstat(borrowed.fileno()).st_ino == inode:
+        return borrowed
+    borrowed.close()
+    return None
