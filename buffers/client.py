@@ -4,12 +4,14 @@ When the buffer is started again, what has no answer yet is sent again: all requ
 """
 
 import itertools
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import pyarrow as pa
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -17,9 +19,10 @@ from zmq.utils.monitor import recv_monitor_message
 from buffers import messages as m
 from buffers.journal import Reader, is_here
 from buffers.keys import KeyRole, show_key
-from buffers.trajectory import SCHEMA, SCHEMA_VERSION, encode
+from buffers.trajectory import SCHEMA, SCHEMA_VERSION, encode, flat
 
 R = TypeVar("R", bound=m.Struct)
+log = logging.getLogger("slipstream.client")
 
 CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -198,6 +201,22 @@ class BufferClient:
         reply, _ = self.exchange(request, payload=encode(groups))
         assert isinstance(reply, m.Receipt), reply
         return reply.verdicts
+
+    def hand_in(self, generator: str, leases: list[int], groups: pa.RecordBatch) -> None:
+        """Sends the rows of some leases' groups, in this order, without waiting: in one message, or in more where one would be
+        too large. A group that is too large by itself fails, with its size."""
+        try:
+            self.post(m.Submit(generator=generator, leases=leases, schema=SCHEMA_VERSION), encode(groups))
+        except m.TooLarge as error:
+            half, rows = len(leases) // 2, groups.num_rows // len(leases)
+            if half:
+                first = groups.take(pa.array(range(half * rows)))  # a copy: a slice would travel with bytes of the others
+                self.hand_in(generator, leases[:half], first)
+                self.hand_in(generator, leases[half:], groups.take(pa.array(range(half * rows, groups.num_rows))))
+                return
+            log.error("lease %d: %s", leases[0], error)
+            sampled = int(np.count_nonzero(flat(groups, "sampled")))
+            self.post(m.Fail(generator=generator, lease=leases[0], num_tokens=sampled, error=str(error)))
 
     def next(self, step: int, wait_s: float) -> Taken | m.NotYet | m.Over:
         """What step `step` trains, mapped from the journal where it is on this host, else fetched.
