@@ -53,10 +53,9 @@ class Connections:
         self._server.disable_monitor()
         self._events.close()
 
-    def count(self, frames: list[zmq.Frame]) -> int:
-        """Notes that a message was read; returns the descriptor that it came by. The first frame, the sender, has not
-        travelled."""
-        descriptor = int(frames[-1].get(zmq.SRCFD))
+    def count(self, frames: list[zmq.Frame]) -> None:
+        """Notes that a message was read. Its first frame, the sender, has not travelled."""
+        descriptor = descriptor_of(frames[-1])
         connection = self._open.get(descriptor)
         if connection is None:
             self._notice()
@@ -65,7 +64,6 @@ class Connections:
             for frame in frames[1:]:
                 size = len(frame) + self._overhead
                 connection.num_read += size + (2 if size < 256 else 9)
-        return descriptor
 
     def shut_down(self, descriptor: int) -> bool:
         """Ends a connection, as if the other side had; true if there was one."""
@@ -104,6 +102,14 @@ class Connections:
             if event["event"] == zmq.EVENT_ACCEPTED and event["endpoint"].startswith(b"tcp"):
                 with contextlib.suppress(OSError):  # it is gone already
                     self._open[descriptor] = Connection(os.fstat(descriptor).st_ino)
+
+
+def descriptor_of(frame: zmq.Frame) -> int:
+    """By which connection a frame came; -1 where its sender speaks a protocol of before 2013, which does not tell."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
 
 
 def _unread(descriptor: int, connection: Connection) -> int:

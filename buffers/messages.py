@@ -391,7 +391,7 @@ def decode_request(body: bytes | memoryview) -> Request:
     try:
         return request_decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Undecodable(f"a request must be one of `buffers.messages`: {error}") from error
+        raise Undecodable(shorten(f"a request must be one of `buffers.messages`: {error}")) from error
 
 
 def shorten(text: str) -> str:

@@ -23,7 +23,7 @@ import zmq
 
 from buffers import messages as m
 from buffers.buffer import Buffer, Refusal, Stuck
-from buffers.connections import Connections
+from buffers.connections import Connections, descriptor_of
 from buffers.keys import Door, may_say, open_door
 from buffers.limits import check_bounds
 from buffers.metrics import Metrics
@@ -251,7 +251,7 @@ class BufferServer:
         """Raises Refusal for what the owner of a key may not say. A key that is not allowed any more loses its connection."""
         roles = door.roles_of(user)
         if not roles:
-            self._connections.shut_down(int(frame.get(zmq.SRCFD)))
+            self._connections.shut_down(descriptor_of(frame))
             raise Refusal("revoked key", f"{type(request).__name__} with key {user}, which is not allowed any more")
         if not may_say(roles, request):
             raise Refusal(
