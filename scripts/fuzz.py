@@ -16,41 +16,35 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import zmq
-from forge import Forge, damage, hand_made
+from attacks import PATIENCE_S, Attacker, BufferAttack, rows_of
 from rich.console import Console
 from rich.table import Table
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, RefusedByBuffer, Taken
 from buffers.server import BufferServer
-from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode, flat, to_batch
+from buffers.trajectory import flat, to_batch
 from configs.load import load
 from configs.schema import Config
-from sync.transports import tcp
-from sync.transports.server import SnapshotServer
 
 SAMPLES, STALENESS = 2, 2
-PATIENCE_S = 30.0
-"""An honest request is answered within this time, however busy the machine is."""
 BATCH = 100
 """Messages between two looks at the answers."""
+ENDLESS_EVERY = 250_000
+"""Messages between two that do not end. The first comes at once: what a server has needed for one, it keeps for the next."""
 MEMORY_MIB = 64
 """A server may hold so much more at the end than after a tenth of the messages."""
-LEARNERS_OWN = m.Publish | m.Consumed | m.Checkpointed | m.Rewind | m.Stop | m.Finish | m.Next
-"""Requests that only keys can forbid: where there are none, an attack that came out as a right one is not sent."""
-SNAPSHOT = "v0-fuzz"
 
 
 def configure() -> Config:
@@ -74,32 +68,16 @@ def serve_buffer(folder: Path) -> None:
     server.run()
 
 
-def serve_weights(folder: Path) -> None:
-    """A file by hand: the server looks at no more than names and bytes."""
-    (folder / "weights").mkdir()
-    for suffix in ("json", "safetensors"):
-        (folder / "weights" / f"{SNAPSHOT}.{suffix}").write_bytes(random.Random(suffix).randbytes(3 << 20))
-    server = SnapshotServer(folder / "weights")
-    stop: list[int] = []
-    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
-    print(server.address, flush=True)
-    while not stop and server._thread.is_alive():
-        time.sleep(0.1)
-    if not stop:
-        raise SystemExit("the thread that serves weights has died")
-    server.close()
-    print(json.dumps({"refused": server.refused}), flush=True)
-
-
 def be_honest(folder: Path, buffer: str, weights: str) -> None:
     """All honest roles, in turns, until SIGTERM: prints what they have done."""
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     done, slowest = Counter[str](), 0.0
-    turns = [turn for turn, address in ((run_buffer, buffer), (fetch_weights, weights)) if address]
-    roles = [
-        turn(folder, address, done) for turn, address in zip(turns, [a for a in (buffer, weights) if a], strict=True)
-    ]
+    roles = [run_buffer(buffer, done)] if buffer else []
+    if weights:
+        from attack_weights import fetch_weights  # here: it needs torch, which takes seconds and memory
+
+        roles.append(fetch_weights(folder, weights, done))
     print("ready", flush=True)
     while not stop:
         for role in roles:
@@ -110,7 +88,7 @@ def be_honest(folder: Path, buffer: str, weights: str) -> None:
     print(json.dumps({**done, "slowest_s": round(slowest, 2)}), flush=True)
 
 
-def run_buffer(folder: Path, address: str, done: Counter[str]) -> Iterator[None]:
+def run_buffer(address: str, done: Counter[str]) -> Iterator[None]:
     """Two generators and a learner of a run: every request is answered, or this raises BufferGone."""
     client = BufferClient(address, timeout_s=PATIENCE_S)
     client.call(m.Publish(version=0, weights="v0"), m.Done)
@@ -128,7 +106,9 @@ def run_buffer(folder: Path, address: str, done: Counter[str]) -> Iterator[None]
                 done[f"groups {verdict}"] += 1
         taken = client.next(step, wait_s=0.0)
         if isinstance(taken, Taken):
-            trained = int((flat(taken.table, "versions") >= max(0, step - STALENESS)).sum())  # a stranger's may be older
+            trained = int(
+                (flat(taken.table, "versions") >= max(0, step - STALENESS)).sum()
+            )  # a stranger's may be older
             client.call(m.Consumed(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={"x": 1.0}), m.Done)
             step += 1
             client.call(m.Publish(version=step, weights=f"v{step}"), m.Done)
@@ -136,217 +116,6 @@ def run_buffer(folder: Path, address: str, done: Counter[str]) -> Iterator[None]
                 client.call(m.Checkpointed(step=step, oldest=step - 5), m.Done)
         done["steps"] = step
         yield
-
-
-def fetch_weights(folder: Path, address: str, done: Counter[str]) -> Iterator[None]:
-    """A host that fetches a file in parts, and compares each with the file."""
-    asker: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    asker.connect(address)
-    name = f"{SNAPSHOT}.safetensors"
-    whole, size = (folder / "weights" / name).read_bytes(), 1 << 16
-    for offset in itertools.cycle(range(0, len(whole), size)):
-        asker.send(tcp.encode(tcp.Get(name, offset, size)))
-        if not asker.poll(int(PATIENCE_S * 1000)):
-            raise BufferGone(f"no answer from the server of weights in {PATIENCE_S} s")
-        header, *parts = asker.recv_multipart()
-        assert b"".join(parts) == whole[offset : offset + size], tcp.replies.decode(header)
-        done["parts of weights"] += 1
-        yield
-
-
-def rows_of(lease: m.Lease, version: int, **changes: Any) -> list[Trajectory]:
-    fields: dict[str, Any] = {
-        "group": lease.group, "due": lease.due, "prompt_id": lease.index, "task": lease.task, "tokens": [5, 6, 7],
-        "sampled": [False, True, True], "logprobs": [0.0, -0.5, -1.0], "versions": [-1, version, version], "reward": 1.0,
-        "finish_reason": "stop", "generator": "g", "started_at": 1.0, "finished_at": 2.0,
-    }  # fmt: skip
-    return [Trajectory(sample=sample, **{**fields, **changes}) for sample in range(lease.num_samples)]
-
-
-# ---- the attackers
-
-
-class Attacker:
-    """Sends to one server through a few connections, which it gives up and opens again, and reads the answers."""
-
-    def __init__(self, address: str, rng: random.Random) -> None:
-        self.address, self._rng = address, rng
-        self._sockets = [self._connect() for _ in range(6)]
-        self.sent, self.answered = Counter[str](), Counter[str]()
-        self._raw: list[socket.socket] = []
-
-    def _connect(self) -> "zmq.Socket[bytes]":
-        connection: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        connection.setsockopt(zmq.LINGER, 0)
-        connection.setsockopt(zmq.SNDHWM, 200)
-        connection.setsockopt(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
-        connection.connect(self.address)
-        return connection
-
-    def send(self, kind: str, frames: list[bytes]) -> None:
-        self.sent[kind] += 1
-        self._rng.choice(self._sockets).send_multipart(frames)
-
-    def read(self, decode: Callable[[bytes], Any] | None = None) -> Iterator[Any]:
-        for connection in self._sockets:
-            while connection.poll(0):
-                frames = connection.recv_multipart()
-                self.answered["answers"] += 1
-                if decode is not None:
-                    yield decode(frames[1])
-        if self._rng.random() < 0.02:
-            place = self._rng.randrange(len(self._sockets))
-            self._sockets[place].close()
-            self._sockets[place] = self._connect()
-
-    def speak_no_zeromq(self) -> None:
-        """A TCP connection with a broken greeting, or a right one and garbage after it; some stay open for a while."""
-        self.sent["bytes that are no ZeroMQ"] += 1
-        greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-        data = self._rng.choice(
-            [
-                self._rng.randbytes(self._rng.randrange(1, 300)), greeting[: self._rng.randrange(64)], greeting,
-                greeting + self._rng.randbytes(100), damage(greeting, self._rng, [greeting]),
-                greeting + ready() + damage(ready(), self._rng, [greeting]), b"GET / HTTP/1.1\r\n\r\n",
-                greeting + ready() + b"\x02" + b"\x7f" + b"\xff" * 7,
-            ]
-        )  # fmt: skip
-        self._raw.append(self._open(data))
-        while len(self._raw) > 50:
-            self._raw.pop(0).close()
-
-    def never_end_a_message(self, num_bytes: int) -> None:
-        """Frames of one message, each of which says that more follow, until enough is sent or the server has had enough."""
-        self.sent["messages that do not end"] += 1
-        greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-        connection = self._open(greeting + ready())
-        size = self._rng.choice([200, 4000, 65_536])
-        header = b"\x01" + bytes([size]) if size < 256 else b"\x03" + size.to_bytes(8, "big")
-        frame = (header + bytes(size)) * max(1, 65_536 // size)
-        try:
-            connection.settimeout(PATIENCE_S)
-            for _ in range(num_bytes // len(frame) + 1):
-                connection.sendall(frame)
-        except OSError:
-            self.answered["connections ended by the server"] += 1
-        connection.close()
-
-    def _open(self, data: bytes) -> socket.socket:
-        host, _, port = self.address.removeprefix("tcp://").rpartition(":")
-        connection = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
-        try:
-            connection.sendall(data)
-        except OSError:
-            self.answered["connections ended by the server"] += 1
-        return connection
-
-    def close(self) -> None:
-        for connection in self._sockets:
-            connection.close()
-        for raw in self._raw:
-            raw.close()
-
-
-def ready() -> bytes:
-    properties = b"\x05READY" + b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
-    return b"\x04" + bytes([len(properties)]) + properties
-
-
-class BufferAttack:
-    """Everything that is sent to the buffer."""
-
-    def __init__(self, address: str, rng: random.Random) -> None:
-        self.attacker, self._rng = Attacker(address, rng), rng
-        self._forge = Forge(m.Request, rng, ["x", "stranger", "y" * 200])
-        self._frames, self._numbers = hand_made(rng), itertools.count()
-        self._leases: list[m.Lease] = [
-            m.Lease(id=1, split="train", task="t", index=0, seed=0, group=0, due=0, floor=0, num_samples=2)
-        ]
-        self._payloads = [encode(to_batch(rows_of(self._leases[0], 0) * n)).to_pybytes() for n in (1, 3)]
-        self._corpus = [self._forge.right() for _ in range(300)]
-
-    def strike(self) -> None:
-        """One message."""
-        rng, number = self._rng, next(self._numbers).to_bytes(8, "little")
-        match rng.choices(
-            ("forged", "damaged", "arrow", "leases", "frames", "bytes", "endless"), (45, 25, 18, 4, 7, 0.4, 0.001)
-        )[0]:
-            case "forged":
-                kind, body = self._forge.wrong()
-                self._send(kind, number, body)
-            case "damaged":
-                self._send("real traffic, damaged", number, damage(rng.choice(self._corpus), rng, self._corpus))
-            case "arrow":
-                self._hand_in(number)
-            case "leases":
-                body = m.encoder.encode(
-                    m.Ask(generator="stranger", count=rng.randrange(3), wait_s=rng.choice([0.0, 0.05]))
-                )
-                self.attacker.send("leases asked for", [number, body])
-            case "frames":
-                self.attacker.send("wrong frames", next(self._frames))
-            case "bytes":
-                self.attacker.speak_no_zeromq()
-            case "endless":
-                self.attacker.never_end_a_message(400 << 20)
-
-    def listen(self) -> None:
-        for reply in self.attacker.read(m.reply_decoder.decode):
-            if isinstance(reply, m.Work):
-                self._leases = (self._leases + reply.leases)[-50:]
-
-    def _send(self, kind: str, number: bytes, body: bytes) -> None:
-        try:
-            request = m.decode_request(body)
-        except m.Undecodable:
-            request = None
-        if isinstance(request, LEARNERS_OWN) or (isinstance(request, m.Ask) and request.count > 3):
-            return self.strike()  # it came out right, and would take the run from those whose it is
-        self.attacker.send(kind, [number, body])
-
-    def _hand_in(self, number: bytes) -> None:
-        rng, lease = self._rng, self._rng.choice(self._leases)
-        request = m.Submit(generator="stranger", leases=[lease.id], schema=rng.choice([SCHEMA_VERSION] * 9 + [0]))
-        if rng.random() < 0.3:
-            wrong: dict[str, Any] = rng.choice(
-                [{"reward": float("nan")}, {"reward": 3e38}, {"logprobs": [0.0, 1e30, -1e38]}, {"versions": [-1, 2**31 - 1, 0]},
-                 {"tokens": [], "sampled": [], "logprobs": [], "versions": []}, {"rewards": {"x" * 1000: float("inf")}},
-                 {"started_at": float("nan"), "finished_at": 1e308}, {"extra": "x" * 10_000}, {"prompt_id": -1}, {"group": 2**62}]
-            )  # fmt: skip
-            payload = encode(to_batch(rows_of(lease, 0, **wrong))).to_pybytes()
-        else:
-            payload = damage(rng.choice(self._payloads), rng, self._payloads)
-        self.attacker.send("Arrow payloads, damaged", [number, m.encoder.encode(request), payload])
-
-
-class WeightsAttack:
-    """Everything that is sent to a server of weights."""
-
-    def __init__(self, address: str, rng: random.Random) -> None:
-        self.attacker, self._rng = Attacker(address, rng), rng
-        names = [f"{SNAPSHOT}.json", f"{SNAPSHOT}.safetensors", "v7-gone.json", "../journal/log", "x"]
-        self._forge = Forge(tcp.Request, rng, names)
-        self._frames = hand_made(rng)
-        self._corpus = [self._forge.right() for _ in range(300)]
-
-    def strike(self) -> None:
-        rng = self._rng
-        match rng.choices(("forged", "damaged", "frames", "bytes", "endless"), (60, 30, 9, 0.4, 0.01))[0]:
-            case "forged":
-                kind, body = self._forge.wrong()
-                self.attacker.send(kind, [body])
-            case "damaged":
-                self.attacker.send("real traffic, damaged", [damage(rng.choice(self._corpus), rng, self._corpus)])
-            case "frames":
-                self.attacker.send("wrong frames", next(self._frames))
-            case "bytes":
-                self.attacker.speak_no_zeromq()
-            case "endless":
-                self.attacker.never_end_a_message(4 << 20)
-
-    def listen(self) -> None:
-        for _ in self.attacker.read():
-            pass
 
 
 # ---- the whole
@@ -395,8 +164,7 @@ def fuzz(folder: Path, num_messages: int, seed: int, only: str | None, console: 
     try:
         names = [only] if only else ["buffer", "weights"]
         addresses = {name: processes.start(name) for name in names}
-        kinds: dict[str, Any] = {"buffer": BufferAttack, "weights": WeightsAttack}
-        attacks = {name: kinds[name](address, rng) for name, address in addresses.items()}
+        attacks: dict[str, Any] = {name: make_attack(name, address, rng) for name, address in addresses.items()}
         processes.start("honest", "--buffer", addresses.get("buffer", ""), "--weights", addresses.get("weights", ""))
         time.sleep(1.0)
         memory = [processes.memory()]
@@ -404,6 +172,9 @@ def fuzz(folder: Path, num_messages: int, seed: int, only: str | None, console: 
         for number in range(num_messages):
             attack = attacks["weights"] if "weights" in attacks and (only or number % 4 == 0) else attacks["buffer"]
             attack.strike()
+            if number % ENDLESS_EVERY == 0:
+                for one in attacks.values():
+                    one.never_end_a_message()
             if number % BATCH == BATCH - 1:
                 for one in attacks.values():
                     one.listen()
@@ -414,8 +185,9 @@ def fuzz(folder: Path, num_messages: int, seed: int, only: str | None, console: 
                 memory.append(processes.memory())
         if problems:
             return problems
-        memory.append(processes.memory())
         seconds = time.monotonic() - began
+        settle([one.attacker for one in attacks.values()])
+        memory.append(processes.memory())
         for one in attacks.values():
             one.attacker.close()
         show_sent(console, attacks, seconds)
@@ -428,6 +200,25 @@ def fuzz(folder: Path, num_messages: int, seed: int, only: str | None, console: 
         return [f"{type(error).__name__}: {error}", *logs]
     finally:
         processes.kill()
+
+
+def settle(attackers: list[Attacker]) -> None:
+    """Reads until nothing more is answered."""
+    before, patience = -1, time.monotonic() + PATIENCE_S
+    while (now := sum(one.answered.total() for one in attackers)) != before and time.monotonic() < patience:
+        before = now
+        time.sleep(0.5)
+        for one in attackers:
+            for _ in one.read():
+                pass
+
+
+def make_attack(name: str, address: str, rng: random.Random) -> Any:
+    if name == "buffer":
+        return BufferAttack(address, rng)
+    from attack_weights import WeightsAttack
+
+    return WeightsAttack(address, rng)
 
 
 def show_sent(console: Console, attacks: dict[str, Any], seconds: float) -> None:
@@ -507,6 +298,8 @@ def main() -> int:
             serve_buffer(arguments.folder)
             return 0
         case "weights":
+            from attack_weights import serve_weights
+
             serve_weights(arguments.folder)
             return 0
         case "honest":
