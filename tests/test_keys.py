@@ -1,6 +1,8 @@
 """Keys have roles, can be taken away while everything runs, and let nobody in when whoever checks them is dead."""
 
+import re
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,10 +11,12 @@ from typing import get_args
 
 import pytest
 import zmq
+from runs import SIMULATED, Started
 from test_buffer import SMALL
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, KeysRefused, RefusedByBuffer
+from buffers.journal import read_groups
 from buffers.keys import SPEAKERS, Door, KeyRole, make_keys, open_door, show_key
 from buffers.server import BufferServer
 from configs.load import load
@@ -173,3 +177,33 @@ def test_keys_of_a_folder_without_roles_are_not_let_in(folder: Path, tmp_path: P
         ValueError, match="ROLE or ROLE:NAME with one of generator, learner, watcher, operator, got 'king'"
     ):
         make_keys(folder, ["king"])
+
+
+@pytest.mark.timeout(300)
+def test_a_run_with_keys_is_one_command_and_a_machine_joins_it_with_a_generators_pair(
+    start: Callable[..., Started], folder: Path, tmp_path: Path
+) -> None:
+    make_keys(folder, ["generator:machine"])
+    machine = tmp_path / "machine"
+    machine.mkdir(mode=0o700)
+    shutil.copy(folder / "server.key", machine)
+    for suffix in ("key", "key_secret"):
+        shutil.copy(folder / f"machine.{suffix}", machine / f"generator.{suffix}")
+    run = start(*SIMULATED, "run.steps=1000", "generators.count=1", f"buffer.keys={folder}")
+    run.wait_for(lambda: run.steps() >= 1, "first step")
+    address = re.search(r"tcp://\S+", (run.folder / "logs" / "buffer.log").read_text())
+    assert address is not None
+    joined = start("role=generators", "generators.count=1", f"buffer.address={address[0]}", f"buffer.keys={machine}")
+
+    def makers() -> set[str]:
+        return {name for batch in read_groups(run.folder / "journal") for name in batch.column("generator").to_pylist()}
+
+    run.wait_for(lambda: len(makers()) == 2, "group from the machine that joined", timeout_s=150)
+    (folder / "allowed" / "generator" / "machine.key").unlink()
+    code, out = joined.finish(60)
+    assert code == 1 and "buffer.keys must hold a key that the buffer" in out, out
+    run.process.send_signal(signal.SIGINT)
+    code, out = run.finish(60)
+    assert code == 130 and "the run has failed" not in out, out
+    log = (run.folder / "logs" / "buffer.log").read_text()
+    assert "revoked key" in log and "forbidden" not in log
