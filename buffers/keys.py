@@ -50,6 +50,8 @@ SPEAKERS: dict[type[m.Struct], frozenset[KeyRole]] = {
     m.Fail: frozenset({G}),
     m.Locate: frozenset({L}),
     m.Next: frozenset({L}),
+    m.Read: frozenset({L}),
+    m.Damaged: frozenset({L}),
     m.Publish: frozenset({L}),
     m.Consumed: frozenset({L}),
     m.Checkpointed: frozenset({L}),

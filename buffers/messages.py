@@ -18,21 +18,24 @@ MAX_PAYLOAD_BYTES = 256 << 20
 """The Arrow frame of a submission: a client refuses to send more, and a server closes the connection that does."""
 MAX_NUMBER_BYTES = 64
 """A client's number of a request."""
+MAX_PART_BYTES = 4 << 20
+"""Bytes of a record batch that are sent at a time."""
 MAX_TEXT = 4000
 MAX_LEASES = 1 << 14
 MAX_METRICS = 4096
+MAX_GROUPS = 1 << 16
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 """The name of a generator."""
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 """A reason, an error, or where a manifest is. `shorten` makes any text fit."""
 LeaseId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Version = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Step = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Number = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""Of a step, a version, or a file."""
 Tokens = Annotated[int, Meta(ge=0, le=2**40)]
 """Tokens of one lease, or of one step. A million such numbers add up to less than 2^63."""
 Total = Annotated[int, Meta(ge=0, le=2**50)]
-"""A running total of one life of a generator."""
+"""Whatever is counted for as long as a run lasts: bytes, groups, tokens of one generator."""
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Reward = Annotated[float, Meta(ge=-3e38, le=3e38)]
 """Finite in float32."""
@@ -196,10 +199,8 @@ class Located(Struct):
 class Next(Struct):
     """-> Batch or Over, when there is one; NotYet after `wait_s`. Asked again, it is answered with the same."""
 
-    step: Step
+    step: Number
     wait_s: Seconds
-    mapped: bool = False
-    """The asker maps the journal: the groups need not travel."""
 
 
 class Slice(Struct, array_like=True):
@@ -214,14 +215,38 @@ class Slice(Struct, array_like=True):
 
 
 class Batch(Struct):
-    """What a step trains, in this order. To those who do not map the journal it carries the record batches, each once, in
-    order of their first slice."""
+    """What a step trains, in this order. Who does not map the journal asks for the record batches by `Read`."""
 
     step: int
     groups: list[int]
     slices: list[Slice]
     weights: list[float] = []
     """Importance weight of each group; empty: all 1."""
+
+
+class Read(Struct):
+    """-> Part, with the bytes as a frame: fewer than asked for where the file is shorter. Part of a record batch, for those
+    who do not map the journal; a record batch comes in several."""
+
+    segment: Number
+    offset: Total
+    size: Annotated[int, Meta(ge=0, le=MAX_PART_BYTES)]
+
+
+class Part(Struct):
+    pass
+
+
+class Damaged(Struct):
+    """-> Replaced. The bytes of these groups are not those that were written. The buffer looks for itself, and has fresh groups
+    take the places of those that it finds so too."""
+
+    groups: Annotated[list[Total], Meta(max_length=MAX_GROUPS)]
+
+
+class Replaced(Struct):
+    count: int
+    """Groups that the buffer found damaged."""
 
 
 class NotYet(Struct):
@@ -237,7 +262,7 @@ class Over(Struct):
 class Publish(Struct):
     """-> Done. `version` can be pulled from now on. Idempotent."""
 
-    version: Version
+    version: Number
     weights: Text
     """Where its manifest is."""
 
@@ -245,7 +270,7 @@ class Publish(Struct):
 class Consumed(Struct):
     """-> Done. The step's groups are trained. Idempotent."""
 
-    step: Step
+    step: Number
     num_trained: Tokens
     """Tokens that the learner trained; the buffer checks them against its own count."""
     idle_s: Seconds
@@ -257,14 +282,14 @@ class Consumed(Struct):
 class Checkpointed(Struct):
     """-> Done. The checkpoint of `step` is written; `oldest` is the oldest one kept."""
 
-    step: Step
-    oldest: Step
+    step: Number
+    oldest: Number
 
 
 class Rewind(Struct):
     """-> Done. The learner goes on from the checkpoint of `step`: later steps will be handed out again, as they were."""
 
-    step: Step
+    step: Number
 
 
 class Finish(Struct):
@@ -372,10 +397,10 @@ class Refused(Struct):
 
 
 Request = (
-    Join | Leave | Ask | Heartbeat | Submit | Evaluated | Fail | Locate | Next | Publish | Consumed | Checkpointed | Rewind
+    Join | Leave | Ask | Heartbeat | Submit | Evaluated | Fail | Locate | Next | Read | Damaged | Publish | Consumed | Checkpointed | Rewind
     | Finish | Watch | Stop
 )  # fmt: skip
-Reply = Welcome | Work | Standing | Receipt | Located | Batch | NotYet | Over | Done | News | Refused
+Reply = Welcome | Work | Standing | Receipt | Located | Batch | Part | Replaced | NotYet | Over | Done | News | Refused
 
 encoder = msgspec.msgpack.Encoder()
 request_decoder = msgspec.msgpack.Decoder(Request)

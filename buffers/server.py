@@ -230,7 +230,7 @@ class BufferServer:
         except Refusal as refusal:
             self._answer(sender, number, self.buffer.refuse(refusal.reason, str(refusal)))
             return
-        if isinstance(request, m.Publish | m.Consumed | m.Checkpointed | m.Next | m.Finish):
+        if isinstance(request, m.Publish | m.Consumed | m.Checkpointed | m.Next | m.Damaged | m.Finish):
             if sender in self._dead:  # what it has sent came late
                 late = f"{type(request).__name__} of a life before the rewind"
                 self._answer(sender, number, self.buffer.refuse("dead learner", late))
@@ -238,6 +238,9 @@ class BufferServer:
             self._learners.add(sender)
         if isinstance(request, m.Ask | m.Next | m.Finish | m.Watch):
             self._park(sender, number, request, user)
+            return
+        if isinstance(request, m.Read):
+            self._answer(sender, number, m.Part(), [self.buffer.read_part(request)])
             return
         try:
             self._answer(sender, number, self._reply(request, payload))
@@ -301,6 +304,8 @@ class BufferServer:
                 buffer.leave(name, why)
             case m.Locate():
                 return m.Located(folder=str(buffer.journal.folder.resolve()), mark=buffer.journal.mark)
+            case m.Damaged():
+                return m.Replaced(count=buffer.report_damaged(request.groups))
             case m.Publish():
                 buffer.publish(request.version, request.weights)
             case m.Consumed():
@@ -426,8 +431,7 @@ class BufferServer:
         elif handout is not None:
             slices = self.buffer.slices(handout)
             reply = m.Batch(step=parked.request.step, groups=handout.groups, slices=slices, weights=handout.weights)
-            payload = None if parked.request.mapped else self.buffer.messages(slices)
-            self._answer_parked(parked, reply, payload)
+            self._answer_parked(parked, reply)
         elif now >= parked.deadline:
             self._answer_parked(parked, m.NotYet(waiting_for=self._waiting_for()))
         else:

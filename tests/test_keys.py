@@ -70,7 +70,7 @@ REQUESTS: list[m.Request] = [
     m.Join(generator="g"), m.Leave(generator="g"), m.Ask(generator="g", count=1, wait_s=0.0),
     m.Heartbeat(generator="g", progress={}, report=m.GeneratorReport()), m.Submit(generator="g", leases=[1], schema=1),
     m.Evaluated(generator="g", lease=1, reward=0.0), m.Fail(generator="g", lease=1, num_tokens=0, error="e"), m.Locate(),
-    m.Next(step=0, wait_s=0.0), m.Publish(version=0, weights="w"),
+    m.Next(step=0, wait_s=0.0), m.Read(segment=0, offset=0, size=0), m.Damaged(groups=[0]), m.Publish(version=0, weights="w"),
     m.Consumed(step=0, num_trained=0, idle_s=0.0, alive_s=0.0, metrics={}), m.Checkpointed(step=0, oldest=0), m.Rewind(step=0),
     m.Finish(wait_s=0.0), m.Watch(after=0, wait_s=0.0), m.Stop(reason="r"),
 ]  # fmt: skip
