@@ -40,6 +40,11 @@ MAX_UNFINISHED_BYTES = 1 << 30
 """Of all connections' messages that have not come whole."""
 SEND_HIGH_WATER_MARK = 1000
 """Answers that wait for a client to read them: those beyond are dropped."""
+MAX_UNREAD_BYTES = 256 << 20
+"""The bytes of answers that a client does not take: beyond it the connection is ended."""
+MAX_OUTBOX_BYTES = 64 << 20
+"""Answers of a turn: what is asked beyond them waits for the next."""
+MAX_RECORDS_PER_NEWS = 500
 RECEIVE_HIGH_WATER_MARK = 4
 """Messages of a connection that wait here. Few: what has waited long has left the processor's cache."""
 MAX_PER_TURN = 1000
@@ -78,6 +83,7 @@ class BufferServer:
         self._config, self._config_text, self._clock = config, config_text, clock
         self._parked = ParkedRequests()
         self._outbox: list[Reply] = []
+        self._outbox_bytes = 0
         self._committing: deque[tuple[Future[None], list[Reply]]] = deque()  # with the answers
         self._inbox: deque[list[zmq.Frame]] = deque()
         self._inbox_bytes = 0
@@ -96,7 +102,7 @@ class BufferServer:
         self._door: Door | None = None
         self._connections = Connections(
             self._socket, encrypted=config.buffer.keys is not None, max_message=m.MAX_PAYLOAD_BYTES + m.MAX_BODY_BYTES,
-            max_waiting=RECEIVE_HIGH_WATER_MARK, max_total=MAX_UNFINISHED_BYTES,
+            max_waiting=RECEIVE_HIGH_WATER_MARK, max_total=MAX_UNFINISHED_BYTES, max_unread=MAX_UNREAD_BYTES,
         )  # fmt: skip
         try:
             self._socket.setsockopt(zmq.LINGER, 500)
@@ -139,7 +145,7 @@ class BufferServer:
                     self._send(self._outbox)
                     self._outbox = []
                 self._committing.append((self.buffer.start_commit(), self._outbox))
-                self._outbox = []
+                self._outbox, self._outbox_bytes = [], 0
                 self._send_committed()
         finally:
             self.close()
@@ -172,7 +178,7 @@ class BufferServer:
             self._drained = True
             return
         for _ in range(MAX_PER_TURN):
-            if self._inbox_bytes > MAX_INBOX_BYTES:
+            if self._inbox_bytes > MAX_INBOX_BYTES or self._outbox_bytes > MAX_OUTBOX_BYTES:
                 break
             if (frames := self._receive_one()) is None:
                 self._drained = True
@@ -323,7 +329,9 @@ class BufferServer:
 
     def _answer(self, sender: bytes, number: bytes, reply: m.Reply, payload: list[bytes] | None = None) -> None:
         leases = reply.leases if isinstance(reply, m.Work) else []
-        self._outbox.append(Reply([sender, number, m.encoder.encode(reply), *(payload or [])], leases))
+        frames = [sender, number, m.encoder.encode(reply), *(payload or [])]
+        self._outbox_bytes += sum(map(len, frames))
+        self._outbox.append(Reply(frames, leases))
 
     def _answer_parked(self, parked: Parked[Any], reply: m.Reply, payload: list[bytes] | None = None) -> None:
         self._parked.let_go(parked)
@@ -333,6 +341,7 @@ class BufferServer:
         for reply in replies:
             try:
                 self._socket.send_multipart(reply.frames, zmq.NOBLOCK, copy=len(reply.frames) < 4)
+                self._connections.count_sent(reply.frames)
             except zmq.Again:
                 self.buffer.refuse("unread answers", f"{SEND_HIGH_WATER_MARK} answers wait for a client to read them")
                 self._take_back(reply.leases)
@@ -366,6 +375,8 @@ class BufferServer:
     def _watch_connections(self) -> None:
         for num_bytes in self._connections.shut_down_unfinished(drained=self._drained):
             self.buffer.refuse("unfinished message", f"{num_bytes:,} bytes of a message that does not end")
+        for num_bytes in self._connections.shut_down_deaf():
+            self.buffer.refuse("unread answers", f"{num_bytes:,} bytes of answers that a client does not take")
         if self._door is not None:
             self._door.check()
             roles_of = self._door.roles_of
@@ -449,10 +460,14 @@ class BufferServer:
 
     def _serve_watch(self, parked: Parked[m.Watch], now: float) -> bool:
         buffer, after = self.buffer, parked.request.after
-        if buffer.num_records <= after and now < parked.deadline:
+        if (buffer.num_records <= after and now < parked.deadline) or self._outbox_bytes > MAX_OUTBOX_BYTES:
             return False
         first = max(0, after - (buffer.num_records - len(buffer.records)))
-        news = m.News(records=buffer.records[first:], evaluations=buffer.scores, status=self.status())
+        news = m.News(
+            records=buffer.records[first : first + MAX_RECORDS_PER_NEWS],
+            evaluations=buffer.scores,
+            status=self.status(),
+        )
         self._answer_parked(parked, news)
         return True
 

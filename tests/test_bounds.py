@@ -344,10 +344,34 @@ def test_honest_traffic_is_never_taken_for_an_unfinished_message(
         run.client.call(beat, m.Standing)
     for lease in run.ask():
         run.submit(lease)
-    from buffers.connections import _unread
+    from buffers.connections import _ask_kernel
 
-    left = [_unread(fd, connection) for fd, connection in run.server._connections._open.items()]
-    assert left and all(abs(unread) < 500 for unread in left), left
+    for fd, connection in run.server._connections._open.items():
+        acked, received = _ask_kernel(fd, connection)
+        assert abs(received - connection.num_read) < 500 and abs(connection.num_sent - acked) < 500, connection
+        assert connection.num_read > 100_000
+
+
+def test_a_client_that_takes_no_answers_loses_its_connection(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffers.server.MAX_UNREAD_BYTES", 16 << 20)
+    monkeypatch.setattr(BufferServer, "_reply", lambda *_: m.Refused(reason="x" * (1 << 20)))
+    run = harness()
+    deaf = raw_client(int(run.server.address.rpartition(":")[2]))
+    body = m.encoder.encode(m.Locate())
+    message = b"\x01\x01n\x00" + bytes([len(body)]) + body
+    before, broken = psutil.Process().memory_info().rss, False
+    for _ in range(300):
+        try:
+            deaf.sendall(message)
+        except OSError:
+            broken = True
+            break
+        time.sleep(0.01)
+    assert broken and psutil.Process().memory_info().rss - before < 150 << 20
+    assert run.status().refused["unread answers"] == 1
+    deaf.close()
 
 
 # ---- the dead
