@@ -236,24 +236,6 @@ class BufferClient:
         assert isinstance(reply, m.Receipt), reply
         return reply.verdicts
 
-    def hand_in(self, generator: str, leases: list[int], groups: pa.RecordBatch) -> None:
-        """Sends the rows of some leases' groups, in this order, without waiting: in one message, or in more where one would be
-        too large. A group that is too large by itself fails, with its size."""
-        try:
-            self.post(m.Submit(generator=generator, leases=leases, schema=SCHEMA_VERSION), encode(groups))
-        except m.TooLarge as error:
-            half, rows = len(leases) // 2, groups.num_rows // len(leases)
-            if half:
-                first = groups.take(
-                    pa.array(range(half * rows))
-                )  # a copy: a slice would travel with bytes of the others
-                self.hand_in(generator, leases[:half], first)
-                self.hand_in(generator, leases[half:], groups.take(pa.array(range(half * rows, groups.num_rows))))
-                return
-            log.error("lease %d: %s", leases[0], error)
-            sampled = int(np.count_nonzero(flat(groups, "sampled")))
-            self.post(m.Fail(generator=generator, lease=leases[0], num_tokens=sampled, error=str(error)))
-
     def next(self, step: int, wait_s: float) -> Taken | m.NotYet | m.Over:
         """What step `step` trains, mapped from the journal where it is on this host, else fetched in parts.
 
@@ -324,3 +306,20 @@ class BufferClient:
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
+
+
+def hand_in(client: BufferClient, generator: str, leases: list[int], groups: pa.RecordBatch) -> None:
+    """Sends the rows of some leases' groups, in this order, without waiting: in one message, or in more where one would be
+    too large. A group that is too large by itself fails, with its size."""
+    try:
+        client.post(m.Submit(generator=generator, leases=leases, schema=SCHEMA_VERSION), encode(groups))
+    except m.TooLarge as error:
+        half, rows = len(leases) // 2, groups.num_rows // len(leases)
+        if half:
+            first = groups.take(pa.array(range(half * rows)))  # a copy: a slice would travel with bytes of the others
+            hand_in(client, generator, leases[:half], first)
+            hand_in(client, generator, leases[half:], groups.take(pa.array(range(half * rows, groups.num_rows))))
+            return
+        log.error("lease %d: %s", leases[0], error)
+        sampled = int(np.count_nonzero(flat(groups, "sampled")))
+        client.post(m.Fail(generator=generator, lease=leases[0], num_tokens=sampled, error=str(error)))

@@ -156,13 +156,15 @@ class BufferServer:
 
     def close(self) -> None:
         """Makes durable what is not yet, and lets go of address and journal."""
-        self.buffer.close()
-        self._connections.close()
-        self._socket.close()
-        self._metrics.close()
-        if self._door is not None:
-            self._door.close()
-        self._context.term()
+        try:
+            self.buffer.close()
+        finally:  # a context whose sockets are open holds its process up for ever
+            self._connections.close()
+            self._socket.close()
+            self._metrics.close()
+            if self._door is not None:
+                self._door.close()
+            self._context.term()
 
     def status(self) -> m.Status:
         return self.buffer.status(self._waiting_for())

@@ -22,7 +22,7 @@ from pathlib import Path
 import xxhash
 
 from buffers import messages as m
-from buffers.client import BufferClient, BufferGone
+from buffers.client import BufferClient, BufferGone, hand_in
 from buffers.keys import has_door, open_door, show_key
 from buffers.trajectory import GREEDY, Trajectory, to_batch
 from configs import load as configs
@@ -298,7 +298,7 @@ class Generator:
                     whole[group.lease.id] = rows
         if whole:
             batch = to_batch([row for rows in whole.values() for row in rows])
-            self._client.hand_in(self.name, list(whole), batch)
+            hand_in(self._client, self.name, list(whole), batch)
 
     def _score(self, group: Group) -> list[Trajectory] | None:
         """The group's rows; None when it is an evaluation prompt (the score is sent) or could not be scored."""

@@ -17,7 +17,7 @@ from test_buffer import SMALL, Harness, group_of
 
 from buffers import client as buffer_client
 from buffers import messages as m
-from buffers.client import BufferClient, RefusedByBuffer
+from buffers.client import BufferClient, RefusedByBuffer, hand_in
 from buffers.fleet import LARGEST, MAX_GENERATORS, Fleet
 from buffers.parked import MAX_PARKED_OF_ONE
 from buffers.server import BufferServer
@@ -223,7 +223,7 @@ def test_a_client_does_not_send_what_no_buffer_takes_in(
     with pytest.raises(m.TooLarge, match=rf"must have at most {one + 100:,} bytes together, got"):
         run.client.submit("g", [lease.id for lease in leases], to_batch(rows))
     assert not run.client._unanswered, "nothing waits to be sent again"
-    run.client.hand_in("g", [lease.id for lease in leases], to_batch(rows))
+    hand_in(run.client, "g", [lease.id for lease in leases], to_batch(rows))
     assert verdicts(run.client, len(leases)) == {lease.id: "accepted" for lease in leases}
     assert run.train(0) == [0, 1]
 
@@ -239,7 +239,7 @@ def test_a_group_that_is_too_large_for_a_message_fails_by_its_size_and_the_other
     large |= {"logprobs": [0.0] + [-1.0] * (length - 1), "versions": [-1] + [0] * (length - 1)}
     rows = group_of(leases[0], **large) + group_of(leases[1])
     monkeypatch.setattr(m, "MAX_PAYLOAD_BYTES", 20_000)
-    run.client.hand_in("g", [lease.id for lease in leases], to_batch(rows))
+    hand_in(run.client, "g", [lease.id for lease in leases], to_batch(rows))
     assert verdicts(run.client, 2) == {leases[0].id: "failed", leases[1].id: "accepted"}
     status = run.status()
     assert "must have at most 20,000 bytes together, got" in status.quarantined[0]
@@ -476,3 +476,19 @@ def test_a_server_that_breaks_off_every_handshake_is_named(monkeypatch: pytest.M
     thread.join()
     listener.close()
     client.close()
+
+
+def test_a_server_whose_journal_cannot_be_closed_lets_go_of_its_sockets_and_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = BufferServer(load(SMALL), tmp_path / "journal")
+    closes = server.buffer.close
+
+    def fail() -> None:
+        closes()
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(server.buffer, "close", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        server.close()
+    assert server._context.closed and server._socket.closed
