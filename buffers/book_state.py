@@ -56,8 +56,10 @@ def apply_event(book: LeaseBook, event: e.AnyEvent, now: float) -> None:
 
 
 def reopen_lost_places(book: LeaseBook) -> None:
-    """For a log that has lost lines: places whose groups are lost go to fresh ones, and steps are chosen anew."""
-    book.scripted.clear()
+    """For a log that has lost lines: places whose groups are lost go to fresh ones, and steps that were handed lost
+    groups are chosen anew."""
+    whole = {step: one for step, one in book.scripted.items() if all(number in book.pool for number in one.groups)}
+    book.scripted = {step: one for step, one in whole.items() if step >= book.num_consumed}
     used_up = {use.number: use.group for uses, _ in book.trained.values() for use in uses}
     early = [g.due for number, g in used_up.items() if number not in book.groups and g.due >= book.num_consumed]
     held = Counter([*(group.due for group in book.groups.values()), *early])

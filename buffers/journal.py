@@ -130,7 +130,7 @@ class Journal:
             number, byte = found.tail.end
             told.append(cut_file(log_path(self.folder, number), byte, sync=self._syncs))
         for number in found.dropped:
-            segment_path(self.folder, number).unlink(missing_ok=True)
+            self.discard_file(segment_path(self.folder, number))
         for number in sorted(found.unclosed - found.dropped):
             path = segment_path(self.folder, number)
             told.append(close_torn_segment(path, found.ends.get(number, 0), sync=self._syncs))
@@ -262,14 +262,14 @@ class Journal:
             sync_folder(log_folder(self.folder))
         write_state(self.folder, number, state, sync=self._syncs)
         for path in doomed:
-            path.unlink(missing_ok=True)
+            self.discard_file(path)
         for old in obsolete_states(state_numbers(self.folder)):
             state_path(self.folder, old).unlink(missing_ok=True)
         if not keep_logs:
             oldest = min(state_numbers(self.folder))
             for old in log_numbers(self.folder):
                 if old < oldest:
-                    log_path(self.folder, old).unlink(missing_ok=True)
+                    self.discard_file(log_path(self.folder, old))
 
     def close(self, state: State | None = None) -> None:
         """Commits, and with `state` leaves it, so that the next opening has nothing to read besides."""
@@ -289,6 +289,10 @@ class Journal:
             os.close(self._lock)
 
     # ---- segments
+
+    def discard_file(self, path: Path) -> None:
+        """Deletes what nothing needs any more."""
+        path.unlink(missing_ok=True)
 
     def drop(self, segments: list[int]) -> None:
         """Says that these closed segments are not needed any more. The next `rotate` deletes them."""

@@ -1,6 +1,7 @@
 """Holds a journal, its log and the records that producers and consumer kept for themselves against each other (`chaos.py`)."""
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,11 +11,12 @@ import pyarrow as pa
 
 from buffers import events as e
 from buffers import messages as m
+from buffers.book_state import export_book
 from buffers.buffer import Buffer
 from buffers.event_log import read_events
 from buffers.segments import Reader
 from buffers.trajectory import flat
-from configs.schema import Config
+from configs.schema import Config, OnLate
 
 Train = Callable[[str, pa.Table], str]
 """(state, a step's groups) -> the next state: what the consumer does with what it is handed."""
@@ -37,6 +39,11 @@ class Records:
     """Lease to group."""
     handed: dict[int, list[int]] = field(default_factory=dict)
     trained: dict[int, e.Trained] = field(default_factory=dict)
+    told: list[e.Trained | e.Rewound | e.Repaired] = field(default_factory=list)
+    """Steps and what undid them, in order."""
+    damaged: set[int] = field(default_factory=set)
+    """Groups that were rejected, or not trained again, because the disk had lost them."""
+    repaired: list[e.Repaired] = field(default_factory=list)
     num_rewinds: int = 0
     num_undone: int = 0
 
@@ -44,6 +51,7 @@ class Records:
 def audit(folder: Path, config: Config, train: Train, status: m.Status | None = None) -> Audit:
     """Audits the run in `folder`. `status` is what its server said of itself at the end, when nothing was under way."""
     found = Audit()
+    _bring_back(folder)
     records = _read(folder / "journal", found)
     batches = _read_groups(folder / "journal", records, found)
     _check_acknowledged(folder, records, batches, found)
@@ -52,6 +60,23 @@ def audit(folder: Path, config: Config, train: Train, status: m.Status | None = 
     _check_epochs(config, records, found)
     _check_ledger(folder, config, records, status, found)
     return found
+
+
+def _bring_back(folder: Path) -> None:
+    """Undoes what stands in the way of the audit alone: what retention has discarded comes back, and so do changed bits."""
+    journal = folder / "journal"
+    for path in (folder / "discarded").rglob("*.*"):
+        shutil.move(path, journal / path.relative_to(folder / "discarded"))
+    rotten = folder / "rotten"
+    for line in rotten.read_text().splitlines() if rotten.exists() else []:
+        segment, place, bit = map(int, line.split())
+        path = journal / f"{segment:06d}.arrow"
+        with open(path, "r+b") as file:
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ 1 << bit]))
+    rotten.unlink(missing_ok=True)
 
 
 def _read(journal: Path, found: Audit) -> Records:
@@ -73,13 +98,22 @@ def _read(journal: Path, found: Audit) -> Records:
             case e.Handed():
                 if records.handed.setdefault(event.step, event.groups) != event.groups:
                     found.wrong.append(f"step {event.step} was handed out anew with other groups")
+            case e.Rejected(group=group, reason="damaged"):
+                records.damaged.add(group)
+                records.handed = {step: groups for step, groups in records.handed.items() if group not in groups}
+            case e.Repaired():
+                records.repaired.append(event)
+                records.told.append(event)
+                records.handed = {step: groups for step, groups in records.handed.items() if step < event.step}
             case e.Trained():
+                records.told.append(event)
                 if event.step in records.trained or event.step != len(records.trained):
                     found.wrong.append(f"step {event.step} was trained out of order")
                 if records.handed.get(event.step) != event.groups:
                     found.wrong.append(f"step {event.step} trained other groups than it was handed")
                 records.trained[event.step] = event
             case e.Rewound():
+                records.told.append(event)
                 records.num_rewinds += 1
                 records.num_undone += sum(step >= event.step for step in records.trained)
                 records.trained = {step: done for step, done in records.trained.items() if step < event.step}
@@ -108,8 +142,16 @@ def _check_acknowledged(folder: Path, records: Records, batches: dict[int, pa.Re
         for line in path.read_text().splitlines()
         if len(line.split()) == 2
     }
-    lost = [pair for pair in acknowledged if pair[1] not in batches or records.accepted[pair[1]].lease != pair[0]]
+    excused = {group for event in records.repaired for group in event.lost}
+    lost = [
+        pair
+        for pair in acknowledged
+        if pair[1] not in excused
+        and (pair[1] not in batches or (records.accepted[pair[1]].lease != pair[0] and not records.repaired))
+    ]
     found.wrong += [f"acknowledged group {group} (lease {lease}) is lost" for lease, group in lost]
+    found.figures["groups that the disk lost, replaced"] = len(records.damaged)
+    found.figures["repairs, groups that they list as lost"] = f"{len(records.repaired)}, {len(excused)}"
     found.figures["groups acknowledged to producers"] = len(acknowledged)
     found.figures["acknowledged groups lost"] = len(lost)
 
@@ -126,13 +168,14 @@ def _check_training(config: Config, records: Records, batches: dict[int, pa.Reco
         for group in done.groups:
             if group not in records.accepted:
                 found.wrong.append(f"group {group} was trained at step {step} and never accepted")
-            elif records.accepted[group].due != step:
+            elif config.staleness.on_late is not OnLate.mask and records.accepted[group].due != step:
                 due = records.accepted[group].due
                 found.wrong.append(f"group {group}, due at {due}, was trained at step {step}")
             if group in batches:
                 versions = flat(batches[group], "versions")
                 stale = step - versions[versions >= 0]
-                beyond += int(((stale < 0) | (stale > config.bound)).sum())
+                late = int(((stale < 0) | (stale > config.bound)).sum())
+                beyond += late - done.excluded[done.groups.index(group)]
     if beyond:
         found.wrong.append(f"{beyond} tokens were beyond the staleness bound when they were trained")
     found.figures["groups trained twice"] = len(twice)
@@ -143,12 +186,18 @@ def _check_states(
     folder: Path, records: Records, batches: dict[int, pa.RecordBatch], train: Train, found: Audit
 ) -> None:
     """The consumer's states and checkpoints must be those that the journal, trained in the order of the log, leads to."""
-    states, state = [""], ""
-    for step in sorted(records.trained):
-        groups = [batches[group] for group in records.trained[step].groups if group in batches]
-        if groups:
-            state = train(state, pa.Table.from_batches(groups))
-        states.append(state)
+    states = [""]
+    reached: dict[int, set[str]] = {0: {""}}  # by steps trained, in any life
+    for event in records.told:
+        if isinstance(event, e.Trained):
+            groups = [batches[group] for group in event.groups if group in batches]
+            states = [
+                *states[: event.step + 1],
+                train(states[-1], pa.Table.from_batches(groups)) if groups else states[-1],
+            ]
+            reached.setdefault(event.step + 1, set()).add(states[-1])
+        else:
+            states = states[: event.step + 1]
     told = [
         (f"the state after step {step}", int(step) + 1, told)
         for line in (folder / "consumer.states").read_text().splitlines()
@@ -156,10 +205,16 @@ def _check_states(
     ]
     for path in folder.glob("checkpoints/*.json"):
         told.append((f"the checkpoint of step {path.stem}", int(path.stem), json.loads(path.read_text())["state"]))
+    from_repaired = min((event.step for event in records.repaired), default=None)
+    excused = 0
     for what, num_trained, state in told:
-        if num_trained < len(states) and states[num_trained] != state:
+        if num_trained not in reached or state in reached[num_trained]:
+            continue
+        if from_repaired is not None and num_trained > from_repaired:  # its line was lost, and is not in the log
+            excused += 1
+        else:
             found.wrong.append(f"{what} is not what the journal leads to")
-    found.figures["states compared"] = len(told)
+    found.figures["states compared (not after a repair)"] = f"{len(told) - excused} ({excused})"
 
 
 def _check_epochs(config: Config, records: Records, found: Audit) -> None:
@@ -185,18 +240,32 @@ def _check_epochs(config: Config, records: Records, found: Audit) -> None:
 
 
 def _check_ledger(folder: Path, config: Config, records: Records, status: m.Status | None, found: Audit) -> None:
-    """The log, applied from its beginning, must make a ledger that closes, agrees with the journal and with `status`."""
+    """The newest state and the log since, and the log alone from its beginning, must make the same ledger, which closes
+    and agrees with the journal and with `status`."""
+    alone = folder / "log_alone"
+    shutil.rmtree(alone, ignore_errors=True)
+    (alone / "log").mkdir(parents=True)
+    for path in (folder / "journal/log").glob("*.jsonl"):
+        shutil.copy(path, alone / "log")
+    for path in (folder / "journal").glob("*.arrow"):
+        (alone / path.name).symlink_to(path.resolve())
     try:
+        whole = Buffer(config, alone)
+        whole.journal.close()
         buffer = Buffer(config, folder / "journal")
         buffer.close()
     except Exception as error:
         found.wrong.append(f"the log cannot be applied: {type(error).__name__}: {error}")
         return
+    if export_book(whole.book) != export_book(buffer.book):
+        found.wrong.append("the newest state and the log since lead elsewhere than the log alone")
     ledger, pool = buffer.ledger, buffer.book.pool
     trained = [group for done in records.trained.values() for group in done.groups]
     if not ledger.closes() or buffer.book.trained_twice:
         found.wrong.append(f"the ledger does not close: {vars(ledger)}")
-    if ledger.groups["trained"] != len(trained) or len(trained) + len(pool) != len(records.accepted):
+    if ledger.groups["trained"] != len(trained) or len(trained) + len(pool) + len(records.damaged) != len(
+        records.accepted
+    ):
         found.wrong.append(
             f"the ledger has {ledger.groups} groups; {len(trained)} trained, {len(records.accepted)} accepted"
         )

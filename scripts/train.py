@@ -17,6 +17,7 @@ learner is the only finite loop: any other role that ends is an error, and ends 
 """
 
 import dataclasses
+import fcntl
 import os
 import shutil
 import signal
@@ -40,6 +41,7 @@ from supervisor import LearnerRanks, Loss
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, RefusedByBuffer
+from buffers.journal import lock_journal
 from buffers.keys import KeyRole
 from buffers.samplers import load_sampler
 from configs import load as configs
@@ -50,6 +52,8 @@ from learners.memory import plan
 from sync.folders import sweep
 
 KILLED = 130
+PREDECESSOR_S = 10.0
+"""How long a run that is taken up waits for the roles of its killed predecessor to end."""
 PATIENCE_S = 30.0
 """How long the buffer may take to go back to a checkpoint."""
 
@@ -105,6 +109,7 @@ def prepare(config: Config) -> tuple[Config, Path, int | None]:
         from learners.checkpoint import latest
 
         folder = Path(config.run.resume)
+        claim_run(folder, "run.resume")
         newest = latest(folder / "checkpoints")
         if newest is None:
             raise ValueError(f"run.resume must hold a checkpoint, got {folder} without one")
@@ -122,6 +127,7 @@ def prepare(config: Config) -> tuple[Config, Path, int | None]:
                 f"run.name must be new (or set run.overwrite=true, or run.resume={folder} to continue), got {name}, "
                 f"which exists in {config.run.outputs}"
             )
+        claim_run(folder, "run.overwrite")
         shutil.rmtree(folder)
     # So that a missing package, a bad task or a bad sampler is known before anything starts.
     needed = {
@@ -143,8 +149,25 @@ def prepare(config: Config) -> tuple[Config, Path, int | None]:
         model=dataclasses.replace(config.model, path=str(model)),
     )
     folder.mkdir(parents=True, exist_ok=True)
+    claim_run(folder, "run.name")
     (folder / "config.yaml").write_text(configs.to_yaml(config))
     return config, folder, None
+
+
+def claim_run(folder: Path, setting: str) -> None:
+    """Makes the run's folder this process's, as long as it lives. Raises ValueError, before anything in the folder is
+    touched, when another command runs there, or a role of one does."""
+    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if (folder / "journal").is_dir():  # a killed command's roles end a moment after it
+            os.close(lock_journal(folder / "journal", wait_s=PREDECESSOR_S))
+    except (BlockingIOError, ValueError) as error:
+        owner = os.pread(lock, 100, 0).decode(errors="replace") or "another process"
+        os.close(lock)
+        raise ValueError(f"{setting} must name a run that has ended, got {folder}, where {owner} is at work") from error
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"process {os.getpid()} of {socket.gethostname()}".encode(), 0)
 
 
 def resolve_model(config: Config) -> Path:

@@ -1,0 +1,53 @@
+"""A run that lives is not taken up, nor deleted, by another command."""
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+import train
+from runs import SIMULATED
+
+from buffers.journal import lock_journal
+from configs import load as configs
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run, as its files lie."""
+    folder = tmp_path / "run"
+    (folder / "journal/log").mkdir(parents=True)
+    (folder / "config.yaml").write_text(configs.to_yaml(configs.load(SIMULATED)))
+    (folder / "journal/log/000000.jsonl").write_text("what a living buffer is writing")
+    (folder / "journal/.lock").write_text("mark")
+    (folder / ".lock").write_text("process 1 of elsewhere")
+    return folder
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("setting", ["run.resume", "run.overwrite"])
+@pytest.mark.parametrize("who", ["command", "buffer"])
+def test_a_run_that_lives_is_refused_by_name_and_nothing_in_it_is_touched(
+    run: Path, setting: str, who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "PREDECESSOR_S", 0.2)
+    if who == "command":
+        lock = os.open(run / ".lock", os.O_RDWR)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    else:
+        lock = lock_journal(run / "journal")
+    before = contents(run)
+    if setting == "run.resume":
+        config = configs.resume(run, [f"run.resume={run}"])
+    else:
+        config = configs.load([*SIMULATED, f"run.outputs={run.parent}", "run.name=run", "run.overwrite=true"])
+    with pytest.raises(
+        ValueError,
+        match=f"{setting} must name a run that has ended, got {run}, where process 1 of elsewhere is at work",
+    ):
+        train.prepare(config)
+    os.close(lock)
+    assert contents(run) == before
