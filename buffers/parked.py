@@ -74,6 +74,9 @@ class ParkedRequests:
             self.finishes = [parked for parked in self.finishes if id(parked) not in gone]
             self.watches = [parked for parked in self.watches if id(parked) not in gone]
 
-    def forget_asks(self, generator: str) -> None:
-        """A generator has left, or begun a new life: nobody reads the answers to what it has asked."""
-        self.forget(lambda parked: isinstance(parked.request, m.Ask) and parked.request.generator == generator)
+    def take_asks(self, generator: str) -> list[Parked[m.Ask]]:
+        """Takes out what a generator has asked, which has left or begun a new life: nobody waits for its leases."""
+        taken = [parked for parked in self.asks if parked.request.generator == generator]
+        if taken:
+            self.forget(lambda parked: isinstance(parked.request, m.Ask) and parked.request.generator == generator)
+        return taken

@@ -304,11 +304,11 @@ class BufferServer:
                 verdict = buffer.fail(lease, request.num_tokens, request.error, revoked=request.revoked)
                 return m.Receipt(leases=[lease], verdicts=[verdict])
             case m.Join(generator=name):
-                self._parked.forget_asks(name)
+                self._end_asks(name)
                 buffer.join(name)
                 return m.Welcome(config=self._config_text)
             case m.Leave(generator=name, error=why):
-                self._parked.forget_asks(name)
+                self._end_asks(name)
                 buffer.leave(name, why)
             case m.Locate():
                 return m.Located(folder=str(buffer.journal.folder.resolve()), mark=buffer.journal.mark)
@@ -328,6 +328,11 @@ class BufferServer:
             case m.Stop():
                 buffer.stop(request.reason)
         return m.Done()
+
+    def _end_asks(self, generator: str) -> None:
+        """Answers what a generator has asked before it left or was started again with no leases, in case that it still listens."""
+        for parked in self._parked.take_asks(generator):
+            self._answer(parked.sender, parked.number, self._work([]))
 
     def _answer(self, sender: bytes, number: bytes, reply: m.Reply, payload: list[bytes] | None = None) -> None:
         leases = reply.leases if isinstance(reply, m.Work) else []
