@@ -160,7 +160,9 @@ class Buffer:
     def refuse(self, reason: str, detail: str) -> m.Refused:
         """Counts a message that cannot be taken in; `reason` is one of a few, `detail` says which message and why."""
         self.refusals[reason] += 1
-        log.warning("refused, %s: %s", reason, detail)
+        count = self.refusals[reason]
+        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th: a flood of them does not fill the log
+            log.warning("refused (%d times by now), %s: %s", count, reason, detail)
         return m.Refused(reason=detail)
 
     # ---- generators
@@ -362,7 +364,7 @@ class Buffer:
 
     def report_damaged(self, groups: Sequence[int]) -> int:
         """A learner found these groups damaged. Those that the buffer finds so too are replaced; returns how many."""
-        damaged = [n for n in groups if n in self.book.pool and not self._reader.is_intact(self.book.content(n))]
+        damaged = [n for n in set(groups) if n in self.book.pool and not self._reader.is_intact(self.book.content(n))]
         for number in damaged:
             self._reject_damaged(number)
         return len(damaged)

@@ -4,12 +4,14 @@ When the buffer is started again, what has no answer yet is sent again: all requ
 """
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import pyarrow as pa
 import xxhash
 import zmq
@@ -17,14 +19,22 @@ from zmq.utils.monitor import recv_monitor_message
 
 from buffers import messages as m
 from buffers.journal import is_here
-from buffers.keys import show_key
+from buffers.keys import KeyRole, show_key
 from buffers.segments import DamagedGroup, Reader
-from buffers.trajectory import SCHEMA, SCHEMA_VERSION, encode
+from buffers.trajectory import SCHEMA, SCHEMA_VERSION, encode, flat
 
 R = TypeVar("R", bound=m.Struct)
+log = logging.getLogger("slipstream.client")
 
 CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
-REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
+"""The buffer has said that it does not know the key."""
+BROKEN = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+"""The other side has ended the handshake without a word: keys that do not fit, or a process that dies."""
+BROKEN_S = 2.0
+"""For so long every handshake must have broken, with somebody there each time, before it is put down to the keys."""
+ABSENT = zmq.EVENT_CLOSED
+"""Nobody listens."""
 
 
 WINDOW = 4
@@ -42,7 +52,7 @@ class RefusedByBuffer(RuntimeError):
 
 
 class KeysRefused(ValueError):
-    """The buffer does not know this client's key, or one side has keys and the other has none."""
+    """The buffer does not know this client's key (any more), or one side has keys and the other has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +103,11 @@ class RemoteReader:
 class BufferClient:
     """Not thread-safe: one client a thread."""
 
-    def __init__(self, address: str, *, timeout_s: float = 60.0, keys: str | None = None) -> None:
-        """`keys` is the folder that `buffer.keys` names. Raises ValueError when it does not hold what is needed."""
+    def __init__(
+        self, address: str, *, timeout_s: float = 60.0, keys: str | None = None, role: KeyRole = KeyRole.generator
+    ) -> None:
+        """`keys` is the folder that `buffer.keys` names, and `role` says whose key it is to show. Raises ValueError when the
+        folder does not hold what is needed."""
         self.address = address
         self._timeout_s = timeout_s
         self._heard_at = time.monotonic()
@@ -107,8 +120,9 @@ class BufferClient:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
         if keys is not None:
-            show_key(self._socket, Path(keys))
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(CONNECTED | REFUSED)
+            show_key(self._socket, Path(keys), role)
+        self._broken_since: float | None = None
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(CONNECTED | REFUSED | BROKEN | ABSENT)
         self._socket.connect(address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -125,11 +139,16 @@ class BufferClient:
         return time.monotonic() - self._heard_at if self._unanswered else 0.0
 
     def post(self, request: m.Request, payload: pa.Buffer | None = None) -> int:
-        """Sends without waiting; `receive` gives the answer, under the number returned."""
+        """Sends without waiting; `receive` gives the answer, under the number returned.
+
+        Raises TooLarge for a message that no buffer takes in, without sending it.
+        """
+        body = m.encoder.encode(request)
+        m.check_size(request, len(body), 0 if payload is None else payload.size)
         if not self._unanswered:
             self._heard_at = time.monotonic()
         number = next(self._numbers)
-        frames = [number.to_bytes(8, "little"), m.encoder.encode(request)]
+        frames = [number.to_bytes(8, "little"), body]
         self._unanswered[number] = frames if payload is None else [*frames, payload]
         self._send(number)
         return number
@@ -161,13 +180,29 @@ class BufferClient:
             event = recv_monitor_message(self._monitor)["event"]
             if event & REFUSED:
                 raise KeysRefused(
-                    f"buffer.keys must hold a key that the buffer at {self.address} lets in, or none if it has none "
-                    "(see scripts/keys.sh): it has refused this client"
+                    f"buffer.keys must hold a key that the buffer at {self.address} lets in (see scripts/keys.sh): it has "
+                    "refused this client's"
                 )
+            if event & BROKEN:
+                self._notice_broken_handshake()
+                continue
+            self._broken_since = None
+            if event & ABSENT:
+                continue
             if self._connected:  # again: another life of the buffer, which knows nothing of what was under way
                 for number in list(self._unanswered):
                     self._send(number)
             self._connected = True
+
+    def _notice_broken_handshake(self) -> None:
+        """A buffer that dies or is started again breaks a few; keys that do not fit break all."""
+        now = time.monotonic()
+        self._broken_since = now if self._broken_since is None else self._broken_since
+        if now - self._broken_since > BROKEN_S:
+            raise KeysRefused(
+                f"buffer.keys must hold keys that fit the buffer at {self.address}, or none if it has none (see "
+                f"scripts/keys.sh): for {BROKEN_S:.0f} s it has broken off every handshake"
+            )
 
     def call(self, request: m.Request, expect: type[R], *, wait_s: float = 0.0) -> R:
         """Sends and waits for the answer, `wait_s` longer than usual where the buffer may take that long to answer."""
@@ -180,7 +215,7 @@ class BufferClient:
     ) -> tuple[m.Reply, list[memoryview]]:
         """As `call`, with the frames that came with the answer. Other answers that come meanwhile are let go.
 
-        Raises BufferGone when there is no answer in time, RefusedByBuffer when the buffer refuses.
+        Raises BufferGone when there is no answer in time, RefusedByBuffer when the buffer refuses, TooLarge as `post`.
         """
         number = self.post(request, payload)
         deadline = time.monotonic() + self._timeout_s + wait_s
@@ -271,3 +306,20 @@ class BufferClient:
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
+
+
+def hand_in(client: BufferClient, generator: str, leases: list[int], groups: pa.RecordBatch) -> None:
+    """Sends the rows of some leases' groups, in this order, without waiting: in one message, or in more where one would be
+    too large. A group that is too large by itself fails, with its size."""
+    try:
+        client.post(m.Submit(generator=generator, leases=leases, schema=SCHEMA_VERSION), encode(groups))
+    except m.TooLarge as error:
+        half, rows = len(leases) // 2, groups.num_rows // len(leases)
+        if half:
+            first = groups.take(pa.array(range(half * rows)))  # a copy: a slice would travel with bytes of the others
+            hand_in(client, generator, leases[:half], first)
+            hand_in(client, generator, leases[half:], groups.take(pa.array(range(half * rows, groups.num_rows))))
+            return
+        log.error("lease %d: %s", leases[0], error)
+        sampled = int(np.count_nonzero(flat(groups, "sampled")))
+        client.post(m.Fail(generator=generator, lease=leases[0], num_tokens=sampled, error=str(error)))

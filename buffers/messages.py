@@ -2,17 +2,44 @@
 
 Every request is answered once. A request and its answer share a number, so a client may have many under way.
 Arrow data travels as a frame beside the message, never inside it.
+
+Every field of a request has a bound, so that nothing that arrives can overflow what is added up, logged or answered: a
+request outside of them is refused when it is decoded. `buffers.limits` has the bounds that depend on the run.
 """
 
 from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
+MAX_BODY_BYTES = 1 << 20
+"""A request without its Arrow frame."""
+MAX_PAYLOAD_BYTES = 256 << 20
+"""The Arrow frame of a submission: a client refuses to send more, and a server closes the connection that does."""
+MAX_NUMBER_BYTES = 64
+"""A client's number of a request."""
 MAX_PART_BYTES = 4 << 20
 """Bytes of a record batch that are sent at a time."""
+MAX_TEXT = 4000
+MAX_LEASES = 1 << 14
+MAX_METRICS = 4096
+MAX_GROUPS = 1 << 16
 
-Name = Annotated[str, msgspec.Meta(max_length=200)]
-"""Of a generator."""
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+"""The name of a generator."""
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+"""A reason, an error, or where a manifest is. `shorten` makes any text fit."""
+LeaseId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Number = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""Of a step, a version, or a file."""
+Tokens = Annotated[int, Meta(ge=0, le=2**40)]
+"""Tokens of one lease, or of one step. A million such numbers add up to less than 2^63."""
+Total = Annotated[int, Meta(ge=0, le=2**50)]
+"""Whatever is counted for as long as a run lasts: bytes, groups, tokens of one generator."""
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Reward = Annotated[float, Meta(ge=-3e38, le=3e38)]
+"""Finite in float32."""
+Metric = Annotated[float, Meta(description="any number: a learner that diverges says NaN")]
 
 
 class Struct(msgspec.Struct, tag=True, kw_only=True):
@@ -52,7 +79,7 @@ class Leave(Struct):
     """-> Done. The last thing said by a generator, or of it: its leases are free."""
 
     generator: Name
-    error: str | None = None
+    error: Text | None = None
     """Why it leaves, if not in good order: then the groups it held count as failed."""
 
 
@@ -65,9 +92,9 @@ class Ask(Struct):
     """-> Work, at once if there is some, else when there is or after `wait_s`."""
 
     generator: Name
-    count: int
+    count: Annotated[int, Meta(ge=0, le=MAX_LEASES)]
     """Groups wanted at most."""
-    wait_s: float
+    wait_s: Seconds
 
 
 class Work(Struct):
@@ -83,30 +110,30 @@ class Work(Struct):
 class GeneratorReport(Struct):
     """Running totals of one life of a generator."""
 
-    version: int = -1
-    idle_s: float = 0.0
-    alive_s: float = 0.0
-    sampled_tokens: int = 0
-    updates: int = 0
+    version: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = -1
+    idle_s: Seconds = 0.0
+    alive_s: Seconds = 0.0
+    sampled_tokens: Total = 0
+    updates: Total = 0
     """Versions taken up."""
-    update_bytes: int = 0
+    update_bytes: Total = 0
     """Their size."""
-    fetched_bytes: int = 0
+    fetched_bytes: Total = 0
     """What came over a network for them."""
-    prepare_s: float = 0.0
+    prepare_s: Seconds = 0.0
     """Fetching and verifying, beside the engine."""
-    pause_s: float = 0.0
+    pause_s: Seconds = 0.0
     """The engine stood still for updates."""
-    digest_checks: int = 0
+    digest_checks: Total = 0
     """Comparisons of a file, or of what the engine holds, with a whole manifest."""
-    digest_mismatches: int = 0
+    digest_mismatches: Total = 0
 
 
 class Heartbeat(Struct):
     """-> Standing. Renews leases."""
 
     generator: Name
-    progress: dict[int, int]
+    progress: Annotated[dict[LeaseId, Tokens], Meta(max_length=MAX_LEASES)]
     """Tokens sampled so far by lease id."""
     report: GeneratorReport
 
@@ -126,8 +153,8 @@ class Submit(Struct):
     """
 
     generator: Name
-    leases: list[int]
-    schema: int
+    leases: Annotated[list[LeaseId], Meta(min_length=1, max_length=MAX_LEASES)]
+    schema: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     """`SCHEMA_VERSION` of the sender."""
 
 
@@ -135,17 +162,17 @@ class Evaluated(Struct):
     """-> Receipt."""
 
     generator: Name
-    lease: int
-    reward: float
+    lease: LeaseId
+    reward: Reward
 
 
 class Fail(Struct):
     """-> Receipt. The group could not be made (or, with `revoked`, was told to stop)."""
 
     generator: Name
-    lease: int
-    num_tokens: int
-    error: str
+    lease: LeaseId
+    num_tokens: Tokens
+    error: Text
     revoked: bool = False
 
 
@@ -172,8 +199,8 @@ class Located(Struct):
 class Next(Struct):
     """-> Batch or Over, when there is one; NotYet after `wait_s`. Asked again, it is answered with the same."""
 
-    step: int
-    wait_s: float
+    step: Number
+    wait_s: Seconds
 
 
 class Slice(Struct, array_like=True):
@@ -201,10 +228,9 @@ class Read(Struct):
     """-> Part, with the bytes as a frame: fewer than asked for where the file is shorter. Part of a record batch, for those
     who do not map the journal; a record batch comes in several."""
 
-    segment: int
-    offset: int
-    size: int
-    """At most `MAX_PART_BYTES`."""
+    segment: Number
+    offset: Total
+    size: Annotated[int, Meta(ge=0, le=MAX_PART_BYTES)]
 
 
 class Part(Struct):
@@ -215,7 +241,7 @@ class Damaged(Struct):
     """-> Replaced. The bytes of these groups are not those that were written. The buffer looks for itself, and has fresh groups
     take the places of those that it finds so too."""
 
-    groups: list[int]
+    groups: Annotated[list[Total], Meta(max_length=MAX_GROUPS)]
 
 
 class Replaced(Struct):
@@ -236,40 +262,40 @@ class Over(Struct):
 class Publish(Struct):
     """-> Done. `version` can be pulled from now on. Idempotent."""
 
-    version: int
-    weights: str
+    version: Number
+    weights: Text
     """Where its manifest is."""
 
 
 class Consumed(Struct):
     """-> Done. The step's groups are trained. Idempotent."""
 
-    step: int
-    num_trained: int
+    step: Number
+    num_trained: Tokens
     """Tokens that the learner trained; the buffer checks them against its own count."""
-    idle_s: float
+    idle_s: Seconds
     """Seconds of its life that the learner waited for batches."""
-    alive_s: float
-    metrics: dict[str, float]
+    alive_s: Seconds
+    metrics: Annotated[dict[Name, Metric], Meta(max_length=MAX_METRICS)]
 
 
 class Checkpointed(Struct):
     """-> Done. The checkpoint of `step` is written; `oldest` is the oldest one kept."""
 
-    step: int
-    oldest: int
+    step: Number
+    oldest: Number
 
 
 class Rewind(Struct):
     """-> Done. The learner goes on from the checkpoint of `step`: later steps will be handed out again, as they were."""
 
-    step: int
+    step: Number
 
 
 class Finish(Struct):
     """-> Done, once the last evaluation is in; NotYet after `wait_s`."""
 
-    wait_s: float
+    wait_s: Seconds
 
 
 class Done(Struct):
@@ -282,8 +308,9 @@ class Done(Struct):
 class Watch(Struct):
     """-> News, when there are records after `after`, else after `wait_s`."""
 
-    after: int
-    wait_s: float
+    after: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    """Records that are known already; 2^63 - 1 asks for the status alone."""
+    wait_s: Seconds
 
 
 class StepRecord(Struct):
@@ -360,7 +387,7 @@ class News(Struct):
 class Stop(Struct):
     """-> Done. Ends the run: asks for work and batches are answered with "over"."""
 
-    reason: str
+    reason: Text
 
 
 class Refused(Struct):
@@ -378,3 +405,38 @@ Reply = Welcome | Work | Standing | Receipt | Located | Batch | Part | Replaced 
 encoder = msgspec.msgpack.Encoder()
 request_decoder = msgspec.msgpack.Decoder(Request)
 reply_decoder = msgspec.msgpack.Decoder(Reply)
+
+
+class Undecodable(ValueError):
+    """Bytes that are no request, or one with a field outside its bounds."""
+
+
+def decode_request(body: bytes | memoryview) -> Request:
+    """Raises Undecodable, whatever the bytes are."""
+    try:
+        return request_decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Undecodable(shorten(f"a request must be one of `buffers.messages`: {error}")) from error
+
+
+def shorten(text: str) -> str:
+    """The text, or its beginning and its end where it is too long for a message."""
+    if len(text) <= MAX_TEXT:
+        return text
+    half = MAX_TEXT // 2 - 20
+    return f"{text[:half]} ... {len(text):,} characters ... {text[-half:]}"[:MAX_TEXT]
+
+
+class TooLarge(ValueError):
+    """A message that the buffer would refuse for its size. It has not been sent."""
+
+
+def check_size(request: Request, num_body: int, num_payload: int) -> None:
+    """Raises TooLarge for a message that no buffer takes in."""
+    name = type(request).__name__
+    if num_body > MAX_BODY_BYTES:
+        raise TooLarge(f"{name} must have at most {MAX_BODY_BYTES:,} bytes, got {num_body:,}")
+    if num_payload > MAX_PAYLOAD_BYTES:
+        raise TooLarge(
+            f"the groups of one {name} must have at most {MAX_PAYLOAD_BYTES:,} bytes together, got {num_payload:,}"
+        )

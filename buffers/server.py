@@ -9,36 +9,42 @@ and only then sends the answers. While the disk works on one turn the next begin
 A request that cannot be answered yet (no work, no batch, no news) is kept with its deadline and answered by then at the latest.
 """
 
-import ctypes
 import logging
-import resource
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any
 
-import msgspec
 import pyarrow as pa
 import zmq
 
 from buffers import messages as m
 from buffers.buffer import Buffer, Refusal, Stuck
-from buffers.keys import Door, open_door
+from buffers.connections import Connections, descriptor_of
+from buffers.keys import Door, may_say, open_door
+from buffers.limits import check_bounds
 from buffers.metrics import Metrics
+from buffers.parked import MAX_PARKED, MAX_PARKED_OF_ONE, Parked, ParkedRequests
+from buffers.process import allow_many_connections, keep_freed_memory
 from configs.schema import Config, Durability
 
 __all__ = ["BufferServer", "Stuck"]
 
 log = logging.getLogger("slipstream.buffer")
-R = TypeVar("R")
 
-MAX_MESSAGE_BYTES = 256 << 20
-MAX_BODY_BYTES = 4 << 20
 MAX_FRAMES = 4
-SEND_HIGH_WATER_MARK = 10_000
+MAX_UNFINISHED_BYTES = 1 << 30
+"""Of all connections' messages that have not come whole."""
+SEND_HIGH_WATER_MARK = 1000
+"""Answers that wait for a client to read them: those beyond are dropped."""
+MAX_UNREAD_BYTES = 256 << 20
+"""The bytes of answers that a client does not take: beyond it the connection is ended."""
+MAX_OUTBOX_BYTES = 64 << 20
+"""Answers of a turn: what is asked beyond them waits for the next."""
+MAX_RECORDS_PER_NEWS = 500
 RECEIVE_HIGH_WATER_MARK = 4
 """Messages of a connection that wait here. Few: what has waited long has left the processor's cache."""
 MAX_PER_TURN = 1000
@@ -47,18 +53,16 @@ MAX_BYTES_PER_TURN = 4 << 20
 MAX_INBOX_BYTES = 64 << 20
 MAX_COMMITTING = 3
 """Turns whose answers wait for the disk, at most, while the next is under way."""
-MAX_WAIT_S = 60.0
 TICK_S = 0.05
 
 
 @dataclass(slots=True)
-class Parked(Generic[R]):
-    """A request that waits for its answer."""
+class Reply:
+    """An answer on its way to its client."""
 
-    sender: bytes
-    number: bytes
-    request: R
-    deadline: float
+    frames: list[bytes | pa.Buffer]
+    leases: list[m.Lease]
+    """The leases that it gives: they are taken back where it cannot be delivered."""
 
 
 class BufferServer:
@@ -77,12 +81,10 @@ class BufferServer:
         the journal is, the keys are missing, or there is no such step.
         """
         self._config, self._config_text, self._clock = config, config_text, clock
-        self._asks: deque[Parked[m.Ask]] = deque()
-        self._nexts: list[Parked[m.Next]] = []
-        self._finishes: list[Parked[m.Finish]] = []
-        self._watches: list[Parked[m.Watch]] = []
-        self._outbox: list[list[bytes | pa.Buffer]] = []
-        self._committing: deque[tuple[Future[None], list[list[bytes | pa.Buffer]]]] = deque()  # with the answers
+        self._parked = ParkedRequests()
+        self._outbox: list[Reply] = []
+        self._outbox_bytes = 0
+        self._committing: deque[tuple[Future[None], list[Reply]]] = deque()  # with the answers
         self._inbox: deque[list[zmq.Frame]] = deque()
         self._inbox_bytes = 0
         self._learners: set[bytes] = set()  # senders of the learner's messages
@@ -91,15 +93,21 @@ class BufferServer:
         self._ticked_at = float("-inf")
         self._serve_overdue = False
         self._running = True
+        self._drained = True  # the last turn has read all whole messages that had come
 
-        _allow_many_connections()
-        _keep_freed_memory()
+        allow_many_connections()
+        keep_freed_memory()
         self._context = zmq.Context()  # of its own: a context has one authenticator
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._door: Door | None = None
+        self._connections = Connections(
+            self._socket, encrypted=config.buffer.keys is not None, max_message=m.MAX_PAYLOAD_BYTES + m.MAX_BODY_BYTES,
+            max_waiting=RECEIVE_HIGH_WATER_MARK, max_total=MAX_UNFINISHED_BYTES, max_unread=MAX_UNREAD_BYTES,
+        )  # fmt: skip
         try:
             self._socket.setsockopt(zmq.LINGER, 500)
-            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says which answers cannot be delivered
+            self._socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_PAYLOAD_BYTES)
             self._socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
             self._socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
             if config.buffer.keys is not None:
@@ -113,6 +121,7 @@ class BufferServer:
             self.buffer = Buffer(config, folder, resume_step=resume_step, clock=clock)
             self._metrics = Metrics(config.buffer.metrics_port)
         except BaseException:
+            self._connections.close()
             self._socket.close(linger=0)
             if self._door is not None:
                 self._door.close()
@@ -136,7 +145,7 @@ class BufferServer:
                     self._send(self._outbox)
                     self._outbox = []
                 self._committing.append((self.buffer.start_commit(), self._outbox))
-                self._outbox = []
+                self._outbox, self._outbox_bytes = [], 0
                 self._send_committed()
         finally:
             self.close()
@@ -147,12 +156,15 @@ class BufferServer:
 
     def close(self) -> None:
         """Makes durable what is not yet, and lets go of address and journal."""
-        self.buffer.close()
-        self._socket.close()
-        self._metrics.close()
-        if self._door is not None:
-            self._door.close()
-        self._context.term()
+        try:
+            self.buffer.close()
+        finally:  # a context whose sockets are open holds its process up for ever
+            self._connections.close()
+            self._socket.close()
+            self._metrics.close()
+            if self._door is not None:
+                self._door.close()
+            self._context.term()
 
     def status(self) -> m.Status:
         return self.buffer.status(self._waiting_for())
@@ -163,10 +175,15 @@ class BufferServer:
         """Takes in all that has come, then handles as many submissions as a turn has time for: whoever only asks is not kept
         waiting behind a thousand of them. What one sender has sent is handled in its order."""
         patience_s = 0.0 if self._inbox or self._committing else TICK_S
+        self._drained = False
         if not self._socket.poll(int(patience_s * 1000)) and not self._inbox:
+            self._drained = True
             return
         for _ in range(MAX_PER_TURN):
-            if self._inbox_bytes > MAX_INBOX_BYTES or (frames := self._receive_one()) is None:
+            if self._inbox_bytes > MAX_INBOX_BYTES or self._outbox_bytes > MAX_OUTBOX_BYTES:
+                break
+            if (frames := self._receive_one()) is None:
+                self._drained = True
                 break
             if not 3 <= len(frames) <= MAX_FRAMES:
                 self.buffer.refuse("malformed message", f"a message must have 3 or {MAX_FRAMES} frames")
@@ -195,23 +212,31 @@ class BufferServer:
             return None
         while frames[-1].more and len(frames) < MAX_FRAMES + 1:
             frames.append(self._socket.recv(copy=False))
+        self._connections.count(frames)
         if len(frames) > MAX_FRAMES:
             while self._socket.getsockopt(zmq.RCVMORE):
-                self._socket.recv(copy=False)
+                self._connections.count([frames[0], self._socket.recv(copy=False)])
         return frames
 
     def _handle(self, frames: list[zmq.Frame]) -> None:
         sender, number, body = frames[0].bytes, frames[1].bytes, frames[2].buffer
         payload = [frame.buffer for frame in frames[3:]]
-        if len(body) > MAX_BODY_BYTES or len(number) > 64:
-            self.buffer.refuse(
-                "malformed message", f"a request must have at most {MAX_BODY_BYTES} bytes, got {len(body)}"
-            )
-            return
         try:
-            request = m.request_decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            self._answer(sender, number, self.buffer.refuse("malformed message", str(error)))
+            if len(body) > m.MAX_BODY_BYTES or len(number) > m.MAX_NUMBER_BYTES:
+                raise m.Undecodable(
+                    f"a request must have at most {m.MAX_BODY_BYTES} bytes and its number {m.MAX_NUMBER_BYTES}, got "
+                    f"{len(body)} and {len(number)}"
+                )
+            request, user = m.decode_request(body), ""
+            if self._door is not None:
+                user = str(frames[2].get("User-Id"))
+                self._check_key(self._door, user, request, frames[2])
+            check_bounds(request, self.buffer, self._config)
+        except m.Undecodable as error:
+            self._answer(sender, number[: m.MAX_NUMBER_BYTES], self.buffer.refuse("malformed message", str(error)))
+            return
+        except Refusal as refusal:
+            self._answer(sender, number, self.buffer.refuse(refusal.reason, str(refusal)))
             return
         if isinstance(request, m.Publish | m.Consumed | m.Checkpointed | m.Next | m.Damaged | m.Finish):
             if sender in self._dead:  # what it has sent came late
@@ -220,7 +245,7 @@ class BufferServer:
                 return
             self._learners.add(sender)
         if isinstance(request, m.Ask | m.Next | m.Finish | m.Watch):
-            self._park(sender, number, request)
+            self._park(sender, number, request, user)
             return
         if isinstance(request, m.Read):
             self._answer(sender, number, m.Part(), [self.buffer.read_part(request)])
@@ -233,25 +258,31 @@ class BufferServer:
         if isinstance(request, m.Rewind):
             self._bury_learners(but=sender)
 
+    def _check_key(self, door: Door, user: str, request: m.Request, frame: zmq.Frame) -> None:
+        """Raises Refusal for what the owner of a key may not say. A key that is not allowed any more loses its connection."""
+        roles = door.roles_of(user)
+        if not roles:
+            self._connections.shut_down(descriptor_of(frame))
+            raise Refusal("revoked key", f"{type(request).__name__} with key {user}, which is not allowed any more")
+        if not may_say(roles, request):
+            raise Refusal(
+                "forbidden", f"{type(request).__name__} must not be said with the key of a {' and '.join(roles)}"
+            )
+
     def _bury_learners(self, but: bytes) -> None:
         """Another life of the learner begins. What the one before has sent and nobody has read yet must not reach it."""
         self._dead |= self._learners - {but}
         self._learners &= {but}
-        self._nexts = [parked for parked in self._nexts if parked.sender not in self._dead]
-        self._finishes = [parked for parked in self._finishes if parked.sender not in self._dead]
+        self._parked.forget(
+            lambda parked: isinstance(parked.request, m.Next | m.Finish) and parked.sender in self._dead
+        )
 
-    def _park(self, sender: bytes, number: bytes, request: m.Ask | m.Next | m.Finish | m.Watch) -> None:
-        wait_s = min(max(request.wait_s, 0.0), MAX_WAIT_S)
-        deadline = self._clock() + (wait_s if wait_s == wait_s else 0.0)
-        match request:
-            case m.Ask():
-                self._asks.append(Parked(sender, number, request, deadline))
-            case m.Next():
-                self._nexts.append(Parked(sender, number, request, deadline))
-            case m.Finish():
-                self._finishes.append(Parked(sender, number, request, deadline))
-            case m.Watch():
-                self._watches.append(Parked(sender, number, request, deadline))
+    def _park(self, sender: bytes, number: bytes, request: m.Ask | m.Next | m.Finish | m.Watch, user: str) -> None:
+        if not self._parked.has_room(sender):
+            many = f"at most {MAX_PARKED_OF_ONE} requests of a client, and {MAX_PARKED} of all, may wait for an answer"
+            self._answer(sender, number, self.buffer.refuse("too many requests", many))
+            return
+        self._parked.park(sender, number, request, user, self._clock())
         self._ticked_at = float("-inf")  # it may have to be answered at once
 
     def _reply(self, request: m.Request, payload: list[memoryview]) -> m.Reply:
@@ -273,9 +304,11 @@ class BufferServer:
                 verdict = buffer.fail(lease, request.num_tokens, request.error, revoked=request.revoked)
                 return m.Receipt(leases=[lease], verdicts=[verdict])
             case m.Join(generator=name):
+                self._end_asks(name)
                 buffer.join(name)
                 return m.Welcome(config=self._config_text)
             case m.Leave(generator=name, error=why):
+                self._end_asks(name)
                 buffer.leave(name, why)
             case m.Locate():
                 return m.Located(folder=str(buffer.journal.folder.resolve()), mark=buffer.journal.mark)
@@ -296,29 +329,65 @@ class BufferServer:
                 buffer.stop(request.reason)
         return m.Done()
 
-    def _answer(self, sender: bytes, number: bytes, reply: m.Reply, payload: list[bytes] | None = None) -> None:
-        self._outbox.append([sender, number, m.encoder.encode(reply), *(payload or [])])
+    def _end_asks(self, generator: str) -> None:
+        """Answers what a generator has asked before it left or was started again with no leases, in case that it still listens."""
+        for parked in self._parked.take_asks(generator):
+            self._answer(parked.sender, parked.number, self._work([]))
 
-    def _send(self, answers: list[list[bytes | pa.Buffer]]) -> None:
-        for frames in answers:
-            self._socket.send_multipart(frames, copy=len(frames) < 4)
+    def _answer(self, sender: bytes, number: bytes, reply: m.Reply, payload: list[bytes] | None = None) -> None:
+        leases = reply.leases if isinstance(reply, m.Work) else []
+        frames = [sender, number, m.encoder.encode(reply), *(payload or [])]
+        self._outbox_bytes += sum(map(len, frames))
+        self._outbox.append(Reply(frames, leases))
+
+    def _answer_parked(self, parked: Parked[Any], reply: m.Reply, payload: list[bytes] | None = None) -> None:
+        self._parked.let_go(parked)
+        self._answer(parked.sender, parked.number, reply, payload)
+
+    def _send(self, replies: list[Reply]) -> None:
+        for reply in replies:
+            try:
+                self._socket.send_multipart(reply.frames, zmq.NOBLOCK, copy=len(reply.frames) < 4)
+                self._connections.count_sent(reply.frames)
+            except zmq.Again:
+                self.buffer.refuse("unread answers", f"{SEND_HIGH_WATER_MARK} answers wait for a client to read them")
+                self._take_back(reply.leases)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                self._take_back(reply.leases)  # the client has gone
+
+    def _take_back(self, leases: list[m.Lease]) -> None:
+        for lease in leases:
+            self.buffer.fail(lease.id, 0, "its generator had gone before the lease could reach it", revoked=True)
 
     def _send_committed(self) -> None:
         """Sends the answers of turns that are durable; waits for the disk when too many wait for it."""
         while self._committing and (len(self._committing) > MAX_COMMITTING or self._committing[0][0].done()):
-            done, answers = self._committing.popleft()
+            done, replies = self._committing.popleft()
             done.result()
-            self._send(answers)
+            self._send(replies)
 
     def _tick(self) -> None:
         now = self._clock()
         if now - self._ticked_at < TICK_S:
             return
         self._ticked_at = now
+        self._watch_connections()
         self.buffer.tick()
         if self._metrics.wanted:
             self._metrics.update(self.status())
         self._serve_overdue = True
+
+    def _watch_connections(self) -> None:
+        for num_bytes in self._connections.shut_down_unfinished(drained=self._drained):
+            self.buffer.refuse("unfinished message", f"{num_bytes:,} bytes of a message that does not end")
+        for num_bytes in self._connections.shut_down_deaf():
+            self.buffer.refuse("unread answers", f"{num_bytes:,} bytes of answers that a client does not take")
+        if self._door is not None:
+            self._door.check()
+            roles_of = self._door.roles_of
+            self._parked.forget(lambda parked: not roles_of(parked.user))
 
     @property
     def _stopping(self) -> bool:
@@ -329,24 +398,25 @@ class BufferServer:
         self._deal()
         if self._serve_overdue:
             self._serve_overdue = False
-            for ask in [ask for ask in self._asks if now >= ask.deadline]:
-                self._asks.remove(ask)
-                self._answer(ask.sender, ask.number, self._work([]))
-        self._nexts = [p for p in self._nexts if not self._serve_next(p, now)]
-        self._finishes = [p for p in self._finishes if not self._serve_finish(p, now)]
-        self._watches = [p for p in self._watches if not self._serve_watch(p, now)]
+            for ask in [ask for ask in self._parked.asks if now >= ask.deadline]:
+                self._answer_parked(ask, self._work([]))
+            self._parked.asks = deque(ask for ask in self._parked.asks if now < ask.deadline)
+        self._parked.nexts = [p for p in self._parked.nexts if not self._serve_next(p, now)]
+        self._parked.finishes = [p for p in self._parked.finishes if not self._serve_finish(p, now)]
+        self._parked.watches = [p for p in self._parked.watches if not self._serve_watch(p, now)]
 
     def _deal(self) -> None:
         """Deals what may be leased to all who ask, evenly; those who get nothing go on waiting, at the head of the queue."""
         if self._stopping:
-            for parked in self._asks:
-                self._answer(parked.sender, parked.number, self._work([]))
-            self._asks.clear()
-        if not self._asks or not (room := self.buffer.room()):
+            for parked in self._parked.asks:
+                self._answer_parked(parked, self._work([]))
+            self._parked.asks.clear()
+        if not self._parked.asks or not (room := self.buffer.room()):
             return
-        share = max(1, room // len(self._asks))  # in a row: groups that come together are stored and read together
-        hands: list[list[m.Lease]] = [[] for _ in self._asks]
-        hungry, exhausted = deque(zip(self._asks, hands, strict=True)), False
+        asks = self._parked.asks
+        share = max(1, room // len(asks))  # in a row: groups that come together are stored and read together
+        hands: list[list[m.Lease]] = [[] for _ in asks]
+        hungry, exhausted = deque(zip(asks, hands, strict=True)), False
         while hungry and not exhausted:
             parked, hand = hungry.popleft()
             wanted = max(1, parked.request.count)
@@ -361,8 +431,7 @@ class BufferServer:
         for hand in hands:  # those who got something are the first
             if not hand:
                 break
-            parked = self._asks.popleft()
-            self._answer(parked.sender, parked.number, self._work(hand))
+            self._answer_parked(self._parked.asks.popleft(), self._work(hand))
 
     def _work(self, leases: list[m.Lease]) -> m.Work:
         buffer = self.buffer
@@ -373,54 +442,41 @@ class BufferServer:
         try:
             handout = self.buffer.next(parked.request.step)
         except (Refusal, IndexError) as refusal:
-            self._answer(parked.sender, parked.number, self.buffer.refuse("wrong step", str(refusal)))
+            self._answer_parked(parked, self.buffer.refuse("wrong step", str(refusal)))
             return True
         if self._stopping:
-            self._answer(parked.sender, parked.number, m.Over(reason=self.buffer.stopping or ""))
+            self._answer_parked(parked, m.Over(reason=self.buffer.stopping or ""))
         elif handout is not None:
             slices = self.buffer.slices(handout)
             reply = m.Batch(step=parked.request.step, groups=handout.groups, slices=slices, weights=handout.weights)
-            self._answer(parked.sender, parked.number, reply)
+            self._answer_parked(parked, reply)
         elif now >= parked.deadline:
-            self._answer(parked.sender, parked.number, m.NotYet(waiting_for=self._waiting_for()))
+            self._answer_parked(parked, m.NotYet(waiting_for=self._waiting_for()))
         else:
             return False
         return True
 
     def _serve_finish(self, parked: Parked[m.Finish], now: float) -> bool:
         if self._stopping or not self.buffer.num_unevaluated:
-            self._answer(parked.sender, parked.number, m.Done())
+            self._answer_parked(parked, m.Done())
         elif now >= parked.deadline:
-            self._answer(parked.sender, parked.number, m.NotYet(waiting_for=self._waiting_for()))
+            self._answer_parked(parked, m.NotYet(waiting_for=self._waiting_for()))
         else:
             return False
         return True
 
     def _serve_watch(self, parked: Parked[m.Watch], now: float) -> bool:
         buffer, after = self.buffer, parked.request.after
-        if buffer.num_records <= after and now < parked.deadline:
+        if (buffer.num_records <= after and now < parked.deadline) or self._outbox_bytes > MAX_OUTBOX_BYTES:
             return False
         first = max(0, after - (buffer.num_records - len(buffer.records)))
-        news = m.News(records=buffer.records[first:], evaluations=buffer.scores, status=self.status())
-        self._answer(parked.sender, parked.number, news)
+        news = m.News(
+            records=buffer.records[first : first + MAX_RECORDS_PER_NEWS],
+            evaluations=buffer.scores,
+            status=self.status(),
+        )
+        self._answer_parked(parked, news)
         return True
 
     def _waiting_for(self) -> str:
-        return self.buffer.waiting_for(learner_waits=bool(self._nexts), num_asking=len(self._asks))
-
-
-def _allow_many_connections() -> None:
-    """Each connection takes a file descriptor: raises the process's own limit as far as it may."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _keep_freed_memory() -> None:
-    """Lets the C library keep what messages have freed: else every large message costs fresh pages (a third of the speed).
-
-    `mallopt` of glibc: up to 256 MB stay with the process, and blocks up to 32 MB come from there. Other C libraries have none.
-    """
-    trim_threshold, mmap_threshold = -1, -3
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)
-    mallopt(trim_threshold, 256 << 20)
-    mallopt(mmap_threshold, 32 << 20)
+        return self.buffer.waiting_for(learner_waits=bool(self._parked.nexts), num_asking=len(self._parked.asks))

@@ -22,9 +22,9 @@ from pathlib import Path
 import xxhash
 
 from buffers import messages as m
-from buffers.client import BufferClient, BufferGone
+from buffers.client import BufferClient, BufferGone, hand_in
 from buffers.keys import has_door, open_door, show_key
-from buffers.trajectory import GREEDY, SCHEMA_VERSION, Trajectory, encode, to_batch
+from buffers.trajectory import GREEDY, Trajectory, to_batch
 from configs import load as configs
 from configs.algorithms import Advantage
 from configs.schema import Config, EngineKind, Transport
@@ -298,7 +298,7 @@ class Generator:
                     whole[group.lease.id] = rows
         if whole:
             batch = to_batch([row for rows in whole.values() for row in rows])
-            self._client.post(m.Submit(generator=self.name, leases=list(whole), schema=SCHEMA_VERSION), encode(batch))
+            hand_in(self._client, self.name, list(whole), batch)
 
     def _score(self, group: Group) -> list[Trajectory] | None:
         """The group's rows; None when it is an evaluation prompt (the score is sent) or could not be scored."""
@@ -375,7 +375,7 @@ def _sample_of(sample_id: str) -> int:
 
 
 def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return m.shorten(f"{type(error).__name__}: {error}")
 
 
 def join(address: str, name: str, seed: int, keys: str | None) -> Generator:

@@ -127,9 +127,10 @@ class LearnerRole(Role):
         try:
             with logged():
                 from buffers.client import BufferClient
+                from buffers.keys import KeyRole
                 from learners.learner import start
 
-                client = BufferClient(address, keys=config.buffer.keys)
+                client = BufferClient(address, keys=config.buffer.keys, role=KeyRole.learner)
                 start(config, folder, client, rank, rendezvous, resume_step).run()
         except Exception as error:
             at = time.time()  # before the others can notice: connections are open until this function has ended

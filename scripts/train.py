@@ -42,6 +42,7 @@ from supervisor import LearnerRanks, Loss
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, RefusedByBuffer
 from buffers.journal import lock_journal
+from buffers.keys import KeyRole
 from buffers.samplers import load_sampler
 from configs import load as configs
 from configs.learner import LearnerKind
@@ -205,7 +206,7 @@ class Run:
                 self._console.say("starting the buffer, the learner and the generators")
                 address, learner, stop_buffer = self._launch()
                 self._console.say(f"the buffer answers at {address}")
-                client = BufferClient(address, timeout_s=2.0, keys=self._config.buffer.keys)
+                client = BufferClient(address, timeout_s=2.0, keys=self._config.buffer.keys, role=KeyRole.operator)
                 try:
                     status, news = self._watch(client, learner)
                 finally:

@@ -23,7 +23,7 @@ from test_buffer import SMALL, compressed, group_of
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, KeysRefused
 from buffers.journal import read_groups
-from buffers.keys import make_keys
+from buffers.keys import KeyRole, make_keys
 from buffers.server import BufferServer
 from buffers.trajectory import SCHEMA, SCHEMA_VERSION, Expected, Facts, Malformed, check_groups, encode, to_batch
 from configs.load import load
@@ -37,7 +37,7 @@ LEASE = m.Lease(id=1, split="train", task="t", index=0, seed=0, group=0, due=0, 
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    command = [sys.executable, "scripts/keys.py", str(tmp_path / "keys"), "client", "friend"]
+    command = [sys.executable, "scripts/keys.py", str(tmp_path / "keys"), "generator", "operator", "generator:friend"]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "server.key_secret" in out and f"buffer.keys={tmp_path / 'keys'}" in out
     return tmp_path / "keys"
@@ -74,7 +74,7 @@ def test_only_clients_with_an_allowed_key_are_let_in(
     server = serve(f"buffer.keys={keys}", "buffer.address=tcp://0.0.0.0:0", "sync.address=tcp://127.0.0.1:0")
     address = server.address.replace("0.0.0.0", "127.0.0.1")
     assert welcome(address, str(keys)) == "text"
-    make_keys(tmp_path / "others", ["client"])
+    make_keys(tmp_path / "others", ["generator"])
     (tmp_path / "others" / "server.key").write_bytes((keys / "server.key").read_bytes())
     with pytest.raises(KeysRefused, match=f"buffer.keys must hold a key that the buffer at {address} lets in"):
         welcome(address, str(tmp_path / "others"))
@@ -86,10 +86,10 @@ def test_only_clients_with_an_allowed_key_are_let_in(
 
 def impostor(folder: Path, keys: Path) -> Path:
     """A client with an allowed key that takes another server for the true one."""
-    make_keys(folder, ["client"])
-    for name in ("client.key", "client.key_secret"):
+    make_keys(folder, ["generator"])
+    for name in ("generator.key", "generator.key_secret"):
         (folder / name).write_bytes((keys / name).read_bytes())
-    (folder / "client.key_secret").chmod(0o600)
+    (folder / "generator.key_secret").chmod(0o600)
     return folder
 
 
@@ -97,7 +97,8 @@ def test_what_travels_is_encrypted(serve: Callable[..., BufferServer], keys: Pat
     for with_keys, visible in ((False, True), (True, False)):
         server = serve(*([f"buffer.keys={keys}"] if with_keys else []))
         seen, port = wiretap(int(server.address.rpartition(":")[2]))
-        client = BufferClient(f"tcp://127.0.0.1:{port}", timeout_s=5.0, keys=str(keys) if with_keys else None)
+        shown = str(keys) if with_keys else None
+        client = BufferClient(f"tcp://127.0.0.1:{port}", timeout_s=5.0, keys=shown, role=KeyRole.operator)
         client.call(m.Stop(reason="a very secret reason"), m.Done)
         client.close()
         assert (b"a very secret reason" in bytes(seen)) == visible
@@ -125,11 +126,19 @@ def wiretap(port: int) -> tuple[bytearray, int]:
 def test_secrets_are_for_their_owner_and_are_not_made_twice(keys: Path, serve: Callable[..., BufferServer]) -> None:
     assert keys.stat().st_mode & 0o777 == 0o700
     secrets = sorted(keys.glob("*.key_secret"))
-    assert [path.name for path in secrets] == ["client.key_secret", "friend.key_secret", "server.key_secret"]
+    assert [path.name for path in secrets] == [
+        "friend.key_secret",
+        "generator.key_secret",
+        "operator.key_secret",
+        "server.key_secret",
+    ]
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in secrets)
-    assert sorted(path.name for path in (keys / "allowed").iterdir()) == ["client.key", "friend.key"]
+    allowed = sorted(str(path.relative_to(keys / "allowed")) for path in (keys / "allowed").rglob("*.key"))
+    assert allowed == ["generator/friend.key", "generator/generator.key", "operator/operator.key"]
     before = [path.read_bytes() for path in secrets]
-    assert make_keys(keys, ["client", "friend"]) == [] and [path.read_bytes() for path in secrets] == before
+    assert (
+        make_keys(keys, ["generator", "generator:friend"]) == [] and [path.read_bytes() for path in secrets] == before
+    )
     secrets[-1].chmod(0o644)
     with pytest.raises(ValueError, match=r"only their owner can read \(chmod 600\), got .*server.key_secret with 644"):
         serve(f"buffer.keys={keys}")
@@ -140,7 +149,7 @@ def test_missing_keys_are_named_with_the_command_that_makes_them(
 ) -> None:
     with pytest.raises(ValueError, match=r"buffer.keys must be a folder with server.key_secret \(`scripts/keys.sh"):
         serve(f"buffer.keys={tmp_path}/nowhere")
-    with pytest.raises(ValueError, match="buffer.keys must be a folder with client.key_secret"):
+    with pytest.raises(ValueError, match="buffer.keys must be a folder with generator.key_secret"):
         BufferClient("tcp://127.0.0.1:1", keys=str(tmp_path / "nowhere"))
 
 
@@ -287,6 +296,7 @@ def test_a_run_goes_on_while_strangers_send_whatever_they_like(tmp_path: Path) -
         "wrong step",
         "wrong version",
         "wrong count",
+        "out of bounds",
     }
     assert status.refused["malformed message"] > 100 and status.refused["malformed group"] > 0
     tokens, groups = status.tokens, status.groups

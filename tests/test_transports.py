@@ -386,7 +386,7 @@ def test_only_snapshots_are_served(publisher: Publisher, tmp_path: Path) -> None
 
 
 def test_strangers_get_nothing_where_there_are_keys(host: Make, tmp_path: Path) -> None:
-    make_keys(tmp_path / "keys", ["client"])
+    make_keys(tmp_path / "keys", ["generator"])
     folder = tmp_path / "weights"
     server = SnapshotServer(folder, secure=lambda socket: open_door(socket, tmp_path / "keys"))
     publisher = Publisher(folder, "life", server=server)

@@ -1,0 +1,34 @@
+"""The bounds of requests that depend on the run. They are checked before anything is booked or logged.
+
+The bounds that hold for every run stand at the fields themselves (`buffers.messages`).
+"""
+
+from buffers import messages as m
+from buffers.buffer import Buffer, Refusal
+from configs.schema import Config
+
+
+def longest_group(config: Config) -> int:
+    """The most tokens that one lease can sample."""
+    return config.learner.samples_per_prompt * max(config.sampling.max_tokens, config.generators.max_model_len)
+
+
+def check_bounds(request: m.Request, buffer: Buffer, config: Config) -> None:
+    """Raises Refusal for a request whose numbers cannot be true in this run."""
+    match request:
+        case m.Fail(num_tokens=tokens):
+            _must(tokens, "num_tokens of a lease", longest_group(config))
+        case m.Heartbeat(progress=progress):
+            _must(max(progress.values(), default=0), "progress of a lease", longest_group(config))
+        case m.Publish(version=version):
+            _must(version, "version", config.run.steps)
+        case m.Consumed(step=step) | m.Next(step=step) | m.Rewind(step=step):
+            _must(step, "step", config.run.steps)
+        case m.Checkpointed(step=step, oldest=oldest):
+            _must(step, "step of a checkpoint", buffer.book.num_consumed)
+            _must(oldest, "oldest checkpoint's step", step)
+
+
+def _must(number: int, name: str, most: int) -> None:
+    if number > most:
+        raise Refusal("out of bounds", f"{name} must be at most {most}, got {number}")

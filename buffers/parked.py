@@ -1,0 +1,82 @@
+"""Requests that cannot be answered yet (no work, no batch, no news): each is kept with its deadline, and there is room for so many."""
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from buffers import messages as m
+
+MAX_PARKED = 20_000
+MAX_PARKED_OF_ONE = 200
+"""Of one sender."""
+MAX_WAIT_S = 60.0
+
+R = TypeVar("R")
+
+
+@dataclass(slots=True)
+class Parked(Generic[R]):
+    """A request that waits for its answer."""
+
+    sender: bytes
+    number: bytes
+    request: R
+    deadline: float
+    user: str
+    """The sender's public key; empty where there are no keys."""
+
+
+class ParkedRequests:
+    def __init__(self) -> None:
+        self.asks: deque[Parked[m.Ask]] = deque()
+        self.nexts: list[Parked[m.Next]] = []
+        self.finishes: list[Parked[m.Finish]] = []
+        self.watches: list[Parked[m.Watch]] = []
+        self._num_parked: Counter[bytes] = Counter()  # by sender
+
+    def __iter__(self) -> Iterator[Parked[Any]]:
+        return itertools.chain(self.asks, self.nexts, self.finishes, self.watches)
+
+    def has_room(self, sender: bytes) -> bool:
+        return self._num_parked[sender] < MAX_PARKED_OF_ONE and self._num_parked.total() < MAX_PARKED
+
+    def park(
+        self, sender: bytes, number: bytes, request: m.Ask | m.Next | m.Finish | m.Watch, user: str, now: float
+    ) -> None:
+        self._num_parked[sender] += 1
+        deadline = now + min(request.wait_s, MAX_WAIT_S)
+        match request:
+            case m.Ask():
+                self.asks.append(Parked(sender, number, request, deadline, user))
+            case m.Next():
+                self.nexts.append(Parked(sender, number, request, deadline, user))
+            case m.Finish():
+                self.finishes.append(Parked(sender, number, request, deadline, user))
+            case m.Watch():
+                self.watches.append(Parked(sender, number, request, deadline, user))
+
+    def let_go(self, parked: Parked[Any]) -> None:
+        """One of them is answered: it counts no more. Whoever answers it takes it out of its queue."""
+        self._num_parked[parked.sender] -= 1
+        if not self._num_parked[parked.sender]:
+            del self._num_parked[parked.sender]
+
+    def forget(self, unwanted: Callable[[Parked[Any]], bool]) -> None:
+        """Takes out requests that will have no answer."""
+        gone = {id(parked): parked for parked in self if unwanted(parked)}
+        for parked in gone.values():
+            self.let_go(parked)
+        if gone:
+            self.asks = deque(parked for parked in self.asks if id(parked) not in gone)
+            self.nexts = [parked for parked in self.nexts if id(parked) not in gone]
+            self.finishes = [parked for parked in self.finishes if id(parked) not in gone]
+            self.watches = [parked for parked in self.watches if id(parked) not in gone]
+
+    def take_asks(self, generator: str) -> list[Parked[m.Ask]]:
+        """Takes out what a generator has asked, which has left or begun a new life: nobody waits for its leases."""
+        taken = [parked for parked in self.asks if parked.request.generator == generator]
+        if taken:
+            self.forget(lambda parked: isinstance(parked.request, m.Ask) and parked.request.generator == generator)
+        return taken

@@ -1,0 +1,494 @@
+"""Nothing that arrives can overflow, hang or fill the buffer: every field has a bound, and so has every queue."""
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import psutil
+import pytest
+import zmq
+from msgspec import inspect
+from test_buffer import SMALL, Harness, group_of
+
+from buffers import client as buffer_client
+from buffers import messages as m
+from buffers.client import BufferClient, RefusedByBuffer, hand_in
+from buffers.fleet import LARGEST, MAX_GENERATORS, Fleet
+from buffers.parked import MAX_PARKED_OF_ONE
+from buffers.server import BufferServer
+from buffers.trajectory import encode, to_batch
+from configs.load import load
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Callable[..., Harness]]:
+    running: list[Harness] = []
+
+    def start(*overrides: str) -> Harness:
+        running.append(Harness(load([*SMALL, *overrides]), tmp_path / "journal"))
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.close()
+
+
+def unbounded(kind: inspect.Type, path: str) -> Iterator[str]:
+    """Where in a type a number, a text or a collection can be as large as its sender likes."""
+    match kind:
+        case inspect.Metadata(type=inner, extra_json_schema={"description": _}):
+            assert isinstance(inner, inspect.FloatType), f"{path} is any {inner}"  # said to be any number
+        case inspect.Metadata(type=inner):
+            yield from unbounded(inner, path)
+        case inspect.IntType() | inspect.FloatType():
+            if kind.ge is None or kind.le is None:
+                yield path
+        case inspect.StrType() | inspect.BytesType():
+            if kind.max_length is None:
+                yield path
+        case inspect.ListType(item_type=item) | inspect.VarTupleType(item_type=item) | inspect.SetType(item_type=item):
+            if kind.max_length is None:
+                yield path
+            yield from unbounded(item, f"{path}[]")
+        case inspect.DictType(key_type=key, value_type=value):
+            if kind.max_length is None:
+                yield path
+            yield from unbounded(key, f"{path}.key")
+            yield from unbounded(value, f"{path}.value")
+        case inspect.UnionType(types=types):
+            for one in types:
+                yield from unbounded(one, path)
+        case inspect.StructType(fields=fields):
+            for field in fields:
+                yield from unbounded(field.type, f"{path}.{field.name}")
+        case inspect.TupleType(item_types=types):
+            for number, one in enumerate(types):
+                yield from unbounded(one, f"{path}[{number}]")
+        case inspect.BoolType() | inspect.NoneType() | inspect.EnumType() | inspect.LiteralType():
+            pass
+        case _:
+            yield f"{path}, a {kind}"
+
+
+@pytest.mark.parametrize("request_type", get_args(m.Request), ids=lambda kind: kind.__name__)
+def test_every_field_of_a_request_has_a_bound(request_type: type) -> None:
+    assert list(unbounded(inspect.type_info(request_type), request_type.__name__)) == []
+
+
+def test_the_test_of_bounds_finds_a_field_without_one() -> None:
+    class Loose(msgspec.Struct):
+        number: int
+        words: list[m.Name]
+        text: str | None = None
+
+    assert list(unbounded(inspect.type_info(Loose), "Loose")) == ["Loose.number", "Loose.words", "Loose.text"]
+
+
+def send(address: str, *bodies: bytes) -> list[m.Reply]:
+    """What a buffer answers to these bytes as requests."""
+    stranger = zmq.Context.instance().socket(zmq.DEALER)
+    stranger.setsockopt(zmq.LINGER, 0)
+    stranger.connect(address)
+    try:
+        for number, body in enumerate(bodies):
+            stranger.send_multipart([bytes([number]), body])
+        answers = {}
+        while len(answers) < len(bodies):
+            assert stranger.poll(5000), f"{len(bodies) - len(answers)} requests have no answer"
+            number, reply = stranger.recv_multipart()
+            answers[number[0]] = m.reply_decoder.decode(reply)
+        return [answers[number] for number in range(len(bodies))]
+    finally:
+        stranger.close()
+
+
+@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a", b"\x81\x01"], ids=["lists", "maps", "maps of ints"])
+@pytest.mark.parametrize("depth", [1_000, 60_000])
+def test_deep_nesting_in_a_field_that_nobody_knows_is_refused(
+    harness: Callable[..., Harness], opening: bytes, depth: int
+) -> None:
+    run = harness()
+    plain = m.encoder.encode(m.Ask(generator="g", count=1, wait_s=0.0))
+    nested = bytes([plain[0] + 1]) + plain[1:] + b"\xa7unknown" + opening * depth + b"\xc0"
+    (reply,) = send(run.server.address, nested)
+    assert isinstance(reply, m.Refused), reply
+    assert run.status().refused == {"malformed message": 1}
+
+
+EXTREMES = [-(2**63), -1, 2**31, 2**40 + 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
+
+
+def test_no_number_overflows_the_status_or_the_log(harness: Callable[..., Harness], tmp_path: Path) -> None:
+    """Every integer of every request at its extremes, by every message; the log is replayed after it."""
+    run = harness("staleness.max_versions=1")
+    run.publish(0)
+    lease, *_ = run.ask()
+    bodies = [
+        msgspec.msgpack.encode(fields)
+        for value in (*EXTREMES, float("nan"), float("inf"), 1e308)
+        for fields in extreme(lease.id, value)
+    ]
+    for reply in send(run.server.address, *bodies[:200]):
+        assert not isinstance(reply, m.Over), reply
+    before = run.status()
+    assert run.server.buffer.ledger.closes() and before.tokens.total < 1000, before.tokens
+    assert before.refused["malformed message"] + before.refused.get("out of bounds", 0) > len(bodies) // 2
+    run.close()
+    again = Harness(load([*SMALL, "staleness.max_versions=1"]), tmp_path / "journal")
+    assert again.status().tokens == before.tokens
+    again.close()
+
+
+def extreme(lease: int, value: Any) -> list[dict[str, Any]]:
+    """Requests in which one number has this value."""
+    told = {"generator": "x", "progress": {}, "report": {}}
+    return [
+        {"type": "Fail", "generator": "x", "lease": 5, "num_tokens": value, "error": "e"},
+        {"type": "Fail", "generator": "x", "lease": lease, "num_tokens": value, "error": "e"},
+        {"type": "Fail", "generator": "x", "lease": value, "num_tokens": 1, "error": "e"},
+        {"type": "Heartbeat", **told, "progress": {lease: value}},
+        {"type": "Heartbeat", **told, "report": {"sampled_tokens": value, "idle_s": value}},
+        {"type": "Checkpointed", "step": value, "oldest": value},
+        {"type": "Checkpointed", "step": 0, "oldest": value},
+        {"type": "Rewind", "step": value},
+        {"type": "Evaluated", "generator": "x", "lease": lease, "reward": value},
+        {"type": "Consumed", "step": 0, "num_trained": value, "idle_s": value, "alive_s": 1.0, "metrics": {"m": value}},
+        {"type": "Watch", "after": value, "wait_s": 0.0},
+        {"type": "Watch", "after": 0, "wait_s": value} if value != 2**31 else {"type": "Locate"},
+        {"type": "Ask", "generator": "x", "count": value, "wait_s": 0.0} if abs(value) > 2**14 else {"type": "Locate"},
+        {"type": "Publish", "version": value, "weights": "w"},
+    ]
+
+
+def test_a_lease_cannot_have_more_tokens_than_it_can_sample(harness: Callable[..., Harness]) -> None:
+    run = harness("sampling.max_tokens=8", "generators.max_model_len=100")
+    run.publish(0)
+    lease, *_ = run.ask()
+    most = 2 * 100
+    with pytest.raises(RefusedByBuffer, match=f"num_tokens of a lease must be at most {most}, got {most + 1}"):
+        run.client.call(m.Fail(generator="g", lease=lease.id, num_tokens=most + 1, error="e"), m.Receipt)
+    with pytest.raises(RefusedByBuffer, match=f"progress of a lease must be at most {most}, got {most + 1}"):
+        beat = m.Heartbeat(generator="g", progress={lease.id: most + 1}, report=m.GeneratorReport())
+        run.client.call(beat, m.Standing)
+    run.client.call(m.Fail(generator="g", lease=lease.id, num_tokens=most, error="e"), m.Receipt)
+    status = run.status()
+    assert status.tokens.total == most and status.refused == {"out of bounds": 2}
+
+
+def test_a_checkpoint_is_of_a_step_that_was_trained(harness: Callable[..., Harness]) -> None:
+    run = harness()
+    run.publish(0)
+    for step, oldest in ((2**31 - 1, 0), (0, 2**31 - 1), (1, 0)):
+        with pytest.raises(RefusedByBuffer, match="must be at most 0, got"):
+            run.client.call(m.Checkpointed(step=step, oldest=oldest), m.Done)
+    run.client.call(m.Checkpointed(step=0, oldest=0), m.Done)
+
+
+def test_a_text_that_is_too_long_for_a_message_keeps_its_beginning_and_its_end() -> None:
+    text = m.shorten("KeyError: begins" + "x" * (1 << 20) + "ends")
+    assert len(text) <= m.MAX_TEXT and text.startswith("KeyError: begins") and text.endswith("ends")
+    assert "1,048,596 characters" in text and m.shorten("short") == "short"
+    m.decode_request(m.encoder.encode(m.Fail(generator="g", lease=1, num_tokens=1, error=text)))
+
+
+def test_running_totals_stop_where_an_answer_could_not_hold_them() -> None:
+    fleet, most = Fleet(), m.GeneratorReport(sampled_tokens=2**50, update_bytes=2**50, updates=2**50)
+    for life in range(5000):
+        fleet.join(f"g{life % 3}")
+        fleet.report(f"g{life % 3}", most)
+    assert fleet.summary()["weight_bytes"] <= LARGEST + 3 * 2**50
+    for number in range(3 * MAX_GENERATORS):
+        fleet.join(f"other{number}")
+    assert len(fleet.summary()["generators"]) == MAX_GENERATORS
+    assert fleet.summary()["weight_bytes"] == LARGEST, "what the forgotten have done still counts"
+
+
+# ---- sizes
+
+
+def test_a_client_does_not_send_what_no_buffer_takes_in(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = harness("staleness.max_versions=1")
+    run.publish(0)
+    leases = run.ask()
+    rows = [row for lease in leases for row in group_of(lease)]
+    one = encode(to_batch(rows[:2])).size
+    monkeypatch.setattr(m, "MAX_PAYLOAD_BYTES", one + 100)
+    with pytest.raises(m.TooLarge, match=rf"must have at most {one + 100:,} bytes together, got"):
+        run.client.submit("g", [lease.id for lease in leases], to_batch(rows))
+    assert not run.client._unanswered, "nothing waits to be sent again"
+    hand_in(run.client, "g", [lease.id for lease in leases], to_batch(rows))
+    assert verdicts(run.client, len(leases)) == {lease.id: "accepted" for lease in leases}
+    assert run.train(0) == [0, 1]
+
+
+def test_a_group_that_is_too_large_for_a_message_fails_by_its_size_and_the_others_are_taken(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = harness("staleness.max_versions=0", "buffer.max_attempts=1", "generators.max_model_len=5000")
+    run.publish(0)
+    leases = run.ask()
+    length = 4000
+    large = {"tokens": [1] * length, "sampled": [False] + [True] * (length - 1)}
+    large |= {"logprobs": [0.0] + [-1.0] * (length - 1), "versions": [-1] + [0] * (length - 1)}
+    rows = group_of(leases[0], **large) + group_of(leases[1])
+    monkeypatch.setattr(m, "MAX_PAYLOAD_BYTES", 20_000)
+    hand_in(run.client, "g", [lease.id for lease in leases], to_batch(rows))
+    assert verdicts(run.client, 2) == {leases[0].id: "failed", leases[1].id: "accepted"}
+    status = run.status()
+    assert "must have at most 20,000 bytes together, got" in status.quarantined[0]
+    assert status.tokens.rejected["failed"] == 2 * (length - 1)
+
+
+def verdicts(client: BufferClient, count: int) -> dict[int, str]:
+    found: dict[int, str] = {}
+    while len(found) < count:
+        for answer in client.receive(5.0):
+            assert isinstance(answer.reply, m.Receipt), answer
+            found |= dict(zip(answer.reply.leases, answer.reply.verdicts, strict=True))
+    return found
+
+
+def test_a_request_with_four_million_leases_is_refused_and_nothing_is_logged(harness: Callable[..., Harness]) -> None:
+    run = harness()
+    run.publish(0)
+    log = run.server.buffer.journal.folder
+    before = sum(path.stat().st_size for path in log.rglob("*") if path.is_file())
+    many = {"type": "Submit", "generator": "g", "leases": [0] * 900_000, "schema": 1}
+    too_many = {"type": "Submit", "generator": "g", "leases": [0] * 4_000_000, "schema": 1}
+    replies = send(run.server.address, msgspec.msgpack.encode(many), msgspec.msgpack.encode(too_many))
+    assert all(isinstance(reply, m.Refused) for reply in replies)
+    assert run.status().refused == {"malformed message": 2}
+    assert sum(path.stat().st_size for path in log.rglob("*") if path.is_file()) == before
+
+
+# ---- queues
+
+
+def test_whoever_asks_without_end_is_refused_and_others_are_served(harness: Callable[..., Harness]) -> None:
+    run = harness()
+    greedy = BufferClient(run.server.address, timeout_s=5.0)
+    for _ in range(MAX_PARKED_OF_ONE + 50):
+        greedy.post(m.Ask(generator="greedy", count=1, wait_s=50.0))
+    refused = 0
+    while refused < 50:
+        refused += sum(isinstance(answer.reply, m.Refused) for answer in greedy.receive(5.0))
+    run.publish(0)
+    assert run.status().refused == {"too many requests": 50}
+    greedy.close()
+
+
+def test_a_message_that_never_ends_costs_its_sender_the_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client by hand: every frame says that more follow. What ZeroMQ keeps of it must stay below the limit."""
+    monkeypatch.setattr(m, "MAX_PAYLOAD_BYTES", 32 << 20)
+    server = BufferServer(load(SMALL), tmp_path / "journal")
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    honest = BufferClient(server.address, timeout_s=5.0)
+    honest.call(m.Publish(version=0, weights="w"), m.Done)
+    before, sent = psutil.Process().memory_info().rss, 0
+    stranger = raw_client(int(server.address.rpartition(":")[2]))
+    frame = b"\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20)  # a long frame, and more follow
+    peak, broken = before, False
+    for _ in range(400):
+        try:
+            stranger.sendall(frame)
+        except OSError:
+            broken = True
+            break
+        sent += 1
+        peak = max(peak, psutil.Process().memory_info().rss)
+        honest.call(m.Watch(after=0, wait_s=0.0), m.News)
+    status = honest.call(m.Watch(after=0, wait_s=0.0), m.News).status
+    assert broken and sent < 200, f"{sent} MB of one message were taken in"
+    assert status.refused["unfinished message"] == 1 and peak - before < 150 << 20, (peak - before) >> 20
+    for client in (honest, stranger):
+        client.close()
+    server.stop()
+    thread.join(timeout=5)
+    assert not thread.is_alive()
+
+
+def raw_client(port: int) -> socket.socket:
+    """A connection that has greeted as a DEALER without keys (ZMTP 3.0)."""
+    connection = socket.create_connection(("127.0.0.1", port))
+    connection.settimeout(5.0)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    ready = b"\x05READY" + b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+    connection.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
+    while b"READY" not in connection.recv(4096):
+        pass
+    return connection
+
+
+def test_honest_traffic_is_never_taken_for_an_unfinished_message(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a connection has sent is counted by the kernel and by the server: the two stay equal, to the byte."""
+    run = harness("staleness.max_versions=3", "run.steps=50")
+    rng = random.Random(1)
+    run.publish(0)
+    for _ in range(300):
+        beat = m.Heartbeat(
+            generator="g" * rng.randint(1, 200), progress=dict.fromkeys(range(rng.randint(0, 400)), 1),
+            report=m.GeneratorReport(),
+        )  # fmt: skip
+        run.client.call(beat, m.Standing)
+    for lease in run.ask():
+        run.submit(lease)
+    from buffers.connections import _ask_kernel
+
+    for fd, connection in run.server._connections._open.items():
+        acked, received = _ask_kernel(fd, connection)
+        assert abs(received - connection.num_read) < 500 and abs(connection.num_sent - acked) < 500, connection
+        assert connection.num_read > 100_000
+
+
+def test_a_client_that_takes_no_answers_loses_its_connection(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffers.server.MAX_UNREAD_BYTES", 16 << 20)
+    monkeypatch.setattr(BufferServer, "_reply", lambda *_: m.Refused(reason="x" * (1 << 20)))
+    run = harness()
+    deaf = raw_client(int(run.server.address.rpartition(":")[2]))
+    body = m.encoder.encode(m.Locate())
+    message = b"\x01\x01n\x00" + bytes([len(body)]) + body
+    before, broken = psutil.Process().memory_info().rss, False
+    for _ in range(300):
+        try:
+            deaf.sendall(message)
+        except OSError:
+            broken = True
+            break
+        time.sleep(0.01)
+    assert broken and psutil.Process().memory_info().rss - before < 150 << 20
+    assert run.status().refused["unread answers"] == 1
+    deaf.close()
+
+
+# ---- the dead
+
+
+def test_leases_do_not_go_to_a_generator_that_has_gone(harness: Callable[..., Harness]) -> None:
+    run = harness("staleness.max_versions=0", "buffer.lease_s=600")
+    dead = BufferClient(run.server.address, timeout_s=5.0)
+    dead.call(m.Watch(after=0, wait_s=0.0), m.News)
+    dead.post(m.Ask(generator="dead", count=100, wait_s=60.0))
+    deadline = time.monotonic() + 5
+    while not run.server._parked.asks:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    dead._socket.setsockopt(zmq.LINGER, 0)
+    dead.close()  # as a kill would: the question stays behind
+    time.sleep(0.2)
+    run.publish(0)
+    run.client.call(m.Watch(after=0, wait_s=0.2), m.News)
+    groups = [lease.group for lease in run.ask()]
+    assert groups == [0, 1], "what the dead had asked for is given to the living at once"
+    assert run.status().num_quarantined == 0
+
+
+@pytest.mark.parametrize("farewell", [m.Leave(generator="g"), m.Join(generator="g")], ids=["leaves", "joins again"])
+def test_what_a_generator_asked_in_an_earlier_life_is_forgotten(
+    harness: Callable[..., Harness], farewell: m.Request
+) -> None:
+    run = harness("staleness.max_versions=0", "buffer.lease_s=600")
+    earlier = BufferClient(run.server.address, timeout_s=5.0)
+    earlier.call(m.Watch(after=0, wait_s=0.0), m.News)
+    earlier.post(m.Ask(generator="g", count=100, wait_s=60.0))
+    deadline = time.monotonic() + 5
+    while not run.server._parked.asks:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    run.client.exchange(farewell)
+    run.publish(0)
+    run.client.call(m.Watch(after=0, wait_s=0.2), m.News)
+    assert [lease.group for lease in run.client.call(m.Ask(generator="h", count=9, wait_s=0.0), m.Work).leases] == [
+        0,
+        1,
+    ]
+    earlier.close()
+
+
+# ---- a server that dies in the handshake
+
+
+def test_a_server_that_dies_in_the_handshake_does_not_look_like_refused_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first connections are accepted and closed; then the true buffer is there."""
+    monkeypatch.setattr(buffer_client, "BROKEN_S", 60.0)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    client = BufferClient(f"tcp://127.0.0.1:{port}", timeout_s=20.0)
+    number = client.post(m.Locate())
+    for _ in range(3):
+        connection, _ = listener.accept()
+        connection.recv(10)
+        connection.close()
+        assert not list(client.receive(0.2))
+    listener.close()
+    assert not list(client.receive(0.5)), "nobody listens: no reason to think of keys either"
+    server = BufferServer(load([*SMALL, f"buffer.address=tcp://127.0.0.1:{port}"]), tmp_path / "journal")
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    answers: list[int] = []
+    while not answers:
+        answers = [answer.number for answer in client.receive(5.0)]
+    assert answers == [number]
+    client.close()
+    server.stop()
+    thread.join(timeout=5)
+
+
+def test_a_server_that_breaks_off_every_handshake_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    client = BufferClient(f"tcp://127.0.0.1:{listener.getsockname()[1]}", timeout_s=20.0)
+    client.post(m.Locate())
+    stop = threading.Event()
+
+    def break_off() -> None:
+        listener.settimeout(0.2)
+        while not stop.is_set():
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
+            connection.recv(10)
+            connection.close()
+
+    thread = threading.Thread(target=break_off)
+    thread.start()
+    began = time.monotonic()
+    with pytest.raises(buffer_client.KeysRefused, match="it has broken off every handshake"):
+        while time.monotonic() - began < 20:
+            list(client.receive(0.5))
+    assert time.monotonic() - began > buffer_client.BROKEN_S
+    stop.set()
+    thread.join()
+    listener.close()
+    client.close()
+
+
+def test_a_server_whose_journal_cannot_be_closed_lets_go_of_its_sockets_and_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = BufferServer(load(SMALL), tmp_path / "journal")
+    closes = server.buffer.close
+
+    def fail() -> None:
+        closes()
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(server.buffer, "close", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        server.close()
+    assert server._context.closed and server._socket.closed

@@ -1,0 +1,209 @@
+"""Keys have roles, can be taken away while everything runs, and let nobody in when whoever checks them is dead."""
+
+import re
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import zmq
+from runs import SIMULATED, Started
+from test_buffer import SMALL
+
+from buffers import messages as m
+from buffers.client import BufferClient, BufferGone, KeysRefused, RefusedByBuffer
+from buffers.journal import read_groups
+from buffers.keys import SPEAKERS, Door, KeyRole, make_keys, open_door, show_key
+from buffers.server import BufferServer
+from configs.load import load
+
+Connect = Callable[..., BufferClient]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys", list(KeyRole))
+    return tmp_path / "keys"
+
+
+class Served:
+    def __init__(self, folder: Path, journal: Path) -> None:
+        self.server = BufferServer(load([*SMALL, f"buffer.keys={folder}"]), journal)
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.server.run()
+        except RuntimeError as error:
+            self.error = error
+
+
+@pytest.fixture
+def served(folder: Path, tmp_path: Path) -> Iterator[Served]:
+    running = Served(folder, tmp_path / "journal")
+    yield running
+    running.server.stop()
+    running.thread.join(timeout=5)
+    assert not running.thread.is_alive()
+
+
+@pytest.fixture
+def connect(served: Served, folder: Path) -> Iterator[Connect]:
+    clients: list[BufferClient] = []
+
+    def make(role: KeyRole, keys: Path = folder, timeout_s: float = 5.0) -> BufferClient:
+        clients.append(BufferClient(served.server.address, timeout_s=timeout_s, keys=str(keys), role=role))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+REQUESTS: list[m.Request] = [
+    m.Join(generator="g"), m.Leave(generator="g"), m.Ask(generator="g", count=1, wait_s=0.0),
+    m.Heartbeat(generator="g", progress={}, report=m.GeneratorReport()), m.Submit(generator="g", leases=[1], schema=1),
+    m.Evaluated(generator="g", lease=1, reward=0.0), m.Fail(generator="g", lease=1, num_tokens=0, error="e"), m.Locate(),
+    m.Next(step=0, wait_s=0.0), m.Read(segment=0, offset=0, size=0), m.Damaged(groups=[0]), m.Publish(version=0, weights="w"),
+    m.Consumed(step=0, num_trained=0, idle_s=0.0, alive_s=0.0, metrics={}), m.Checkpointed(step=0, oldest=0), m.Rewind(step=0),
+    m.Finish(wait_s=0.0), m.Watch(after=0, wait_s=0.0), m.Stop(reason="r"),
+]  # fmt: skip
+
+
+def test_every_request_has_its_speakers() -> None:
+    assert set(get_args(m.Request)) == set(SPEAKERS)
+    assert all(SPEAKERS.values())
+
+
+@pytest.mark.parametrize("role", KeyRole)
+def test_a_key_may_say_what_its_role_says_and_nothing_else(connect: Connect, role: KeyRole) -> None:
+    client = connect(role)
+    for request in REQUESTS:
+        said = f"{type(request).__name__} must not be said with the key of a {role}"
+        try:
+            client.exchange(request)
+            forbidden = False
+        except RefusedByBuffer as error:
+            forbidden = said in str(error)
+        assert forbidden == (role not in SPEAKERS[type(request)]), request
+
+
+def test_a_generators_key_cannot_publish_stop_or_rewind(connect: Connect, served: Served) -> None:
+    generator, operator = connect(KeyRole.generator), connect(KeyRole.operator)
+    for request in (m.Publish(version=0, weights="w"), m.Stop(reason="r"), m.Rewind(step=0)):
+        with pytest.raises(RefusedByBuffer, match="must not be said with the key of a generator"):
+            generator.exchange(request)
+    status = operator.call(m.Watch(after=0, wait_s=0.0), m.News).status
+    assert status.version == -1 and status.refused == {"forbidden": 3} and served.server.buffer.stopping is None
+
+
+def test_a_key_that_is_deleted_is_shut_out_within_a_second_on_open_connections_too(
+    connect: Connect, folder: Path, served: Served
+) -> None:
+    generator, learner = connect(KeyRole.generator), connect(KeyRole.learner)
+    generator.call(m.Join(generator="g"), m.Welcome)
+    generator.post(m.Ask(generator="g", count=9, wait_s=60.0))
+    learner.call(m.Locate(), m.Located)
+    (folder / "allowed" / "generator" / "generator.key").unlink()
+    time.sleep(1.0)
+    learner.call(m.Publish(version=0, weights="w"), m.Done)  # would answer the question
+    with pytest.raises(KeysRefused, match="it has refused this client's"):
+        for _ in range(20):
+            generator.call(m.Watch(after=0, wait_s=0.0), m.News)
+    with pytest.raises(KeysRefused):
+        connect(KeyRole.generator).call(m.Watch(after=0, wait_s=0.0), m.News)
+    status = learner.call(m.Watch(after=0, wait_s=0.0), m.News).status
+    assert status.refused["revoked key"] == 1 and status.groups.total == 0, "no lease went to it"
+
+
+def test_a_key_that_is_added_is_let_in_without_a_restart(connect: Connect, folder: Path, tmp_path: Path) -> None:
+    make_keys(folder, ["generator:other"])
+    machine = tmp_path / "machine"
+    machine.mkdir(mode=0o700)
+    shutil.copy(folder / "server.key", machine)
+    for suffix in ("key", "key_secret"):
+        shutil.copy(folder / f"other.{suffix}", machine / f"generator.{suffix}")
+    connect(KeyRole.generator, machine).call(m.Join(generator="other"), m.Welcome)
+    (folder / "allowed" / "watcher" / "broken.key").write_text("no key at all")
+    time.sleep(0.5)
+    connect(KeyRole.generator).call(m.Join(generator="g"), m.Welcome)
+
+
+def test_when_the_authenticator_dies_nobody_gets_in_and_the_server_ends_with_its_traceback(
+    connect: Connect, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect(KeyRole.watcher).call(m.Watch(after=0, wait_s=0.0), m.News)
+
+    def die(*_: object) -> list[bytes]:
+        raise OSError("a disk has gone")
+
+    monkeypatch.setattr(Door, "_answer", die)
+    with pytest.raises((BufferGone, KeysRefused)):
+        connect(KeyRole.watcher, timeout_s=1.0).call(m.Watch(after=0, wait_s=0.0), m.News)
+    served.thread.join(timeout=5)
+    assert not served.thread.is_alive() and "the thread that lets clients in has died" in str(served.error)
+    assert isinstance(served.error, RuntimeError) and "a disk has gone" in str(served.error.__cause__)
+
+
+def test_a_socket_whose_authenticator_is_dead_lets_nobody_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server, client = context.socket(zmq.ROUTER), zmq.Context.instance().socket(zmq.DEALER)
+    for socket in (server, client):
+        socket.setsockopt(zmq.LINGER, 0)
+    door = open_door(server, folder)
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+    door.close()  # its socket is gone, as after its death
+    show_key(client, folder)
+    client.connect(f"tcp://127.0.0.1:{port}")
+    client.send(b"let me in")
+    assert not server.poll(1000)
+    client.close()
+    server.close()
+    context.term()
+
+
+def test_keys_of_a_folder_without_roles_are_not_let_in(folder: Path, tmp_path: Path) -> None:
+    for path in (folder / "allowed").glob("*/*.key"):
+        path.rename(folder / "allowed" / path.name)
+    with pytest.raises(ValueError, match="public key of at least one client in `allowed/ROLE`"):
+        BufferServer(load([*SMALL, f"buffer.keys={folder}"]), tmp_path / "journal")
+    with pytest.raises(
+        ValueError, match="ROLE or ROLE:NAME with one of generator, learner, watcher, operator, got 'king'"
+    ):
+        make_keys(folder, ["king"])
+
+
+@pytest.mark.timeout(500)
+def test_a_run_with_keys_is_one_command_and_a_machine_joins_it_with_a_generators_pair(
+    start: Callable[..., Started], folder: Path, tmp_path: Path
+) -> None:
+    make_keys(folder, ["generator:machine"])
+    machine = tmp_path / "machine"
+    machine.mkdir(mode=0o700)
+    shutil.copy(folder / "server.key", machine)
+    for suffix in ("key", "key_secret"):
+        shutil.copy(folder / f"machine.{suffix}", machine / f"generator.{suffix}")
+    run = start(*SIMULATED, "run.steps=1000", "generators.count=1", f"buffer.keys={folder}")
+    run.wait_for(lambda: run.steps() >= 1, "first step", timeout_s=180)
+    address = re.search(r"tcp://\S+", (run.folder / "logs" / "buffer.log").read_text())
+    assert address is not None
+    joined = start("role=generators", "generators.count=1", f"buffer.address={address[0]}", f"buffer.keys={machine}")
+
+    def makers() -> set[str]:
+        return {name for batch in read_groups(run.folder / "journal") for name in batch.column("generator").to_pylist()}
+
+    run.wait_for(lambda: len(makers()) == 2, "group from the machine that joined", timeout_s=150)
+    (folder / "allowed" / "generator" / "machine.key").unlink()
+    code, out = joined.finish()
+    assert code == 1 and "buffer.keys must hold a key that the buffer" in out, out
+    run.process.send_signal(signal.SIGINT)
+    code, out = run.finish()
+    assert code == 130 and "the run has failed" not in out, out
+    log = (run.folder / "logs" / "buffer.log").read_text()
+    assert "revoked key" in log and "forbidden" not in log
