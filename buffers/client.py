@@ -62,7 +62,7 @@ class BufferClient:
     def __init__(self, address: str, *, timeout_s: float = 60.0, keys: str | None = None) -> None:
         """`keys` is the folder that `buffer.keys` names. Raises ValueError when it does not hold what is needed."""
         self.address = address
-        self._timeout_s = timeout_s
+        self._timeout_s, self._keys = timeout_s, keys
         self._heard_at = time.monotonic()
         self._numbers = itertools.count()
         self._unanswered: dict[int, list[bytes | pa.Buffer]] = {}
@@ -79,6 +79,10 @@ class BufferClient:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
+
+    def another(self) -> "BufferClient":
+        """A client of the same buffer, for another thread."""
+        return BufferClient(self.address, timeout_s=self._timeout_s, keys=self._keys)
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:

@@ -9,7 +9,10 @@ from typing import Annotated
 import msgspec
 
 Name = Annotated[str, msgspec.Meta(max_length=200)]
-"""Of a generator."""
+"""Of a generator, or of another role."""
+Activity = Annotated[str, msgspec.Meta(max_length=200)]
+"""What a role is doing, in a few words."""
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e10)]
 
 
 class Struct(msgspec.Struct, tag=True, kw_only=True):
@@ -73,6 +76,8 @@ class Work(Struct):
     """Newest published version, -1 before the first."""
     weights: str
     """Where its manifest is."""
+    change: int = 0
+    """Number of the publication or rewind that these two come from: of two answers, the one with the higher number is newer."""
     ended: bool = False
     """The run is over: leave."""
 
@@ -97,15 +102,22 @@ class GeneratorReport(Struct):
     digest_checks: int = 0
     """Comparisons of a file, or of what the engine holds, with a whole manifest."""
     digest_mismatches: int = 0
+    abandoned_scores: int = 0
+    """Scores that hung and were given up; each holds a thread until its process ends."""
 
 
 class Heartbeat(Struct):
-    """-> Standing. Renews leases."""
+    """-> Standing. Renews leases, unless the generator has stood still for `buffer.stalled_s`."""
 
     generator: Name
     progress: dict[int, int]
     """Tokens sampled so far by lease id."""
     report: GeneratorReport
+    activity: Activity = ""
+    for_s: Seconds = 0.0
+    """How long it has been doing that."""
+    still_s: Seconds = 0.0
+    """Seconds since its loop last came round, or bytes that it waits for came in."""
 
 
 class Standing(Struct):
@@ -113,6 +125,7 @@ class Standing(Struct):
     """Leases that are no longer the generator's: abort them and say `Drop`."""
     version: int
     weights: str
+    change: int = 0
     ended: bool = False
 
 
@@ -150,6 +163,22 @@ class Receipt(Struct):
     leases: list[int]
     verdicts: list[str]
     """Of each lease: `accepted`, or the reason why not."""
+
+
+# ---- from any role but a generator
+
+
+class Alive(Struct):
+    """-> Done. A heartbeat of a role that holds no leases."""
+
+    role: Name
+    activity: Activity
+    for_s: Seconds = 0.0
+    """How long it has been doing that."""
+    still_s: Seconds = 0.0
+    """Seconds since its loop last came round."""
+    ended: bool = False
+    """It will not be heard of again, and need not be."""
 
 
 # ---- from the learner
@@ -285,6 +314,16 @@ class Account(Struct):
     in_flight: int
 
 
+class RoleState(Struct):
+    """What a role has last said of itself."""
+
+    last_heard_s: float
+    """Seconds since its last heartbeat."""
+    activity: str
+    for_s: float
+    """How long it has been doing that, the time since the heartbeat included."""
+
+
 class Status(Struct):
     version: int
     step: int
@@ -299,6 +338,8 @@ class Status(Struct):
     admitted: int
     """Versions ahead of the newest that groups are admitted at present: the bound, or what the controller makes of it."""
     generators: dict[str, GeneratorReport]
+    roles: dict[str, RoleState]
+    """Generators and learner ranks that have not left, by name."""
     learner_idle: float
     """Share of the learner's life that it waited for a batch."""
     generator_idle: float
@@ -311,6 +352,7 @@ class Status(Struct):
     pause_s_mean: float
     digest_checks: int
     digest_mismatches: int
+    abandoned_scores: int
     num_quarantined: int
     """Groups that failed for good."""
     quarantined: dict[int, str]
@@ -344,7 +386,7 @@ class Refused(Struct):
 
 
 Request = (
-    Join | Leave | Ask | Heartbeat | Submit | Evaluated | Fail | Locate | Next | Publish | Consumed | Checkpointed | Rewind
+    Join | Leave | Ask | Heartbeat | Alive | Submit | Evaluated | Fail | Locate | Next | Publish | Consumed | Checkpointed | Rewind
     | Finish | Watch | Stop
 )  # fmt: skip
 Reply = Welcome | Work | Standing | Receipt | Located | Batch | NotYet | Over | Done | News | Refused

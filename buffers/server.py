@@ -91,6 +91,7 @@ class BufferServer:
         self._ticked_at = float("-inf")
         self._serve_overdue = False
         self._running = True
+        self._change = time.time_ns()  # from here on up: a later life of the buffer counts on from a higher number
 
         _allow_many_connections()
         _keep_freed_memory()
@@ -262,8 +263,14 @@ class BufferServer:
             case m.Heartbeat():
                 revoked = buffer.heartbeat(request)
                 return m.Standing(
-                    revoked=revoked, version=buffer.book.version, weights=buffer.weights, ended=self._stopping
-                )
+                    revoked=revoked, version=buffer.book.version, weights=buffer.weights, change=self._change,
+                    ended=self._stopping,
+                )  # fmt: skip
+            case m.Alive(role=role):
+                if request.ended:
+                    buffer.fleet.forget(role)
+                else:
+                    buffer.fleet.hear(role, request.activity, request.for_s, self._clock())
             case m.Evaluated(generator=name, lease=lease, reward=reward):
                 return m.Receipt(leases=[lease], verdicts=[buffer.evaluated(name, lease, reward)])
             case m.Fail(lease=lease):
@@ -278,6 +285,7 @@ class BufferServer:
                 return m.Located(folder=str(buffer.journal.folder.resolve()), mark=buffer.journal.mark)
             case m.Publish():
                 buffer.publish(request.version, request.weights)
+                self._change += 1
             case m.Consumed():
                 buffer.consumed(request)
             case m.Checkpointed():
@@ -287,6 +295,7 @@ class BufferServer:
                     buffer.rewind(step)
                 except ValueError as error:
                     raise Refusal("wrong step", str(error)) from error
+                self._change += 1
             case m.Stop():
                 buffer.stop(request.reason)
         return m.Done()
@@ -361,7 +370,13 @@ class BufferServer:
 
     def _work(self, leases: list[m.Lease]) -> m.Work:
         buffer = self.buffer
-        return m.Work(leases=leases, version=buffer.book.version, weights=buffer.weights, ended=self._stopping)
+        return m.Work(
+            leases=leases,
+            version=buffer.book.version,
+            weights=buffer.weights,
+            change=self._change,
+            ended=self._stopping,
+        )
 
     def _serve_next(self, parked: Parked[m.Next], now: float) -> bool:
         """Answers if it can or must; true if it has."""

@@ -174,6 +174,7 @@ def status_metrics(status: m.Status) -> dict[str, float]:
         "ledger/in_flight": status.tokens.in_flight,
     }
     metrics |= {f"ledger/rejected_{reason}": count for reason, count in status.tokens.rejected.items()}
+    metrics["scoring/abandoned"] = status.abandoned_scores
     metrics |= {f"refused/{reason.replace(' ', '_')}": count for reason, count in status.refused.items()}
     metrics |= {
         f"weights/lag_{name}": max(0, status.version - report.version)
