@@ -51,7 +51,7 @@ class Console:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        self._rich.print(f"{self._clock()}  {text}", soft_wrap=True)
+        self._rich.print(f"{self._clock()}  {text}", soft_wrap=True, markup=False)
 
     def take(self, news: m.News) -> None:
         if news.records and not self._rewards and (peak := news.records[0].metrics.get("memory/peak_gib")) is not None:
@@ -68,7 +68,7 @@ class Console:
             self._live.update(self._picture(news.status))
         elif time.monotonic() - self._last_line > LINE_EVERY_S:
             self._last_line = time.monotonic()
-            self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True)
+            self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True, markup=False)
 
     def rewind(self, step: int) -> None:
         """The learner was lost, and goes on from this step: later ones are to come again."""
@@ -80,15 +80,16 @@ class Console:
         if news is not None:
             self._last_line = time.monotonic()  # the line that follows is the last
             self.take(news)
-            self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True)
+            self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True, markup=False)
         n = self._num_restarts
         restarts = f" after {n} restart{'s' * (n > 1)} of the learner" if n else ""
         self._rich.print(
             f"{self._clock()}  {status}{restarts}. Summary, journal, checkpoints, TensorBoard and logs: {self._folder}",
             soft_wrap=True,
+            markup=False,
         )
         if status == "interrupted":
-            self._rich.print(f"           continue with run.resume={self._folder}", soft_wrap=True)
+            self._rich.print(f"           continue with run.resume={self._folder}", soft_wrap=True, markup=False)
 
     def _clock(self) -> str:
         return str(timedelta(seconds=int(time.monotonic() - self._began))).rjust(8)

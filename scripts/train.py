@@ -255,7 +255,11 @@ class Run:
         whence = "from the beginning: there is no checkpoint yet" if step is None else f"from step {step}"
         times = f"restart {learner.num_restarts + 1} of {self._config.learner.max_restarts}"
         self._console.say(f"{loss}: the learner goes on {whence} ({times})")
-        client.call(m.Rewind(step=step or 0), m.Done, wait_s=PATIENCE_S)
+        try:
+            client.call(m.Rewind(step=step or 0), m.Done, wait_s=PATIENCE_S)
+        except BufferGone:
+            self._ended_roles()  # raises what has ended the buffer, and with it the learner
+            raise
         news = client.call(m.Watch(after=self._record.num_steps, wait_s=0.0), m.News, wait_s=PATIENCE_S)
         for view in (self._record, self._console):
             view.take(news)  # the last that the dead have done, most of it to be done again
