@@ -186,23 +186,22 @@ def test_whatever_a_score_raises_fails_its_group_and_its_thread_goes_on(
         (Score("0.5"), "reward must be a number, got '0.5'"),  # type: ignore[arg-type]
         (Score(None), "reward must be a number, got None"),  # type: ignore[arg-type]
         (Score(1j), "reward must be a number, got 1j"),  # type: ignore[arg-type]
-        (Score(torch.ones(2)), r"reward must be a number, got tensor\(\[1., 1.\]\)"),  # type: ignore[arg-type]
-        (Score(1.0, {"length": "long"}), r"components\['length'\] must be a number, got 'long'"),  # type: ignore[dict-item]
-        (Score(1.0, {"length": float("inf")}), r"components\['length'\] must be finite, got inf"),
-        (Score(1.0, {"length": -1e39}), r"components\['length'\] must be within ± 3.4e38"),
-        (Score(1.0, [1.0]), r"components must be a dict of numbers by name, got \[1.0\]"),  # type: ignore[arg-type]
+        (Score(torch.ones(2)), "reward must be a number, got tensor([1., 1.])"),  # type: ignore[arg-type]
+        (Score(1.0, {"length": "long"}), "components['length'] must be a number, got 'long'"),  # type: ignore[dict-item]
+        (Score(1.0, {"length": float("inf")}), "components['length'] must be finite, got inf"),
+        (Score(1.0, {"length": -1e39}), "components['length'] must be within ± 3.4e38"),
+        (Score(1.0, [1.0]), "components must be a dict of numbers by name, got [1.0]"),  # type: ignore[arg-type]
         (Score(1.0, {str(i): 0.0 for i in range(65)}), "components must be at most 64, got 65"),
-        (Score(1.0, {"x" * 201: 0.0}), "names of components must be text of at most 200 characters .*, got 'xxx"),
-        (Score(1.0, {7: 0.0}), "names of components must be text .*, got 7"),  # type: ignore[dict-item]
+        (Score(1.0, {"x" * 201: 0.0}), "names of components must be text of at most 200 characters…, got 'xxx"),
+        (Score(1.0, {7: 0.0}), "names of components must be text…, got 7"),  # type: ignore[dict-item]
         (Score(1.0, {"\ud800": 0.0}), "names of components must be text"),
-        (Score(1.0, {GREEDY: 0.0}), "names of components must be text .* other than 'greedy', got 'greedy'"),
+        (Score(1.0, {GREEDY: 0.0}), "names of components must be text… other than 'greedy', got 'greedy'"),
     ],
 )
 def test_a_score_that_a_trajectory_cannot_hold_is_refused_with_field_rule_and_value(score: Score, error: str) -> None:
-    with pytest.raises(
-        ValueError, match=error.replace("(it is", r"\(it is").replace("float32)", r"float32\)").replace("1e+", r"1e\+")
-    ):
+    with pytest.raises(ValueError) as raised:
         checked(score)
+    assert all(part in str(raised.value) for part in error.split("…"))
 
 
 def test_numbers_of_every_kind_are_taken_for_what_they_are() -> None:
