@@ -52,6 +52,9 @@ class HeartbeatThread:
         self._standings: deque[m.Standing] = deque()
         self._error: Exception | None = None
         self._under_way: set[int] = set()
+        self.silent_s = 0.0
+        """Seconds for which the buffer had left heartbeats without an answer when the thread last looked for one. (Not until now:
+        a process that was held up has answers that it has not read.)"""
         self._soon, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
         self._thread.start()
@@ -76,11 +79,6 @@ class HeartbeatThread:
         if self._error is not None:
             raise self._error
         return [self._standings.popleft() for _ in range(len(self._standings))]
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds for which the buffer has left heartbeats without an answer."""
-        return self._client.silent_s
 
     def close(self, farewell: m.Request | None = None) -> None:
         """`farewell` is the last that the buffer hears from this thread."""
@@ -119,3 +117,4 @@ class HeartbeatThread:
                     self._standings.append(standing)
                 case m.Refused(reason=reason):
                     log.error("the buffer has refused a heartbeat: %s", reason)
+        self.silent_s = self._client.silent_s

@@ -64,6 +64,7 @@ class ScoringPool:
         self._lock = threading.Lock()  # of jobs' states, `_running` and `_done`
         self._running: set[Job] = set()
         self._done: list[Scored] = []
+        self._is_done = threading.Event()  # there is something in `_done`
         self._jobs: dict[int, Job] = {}
         self.num_abandoned = 0
         self._num_threads = num_threads
@@ -86,14 +87,17 @@ class ScoringPool:
         if (job := self._jobs.pop(lease, None)) is not None:
             job.unwanted = True  # a call under way is still watched: see `collect`
 
-    def collect(self) -> list[Scored]:
-        """Groups that are done. Those past the deadline have failed, with a TimeoutError.
+    def collect(self, wait_s: float = 0.0) -> list[Scored]:
+        """Groups that are done; waits up to `wait_s` for the first. Those past the deadline have failed, with a TimeoutError.
 
         Raises ScoresHang when more than `MAX_ABANDONED` threads hang.
         """
+        if wait_s > 0:
+            self._is_done.wait(wait_s)
         now, late = self._clock(), []
         with self._lock:
             done, self._done = self._done, []
+            self._is_done.clear()
             for job in [job for job in self._running if now - job.began_at > self._timeout_s]:
                 self._running.discard(job)
                 job.abandoned = True
@@ -143,6 +147,7 @@ class ScoringPool:
             self._running.discard(job)
             if not job.abandoned:
                 self._done.append(scored)
+                self._is_done.set()
 
 
 def checked(score: Any) -> Score:

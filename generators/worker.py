@@ -120,7 +120,7 @@ class Generator:
     def _listen(self) -> None:
         self._watch_idleness()
         self._heart.say(*self._activity())
-        busy = self._engine.num_unfinished > 0 or self._is_fetching
+        busy = self._engine.num_unfinished > 0 or self._is_fetching or bool(self._scoring)
         for answer in self._client.receive(0.0 if busy else IDLE_S):
             self._hear(answer.reply)
         for standing in self._heart.standings():
@@ -348,7 +348,8 @@ class Generator:
     def _submit(self) -> None:
         """Hands in the groups that have been scored, all in one message."""
         whole: dict[int, list[Trajectory]] = {}  # by lease
-        for scored in self._scores.collect():
+        idle = self._scoring and not self._engine.num_unfinished
+        for scored in self._scores.collect(IDLE_S if idle else 0.0):
             if (rows := self._rows(self._scoring.pop(scored.lease), scored)) is not None:
                 whole[scored.lease] = rows
         if whole:
