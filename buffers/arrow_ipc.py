@@ -96,6 +96,28 @@ def is_aligned(message: memoryview, buffers: Sequence[Sequence[int]]) -> bool:
     return num_metadata % 8 == 0 and len(message) % 8 == 0 and not any(offset & 7 for offset, _ in buffers)
 
 
+def find_blocks(data: memoryview, start: int) -> list[tuple[int, int, int]]:
+    """(offset, bytes of metadata, bytes of body) of each message from byte `start` to the end of `data`, for `footer`.
+
+    Stops at the first message that is not whole. For what was written here: in a stranger's message the lengths may lie.
+    """
+    blocks = []
+    while start + 8 <= len(data):
+        marker, num_metadata = struct.unpack_from("<Ii", data, start)
+        if marker != 0xFFFFFFFF or not 0 < num_metadata <= len(data) - start - 8:
+            break
+        metadata = bytes(data[start + 8 : start + 8 + num_metadata])
+        try:
+            num_body = _scalar(metadata, _at(metadata, "<I", 0), 3, "<q")
+        except struct.error:
+            break
+        if not 0 <= num_body <= len(data) - start - 8 - num_metadata:
+            break
+        blocks.append((start, 8 + num_metadata, num_body))
+        start += 8 + num_metadata + num_body
+    return blocks
+
+
 def footer(schema: pa.Schema, blocks: Sequence[tuple[int, int, int]]) -> bytes:
     """What turns the stream before it into an Arrow IPC file: end of stream, index of the record batches, magic.
 

@@ -4,7 +4,7 @@
                                  │
                               commit: one write, and one fsync, for all that has come in since the last
 
-The journal's log is the state: a buffer that is opened on a folder applies it from its beginning and goes on from there.
+A buffer that is opened on a folder reads the newest state there, applies the log since, and goes on from there.
 """
 
 import itertools
@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -21,17 +21,22 @@ import pyarrow as pa
 
 from buffers import events as e
 from buffers import messages as m
+from buffers.book_state import count_entries, export_book, segments_needed
 from buffers.controller import LagController
 from buffers.evaluation import Evaluations
+from buffers.files import boot_id
 from buffers.fleet import Fleet
-from buffers.groups import Handout, Terms
-from buffers.journal import Journal, mend, read_bytes, read_events
+from buffers.groups import Handout, make_terms, record_terms
+from buffers.journal import Journal
 from buffers.leases import LeaseBook
 from buffers.ledger import Ledger
 from buffers.prompts import PromptOrder
+from buffers.recovery import find_damaged_groups, rebuild_book
 from buffers.samplers import load_sampler
+from buffers.segments import Reader, join_slices, read_bytes, segment_path
 from buffers.staleness import count
-from buffers.trajectory import SCHEMA_VERSION, Checked, Expected, Facts, Malformed, check_groups, decode, encode, flat
+from buffers.state import State
+from buffers.trajectory import SCHEMA_VERSION, Checked, Expected, Facts, Malformed, check_groups, divide_groups, encode
 from configs.schema import Config, OnLate, Retention
 
 log = logging.getLogger("slipstream.buffer")
@@ -68,24 +73,8 @@ class Buffer:
         self._config, self._clock, self._bound = config, clock, config.bound
         self.ledger = Ledger()
         lease_ids = itertools.count(secrets.randbits(30) << 32)  # no lease of an earlier life has such a number
-        terms = Terms(
-            groups_per_step=config.learner.groups_per_step,
-            steps=config.run.steps,
-            max_versions=self._bound,
-            on_late=config.staleness.on_late,
-            samples_per_prompt=config.learner.samples_per_prompt,
-            lease_s=config.buffer.lease_s,
-            max_attempts=config.buffer.max_attempts,
-            straggler_timeout_s=config.staleness.straggler_timeout_s,
-            task=config.task.name,
-            seed=config.run.seed,
-            task_size=config.task.size,
-            max_uses=config.buffer.max_uses,
-            max_groups=config.buffer.max_groups,
-            max_tokens=config.buffer.max_tokens,
-            max_bytes=config.buffer.max_bytes,
-        )
-        self._lease_ids = lease_ids
+        terms = make_terms(config)
+        self._lease_ids, self._terms = lease_ids, terms
         self._silent = True
         sampler = load_sampler(config.buffer.sampler, config.buffer.sampler_args)
         self.book = LeaseBook(terms, self.ledger, sampler=sampler, lease_ids=lease_ids, note=self._note)
@@ -107,52 +96,63 @@ class Buffer:
         self.moved_at = self._warned_at = clock()
         self.stopping: str | None = None
         self._quarantined_in_a_row = 0
-
-        began = time.monotonic()
-        self.cut = mend(folder)
-        for what in self.cut:
-            log.warning("recovery has cut from the journal: %s", what)
-        num_events = self._recover(folder)
-        self._silent = False
+        self._state_due = False
+        """A checkpoint was written since the last state."""
         self.journal = Journal(folder, config.buffer.durability, config.buffer.segment_mb << 20)
-        if resume_step is not None:
-            self.rewind(resume_step)
-        if num_events:
-            waiting = len(self.book.pool)
-            log.info(
-                "recovered in %.2f s from %d events: step %d, %d complete groups wait to be trained",
-                time.monotonic() - began, num_events, self.book.num_consumed, waiting,
-            )  # fmt: skip
+        self._reader = Reader(folder)
+        try:
+            self._recover(resume_step)
+        except BaseException:
+            self.journal.close()
+            raise
 
     def _note(self, event: e.AnyEvent) -> None:
         if not self._silent:
             self.journal.note(event)
 
-    def _recover(self, folder: Path) -> int:
-        num_events, now = 0, self._clock()
-        for event in read_events(folder):
-            num_events += 1
-            self.book.apply(event, now)
-            match event:
-                case e.Published():
-                    self.weights = event.weights
-                    self._request_evaluation(event.version)
-                case e.Scored():
-                    self._evaluations.withdraw(event.version)
-                case e.Rewound():
-                    self._evaluations.clear()
-        return num_events
+    def _recover(self, resume_step: int | None) -> None:
+        """Goes on from what the journal holds. Nothing in it is changed before all is known to fit."""
+        began, now = time.monotonic(), self._clock()
+        found = self.journal.recover()
+        request = self._request_evaluation
+        self.weights = rebuild_book(self.book, self._evaluations, found, self._terms, now, request)
+        if resume_step is not None:
+            self.book.check_rewind(resume_step)
+        damaged = find_damaged_groups(self.book, found, self._reader)
+        for what in self.journal.begin(found, self._export_state()):
+            log.warning("recovery has set aside from the journal: %s", what)
+        self._silent = False
+        for number in damaged:
+            self._reject_damaged(number)
+        if resume_step is not None:
+            self.rewind(resume_step)
+        if found.state is not None or found.tail.lines:
+            log.info(
+                "recovered in %.2f s from a state and %d events: step %d, %d complete groups wait to be trained",
+                time.monotonic() - began, len(found.tail.lines), self.book.num_consumed, len(self.book.pool),
+            )  # fmt: skip
+
+    def _export_state(self) -> State:
+        return State(
+            terms=record_terms(self._terms), book=export_book(self.book), weights=self.weights,
+            unscored=self._evaluations.unscored(), next_segment=0, open_segment=None,
+            durability=str(self._config.buffer.durability), boot=boot_id(),
+        )  # fmt: skip
 
     def commit(self) -> None:
         """Makes durable, as `buffer.durability` has it, all that has changed."""
-        self.journal.commit()
+        self.start_commit().result()
 
     def start_commit(self) -> "Future[None]":
-        """As `commit`, but the disk is waited for in the future that it returns."""
-        return self.journal.start_commit()
+        """As `commit`, but the future that it returns waits for the disk."""
+        done = self.journal.start_commit()
+        if self.journal.wants_rotation(count_entries(self.book), now=self._state_due):
+            self._state_due = False
+            self.journal.rotate(self._export_state(), keep_logs=self._config.buffer.retention is Retention.all)
+        return done
 
     def close(self) -> None:
-        self.journal.close()
+        self.journal.close(self._export_state())
 
     def stop(self, reason: str) -> None:
         self.stopping = self.stopping or reason
@@ -223,7 +223,7 @@ class Buffer:
             if schema != SCHEMA_VERSION:
                 raise Malformed(f"schema version must be {SCHEMA_VERSION}, got {schema}")
             if len(wanted) < len(leases):
-                data, spent = _divide(data, len(leases), wanted, num_samples)
+                data, spent = divide_groups(data, len(leases), wanted, num_samples)
             if wanted:
                 found = check_groups(
                     data, list(wanted.values()), num_samples=num_samples, newest_version=self.book.newest_version
@@ -266,6 +266,12 @@ class Buffer:
             held = self.book.lease_of(lease)
             assert held is not None
             group, due = held
+            if self.book.is_too_new(due, facts.newest):
+                row += num_samples
+                error = f"sampled by version {facts.newest}, newer than the step {due} that it is for"
+                self.book.fail(lease, facts.num_tokens, error, counts=False)
+                yield "failed"
+                continue
             self.book.accept(
                 e.Accepted(
                     lease=lease, group=group, due=due, prompt=self._prompts.index(group), segment=segment, offset=offset,
@@ -349,25 +355,30 @@ class Buffer:
 
     def slices(self, handout: Handout) -> list[m.Slice]:
         """Where the groups are; those that lie together are one slice."""
-        slices: list[m.Slice] = []
-        for content in map(self.book.content, handout.groups):
-            last = slices[-1] if slices else None
-            if last and (last.segment, last.offset, last.row + last.rows) == (
-                content.segment,
-                content.offset,
-                content.row,
-            ):
-                last.rows += content.rows
-            else:
-                slices.append(
-                    m.Slice(content.segment, content.offset, content.size, content.xxh3, content.row, content.rows)
-                )
-        return slices
+        return join_slices(map(self.book.content, handout.groups))
 
-    def messages(self, slices: Sequence[m.Slice]) -> list[bytes]:
-        """The record batches that hold these slices, each once, for readers that cannot map the journal."""
-        distinct = dict.fromkeys((s.segment, s.offset, s.size) for s in slices)
-        return [read_bytes(self.journal.folder, *where) for where in distinct]
+    def read_part(self, request: m.Read) -> bytes:
+        """A part of a record batch, for readers that cannot map the journal; shorter where the file is shorter."""
+        try:
+            return read_bytes(self.journal.folder, request.segment, request.offset, request.size)
+        except FileNotFoundError:
+            return b""
+
+    def report_damaged(self, groups: Sequence[int]) -> int:
+        """A learner found these groups damaged. Those that the buffer finds so too are replaced; returns how many."""
+        damaged = [n for n in groups if n in self.book.pool and not self._reader.is_intact(self.book.content(n))]
+        for number in damaged:
+            self._reject_damaged(number)
+        return len(damaged)
+
+    def _reject_damaged(self, number: int) -> None:
+        content = self.book.content(number)
+        error = (
+            f"its {content.size} bytes at {content.offset} of {segment_path(self.journal.folder, content.segment)} "
+            "are not those that were written"
+        )
+        log.error("group %d is damaged, and a fresh one takes its place: %s", number, error)
+        self.book.reject_damaged(number, error)
 
     def consumed(self, request: m.Consumed) -> None:
         """A step has been trained. Raises Refusal when it is not the one at hand (one trained before is no error)."""
@@ -402,11 +413,18 @@ class Buffer:
         del self.records[:-MAX_RECORDS]
 
     def checkpointed(self, step: int, oldest: int) -> None:
-        """The learner can go back to `oldest` at the earliest: what only earlier steps needed may go."""
+        """The learner can go back to `oldest` at the earliest: what only earlier steps needed may go. Raises Refusal."""
+        if not oldest <= step <= self.book.num_consumed:
+            raise Refusal(
+                "wrong step",
+                f"checkpoint must be of a step that was trained, and not be older than the oldest kept, got {step} "
+                f"(oldest {oldest}) when {self.book.num_consumed} steps are trained",
+            )
         self.book.checkpoint(e.Checkpointed(step, oldest))
+        self._state_due = True
         if self._config.buffer.retention is Retention.all:
             return
-        if gone := sorted(self.journal.closed_segments() - self.book.segments_needed()):
+        if gone := sorted(self.journal.closed_segments() - segments_needed(self.book)):
             self.journal.drop(gone)
 
     def rewind(self, step: int) -> None:
@@ -449,7 +467,7 @@ class Buffer:
 
     def waiting_for(self, *, learner_waits: bool = True, num_asking: int = 0) -> str:
         """Who waits for whom, in a sentence; then who has not been heard of, and who has been doing one thing for long."""
-        step = self.book.num_consumed
+        step, budget = self.book.num_consumed, self.book.budget_reached() or "admission"
         if self.book.version < 0:
             who = f"all wait for the learner to publish version {step}"
         elif step == self._config.run.steps:
@@ -457,8 +475,7 @@ class Buffer:
         elif learner_waits:
             who = f"the learner waits: {self.book.waiting_for(step)}"
         else:
-            budget = self.book.budget_reached()
-            who = f"the learner trains step {step}; {num_asking} generators wait for {budget or 'admission'}"
+            who = f"the learner trains step {step}; {num_asking} generators wait for {budget}"
         return "; ".join(filter(None, (who, self.fleet.long_waits(self._clock()))))
 
     def status(self, waiting_for: str) -> m.Status:
@@ -481,20 +498,3 @@ class Buffer:
             still_s=self._clock() - self.moved_at,
             **self.fleet.summary(self._clock()),
         )
-
-
-def _divide(
-    data: memoryview, num_groups: int, wanted: Container[int], num_samples: int
-) -> tuple[memoryview, dict[int, int]]:
-    """(message with the wanted groups alone, sampled tokens of each of the others). Raises Malformed."""
-    batch = decode(data)
-    if batch.num_rows != num_groups * num_samples:
-        raise Malformed(f"{num_groups} groups must have {num_groups * num_samples} rows, got {batch.num_rows}")
-    groups = [batch.slice(place * num_samples, num_samples) for place in range(num_groups)]
-    kept = [group for place, group in enumerate(groups) if place in wanted] or [batch.slice(0, 0)]
-    spent = {
-        place: int(np.count_nonzero(flat(group, "sampled")))
-        for place, group in enumerate(groups)
-        if place not in wanted
-    }
-    return memoryview(encode(pa.concat_batches(kept))).cast("B"), spent

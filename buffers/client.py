@@ -5,24 +5,32 @@ When the buffer is started again, what has no answer yet is sent again: all requ
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import pyarrow as pa
+import xxhash
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from buffers import messages as m
-from buffers.journal import Reader, is_here
+from buffers.journal import is_here
 from buffers.keys import show_key
+from buffers.segments import DamagedGroup, Reader
 from buffers.trajectory import SCHEMA, SCHEMA_VERSION, encode
 
 R = TypeVar("R", bound=m.Struct)
 
 CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+
+WINDOW = 4
+"""Parts of a record batch asked for and not come yet."""
+MAX_UNSEEN = 3
+"""Times in a row that a client finds damage and the buffer does not, until that is an error."""
 
 
 class BufferGone(RuntimeError):
@@ -56,6 +64,32 @@ class Taken:
     """The rows of all groups, in order, with the columns of `buffers.trajectory`."""
 
 
+class RemoteReader:
+    """Reads groups over the socket, as `segments.Reader` does from the journal."""
+
+    def __init__(self, fetch: Callable[[m.Slice], bytearray]) -> None:
+        self._fetch = fetch
+        self._fetched: dict[tuple[int, int], pa.RecordBatch] = {}
+
+    def read(self, place: m.Slice) -> pa.RecordBatch:
+        """Raises DamagedGroup when the bytes are not those that were written, also when they come a second time."""
+        where = (place.segment, place.offset)
+        if where not in self._fetched:
+            data = self._fetch(place)
+            if xxhash.xxh3_64_intdigest(data) != place.xxh3:
+                data = self._fetch(place)
+            if xxhash.xxh3_64_intdigest(data) != place.xxh3:
+                raise DamagedGroup(
+                    f"{place.size} bytes of segment {place.segment} must have checksum {place.xxh3:016x}"
+                )
+            self._fetched[where] = pa.ipc.read_record_batch(pa.py_buffer(data), SCHEMA)
+        return self._fetched[where].slice(place.row, place.rows)
+
+    def forget(self) -> None:
+        """Lets go of what was fetched: a step is read once."""
+        self._fetched.clear()
+
+
 class BufferClient:
     """Not thread-safe: one client a thread."""
 
@@ -67,8 +101,8 @@ class BufferClient:
         self._numbers = itertools.count()
         self._unanswered: dict[int, list[bytes | pa.Buffer]] = {}
         self._connected = False
-        self._reader: Reader | None = None
-        self._located = False
+        self._reader: Reader | RemoteReader | None = None
+        self._num_unseen = 0
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
@@ -172,29 +206,68 @@ class BufferClient:
         return reply.verdicts
 
     def next(self, step: int, wait_s: float) -> Taken | m.NotYet | m.Over:
-        """What step `step` trains, mapped from the journal where it is on this host, else fetched.
+        """What step `step` trains, mapped from the journal where it is on this host, else fetched in parts.
 
-        Raises DamagedGroup when the journal's bytes have changed.
+        A group whose bytes have changed is told to the buffer, which has a fresh one made: until then the answer is
+        NotYet. Raises DamagedGroup when the buffer cannot see the damage, though it is there again and again.
         """
-        if not self._located:
-            where = self.call(m.Locate(), m.Located)
-            self._reader = Reader(Path(where.folder)) if is_here(Path(where.folder), where.mark) else None
-            self._located = True
-        mapped = self._reader is not None
-        reply, payload = self.exchange(m.Next(step=step, wait_s=wait_s, mapped=mapped), wait_s=wait_s)
+        reader = self._find_reader()
+        reply, _ = self.exchange(m.Next(step=step, wait_s=wait_s), wait_s=wait_s)
         if not isinstance(reply, m.Batch):
             assert isinstance(reply, m.NotYet | m.Over), reply
             return reply
-        if self._reader is not None:
-            batches = [self._reader.read(place) for place in reply.slices]
-        else:
-            distinct = dict.fromkeys((s.segment, s.offset) for s in reply.slices)
-            whole = {
-                key: pa.ipc.read_record_batch(pa.py_buffer(frame), SCHEMA)
-                for key, frame in zip(distinct, payload, strict=True)
-            }
-            batches = [whole[s.segment, s.offset].slice(s.row, s.rows) for s in reply.slices]
+        try:
+            batches = [reader.read(place) for place in reply.slices]
+        except DamagedGroup as error:
+            replaced = self.call(m.Damaged(groups=reply.groups), m.Replaced).count
+            self._num_unseen = 0 if replaced else self._num_unseen + 1
+            if self._num_unseen == MAX_UNSEEN:
+                raise
+            return m.NotYet(
+                waiting_for=f"step {step} waits for {replaced} fresh groups in the place of damaged ones: {error}"
+            )
+        finally:
+            reader.forget()
+        self._num_unseen = 0
         return Taken(step, reply.groups, reply.weights, pa.Table.from_batches(batches, SCHEMA))
+
+    def _find_reader(self) -> "Reader | RemoteReader":
+        if self._reader is None:
+            where = self.call(m.Locate(), m.Located)
+            here = is_here(Path(where.folder), where.mark)
+            self._reader = Reader(Path(where.folder)) if here else RemoteReader(self._fetch)
+        return self._reader
+
+    def _fetch(self, place: m.Slice) -> bytearray:
+        """The bytes of a record batch, several parts under way at once. Others are answered between them.
+
+        Raises BufferGone when no part comes for `timeout_s`, DamagedGroup when the journal has fewer bytes.
+        """
+        data = bytearray(place.size)
+        left = list(range(0, place.size, m.MAX_PART_BYTES))[::-1]
+        under_way: dict[int, int] = {}
+        heard_at = time.monotonic()
+        while left or under_way:
+            while left and len(under_way) < WINDOW:
+                begin = left.pop()
+                size = min(m.MAX_PART_BYTES, place.size - begin)
+                request = m.Read(segment=place.segment, offset=place.offset + begin, size=size)
+                under_way[self.post(request)] = begin
+            for answer in self.receive(0.1):
+                if answer.number not in under_way:
+                    continue
+                heard_at, begin = time.monotonic(), under_way.pop(answer.number)
+                if isinstance(answer.reply, m.Refused):
+                    raise RefusedByBuffer(answer.reply.reason)
+                part = answer.payload[0] if answer.payload else memoryview(b"")
+                if len(part) != min(m.MAX_PART_BYTES, place.size - begin):
+                    raise DamagedGroup(
+                        f"{len(part)} bytes came of a part at {place.offset + begin} of segment {place.segment}"
+                    )
+                data[begin : begin + len(part)] = part
+            if time.monotonic() - heard_at > self._timeout_s:
+                raise BufferGone(f"no part of a batch from the buffer at {self.address} in {self._timeout_s:.0f} s")
+        return data
 
     def close(self) -> None:
         if self._socket.closed:

@@ -51,6 +51,10 @@ class Evaluations:
         """Prompts that nobody answers yet."""
         return sum(len(sweep.waiting) for sweep in self._sweeps)
 
+    def unscored(self) -> list[int]:
+        """Versions whose evaluation is not done."""
+        return [sweep.version for sweep in self._sweeps]
+
     def request(self, version: int, num_prompts: int) -> None:
         if num_prompts:
             self._sweeps.append(Sweep(version, num_prompts, deque(range(num_prompts))))

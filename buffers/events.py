@@ -4,6 +4,41 @@ import msgspec
 import xxhash
 
 
+class Began(msgspec.Struct, frozen=True, tag=True):
+    """A file of the log begins. The first line of each."""
+
+    log: int
+    """Number of this file."""
+    previous: int
+    """Number of the file that it continues, -1 for none."""
+    previous_bytes: int
+    """Where that one ends."""
+    next_segment: int
+    """Segments from this number on have not been written yet."""
+    terms: dict[str, str | int | float | None]
+    """What groups are leased and accepted on from here (`groups.Terms`)."""
+    durability: str
+    boot: str
+    """Names the host and its last start, as `files.boot_id` does."""
+    at: float
+
+
+class Synced(msgspec.Struct, frozen=True, tag=True):
+    """All that lies before byte `end` of file `log` was on the disk when this line was written, groups included."""
+
+    log: int
+    end: int
+
+
+class Repaired(msgspec.Struct, frozen=True, tag=True):
+    """Damage was mended by `scripts/repair.sh`: `step` steps count as trained from here, whatever stands before."""
+
+    step: int
+    lost: list[int]
+    """Numbers of the groups that were accepted and are lost."""
+    report: list[str]
+
+
 class Leased(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A lease was given to a generator."""
 
@@ -68,7 +103,7 @@ class Duplicate(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A group will never be trained (or not again): `zero_variance`, `cancelled`, `failed`, `unsampled`."""
+    """A group will never be trained (or not again): `zero_variance`, `cancelled`, `failed`, `unsampled`, `damaged`."""
 
     group: int
     reason: str
@@ -153,7 +188,10 @@ class Dropped(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 AnyEvent = (
-    Leased
+    Began
+    | Synced
+    | Repaired
+    | Leased
     | Accepted
     | Failed
     | Duplicate

@@ -3,10 +3,11 @@
 import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 
 from buffers import events as e
-from configs.schema import OnLate
+from buffers.state import AttemptState, GroupState
+from configs.schema import Config, OnLate
 
 
 @dataclass(slots=True)
@@ -77,6 +78,26 @@ class Group:
     uses: int = 0
 
 
+def export_attempt(attempt: Attempt) -> AttemptState:
+    return AttemptState(attempt.lease, attempt.group, attempt.generator, attempt.num_tokens, attempt.fate)
+
+
+def restore_attempt(state: AttemptState, now: float, lease_s: float) -> Attempt:
+    return Attempt(state.lease, state.group, state.generator, now + lease_s, now, state.num_tokens, state.fate)
+
+
+def export_group(number: int, group: Group) -> GroupState:
+    return GroupState(number, group.due, group.num_failures, group.uses, sorted(group.attempts), group.content)
+
+
+def restore_group(state: GroupState) -> Group:
+    content = state.content
+    accepted = None
+    if content is not None:
+        accepted = Attempt(content.lease, state.number, "", 0.0, 0.0, content.tokens, "accepted")
+    return Group(state.due, set(state.attempts), accepted, content, state.num_failures, state.uses)
+
+
 @dataclass(frozen=True, slots=True)
 class Handout:
     """What a step trains."""
@@ -138,6 +159,69 @@ class Terms:
     def num_places_through(self, due: int) -> int:
         """Places that fall due at this step or before it."""
         return self.groups_per_step + due * self.fresh_per_step
+
+
+def make_terms(config: Config) -> Terms:
+    """The terms that a configuration sets."""
+    return Terms(
+        groups_per_step=config.learner.groups_per_step,
+        steps=config.run.steps,
+        max_versions=config.bound,
+        on_late=config.staleness.on_late,
+        samples_per_prompt=config.learner.samples_per_prompt,
+        lease_s=config.buffer.lease_s,
+        max_attempts=config.buffer.max_attempts,
+        straggler_timeout_s=config.staleness.straggler_timeout_s,
+        task=config.task.name,
+        seed=config.run.seed,
+        task_size=config.task.size,
+        max_uses=config.buffer.max_uses,
+        max_groups=config.buffer.max_groups,
+        max_tokens=config.buffer.max_tokens,
+        max_bytes=config.buffer.max_bytes,
+    )
+
+
+TermsRecord = Mapping[str, str | int | float | None]
+"""Terms as the journal records them."""
+FIXED = {
+    "groups_per_step": "learner.groups_per_step",
+    "samples_per_prompt": "learner.samples_per_prompt",
+    "max_uses": "buffer.max_uses",
+    "on_late": "staleness.on_late",
+    "task": "task.name",
+    "task_size": "task.size",
+    "seed": "run.seed",
+}
+"""Terms that what a journal holds rests on, and the settings that they come from."""
+
+
+def record_terms(terms: Terms) -> dict[str, str | int | float | None]:
+    return {name: str(value) if isinstance(value, OnLate) else value for name, value in asdict(terms).items()}
+
+
+def recorded_terms(terms: Terms, record: TermsRecord) -> Terms:
+    """`terms`, with what the record says in their place."""
+    known = {f.name: record[f.name] for f in fields(Terms) if f.name in record}
+    return replace(terms, **{**known, "on_late": OnLate(known.get("on_late", terms.on_late))})  # type: ignore[arg-type]
+
+
+def check_terms(terms: Terms, record: TermsRecord) -> None:
+    """Raises ValueError, naming each, for settings that a journal kept on the recorded terms cannot go on with."""
+    now = record_terms(terms)
+    problems = [
+        f"{setting} must stay {record[name]} (the journal is made so), got {now[name]}"
+        for name, setting in FIXED.items()
+        if name in record and record[name] != now[name]
+    ]
+    before = record.get("max_versions")
+    if isinstance(before, int) and terms.max_versions < before:
+        problems.append(
+            f"staleness.max_versions must be at least {before} (groups of that staleness wait in the journal), "
+            f"got {terms.max_versions}"
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def name_holders(missing: Sequence[Attempt]) -> str:

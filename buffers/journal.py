@@ -1,88 +1,172 @@
-"""The journal: every accepted group on disk, and the log of what became of it.
+"""The journal: every accepted group on disk, the log of what became of it, and the state that the log has led to.
 
-    journal/000000.arrow   groups, an Arrow record batch each, in an Arrow IPC file
-    journal/log.jsonl      events (`buffers.events`), a JSON line each; `Accepted` says where a group is, and its checksum
+    journal/000000.arrow        groups, an Arrow record batch each (`buffers.segments`)
+    journal/log/000000.jsonl    events, a JSON line each (`buffers.event_log`)
+    journal/state/000000.state  the buffer's state before that file of the log (`buffers.state`)
 
-A segment is written record batch after record batch and gets its footer when it is closed; from then on any Arrow reader
-opens it. The log is the authority: a group is in the journal when its line is whole and its bytes match the line's xxh3-64.
-Whatever follows the first line or the first bytes that do not is a torn tail: cut at recovery, never trusted.
+    open: lock ─▶ recover: newest state, tail of the log ─▶ begin: set torn tails aside, write the state, begin a log file
+    run:  append, note ─▶ commit ─▶ … ─▶ rotate: a new log file, the state in a thread ─▶ …
+
+`recover` changes nothing, so an opening that is refused, or killed half-way, leaves the journal as it was. `begin` may be
+killed at any moment: what it has done is not to be done again, and what it has not done is done by the next.
 """
 
 import fcntl
 import logging
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import xxhash
 
 from buffers import events as e
-from buffers.arrow_ipc import MAGIC, footer
-from buffers.messages import Slice
-from buffers.trajectory import SCHEMA
+from buffers.event_log import Place, log_folder, log_numbers, log_path, read_events
+from buffers.files import boot_id, cut_file, sync_file, sync_folder, sync_path, write_all
+from buffers.recovery import Recovery, read_journal
+from buffers.segments import (
+    Reader,
+    Segment,
+    close_torn_segment,
+    create_segment,
+    segment_numbers,
+    segment_path,
+)
+from buffers.state import (
+    State,
+    encode_state,
+    obsolete_states,
+    state_numbers,
+    state_path,
+    write_state,
+)
 from configs.schema import Durability
 
 log = logging.getLogger("slipstream.buffer")
 
-HEAD = MAGIC + bytes(2) + SCHEMA.serialize().to_pybytes()
-"""How every segment begins."""
-
-
-@dataclass(slots=True)
-class Segment:
-    """The one being written."""
-
-    number: int
-    file: int
-    size: int
-    blocks: list[tuple[int, int, int]]
-    """(offset, bytes of metadata, bytes of body) of each record batch, for the footer."""
+LOCK_S = 0.5
+"""How long an opener waits for the lock: somebody may just be looking whether it is held."""
+ROTATE_LINES = 50_000
+"""Lines after which the log rotates: recovery reads about that many."""
+ROTATE_BYTES = 1 << 30
+"""Bytes of groups after which it does: recovery may have to verify about that many."""
+ROTATE_S = 10.0
+"""Seconds between two rotations for the bytes' sake, at least."""
 
 
 class Journal:
-    """Writer of one folder; one process at a time. `append` writes a group while it is still in the processor's cache, `note`
-    gathers events; `commit` makes all of it durable at once."""
+    """Writer of one folder; one process at a time. `append` writes a group while it is still in the processor's cache,
+    `note` gathers events; `commit` makes all of it durable at once."""
 
     def __init__(self, folder: Path, durability: Durability, segment_bytes: int) -> None:
-        """Raises ValueError when another process writes this journal."""
+        """Locks the folder and changes nothing else in it: `recover` and `begin` come next. Raises ValueError when
+        another process writes this journal."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self._durability = durability
+        self._durability, self._syncs = durability, durability is Durability.fsync
         self._segment_bytes = segment_bytes
-        self._lock = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(self._lock)
-            raise ValueError(f"the journal must have one writer, got {folder}, which another process writes") from error
+        self._lock = lock_journal(folder)
         self.mark = f"{boot_id()} {secrets.token_hex(8)}"
-        os.ftruncate(self._lock, 0)
-        os.write(self._lock, self.mark.encode())
-        self._log = os.open(folder / "log.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._number = -1
+        """Of the log file that is being written."""
+        self._log = -1
+        self._log_size = 0
         self._segment: Segment | None = None
-        self._next_segment = 1 + max((int(path.stem) for path in folder.glob("*.arrow")), default=-1)
+        self._next_segment = 0
         self._unsynced = False
-        self._disk, self._sweeper = ThreadPoolExecutor(1, "journal"), ThreadPoolExecutor(1, "journal")
+        self._folders_unsynced: set[Path] = set()
+        self._touched: set[Path] = set()
+        """Segments written to since the last state, which vouches for them."""
+        self._lines_since = self._bytes_since = 0
+        self._rotated_at = time.monotonic()
+        self._synced: Place = (-1, 0)
+        """The end of the last commit that the disk has confirmed."""
+        self._told: Place = (-1, 0)
+        """What the log says of that."""
         self._dropped: set[int] = set()
+        self._doomed: list[Path] = []
+        """Dropped segments that are deleted when a state that does without them is on the disk."""
         self._lines: list[bytes] = []
+        self._broken = False
+        self._disk, self._background = ThreadPoolExecutor(1, "journal"), ThreadPoolExecutor(1, "journal-state")
+        self._state_written: Future[None] = Future()
+        self._state_written.set_result(None)
+
+    # ---- opening
+
+    def recover(self) -> Recovery:
+        """What the folder holds. Changes nothing. Raises as `read_journal`."""
+        return read_journal(self.folder)
+
+    def begin(self, found: Recovery, state: State) -> list[str]:
+        """Sets torn tails aside, closes torn segments, writes the state that recovery has led to and begins a log file.
+        Returns what was set aside, in words."""
+        told = self._set_torn_tails_aside(found)
+        self._next_segment = found.next_segment
+        self._number = 1 + max([-1, *log_numbers(self.folder), *state_numbers(self.folder)])
+        log_folder(self.folder).mkdir(exist_ok=True)
+        (self.folder / "state").mkdir(exist_ok=True)
+        for unfinished in (self.folder / "state").glob("*.unfinished"):
+            unfinished.unlink()
+        if self._syncs:
+            sync_folder(self.folder)
+        state.next_segment, state.open_segment = self._next_segment, None
+        write_state(self.folder, self._number, encode_state(state), sync=self._syncs)
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, self.mark.encode(), 0)
+        self._open_log(found.tail.end, state)
+        return told
+
+    def _set_torn_tails_aside(self, found: Recovery) -> list[str]:
+        told: list[str | None] = []
+        for number in reversed(found.tail.torn_files):
+            told.append(cut_file(log_path(self.folder, number), 0, sync=self._syncs))
+        if found.tail.torn is not None:
+            number, byte = found.tail.torn
+            told.append(cut_file(log_path(self.folder, number), byte, sync=self._syncs))
+        elif found.tail.end[0] in log_numbers(self.folder):
+            number, byte = found.tail.end
+            told.append(cut_file(log_path(self.folder, number), byte, sync=self._syncs))
+        for number in found.dropped:
+            segment_path(self.folder, number).unlink(missing_ok=True)
+        for number in sorted(found.unclosed - found.dropped):
+            path = segment_path(self.folder, number)
+            told.append(close_torn_segment(path, found.ends.get(number, 0), sync=self._syncs))
+        return [what for what in told if what is not None]
+
+    def _open_log(self, previous: Place, state: State) -> None:
+        self._log = os.open(
+            log_path(self.folder, self._number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        )
+        self._log_size = 0
+        self._folders_unsynced.add(log_folder(self.folder))
+        began = e.Began(
+            self._number, *previous, self._next_segment, state.terms, str(self._durability), boot_id(), time.time()
+        )
+        self._lines.insert(0, e.encode(began))
+        self._write_lines()
+        self._lines_since = self._bytes_since = 0
+        self._rotated_at = time.monotonic()
+
+    # ---- writing
 
     def append(self, message: memoryview) -> tuple[int, int, int]:
-        """Takes in a record batch, as an Arrow IPC message; returns (segment, offset, xxh3-64)."""
-        if self._segment is None:
-            file = os.open(segment_path(self.folder, self._next_segment), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            self._segment = Segment(self._next_segment, file, len(HEAD), [])
-            self._next_segment += 1
-            _write(file, HEAD)
-        offset, num_metadata = self._segment.size, 8 + int.from_bytes(message[4:8], "little")
-        self._segment.blocks.append((offset, num_metadata, len(message) - num_metadata))
-        self._segment.size += len(message)
-        _write(self._segment.file, message)
+        """Takes in a record batch, as an Arrow IPC message; returns (segment, offset, xxh3-64). Raises DiskFull."""
+        try:
+            if self._segment is None:
+                self._segment = create_segment(self.folder, self._next_segment)
+                self._next_segment += 1
+                self._folders_unsynced.add(self.folder)
+            offset, xxh3 = self._segment.append(message)
+        except Exception:
+            self._broken = True
+            raise
         self._unsynced = True
-        return self._segment.number, offset, xxhash.xxh3_64_intdigest(message)
+        self._touched.add(self._segment.path)
+        self._bytes_since += len(message)
+        return self._segment.number, offset, xxh3
 
     def note(self, event: e.AnyEvent) -> None:
         self._lines.append(e.encode(event))
@@ -92,68 +176,152 @@ class Journal:
         self.start_commit().result()
 
     def start_commit(self) -> "Future[None]":
-        """Done once everything taken in so far is where `durability` wants it; raises what the disk raised. Meanwhile more may
-        be taken in."""
-        files = []
+        """Done once everything taken in so far is where `durability` wants it; raises what the disk raised. Meanwhile
+        more may be taken in."""
+        files: list[tuple[int, Path]] = []
         if self._segment is not None and self._unsynced:
-            files.append(self._segment.file)
+            files.append((self._segment.file, self._segment.path))
             self._unsynced = False
         if self._lines:
-            _write(self._log, b"".join(self._lines))
-            self._lines.clear()
-            files.append(self._log)
+            if (synced := self._synced) > self._told:
+                self._told = synced
+                self._lines.insert(0, e.encode(e.Synced(*self._told)))
+            self._write_lines()
+            files.append((self._log, log_path(self.folder, self._number)))
         done: Future[None] = Future()
-        if self._durability is Durability.fsync:
-            done = self._disk.submit(_sync, files)
+        if self._syncs:
+            done = self._disk.submit(self._sync, files, self._folders_unsynced, (self._number, self._log_size))
+            self._folders_unsynced = set()
         else:
             done.set_result(None)
         if self._segment is not None and self._segment.size >= self._segment_bytes:
             self._close_segment()
         return done
 
-    def close(self) -> None:
+    def _write_lines(self) -> None:
+        data = b"".join(self._lines)
+        self._lines_since += len(self._lines)
+        self._lines.clear()
         try:
-            self.commit()
+            write_all(self._log, data, log_path(self.folder, self._number))
+        except Exception:
+            self._broken = True
+            raise
+        self._log_size += len(data)
+
+    def _sync(self, files: list[tuple[int, Path]], folders: set[Path], end: Place) -> None:
+        """In the disk's thread. What the disk has failed to take once it may not be asked about again."""
+        try:
+            for file, path in files:
+                sync_file(file, path)
+            for folder in folders:
+                sync_folder(folder)
+        except Exception:
+            self._broken = True
+            raise
+        self._synced = end
+
+    # ---- rotating
+
+    def wants_rotation(self, num_entries: int, *, now: bool) -> bool:
+        """True when a state is to be written: asked for `now`, or because recovery would have to read much. One at a
+        time. `num_entries`: groups that the state would hold."""
+        if not self._state_written.done():
+            return False
+        due = now or self._bytes_since >= ROTATE_BYTES and time.monotonic() - self._rotated_at >= ROTATE_S
+        return due or self._lines_since >= max(ROTATE_LINES, num_entries)
+
+    def rotate(self, state: State, *, keep_logs: bool) -> None:
+        """Begins a new log file, and writes the state in a thread; older states, and without `keep_logs` the log before
+        them, go when that is on the disk. Call it when nothing is noted that is not committed."""
+        assert not self._lines, "events were noted and not committed"
+        self._state_written.result()  # raises what went wrong with the one before
+        old = self._log
+        previous = (self._number, self._log_size)
+        if self._segment is not None:
+            state.open_segment = (self._segment.number, self._segment.size)
+        state.next_segment = self._next_segment
+        self._number += 1
+        self._open_log(previous, state)
+        self._disk.submit(os.close, old)  # after the commits under way
+        touched, self._touched = self._touched, set()
+        if self._segment is not None:
+            self._touched.add(self._segment.path)
+        touched.add(log_path(self.folder, previous[0]))
+        doomed, self._doomed = self._doomed, []
+        self._state_written = self._background.submit(
+            self._write_state, self._number, encode_state(state), touched, doomed, keep_logs
+        )
+
+    def _write_state(self, number: int, state: bytes, touched: set[Path], doomed: list[Path], keep_logs: bool) -> None:
+        """In a thread. The state vouches for the groups that it names, so they are on the disk before it is."""
+        if self._syncs:
+            for path in touched:
+                sync_path(path)
+            sync_folder(self.folder)
+            sync_folder(log_folder(self.folder))
+        write_state(self.folder, number, state, sync=self._syncs)
+        for path in doomed:
+            path.unlink(missing_ok=True)
+        for old in obsolete_states(state_numbers(self.folder)):
+            state_path(self.folder, old).unlink(missing_ok=True)
+        if not keep_logs:
+            oldest = min(state_numbers(self.folder))
+            for old in log_numbers(self.folder):
+                if old < oldest:
+                    log_path(self.folder, old).unlink(missing_ok=True)
+
+    def close(self, state: State | None = None) -> None:
+        """Commits, and with `state` leaves it, so that the next opening has nothing to read besides."""
+        try:
+            if self._log >= 0 and not self._broken:
+                self.commit()
+                self._close_segment()
+                if state is not None:
+                    self._state_written.result()
+                    self.rotate(state, keep_logs=True)
+                    self._state_written.result()
         finally:
-            self._close_segment()
             self._disk.shutdown()
-            self._sweeper.shutdown()
-            os.close(self._log)
+            self._background.shutdown()
+            if self._log >= 0:
+                os.close(self._log)
             os.close(self._lock)
 
+    # ---- segments
+
     def drop(self, segments: list[int]) -> None:
-        """Says that these closed segments are not needed any more, and deletes them when that is durable."""
+        """Says that these closed segments are not needed any more. The next `rotate` deletes them."""
         self.note(e.Dropped(segments))
         self._dropped.update(segments)
-        self._sweeper.submit(_delete, self.start_commit(), [segment_path(self.folder, number) for number in segments])
+        self._doomed += [segment_path(self.folder, number) for number in segments]
 
     def closed_segments(self) -> set[int]:
         """Those that are in the folder and not written any more."""
-        present = {int(path.stem) for path in self.folder.glob("*.arrow")}
-        return present - self._dropped - ({self._segment.number} if self._segment else set())
+        return segment_numbers(self.folder) - self._dropped - ({self._segment.number} if self._segment else set())
 
     def _close_segment(self) -> None:
-        """The footer may follow the groups to the disk when the system sees fit: recovery puts one where there is none."""
         if self._segment is not None:
-            _write(self._segment.file, footer(SCHEMA, self._segment.blocks))
+            self._segment.write_footer()
             self._disk.submit(os.close, self._segment.file)  # after the commit under way
             self._segment = None
 
 
-def _sync(files: list[int]) -> None:
-    for file in files:
-        os.fdatasync(file)
-
-
-def _delete(after: "Future[None]", paths: list[Path]) -> None:
-    after.result()
-    for path in paths:
-        path.unlink(missing_ok=True)
-
-
-def boot_id() -> str:
-    """Names this host, until it is started again."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+def lock_journal(folder: Path, wait_s: float = LOCK_S) -> int:
+    """The descriptor of the lock file; closing it gives the journal up. Raises ValueError when another process has it."""
+    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                os.close(lock)
+                raise ValueError(
+                    f"the journal must have one writer, got {folder}, which another process writes"
+                ) from error
+            time.sleep(0.02)
 
 
 def is_here(folder: Path, mark: str) -> bool:
@@ -164,84 +332,6 @@ def is_here(folder: Path, mark: str) -> bool:
         return False
 
 
-def segment_path(folder: Path, number: int) -> Path:
-    return folder / f"{number:06d}.arrow"
-
-
-def _write(file: int, data: bytes | memoryview) -> None:
-    """All of it, however little the kernel takes at a time."""
-    left = memoryview(data).cast("B")
-    while left:
-        left = left[os.write(file, left) :]
-
-
-def read_bytes(folder: Path, segment: int, offset: int, size: int) -> bytes:
-    """A copy of what is there."""
-    with open(segment_path(folder, segment), "rb") as file:
-        return os.pread(file.fileno(), size, offset)
-
-
-class Reader:
-    """Reads groups where `Accepted` events (or `messages.Slice`) say that they are. Segments are mapped, not copied."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._maps: dict[int, pa.Buffer] = {}
-        self._last: tuple[tuple[int, int, int], pa.RecordBatch] | None = None  # groups that came together lie together
-
-    def read(self, content: e.Accepted | Slice) -> pa.RecordBatch:
-        """Raises DamagedGroup when the bytes are not those that were written."""
-        where = (content.segment, content.offset, content.xxh3)
-        if self._last is not None and self._last[0] == where:
-            return self._last[1].slice(content.row, content.rows)
-        data = self.data(content.segment, content.offset, content.size)
-        if data is None or xxhash.xxh3_64_intdigest(data) != content.xxh3:
-            raise DamagedGroup(
-                f"the {content.size} bytes at {content.offset} of {segment_path(self._folder, content.segment)} must have "
-                f"checksum {content.xxh3:016x}"
-            )
-        batch = pa.ipc.read_record_batch(data, SCHEMA)
-        self._last = (where, batch)
-        return batch.slice(content.row, content.rows)
-
-    def data(self, segment: int, offset: int, size: int) -> pa.Buffer | None:
-        """The bytes there, mapped; None when the file does not reach so far."""
-        mapped = self._maps.get(segment)
-        if mapped is None or mapped.size < offset + size:
-            path = segment_path(self._folder, segment)
-            if not path.exists() or path.stat().st_size < offset + size:
-                return None
-            mapped = self._maps[segment] = pa.memory_map(str(path)).read_buffer()
-            while len(self._maps) > 8:
-                del self._maps[next(iter(self._maps))]
-        return mapped.slice(offset, size)
-
-
-class DamagedGroup(ValueError):
-    """A group's bytes do not match their checksum."""
-
-
-def read_events(folder: Path) -> Iterator[e.AnyEvent]:
-    """Every event up to the first line that is not whole."""
-    for event, _ in _read_log(folder):
-        yield event
-
-
-def _read_log(folder: Path) -> Iterator[tuple[e.AnyEvent, int]]:
-    """(event, end of its line in the file)."""
-    path = folder / "log.jsonl"
-    if not path.exists():
-        return
-    end = 0
-    with open(path, "rb") as file:
-        for line in file:
-            end += len(line)
-            event = e.decode(line)
-            if event is None:
-                return
-            yield event, end
-
-
 def read_groups(folder: Path) -> Iterator[pa.RecordBatch]:
     """Every group in the journal, in the order of acceptance. Raises DamagedGroup."""
     reader = Reader(folder)
@@ -249,73 +339,3 @@ def read_groups(folder: Path) -> Iterator[pa.RecordBatch]:
     for event in read_events(folder):
         if isinstance(event, e.Accepted) and event.segment not in dropped:
             yield reader.read(event)
-
-
-def mend(folder: Path) -> list[str]:
-    """Cuts torn tails, and closes the segments that a crash has left without a footer. Returns what was cut, in words.
-
-    The log is cut at its first broken line, or at the first group whose bytes do not match: an acknowledged group is
-    therefore lost only where the disk has lost it. Called before a `Journal` is opened, by the process that will open it.
-    """
-    if not (folder / "log.jsonl").exists():
-        return []
-    told, reader, end = [], Reader(folder), 0
-    contents: dict[int, list[e.Accepted]] = {}
-    dropped: set[int] = set()
-    closed = {int(path.stem): _is_closed(path) for path in folder.glob("*.arrow")}
-    for event, line_end in _read_log(folder):
-        if isinstance(event, e.Dropped):
-            dropped.update(event.segments)
-        if isinstance(event, e.Accepted):
-            # The groups of a closed segment are checked when they are read.
-            if not closed.get(event.segment) and event.segment not in dropped and not _whole(reader, event):
-                told.append(f"group {event.group}, and all after it: its bytes are torn or changed")
-                break
-            contents.setdefault(event.segment, []).append(event)
-        end = line_end
-    size = (folder / "log.jsonl").stat().st_size
-    if size > end:
-        told.append(f"the last {size - end} bytes of log.jsonl")
-        os.truncate(folder / "log.jsonl", end)
-    for number, done in closed.items():
-        if number in dropped:
-            segment_path(folder, number).unlink()
-        elif not done:
-            _close_torn(segment_path(folder, number), contents.get(number, []), told)
-    return told
-
-
-def _whole(reader: Reader, content: e.Accepted) -> bool:
-    data = reader.data(content.segment, content.offset, content.size)
-    return data is not None and xxhash.xxh3_64_intdigest(data) == content.xxh3
-
-
-def _is_closed(path: Path) -> bool:
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size < len(HEAD) + len(MAGIC):
-            return False
-        file.seek(-len(MAGIC), os.SEEK_END)
-        return file.read() == MAGIC
-
-
-def _close_torn(path: Path, contents: list[e.Accepted], told: list[str]) -> None:
-    end = max((content.offset + content.size for content in contents), default=len(HEAD))
-    size = path.stat().st_size
-    if size > end:
-        told.append(f"the last {size - end} bytes of {path.name}")
-    if not contents:
-        path.unlink()
-        return
-    file = os.open(path, os.O_RDWR)
-    try:
-        os.ftruncate(file, end)
-        blocks = []
-        for offset, size in sorted({(content.offset, content.size) for content in contents}):
-            num_metadata = 8 + int.from_bytes(os.pread(file, 4, offset + 4), "little")
-            blocks.append((offset, num_metadata, size - num_metadata))
-        os.lseek(file, 0, os.SEEK_END)
-        _write(file, footer(SCHEMA, blocks))
-        os.fsync(file)
-    finally:
-        os.close(file)

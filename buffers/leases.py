@@ -10,7 +10,8 @@ A group's life:
       └── a fresh group takes a freed place and inherits its due step
 
 Each lease has its own fate on the ledger: in flight until its group is trained or it loses (failed, duplicate, cancelled,
-zero_variance, unsampled). Every change is told as an event; `apply`, given the same events in order, makes the same book.
+zero_variance, unsampled, damaged). Every change is told as an event; `buffers.book_state` makes the same book of the same
+events, or of a state.
 Times are seconds on any monotonic clock, passed in.
 """
 
@@ -23,9 +24,19 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from buffers import events as e
-from buffers.groups import Attempt, Deadlines, Group, Handout, Quarantine, Terms, Use, name_holders
+from buffers.groups import (
+    Attempt,
+    Deadlines,
+    Group,
+    Handout,
+    Quarantine,
+    Terms,
+    Use,
+    name_holders,
+)
 from buffers.ledger import Ledger
 from buffers.messages import Lease
+from buffers.places import Places
 from buffers.prompts import PromptOrder
 from buffers.samplers import Fifo, Sampler, draw
 from buffers.staleness import admits, floor
@@ -60,36 +71,33 @@ class LeaseBook:
         self._prompts = PromptOrder(terms.task_size, terms.seed)
         self._sampler = Fifo() if sampler is None else sampler
         self._note = note
-        self._attempts: dict[int, Attempt] = {}  # in flight
-        self._dead: OrderedDict[int, Attempt] = OrderedDict()  # lost, or accepted and done with
+        self.attempts: dict[int, Attempt] = {}  # in flight
+        self.dead: OrderedDict[int, Attempt] = OrderedDict()  # lost, or accepted and done with
         self._lease_ids = itertools.count() if lease_ids is None else lease_ids
-        self._deadlines = Deadlines(self._attempts)
-        self._next_group = self._next_place = 0
-        self._lost: list[tuple[int, int]] = []  # heap of (due, group)
-        self._freed: list[int] = []  # heap of due
-        self._extra: Counter[int] = Counter()  # places beyond `num_places`, by due
-        self._filled: Counter[int] = Counter()  # places whose group is complete or was, by due
-        self._filled_through = 0  # all places due before this step are filled
+        self.deadlines = Deadlines(self.attempts)
+        self.next_group = 0
+        self.places = Places(terms)
+        self.lost: list[tuple[int, int]] = []  # heap of (due, group)
         self.pool: dict[int, Group] = {}
         """Complete groups that are not used up."""
         self._changed = True
-        self._scripted: dict[int, Handout] = {}
-        self._trained: dict[int, tuple[list[Use], e.Trained]] = {}  # by step, since the oldest checkpoint
-        self._floor_step = 0  # steps before this one cannot be undone any more
+        self.scripted: dict[int, Handout] = {}
+        self.trained: dict[int, tuple[list[Use], e.Trained]] = {}  # by step, since the oldest checkpoint
+        self.floor_step = 0  # steps before this one cannot be undone any more
         self._held: tuple[int, float] | None = None  # the step the learner waits for, since when
 
     # ---- generators
 
     def lease(self, generator: str, now: float) -> Lease | None:
         """The next group that may be given out, lowest due step first; None when admission, a budget or the end forbids."""
-        due, source = self._next_opening()
+        due, is_lost = self._next_opening()
         if due >= self.terms.steps or self.version < 0 or not admits(due, self.version, self.lag):
             return None
         if due > self.num_consumed and self.budget_reached() is not None:
             return None
-        number = self._lost[0][1] if source == "lost" else self._next_group
+        number = self.lost[0][1] if is_lost else self.next_group
         lease_id = next(self._lease_ids)
-        self._grant(lease_id, number, due, generator, now)
+        self.grant_lease(lease_id, number, due, generator, now)
         self._note(e.Leased(lease=lease_id, group=number, due=due, generator=generator, at=time.time()))
         return Lease(
             id=lease_id, split="train", task=self.terms.task, index=self._prompts.index(number), seed=self.terms.seed,
@@ -98,45 +106,39 @@ class LeaseBook:
 
     def room(self) -> int:
         """How many leases there are to be had, at most: `lease` may stop before."""
+        if self.version < 0:
+            return 0
         last = min(self.version + self.lag, self.terms.steps - 1)
-        fresh = max(0, self.terms.num_places_through(last) - self._next_place) if self.version >= 0 else 0
-        places = fresh + len(self._freed) + len(self._lost)
+        places = self.places.num_open(last) + len(self.lost)
         if self.terms.max_groups is None:
             return places
-        return min(places, max(1, self.terms.max_groups - len(self.pool) - len(self._attempts)))
+        return min(places, max(1, self.terms.max_groups - len(self.pool) - len(self.attempts)))
 
-    def _next_opening(self) -> tuple[int, str]:
-        """(due step, source) of the place to be given out next."""
-        while self._lost and not self._is_lost(self._lost[0][1]):
-            heapq.heappop(self._lost)
-        best = (self.terms.due(self._next_place), "fresh")
-        if self._freed and self._freed[0] <= best[0]:
-            best = (self._freed[0], "freed")
-        if self._lost and self._lost[0][0] <= best[0]:
-            best = (self._lost[0][0], "lost")
-        return best
+    def _next_opening(self) -> tuple[int, bool]:
+        """(due step, whether its group was lost and is made again) of the place to be given out next."""
+        while self.lost and not self._is_lost(self.lost[0][1]):
+            heapq.heappop(self.lost)
+        due, _ = self.places.next_opening()
+        return (self.lost[0][0], True) if self.lost and self.lost[0][0] <= due else (due, False)
 
     def _is_lost(self, number: int) -> bool:
         group = self.groups.get(number)
         return group is not None and not group.attempts and group.accepted is None
 
-    def _grant(self, lease_id: int, number: int, due: int, generator: str, now: float) -> None:
+    def grant_lease(self, lease_id: int, number: int, due: int, generator: str, now: float) -> None:
         if number not in self.groups:
-            if self._freed and self._freed[0] == due:
-                heapq.heappop(self._freed)
-            else:
-                self._next_place += 1
-            self._next_group = number + 1
+            self.places.take_place(due)
+            self.next_group = number + 1
             self.groups[number] = Group(due)
         self.groups[number].attempts.add(lease_id)
-        self._attempts[lease_id] = Attempt(lease_id, number, generator, now + self.terms.lease_s, now)
-        self._deadlines.add(self._attempts[lease_id])
+        self.attempts[lease_id] = Attempt(lease_id, number, generator, now + self.terms.lease_s, now)
+        self.deadlines.add(self.attempts[lease_id])
         self.ledger.lease()
 
     def budget_reached(self) -> str | None:
         """The budget that holds new leases back, in words. What the step at hand needs is leased all the same."""
         for name, amount, limit in (
-            ("max_groups", len(self.pool) + len(self._attempts), self.terms.max_groups),
+            ("max_groups", len(self.pool) + len(self.attempts), self.terms.max_groups),
             ("max_tokens", self.ledger.tokens["in_flight"], self.terms.max_tokens),
             ("max_bytes", self.bytes_held, self.terms.max_bytes),
         ):
@@ -148,30 +150,38 @@ class LeaseBook:
         """Renews the leases named and notes how far they are; returns those that are no longer the generator's."""
         revoked = []
         for lease_id, num_tokens in progress.items():
-            attempt = self._attempts.get(lease_id)
+            attempt = self.attempts.get(lease_id)
             if attempt is not None:
                 attempt.deadline = now + self.terms.lease_s
             else:
                 revoked.append(lease_id)
-                attempt = self._dead.get(lease_id)
+                attempt = self.dead.get(lease_id)
             if attempt is not None and attempt.fate != "accepted":
                 self._progress(attempt, num_tokens)
         return revoked
 
     def lease_of(self, lease_id: int) -> tuple[int, int] | None:
         """(group, due) of a lease that could still be accepted."""
-        attempt = self._attempts.get(lease_id) or self._dead.get(lease_id)
+        attempt = self.attempts.get(lease_id) or self.dead.get(lease_id)
         group = self.groups.get(attempt.group) if attempt else None
         return (attempt.group, group.due) if attempt and group and group.accepted is None else None
 
     def is_accepted(self, lease_id: int) -> bool:
         """Has this very lease been accepted already?"""
-        return lease_id in self._dead and self._dead[lease_id].fate == "accepted"
+        return lease_id in self.dead and self.dead[lease_id].fate == "accepted"
+
+    def is_too_new(self, due: int, newest: int) -> bool:
+        """True for a group that the step it is due at may not train, because newer versions sampled it.
+
+        Possible only where a damaged group of an undone step is made anew (`staleness`, Rewind): its generator may still
+        hold a version of the life before.
+        """
+        return newest > due and self.terms.on_late is not OnLate.mask
 
     def accept(self, content: e.Accepted) -> None:
         """The first complete attempt of its group (`lease_of` has said so). Other attempts become duplicates."""
         lease_id = content.lease
-        attempt = self._attempts.get(lease_id) or self._dead[lease_id]
+        attempt = self.attempts.get(lease_id) or self.dead[lease_id]
         group = self.groups[attempt.group]
         assert group.accepted is None, f"group {attempt.group} was accepted twice"
         self.ledger.generate(content.tokens - attempt.num_tokens, attempt.fate)
@@ -181,16 +191,17 @@ class LeaseBook:
         self._bury(attempt, "accepted")
         group.accepted, group.content = attempt, content
         for other in group.attempts - {lease_id}:
-            self._settle(self._attempts[other], "duplicate")
+            self._settle(self.attempts[other], "duplicate")
         group.attempts.clear()
         self.pool[attempt.group] = group
         self.bytes_held += content.size
-        self._fill(group.due, 1)
+        self._changed = True
+        self.places.fill_place(group.due)
         self._note(content)
 
     def duplicate(self, lease_id: int, num_tokens: int) -> None:
         """A complete group that comes too late: its place is taken, or gone."""
-        attempt = self._attempts.get(lease_id) or self._dead.get(lease_id)
+        attempt = self.attempts.get(lease_id) or self.dead.get(lease_id)
         if attempt is None:
             self.ledger.generate(num_tokens, "duplicate")
         elif attempt.fate == "accepted":
@@ -206,9 +217,9 @@ class LeaseBook:
 
         Returns `lost`, `quarantined`, or `over` when the lease had lost its group before.
         """
-        attempt = self._attempts.get(lease_id)
+        attempt = self.attempts.get(lease_id)
         if attempt is None:
-            dead = self._dead.get(lease_id)
+            dead = self.dead.get(lease_id)
             if dead is not None and dead.fate == "accepted":
                 return "over"
             if dead is None:
@@ -222,14 +233,14 @@ class LeaseBook:
 
     def release(self, generator: str, error: str | None) -> list[tuple[int, str]]:
         """Takes back what a generator holds; returns (group, outcome) of each. `error` None: it left in good order."""
-        held = [attempt for attempt in self._attempts.values() if attempt.generator == generator]
+        held = [attempt for attempt in self.attempts.values() if attempt.generator == generator]
         return [(a.group, self._lose(a, error or f"{generator} left", error is not None)) for a in held]
 
     def expire(self, now: float) -> list[tuple[int, str]]:
         """Takes back leases whose deadline has passed; returns (group, outcome) of each."""
         return [
             (attempt.group, self._lose(attempt, f"lease expired at {attempt.generator}", True))
-            for attempt in self._deadlines.passed(now)
+            for attempt in self.deadlines.passed(now)
         ]
 
     def _lose(self, attempt: Attempt, error: str, counts: bool) -> str:
@@ -243,7 +254,7 @@ class LeaseBook:
             self.reject(attempt.group, "failed", error)
             return "quarantined"
         if not group.attempts:
-            heapq.heappush(self._lost, (group.due, attempt.group))
+            heapq.heappush(self.lost, (group.due, attempt.group))
         return "lost"
 
     def _progress(self, attempt: Attempt, num_tokens: int) -> int:
@@ -259,20 +270,10 @@ class LeaseBook:
 
     def _bury(self, attempt: Attempt, fate: str) -> None:
         attempt.fate = fate
-        self._attempts.pop(attempt.lease, None)
-        self._dead[attempt.lease] = attempt
-        while len(self._dead) > MAX_DEAD:
-            self._dead.popitem(last=False)
-
-    def _fill(self, due: int, by: int) -> None:
-        self._changed = True
-        self._filled[due] += by
-        if by < 0:
-            self._filled_through = min(self._filled_through, due)
-        while self._filled[self._filled_through] >= (
-            self.terms.num_places(self._filled_through) + self._extra[self._filled_through]
-        ):
-            self._filled_through += 1
+        self.attempts.pop(attempt.lease, None)
+        self.dead[attempt.lease] = attempt
+        while len(self.dead) > MAX_DEAD:
+            self.dead.popitem(last=False)
 
     # ---- learner
 
@@ -282,10 +283,10 @@ class LeaseBook:
 
     def ready(self, step: int, now: float) -> Handout | None:
         """What step `step` trains; None while some of it is missing."""
-        if step in self._scripted:
-            return self._scripted[step]
+        if step in self.scripted:
+            return self.scripted[step]
         if self._changed and (handout := self._choose(step)) is not None:
-            self._scripted[step] = handout
+            self.scripted[step] = handout
             self._note(e.Handed(step, handout.groups, handout.weights))
             return handout
         self._changed = False
@@ -295,25 +296,23 @@ class LeaseBook:
 
     def _choose(self, step: int) -> Handout | None:
         wait = self.terms.on_late is not OnLate.mask
-        all_due = self._filled_through > step
+        all_due = self.places.filled_through > step
         if (wait and not all_due) or (not all_due and len(self.pool) < self.terms.groups_per_step):
             return None
         self._evict(step)
-        short = self.terms.groups_per_step - len(self.pool)
+        barred = self._promised() | self._sampled_later(step)
+        pool = sorted((group.due, number) for number, group in self.pool.items() if number not in barred)
+        short = self.terms.groups_per_step - len(pool)
         if short > 0:
-            if self._filled_through > step:  # nothing more is on its way: places are added
-                self._open(step, short)
+            if self.places.filled_through > step:  # nothing more is on its way: places are added
+                self.open_places(step, short)
             return None
-        pool = sorted((group.due, number) for number, group in self.pool.items())
         if isinstance(self._sampler, Fifo):  # the rule, without the columns
             return Handout(sorted(number for _, number in pool[: self.terms.groups_per_step]), [])
         return self._sample(step, [number for _, number in pool])
 
-    def _open(self, step: int, places: int) -> None:
-        self._extra[step] += places
-        self._filled_through = min(self._filled_through, step)
-        for _ in range(places):
-            heapq.heappush(self._freed, step)
+    def open_places(self, step: int, places: int) -> None:
+        self.places.add_places(step, places)
         self._note(e.Opened(step, places))
 
     def _sample(self, step: int, pool: list[int]) -> Handout:
@@ -329,21 +328,30 @@ class LeaseBook:
         """Lets go of groups that the bound forbids to train from now on, where a sampler or `max_uses` may leave such."""
         if isinstance(self._sampler, Fifo) and self.terms.max_uses == 1:
             return
-        promised = {number for handout in self._scripted.values() for number in handout.groups}
-        retired = []
+        promised, retired = self._promised(), []
         for number, group in list(self.pool.items()):
             content = self.content(number)
             version = content.newest if self.terms.on_late is OnLate.mask else content.oldest
             if version < step - self.terms.max_versions and number not in promised:
                 if group.uses:
-                    self._retire(number)
+                    self.retire_group(number)
                     retired.append(number)
                 else:
                     self.reject(number, "unsampled", refill=False)
         if retired:
             self._note(e.Retired(retired))
 
-    def _retire(self, number: int) -> None:
+    def _promised(self) -> set[int]:
+        """Groups that steps were handed and have not trained, or will be handed again after a rewind."""
+        return {number for handout in self.scripted.values() for number in handout.groups}
+
+    def _sampled_later(self, step: int) -> set[int]:
+        """Groups that versions above the step's have sampled: a life of the learner before this one published those."""
+        if self.newest_version <= step or self.terms.on_late is OnLate.mask:
+            return set()
+        return {number for number in self.pool if self.content(number).newest > step}
+
+    def retire_group(self, number: int) -> None:
         self.bytes_held -= self.content(number).size
         del self.groups[number], self.pool[number]
 
@@ -356,7 +364,7 @@ class LeaseBook:
         late = []
         for number, group in self.groups.items():
             if group.due <= step and group.accepted is None and group.attempts:
-                began = max([since, *(self._attempts[lease].leased_at for lease in group.attempts)])
+                began = max([since, *(self.attempts[lease].leased_at for lease in group.attempts)])
                 if now - began >= self.terms.straggler_timeout_s:
                     late.append(number)
         for number in late:
@@ -368,17 +376,38 @@ class LeaseBook:
         group = self.groups.pop(number)
         num_tokens = group.accepted.num_tokens if group.accepted else 0
         for lease_id in list(group.attempts):
-            self._settle(self._attempts[lease_id], reason)
+            self._settle(self.attempts[lease_id], reason)
         if group.accepted is not None and group.content is not None:
             self.ledger.settle("in_flight", reason, group.accepted.num_tokens)
             self.pool.pop(number, None)
             self.bytes_held -= group.content.size
+            self.drop_scripts(number)
             if refill:
-                self._fill(group.due, -1)
+                self._changed = True
+                self.places.fill_place(group.due, -1)
         if refill:
-            heapq.heappush(self._freed, group.due)
+            self.places.free_place(group.due)
         self.num_rejected[reason] += 1
         self._note(e.Rejected(number, reason, error, group.due, num_tokens, time.time()))
+
+    def reject_damaged(self, number: int, error: str) -> None:
+        """The bytes of a complete group are lost: a fresh one takes its place, in the step that it was for or in the
+        one at hand."""
+        group, overtaken = self.groups[number], self.groups[number].due < self.num_consumed
+        if group.uses:
+            self.retire_group(number)
+            self.drop_scripts(number)
+            self._note(e.Retired([number]))
+            return
+        self.reject(number, "damaged", error, refill=not overtaken)
+        if overtaken:
+            self.open_places(self.num_consumed, 1)
+
+    def drop_scripts(self, number: int) -> None:
+        """Steps that were to train this group are to be chosen anew."""
+        for step in [step for step, handout in self.scripted.items() if number in handout.groups]:
+            del self.scripted[step]
+            self._changed = True
 
     def consume(self, event: e.Trained) -> None:
         """A step has been trained."""
@@ -395,32 +424,30 @@ class LeaseBook:
             self.trained_twice += group.uses > self.terms.max_uses
             uses.append(Use(number, group, trained, excluded, first))
             if group.uses >= self.terms.max_uses:
-                self._retire(number)
+                self.retire_group(number)
         self.ledger.staleness.update(event.staleness)
-        self._trained[event.step] = (uses, event)
-        self._scripted.pop(event.step, None)
+        self.trained[event.step] = (uses, event)
+        self.scripted.pop(event.step, None)
         self.num_consumed, self._changed, self._held = event.step + 1, True, None
         self._note(event)
 
     def checkpoint(self, event: e.Checkpointed) -> None:
         """Steps before the oldest kept checkpoint cannot be undone any more, and are forgotten."""
-        for step in range(self._floor_step, event.oldest):
-            self._trained.pop(step, None)
-            self._filled.pop(step, None) if step < self._filled_through else None
-            self._extra.pop(step, None) if step < self._filled_through else None
-        self._floor_step = max(self._floor_step, event.oldest)
+        for step in range(self.floor_step, min(event.oldest, self.num_consumed)):
+            self.trained.pop(step, None)
+        self.places.forget_before(event.oldest)
+        self.floor_step = max(self.floor_step, event.oldest)
         self._note(event)
 
     def rewind(self, step: int) -> None:
         """The learner starts again from the checkpoint of `step`: later steps are undone and will be handed out as they were.
 
-        Raises ValueError for a step that is not between the oldest kept checkpoint and the newest trained step.
+        Raises ValueError as `check_rewind`.
         """
-        if not self._floor_step <= step <= self.num_consumed:
-            raise ValueError(f"step must be in {self._floor_step}..{self.num_consumed} to rewind to, got {step}")
+        self.check_rewind(step)
         self._revoke_beyond(step)
         for undone in range(self.num_consumed - 1, step - 1, -1):
-            uses, event = self._trained.pop(undone)
+            uses, event = self.trained.pop(undone)
             for use in uses:
                 group = use.group
                 if use.first:
@@ -432,7 +459,7 @@ class LeaseBook:
                     self.groups[use.number] = self.pool[use.number] = group
                     self.bytes_held += self.content(use.number).size
             self.ledger.staleness.subtract(event.staleness)
-            self._scripted[undone] = Handout(event.groups, event.weights)
+            self.scripted[undone] = Handout(event.groups, event.weights)
         self.ledger.staleness += Counter()  # drops what has come to zero
         self.num_consumed, self.version = step, -1
         self._changed, self._held = True, None
@@ -442,56 +469,29 @@ class LeaseBook:
         """Takes back leases that version `step` does not admit: their generators will fall behind the floor."""
         open_groups = {number: group for number, group in self.groups.items() if group.accepted is None}
         beyond = {n for n, group in open_groups.items() if not admits(group.due, step, self.terms.max_versions)}
-        for attempt in [attempt for attempt in self._attempts.values() if attempt.group in beyond]:
+        for attempt in [attempt for attempt in self.attempts.values() if attempt.group in beyond]:
             self._lose(attempt, f"the learner went back to step {step}", False)
-        for attempt in [attempt for attempt in self._dead.values() if attempt.group in beyond]:
-            del self._dead[attempt.lease]  # so that it cannot come in late
+        for attempt in [attempt for attempt in self.dead.values() if attempt.group in beyond]:
+            del self.dead[attempt.lease]  # so that it cannot come in late
 
     def waiting_for(self, step: int) -> str:
         """Who holds step `step`, in a sentence."""
-        attempts = self._attempts.values()
+        attempts = self.attempts.values()
         missing = [a for a in attempts if a.group in self.groups and self.groups[a.group].due <= step]
         at_hand = sum(group.due <= step or self.terms.on_late is OnLate.mask for group in self.pool.values())
         have = f"step {step} has {at_hand} of {self.terms.groups_per_step} groups"
         return f"{have}; {name_holders(missing)}"
 
-    # ---- restart
+    def check_rewind(self, step: int) -> None:
+        """Raises ValueError for a step that is not between the oldest kept checkpoint and the newest trained step."""
+        if not self.floor_step <= step <= self.num_consumed:
+            raise ValueError(f"step must be in {self.floor_step}..{self.num_consumed} to rewind to, got {step}")
 
-    def apply(self, event: e.AnyEvent, now: float) -> None:
-        """Does again what an event says was done. The book must have no `note` that writes it down a second time."""
-        match event:
-            case e.Leased():
-                self._grant(event.lease, event.group, event.due, event.generator, now)
-            case e.Accepted():
-                self.accept(event)
-            case e.Failed():
-                self.fail(event.lease, event.tokens, event.error, counts=event.counts)
-            case e.Duplicate():
-                self.duplicate(event.lease, event.tokens)
-            case e.Rejected():
-                if event.group in self.groups:  # else rejected by the failure before it
-                    self.reject(event.group, event.reason, event.error, refill=event.reason != "unsampled")
-            case e.Opened():
-                self._open(event.step, event.places)
-            case e.Retired():
-                for number in event.groups:
-                    self._retire(number)
-            case e.Handed():
-                self._scripted[event.step] = Handout(event.groups, event.weights)
-            case e.Trained():
-                self.consume(event)
-            case e.Rewound():
-                self.rewind(event.step)
-            case e.Checkpointed():
-                self.checkpoint(event)
-            case e.Published():
-                self.publish(event.version)
+    def adopt_terms(self, terms: Terms) -> None:
+        """From now on the book is kept by these."""
+        self.terms = self.places.terms = terms
 
-    def segments_needed(self) -> set[int]:
-        """Segments of groups that may still be trained, or trained again after a rewind."""
-        alive = [group.content for group in self.groups.values()]
-        undoable = [use.group.content for uses, _ in self._trained.values() for use in uses]
-        return {content.segment for content in (*alive, *undoable) if content is not None}
+    # ---- what the rest of the buffer asks
 
     def content(self, number: int) -> e.Accepted:
         """Where a complete group is."""

@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Mapping
 
 from buffers.messages import Account
+from buffers.state import LedgerState
 
 REASONS = ("zero_variance", "duplicate", "cancelled", "failed", "late")
-SAMPLER_REASONS = ("unsampled",)
-"""Reasons that only some samplers know: a group that was not chosen while it was within the bound."""
-FATES = ("trained", "masked", *REASONS, *SAMPLER_REASONS, "in_flight")
+RARE_REASONS = ("unsampled", "damaged")
+"""Reasons that are shown only where there are such groups: not chosen while within the bound (some samplers); lost by the
+disk after it was accepted."""
+FATES = ("trained", "masked", *REASONS, *RARE_REASONS, "in_flight")
 
 
 class Ledger:
@@ -61,6 +63,16 @@ class Ledger:
     def closes(self) -> bool:
         return self.generated == sum(self.tokens.values()) and self.leased == sum(self.groups.values())
 
+    def export_state(self) -> LedgerState:
+        return LedgerState(
+            self.generated, self.leased, dict(self.tokens), dict(self.groups), dict(self.staleness), self.replayed
+        )
+
+    def restore_state(self, state: LedgerState) -> None:
+        self.generated, self.leased, self.replayed = state.generated, state.leased, state.replayed
+        self.tokens, self.groups = Counter(state.tokens), Counter(state.groups)
+        self.staleness = Counter(state.staleness)
+
     def token_account(self) -> Account:
         return _account(self.generated, self.tokens)
 
@@ -73,6 +85,6 @@ def _account(total: int, fates: Mapping[str, int]) -> Account:
         total=total,
         trained=fates["trained"],
         masked=fates["masked"],
-        rejected={r: fates[r] for r in (*REASONS, *SAMPLER_REASONS) if r in REASONS or fates[r]},
+        rejected={r: fates[r] for r in (*REASONS, *RARE_REASONS) if r in REASONS or fates[r]},
         in_flight=fates["in_flight"],
     )

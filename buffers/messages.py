@@ -8,6 +8,9 @@ from typing import Annotated
 
 import msgspec
 
+MAX_PART_BYTES = 4 << 20
+"""Bytes of a record batch that are sent at a time."""
+
 Name = Annotated[str, msgspec.Meta(max_length=200)]
 """Of a generator, or of another role."""
 Activity = Annotated[str, msgspec.Meta(max_length=200)]
@@ -200,8 +203,6 @@ class Next(Struct):
 
     step: int
     wait_s: float
-    mapped: bool = False
-    """The asker maps the journal: the groups need not travel."""
 
 
 class Slice(Struct, array_like=True):
@@ -216,14 +217,39 @@ class Slice(Struct, array_like=True):
 
 
 class Batch(Struct):
-    """What a step trains, in this order. To those who do not map the journal it carries the record batches, each once, in
-    order of their first slice."""
+    """What a step trains, in this order. Who does not map the journal asks for the record batches by `Read`."""
 
     step: int
     groups: list[int]
     slices: list[Slice]
     weights: list[float] = []
     """Importance weight of each group; empty: all 1."""
+
+
+class Read(Struct):
+    """-> Part, with the bytes as a frame: fewer than asked for where the file is shorter. Part of a record batch, for those
+    who do not map the journal; a record batch comes in several."""
+
+    segment: int
+    offset: int
+    size: int
+    """At most `MAX_PART_BYTES`."""
+
+
+class Part(Struct):
+    pass
+
+
+class Damaged(Struct):
+    """-> Replaced. The bytes of these groups are not those that were written. The buffer looks for itself, and has fresh groups
+    take the places of those that it finds so too."""
+
+    groups: list[int]
+
+
+class Replaced(Struct):
+    count: int
+    """Groups that the buffer found damaged."""
 
 
 class NotYet(Struct):
@@ -386,10 +412,10 @@ class Refused(Struct):
 
 
 Request = (
-    Join | Leave | Ask | Heartbeat | Alive | Submit | Evaluated | Fail | Locate | Next | Publish | Consumed | Checkpointed | Rewind
-    | Finish | Watch | Stop
+    Join | Leave | Ask | Heartbeat | Alive | Submit | Evaluated | Fail | Locate | Next | Read | Damaged | Publish | Consumed | Checkpointed
+    | Rewind | Finish | Watch | Stop
 )  # fmt: skip
-Reply = Welcome | Work | Standing | Receipt | Located | Batch | NotYet | Over | Done | News | Refused
+Reply = Welcome | Work | Standing | Receipt | Located | Batch | Part | Replaced | NotYet | Over | Done | News | Refused
 
 encoder = msgspec.msgpack.Encoder()
 request_decoder = msgspec.msgpack.Decoder(Request)

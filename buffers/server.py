@@ -214,7 +214,7 @@ class BufferServer:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self._answer(sender, number, self.buffer.refuse("malformed message", str(error)))
             return
-        if isinstance(request, m.Publish | m.Consumed | m.Checkpointed | m.Next | m.Finish):
+        if isinstance(request, m.Publish | m.Consumed | m.Checkpointed | m.Next | m.Damaged | m.Finish):
             if sender in self._dead:  # what it has sent came late
                 late = f"{type(request).__name__} of a life before the rewind"
                 self._answer(sender, number, self.buffer.refuse("dead learner", late))
@@ -222,6 +222,9 @@ class BufferServer:
             self._learners.add(sender)
         if isinstance(request, m.Ask | m.Next | m.Finish | m.Watch):
             self._park(sender, number, request)
+            return
+        if isinstance(request, m.Read):
+            self._answer(sender, number, m.Part(), [self.buffer.read_part(request)])
             return
         try:
             self._answer(sender, number, self._reply(request, payload))
@@ -283,6 +286,8 @@ class BufferServer:
                 buffer.leave(name, why)
             case m.Locate():
                 return m.Located(folder=str(buffer.journal.folder.resolve()), mark=buffer.journal.mark)
+            case m.Damaged():
+                return m.Replaced(count=buffer.report_damaged(request.groups))
             case m.Publish():
                 buffer.publish(request.version, request.weights)
                 self._change += 1
@@ -390,8 +395,7 @@ class BufferServer:
         elif handout is not None:
             slices = self.buffer.slices(handout)
             reply = m.Batch(step=parked.request.step, groups=handout.groups, slices=slices, weights=handout.weights)
-            payload = None if parked.request.mapped else self.buffer.messages(slices)
-            self._answer(parked.sender, parked.number, reply, payload)
+            self._answer(parked.sender, parked.number, reply)
         elif now >= parked.deadline:
             self._answer(parked.sender, parked.number, m.NotYet(waiting_for=self._waiting_for()))
         else:

@@ -23,7 +23,8 @@ older than k − S. What is left is within S by construction. Every group taken 
 **Rewind.** A learner that is lost when steps before n have been handed out has published no version above n. It goes on from
 version c ≤ n, while generators may still sample with a version of its life before. Steps c to n − 1 train the very groups that
 they were handed, each complete before its step was trained. All other groups are trained at step n or later: staleness is not
-negative. Leases due after c + S are taken back; those due at d ≤ c + S go on with c ≥ d − S at the oldest.
+negative. A group of theirs that turns out to be damaged is made anew; under `wait` and `cancel` one that a version above its due step
+has sampled is refused (`LeaseBook.is_too_new`). Leases due after c + S are taken back; those due at d ≤ c + S go on with c ≥ d − S at the oldest.
 """
 
 from collections.abc import Mapping

@@ -5,7 +5,7 @@ The Arrow schema is derived from the dataclass and is wire, disk and batch forma
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Annotated, get_type_hints
@@ -258,6 +258,23 @@ def _check(
             values, counts = np.unique(versions[starts[number] : stops[number]], return_counts=True)
             by_version = {v: c for v, c in zip(values.tolist(), counts.tolist(), strict=True) if v >= 0}
         yield Facts(num_tokens[number], low, high, mean, deviation, by_version)
+
+
+def divide_groups(
+    data: memoryview, num_groups: int, wanted: Container[int], num_samples: int
+) -> tuple[memoryview, dict[int, int]]:
+    """(message with the wanted groups alone, sampled tokens of each of the others). Raises Malformed."""
+    batch = decode(data)
+    if batch.num_rows != num_groups * num_samples:
+        raise Malformed(f"{num_groups} groups must have {num_groups * num_samples} rows, got {batch.num_rows}")
+    groups = [batch.slice(place * num_samples, num_samples) for place in range(num_groups)]
+    kept = [group for place, group in enumerate(groups) if place in wanted] or [batch.slice(0, 0)]
+    spent = {
+        place: int(np.count_nonzero(flat(group, "sampled")))
+        for place, group in enumerate(groups)
+        if place not in wanted
+    }
+    return memoryview(encode(pa.concat_batches(kept))).cast("B"), spent
 
 
 @lru_cache(16)

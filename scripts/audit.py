@@ -11,7 +11,8 @@ import pyarrow as pa
 from buffers import events as e
 from buffers import messages as m
 from buffers.buffer import Buffer
-from buffers.journal import Reader, read_events
+from buffers.event_log import read_events
+from buffers.segments import Reader
 from buffers.trajectory import flat
 from configs.schema import Config
 

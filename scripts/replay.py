@@ -26,7 +26,8 @@ from safetensors.torch import load_file
 from buffers import events as e
 from buffers import messages as m
 from buffers.client import Taken
-from buffers.journal import Reader, read_events
+from buffers.event_log import read_events
+from buffers.segments import Reader
 from buffers.trajectory import SCHEMA
 from configs import load as configs
 from configs.schema import Config
@@ -50,7 +51,7 @@ class Recording:
                     self._contents[event.group] = event
                 case e.Trained():
                     self.steps[event.step] = event
-                case e.Rewound():
+                case e.Rewound() | e.Repaired():
                     self.steps = {step: trained for step, trained in self.steps.items() if step < event.step}
                 case e.Dropped():
                     self.dropped.update(event.segments)

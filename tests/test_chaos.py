@@ -13,7 +13,7 @@ from chaos import Harness, configure, train
 
 from buffers import events as e
 from buffers import messages as m
-from buffers.journal import read_events
+from buffers.event_log import read_events
 
 SEED = 1
 

@@ -6,11 +6,13 @@ import tracemalloc
 from collections import Counter
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from buffers.book_state import apply_event, export_book, restore_book
 from buffers.events import Accepted, AnyEvent, Checkpointed, Leased, Published, Rejected, Trained
 from buffers.groups import Handout, Terms
 from buffers.leases import LeaseBook
@@ -19,6 +21,7 @@ from buffers.messages import Lease
 from buffers.prompts import PromptOrder
 from buffers.samplers import SAMPLERS, load_sampler
 from buffers.staleness import count, floor, trainable
+from buffers.state import BookState
 from configs.schema import OnLate
 
 
@@ -31,6 +34,9 @@ def submit(book: LeaseBook, lease_id: int, versions: list[int]) -> str:
         book.duplicate(lease_id, len(versions))
         return "duplicate"
     by_version = {v: versions.count(v) for v in set(versions)}
+    if book.is_too_new(held[1], max(versions)):
+        book.fail(lease_id, len(versions), "sampled by a newer version than the step it is for", counts=False)
+        return "failed"
     book.accept(
         Accepted(lease_id, *held, prompt=0, segment=0, offset=0, size=100, xxh3=0, row=0, rows=1, tokens=len(versions),
                  oldest=min(versions), newest=max(versions), reward_mean=0.5, reward_std=0.5, at=0.0, versions=by_version)
@@ -80,6 +86,8 @@ class World:
     expected: dict[int, Handout] = field(default_factory=dict)  # steps that were undone
     checkpoint: int = 0
     events_noted: list[AnyEvent] = field(default_factory=list)
+    state: tuple[bytes, int] | None = None  # of the book at some moment, and how many events had come
+    num_damaged: int = 0
     submitted: dict[int, list[int]] = field(default_factory=dict)  # group -> versions of its tokens
 
     def __post_init__(self) -> None:
@@ -89,13 +97,23 @@ class World:
 
     def new_book(self) -> None:
         noted, self.events_noted = self.events_noted, []
-        self.ledger = Ledger()
-        ids = itertools.count(1_000_000 * len(noted))
-        self.book = LeaseBook(self.terms, self.ledger, sampler=load_sampler(self.sampler, {}), lease_ids=ids)
-        for event in noted:
-            self.book.apply(event, self.now)
+        self.book = self.rebuild(None, noted)
+        if self.state is not None:  # recovery from a state and what came after leads to the same
+            data, num_before = self.state
+            replayed, self.book = self.book, self.rebuild(data, noted[num_before:])
+            assert described(self.book) == described(replayed)
+        self.ledger = self.book.ledger
         self.book._note = self.events_noted.append
         self.events_noted += noted
+
+    def rebuild(self, state: bytes | None, events: list[AnyEvent]) -> LeaseBook:
+        ids = itertools.count(1_000_000 * (1 + len(self.history) + self.rng.randrange(10**9)))
+        book = LeaseBook(self.terms, Ledger(), sampler=load_sampler(self.sampler, {}), lease_ids=ids)
+        if state is not None:
+            restore_book(book, msgspec.msgpack.decode(state, type=BookState), self.now)
+        for event in events:
+            apply_event(book, event, self.now)
+        return book
 
     def publish(self, version: int) -> None:
         self.book.publish(version)
@@ -138,7 +156,7 @@ class World:
         lease = self.book.lease(generator.name, self.now)
         if lease is None:
             return
-        out = sum(group.accepted is None for group in self.book.groups.values())
+        out = sum(bool(group.attempts) for group in self.book.groups.values())
         assert out <= (self.terms.max_versions + 1) * self.terms.groups_per_step
         if generator.obeys_floor and generator.version < lease.floor:
             generator.version = self.rng.randint(lease.floor, self.book.version)
@@ -234,13 +252,37 @@ class World:
             for fate in ("trained", "masked", "late", "zero_variance", "unsampled"):
                 assert self.book.ledger.tokens[fate] == before.ledger.tokens[fate]
 
+    def take_state(self, generator: FakeGenerator) -> None:
+        if self.rng.random() < 0.05:
+            self.state = msgspec.msgpack.encode(export_book(self.book)), len(self.events_noted)
+
+    def damage(self, generator: FakeGenerator) -> None:
+        """The disk loses a complete group: handed out or not, trained before or not."""
+        if self.book.pool and self.rng.random() < 0.03:
+            number = self.rng.choice(sorted(self.book.pool))
+            self.expected = {step: one for step, one in self.expected.items() if number not in one.groups}
+            self.book.reject_damaged(number, "its bytes have changed")
+            self.num_damaged += 1
+
     def control(self, generator: FakeGenerator) -> None:
         """A controller admits as much or as little as it likes, up to the bound."""
         if self.rng.random() < 0.1:
             self.book.lag = self.rng.randint(0, self.terms.max_versions)
 
     events = [ask, ask, ask, sample, sample, sample, pull, beat, beat, stall, die, break_down, learn, learn, crash_learner,
-              crash_buffer, control]  # fmt: skip
+              crash_buffer, control, take_state, damage]  # fmt: skip
+
+
+def described(book: LeaseBook) -> dict[str, object]:
+    """The state of a book, but for what heartbeats alone have told: events do not record that."""
+    state = msgspec.to_builtins(export_book(book))
+    for attempt in (*state["attempts"], *state["dead"]):
+        attempt[3] = 0
+    generated, leased, tokens, groups, *rest = state.pop("ledger")
+    kept = {
+        fate: tokens.get(fate, 0) for fate in ("trained", "masked", "late", "zero_variance", "unsampled", "damaged")
+    }
+    return state | {"ledger": [leased, {fate: n for fate, n in groups.items() if n}, kept, *rest]}
 
 
 def terms(on_late: OnLate, bound: int, batch: int, steps: int = 6, **more: object) -> Terms:

@@ -1,0 +1,118 @@
+"""Files that must survive: whole writes, whole replacements, and tails that are set aside rather than thrown away."""
+
+import os
+import shutil
+from pathlib import Path
+
+from configs.disk import disk_full, is_disk_full
+
+PIECE = 1 << 22
+"""Bytes copied at a time."""
+
+
+def write_all(file: int, data: bytes | memoryview, path: Path) -> None:
+    """Writes all of the data, however little the kernel takes at a time. Raises DiskFull, which names `path`."""
+    left = memoryview(data).cast("B")
+    while left:
+        try:
+            left = left[os.write(file, left) :]
+        except OSError as error:
+            if is_disk_full(error):
+                raise disk_full(path, len(left)) from error
+            raise
+
+
+def sync_file(file: int, path: Path) -> None:
+    """Waits until the file's data is on the disk. Raises DiskFull: some file systems notice only now."""
+    try:
+        os.fdatasync(file)
+    except OSError as error:
+        if is_disk_full(error):
+            raise disk_full(path, 0) from error
+        raise
+
+
+def sync_path(path: Path) -> None:
+    """As `sync_file`, for a file that somebody else may have deleted meanwhile."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        sync_file(file, path)
+    finally:
+        os.close(file)
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names of the folder's files are on the disk."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def replace_file(path: Path, data: bytes | memoryview, *, sync: bool = True) -> None:
+    """The file appears whole, or not at all; with `sync` it is on the disk then. Raises DiskFull."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        with open(unfinished, "wb", buffering=0) as file:
+            write_all(file.fileno(), data, unfinished)
+            if sync:
+                os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError as error:
+        if is_disk_full(error):
+            raise disk_full(unfinished, len(data)) from error
+        raise
+    if sync:
+        sync_folder(path.parent)
+
+
+def cut_file(path: Path, end: int, *, sync: bool = True) -> str | None:
+    """Ends the file at byte `end`. What followed stays beside it, as `<name>.cut-<end>`; nothing is thrown away.
+
+    Cut at 0, the file itself gets that name. Returns what was cut, in words, or None when nothing was.
+    """
+    size = path.stat().st_size
+    if end and size <= end:
+        return None
+    aside = _free_name(path.with_name(f"{path.name}.cut-{end}"))
+    if not end:
+        os.replace(path, aside)
+    else:
+        try:
+            with open(path, "rb") as whole, open(aside, "wb") as tail:
+                whole.seek(end)
+                shutil.copyfileobj(whole, tail, PIECE)
+                tail.flush()
+                if sync:
+                    os.fsync(tail.fileno())
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            if is_disk_full(error):
+                raise disk_full(aside, size - end) from error
+            raise
+        if sync:
+            sync_folder(path.parent)  # the copy is there for good before the original is not
+        os.truncate(path, end)
+        if sync:
+            sync_path(path)
+    if sync:
+        sync_folder(path.parent)
+    return f"the last {size - end} bytes of {path.name} (kept as {aside.name})"
+
+
+def _free_name(path: Path) -> Path:
+    """The path, or the first `<path>-<n>` that no file has: an earlier cut at the same place is kept as well."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
+
+
+def boot_id() -> str:
+    """Names this host, until it is started again."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

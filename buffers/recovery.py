@@ -1,0 +1,125 @@
+"""What a journal holds when it is opened: the newest state, the log since, and the groups that the disk has lost."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from buffers import events as e
+from buffers.book_state import apply_event, restore_book
+from buffers.evaluation import Evaluations
+from buffers.event_log import Line, Place, Tail, read_tail
+from buffers.files import boot_id
+from buffers.groups import Terms, TermsRecord, check_terms, record_terms, recorded_terms
+from buffers.leases import LeaseBook
+from buffers.segments import Reader, is_closed, segment_numbers, segment_path
+from buffers.state import State, read_newest_state
+from configs.schema import Durability
+
+
+@dataclass(slots=True)
+class Recovery:
+    """What a journal holds: the state, and what has happened since."""
+
+    state: State | None
+    tail: Tail
+    next_segment: int = 0
+    ends: dict[int, int] = field(default_factory=dict)
+    """Where the acknowledged groups of segments end, as far as the state and the tail know."""
+    dropped: set[int] = field(default_factory=set)
+    unclosed: set[int] = field(default_factory=set)
+    """Segments without a footer."""
+    accepted_at: dict[int, Place] = field(default_factory=dict)
+    """Where the lines of accepted leases end."""
+    last_began: e.Began | None = None
+
+    def is_in_doubt(self, content: e.Accepted) -> bool:
+        """True for a group whose bytes the disk may have lost after they were acknowledged.
+
+        Those are the groups of segments that were being written; under `fsync` those accepted beyond the last durable
+        point, because a closed segment's bytes may reach the disk later than its footer; and all of them where nothing was
+        synced and the host was started again since.
+        """
+        began = self.last_began
+        if content.segment in self.unclosed or began is None:
+            return True
+        if began.durability == Durability.fsync:
+            return self.accepted_at.get(content.lease, (-1, 0)) > self.tail.durable
+        return began.boot != boot_id()
+
+
+def read_journal(folder: Path) -> Recovery:
+    """Reads the newest state and the log since. Changes nothing.
+
+    Raises DamagedLog when lines are lost that are not a torn tail, ValueError for a journal of another version.
+    """
+    if (folder / "log.jsonl").exists():
+        raise ValueError(f"the journal must be of this version of Slipstream, got an older one in {folder}")
+    number, state = read_newest_state(folder)
+    found = Recovery(state, read_tail(folder, number))
+    if state is not None:
+        found.next_segment = state.next_segment
+        if state.open_segment is not None:
+            found.ends[state.open_segment[0]] = state.open_segment[1]
+    for line in found.tail.lines:
+        note_line(found, line)
+    present = segment_numbers(folder)
+    in_question = present if state is None else {n for n in present if n >= state.next_segment or n in found.ends}
+    found.unclosed = {n for n in in_question if not is_closed(segment_path(folder, n))}
+    found.next_segment = 1 + max([*found.ends, *found.dropped, *present, found.next_segment - 1])
+    return found
+
+
+def note_line(found: Recovery, line: Line) -> None:
+    """Takes in what a line says of segments and of the life that wrote it."""
+    match line.event:
+        case e.Accepted(segment=segment, offset=offset, size=size):
+            found.ends[segment] = max(found.ends.get(segment, 0), offset + size)
+            found.accepted_at[line.event.lease] = line.end
+        case e.Dropped(segments=segments):
+            found.dropped.update(segments)
+        case e.Began():
+            found.last_began = line.event
+            found.next_segment = max(found.next_segment, line.event.next_segment)
+
+
+def rebuild_book(
+    book: LeaseBook,
+    evaluations: Evaluations,
+    found: Recovery,
+    terms: Terms,
+    now: float,
+    request_evaluation: Callable[[int], None],
+) -> str:
+    """Makes a new book what it was, and then has it kept by `terms`. Returns where the newest version's manifest is.
+
+    Raises ValueError, naming the setting, for terms that the journal cannot go on with.
+    """
+    record: TermsRecord = record_terms(terms)
+    weights = ""
+    if found.state is not None:
+        record, weights = found.state.terms, found.state.weights
+        book.adopt_terms(recorded_terms(terms, record))
+        restore_book(book, found.state.book, now)
+        for version in found.state.unscored:
+            request_evaluation(version)
+    for line in found.tail.lines:
+        apply_event(book, line.event, now)
+        match line.event:
+            case e.Began():
+                record = line.event.terms
+            case e.Published():
+                weights = line.event.weights
+                request_evaluation(line.event.version)
+            case e.Scored():
+                evaluations.withdraw(line.event.version)
+            case e.Rewound():
+                evaluations.clear()
+    check_terms(terms, record)
+    book.adopt_terms(terms)
+    return weights
+
+
+def find_damaged_groups(book: LeaseBook, found: Recovery, reader: Reader) -> list[int]:
+    """Complete groups in doubt whose bytes are lost indeed. Others are checked whenever they are read."""
+    contents = {number: book.content(number) for number in book.pool}
+    return [number for number, one in contents.items() if found.is_in_doubt(one) and not reader.is_intact(one)]

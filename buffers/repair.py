@@ -1,0 +1,325 @@
+"""Saves what can be saved of a journal whose log has lost lines, and lists the rest. `scripts/repair.sh` is its command.
+
+    newest state ─▶ every whole line since, with leniency ─▶ groups that only the segments still know ─▶ a state, a new log
+
+Much of what a lost line said stands elsewhere too: a group's rows name the group, a step that was handed out names what it
+trained, a gap in the numbers of groups is a lease. What cannot be found again is made again: a place whose group is lost is
+given to a fresh one. The damaged files stay beside the mended ones, as `<name>.damaged`.
+"""
+
+import mmap
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import xxhash
+
+from buffers import events as e
+from buffers.arrow_ipc import find_blocks
+from buffers.book_state import apply_event, export_book, restore_book
+from buffers.event_log import Line, ParsedFile, Tail, log_numbers, log_path, parse_log_file
+from buffers.files import boot_id, replace_file
+from buffers.groups import FIXED, Terms, TermsRecord, recorded_terms
+from buffers.journal import Journal
+from buffers.leases import LeaseBook
+from buffers.ledger import Ledger
+from buffers.recovery import Recovery, note_line
+from buffers.segments import HEAD, segment_numbers, segment_path
+from buffers.staleness import count
+from buffers.state import State, read_newest_state
+from buffers.trajectory import Expected, Facts, check_groups, decode, encode
+from configs.schema import Durability, OnLate
+
+LOST_LEASE = "lost by the log"
+"""The generator of a lease whose line is lost."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What a repair found and did."""
+
+    damage: list[str] = field(default_factory=list)
+    """The places of lines that are lost."""
+    saved: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    lost_groups: set[int] = field(default_factory=set)
+    """Groups that were accepted, and are not to be had any more."""
+    step: int = 0
+    """Steps that count as trained."""
+
+
+def repair_journal(folder: Path) -> Report:
+    """Mends the journal; one without damage is left as it is. Raises ValueError when another process writes it, and when
+    nothing says on what terms it was written."""
+    journal = Journal(folder, Durability.fsync, 1 << 20)
+    try:
+        return _Repair(journal, folder).run()
+    finally:
+        journal.close()
+
+
+class _Repair:
+    def __init__(self, journal: Journal, folder: Path) -> None:
+        self._journal, self._folder = journal, folder
+        self._number, self._state = read_newest_state(folder)
+        self._files = [parse_log_file(folder, number) for number in log_numbers(folder) if number >= self._number]
+        self._report = Report()
+        self._orphans: dict[int, e.Accepted] = {}
+        self._training_known = True
+
+    def run(self) -> Report:
+        report = self._report
+        report.damage = list(self._find_damage())
+        if not report.damage:
+            return report
+        record = self._find_terms()
+        terms = recorded_terms(_any_terms(), record)
+        self._book = book = LeaseBook(terms, Ledger())
+        if self._state is not None:
+            restore_book(book, self._state.book, 0.0)
+        lines = [line for parsed in self._files for line in parsed.lines]
+        found = Recovery(self._state, Tail(lines))
+        for line in lines:
+            note_line(found, line)
+        found.tail.end = (self._files[-1].number, self._files[-1].size)
+        found.next_segment = 1 + max([-1, found.next_segment - 1, *found.ends, *segment_numbers(self._folder)])
+        self._orphans = {one.group: one for one in self._find_orphans(lines)}
+        for line in lines:
+            self._apply(line.event)
+        for number in sorted(self._orphans):
+            self._complete(number)
+        self._reopen_places()
+        report.step = book.num_consumed
+        self._rewrite_files()
+        self._begin(found, record)
+        return report
+
+    def _find_damage(self) -> Iterator[str]:
+        for before, parsed in zip([None, *self._files], self._files, strict=False):
+            for byte in parsed.bad:
+                yield f"byte {byte} of {log_path(self._folder, parsed.number)}: a line does not match its checksum"
+            began = parsed.began
+            if before is not None and began is not None and began.previous != before.number:
+                yield f"before {log_path(self._folder, parsed.number)}: a file of the log is missing"
+            elif before is not None and began is not None and began.previous_bytes > before.size:
+                lost = began.previous_bytes - before.size
+                yield f"the end of {log_path(self._folder, before.number)}: its last {lost} bytes are missing"
+
+    def _find_terms(self) -> TermsRecord:
+        record: TermsRecord | None = None if self._state is None else self._state.terms
+        for parsed in self._files:
+            record = parsed.began.terms if parsed.began is not None else record
+        if record is None or not FIXED.keys() <= record.keys():
+            raise ValueError(
+                f"a journal must say on what terms it was written, got {self._folder} without a state or first line"
+            )
+        return record
+
+    # ---- groups that only the segments know
+
+    def _find_orphans(self, lines: list[Line]) -> Iterator[e.Accepted]:
+        """Groups whose rows are whole in a segment and that no line speaks of."""
+        known = {(one.segment, one.offset) for one in self._known_contents(lines)}
+        dropped = {n for line in lines if isinstance(line.event, e.Dropped) for n in line.event.segments}
+        since = 0
+        if self._state is not None:
+            since = self._state.open_segment[0] if self._state.open_segment else self._state.next_segment
+        for number in sorted(segment_numbers(self._folder) - dropped):
+            if number >= since:
+                yield from self._read_orphans(number, known)
+
+    def _known_contents(self, lines: list[Line]) -> Iterator[e.Accepted]:
+        yield from (line.event for line in lines if isinstance(line.event, e.Accepted))
+        if self._state is not None:
+            groups = (*self._state.book.groups, *self._state.book.retired)
+            yield from (one.content for one in groups if one.content is not None)
+
+    def _read_orphans(self, segment: int, known: set[tuple[int, int]]) -> Iterator[e.Accepted]:
+        path = segment_path(self._folder, segment)
+        if path.stat().st_size <= len(HEAD):
+            return
+        with open(path, "rb") as file:
+            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        for offset, num_metadata, num_body in find_blocks(data, len(HEAD)):
+            if (segment, offset) not in known:
+                message = bytes(data[offset : offset + num_metadata + num_body])
+                yield from self._read_groups(segment, offset, message)
+
+    def _read_groups(self, segment: int, offset: int, message: bytes) -> Iterator[e.Accepted]:
+        terms = self._book.terms
+        try:
+            batch = decode(message)
+        except ValueError:
+            return
+        for row in range(0, batch.num_rows - terms.samples_per_prompt + 1, terms.samples_per_prompt):
+            one = batch.slice(row, terms.samples_per_prompt)
+            wanted = Expected(*(one.column(name)[0].as_py() for name in ("group", "due", "prompt_id")))
+            alone = encode(pa.concat_batches([one])) if batch.num_rows > one.num_rows else message
+            verdict = check_groups(alone, [wanted], num_samples=one.num_rows, newest_version=2**31 - 1).verdicts[0]
+            if isinstance(verdict, Facts):
+                yield e.Accepted(
+                    lease=-1, group=wanted.group, due=wanted.due, prompt=wanted.prompt, segment=segment, offset=offset,
+                    size=len(message), xxh3=xxhash.xxh3_64_intdigest(message), row=row, rows=one.num_rows,
+                    tokens=verdict.num_tokens, oldest=verdict.oldest, newest=verdict.newest,
+                    reward_mean=verdict.reward_mean, reward_std=verdict.reward_std,
+                    at=float(one.column("finished_at")[0].as_py()), versions=verdict.versions,
+                )  # fmt: skip
+
+    # ---- lines, with leniency
+
+    def _apply(self, event: e.AnyEvent) -> None:
+        book = self._book
+        match event:
+            case e.Leased(group=number):
+                self._grant_before(number)
+                if number == book.next_group or (number in book.groups and book.groups[number].content is None):
+                    apply_event(book, event, 0.0)
+            case e.Accepted(group=number):
+                self._accept(event)
+            case e.Retired(groups=groups):
+                event = e.Retired([number for number in groups if number in book.pool])
+                apply_event(book, event, 0.0)
+            case e.Handed():
+                if event.step >= book.num_consumed and all([self._complete(number) for number in event.groups]):
+                    apply_event(book, event, 0.0)
+            case e.Trained():
+                self._train(event)
+            case e.Rewound(step=step) if book.floor_step <= step <= book.num_consumed:
+                apply_event(book, event, 0.0)
+                self._training_known = True
+            case e.Checkpointed(step=step) if step <= book.num_consumed:
+                apply_event(book, event, 0.0)
+            case e.Published(version=version):
+                book.newest_version = max(book.newest_version, version)
+                book.version = max(book.version, version)
+            case e.Began() | e.Failed() | e.Duplicate() | e.Rejected() | e.Opened():
+                apply_event(book, event, 0.0)
+            case _:
+                pass
+
+    def _grant_before(self, number: int) -> None:
+        """Groups below this number that no line speaks of were leased: their leases are lost, and they are made again."""
+        book = self._book
+        while book.next_group < number:
+            due, _ = book.places.next_opening()
+            lost = book.next_group
+            book.grant_lease(-1 - lost, lost, due, LOST_LEASE, 0.0)
+            book.fail(-1 - lost, 0, LOST_LEASE, counts=False)
+            self._report.saved.append(f"group {lost}: its lease is lost, and it is given out again")
+
+    def _accept(self, content: e.Accepted) -> None:
+        book, number = self._book, content.group
+        self._grant_before(number)
+        group = book.groups.get(number)
+        if number < book.next_group and (group is None or group.content is not None):
+            return
+        if book.lease_of(content.lease) is None:
+            book.grant_lease(content.lease, number, content.due, LOST_LEASE, 0.0)
+        book.accept(content)
+
+    def _complete(self, number: int) -> bool:
+        """True when the group is complete, if need be by what its segment says."""
+        book = self._book
+        group = book.groups.get(number)
+        if group is not None and group.content is not None:
+            return True
+        content = self._orphans.get(number)
+        if content is None or (group is None and number < book.next_group):
+            return False
+        lease = min(group.attempts, default=-1 - number) if group is not None else -1 - number
+        taken = e.Accepted(lease, *(getattr(content, name) for name in content.__struct_fields__[1:]))
+        self._accept(taken)
+        self._report.saved.append(f"group {number}: its line is lost, its rows are whole in segment {content.segment}")
+        return True
+
+    def _train(self, event: e.Trained) -> None:
+        book = self._book
+        if event.step < book.num_consumed:
+            if event.step < book.floor_step:
+                return
+            book.rewind(event.step)
+            self._report.saved.append(f"step {event.step}: a rewind to it is lost, and was done again")
+            self._training_known = True
+        while self._training_known and book.num_consumed < event.step:
+            self._training_known = self._train_as_handed(book.num_consumed)
+        known = self._training_known and book.num_consumed == event.step
+        if known and all([self._complete(number) for number in event.groups]):
+            apply_event(book, event, 0.0)
+            return
+        self._training_known = False
+        missing = [number for number in event.groups if number not in book.pool]
+        self._report.lost.append(f"step {event.step} was trained, and counts as not trained")
+        for number in missing:
+            if number not in self._report.lost_groups and number not in book.groups:
+                self._report.lost_groups.add(number)
+
+    def _train_as_handed(self, step: int) -> bool:
+        """A step whose line is lost was trained as it was handed out; false when that is lost too."""
+        book = self._book
+        handout = book.scripted.get(step)
+        if handout is None or any(number not in book.pool for number in handout.groups):
+            return False
+        counts = [count(book.content(n).tokens_by_version(), step, book.terms.max_versions) for n in handout.groups]
+        staleness = sum((Counter(by_staleness) for _, _, by_staleness in counts), Counter[int]())
+        trained = e.Trained(
+            step, handout.groups, [c[0] for c in counts], [c[1] for c in counts], dict(staleness), handout.weights
+        )
+        apply_event(book, trained, 0.0)
+        self._report.saved.append(f"step {step}: its line is lost, it was trained as it was handed out")
+        return True
+
+    def _reopen_places(self) -> None:
+        book = self._book
+        book.scripted.clear()  # what follows may have lost a group
+        used_up = {u.number: u.group for uses, _ in book.trained.values() for u in uses if u.number not in book.groups}
+        early = [group.due for group in used_up.values() if group.due >= book.num_consumed]
+        held = Counter([*(group.due for group in book.groups.values()), *early])
+        complete = Counter([*(group.due for group in book.pool.values()), *early])
+        reopened = book.places.reopen_missing(book.num_consumed, held, complete, book.terms.on_late is OnLate.mask)
+        if reopened:
+            self._report.lost.append(f"{reopened} places had lost their groups, which are made anew")
+
+    # ---- the mended journal
+
+    def _rewrite_files(self) -> None:
+        for parsed in self._files:
+            if parsed.bad:
+                _keep_whole_lines(self._folder, parsed)
+
+    def _begin(self, found: Recovery, record: TermsRecord) -> None:
+        weights, unscored = ("", []) if self._state is None else (self._state.weights, self._state.unscored)
+        for line in found.tail.lines:
+            weights = line.event.weights if isinstance(line.event, e.Published) else weights
+        found.tail.end = (self._files[-1].number, log_path(self._folder, self._files[-1].number).stat().st_size)
+        state = State(
+            terms=dict(record), book=export_book(self._book), weights=weights, unscored=unscored, next_segment=0,
+            open_segment=None, durability=str(Durability.fsync), boot=boot_id(),
+        )  # fmt: skip
+        self._journal.begin(found, state)
+        report = self._report
+        self._journal.note(
+            e.Repaired(report.step, sorted(report.lost_groups), [*report.damage, *report.saved, *report.lost])
+        )
+        self._journal.commit()
+
+
+def _keep_whole_lines(folder: Path, parsed: ParsedFile) -> None:
+    """The file holds its whole lines alone; as it was, it stays beside."""
+    path = log_path(folder, parsed.number)
+    data = path.read_bytes()
+    aside = path.with_name(f"{path.name}.damaged")
+    if not aside.exists():
+        os.link(path, aside)
+    whole = b"".join(line for line in data.splitlines(keepends=True) if e.decode(line) is not None)
+    replace_file(path, whole)
+
+
+def _any_terms() -> Terms:
+    """Terms to be replaced by those of the record."""
+    return Terms(
+        groups_per_step=1, steps=1, max_versions=0, on_late=OnLate.wait, samples_per_prompt=1, lease_s=1.0,
+        max_attempts=1, straggler_timeout_s=None, task="", seed=0,
+    )  # fmt: skip

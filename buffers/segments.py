@@ -1,0 +1,163 @@
+"""Segments: files of groups, an Arrow record batch each, that any Arrow reader opens once they are closed.
+
+A segment is written record batch after record batch and gets its footer when it is closed. A crash leaves a segment
+without a footer; `close_torn_segment` sets what was never acknowledged aside and writes the footer.
+"""
+
+import mmap
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import xxhash
+
+from buffers import events as e
+from buffers.arrow_ipc import MAGIC, find_blocks, footer
+from buffers.files import cut_file, write_all
+from buffers.messages import Slice
+from buffers.trajectory import SCHEMA
+
+HEAD = MAGIC + bytes(2) + SCHEMA.serialize().to_pybytes()
+"""How every segment begins."""
+MAX_MAPPED = 8
+"""Segments that a reader keeps mapped."""
+
+
+class DamagedGroup(ValueError):
+    """A group's bytes do not match their checksum."""
+
+
+@dataclass(slots=True)
+class Segment:
+    """The segment that is being written."""
+
+    number: int
+    path: Path
+    file: int
+    size: int = len(HEAD)
+    blocks: list[tuple[int, int, int]] = field(default_factory=list)
+    """(offset, bytes of metadata, bytes of body) of each record batch, for the footer."""
+
+    def append(self, message: memoryview) -> tuple[int, int]:
+        """Writes a record batch, as an Arrow IPC message; returns (offset, xxh3-64). Raises DiskFull."""
+        offset, num_metadata = self.size, 8 + int.from_bytes(message[4:8], "little")
+        write_all(self.file, message, self.path)
+        self.blocks.append((offset, num_metadata, len(message) - num_metadata))
+        self.size += len(message)
+        return offset, xxhash.xxh3_64_intdigest(message)
+
+    def write_footer(self) -> None:
+        """Closes the segment to writers. The footer may reach the disk late: recovery writes a missing one."""
+        write_all(self.file, footer(SCHEMA, self.blocks), self.path)
+
+
+def create_segment(folder: Path, number: int) -> Segment:
+    path = segment_path(folder, number)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+    write_all(file, HEAD, path)
+    return Segment(number, path, file)
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}.arrow"
+
+
+def segment_numbers(folder: Path) -> set[int]:
+    """Numbers of the segments that are in the folder."""
+    return {int(path.stem) for path in folder.glob("*.arrow")}
+
+
+def is_closed(path: Path) -> bool:
+    """True when the file ends as a segment with a footer does."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size < len(HEAD) + len(MAGIC):
+            return False
+        file.seek(-len(MAGIC), os.SEEK_END)
+        return file.read() == MAGIC
+
+
+def close_torn_segment(path: Path, end: int, *, sync: bool = True) -> str | None:
+    """Writes the footer of a segment whose acknowledged groups end at byte `end`; what follows is set aside.
+
+    Returns what was set aside, in words. A segment without any acknowledged group is set aside whole.
+    """
+    if end <= len(HEAD):
+        return cut_file(path, 0, sync=sync)
+    told = cut_file(path, end, sync=sync)
+    if path.stat().st_size < end:  # the disk has lost a part: each group of it is found when it is read
+        return told
+    with open(path, "r+b") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        blocks = find_blocks(memoryview(mapped), len(HEAD))
+        file.seek(0, os.SEEK_END)
+        write_all(file.fileno(), footer(SCHEMA, blocks), path)
+        if sync:
+            os.fsync(file.fileno())
+    return told
+
+
+def join_slices(contents: Iterable[e.Accepted]) -> list[Slice]:
+    """Where groups are, in this order; those that lie together are one slice."""
+    slices: list[Slice] = []
+    for content in contents:
+        last = slices[-1] if slices else None
+        place = (content.segment, content.offset, content.row)
+        if last is not None and (last.segment, last.offset, last.row + last.rows) == place:
+            last.rows += content.rows
+        else:
+            slices.append(Slice(*place[:2], content.size, content.xxh3, content.row, content.rows))
+    return slices
+
+
+def read_bytes(folder: Path, segment: int, offset: int, size: int) -> bytes:
+    """A copy of the bytes there; fewer where the file is shorter. Raises FileNotFoundError."""
+    with open(segment_path(folder, segment), "rb") as file:
+        return os.pread(file.fileno(), size, offset)
+
+
+class Reader:
+    """Reads groups where `Accepted` events (or `messages.Slice`) say that they are. Segments are mapped, not copied."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._maps: dict[int, pa.Buffer] = {}
+        self._last: tuple[tuple[int, int, int], pa.RecordBatch] | None = None  # groups that came together lie together
+
+    def read(self, content: e.Accepted | Slice) -> pa.RecordBatch:
+        """Raises DamagedGroup when the bytes are not those that were written."""
+        where = (content.segment, content.offset, content.xxh3)
+        if self._last is not None and self._last[0] == where:
+            return self._last[1].slice(content.row, content.rows)
+        data = self._map_bytes(content.segment, content.offset, content.size)
+        if data is None or xxhash.xxh3_64_intdigest(data) != content.xxh3:
+            raise DamagedGroup(
+                f"the {content.size} bytes at {content.offset} of {segment_path(self._folder, content.segment)} "
+                f"must have checksum {content.xxh3:016x}"
+            )
+        batch = pa.ipc.read_record_batch(data, SCHEMA)
+        self._last = (where, batch)
+        return batch.slice(content.row, content.rows)
+
+    def forget(self) -> None:
+        """Lets go of the batch that was read last; segments stay mapped."""
+        self._last = None
+
+    def is_intact(self, content: e.Accepted) -> bool:
+        """True when the group's bytes are there, as they were written. Reads them anew."""
+        data = self._map_bytes(content.segment, content.offset, content.size)
+        return data is not None and xxhash.xxh3_64_intdigest(data) == content.xxh3
+
+    def _map_bytes(self, segment: int, offset: int, size: int) -> pa.Buffer | None:
+        """The bytes there, mapped; None when the file does not reach so far."""
+        mapped = self._maps.get(segment)
+        if mapped is None or mapped.size < offset + size:
+            path = segment_path(self._folder, segment)
+            if not path.exists() or path.stat().st_size < offset + size:
+                return None
+            mapped = self._maps[segment] = pa.memory_map(str(path)).read_buffer()
+            while len(self._maps) > MAX_MAPPED:
+                del self._maps[next(iter(self._maps))]
+        return mapped.slice(offset, size)

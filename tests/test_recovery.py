@@ -1,0 +1,410 @@
+"""A buffer that is opened again goes on where it was: after retention, rotation, damage, other settings and a full disk."""
+
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from test_buffer import Harness, group_of
+
+from buffers import events as e
+from buffers import journal as journal_module
+from buffers import messages as m
+from buffers.book_state import export_book
+from buffers.buffer import Buffer
+from buffers.client import RefusedByBuffer, Taken
+from buffers.event_log import DamagedLog, read_events
+from buffers.repair import repair_journal
+from buffers.state import read_newest_state
+from buffers.trajectory import SCHEMA_VERSION, encode, to_batch
+from configs.disk import DiskFull
+from configs.load import load
+from configs.schema import Config, OnLate
+
+SETTINGS = [
+    "learner.groups_per_step=3", "learner.samples_per_prompt=2", "run.steps=1000", "eval.prompts=0",
+    "staleness.max_versions=1", "buffer.segment_mb=1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return load(SETTINGS)
+
+
+def submit(buffer: Buffer, lease: m.Lease, version: int, num_tokens: int = 3) -> str:
+    row = {
+        "tokens": [5] * (num_tokens + 1), "sampled": [False] + [True] * num_tokens, "logprobs": [0.0] + [-0.5] * num_tokens,
+        "versions": [-1] + [version] * num_tokens, "reward": 1.0,
+    }  # fmt: skip
+    data = memoryview(encode(to_batch(group_of(lease, **row)))).cast("B")  # type: ignore[arg-type]
+    return buffer.submit("g", [lease.id], SCHEMA_VERSION, data)[0]
+
+
+def live(buffer: Buffer, first: int, last: int, *, checkpoint_every: int = 2, keep: int = 1, tokens: int = 3) -> None:
+    """Steps `first` to `last` - 1 are published, made and trained; the groups due after the last are made as well."""
+    for step in range(first, last):
+        buffer.publish(step, f"w{step}")
+        while (lease := buffer.lease("g")) is not None:
+            assert submit(buffer, lease, step, tokens) == "accepted"
+        handout = buffer.next(step)
+        assert handout is not None
+        trained = sum(buffer.book.content(group).tokens for group in handout.groups)
+        buffer.consumed(m.Consumed(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={}))
+        if (step + 1) % checkpoint_every == 0:
+            buffer.checkpointed(step + 1, max(0, step + 1 - (keep - 1) * checkpoint_every))
+        buffer.commit()
+        buffer.journal._state_written.result()
+
+
+def kill(buffer: Buffer, into: Path) -> Path:
+    """What the buffer would leave if it were killed now."""
+    shutil.copytree(buffer.journal.folder, into)
+    return into
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["closed", "killed"])
+def test_retention_and_any_number_of_restarts_lose_no_group(tmp_path: Path, config: Config, dies: bool) -> None:
+    folder, step = tmp_path / "journal", 0
+    dropping = load([*SETTINGS, "buffer.retention=checkpoints"])
+    for life in range(4):
+        buffer = Buffer(dropping, folder, resume_step=step if life else None)
+        assert buffer.book.num_consumed == step and (life == 0 or len(buffer.book.pool) == 3)
+        live(buffer, step, step + 8, tokens=40_000)
+        step += 8
+        before = export_book(buffer.book)
+        if dies:
+            folder = kill(buffer, tmp_path / f"killed-{life}")
+        buffer.close()
+        again = Buffer(dropping, folder)
+        after = export_book(again.book)
+        assert (after.groups, after.num_consumed, after.ledger) == (before.groups, before.num_consumed, before.ledger)
+        again.close()
+    assert {path.stem for path in folder.glob("*.arrow")} != set() and not (folder / "000000.arrow").exists()
+    assert not (folder / "log/000000.jsonl").exists(), "of the log too, only what recovery may need is kept"
+
+
+def test_a_state_and_the_tail_lead_to_what_the_whole_log_leads_to(tmp_path: Path, config: Config) -> None:
+    buffer = Buffer(config, tmp_path / "journal")
+    live(buffer, 0, 7, keep=2)
+    for lease in [buffer.lease("h"), buffer.lease("h")]:
+        assert lease is None or buffer.fail(lease.id, 4, "ValueError: no")
+    buffer.commit()
+    folder = kill(buffer, tmp_path / "killed")
+    buffer.close()
+    shutil.copytree(folder, tmp_path / "log_alone")
+    shutil.rmtree(tmp_path / "log_alone/state")
+    assert read_newest_state(folder)[0] > 1
+    one, other = Buffer(config, folder), Buffer(config, tmp_path / "log_alone")
+    assert export_book(one.book) == export_book(other.book)
+    one.close()
+    other.close()
+
+
+def test_the_log_rotates_by_itself_and_recovery_reads_only_the_tail(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "ROTATE_LINES", 50)
+    buffer = Buffer(config, tmp_path / "journal")
+    live(buffer, 0, 40, checkpoint_every=10)
+    folder = kill(buffer, tmp_path / "killed")
+    buffer.close()
+    number, state = read_newest_state(folder)
+    assert number > 5 and state is not None and len(state.book.groups) < 20
+    tail = sum(path.read_bytes().count(b"\n") for path in (folder / "log").glob("*.jsonl") if int(path.stem) >= number)
+    assert tail < 150 < sum(1 for _ in read_events(folder)), "the history is there, and is not read"
+    again = Buffer(config, folder)
+    assert again.book.num_consumed == 40 and again.ledger.closes()
+    live(again, 40, 42)
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ("learner.groups_per_step=4", "learner.groups_per_step must stay 3 .*, got 4"),
+        ("learner.samples_per_prompt=3", "learner.samples_per_prompt must stay 2 .*, got 3"),
+        ("run.seed=5", "run.seed must stay 0 .*, got 5"),
+        ("task.size=50", "task.size must stay None .*, got 50"),
+        ("buffer.max_uses=3", "buffer.max_uses must stay 1 .*, got 3"),
+        ("staleness.on_late=mask", "staleness.on_late must stay wait .*, got mask"),
+        ("staleness.max_versions=0", "staleness.max_versions must be at least 1 .*, got 0"),
+    ],
+)
+def test_settings_that_the_journal_rests_on_are_refused_by_name_and_nothing_is_touched(
+    tmp_path: Path, config: Config, change: str, rule: str
+) -> None:
+    buffer = Buffer(config, tmp_path / "journal")
+    live(buffer, 0, 3)
+    buffer.close()
+    before = {path: path.read_bytes() for path in (tmp_path / "journal").rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=rule):
+        Buffer(load([*SETTINGS, change]), tmp_path / "journal")
+    assert before == {path: path.read_bytes() for path in (tmp_path / "journal").rglob("*") if path.is_file()}
+    Buffer(config, tmp_path / "journal").close()
+
+
+@pytest.mark.parametrize("attempts", [1, 2, 9])
+def test_attempts_count_as_they_did_when_they_were_made_whatever_the_limit_is_now(
+    tmp_path: Path, config: Config, attempts: int
+) -> None:
+    buffer = Buffer(load([*SETTINGS, "buffer.max_attempts=3"]), tmp_path / "journal")
+    buffer.publish(0, "w")
+    first = buffer.lease("g")
+    assert first is not None
+    for _ in range(2):
+        assert first is not None and buffer.fail(first.id, 5, "ValueError: no") == "failed"
+        first = buffer.lease("g")
+    buffer.commit()
+    folder = kill(buffer, tmp_path / "killed")
+    buffer.close()
+    shutil.rmtree(folder / "state")  # the whole log is applied again
+    again = Buffer(load([*SETTINGS, f"buffer.max_attempts={attempts}"]), folder)
+    assert first is not None and again.book.groups[first.group].num_failures == 2
+    assert again.fail(first.id, 5, "ValueError: no") == "failed"
+    assert (first.group in again.book.groups) == (attempts > 3), "from now on the new limit holds"
+    live(again, 0, 0)
+    assert again.ledger.closes()
+    again.close()
+
+
+def test_more_steps_and_a_higher_bound_are_taken_up(tmp_path: Path, config: Config) -> None:
+    buffer = Buffer(load([*SETTINGS, "run.steps=3"]), tmp_path / "journal")
+    live(buffer, 0, 3)
+    buffer.close()
+    again = Buffer(load([*SETTINGS, "staleness.max_versions=3"]), tmp_path / "journal")
+    live(again, 3, 9)
+    assert again.ledger.closes()
+    again.close()
+
+
+# ---- damage
+
+
+def flip_logprob(folder: Path, group: int) -> None:
+    """A log-probability of a group changes on the disk."""
+    event = next(x for x in read_events(folder) if isinstance(x, e.Accepted) and x.group == group)
+    path = folder / f"{event.segment:06d}.arrow"
+    data = bytearray(path.read_bytes())
+    place = data.index(b"\x00\x00\x00\xbf", event.offset)  # -0.5 in float32
+    data[place + 2] ^= 0x40
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Callable[..., Harness]]:
+    running: list[Harness] = []
+
+    def start(*overrides: str, resume_step: int | None = None) -> Harness:
+        running.append(Harness(load([*SETTINGS, *overrides]), tmp_path / "journal", resume_step))
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.close()
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["mapped", "fetched"])
+@pytest.mark.parametrize("on_late", [OnLate.wait, OnLate.mask])
+def test_a_group_whose_bytes_have_changed_is_never_delivered_and_a_fresh_one_takes_its_place(
+    harness: Callable[..., Harness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool, on_late: OnLate
+) -> None:
+    if remote:
+        monkeypatch.setattr("buffers.client.is_here", lambda folder, mark: False)
+    run = harness(f"staleness.on_late={on_late}")
+    run.publish(0)
+    leases = run.ask(3)
+    assert [run.submit(lease) for lease in leases] == ["accepted"] * 3
+    flip_logprob(tmp_path / "journal", 1)
+    told = run.client.next(0, wait_s=1.0)
+    assert isinstance(told, m.NotYet) and "1 fresh groups in the place of damaged ones" in told.waiting_for
+    assert isinstance(run.client.next(0, wait_s=0.1), m.NotYet), "the step waits for the fresh one"
+    (fresh,) = run.ask(1)
+    assert (fresh.group, fresh.due) == (
+        3 if fresh.group == 3 else fresh.group,
+        0 if on_late is OnLate.wait else fresh.due,
+    )
+    assert run.submit(fresh) == "accepted"
+    taken = run.client.next(0, wait_s=1.0)
+    assert isinstance(taken, Taken) and taken.groups == [0, 2, fresh.group]
+    assert set(taken.table.column("logprobs").combine_chunks().flatten().to_pylist()) == {0.0, -0.5, -1.0}
+    done = m.Consumed(step=0, num_trained=12, idle_s=0, alive_s=1, metrics={})
+    run.client.call(done, m.Done)
+    status = run.status()
+    assert status.groups.rejected["damaged"] == 1 and status.tokens.rejected["damaged"] == 4
+    assert status.groups.trained == 3 and status.trained_twice == 0
+
+
+def test_a_claim_of_damage_that_is_not_true_changes_nothing(harness: Callable[..., Harness]) -> None:
+    run = harness()
+    run.publish(0)
+    assert [run.submit(lease) for lease in run.ask(3)] == ["accepted"] * 3
+    assert run.client.call(m.Damaged(groups=[0, 1, 2, 99, -1]), m.Replaced).count == 0
+    assert run.train(0) == [0, 1, 2]
+
+
+def test_damage_to_a_step_that_was_undone_is_mended_by_fresh_groups(
+    harness: Callable[..., Harness], tmp_path: Path
+) -> None:
+    run = harness()
+    for step in range(2):
+        run.publish(step)
+        assert {run.submit(lease) for lease in run.ask(100)} == {"accepted"}
+        run.train(step)
+    run.publish(2)
+    run.client.call(m.Rewind(step=1), m.Done)
+    flip_logprob(tmp_path / "journal", 4)
+    run.client.call(m.Publish(version=1, weights="again"), m.Done)
+    assert isinstance(run.client.next(1, wait_s=0.2), m.NotYet)
+    fresh = [lease for lease in run.ask(100) if lease.due == 1]
+    assert len(fresh) == 1
+    # Whoever still holds version 2, of the life before, may not make a group for step 1.
+    late = encode(to_batch(group_of(fresh[0], version=2)))
+    assert run.submit(fresh[0], late) == "failed"
+    (fresh_again,) = [lease for lease in run.ask(100) if lease.due == 1]
+    assert run.submit(fresh_again, encode(to_batch(group_of(fresh_again, version=1)))) == "accepted"
+    assert run.train(1) == [3, 5, fresh_again.group]
+
+
+def test_a_large_batch_comes_in_parts_and_others_are_answered_between_them(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffers.client.is_here", lambda folder, mark: False)
+    monkeypatch.setattr(m, "MAX_PART_BYTES", 1000)
+    run = harness()
+    run.publish(0)
+    for lease in run.ask(3):
+        long = {"tokens": [7] * 5001, "sampled": [False] + [True] * 5000, "logprobs": [0.0] + [-0.25] * 5000,
+                "versions": [-1] + [0] * 5000}  # fmt: skip
+        assert run.submit(lease, encode(to_batch(group_of(lease, **long)))) == "accepted"  # type: ignore[arg-type]
+    asked: list[int] = []
+    read_part = run.server.buffer.read_part
+
+    def note_part(request: m.Read) -> bytes:
+        asked.append(request.size)
+        return read_part(request)
+
+    monkeypatch.setattr(run.server.buffer, "read_part", note_part)
+    taken = run.client.next(0, wait_s=1.0)
+    assert isinstance(taken, Taken) and taken.table.num_rows == 6
+    assert len(asked) > 300 and max(asked) <= 1000
+    assert taken.table.column("tokens").combine_chunks().flatten().to_pylist() == [7] * 30_006
+
+
+@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("on_late", ["wait", "mask"])
+def test_a_log_with_a_rotten_line_refuses_to_open_is_repaired_and_the_run_goes_on(
+    tmp_path: Path, seed: int, on_late: str
+) -> None:
+    rng = random.Random(seed)
+    config = load([*SETTINGS, f"staleness.on_late={on_late}"])
+    buffer = Buffer(config, tmp_path / "journal")
+    live(buffer, 0, rng.randrange(1, 5), checkpoint_every=100)
+    step = buffer.book.num_consumed
+    acknowledged = set(buffer.book.groups)
+    folder = kill(buffer, tmp_path / "killed")
+    buffer.close()
+    path = folder / "log/000000.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    for victim in {rng.randrange(1, len(lines) - 1) for _ in range(rng.randint(1, 3))}:
+        line = bytearray(lines[victim])
+        line[rng.randrange(len(line) - 1)] ^= 1 << rng.randrange(8)
+        lines[victim] = bytes(line)
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(DamagedLog, match="repair.sh"):
+        Buffer(config, folder)
+    report = repair_journal(folder)
+    assert report.damage and report.step <= step
+    assert (folder / "log/000000.jsonl.damaged").read_bytes() == b"".join(lines), "what was damaged stays beside"
+    again = Buffer(config, folder)
+    assert again.ledger.closes() and again.book.num_consumed == report.step
+    kept = set(again.book.groups) | {g for uses, _ in again.book.trained.values() for g in [use.number for use in uses]}
+    lost = acknowledged - kept
+    assert lost <= report.lost_groups, "what is lost is listed"
+    again.rewind(0)
+    live(again, 0, step + 4, checkpoint_every=100)
+    assert again.ledger.closes() and again.book.num_consumed == step + 4, "no step waits for a group that is lost"
+    again.close()
+    assert repair_journal(folder).damage == [], "once is enough"
+
+
+def test_a_torn_segment_costs_the_groups_in_it_and_no_other(tmp_path: Path, config: Config) -> None:
+    """Power was lost: the log is there, a part of what it names is not."""
+    buffer = Buffer(config, tmp_path / "journal")
+    buffer.publish(0, "w")
+    leases = [lease for _ in range(6) if (lease := buffer.lease("g")) is not None]
+    assert [submit(buffer, lease, 0) for lease in leases] == ["accepted"] * 6
+    buffer.commit()
+    folder = kill(buffer, tmp_path / "killed")
+    buffer.close()
+    accepted = [x for x in read_events(folder) if isinstance(x, e.Accepted)]
+    data = bytearray((folder / "000000.arrow").read_bytes())
+    data[accepted[2].offset : accepted[2].offset + 400] = bytes(400)
+    (folder / "000000.arrow").write_bytes(data[: accepted[5].offset + 100])
+    again = Buffer(config, folder)
+    assert sorted(again.book.pool) == [0, 1, 3, 4] and again.ledger.closes()
+    assert again.ledger.groups["damaged"] == 2
+    assert sorted(lease.due for _ in range(6) if (lease := again.lease("g")) is not None) == [0, 1]
+    again.close()
+
+
+# ---- a full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", place]).returncode:
+        pytest.skip("mounting a small file system needs more rights than this user has")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+@pytest.mark.parametrize("durability", ["os", "fsync"])
+def test_a_full_disk_is_named_and_the_run_goes_on_after_room_is_made(small_disk: Path, durability: str) -> None:
+    config = load([*SETTINGS, f"buffer.durability={durability}"])
+    buffer = Buffer(config, small_disk / "journal")
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(2 << 20))
+    acknowledged: list[int] = []
+    step = 0
+    with pytest.raises(
+        DiskFull, match=rf"the disk of {small_disk}.* must have room for [\d,]+ bytes more, got [\d,]+ bytes free"
+    ):
+        for step in range(1000):
+            buffer.publish(step, f"w{step}")
+            while (lease := buffer.lease("g")) is not None:
+                submit(buffer, lease, step, num_tokens=2000)
+                buffer.commit()
+                acknowledged.append(lease.group)
+            live_step(buffer, step)
+    buffer.close()
+    ballast.unlink()
+    again = Buffer(config, small_disk / "journal")
+    known = {x.group for x in read_events(small_disk / "journal") if isinstance(x, e.Accepted)}
+    assert len(acknowledged) > 10 and set(acknowledged) <= known
+    assert again.ledger.closes() and again.book.num_consumed >= step
+    live(again, again.book.num_consumed, again.book.num_consumed + 2)
+    again.close()
+
+
+def live_step(buffer: Buffer, step: int) -> None:
+    handout = buffer.next(step)
+    assert handout is not None
+    trained = sum(buffer.book.content(group).tokens for group in handout.groups)
+    buffer.consumed(m.Consumed(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={}))
+    buffer.commit()
+
+
+def test_a_step_beyond_those_trained_is_no_checkpoint(harness: Callable[..., Harness]) -> None:
+    run = harness()
+    run.publish(0)
+    for step, oldest in ((1, 0), (2**62, 2**62), (0, 1), (5, 2**40)):
+        with pytest.raises(RefusedByBuffer):
+            run.client.call(m.Checkpointed(step=step, oldest=oldest), m.Done)
+    assert run.status().step == 0, "the buffer answers still"
