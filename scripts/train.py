@@ -22,6 +22,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -40,8 +41,10 @@ from supervisor import LearnerRanks, Loss
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, RefusedByBuffer
+from buffers.files import replace_file
 from buffers.samplers import load_sampler
 from configs import load as configs
+from configs.disk import DiskFull, is_disk_full
 from configs.learner import LearnerKind
 from configs.schema import Config, Role
 from generators.tasks import load_task
@@ -75,7 +78,14 @@ class Signals:
         self.received = signal.Signals(number).name
 
 
+def quiet_full_disk(failed: threading.ExceptHookArgs) -> None:
+    """A thread of TensorBoard's that finds no room ends; `Record` says so in a sentence, and a traceback says no more."""
+    if failed.exc_value is None or not is_disk_full(failed.exc_value):
+        threading.__excepthook__(failed)
+
+
 def main(arguments: list[str]) -> int:
+    threading.excepthook = quiet_full_disk
     if "--help" in arguments or "-h" in arguments:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that it may be piped into `head`
         print(__doc__, "", *(f"{name}={value}" for name, value in configs.fields().items()), sep="\n")
@@ -142,7 +152,7 @@ def prepare(config: Config) -> tuple[Config, Path, int | None]:
         model=dataclasses.replace(config.model, path=str(model)),
     )
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(configs.to_yaml(config))
+    replace_file(folder / "config.yaml", configs.to_yaml(config).encode())
     return config, folder, None
 
 
@@ -192,10 +202,20 @@ class Run:
         except (RoleFailed, BufferGone, RefusedByBuffer, ValueError) as error:
             print(f"\n{error}\nThe run has failed. Logs: {self._folder / 'logs'}", file=sys.stderr)
         finally:
-            self._record.close(status)
+            status = self._close_record(status)
             sweep(Path("/dev/shm"))  # of a learner that was killed
         self._console.conclude(status, news)
         return {"finished": 0, "interrupted": KILLED}.get(status, 1)
+
+    def _close_record(self, status: str) -> str:
+        """How the run has ended: a run whose last summary finds no room has not ended well."""
+        try:
+            self._record.close(status)
+        except DiskFull as full:
+            if status != "failed":  # else what has failed is told already
+                print(f"\n{full}\nThe run has failed. Logs: {self._folder / 'logs'}", file=sys.stderr)
+            return "failed"
+        return status
 
     def _launch(self) -> tuple[str, LearnerRanks, Any]:
         import ray
