@@ -397,7 +397,7 @@ def make_subscriber(config: Config, buffer: str, keys: str | None) -> Subscriber
     may_relay = config.sync.relays and (keys is None or has_door(Path(keys)))
     return Subscriber(
         Fetcher(folder, secure=show),
-        relay=partial(SnapshotServer, folder, secure=door) if may_relay else None,
+        relay=partial(SnapshotServer, secure=door) if may_relay else None,
         broadcast=config.sync.transport is Transport.nccl,
     )
 

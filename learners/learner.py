@@ -269,7 +269,7 @@ def make_publisher(config: Config, folder: Path, incarnation: str) -> Publisher:
     if (address := config.weights_address) is not None:
         keys = config.buffer.keys
         secure = (lambda socket: open_door(socket, Path(keys))) if keys is not None else None
-        server = SnapshotServer(where, address, secure=secure)
+        server = SnapshotServer(where, address, secure=secure, nccl=config.sync.transport is Transport.nccl)
         log.info("weights are served at %s", server.address)
     if torch.cuda.is_available() and config.sync.transport in (Transport.auto, Transport.cuda_ipc):
         device = DeviceCopy(where, gpu_uuid(), always=config.sync.transport is Transport.cuda_ipc)
