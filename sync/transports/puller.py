@@ -46,6 +46,29 @@ class Silent(TransferFailed):
     """Nobody answers."""
 
 
+class Pace:
+    """How much is asked of one server: one small chunk at first, then as much as comes in good time."""
+
+    def __init__(self) -> None:
+        self._size, self.window = FIRST_BYTES, 1
+
+    @property
+    def size(self) -> int:
+        """Bytes to be asked for at a time."""
+        return min(tcp.CHUNK_BYTES, self._size)
+
+    def note_chunk(self, took_s: float) -> None:
+        """A chunk has come, so long after the one before."""
+        self.window = WINDOW
+        if took_s < FAST_S:
+            self._size = 2 * self.size
+        elif took_s > SLOW_S:
+            self._size = max(LEAST_BYTES, self.size // 2)
+
+    def note_silence(self) -> None:
+        self._size, self.window = max(LEAST_BYTES, self.size // 4), 1
+
+
 class Puller:
     """Not thread-safe."""
 
@@ -53,8 +76,8 @@ class Puller:
         self._secure = secure
         self._context = zmq.Context()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
-        self._sizes: dict[str, int] = {}
-        """By address: how many bytes are asked for at a time."""
+        self._paces: dict[str, Pace] = {}
+        """By address."""
 
     def close(self) -> None:
         for socket in self._sockets.values():
@@ -81,25 +104,21 @@ class Puller:
         Raises TransferFailed when the file is gone, when nothing at all has been heard for `silence_s`, or when no byte has come
         for `stall_s` from a relay that says that it is still fetching. What was handed to `keep` counts as come.
         """
-        socket = self._connect(address)
+        socket, pace = self._connect(address), self._pace(address)
         left, asked = deque(each for each in missing if each[0] < each[1]), dict[int, int]()
         came = time.monotonic()
         while left or asked:
-            while left and len(asked) < WINDOW:
+            while left and len(asked) < pace.window:
                 begin, end = left.popleft()
-                stop = min(end, begin + self._size(address))
+                stop = min(end, begin + pace.size)
                 socket.send(encode(Get(name, begin, stop - begin)))
                 asked[begin] = stop
                 if stop < end:
                     left.appendleft((stop, end))
-            try:
-                reply, data = self._receive(address, name, silence_s)
-            except TransferFailed:
-                self._sizes[address] = max(LEAST_BYTES, self._size(address) // 4)
-                raise
+            reply, data = self._receive(address, name, silence_s)
             if isinstance(reply, Chunk) and 0 < len(data) <= asked.get(reply.offset, 0) - reply.offset:
                 keep(reply.offset, data)
-                self._adapt(address, time.monotonic() - came)
+                pace.note_chunk(time.monotonic() - came)
                 came = time.monotonic()
                 end, come = asked.pop(reply.offset), reply.offset + len(data)
                 if come < end:
@@ -112,7 +131,7 @@ class Puller:
 
     def read(self, address: str, name: str, most: int, timeout_s: float) -> bytearray:
         """A whole file of at most so many bytes. Raises TransferFailed."""
-        self._connect(address).send(encode(Get(name, 0, self._size(address))))
+        self._connect(address).send(encode(Get(name, 0, self._pace(address).size)))
         reply, first = self._receive(address, name, timeout_s)
         if not isinstance(reply, Chunk) or reply.offset or not 0 < len(first) <= reply.total <= most:
             self.drop(address)
@@ -131,14 +150,8 @@ class Puller:
         if address in self._sockets:
             self._sockets.pop(address).close(linger=0)
 
-    def _size(self, address: str) -> int:
-        return min(tcp.CHUNK_BYTES, self._sizes.setdefault(address, FIRST_BYTES))
-
-    def _adapt(self, address: str, took_s: float) -> None:
-        if took_s < FAST_S:
-            self._sizes[address] = min(tcp.CHUNK_BYTES, 2 * self._size(address))
-        elif took_s > SLOW_S:
-            self._sizes[address] = max(LEAST_BYTES, self._size(address) // 2)
+    def _pace(self, address: str) -> Pace:
+        return self._paces.setdefault(address, Pace())
 
     def _receive(self, address: str, name: str, timeout_s: float) -> tuple[Reply, memoryview]:
         """The next answer about `name`. Raises TransferFailed after a silence, or when the question was refused."""
@@ -154,6 +167,7 @@ class Puller:
                 if reply.name == name:
                     return reply, payload[0].buffer if payload else memoryview(b"")
         self.drop(address)
+        self._pace(address).note_silence()
         raise Silent(f"nobody has answered at {address} for {timeout_s} s")
 
     def _connect(self, address: str) -> "zmq.Socket[bytes]":
