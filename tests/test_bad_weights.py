@@ -22,7 +22,7 @@ import zmq
 from configs.disk import DiskFull
 from sync import folders, locks
 from sync.extents import ENTRY, Extents
-from sync.folders import SharedFolder, shared_memory_folder, sweep
+from sync.folders import shared_memory_folder, sweep
 from sync.locks import LockTimedOut, hold
 from sync.manifest import DigestMismatch, Manifest, parse_manifest
 from sync.publisher import Publisher
@@ -33,7 +33,7 @@ from sync.transports import puller, server, tcp
 from sync.transports.fetcher import Fetcher
 from sync.transports.puller import TransferFailed
 from sync.transports.server import SnapshotServer
-from sync.transports.tcp import Chunk, Enlist, Get, Refused
+from sync.transports.tcp import Chunk, Get, Refused
 
 ROOT = Path(__file__).parents[1]
 
@@ -349,7 +349,9 @@ def test_a_stopped_holder_is_named_after_a_deadline_that_its_progress_puts_off(
 ) -> None:
     def take() -> float:
         began = time.monotonic()
-        with pytest.raises(LockTimedOut, match=f"locked by process {holder.pid}, which does something long, which has made no"):
+        with pytest.raises(
+            LockTimedOut, match=f"locked by process {holder.pid}, which does something long, which has made no"
+        ):
             with hold(tmp_path / "lock", "waits", patience_s=3):
                 pass
         return time.monotonic() - began
@@ -549,9 +551,7 @@ class Narrow(SnapshotServer):
         return reply, payload
 
 
-def test_on_a_slow_link_less_is_asked_for_at_a_time_and_what_comes_counts(
-    publisher: Publisher, tmp_path: Path
-) -> None:
+def test_on_a_slow_link_less_is_asked_for_at_a_time_and_what_comes_counts(publisher: Publisher, tmp_path: Path) -> None:
     manifest = publisher.publish(0, parts(weights(0, rows=100)))
     narrow = Narrow(publisher.folder)
     narrow.rate = 20_000  # a chunk of 64 kB takes longer than anybody waits
@@ -593,7 +593,9 @@ MEGABYTE = torch.ones(1 << 18)
 def test_a_publication_without_room_is_named_and_leaves_the_versions_before_in_service(small_disk: Path) -> None:
     publisher = Publisher(small_disk / "weights", "life")
     before = publisher.publish(0, parts({"a": MEGABYTE}))
-    with pytest.raises(DiskFull, match=rf"^the disk of {small_disk}\S+ must have room for 6,291,456 bytes .* got [\d,]+ b"):
+    with pytest.raises(
+        DiskFull, match=rf"^the disk of {small_disk}\S+ must have room for 6,291,456 bytes .* got [\d,]+ b"
+    ):
         publisher.publish(1, parts({name: MEGABYTE for name in "abcdef"}))
     assert same(Subscriber().prepare(announce(before)), {"a": MEGABYTE})  # type: ignore[arg-type]
     assert not [path for path in publisher.folder.iterdir() if path.name.startswith("v1")], "no remains take room"

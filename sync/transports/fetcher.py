@@ -206,6 +206,8 @@ class Fetcher:
         """Brings a file, or what is missing of it, and lets others have what has come. Raises TransferFailed, and DiskFull."""
         part, chunks = ((self.folder / name).with_suffix(suffix) for suffix in (".part", ".chunks"))
         come = Extents()
+        if not part.exists():  # the record of one that was killed when it was done
+            chunks.unlink(missing_ok=True)
         try:
             with open(part, "ab"), open(part, "r+b", buffering=0) as file, open(chunks, "a+b", buffering=0) as record:
                 record.truncate(come.read(record.fileno(), 0))
@@ -238,8 +240,8 @@ class Fetcher:
             if is_disk_full(error):
                 raise disk_full(part, sum(end - begin for begin, end in come.missing(num_bytes))) from error
             raise
+        part.rename(self.folder / name)  # before its record goes: a relay that looks in between finds it whole
         chunks.unlink()
-        part.rename(self.folder / name)
 
 
 def _write_at(file: int, data: memoryview, offset: int) -> None:
