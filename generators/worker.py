@@ -193,8 +193,8 @@ class Generator:
         self._preparing = None
         try:
             manifest = self._take_up(weights, preparing)
-        except FileNotFoundError:
-            log.info("version %d is gone: a newer one has replaced it", version)
+        except FileNotFoundError as error:  # gone: a newer one has replaced it; or not to be had for now
+            log.info("version %d cannot be taken up: %s", version, error)
             self._newest = (self._held_version, self._held)
             self._last_beat = float("-inf")  # ask at once what the newest is
             return

@@ -63,7 +63,7 @@ class Learner:
         self._config, self._folder, self._client, self._trainer = config, folder, client, trainer
         self._publisher, self._rank, self._incarnation = publisher, rank, incarnation
         self._world, self._meter = world or World(), meter or Meter(cuda=False)
-        self._feed = Feed(client, self._world, log.info)
+        self._feed = Feed(client, self._world, self._wait_on)
         self._writer = checkpoint.Writer(folder / "checkpoints", config.learner.keep_checkpoints, writers)
         self.step = first_step
         """Steps trained, which is also the version held."""
@@ -108,6 +108,12 @@ class Learner:
             log.info("stopping: %s", taken.reason)
             return None
         return taken
+
+    def _wait_on(self, waiting_for: str) -> None:
+        """Called every now and then while there is no batch: none will come where weights are not served any more."""
+        log.info(waiting_for)
+        if self._publisher is not None:
+            self._publisher.check()
 
     def _finish(self) -> None:
         while isinstance(reply := self._client.exchange(m.Finish(wait_s=PATIENCE_S), wait_s=PATIENCE_S)[0], m.NotYet):

@@ -98,7 +98,7 @@ def subscriber(publisher: Publisher) -> Iterator[Callable[[], Subscriber]]:
 
 
 def folder_of(publisher: Publisher) -> Path:
-    folder = MergedFolder(publisher.folder)._folder
+    folder = MergedFolder(publisher.folder)._shared.path
     assert folder.parent == shared_memory_folder("").parent
     return folder
 

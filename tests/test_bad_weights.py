@@ -29,11 +29,11 @@ from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest
 from sync.stream import parts
 from sync.subscriber import Subscriber, announce
-from sync.transports import puller, server, tcp
+from sync.transports import puller, tcp
 from sync.transports.fetcher import Fetcher
 from sync.transports.puller import TransferFailed
-from sync.transports.server import SnapshotServer
-from sync.transports.tcp import Chunk, Get, Refused
+from sync.transports.server import CHAIN, SnapshotServer
+from sync.transports.tcp import Chunk, Enlist, Get, Refused
 
 ROOT = Path(__file__).parents[1]
 
@@ -349,11 +349,9 @@ def test_a_stopped_holder_is_named_after_a_deadline_that_its_progress_puts_off(
 ) -> None:
     def take() -> float:
         began = time.monotonic()
-        with pytest.raises(
-            LockTimedOut, match=f"locked by process {holder.pid}, which does something long, which has made no"
-        ):
-            with hold(tmp_path / "lock", "waits", patience_s=3):
-                pass
+        says = f"locked by process {holder.pid}, which does something long, which has made no"
+        with pytest.raises(LockTimedOut, match=says), hold(tmp_path / "lock", "waits", patience_s=3):
+            pass
         return time.monotonic() - began
 
     stop = threading.Timer(4, holder.send_signal, [signal.SIGSTOP])
@@ -456,7 +454,7 @@ def test_a_relay_hands_on_what_has_come_while_it_still_fetches(publisher: Publis
             time.sleep(0.01)
         assert all(same(one.result(), weights(0, rows=4000)) for one in under_way)  # type: ignore[arg-type]
     assert together, "the last had some of it when the first had not all of it yet"
-    assert slow.bytes_sent < (server.FAN_OUT + 0.1) * manifest.num_bytes
+    assert slow.bytes_sent < 1.1 * manifest.num_bytes
     for one in hosts:
         one.close()
     slow.close()
@@ -498,13 +496,14 @@ def test_a_dead_relay_is_asked_once_and_nobody_is_sent_there_again(
             relay.stdin.write(f"{announced}\n")
             relay.stdin.flush()
             addresses.append(relay.stdout.readline().strip())
+        for relay in relays:
             relay.send_signal(how)
-        assert publisher._server._trees["v0-life.safetensors"] == addresses
+        assert publisher._server._relays["v0-life.safetensors"] == addresses
         began, before = time.monotonic(), publisher._server.bytes_sent
-        for host in hosts:  # both are told to ask those that are dead
+        for host in hosts:  # the first is told to ask one that is dead, then the other
             assert same(host.prepare(announced), weights(0))  # type: ignore[arg-type]
         assert time.monotonic() - began > 1.0 and publisher._server.bytes_sent > before
-        assert not set(addresses) & set(publisher._server._trees["v0-life.safetensors"])
+        assert not set(addresses) & set(publisher._server._relays["v0-life.safetensors"])
         announced = elsewhere(publisher, publisher.publish(1, parts(weights(1))))
         silent = [dict(host._fetcher._silent) for host in hosts if host._fetcher]
         for host in hosts:
@@ -527,16 +526,15 @@ class Damaging(SnapshotServer):
 
 
 def test_a_relay_that_hands_on_damaged_bytes_costs_its_children_one_fetch(publisher: Publisher, tmp_path: Path) -> None:
-    relays = [Subscriber(Fetcher(tmp_path / f"relay-{n}"), relay=Damaging) for n in range(2)]
+    relay = Subscriber(Fetcher(tmp_path / "relay"), relay=Damaging)
     child = Subscriber(Fetcher(tmp_path / "child"), relay=SnapshotServer)
     for version in range(2):
         announced = elsewhere(publisher, publisher.publish(version, parts(weights(version))))
-        for relay in relays:
-            relay.prepare(announced)
+        relay.prepare(announced)
         with pytest.raises(DigestMismatch):
             child.prepare(announced)
         assert same(child.prepare(announced, again=True), weights(version))  # type: ignore[arg-type]
-    for one in (*relays, child):
+    for one in (relay, child):
         one.close()
 
 
@@ -628,3 +626,16 @@ def test_a_patch_without_room_leaves_nothing(publisher: Publisher, monkeypatch: 
         time.sleep(0.01)
     assert publisher._server._patches.route("v0-life", "v1-life") == []
     assert {path.suffix for path in publisher.folder.glob("v*")} == {".safetensors", ".json"} and manifest.version == 1
+
+
+def test_many_relays_are_two_chains_and_a_lost_one_is_bridged(publisher: Publisher) -> None:
+    assert publisher._server is not None
+    ask = publisher._server._parent
+    hosts = [f"tcp://host-{n}:1" for n in range(20)]
+    parents = [ask(Enlist("v0-life.safetensors", host)) for host in hosts]
+    assert [n for n, parent in enumerate(parents) if not parent] == [0, CHAIN]
+    told = [parent for parent in parents if parent]
+    assert len(set(told)) == len(told) == 18, "nobody is asked by two"
+    assert all(hosts.index(parent) < n for n, parent in enumerate(parents) if parent)
+    assert ask(Enlist("v0-life.safetensors", hosts[3], lost=hosts[2])) == hosts[1]
+    assert ask(Enlist("v1-life.safetensors", hosts[9])) == "", "of every file there is a chain of its own"

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
-from test_fsdp import batch_of, mean_logprob, qwen3, weights_of  # noqa: F401
 from safetensors.torch import save_file
+from test_fsdp import batch_of, mean_logprob, qwen3, weights_of  # noqa: F401
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
@@ -226,7 +226,9 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before_and_no_remains(tm
         for step, part in ((2, fill), (3, save_much)):
             writer.written(wait=True)
             writer.begin(manifest(step), part)  # type: ignore[arg-type]
-            with pytest.raises(DiskFull, match=rf"^the disk of {disk}/checkpoints must have room for [\d,]+ bytes more, got"):
+            with pytest.raises(
+                DiskFull, match=rf"^the disk of {disk}/checkpoints must have room for [\d,]+ bytes more, got"
+            ):
                 writer.written(wait=True)
             assert [path.name for path in (disk / "checkpoints").iterdir()] == ["step_1"]
             checkpoint.verify(disk / "checkpoints" / "step_1")

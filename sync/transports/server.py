@@ -6,7 +6,9 @@ import os
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import zmq
 
@@ -37,12 +39,12 @@ from sync.transports.tcp import (
 
 log = logging.getLogger("slipstream.weights")
 
-FAN_OUT = 2
-"""Hosts that ask one host."""
-TREES = 16
-"""Files whose trees of relays are remembered."""
+CHAIN = 8
+"""Relays from which on the publisher sends a second copy: two chains share those that follow."""
+KEEP_CHAINS = 16
+"""Files whose chains of relays are remembered."""
 MAX_RELAYS = 4096
-"""Hosts in a tree; those that come later ask the publisher."""
+"""Hosts in the chains of a file; those that come later ask the publisher."""
 KEEP_MAPPED = 4
 IDLE_S = 5.0
 """A file that nobody has asked about for so long is not kept mapped."""
@@ -51,6 +53,16 @@ PARKED_S = 0.5
 MAX_PARKED = 1024
 """Requests that wait, for bytes or for patches in the making."""
 TICK_S = 0.1
+
+
+class Watch(Protocol):
+    """Looks after the connections of a socket: `buffers.connections.Connections`."""
+
+    def count(self, frames: list[zmq.Frame]) -> None: ...
+
+    def shut_down_unfinished(self, *, drained: bool) -> list[int]: ...
+
+    def close(self) -> None: ...
 
 
 class ServedFile:
@@ -109,13 +121,20 @@ class SnapshotServer:
     """Serves the snapshots in a folder, in a thread, to whoever may connect."""
 
     def __init__(
-        self, folder: Path, address: str = "tcp://127.0.0.1:0", *, secure: Secure | None = None, nccl: bool = False
+        self,
+        folder: Path,
+        address: str = "tcp://127.0.0.1:0",
+        *,
+        secure: Secure | None = None,
+        watch: Callable[["zmq.Socket[bytes]"], Watch] | None = None,
+        nccl: bool = False,
     ) -> None:
-        """`nccl`: requests to send by NCCL are granted. Raises ValueError when the address is taken."""
+        """`watch`, given the socket before it is bound, limits what connections may send of messages that never end. `nccl`:
+        requests to send by NCCL are granted. Raises ValueError when the address is taken."""
         self._folder = folder
         self._files: OrderedDict[str, ServedFile] = OrderedDict()
         """Those that are being asked for, the one asked for last at the end."""
-        self._trees: OrderedDict[str, list[str]] = OrderedDict()
+        self._relays: OrderedDict[str, list[str]] = OrderedDict()
         """By file: the relays that have begun to fetch it, in this order."""
         self._patches = PatchMaker(folder)
         self._links = Links(folder, address.removeprefix("tcp://").rpartition(":")[0]) if nccl else None
@@ -129,6 +148,7 @@ class SnapshotServer:
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        self._watch = watch(self._socket) if watch is not None else None
         self._door = secure(self._socket) if secure is not None else None
         try:
             self._socket.bind(address)
@@ -158,6 +178,8 @@ class SnapshotServer:
             self._links.close()
 
     def _close_socket(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
         self._socket.close()
         if self._door is not None:
             self._door.close()
@@ -165,10 +187,14 @@ class SnapshotServer:
 
     def _run(self) -> None:
         """Waits for requests only, at most `TICK_S`, or less while somebody waits for what is being made or fetched."""
+        looked_at = time.monotonic()
         try:
             while self._running:
-                if self._socket.poll(2 if self._parked else int(TICK_S * 1000)):
+                if has_come := self._socket.poll(2 if self._parked else int(TICK_S * 1000)):
                     self._take(*self._receive())
+                if self._watch is not None and time.monotonic() - looked_at > TICK_S:
+                    looked_at = time.monotonic()
+                    self.refused += len(self._watch.shut_down_unfinished(drained=not has_come))
                 self._parked = [one for one in self._parked if not self._answer(*one)]
                 while self._files and time.monotonic() - next(iter(self._files.values())).used_at > IDLE_S:
                     self._files.popitem(last=False)
@@ -179,14 +205,11 @@ class SnapshotServer:
             self._close_socket()
 
     def _receive(self) -> tuple[bytes, bytes]:
-        """(sender, request); the request is empty when there were too many frames, all of which are drained."""
-        frames = [self._socket.recv()]
-        count = 1
-        while self._socket.getsockopt(zmq.RCVMORE):
-            frame, count = self._socket.recv(), count + 1
-            if count <= MAX_FRAMES:
-                frames.append(frame)
-        return frames[0], frames[-1] if 1 < count <= MAX_FRAMES else b""
+        """(sender, request); the request is empty when there were too few frames or too many."""
+        frames = self._socket.recv_multipart(copy=False)
+        if self._watch is not None:
+            self._watch.count(frames)
+        return frames[0].bytes, frames[-1].bytes if 1 < len(frames) <= MAX_FRAMES else b""
 
     def _take(self, sender: bytes, data: bytes) -> None:
         try:
@@ -255,13 +278,14 @@ class SnapshotServer:
         return self._links.send(request)
 
     def _parent(self, request: Enlist) -> str:
-        """Whom a relay asks for a file; empty: this server. Those that fetch it are a tree, in the order in which they have begun:
-        whoever is asked has begun before, so a relay that has died earlier is in nobody's way."""
+        """Whom a relay asks for a file; empty: this server. Those that fetch it are a chain, in the order in which they have begun:
+        every link carries one copy, so the last has it little later than the first. Whoever is asked has begun before, so a
+        relay that has died earlier is in nobody's way."""
         if not NAME.fullmatch(request.name):
             raise ValueError(f"name must be that of a snapshot or patch, got {request.name[:80]!r}")
-        relays = self._trees.setdefault(request.name, [])
-        while len(self._trees) > TREES:
-            self._trees.popitem(last=False)
+        relays = self._relays.setdefault(request.name, [])
+        while len(self._relays) > KEEP_CHAINS:
+            self._relays.popitem(last=False)
         if request.lost in relays:
             log.warning("the relay %s is passed over: %s has asked it in vain", request.lost, request.address)
             relays.remove(request.lost)
@@ -270,7 +294,9 @@ class SnapshotServer:
                 return ""
             relays.append(request.address)
         place = relays.index(request.address)
-        return "" if place < FAN_OUT else relays[place // FAN_OUT - 1]
+        if place in (0, CHAIN):
+            return ""
+        return relays[place - 1 if place < CHAIN else place - 2]
 
     def _open(self, name: str) -> ServedFile:
         """Also files that have been deleted since: who has begun may end."""

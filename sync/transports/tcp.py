@@ -4,8 +4,8 @@
             ◀── Chunk, the bytes ─────────                       straight out of the mapped file
 
 What has been fetched is a folder of snapshots again: mapped by all engines of that host, verified once, and served on to others
-while it still comes, so that the publisher's own link carries two copies whatever the number of hosts. The publisher says who asks
-whom (`Enlist`): the hosts that fetch a file are a tree, in the order in which they have begun. A manifest always comes from the
+while it still comes, so that the publisher's own link carries one copy, two where there are many hosts. The publisher says who asks
+whom (`Enlist`): the hosts that fetch a file are a chain, in the order in which they have begun. A manifest always comes from the
 publisher itself, so that whatever a relay hands on is held against the publisher's digests.
 
 A server answers every request: with what was asked for, with `NotYet` (a relay that is still fetching it), `Gone`, or `Refused`.
