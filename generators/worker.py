@@ -226,8 +226,8 @@ class Generator:
         self._preparing = None
         try:
             manifest = self._take_up(weights, preparing)
-        except FileNotFoundError:
-            log.info("version %d is gone: a newer one has replaced it", version)
+        except FileNotFoundError as error:  # gone: a newer one has replaced it; or not to be had for now
+            log.info("version %d cannot be taken up: %s", version, error)
             self._newest = (self._held_version, self._held)
             self._tell(soon=True)  # to hear at once what the newest is
             return
@@ -428,7 +428,7 @@ def make_subscriber(config: Config, buffer: str, keys: str | None) -> Subscriber
     may_relay = config.sync.relays and (keys is None or has_door(Path(keys)))
     return Subscriber(
         Fetcher(folder, secure=show),
-        relay=partial(SnapshotServer, folder, secure=door) if may_relay else None,
+        relay=partial(SnapshotServer, secure=door) if may_relay else None,
         broadcast=config.sync.transport is Transport.nccl,
     )
 

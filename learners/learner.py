@@ -66,7 +66,7 @@ class Learner:
         self._config, self._folder, self._client, self._trainer = config, folder, client, trainer
         self._publisher, self._rank, self._incarnation = publisher, rank, incarnation
         self._world, self._meter = world or World(), meter or Meter(cuda=False)
-        self._feed = Feed(client, self._world, log.info)
+        self._feed = Feed(client, self._world, self._wait_on)
         self._writer = checkpoint.Writer(folder / "checkpoints", config.learner.keep_checkpoints, writers)
         self.step = first_step
         """Steps trained, which is also the version held."""
@@ -113,6 +113,12 @@ class Learner:
             log.info("stopping: %s", taken.reason)
             return None
         return taken
+
+    def _wait_on(self, waiting_for: str) -> None:
+        """Called every now and then while there is no batch: none will come where weights are not served any more."""
+        log.info(waiting_for)
+        if self._publisher is not None:
+            self._publisher.check()
 
     def _finish(self) -> None:
         self._say("waiting for the last evaluation")
@@ -279,7 +285,7 @@ def make_publisher(config: Config, folder: Path, incarnation: str) -> Publisher:
     if (address := config.weights_address) is not None:
         keys = config.buffer.keys
         secure = (lambda socket: open_door(socket, Path(keys))) if keys is not None else None
-        server = SnapshotServer(where, address, secure=secure)
+        server = SnapshotServer(where, address, secure=secure, nccl=config.sync.transport is Transport.nccl)
         log.info("weights are served at %s", server.address)
     if torch.cuda.is_available() and config.sync.transport in (Transport.auto, Transport.cuda_ipc):
         device = DeviceCopy(where, gpu_uuid(), always=config.sync.transport is Transport.cuda_ipc)
