@@ -72,18 +72,15 @@ class Buffer:
         step. Raises ValueError for a step that it cannot go back to, and when another process writes the journal."""
         self._config, self._clock, self._bound = config, clock, config.bound
         self.ledger = Ledger()
-        lease_ids = itertools.count(secrets.randbits(30) << 32)  # no lease of an earlier life has such a number
-        terms = make_terms(config)
-        self._lease_ids, self._terms = lease_ids, terms
+        self._lease_ids = itertools.count(secrets.randbits(30) << 32)  # no lease of an earlier life has such a number
+        self._terms = terms = make_terms(config)
         self._silent = True
         sampler = load_sampler(config.buffer.sampler, config.buffer.sampler_args)
-        self.book = LeaseBook(terms, self.ledger, sampler=sampler, lease_ids=lease_ids, note=self._note)
+        self.book = LeaseBook(terms, self.ledger, sampler=sampler, lease_ids=self._lease_ids, note=self._note)
         self._controller = LagController(config.staleness, self._bound)
         self.book.lag = self._controller.lag
         self._prompts = PromptOrder(terms.task_size, terms.seed)
-        self._evaluations = Evaluations(
-            config.task.name, config.run.seed, config.buffer.lease_s, config.buffer.max_attempts
-        )
+        self._evaluations = Evaluations(terms.task, terms.seed, terms.lease_s, terms.max_attempts)
         self.fleet = Fleet()
         self.refusals: Counter[str] = Counter()
         self.records: list[m.StepRecord] = []
