@@ -1,4 +1,4 @@
-"""What several test files share: the tiny model, batches that look like a generator's, and whole runs."""
+"""What several test files share: models, batches that look like a generator's, and whole runs."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -18,11 +18,34 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
-    """The folder of the tiny model (made once, then cached)."""
+    """The folder of the tiny model (made once, then cached), for whole runs. Its weights differ from machine to machine, so
+    nothing that a test asserts may follow from them: `fixed_model` is for that."""
     from generators.tasks.arithmetic import Task
     from learners import tiny
 
     return tiny.tiny_model(Task().solved("train", seed=0))
+
+
+@pytest.fixture(scope="session")
+def fixed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a Qwen3 of the tiny model's size whose weights are drawn, not trained: the same on every machine, and
+    large enough that what it says of the next token differs from place to place."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    rng, folder = torch.Generator().manual_seed(0), tmp_path_factory.mktemp("models") / "fixed"
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False,
+            bos_token_id=None, eos_token_id=0, pad_token_id=0,
+        )
+    )  # fmt: skip
+    for parameter in model.parameters():
+        drawn = torch.randn(parameter.shape, generator=rng)
+        parameter.data = 1 + 0.1 * drawn if parameter.dim() == 1 else 1.5 * drawn / parameter.shape[1] ** 0.5
+    model.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
