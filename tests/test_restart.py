@@ -7,15 +7,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import ray
 import torch
-from roles import Failure, RoleFailed
+from roles import RoleFailed
 from runs import SIMULATED, Started, assert_accounts_close
 from safetensors.torch import load_file
+from scripted import ScriptedRole
 from supervisor import LearnerRanks, Loss
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_buffer import SMALL, Harness
@@ -136,37 +136,6 @@ def test_a_run_can_be_stopped_while_its_learner_starts_again(start: Callable[...
 
 
 # ---- which rank is to blame
-
-
-class ScriptedRole:
-    """A rank that does what a file of its name says."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def run(self, config: Any, script: Path, address: str, rank: int, rendezvous: str, step: int | None) -> Any:
-        match (script / self.name).read_text():
-            case "train":
-                time.sleep(60)
-            case "die":
-                (script / "lost").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "raise":
-                (script / "lost").touch()
-                return Failure("RuntimeError: out of memory", " has failed:\na traceback", final=False, at=1.0)
-            case "notice":
-                while not (script / "lost").exists():
-                    time.sleep(0.01)
-                return Failure("RuntimeError: connection reset", " has failed:\na traceback", final=False, at=2.0)
-            case "refuse":
-                (script / "lost").touch()
-                return Failure("ValueError: the task is wrong", ": the task is wrong", final=True, at=1.0)
-            case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-        return None
 
 
 @pytest.fixture(scope="module")
