@@ -1,6 +1,8 @@
 """What several test files share: models, batches that look like a generator's, and whole runs."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +18,32 @@ from buffers.trajectory import Trajectory
 ROOT = Path(__file__).parents[1]
 
 
+MAKE_TINY = """
+from generators.tasks.arithmetic import Task
+from learners.tiny import tiny_model
+tiny_model(Task().solved("train", seed=0))
+"""
+making: list[subprocess.Popen[bytes]] = []
+"""The process that makes the tiny model, if it was started."""
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Starts what takes long and is needed later, beside the tests that come first."""
+    if session.config.option.collectonly:
+        return
+    if "ranks" in sys.modules:
+        sys.modules["ranks"].warm_up()
+    if any("tiny_model" in getattr(item, "fixturenames", ()) for item in session.items):
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        making.append(subprocess.Popen([sys.executable, "-c", MAKE_TINY], cwd=ROOT, **quiet))
+
+
+def pytest_unconfigure() -> None:
+    for process in making:
+        process.kill()
+        process.wait()
+
+
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
     """The folder of the tiny model (made once, then cached), for whole runs. Its weights differ from machine to machine, so
@@ -23,6 +51,8 @@ def tiny_model() -> Path:
     from generators.tasks.arithmetic import Task
     from learners import tiny
 
+    for process in making:
+        process.wait()  # if it has failed, so will this process, and say why
     return tiny.tiny_model(Task().solved("train", seed=0))
 
 

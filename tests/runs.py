@@ -12,7 +12,7 @@ import xxhash
 
 ROOT = Path(__file__).parents[1]
 SIMULATED = [
-    "generators.engine=simulated", "learner.engine=simulated", "learner.groups_per_step=4", "eval.prompts=0",
+    "generators.engine=simulated", "generators.count=1", "learner.engine=simulated", "learner.groups_per_step=4", "eval.prompts=0",
     "learner.samples_per_prompt=4", "generators.max_sequences=32", "generators.max_model_len=1000",
     "sampling.max_tokens=200", "generators.simulated.mean_tokens=20", "generators.simulated.train_tokens_per_s=2000",
 ]  # fmt: skip

@@ -103,7 +103,9 @@ def test_packed_sequences_cannot_see_each_other(attention) -> None:  # type: ign
 
 
 @pytest.mark.parametrize("budget", [10_000, 40])
-def test_logprobs_equal_one_forward_a_sequence(engine: FsdpEngine, fixed_model: Path, batch: Batch, budget: int) -> None:
+def test_logprobs_equal_one_forward_a_sequence(
+    engine: FsdpEngine, fixed_model: Path, batch: Batch, budget: int
+) -> None:
     packed = microbatches(batch, range(batch.num_sequences), budget, 1, 0)
     assert (len(packed) > 1) == (budget == 40)
     found = scattered(batch, packed, engine.infer(packed))
