@@ -13,6 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
 from buffers import messages as m
 from configs.schema import Config
 
@@ -25,7 +29,7 @@ class Record:
     def __init__(self, config: Config, folder: Path, resume_step: int | None) -> None:
         self._config, self._folder, self._first_step = config, folder, resume_step or 0
         self._began = time.monotonic()
-        self._writer: Any = None
+        self._writer: EventFileWriter | None = None
         self._rewards: dict[int, float] = {}  # by step
         self._publish_s: list[float] = []
         self._lags: dict[str, list[int]] = {}
@@ -81,13 +85,12 @@ class Record:
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         if self._writer is None:
-            from torch.utils.tensorboard import (
-                SummaryWriter,
-            )  # here: importing torch takes seconds, the roles start meanwhile
-
-            self._writer = SummaryWriter(str(self._folder / "tensorboard"), purge_step=self._purge_step, flush_secs=10)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer = EventFileWriter(str(self._folder / "tensorboard"), flush_secs=10)
+            if self._purge_step is not None:  # readers drop what older files have of this step and later ones
+                start = SessionLog(status=SessionLog.START)
+                self._writer.add_event(Event(wall_time=time.time(), step=self._purge_step, session_log=start))
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     def _write(self, status: str) -> None:
         assert self._status is not None

@@ -3,7 +3,6 @@
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffers.journal import read_groups
+
+pytestmark = [pytest.mark.whole_run, pytest.mark.timeout(900)]
 
 SUMMARY = {
     "mode": None, "status": None, "steps": None, "version": None, "wall_s": None, "restarts": {"learner"},
@@ -38,14 +39,13 @@ def main_job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iter
     try:
         run.wait_for(lambda: run.steps() >= 3, "third step")
         run.roles("GeneratorRole")[0].send_signal(signal.SIGKILL)
-        code, out = run.finish(200)
+        code, out = run.finish()
         assert code == 0, out
         yield run, out
     finally:
         run.kill() if run.process.poll() is None else None
 
 
-@pytest.mark.timeout(240)
 def test_the_main_job_learns_survives_a_killed_generator_and_accounts_for_every_token(
     main_job: tuple[Started, str],
 ) -> None:
@@ -70,15 +70,14 @@ def test_the_main_job_learns_survives_a_killed_generator_and_accounts_for_every_
     run.assert_nothing_left()
 
 
-@pytest.mark.timeout(240)
 def test_the_run_is_trained_again_from_its_journal_to_the_same_bits(main_job: tuple[Started, str]) -> None:
     run, _ = main_job
     command = ["scripts/replay.sh", str(run.folder)]
-    same = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    same = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert same.returncode == 0, same.stdout + same.stderr
     assert "bit for bit the same as the run in its checkpoints of steps 40" in same.stdout
     other = [*command, "--to-step", "3", "algo=rloo", "learner.lr=1e-3"]
-    study = subprocess.run(other, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    study = subprocess.run(other, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert study.returncode == 0 and "trained 3 steps" in study.stdout, study.stdout + study.stderr
     checkpoint = next((run.folder / "replays" / "same" / "checkpoints" / "step_40" / "engine").glob("*.safetensors"))
     tensors = load_file(checkpoint)
@@ -90,13 +89,12 @@ def test_the_run_is_trained_again_from_its_journal_to_the_same_bits(main_job: tu
     assert steps == [40] and different == [f"step 40: {min(tensors)}"], "a single bit is noticed"
 
 
-@pytest.mark.timeout(120)
 def test_a_checkpoint_is_exported_as_a_model_that_transformers_loads(
     main_job: tuple[Started, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, _ = main_job
     command = ["scripts/export.sh", str(run.folder), str(tmp_path / "model")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "step 40 of" in done.stdout, done.stdout + done.stderr
     held = load_file(next((run.folder / "checkpoints" / "step_40" / "engine").glob("*.safetensors")))
     weights = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
@@ -120,11 +118,9 @@ def test_a_run_that_is_stopped_leaves_a_checkpoint_and_no_process_and_goes_on_fr
     run, steps = start(*SIMULATED, "run.steps=1000"), 0
     for number in (signal.SIGINT, signal.SIGTERM):
         run.wait_for(lambda run=run, least=steps + 2: run.steps() >= least, "second step")
-        began = time.monotonic()
         run.process.send_signal(number)
-        code, out = run.finish(30)
-        assert code == 130, out
-        assert time.monotonic() - began < 10
+        code, out = run.finish()
+        assert code == 130 and "did not stop in time" not in out, out
         run.assert_nothing_left()
         before = run.summary()
         assert before["status"] == "interrupted" and f"run.resume={run.folder}" in out
@@ -141,18 +137,17 @@ def test_a_run_that_is_stopped_leaves_a_checkpoint_and_no_process_and_goes_on_fr
     assert_accounts_close(after)
 
 
-@pytest.mark.timeout(330)
 def test_a_run_with_critic_reference_and_controlled_lag_goes_on_from_its_checkpoint(
     start: Callable[..., Started], tiny_model: Path
 ) -> None:
     small = ["learner.groups_per_step=8", "learner.samples_per_prompt=4", "generators.count=1", "eval.prompts=0"]
     run = start(*small, "algo=ppo", "staleness.controller=ess", "learner.minibatches=2", "run.steps=3")
-    code, out = run.finish(150)
+    code, out = run.finish()
     assert code == 0, out
     kept = run.folder / "checkpoints" / "step_3"
     assert {path.name for path in kept.iterdir()} == {"manifest.json", "engine", "critic"}
     again = start(f"run.resume={run.folder}", "run.steps=5")
-    code, out = again.finish(150)
+    code, out = again.finish()
     assert code == 0, out
     assert_accounts_close(again.summary())
     events = EventAccumulator(str(run.folder / "tensorboard"))
@@ -190,22 +185,22 @@ def test_generators_join_a_run_and_leave_it_and_no_process_outlives_a_driver_tha
 
     run.wait_for(lambda: len(makers()) == 3, "group from either fleet")
     fleets[0].process.send_signal(signal.SIGINT)
-    code, out = fleets[0].finish(20)
+    code, out = fleets[0].finish()
     assert code == 130 and "SIGINT: the generators have left" in out, out
     fleets[0].assert_nothing_left()
     steps = run.steps()
-    run.wait_for(lambda: run.steps() >= steps + 3, "step without those who left", timeout_s=10)
+    run.wait_for(lambda: run.steps() >= steps + 3, "step without those who left")
     assert len(run.descendants()) >= 4
     run.process.kill()
     run.process.wait()
     run.assert_nothing_left()
-    code, out = fleets[1].finish(20)
+    code, out = fleets[1].finish()
     assert code == 1 and "has been silent for" in out, out
     fleets[1].assert_nothing_left()
 
 
 def test_generators_that_find_no_run_to_join_say_so(lost: subprocess.Popen[str]) -> None:
-    _, said = lost.communicate(timeout=60)
+    _, said = lost.communicate(timeout=300)
     assert lost.returncode == 2 and "buffer.address must be a running buffer's, got tcp://127.0.0.1:9" in said
 
 
@@ -213,7 +208,7 @@ def test_a_role_that_fails_ends_the_run_with_its_traceback(start: Callable[..., 
     run = start(*SIMULATED, "run.steps=1000", "learner.max_restarts=0")
     run.wait_for(lambda: run.steps() >= 1, "first step")
     run.roles("LearnerRole")[0].send_signal(signal.SIGKILL)
-    code, out = run.finish(60)
+    code, out = run.finish()
     assert code == 1 and "learner-0 has died" in out and "The run has failed" in out
     assert run.summary()["status"] == "failed"
     run.assert_nothing_left()
