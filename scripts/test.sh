@@ -10,13 +10,15 @@ cd "$root"
 [ $# -eq 0 ] || exec python -m pytest "$@"
 
 said=$(mktemp -d)
-trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$said"' EXIT
+trap 'for job in $(jobs -pr); do kill -INT -- -$job; done; wait; rm -rf "$said"' EXIT
 ruff check .
 ruff format --check .
+set -m # jobs in process groups of their own, which take Ctrl-C as usual
 mypy >"$said/types" 2>&1 &
 types=$!
 python -m pytest -m whole_run >"$said/whole_runs" 2>&1 &
 whole_runs=$!
+set +m
 failed=()
 python -m pytest -m "not whole_run" || failed+=("tests")
 wait $types || failed+=("types")

@@ -287,6 +287,14 @@ def test_a_step_on_two_ranks_is_the_same_as_on_one(
     assert_same((metrics, num_trained, states), whole[name])
 
 
+def test_rejection_drops_the_responses_that_are_apart_and_no_others(whole: dict[str, Outcome], batch: Batch) -> None:
+    """`responses` puts a ratio of e^0.3 into the last response of each group: k3 is 0.05 there, and at most 0.012 elsewhere."""
+    sample = torch.arange(batch.num_sequences)[batch.sequence] % SAMPLES
+    learned = batch.sampled & ~batch.truncated[batch.sequence]
+    share = float((learned & (sample == SAMPLES - 1)).sum() / learned.sum())
+    assert whole["grpo_with_everything"][0]["offpolicy/dropped_fraction"] == pytest.approx(share) and 0.1 < share < 0.5
+
+
 # ---- what the parts promise
 
 
