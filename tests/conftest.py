@@ -27,6 +27,17 @@ making: list[subprocess.Popen[bytes]] = []
 """The process that makes the tiny model, if it was started."""
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start runs as a user does are marked, and may take longer."""
+    for item in items:
+        used = {"start", "main_job", "lost"} & set(getattr(item, "fixturenames", ()))
+        if used and not hasattr(item.module, "start"):  # type: ignore[attr-defined]  # a fixture of a file's own is another
+            item.add_marker(pytest.mark.whole_run)
+        if item.get_closest_marker("whole_run") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Starts what takes long and is needed later, beside the tests that come first."""
     if session.config.option.collectonly:

@@ -83,7 +83,7 @@ def synchronous(config: Config, folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.whole_run
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_pipeline_at_s_zero_is_the_synchronous_loop_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "scripts/train.py", f"run.outputs={tmp_path}", "run.name=run", *SAME]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)

@@ -25,8 +25,6 @@ from buffers.client import BufferClient, RefusedByBuffer
 from configs.load import load
 from learners import checkpoint
 
-pytestmark = [pytest.mark.whole_run, pytest.mark.timeout(900)]
-
 SYNCHRONOUS = [
     "mode=on_policy", "learner.ranks=2", "generators.count=1", "learner.groups_per_step=8", "learner.samples_per_prompt=4",
     "eval.prompts=0", "learner.lr=1e-3", "learner.warmup_steps=0", "learner.checkpoint_every=2", "run.steps=16",

@@ -16,8 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffers.journal import read_groups
 
-pytestmark = [pytest.mark.whole_run, pytest.mark.timeout(900)]
-
 SUMMARY = {
     "mode": None, "status": None, "steps": None, "version": None, "wall_s": None, "restarts": {"learner"},
     "reward": {"first", "last"},
