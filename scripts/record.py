@@ -13,6 +13,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
 from buffers import messages as m
 from buffers.files import replace_file
 from configs.disk import disk_full, is_disk_full
@@ -29,7 +33,7 @@ class Record:
     def __init__(self, config: Config, folder: Path, resume_step: int | None) -> None:
         self._config, self._folder, self._first_step = config, folder, resume_step or 0
         self._began = time.monotonic()
-        self._writer: Any = None
+        self._writer: EventFileWriter | None = None
         self._rewards: dict[int, float] = {}  # by step
         self._publish_s: list[float] = []
         self._lags: dict[str, list[int]] = {}
@@ -97,16 +101,14 @@ class Record:
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         if self._writer is None:
-            from torch.utils.tensorboard import (
-                SummaryWriter,
-            )  # here: importing torch takes seconds, the roles start meanwhile
-
-            folder = str(self._folder / "tensorboard")
             with self._naming_full_disk():
-                self._writer = SummaryWriter(folder, purge_step=self._purge_step, flush_secs=10)
+                self._writer = EventFileWriter(str(self._folder / "tensorboard"), flush_secs=10)
+            if self._purge_step is not None:  # readers drop what older files have of this step and later ones
+                start = SessionLog(status=SessionLog.START)
+                self._writer.add_event(Event(wall_time=time.time(), step=self._purge_step, session_log=start))
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         with self._naming_full_disk():  # what its thread could not write is raised here
-            for name, value in metrics.items():
-                self._writer.add_scalar(name, value, step)
+            self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     def _write(self, status: str) -> None:
         assert self._status is not None
