@@ -148,8 +148,10 @@ class Buffer:
             self.journal.rotate(self._export_state(), keep_logs=self._config.buffer.retention is Retention.all)
         return done
 
-    def close(self) -> None:
-        self.journal.close(self._export_state())
+    def close(self, *, in_good_order: bool = True) -> None:
+        """Leaves a state behind, so that the next opening has nothing else to read. After an error the log alone says what
+        has happened: the book may have been left half-way."""
+        self.journal.close(self._export_state() if in_good_order else None)
 
     def stop(self, reason: str) -> None:
         self.stopping = self.stopping or reason

@@ -229,7 +229,7 @@ class Journal:
         if not self._state_written.done():
             return False
         due = now or self._bytes_since >= ROTATE_BYTES and time.monotonic() - self._rotated_at >= ROTATE_S
-        return due or self._lines_since >= max(ROTATE_LINES, num_entries)
+        return due or self._lines_since >= max(ROTATE_LINES, num_entries // 4)
 
     def rotate(self, state: State, *, keep_logs: bool) -> None:
         """Begins a new log file, and writes the state in a thread; older states, and without `keep_logs` the log before
@@ -260,7 +260,7 @@ class Journal:
                 sync_path(path)
             sync_folder(self.folder)
             sync_folder(log_folder(self.folder))
-        write_state(self.folder, number, state, sync=self._syncs)
+        write_state(self.folder, number, state, sync=True)  # whatever the durability: what it replaces is deleted now
         for path in doomed:
             self.discard_file(path)
         for old in obsolete_states(state_numbers(self.folder)):

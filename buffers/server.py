@@ -148,17 +148,19 @@ class BufferServer:
                 self._committing.append((self.buffer.start_commit(), self._outbox))
                 self._outbox, self._outbox_bytes = [], 0
                 self._send_committed()
-        finally:
-            self.close()
+        except BaseException:
+            self.close(in_good_order=False)
+            raise
+        self.close()
 
     def stop(self) -> None:
         """Ends `run` after the turn under way. May be called from another thread."""
         self._running = False
 
-    def close(self) -> None:
+    def close(self, *, in_good_order: bool = True) -> None:
         """Makes durable what is not yet, and lets go of address and journal."""
         try:
-            self.buffer.close()
+            self.buffer.close(in_good_order=in_good_order)
         finally:  # a context whose sockets are open holds its process up for ever
             self._connections.close()
             self._socket.close()

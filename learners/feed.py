@@ -27,6 +27,7 @@ class Laid(msgspec.Struct):
 
     host: str
     path: str = ""
+    groups: list[int] = []
     weights: list[float] = []
     over: str | None = None
 
@@ -68,8 +69,12 @@ class Feed:
         if self._leads:
             assert isinstance(taken, Taken)
             memory = _lay(taken.table)
-            laid = Laid(self._host, f"/proc/{os.getpid()}/fd/{memory}", taken.weights)
+            laid = Laid(self._host, f"/proc/{os.getpid()}/fd/{memory}", taken.groups, taken.weights)
         told = [msgspec.json.decode(one, type=Laid) for one in world.gather(msgspec.json.encode(laid))]
+        if len({tuple(one.groups) for one in told if one.path}) > 1:
+            raise RuntimeError(
+                f"a damaged group of step {step} was replaced between the ranks of two hosts: the step begins anew"
+            )
         mine = next(one for one in told if one.host == self._host and one.path)
         with pa.memory_map(mine.path) as file:
             table = pa.ipc.open_file(file).read_all()

@@ -102,6 +102,26 @@ def test_each_host_fetches_a_batch_once_and_its_ranks_share_the_memory(
     assert found[0][3] == ["waiting: a moment"] * 2
 
 
+def fed_differently(world: World, rows: list[Trajectory]) -> str:
+    """Between the ranks of two hosts, a group was found damaged and replaced."""
+    buffer = Buffer(rows)
+    if world.rank == 1:
+        buffer.asked[0] = 1
+        buffer.next = lambda step, wait_s: Taken(step, [0, 1, 9], [], pa.Table.from_batches([to_batch(rows)]))  # type: ignore
+    try:
+        Feed(buffer, world, print, host="one" if world.rank < 1 else "two").next(0)
+    except RuntimeError as error:
+        return str(error)
+    return "trained"
+
+
+def test_hosts_that_were_given_different_groups_do_not_train_them(
+    trajectories: list[Trajectory], tmp_path: Path
+) -> None:
+    told = on_ranks(2, fed_differently, tmp_path / "two", trajectories)
+    assert set(told) == {"a damaged group of step 0 was replaced between the ranks of two hosts: the step begins anew"}
+
+
 # ---- a critic of its own
 
 
