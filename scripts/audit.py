@@ -269,7 +269,11 @@ def _check_ledger(folder: Path, config: Config, records: Records, status: m.Stat
         found.wrong.append(
             f"the ledger has {ledger.groups} groups; {len(trained)} trained, {len(records.accepted)} accepted"
         )
-    if ledger.tokens["trained"] != sum(records.accepted[group].tokens for group in trained):
+    num_trained = sum(sum(done.trained) for done in records.trained.values())
+    num_excluded = sum(sum(done.excluded) for done in records.trained.values())
+    if ledger.tokens["trained"] != num_trained or num_trained + num_excluded != sum(
+        records.accepted[group].tokens for group in trained
+    ):
         found.wrong.append(f"the ledger has {ledger.tokens['trained']} tokens trained, the journal others")
     if status is not None and (status.tokens, status.groups) != (ledger.token_account(), ledger.group_account()):
         found.wrong.append(f"the server said {status.tokens}, {status.groups}; its log says {vars(ledger)}")
