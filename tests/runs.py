@@ -65,7 +65,7 @@ class Started:
     def summary(self) -> dict:  # type: ignore[type-arg]
         return json.loads((self.folder / "summary.json").read_text())
 
-    def assert_nothing_left(self, within_s: float = 20) -> None:
+    def assert_nothing_left(self, within_s: float = 60) -> None:
         deadline = time.monotonic() + within_s
         while left := self.descendants():
             assert time.monotonic() < deadline, f"still alive: {[' '.join(p.cmdline())[:80] for p in left]}"

@@ -86,7 +86,7 @@ def test_the_tiny_model_loads_with_stock_transformers_and_starts_where_learning_
     solved = list(islice(Task().solved("eval", 1), 256))
     with torch.no_grad():
         reward = tiny._sampled_reward(model, *tiny._encode(tokenizer, solved))
-    assert 0.2 <= reward <= 0.4, "blurring ends by a measured score, whatever the seed and the processor"
+    assert 0.15 <= reward <= 0.45, "blurring ends by a measured score, whatever the seed and the processor"
 
 
 @pytest.fixture
