@@ -72,18 +72,15 @@ class Buffer:
         step. Raises ValueError for a step that it cannot go back to, and when another process writes the journal."""
         self._config, self._clock, self._bound = config, clock, config.bound
         self.ledger = Ledger()
-        lease_ids = itertools.count(secrets.randbits(30) << 32)  # no lease of an earlier life has such a number
-        terms = make_terms(config)
-        self._lease_ids, self._terms = lease_ids, terms
+        self._lease_ids = itertools.count(secrets.randbits(30) << 32)  # no lease of an earlier life has such a number
+        self._terms = terms = make_terms(config)
         self._silent = True
         sampler = load_sampler(config.buffer.sampler, config.buffer.sampler_args)
-        self.book = LeaseBook(terms, self.ledger, sampler=sampler, lease_ids=lease_ids, note=self._note)
+        self.book = LeaseBook(terms, self.ledger, sampler=sampler, lease_ids=self._lease_ids, note=self._note)
         self._controller = LagController(config.staleness, self._bound)
         self.book.lag = self._controller.lag
         self._prompts = PromptOrder(terms.task_size, terms.seed)
-        self._evaluations = Evaluations(
-            config.task.name, config.run.seed, config.buffer.lease_s, config.buffer.max_attempts
-        )
+        self._evaluations = Evaluations(terms.task, terms.seed, terms.lease_s, terms.max_attempts)
         self.fleet = Fleet()
         self.refusals: Counter[str] = Counter()
         self.records: list[m.StepRecord] = []
@@ -169,13 +166,15 @@ class Buffer:
 
     def join(self, generator: str) -> None:
         """A generator begins a new life: what it held before is free."""
-        self.fleet.join(generator)
         self.leave(generator, f"{generator} was started again")
+        self.fleet.join(generator)
 
-    def leave(self, generator: str, error: str | None) -> None:
+    def leave(self, generator: str, error: str | None, *, gone: bool = True) -> None:
         for group, outcome in self.book.release(generator, error):
             self._lost(group, outcome, error or "left")
         self._evaluations.release(generator)
+        if gone:
+            self.fleet.leave(generator)
 
     def room(self) -> int:
         """How many leases there are to be had, at most."""
@@ -189,10 +188,12 @@ class Buffer:
         return self._evaluations.lease(self._lease_ids, generator, now) or self.book.lease(generator, now)
 
     def heartbeat(self, beat: m.Heartbeat) -> list[int]:
-        """Renews leases; returns those that are no longer the generator's."""
+        """Renews leases, if the generator's loop goes round; returns those that are no longer the generator's."""
         now = self._clock()
-        if self.fleet.report(beat.generator, beat.report):
+        if self.fleet.report(beat, now):
             self.moved_at = now
+        if beat.still_s > self._config.buffer.stalled_s:
+            self.leave(beat.generator, f"stalled: {beat.activity} for {beat.for_s:.0f} s", gone=False)
         training = {}
         for lease_id, num_tokens in beat.progress.items():
             if self._evaluations.owns(lease_id):
@@ -464,16 +465,17 @@ class Buffer:
         return 0.0 if self._started_at is None else self._clock() - self._started_at
 
     def waiting_for(self, *, learner_waits: bool = True, num_asking: int = 0) -> str:
-        """Who waits for whom, in a sentence."""
-        step = self.book.num_consumed
+        """Who waits for whom, in a sentence; then who has not been heard of, and who has been doing one thing for long."""
+        step, budget = self.book.num_consumed, self.book.budget_reached() or "admission"
         if self.book.version < 0:
-            return f"all wait for the learner to publish version {step}"
-        if step == self._config.run.steps:
-            return f"the run waits for {self._evaluations.pending} evaluation prompts"
-        if learner_waits:
-            return f"the learner waits: {self.book.waiting_for(step)}"
-        budget = self.book.budget_reached()
-        return f"the learner trains step {step}; {num_asking} generators wait for {budget or 'admission'}"
+            who = f"all wait for the learner to publish version {step}"
+        elif step == self._config.run.steps:
+            who = f"the run waits for {self._evaluations.pending} evaluation prompts"
+        elif learner_waits:
+            who = f"the learner waits: {self.book.waiting_for(step)}"
+        else:
+            who = f"the learner trains step {step}; {num_asking} generators wait for {budget}"
+        return "; ".join(filter(None, (who, self.fleet.long_waits(self._clock()))))
 
     def status(self, waiting_for: str) -> m.Status:
         idle, alive = self._learner_idle
@@ -493,5 +495,5 @@ class Buffer:
             refused=dict(self.refusals),
             waiting_for=waiting_for,
             still_s=self._clock() - self.moved_at,
-            **self.fleet.summary(),
+            **self.fleet.summary(self._clock()),
         )

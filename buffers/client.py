@@ -109,7 +109,7 @@ class BufferClient:
         """`keys` is the folder that `buffer.keys` names, and `role` says whose key it is to show. Raises ValueError when the
         folder does not hold what is needed."""
         self.address = address
-        self._timeout_s = timeout_s
+        self._timeout_s, self._keys, self._role = timeout_s, keys, role
         self._heard_at = time.monotonic()
         self._numbers = itertools.count()
         self._unanswered: dict[int, list[bytes | pa.Buffer]] = {}
@@ -127,6 +127,10 @@ class BufferClient:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
+
+    def another(self) -> "BufferClient":
+        """A client of the same buffer, for another thread."""
+        return BufferClient(self.address, timeout_s=self._timeout_s, keys=self._keys, role=self._role)
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:

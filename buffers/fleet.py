@@ -1,11 +1,29 @@
-"""What the generators say of themselves, added up over all of them and over the lives of each."""
+"""What the roles say of themselves: which are heard of and what they do; and totals over all generators and all their lives."""
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from buffers import messages as m
+from buffers.heartbeat import HEARTBEAT_S
+
+SILENT_S = 3 * HEARTBEAT_S
+"""A role that has not been heard of for longer is named."""
+LONG_S = 1.0
+"""What a role has been doing for longer is named, unless it waits or samples."""
+MAX_NAMED = 4
+
+
+@dataclass(slots=True)
+class Heard:
+    """The last heartbeat of a role."""
+
+    at: float
+    activity: str
+    since: float
+
 
 MAX_GENERATORS = 1000
 """Names kept: beyond it, whoever has been silent for longest is added to those whose lives are over."""
@@ -19,20 +37,53 @@ class Fleet:
         """The latest report of each generator's life under way; whoever has spoken last is the last."""
         self._over = m.GeneratorReport()
         """All lives that are over, added up."""
+        self._heard: OrderedDict[str, Heard] = OrderedDict()
+        """By role; whoever was heard last is the last."""
+        self._left: OrderedDict[str, None] = OrderedDict()
+        """Generators whose last heartbeats may come after their farewell, which they say over another connection."""
 
     def join(self, generator: str) -> None:
         """A new life begins."""
         self._end_life(generator)
         self._begin_life(generator)
+        self._left.pop(generator, None)
 
-    def report(self, generator: str, report: m.GeneratorReport) -> bool:
-        """Takes in a report; true if the generator has sampled since its last."""
+    def report(self, beat: m.Heartbeat, now: float) -> bool:
+        """Takes in a generator's heartbeat; true if it has sampled since its last."""
+        generator = beat.generator
+        self.hear(generator, beat.activity, beat.for_s, now)
         if generator not in self._lives:
             self._begin_life(generator)
-        moved = report.sampled_tokens > self._lives[generator].sampled_tokens
-        self._lives[generator] = report
+        moved = beat.report.sampled_tokens > self._lives[generator].sampled_tokens
+        self._lives[generator] = beat.report
         self._lives.move_to_end(generator)
         return moved
+
+    def hear(self, role: str, activity: str, for_s: float, now: float) -> None:
+        """A heartbeat, at `now`."""
+        if role in self._left:
+            return
+        self._heard[role] = Heard(now, activity, now - for_s)
+        self._heard.move_to_end(role)
+        while len(self._heard) > MAX_GENERATORS:
+            self._heard.popitem(last=False)
+
+    def leave(self, generator: str) -> None:
+        """It is not heard of again before it joins again."""
+        self.forget(generator)
+        self._left[generator] = None
+        while len(self._left) > MAX_GENERATORS:
+            self._left.popitem(last=False)
+
+    def forget(self, role: str) -> None:
+        """It has said farewell."""
+        self._heard.pop(role, None)
+
+    def roles(self, now: float) -> dict[str, m.RoleState]:
+        return {
+            role: m.RoleState(last_heard_s=now - heard.at, activity=heard.activity, for_s=now - heard.since)
+            for role, heard in sorted(self._heard.items())
+        }
 
     def _begin_life(self, generator: str) -> None:
         self._lives[generator] = m.GeneratorReport()
@@ -44,13 +95,14 @@ class Fleet:
             sums = {name: min(LARGEST, value + getattr(report, name)) for name, value in _fields(self._over).items()}
             self._over = m.GeneratorReport(**sums)
 
-    def summary(self) -> dict[str, Any]:
-        """The fields of `messages.Status` that speak of generators."""
+    def summary(self, now: float) -> dict[str, Any]:
+        """The fields of `messages.Status` that speak of the roles."""
         lives = [self._over, *self._lives.values()]
         alive = sum(life.alive_s for life in lives)
         updates = sum(life.updates for life in lives)
         return {
             "generators": dict(sorted(self._lives.items())),
+            "roles": self.roles(now),
             "generator_idle": sum(life.idle_s for life in lives) / alive if alive else 0.0,
             "weight_updates": updates,
             "weight_bytes": sum(life.update_bytes for life in lives),
@@ -59,7 +111,30 @@ class Fleet:
             "pause_s_mean": sum(life.pause_s for life in lives) / max(1, updates),
             "digest_checks": sum(life.digest_checks for life in lives),
             "digest_mismatches": sum(life.digest_mismatches for life in lives),
+            "abandoned_scores": sum(life.abandoned_scores for life in lives),
         }
+
+    def long_waits(self, now: float) -> str:
+        """Who has not been heard of, and who has been doing something for long, in words; empty if nobody."""
+        return name_long_waits(self.roles(now))
+
+
+def name_long_waits(roles: dict[str, m.RoleState]) -> str:
+    silent = {name: role for name, role in roles.items() if role.last_heard_s > SILENT_S}
+    busy = {
+        name: role
+        for name, role in roles.items()
+        if name not in silent and role.for_s > LONG_S and not role.activity.startswith(("waiting", "sampling"))
+    }
+    words = [
+        f"{name}: not heard of for {role.last_heard_s:.0f} s (then: {role.activity})"
+        for name, role in sorted(silent.items(), key=lambda item: -item[1].last_heard_s)
+    ] + [
+        f"{name}: {role.activity} for {role.for_s:.0f} s"
+        for name, role in sorted(busy.items(), key=lambda item: -item[1].for_s)
+    ]
+    more = [f"{len(words) - MAX_NAMED} more"] if len(words) > MAX_NAMED else []
+    return "; ".join(words[:MAX_NAMED] + more)
 
 
 def _fields(report: m.GeneratorReport) -> dict[str, Any]:

@@ -48,6 +48,7 @@ SPEAKERS: dict[type[m.Struct], frozenset[KeyRole]] = {
     m.Submit: frozenset({G}),
     m.Evaluated: frozenset({G}),
     m.Fail: frozenset({G}),
+    m.Alive: frozenset({L}),
     m.Locate: frozenset({L}),
     m.Next: frozenset({L}),
     m.Read: frozenset({L}),

@@ -26,7 +26,9 @@ MAX_METRICS = 4096
 MAX_GROUPS = 1 << 16
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
-"""The name of a generator."""
+"""The name of a generator, or of another role."""
+Activity = Annotated[str, Meta(max_length=200)]
+"""What a role is doing, in a few words."""
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 """A reason, an error, or where a manifest is. `shorten` makes any text fit."""
 LeaseId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -103,6 +105,8 @@ class Work(Struct):
     """Newest published version, -1 before the first."""
     weights: str
     """Where its manifest is."""
+    change: int = 0
+    """Number of the publication or rewind that these two come from: of two answers, the one with the higher number is newer."""
     ended: bool = False
     """The run is over: leave."""
 
@@ -127,15 +131,22 @@ class GeneratorReport(Struct):
     digest_checks: Total = 0
     """Comparisons of a file, or of what the engine holds, with a whole manifest."""
     digest_mismatches: Total = 0
+    abandoned_scores: Total = 0
+    """Scores that hung and were given up; each holds a thread until its process ends."""
 
 
 class Heartbeat(Struct):
-    """-> Standing. Renews leases."""
+    """-> Standing. Renews leases, unless the generator has stood still for `buffer.stalled_s`."""
 
     generator: Name
     progress: Annotated[dict[LeaseId, Tokens], Meta(max_length=MAX_LEASES)]
     """Tokens sampled so far by lease id."""
     report: GeneratorReport
+    activity: Activity = ""
+    for_s: Seconds = 0.0
+    """How long it has been doing that."""
+    still_s: Seconds = 0.0
+    """Seconds since its loop last came round, or bytes that it waits for came in."""
 
 
 class Standing(Struct):
@@ -143,6 +154,7 @@ class Standing(Struct):
     """Leases that are no longer the generator's: abort them and say `Drop`."""
     version: int
     weights: str
+    change: int = 0
     ended: bool = False
 
 
@@ -180,6 +192,22 @@ class Receipt(Struct):
     leases: list[int]
     verdicts: list[str]
     """Of each lease: `accepted`, or the reason why not."""
+
+
+# ---- from any role but a generator
+
+
+class Alive(Struct):
+    """-> Done. A heartbeat of a role that holds no leases."""
+
+    role: Name
+    activity: Activity
+    for_s: Seconds = 0.0
+    """How long it has been doing that."""
+    still_s: Seconds = 0.0
+    """Seconds since its loop last came round."""
+    ended: bool = False
+    """It will not be heard of again, and need not be."""
 
 
 # ---- from the learner
@@ -338,6 +366,16 @@ class Account(Struct):
     in_flight: int
 
 
+class RoleState(Struct):
+    """What a role has last said of itself."""
+
+    last_heard_s: float
+    """Seconds since its last heartbeat."""
+    activity: str
+    for_s: float
+    """How long it has been doing that, the time since the heartbeat included."""
+
+
 class Status(Struct):
     version: int
     step: int
@@ -352,6 +390,8 @@ class Status(Struct):
     admitted: int
     """Versions ahead of the newest that groups are admitted at present: the bound, or what the controller makes of it."""
     generators: dict[str, GeneratorReport]
+    roles: dict[str, RoleState]
+    """Generators and learner ranks that have not left, by name."""
     learner_idle: float
     """Share of the learner's life that it waited for a batch."""
     generator_idle: float
@@ -364,6 +404,7 @@ class Status(Struct):
     pause_s_mean: float
     digest_checks: int
     digest_mismatches: int
+    abandoned_scores: int
     num_quarantined: int
     """Groups that failed for good."""
     quarantined: dict[int, str]
@@ -397,8 +438,8 @@ class Refused(Struct):
 
 
 Request = (
-    Join | Leave | Ask | Heartbeat | Submit | Evaluated | Fail | Locate | Next | Read | Damaged | Publish | Consumed | Checkpointed | Rewind
-    | Finish | Watch | Stop
+    Join | Leave | Ask | Heartbeat | Alive | Submit | Evaluated | Fail | Locate | Next | Read | Damaged | Publish | Consumed | Checkpointed
+    | Rewind | Finish | Watch | Stop
 )  # fmt: skip
 Reply = Welcome | Work | Standing | Receipt | Located | Batch | Part | Replaced | NotYet | Over | Done | News | Refused
 

@@ -57,6 +57,7 @@ def families(status: m.Status) -> Iterator[Metric]:
         "slipstream_tokens_replayed": ("Tokens trained again, beyond their first time", status.replayed),
         "slipstream_weight_digest_checks": ("Comparisons of weights with a manifest", status.digest_checks),
         "slipstream_weight_fetched_bytes": ("Bytes of weights that came over a network", status.fetched_bytes),
+        "slipstream_scores_abandoned": ("Scores that hung and were given up", status.abandoned_scores),
         "slipstream_weight_digest_mismatches": ("Weight updates that did not verify", status.digest_mismatches),
     }
     for name, (text, value) in plain.items():
@@ -84,3 +85,7 @@ def families(status: m.Status) -> Iterator[Metric]:
     for generator, report in status.generators.items():
         lag.add_metric([generator], report.version)
     yield lag
+    heard = GaugeMetricFamily("slipstream_role_last_heard_seconds", "Since a role's last heartbeat", labels=["role"])
+    for name, role in status.roles.items():
+        heard.add_metric([name], role.last_heard_s)
+    yield heard

@@ -94,6 +94,7 @@ class BufferServer:
         self._serve_overdue = False
         self._running = True
         self._drained = True  # the last turn has read all whole messages that had come
+        self._change = time.time_ns()  # from here on up: a later life of the buffer counts on from a higher number
 
         allow_many_connections()
         keep_freed_memory()
@@ -296,8 +297,14 @@ class BufferServer:
             case m.Heartbeat():
                 revoked = buffer.heartbeat(request)
                 return m.Standing(
-                    revoked=revoked, version=buffer.book.version, weights=buffer.weights, ended=self._stopping
-                )
+                    revoked=revoked, version=buffer.book.version, weights=buffer.weights, change=self._change,
+                    ended=self._stopping,
+                )  # fmt: skip
+            case m.Alive(role=role):
+                if request.ended:
+                    buffer.fleet.forget(role)
+                else:
+                    buffer.fleet.hear(role, request.activity, request.for_s, self._clock())
             case m.Evaluated(generator=name, lease=lease, reward=reward):
                 return m.Receipt(leases=[lease], verdicts=[buffer.evaluated(name, lease, reward)])
             case m.Fail(lease=lease):
@@ -316,6 +323,7 @@ class BufferServer:
                 return m.Replaced(count=buffer.report_damaged(request.groups))
             case m.Publish():
                 buffer.publish(request.version, request.weights)
+                self._change += 1
             case m.Consumed():
                 buffer.consumed(request)
             case m.Checkpointed():
@@ -325,6 +333,7 @@ class BufferServer:
                     buffer.rewind(step)
                 except ValueError as error:
                     raise Refusal("wrong step", str(error)) from error
+                self._change += 1
             case m.Stop():
                 buffer.stop(request.reason)
         return m.Done()
@@ -435,7 +444,13 @@ class BufferServer:
 
     def _work(self, leases: list[m.Lease]) -> m.Work:
         buffer = self.buffer
-        return m.Work(leases=leases, version=buffer.book.version, weights=buffer.weights, ended=self._stopping)
+        return m.Work(
+            leases=leases,
+            version=buffer.book.version,
+            weights=buffer.weights,
+            change=self._change,
+            ended=self._stopping,
+        )
 
     def _serve_next(self, parked: Parked[m.Next], now: float) -> bool:
         """Answers if it can or must; true if it has."""

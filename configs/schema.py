@@ -183,6 +183,9 @@ class BufferConfig:
     keys: str | None = None
     """Folder of CURVE keys (`scripts/keys.sh` makes one): all sockets of the buffer are then encrypted, and open to those
     keys only. Needed when `buffer.address` is not on the loopback interface."""
+    stalled_s: float = 600.0
+    """A generator whose heartbeats say that its loop has stood still for this long, and that nothing it fetches has come in, is taken
+    for stalled: others get its leases. Must be longer than an engine takes to load a version."""
     watchdog_s: float = 120.0
     """When nothing moves for this long, the buffer says who waits for whom; after twice as long the run ends."""
 
@@ -193,6 +196,7 @@ class BufferConfig:
                 "buffer.max_attempts": self.max_attempts,
                 "buffer.max_quarantined": self.max_quarantined,
                 "buffer.segment_mb": self.segment_mb,
+                "buffer.stalled_s": self.stalled_s,
                 "buffer.watchdog_s": self.watchdog_s,
                 "buffer.max_uses": self.max_uses,
                 "buffer.max_groups": self.max_groups,
@@ -312,6 +316,10 @@ class GeneratorsConfig:
     """GPUs of one engine; None divides what the cluster has between generators and learner."""
     gpu_memory_fraction: float = 0.9
     """Share of its GPU that an engine may take. Set it to about 0.4 where the learner shares the GPU."""
+    score_threads: int = 1
+    """Threads of one generator that score, beside the engine. Above 1, the task's `score` must bear to run several times at once."""
+    score_timeout_s: float = 30.0
+    """How long one call of the task's `score` may take; then its group fails and another thread takes the place of the one that hangs."""
     simulated: SimulatedConfig = field(default_factory=SimulatedConfig)
 
     def problems(self) -> list[str]:
@@ -322,6 +330,8 @@ class GeneratorsConfig:
                     "generators.max_model_len": self.max_model_len,
                     "generators.kv_cache_mb": self.kv_cache_mb,
                     "generators.gpu_memory_fraction": self.gpu_memory_fraction,
+                    "generators.score_threads": self.score_threads,
+                    "generators.score_timeout_s": self.score_timeout_s,
                 }
             )
             + ([] if self.count >= 0 else [f"generators.count must be >= 0, got {self.count}"])

@@ -1,6 +1,7 @@
 """From a lease to token ids, and from sampled tokens to a score: what lies between the task and the engine."""
 
 import random
+import threading
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,9 +18,13 @@ class Opening:
 
 
 class Episodes(Protocol):
-    def open(self, lease: Lease) -> Opening: ...
+    def open(self, lease: Lease) -> Opening:
+        """In the engine's loop."""
+        ...
 
-    def score(self, opening: Opening, tokens: list[int]) -> Score: ...
+    def score(self, opening: Opening, tokens: list[int]) -> Score:
+        """In a thread of the scoring pool, while the loop opens others."""
+        ...
 
 
 class TextEpisodes:
@@ -27,18 +32,22 @@ class TextEpisodes:
 
     def __init__(self, task: Task, tokenizer: Any) -> None:
         self._task, self._tokenizer = task, tokenizer
+        self._lock = threading.Lock()  # of the tokenizer: no other promise is made of using one from two threads
 
     def open(self, lease: Lease) -> Opening:
         prompt = self._task.prompt(lease.split, lease.index, lease.seed)
-        if self._tokenizer.chat_template:
-            turns = [{"role": "user", "content": prompt.text}]
-            tokens = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-        else:
-            tokens = self._tokenizer.encode(prompt.text)
+        with self._lock:
+            if self._tokenizer.chat_template:
+                turns = [{"role": "user", "content": prompt.text}]
+                tokens = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+            else:
+                tokens = self._tokenizer.encode(prompt.text)
         return Opening(prompt, list(tokens))
 
     def score(self, opening: Opening, tokens: list[int]) -> Score:
-        return self._task.score(opening.prompt, self._tokenizer.decode(tokens, skip_special_tokens=True))
+        with self._lock:
+            response = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return self._task.score(opening.prompt, response)
 
 
 class SimulatedEpisodes:

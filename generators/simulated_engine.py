@@ -75,6 +75,8 @@ class SimulatedEngine:
         running = [decoding for decoding in self._decoding if decoding.sample.id in unwanted]
         aborted = [self._completion(decoding, self._num_decoded(decoding, now), "abort") for decoding in running]
         aborted += [_completion(sample, [], "abort") for sample in self._waiting if sample.id in unwanted]
+        aborted += [completion for completion in self._ended if completion.id in unwanted]
+        self._ended = [completion for completion in self._ended if completion.id not in unwanted]
         self._decoding = [d for d in self._decoding if d.sample.id not in unwanted]
         heapq.heapify(self._decoding)
         self._waiting = deque(sample for sample in self._waiting if sample.id not in unwanted)

@@ -14,9 +14,9 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class Score:
     reward: float
-    """What is trained on. Must be finite."""
+    """What is trained on. Must be finite, in float32 too."""
     components: dict[str, float] = field(default_factory=dict)
-    """Parts of the reward by name, for the record."""
+    """Parts of the reward by name, for the record: at most 64 numbers of the same kind, names of at most 200 characters."""
 
 
 class Task(Protocol):
@@ -30,6 +30,10 @@ class Task(Protocol):
 
     name: str
 
-    def prompt(self, split: str, index: int, seed: int) -> Prompt: ...
+    def prompt(self, split: str, index: int, seed: int) -> Prompt:
+        """In the engine's loop, which waits for it."""
+        ...
 
-    def score(self, prompt: Prompt, response: str) -> Score: ...
+    def score(self, prompt: Prompt, response: str) -> Score:
+        """In another thread, while the engine goes on: in several at once where `generators.score_threads` says so."""
+        ...

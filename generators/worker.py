@@ -4,8 +4,8 @@
                                 │
         new weights ──▶ load between two steps, requests kept
                                 ▼
-                          engine.step() ──▶ all samples of a group done ──▶ score ──▶ Submit ──▶ Receipt
-    Heartbeat ──▶ Standing(revoked leases: abort them; the newest version)
+                          engine.step() ──▶ all samples of a group done ──▶ score, in a thread ──▶ Submit ──▶ Receipt
+    Heartbeat, from a thread of its own ──▶ Standing(revoked leases: abort them; the newest version)
 
 It keeps nothing that cannot be made again: when it dies, its leases expire and others make the groups.
 """
@@ -13,24 +13,26 @@ It keeps nothing that cannot be made again: when it dies, its leases expire and 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 
 import xxhash
+from msgspec import structs
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, hand_in
+from buffers.heartbeat import HEARTBEAT_S, HeartbeatThread
 from buffers.keys import has_door, open_door, show_key
 from buffers.trajectory import GREEDY, Trajectory, to_batch
 from configs import load as configs
 from configs.algorithms import Advantage
 from configs.schema import Config, EngineKind, Transport
-from generators.engine import Completion, Engine, Sample
-from generators.episode import Episodes, Opening, SimulatedEpisodes, TextEpisodes
-from generators.task import Score
+from generators.engine import Engine, Sample
+from generators.episode import Episodes, SimulatedEpisodes, TextEpisodes
+from generators.group import Group, lease_of, sample_of, sample_seed, trajectory
+from generators.scoring import Scored, ScoringPool, describe
 from sync.folders import shared_memory_folder
 from sync.manifest import DigestMismatch, Manifest
 from sync.snapshot import Snapshot
@@ -41,27 +43,8 @@ from sync.transports.server import SnapshotServer
 
 log = logging.getLogger("slipstream.generator")
 
-HEARTBEAT_S = 0.5
-
-
-@dataclass(slots=True)
-class Group:
-    """A lease being worked on."""
-
-    lease: m.Lease
-    opening: Opening
-    started_at: float
-    done: dict[int, Completion] = field(default_factory=dict)
-    """Finished samples by index; beyond the lease's `num_samples` stands ReMax's greedy one."""
-
-    def num_tokens(self, completions: Iterable[Completion]) -> int:
-        """Sampled tokens of those that are the group's."""
-        return sum(len(c.tokens) for c in completions if _sample_of(c.id) < self.lease.num_samples)
-
-
-def sample_seed(run_seed: int, split: str, group: int, sample: int) -> int:
-    """The seed of one sample: the same for every attempt at the group, whoever makes it."""
-    return xxhash.xxh32_intdigest(f"{run_seed}/{split}/{group}/{sample}".encode())
+IDLE_S = 0.05
+"""How long the loop of an idle engine waits for the buffer or for weights before it comes round."""
 
 
 class Generator:
@@ -73,22 +56,31 @@ class Generator:
         engine: Engine,
         episodes: Episodes,
         subscriber: Subscriber | None = None,
+        heart: HeartbeatThread | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`heart` beats already, where the engine took its time to start. None: one with a client like `client`."""
         self.name, self._config, self._client = name, config, client
         self._subscriber = Subscriber() if subscriber is None else subscriber
         self._engine, self._episodes, self._clock = engine, episodes, clock
         self._makes_baselines = config.algo.advantage is Advantage.remax
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, Group] = {}  # in the engine
+        self._scoring: dict[int, Group] = {}  # in the scoring pool
         self._waiting: deque[m.Lease] = deque()  # leased, not begun
         self._asked: int | None = None  # number of the question under way
         self._newest = (-1, "")  # version and where its manifest is
-        self._held = ""  # the same of the version held
+        self._change = 0  # number of the publication that it comes from
+        self._held = ""  # where the manifest of the version held is
         self._preparer = ThreadPoolExecutor(1, "weights")  # the subscriber is this thread's
         self._preparing: tuple[str, Future[Snapshot | Broadcast]] | None = None
         self._ended = False
-        self._started_at = self._last_beat = clock()
+        self._started_at = self._watched_at = clock()
+        self._told_at, self._told = float("-inf"), frozenset[int]()  # the leases that heartbeats renew
+        self._was_idle = True
+        self._fetched_bytes = 0
         self._totals = m.GeneratorReport()
+        self._scores = ScoringPool(config.generators.score_threads, config.generators.score_timeout_s)
+        self._heart = heartbeat(client.another(), name) if heart is None else heart
 
     def run(self) -> None:
         """Consumes leases and published weights; produces groups, scores and heartbeats.
@@ -101,18 +93,23 @@ class Generator:
         try:
             while not self._ended:
                 self._listen()
-                self._beat()
+                self._tell()
                 self._update_weights()
                 self._ask()
                 self._begin()
+                self._watch_idleness()
                 self._step()
+                self._watch_idleness()
+                self._submit()
             error = None
         except Exception as raised:
-            error = _describe(raised)
+            error = describe(raised)
             raise
         finally:
-            self._beat(last=True)
+            self._heart.close()  # first: nothing of it may come after the farewell
+            self._client.post(m.Heartbeat(generator=self.name, progress=self._progress(), report=self._report()))
             self._client.post(m.Leave(generator=self.name, error=error))
+            self._scores.close()
             self._preparer.shutdown(cancel_futures=True)
             self._subscriber.close()
             self._engine.shutdown()
@@ -121,23 +118,52 @@ class Generator:
     # ---- the buffer
 
     def _listen(self) -> None:
-        busy = self._engine.num_unfinished > 0
-        began = self._clock()
-        for answer in self._client.receive(0.0 if busy else HEARTBEAT_S / 2):
-            self._hear(answer.number, answer.reply)
-        if not busy:
-            self._totals.idle_s += self._clock() - began
-        if self._client.silent_s > self._config.buffer.lease_s:
-            raise BufferGone(f"the buffer at {self._client.address} has been silent for {self._client.silent_s:.0f} s")
+        self._watch_idleness()
+        self._heart.say(*self._activity())
+        busy = self._engine.num_unfinished > 0 or self._is_fetching or bool(self._scoring)
+        for answer in self._client.receive(0.0 if busy else IDLE_S):
+            self._hear(answer.reply)
+        for standing in self._heart.standings():
+            self._hear(standing)
+        if (silent_s := self._heart.silent_s) > self._config.buffer.lease_s:
+            raise BufferGone(f"the buffer at {self._client.address} has been silent for {silent_s:.0f} s")
 
-    def _hear(self, number: int, reply: m.Reply) -> None:
+    def _activity(self) -> tuple[str, bool]:
+        """What the loop is doing in this round, and whether that goes on."""
+        if self._engine.num_unfinished:
+            return "sampling", True
+        if self._is_fetching:
+            return self._fetching()
+        if self._scoring:
+            return "scoring", True
+        if self._waiting:
+            return f"waiting for version {self._waiting[0].floor}", True
+        return "waiting for leases", True
+
+    @property
+    def _is_fetching(self) -> bool:
+        return self._preparing is not None and self._newest[1] != self._held
+
+    def _fetching(self) -> tuple[str, bool]:
+        before, self._fetched_bytes = self._fetched_bytes, self._subscriber.fetched_bytes
+        return f"fetching version {self._newest[0]}", before != self._fetched_bytes
+
+    def _watch_idleness(self) -> None:
+        """The engine is idle from the moment that it has nothing to do to the moment that it steps again, whatever the loop
+        and other threads do meanwhile."""
+        now = self._clock()
+        if self._was_idle:
+            self._totals.idle_s += now - self._watched_at
+        self._watched_at, self._was_idle = now, self._engine.num_unfinished == 0
+
+    def _hear(self, reply: m.Reply) -> None:
         match reply:
             case m.Work():
                 self._asked = None
                 self._waiting.extend(reply.leases)
-                self._notice(reply.version, reply.weights, reply.ended)
+                self._notice(reply)
             case m.Standing():
-                self._notice(reply.version, reply.weights, reply.ended)
+                self._notice(reply)
                 for lease_id in reply.revoked:
                     self._drop(lease_id)
             case m.Receipt(verdicts=verdicts, leases=leases):
@@ -147,35 +173,40 @@ class Generator:
             case m.Refused(reason=reason):
                 log.error("the buffer has refused a message: %s", reason)
 
-    def _notice(self, version: int, weights: str, ended: bool) -> None:
-        self._ended = self._ended or ended
-        if version >= 0:
-            self._newest = (version, weights)  # after a rewind it may be lower than the one held
+    def _notice(self, reply: m.Work | m.Standing) -> None:
+        """Answers come over two connections: the older may be read last."""
+        self._ended = self._ended or reply.ended
+        if reply.version >= 0 and reply.change >= self._change:
+            self._newest, self._change = (reply.version, reply.weights), reply.change  # a rewind makes it a lower one
 
-    def _beat(self, last: bool = False) -> None:
-        now = self._clock()
-        if not last and now - self._last_beat < HEARTBEAT_S:
+    def _tell(self, *, soon: bool = False) -> None:
+        """Tells the heartbeat which leases to renew, before anything that may take long."""
+        now, leases = self._clock(), frozenset([lease.id for lease in self._waiting] + [*self._groups, *self._scoring])
+        if not soon and leases == self._told and now - self._told_at < HEARTBEAT_S:
             return
-        self._last_beat = now
-        self._client.post(m.Heartbeat(generator=self.name, progress=self._progress(), report=self._report(now)))
+        self._told_at, self._told = now, leases
+        report = structs.replace(self._report())  # a copy: other threads read it
+        self._heart.tell(partial(m.Heartbeat, generator=self.name, progress=self._progress(), report=report), soon=soon)
 
     def _progress(self) -> dict[int, int]:
         progress = {lease.id: 0 for lease in self._waiting}
-        for lease_id, group in self._groups.items():
+        for lease_id, group in (self._groups | self._scoring).items():
             progress[lease_id] = group.num_tokens(group.done.values())
         for sample_id, num_tokens in self._engine.progress().items():
-            group = self._groups[_lease_of(sample_id)]
-            if _sample_of(sample_id) < group.lease.num_samples:
+            group = self._groups[lease_of(sample_id)]
+            if sample_of(sample_id) < group.lease.num_samples:
                 progress[group.lease.id] += num_tokens
         return progress
 
-    def _report(self, now: float) -> m.GeneratorReport:
-        self._totals.version, self._totals.alive_s = self._held_version, now - self._started_at
+    def _report(self) -> m.GeneratorReport:
+        self._totals.version, self._totals.alive_s = self._held_version, self._clock() - self._started_at
+        self._totals.abandoned_scores = self._scores.num_abandoned
         return self._totals
 
     def _ask(self) -> None:
         each = self._config.learner.samples_per_prompt + self._makes_baselines
-        used = self._engine.num_unfinished + len(self._waiting) * each
+        backlog = max(0, len(self._scoring) * each - self._config.generators.max_sequences)  # if scoring cannot keep up
+        used = self._engine.num_unfinished + len(self._waiting) * each + backlog
         count = (self._config.generators.max_sequences - used) // each
         if self._asked is None and count > 0:
             self._asked = self._client.post(m.Ask(generator=self.name, count=count, wait_s=5.0))
@@ -188,15 +219,17 @@ class Generator:
         if weights == self._held or (not self._config.sync.in_flight and self._engine.num_unfinished):
             return
         preparing = self._prepare(weights)
-        if self._engine.num_unfinished and not preparing.done():
+        if not preparing.done() and not self._engine.num_unfinished:
+            wait([preparing], IDLE_S)
+        if not preparing.done():
             return
         self._preparing = None
         try:
             manifest = self._take_up(weights, preparing)
-        except FileNotFoundError:
-            log.info("version %d is gone: a newer one has replaced it", version)
+        except FileNotFoundError as error:  # gone: a newer one has replaced it; or not to be had for now
+            log.info("version %d cannot be taken up: %s", version, error)
             self._newest = (self._held_version, self._held)
-            self._last_beat = float("-inf")  # ask at once what the newest is
+            self._tell(soon=True)  # to hear at once what the newest is
             return
         self._held = weights
         self._totals.updates += 1
@@ -236,11 +269,17 @@ class Generator:
         except DigestMismatch as error:
             self._totals.digest_mismatches += 1
             log.error("%s; pulling it again", error)
-            return self._load(self._preparer.submit(self._bring, weights, again=True).result())
+            again = self._preparing = (weights, self._preparer.submit(self._bring, weights, again=True))
+            while not again[1].done():  # nothing may be sampled meanwhile: the engine may hold what nobody published
+                self._heart.say(*self._fetching())
+                wait([again[1]], HEARTBEAT_S)
+            self._preparing = None
+            return self._load(again[1].result())
 
     def _load(self, source: Snapshot | Broadcast) -> Manifest:
         began = self._clock()
         self._totals.digest_checks += 1
+        self._heart.say(f"loading version {source.manifest.version}")
         self._engine.load(source)
         self._totals.pause_s += self._clock() - began
         return source.manifest
@@ -258,8 +297,13 @@ class Generator:
             self._open(self._waiting.popleft())
 
     def _open(self, lease: m.Lease) -> None:
+        which = f"prompt {lease.index} of task {lease.task}"
         try:
             opening = self._episodes.open(lease)
+        except BaseException as error:  # a task is user code: whatever it raises fails this group, not the run
+            self._fail(lease, 0, f"{which} could not be begun", describe(error), error)
+            return
+        try:
             samples = [
                 Sample(
                     id=f"{lease.id}/{sample}",
@@ -272,10 +316,9 @@ class Generator:
             ]
             for sample in samples:
                 self._engine.add(sample)
-        except Exception as error:  # a task is user code: whatever it raises fails this group, not the run
-            log.exception("prompt %d of task %s could not be begun", lease.index, lease.task)
+        except Exception as error:  # too long a prompt, for one
             self._engine.abort([f"{lease.id}/{sample}" for sample in range(self._num_samples(lease))])
-            self._client.post(m.Fail(generator=self.name, lease=lease.id, num_tokens=0, error=_describe(error)))
+            self._fail(lease, 0, f"{which} could not be begun", describe(error), error)
             return
         self._groups[lease.id] = Group(lease, opening, time.time())
 
@@ -287,45 +330,62 @@ class Generator:
     def _step(self) -> None:
         if not self._engine.num_unfinished:
             return
-        whole: dict[int, list[Trajectory]] = {}  # by lease
         for completion in self._engine.step():
             self._totals.sampled_tokens += len(completion.tokens)
-            group = self._groups[_lease_of(completion.id)]
-            group.done[_sample_of(completion.id)] = completion
+            group = self._groups[lease_of(completion.id)]
+            group.done[sample_of(completion.id)] = completion
             if len(group.done) == self._num_samples(group.lease):
-                del self._groups[group.lease.id]
-                if (rows := self._score(group)) is not None:
-                    whole[group.lease.id] = rows
+                self._hand_over(group)
+
+    def _hand_over(self, group: Group) -> None:
+        """To the scoring pool: the engine goes on meanwhile."""
+        lease = group.lease
+        self._scoring[lease.id] = self._groups.pop(lease.id)
+        tokens = [group.done[sample].tokens for sample in range(len(group.done))]
+        calls = [partial(self._episodes.score, group.opening, each) for each in tokens]
+        self._scores.submit(lease.id, calls, f"prompt {lease.index} of task {lease.task}")
+
+    def _submit(self) -> None:
+        """Hands in the groups that have been scored, all in one message."""
+        whole: dict[int, list[Trajectory]] = {}  # by lease
+        idle = self._scoring and not self._engine.num_unfinished
+        for scored in self._scores.collect(IDLE_S if idle else 0.0):
+            if (rows := self._rows(self._scoring.pop(scored.lease), scored)) is not None:
+                whole[scored.lease] = rows
         if whole:
             batch = to_batch([row for rows in whole.values() for row in rows])
             hand_in(self._client, self.name, list(whole), batch)
 
-    def _score(self, group: Group) -> list[Trajectory] | None:
+    def _rows(self, group: Group, scored: Scored) -> list[Trajectory] | None:
         """The group's rows; None when it is an evaluation prompt (the score is sent) or could not be scored."""
-        lease = group.lease
+        lease, scores = group.lease, scored.scores
         completions = [group.done[sample] for sample in range(len(group.done))]
-        try:
-            scores = [_finite(self._episodes.score(group.opening, c.tokens)) for c in completions]
-        except Exception as error:  # user code, as in `_open`
-            log.exception("prompt %d of task %s could not be scored", lease.index, lease.task)
-            num_tokens = group.num_tokens(completions)
-            self._client.post(
-                m.Fail(generator=self.name, lease=lease.id, num_tokens=num_tokens, error=_describe(error))
-            )
+        if scored.error is not None:
+            what = f"prompt {lease.index} of task {lease.task} could not be scored"
+            self._fail(lease, group.num_tokens(completions), what, scored.error, scored.raised)
             return None
         if lease.split == "eval":
             self._client.post(m.Evaluated(generator=self.name, lease=lease.id, reward=scores[0].reward))
             return None
         baseline = {GREEDY: scores[-1].reward} if len(scores) > lease.num_samples else {}
         return [
-            _trajectory(group, sample, completions[sample], scores[sample], baseline, self.name)
+            trajectory(group, sample, completions[sample], scores[sample], baseline, self.name)
             for sample in range(lease.num_samples)
         ]
 
+    def _fail(self, lease: m.Lease, num_tokens: int, what: str, error: str, raised: BaseException | None) -> None:
+        log.error("%s: %s", what, error, exc_info=raised)
+        self._client.post(m.Fail(generator=self.name, lease=lease.id, num_tokens=num_tokens, error=error))
+
     def _drop(self, lease_id: int) -> None:
         """The lease is someone else's now, or nobody's: stop, and say how far it had come."""
-        self._waiting = deque(lease for lease in self._waiting if lease.id != lease_id)
-        group = self._groups.pop(lease_id, None)
+        held = {lease.id: lease for lease in self._waiting}
+        if lease_id not in held and lease_id not in self._groups and lease_id not in self._scoring:
+            return  # it has been handed in meanwhile
+        held.pop(lease_id, None)
+        self._waiting = deque(held.values())
+        self._scores.forget(lease_id)
+        group = self._groups.pop(lease_id, None) or self._scoring.pop(lease_id, None)
         num_tokens = 0
         if group is not None:
             unfinished = [f"{lease_id}/{s}" for s in range(self._num_samples(group.lease)) if s not in group.done]
@@ -337,54 +397,25 @@ class Generator:
         )
 
 
-def _trajectory(
-    group: Group, sample: int, completion: Completion, score: Score, baseline: dict[str, float], generator: str
-) -> Trajectory:
-    prompt = group.opening.tokens
-    return Trajectory(
-        group=group.lease.group,
-        sample=sample,
-        due=group.lease.due,
-        prompt_id=group.lease.index,
-        task=group.lease.task,
-        tokens=[*prompt, *completion.tokens],
-        sampled=[False] * len(prompt) + [True] * len(completion.tokens),
-        logprobs=[0.0] * len(prompt) + completion.logprobs,
-        versions=[-1] * len(prompt) + completion.versions,
-        reward=score.reward,
-        rewards=score.components | baseline,
-        finish_reason=completion.finish_reason,
-        generator=generator,
-        started_at=group.started_at,
-        finished_at=time.time(),
-    )
-
-
-def _finite(score: Score) -> Score:
-    if not abs(score.reward) < float("inf"):
-        raise ValueError(f"reward must be finite, got {score.reward}")
-    return score
-
-
-def _lease_of(sample_id: str) -> int:
-    return int(sample_id.partition("/")[0])
-
-
-def _sample_of(sample_id: str) -> int:
-    return int(sample_id.partition("/")[2])
-
-
-def _describe(error: Exception) -> str:
-    return m.shorten(f"{type(error).__name__}: {error}")
+def heartbeat(client: BufferClient, name: str) -> HeartbeatThread:
+    """A generator's, before it has anything to report."""
+    compose = partial(m.Heartbeat, generator=name, progress={}, report=m.GeneratorReport())
+    return HeartbeatThread(client, compose, "starting the engine")
 
 
 def join(address: str, name: str, seed: int, keys: str | None) -> Generator:
     """Joins the run whose buffer answers at `address`: its configuration decides model, task and sampling."""
     client = BufferClient(address, keys=keys)
     welcome = client.call(m.Join(generator=name), m.Welcome)
-    config = configs.parse(welcome.config)
-    engine, episodes = make_engine(config, seed), make_episodes(config)
-    return Generator(name, config, client, engine, episodes, make_subscriber(config, address, keys))
+    config, heart = configs.parse(welcome.config), heartbeat(client.another(), name)
+    try:
+        engine, episodes = make_engine(config, seed), make_episodes(config)
+        return Generator(name, config, client, engine, episodes, make_subscriber(config, address, keys), heart)
+    except BaseException as error:
+        heart.close()
+        client.post(m.Leave(generator=name, error=describe(error)))
+        client.close()
+        raise
 
 
 def make_subscriber(config: Config, buffer: str, keys: str | None) -> Subscriber:
@@ -397,7 +428,7 @@ def make_subscriber(config: Config, buffer: str, keys: str | None) -> Subscriber
     may_relay = config.sync.relays and (keys is None or has_door(Path(keys)))
     return Subscriber(
         Fetcher(folder, secure=show),
-        relay=partial(SnapshotServer, folder, secure=door) if may_relay else None,
+        relay=partial(SnapshotServer, secure=door) if may_relay else None,
         broadcast=config.sync.transport is Transport.nccl,
     )
 

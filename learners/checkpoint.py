@@ -1,7 +1,9 @@
 """Checkpoints: `step_<k>/`, complete or absent. The manifest is written last, then the folder gets its name."""
 
+import errno
 import os
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from configs.disk import DiskFull, disk_full
 from learners.engine import Write
 from learners.world import World
 
@@ -71,7 +74,8 @@ class Writer:
         return before
 
     def written(self, *, wait: bool = False) -> CheckpointManifest | None:
-        """The manifest of a checkpoint that has become complete, once. Raises what has gone wrong while it was written."""
+        """The manifest of a checkpoint that has become complete, once. Raises what has gone wrong while it was written: DiskFull where
+        there was no room. What had been written of it is removed, and the checkpoints before stay as they were."""
         if self._under_way is None or not (wait or self._under_way.done()):
             return None
         done, self._under_way = self._under_way, None
@@ -83,16 +87,53 @@ class Writer:
 
     def _write(self, manifest: CheckpointManifest, write: Write) -> CheckpointManifest:
         temporary, first = self._folder / f".step_{manifest.step}.tmp", self._world.rank == 0
-        if first:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        self._world.barrier()
-        write(temporary)
-        self._world.barrier()
-        if first:
-            manifest = msgspec.structs.replace(manifest, files=_digests(temporary))
-            finish(self._folder, temporary, manifest, self._keep)
+
+        def begin() -> None:
+            if first:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+                _sync_folder(self._folder.parent)
+
+        try:
+            self._together(begin)
+            self._together(lambda: write(temporary))
+            if first:
+                manifest = msgspec.structs.replace(manifest, files=_digests(temporary))
+                finish(self._folder, temporary, manifest, self._keep)
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            if first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            if _says_disk_full(str(error)):
+                raise _no_room(self._folder) from error
+            raise
         return manifest
+
+    def _together(self, action: Callable[[], None]) -> None:
+        """Each rank does its part. When one fails all of them raise, so that nobody waits for it: its own error there, RuntimeError
+        with the error's text elsewhere."""
+        failed = None
+        try:
+            action()
+        except BaseException as error:
+            failed = error
+        told = self._world.gather(f"{type(failed).__name__}: {failed}".encode() if failed is not None else b"")
+        if failed is not None:
+            raise failed
+        for rank, text in enumerate(told):
+            if text:
+                raise RuntimeError(f"rank {rank} could not write its part of the checkpoint: {text.decode()}")
+
+
+def _says_disk_full(text: str) -> bool:
+    """Libraries wrap what the system has said, but quote it."""
+    return any(os.strerror(number) in text for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+
+
+def _no_room(folder: Path) -> DiskFull:
+    """The remains have been removed, and what is free now was not enough; the checkpoint before may tell how much is."""
+    before = latest(folder)
+    needed = sum(file.num_bytes for file in before.manifest.files.values()) if before is not None else 0
+    return disk_full(folder, max(needed, shutil.disk_usage(folder).free + 1))
 
 
 def finish(folder: Path, temporary: Path, manifest: CheckpointManifest, keep: int) -> None:
@@ -102,7 +143,8 @@ def finish(folder: Path, temporary: Path, manifest: CheckpointManifest, keep: in
         file.write(msgspec.json.encode(manifest))
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(temporary)
+    for made in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):
+        _sync_folder(made)
     shutil.rmtree(final, ignore_errors=True)
     os.replace(temporary, final)
     _sync_folder(folder)

@@ -9,6 +9,7 @@ import logging
 import secrets
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,16 +60,18 @@ class Learner:
     def __init__(
         self, config: Config, folder: Path, client: Source, trainer: Trainer, publisher: Publisher | None,
         world: World | None = None, writers: World | None = None, meter: Meter | None = None, *, rank: int = 0, first_step: int = 0, incarnation: str = "",
+        say: Callable[[str], None] = lambda activity: None,
     ) -> None:  # fmt: skip
+        """`say` is told what the rank is doing whenever it begins something that may take long."""
         self._config, self._folder, self._client, self._trainer = config, folder, client, trainer
         self._publisher, self._rank, self._incarnation = publisher, rank, incarnation
         self._world, self._meter = world or World(), meter or Meter(cuda=False)
-        self._feed = Feed(client, self._world, log.info)
+        self._feed = Feed(client, self._world, self._wait_on)
         self._writer = checkpoint.Writer(folder / "checkpoints", config.learner.keep_checkpoints, writers)
         self.step = first_step
         """Steps trained, which is also the version held."""
         self._probed = config.learner.engine is LearnerKind.simulated
-        self._began = time.monotonic()
+        self._began, self._say = time.monotonic(), say
 
     def run(self) -> None:
         """Consumes batches; produces versions, step records and checkpoints.
@@ -81,6 +84,7 @@ class Learner:
             saved = self.step
             while self.step < self._config.run.steps and (batch := self._next()) is not None:
                 self._probe(batch)
+                self._say(f"training step {self.step}")
                 metrics, num_trained = self._trainer.train(batch, self.step)
                 metrics["memory/peak_gib"] = self._peak_gib()
                 self.step += 1
@@ -103,17 +107,26 @@ class Learner:
     # ---- the buffer
 
     def _next(self) -> Batch | None:
+        self._say(f"waiting for the batch of step {self.step}")
         taken = self._feed.next(self.step)
         if isinstance(taken, m.Over):
             log.info("stopping: %s", taken.reason)
             return None
         return taken
 
+    def _wait_on(self, waiting_for: str) -> None:
+        """Called every now and then while there is no batch: none will come where weights are not served any more."""
+        log.info(waiting_for)
+        if self._publisher is not None:
+            self._publisher.check()
+
     def _finish(self) -> None:
+        self._say("waiting for the last evaluation")
         while isinstance(reply := self._client.exchange(m.Finish(wait_s=PATIENCE_S), wait_s=PATIENCE_S)[0], m.NotYet):
             log.info("waiting: %s", reply.waiting_for)
 
     def _publish(self) -> None:
+        self._say(f"publishing version {self.step}")
         if self._publisher is None:
             for _ in self._trainer.models.policy.weights():  # a collective: every rank takes part
                 pass
@@ -140,6 +153,7 @@ class Learner:
 
     def _save(self) -> int:
         """Begins a checkpoint: the copy is made now, and written while training goes on."""
+        self._say(f"copying the checkpoint of step {self.step}, after the one before is written")
         began, run = time.monotonic(), self._config.run
         manifest = checkpoint.CheckpointManifest(
             self.step,
@@ -155,6 +169,8 @@ class Learner:
 
     def _saved(self, *, wait: bool = False) -> None:
         """Tells the buffer of a checkpoint that has become complete."""
+        if wait:
+            self._say("writing the last checkpoint")
         self._tell(self._writer.written(wait=wait))
 
     def _tell(self, manifest: checkpoint.CheckpointManifest | None) -> None:
@@ -230,7 +246,7 @@ def check_checkpoint(manifest: checkpoint.CheckpointManifest, config: Config, no
 
 def start(
     config: Config, folder: Path, client: Source, rank: int, rendezvous: str, resume_step: int | None,
-    *, publish: bool = True,
+    *, publish: bool = True, say: Callable[[str], None] = lambda activity: None,
 ) -> Learner:  # fmt: skip
     """One rank of the learner, ready to run: process group, engines (from the checkpoint, if any), publisher.
 
@@ -256,7 +272,7 @@ def start(
     publisher = make_publisher(config, folder, incarnation) if rank == 0 and publish else None
     return Learner(
         config, folder, client, Trainer(config, models, world, kl_coef), publisher, world, writers, meter,
-        rank=rank, first_step=resume_step or 0, incarnation=incarnation,
+        rank=rank, first_step=resume_step or 0, incarnation=incarnation, say=say,
     )  # fmt: skip
 
 
@@ -269,7 +285,7 @@ def make_publisher(config: Config, folder: Path, incarnation: str) -> Publisher:
     if (address := config.weights_address) is not None:
         keys = config.buffer.keys
         secure = (lambda socket: open_door(socket, Path(keys))) if keys is not None else None
-        server = SnapshotServer(where, address, secure=secure)
+        server = SnapshotServer(where, address, secure=secure, nccl=config.sync.transport is Transport.nccl)
         log.info("weights are served at %s", server.address)
     if torch.cuda.is_available() and config.sync.transport in (Transport.auto, Transport.cuda_ipc):
         device = DeviceCopy(where, gpu_uuid(), always=config.sync.transport is Transport.cuda_ipc)

@@ -56,7 +56,8 @@ from sync.patch import make_patch
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest, write_all
 from sync.stream import parts
-from sync.transports.fetcher import WINDOW, Fetcher
+from sync.transports.fetcher import Fetcher
+from sync.transports.puller import WINDOW
 from sync.transports.server import SnapshotServer
 from sync.transports.tcp import CHUNK_BYTES
 

@@ -13,10 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from buffers import messages as m
+from buffers.fleet import MAX_NAMED, SILENT_S
 from configs.schema import Config, Controller
 from learners.memory import GIB, in_words
 
 LINE_EVERY_S = 2.0
+STILL_S = 5.0
+"""When nothing has moved for longer, the line says who waits for whom."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -48,7 +51,7 @@ class Console:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        self._rich.print(f"{self._clock()}  {text}", soft_wrap=True)
+        self._rich.print(f"{self._clock()}  {text}", soft_wrap=True, markup=False)
 
     def take(self, news: m.News) -> None:
         if news.records and not self._rewards and (peak := news.records[0].metrics.get("memory/peak_gib")) is not None:
@@ -65,7 +68,7 @@ class Console:
             self._live.update(self._picture(news.status))
         elif time.monotonic() - self._last_line > LINE_EVERY_S:
             self._last_line = time.monotonic()
-            self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True)
+            self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True, markup=False)
 
     def rewind(self, step: int) -> None:
         """The learner was lost, and goes on from this step: later ones are to come again."""
@@ -77,15 +80,16 @@ class Console:
         if news is not None:
             self._last_line = time.monotonic()  # the line that follows is the last
             self.take(news)
-            self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True)
+            self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True, markup=False)
         n = self._num_restarts
         restarts = f" after {n} restart{'s' * (n > 1)} of the learner" if n else ""
         self._rich.print(
             f"{self._clock()}  {status}{restarts}. Summary, journal, checkpoints, TensorBoard and logs: {self._folder}",
             soft_wrap=True,
+            markup=False,
         )
         if status == "interrupted":
-            self._rich.print(f"           continue with run.resume={self._folder}", soft_wrap=True)
+            self._rich.print(f"           continue with run.resume={self._folder}", soft_wrap=True, markup=False)
 
     def _clock(self) -> str:
         return str(timedelta(seconds=int(time.monotonic() - self._began))).rjust(8)
@@ -115,8 +119,19 @@ class Console:
             f"staleness {mean:.2f} (max {max(staleness, default=0)} of {self._config.bound}{self._admitted(status)})  "
             f"tok/s {status.tokens.total / seconds:,.0f} generated {status.tokens.trained / seconds:,.0f} trained  "
             f"idle learner {status.learner_idle:.0%} generators {status.generator_idle:.0%}  left {self._left(status)}"
-            f"{failed}"
+            f"{failed}{self._waiting(status)}"
         )
+
+    def _waiting(self, status: m.Status) -> str:
+        """The sentence of who waits for whom where that matters; else only who has not been heard of."""
+        if status.still_s > STILL_S:
+            return f"  waiting for {status.still_s:.0f} s: {status.waiting_for}"
+        silent = [
+            f"{name} not heard of for {role.last_heard_s:.0f} s"
+            for name, role in status.roles.items()
+            if role.last_heard_s > SILENT_S
+        ]
+        return "".join(f"  {words}" for words in silent[:MAX_NAMED])
 
     def _picture(self, status: m.Status) -> Panel:
         rewards, seconds = list(self._rewards.values()), max(status.seconds, 1e-9)
@@ -137,6 +152,7 @@ class Console:
             f"{status.digest_mismatches} mismatches",
             "generators": "  ".join(f"{name} v{report.version}" for name, report in status.generators.items())
             or "starting",
+            "doing": "  ".join(f"{name} {role.activity}" for name, role in status.roles.items()) or "–",
             "waiting": status.waiting_for,
         }
         if status.quarantined:

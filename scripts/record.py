@@ -6,26 +6,34 @@ learner waited for batches, `idle.generators` the share of their lives, together
 `weights`: docs/weights.md.
 """
 
+import contextlib
 import json
-import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
 from buffers import messages as m
+from buffers.files import replace_file
+from configs.disk import disk_full, is_disk_full
 from configs.schema import Config
 
 NUM_AVERAGED = 5
+EVENT_BYTES = 1 << 16
+"""Room that TensorBoard needs from one flush to the next, about."""
 
 
 class Record:
-    """Writer of one run's folder. `take` the news as they come, `close` with how the run ended."""
+    """Writer of one run's folder. `take` the news as they come, `close` with how the run ended. Both raise DiskFull."""
 
     def __init__(self, config: Config, folder: Path, resume_step: int | None) -> None:
         self._config, self._folder, self._first_step = config, folder, resume_step or 0
         self._began = time.monotonic()
-        self._writer: Any = None
+        self._writer: EventFileWriter | None = None
         self._rewards: dict[int, float] = {}  # by step
         self._publish_s: list[float] = []
         self._lags: dict[str, list[int]] = {}
@@ -70,30 +78,42 @@ class Record:
         self._purge_step = step
 
     def close(self, status: str) -> None:
-        if self._status is not None:
-            self._write(status)
-        self._close_writer()
+        try:
+            if self._status is not None:
+                self._write(status)
+        finally:
+            self._close_writer()
 
     def _close_writer(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with self._naming_full_disk():
+                writer.close()
+
+    @contextlib.contextmanager
+    def _naming_full_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if is_disk_full(error):
+                raise disk_full(self._folder / "tensorboard", EVENT_BYTES) from error
+            raise
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         if self._writer is None:
-            from torch.utils.tensorboard import (
-                SummaryWriter,
-            )  # here: importing torch takes seconds, the roles start meanwhile
-
-            self._writer = SummaryWriter(str(self._folder / "tensorboard"), purge_step=self._purge_step, flush_secs=10)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            with self._naming_full_disk():
+                self._writer = EventFileWriter(str(self._folder / "tensorboard"), flush_secs=10)
+            if self._purge_step is not None:  # readers drop what older files have of this step and later ones
+                start = SessionLog(status=SessionLog.START)
+                self._writer.add_event(Event(wall_time=time.time(), step=self._purge_step, session_log=start))
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        with self._naming_full_disk():  # what its thread could not write is raised here
+            self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     def _write(self, status: str) -> None:
         assert self._status is not None
-        temporary = self._folder / "summary.json.tmp"
-        temporary.write_text(json.dumps(self.summary(self._status, status), indent=1) + "\n")
-        os.replace(temporary, self._folder / "summary.json")
+        summary = json.dumps(self.summary(self._status, status), indent=1) + "\n"
+        replace_file(self._folder / "summary.json", summary.encode(), sync=False)
 
     def summary(self, news: m.Status, status: str) -> dict[str, Any]:
         rewards = list(self._rewards.values())
@@ -174,6 +194,7 @@ def status_metrics(status: m.Status) -> dict[str, float]:
         "ledger/in_flight": status.tokens.in_flight,
     }
     metrics |= {f"ledger/rejected_{reason}": count for reason, count in status.tokens.rejected.items()}
+    metrics["scoring/abandoned"] = status.abandoned_scores
     metrics |= {f"refused/{reason.replace(' ', '_')}": count for reason, count in status.refused.items()}
     metrics |= {
         f"weights/lag_{name}": max(0, status.version - report.version)

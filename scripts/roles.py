@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,11 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from buffers import messages as m
 from buffers.buffer import Stuck
+from buffers.client import BufferClient
+from buffers.heartbeat import HeartbeatThread
+from buffers.keys import KeyRole
 from configs import load as configs
 from configs.schema import Config
 from sync.folders import abandon
@@ -73,9 +78,24 @@ def logged() -> Iterator[None]:
     """The traceback of what ends a role stands in its log too: the driver may show its message alone."""
     try:
         yield
+    except ValueError as error:  # told in one sentence: as a class that the driver can make again, whatever it was
+        logging.getLogger("slipstream").exception("this role ends")
+        raise ValueError(str(error)) from None
     except Exception:
         logging.getLogger("slipstream").exception("this role ends")
         raise
+
+
+@contextlib.contextmanager
+def heartbeat(client: BufferClient, name: str) -> Iterator[HeartbeatThread]:
+    """The buffer hears of a rank of the learner. One that ends well says farewell; one that fails is heard of no more."""
+    heart = HeartbeatThread(client, partial(m.Alive, role=name), "loading the model")
+    try:
+        yield heart
+    except BaseException:
+        heart.close()
+        raise
+    heart.close(m.Alive(role=name, activity="leaving", ended=True))
 
 
 class BufferRole(Role):
@@ -126,12 +146,11 @@ class LearnerRole(Role):
         """None when it has ended well."""
         try:
             with logged():
-                from buffers.client import BufferClient
-                from buffers.keys import KeyRole
-                from learners.learner import start
-
                 client = BufferClient(address, keys=config.buffer.keys, role=KeyRole.learner)
-                start(config, folder, client, rank, rendezvous, resume_step).run()
+                with heartbeat(client.another(), f"learner-{rank}") as heart:
+                    from learners.learner import start  # after the first heartbeat: importing torch takes seconds
+
+                    start(config, folder, client, rank, rendezvous, resume_step, say=heart.say).run()
         except Exception as error:
             at = time.time()  # before the others can notice: connections are open until this function has ended
             report = f": {error}" if isinstance(error, ValueError) else f" has failed:\n{traceback.format_exc()}"

@@ -23,6 +23,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -41,10 +42,12 @@ from supervisor import LearnerRanks, Loss
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, KeysRefused, RefusedByBuffer
+from buffers.files import replace_file
 from buffers.journal import lock_journal
 from buffers.keys import KeyRole
 from buffers.samplers import load_sampler
 from configs import load as configs
+from configs.disk import DiskFull, is_disk_full
 from configs.learner import LearnerKind
 from configs.schema import Config, Role
 from generators.tasks import load_task
@@ -80,7 +83,14 @@ class Signals:
         self.received = signal.Signals(number).name
 
 
+def quiet_full_disk(failed: threading.ExceptHookArgs) -> None:
+    """A thread of TensorBoard's that finds no room ends; `Record` says so in a sentence, and a traceback says no more."""
+    if failed.exc_value is None or not is_disk_full(failed.exc_value):
+        threading.__excepthook__(failed)
+
+
 def main(arguments: list[str]) -> int:
+    threading.excepthook = quiet_full_disk
     if "--help" in arguments or "-h" in arguments:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that it may be piped into `head`
         print(__doc__, "", *(f"{name}={value}" for name, value in configs.fields().items()), sep="\n")
@@ -150,7 +160,7 @@ def prepare(config: Config) -> tuple[Config, Path, int | None]:
     )
     folder.mkdir(parents=True, exist_ok=True)
     claim_run(folder, "run.name")
-    (folder / "config.yaml").write_text(configs.to_yaml(config))
+    replace_file(folder / "config.yaml", configs.to_yaml(config).encode())
     return config, folder, None
 
 
@@ -216,10 +226,20 @@ class Run:
         except (RoleFailed, BufferGone, RefusedByBuffer, ValueError) as error:
             print(f"\n{error}\nThe run has failed. Logs: {self._folder / 'logs'}", file=sys.stderr)
         finally:
-            self._record.close(status)
+            status = self._close_record(status)
             sweep(Path("/dev/shm"))  # of a learner that was killed
         self._console.conclude(status, news)
         return {"finished": 0, "interrupted": KILLED}.get(status, 1)
+
+    def _close_record(self, status: str) -> str:
+        """How the run has ended: a run whose last summary finds no room has not ended well."""
+        try:
+            self._record.close(status)
+        except DiskFull as full:
+            if status != "failed":  # else what has failed is told already
+                print(f"\n{full}\nThe run has failed. Logs: {self._folder / 'logs'}", file=sys.stderr)
+            return "failed"
+        return status
 
     def _launch(self) -> tuple[str, LearnerRanks, Any]:
         import ray
@@ -279,7 +299,11 @@ class Run:
         whence = "from the beginning: there is no checkpoint yet" if step is None else f"from step {step}"
         times = f"restart {learner.num_restarts + 1} of {self._config.learner.max_restarts}"
         self._console.say(f"{loss}: the learner goes on {whence} ({times})")
-        client.call(m.Rewind(step=step or 0), m.Done, wait_s=PATIENCE_S)
+        try:
+            client.call(m.Rewind(step=step or 0), m.Done, wait_s=PATIENCE_S)
+        except BufferGone:
+            self._ended_roles()  # raises what has ended the buffer, and with it the learner
+            raise
         news = client.call(m.Watch(after=self._record.num_steps, wait_s=0.0), m.News, wait_s=PATIENCE_S)
         for view in (self._record, self._console):
             view.take(news)  # the last that the dead have done, most of it to be done again

@@ -2,10 +2,33 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import torch
 import xxhash
+from msgspec import Meta
+
+SAFETENSORS_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+MAX_MANIFEST_BYTES = 64 << 20
+
+Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+"""xxh3-128, hex."""
+Text = Annotated[str, Meta(max_length=4096)]
+Size = Annotated[int, Meta(ge=0, le=1 << 50)]
 
 
 class DigestMismatch(RuntimeError):
@@ -17,40 +40,40 @@ class EngineMismatch(DigestMismatch):
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    name: str
+    name: Text
     """Hugging Face parameter name."""
-    dtype: str
+    dtype: Text
     """Torch's name, e.g. `bfloat16`."""
-    shape: tuple[int, ...]
-    digest: str
-    """xxh3-128 of the raw little-endian bytes, hex."""
+    shape: Annotated[tuple[Size, ...], Meta(max_length=16)]
+    digest: Digest
+    """Digest of the raw little-endian bytes."""
 
 
 class Adapter(msgspec.Struct, frozen=True):
     """Of a version that holds low-rank adapters only: what they belong to. See `sync.adapter`."""
 
-    base: str
+    base: Text
     """Hugging Face folder of the base model, the same path on every host."""
-    base_digest: str
-    """xxh3-128 over (name, dtype, shape, digest) of the base model's tensors, hex."""
+    base_digest: Digest
+    """Digest over (name, dtype, shape, digest) of the base model's tensors."""
     scaling: float
     """The product of an adapter's matrices counts so much."""
-    dtype: str
+    dtype: Text
     """Of the whole weights that engines serve."""
 
 
 class Manifest(msgspec.Struct, frozen=True, tag=True):
-    version: int
-    incarnation: str
+    version: Size
+    incarnation: Text
     """Names the process life of the learner that published it."""
-    path: str
+    path: Text
     """Safetensors file, complete and immutable."""
-    num_bytes: int
+    num_bytes: Size
     """Size of that file."""
-    tensors: tuple[TensorEntry, ...]
+    tensors: Annotated[tuple[TensorEntry, ...], Meta(max_length=1 << 20)]
     """In the file's order."""
-    digest: str
-    """xxh3-128 over (name, dtype, shape, digest) of all tensors in order, and over `adapter`, hex."""
+    digest: Digest
+    """Digest over (name, dtype, shape, digest) of all tensors in order, and over `adapter`."""
     adapter: Adapter | None = None
     """The tensors are adapters: engines take up what a host makes of them."""
 
@@ -60,14 +83,22 @@ class Manifest(msgspec.Struct, frozen=True, tag=True):
         return str(Path(self.path).with_suffix(".json"))
 
 
-def parse_manifest(data: bytes | memoryview, where: str) -> Manifest:
-    """Raises DigestMismatch, saying `where` it is from, when it is none or contradicts itself."""
+def parse_manifest(data: bytes | bytearray, where: str, name: str, digest: str = "") -> Manifest:
+    """The manifest of the version `name` (`v<k>-<life>`). Raises DigestMismatch, saying `where` it is from, when it is none, is
+    another version's, contradicts itself, or does not have the `digest` that was announced, if one was."""
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:  # msgspec's errors, text that is not UTF-8, nesting without end
         raise DigestMismatch(f"{where} is not a manifest: {error}") from None
+    if name != f"v{manifest.version}-{manifest.incarnation}":
+        raise DigestMismatch(f"{where} is the manifest of version {manifest.version} of {manifest.incarnation[:80]!r}")
+    dtypes = {entry.dtype for entry in manifest.tensors} | ({manifest.adapter.dtype} if manifest.adapter else set())
+    if unknown := dtypes - SAFETENSORS_DTYPES.keys():
+        raise DigestMismatch(f"{where} has tensors of a kind that there is not: {sorted(unknown)[:3]}")
     if whole_digest(manifest.tensors, manifest.adapter) != manifest.digest:
         raise DigestMismatch(f"{where}: the list of tensors does not have the manifest's digest")
+    if digest and manifest.digest != digest:
+        raise DigestMismatch(f"{where} has the digest {manifest.digest}, but {digest} was announced")
     return manifest
 
 

@@ -1,16 +1,15 @@
 """A host's folder of whole models, made of the adapters that a learner publishes."""
 
-import contextlib
-import fcntl
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import xxhash
 
 from sync.adapter import whole
-from sync.folders import leave, share, shared_memory_folder, sweep
+from sync.folders import SharedFolder, shared_memory_folder
 from sync.snapshot import Snapshot, SnapshotWriter, read_manifest
 from sync.spares import complete, put, retire
+from sync.stream import Part
 
 PASSING = (".unfinished", ".moving")
 
@@ -26,45 +25,41 @@ class MergedFolder:
 
     def __init__(self, source: Path) -> None:
         """`source`: the folder that the adapters are in."""
-        self._folder = shared_memory_folder(f"merged-{xxhash.xxh64_hexdigest(str(source.absolute()).encode())}")
+        name = f"merged-{xxhash.xxh64_hexdigest(str(source.absolute()).encode())}"
+        self._shared = SharedFolder(shared_memory_folder(name))
         self._writer = SnapshotWriter()
-        self._lock: int | None = None
 
     def take(self, adapters: Snapshot, *, again: bool = False) -> Snapshot:
         """The same version as a whole model, attested. `again`: what was made before is not what was written.
 
-        Raises ValueError as `sync.adapter.whole` does.
+        Raises ValueError as `sync.adapter.whole` does, LockTimedOut, and DiskFull.
         """
-        with self._alone():
-            manifest = adapters.manifest
-            local = self._folder / Path(manifest.locator).name
+        manifest = adapters.manifest
+        with self._shared.alone(f"makes version {manifest.version} whole") as folder:
+            local = folder / Path(manifest.locator).name
             if again:
-                self._remove(f"{local.stem}.*")
+                _remove(folder, f"{local.stem}.*")
             if not local.exists():
-                for older in complete(self._folder)[:-1]:  # who has one mapped keeps it
+                for older in complete(folder)[:-1]:  # who has one mapped keeps it
                     retire(older)
                 for suffix in PASSING:  # of a process that was killed
-                    self._remove(f"*{suffix}")
-                put(self._folder, self._writer, manifest.version, manifest.incarnation, whole(adapters))
+                    _remove(folder, f"*{suffix}")
+                put(folder, self._writer, manifest.version, manifest.incarnation, self._slowly(whole(adapters)))
             made = Snapshot(read_manifest(local))
-            made.attest()
+        made.attest()
         made.checks += adapters.checks
         return made
 
     def close(self) -> None:
-        if self._lock is not None:
-            leave(self._folder, self._lock)
+        self._shared.close()
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Other processes of this host wait."""
-        if self._lock is None:
-            sweep(self._folder.parent)
-            self._lock = share(self._folder)
-        with open(self._folder / "lock", "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+    def _slowly(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """Hands the parts on, and tells those who wait of each."""
+        for part in parts:
+            self._shared.progress()
+            yield part
 
-    def _remove(self, pattern: str) -> None:
-        for path in self._folder.glob(pattern):
-            path.unlink()
+
+def _remove(folder: Path, pattern: str) -> None:
+    for path in folder.glob(pattern):
+        path.unlink()

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -95,8 +95,9 @@ class PatchMaker:
         path = self._folder / patch_name(_stem(base.manifest), _stem(new.manifest))
         try:
             return path.stat().st_size if make_patch(base, new, path) else 0
-        except OSError as error:  # no room, or the folder has gone meanwhile
+        except (OSError, SafetensorError) as error:  # no room, or the folder has gone meanwhile
             log.warning("%s could not be made: %s", path.name, error)
+            path.with_suffix(".unfinished").unlink(missing_ok=True)
             return 0
 
     def _drop(self, version: str, base: str) -> None:
@@ -137,8 +138,9 @@ def make_patch(base: Snapshot, new: Snapshot, path: Path) -> bool:
     return True
 
 
-def apply_patches(base: Manifest, patches: Sequence[Path]) -> None:
-    """Writes over the file of `base` what the patches say, one after the other. The caller verifies what comes out.
+def apply_patches(base: Manifest, patches: Sequence[Path], progress: Callable[[], None] = lambda: None) -> None:
+    """Writes over the file of `base` what the patches say, one after the other. The caller verifies what comes out. `progress` is
+    called now and then.
 
     Raises DigestMismatch, the file in an unknown state, when a patch is damaged or is for another base.
     """
@@ -158,6 +160,7 @@ def apply_patches(base: Manifest, patches: Sequence[Path]) -> None:
                     _overwrite(
                         data, snapshot, name, *(parts.get_tensor(f"{name}.{part}") for part in ("indices", "values"))
                     )
+                    progress()
                 held = names.get("version", "")
         except (SafetensorError, KeyError, ValueError, TypeError) as error:
             raise DigestMismatch(f"{patch.name} is not a patch: {error}") from error

@@ -20,7 +20,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from sync.adapter import whole
-from sync.folders import OWNER, leave, let_go, sweep, use
+from sync.folders import OWNER, in_shared_memory, leave, let_go, make_private, sweep, use
+from sync.locks import LockTimedOut, acquire
 from sync.manifest import Adapter, Manifest
 from sync.snapshot import Snapshot, SnapshotWriter
 from sync.spares import put, retire
@@ -31,6 +32,8 @@ from sync.transports.server import SnapshotServer
 
 log = logging.getLogger("slipstream.weights")
 
+SWEPT_S = 1.0
+"""A process that sweeps away what the dead have left has the folder's lock for a moment."""
 SNAPSHOT = re.compile(r"v\d+-[\w-]+\.[\w-]+")
 """Names of files that belong to some version."""
 
@@ -59,7 +62,7 @@ class Publisher:
         `adapter`: what is published are low-rank adapters (`sync.adapter.describe`), of which hosts make whole models, and never
         devices; in the end so does the publisher, if there is a `model`.
 
-        Raises ValueError when a living publisher has the folder.
+        Raises ValueError when a living publisher has the folder, and in shared memory when it is not private (`sync.folders`).
         """
         if keep < 1:
             raise ValueError(f"keep must be >= 1, got {keep}")
@@ -84,6 +87,8 @@ class Publisher:
 
         Whoever pays for the time waits for the copy and the digests of `parts` and for nobody else: generators that are slow,
         transfers under way and patches in the making are not waited for.
+
+        Raises DiskFull, the versions before whole and in service, when there is no room; RuntimeError when the server has died.
         """
         assert not self._published or version > self._published[-1].version, "versions must rise"
         began = time.perf_counter()
@@ -104,6 +109,11 @@ class Publisher:
             )  # fmt: skip
         return manifest
 
+    def check(self) -> None:
+        """Raises RuntimeError, with the traceback, when the thread that serves weights to other hosts has died."""
+        if self._server is not None:
+            self._server.check()
+
     def metrics(self) -> dict[str, float]:
         """Of the last publication: how long training waited for it, how long the copy alone took, GB/s, and the largest part
         gathered."""
@@ -115,8 +125,8 @@ class Publisher:
         }
 
     def announcement(self, manifest: Manifest) -> str:
-        """What `Subscriber.locate` takes, on this host or another."""
-        return manifest.locator if self._server is None else announce(manifest.locator, self._server.address)
+        """What `Subscriber.prepare` takes, on this host or another."""
+        return announce(manifest, "" if self._server is None else self._server.address)
 
     def close(self) -> None:
         """Removes the folder, or makes a model of it. A subscriber that has a snapshot mapped keeps what it has."""
@@ -144,19 +154,25 @@ class Publisher:
 
 def _own(folder: Path) -> int:
     """Makes the folder ours for as long as the returned descriptor is open."""
-    folder.mkdir(parents=True, exist_ok=True)
-    owner = folder / OWNER
-    try:
-        with owner.open("rb") as previous:
-            fcntl.flock(previous, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        pass
-    except BlockingIOError:
-        raise ValueError(f"sync.folder must not be in use by another run, got {folder}") from None
-    # Locked before it bears its name: a sweep never sees an owner that is about to be locked.
-    claim = folder / f"{OWNER}.{os.getpid()}"
-    lock = os.open(claim, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.write(lock, f"{os.getpid()}\n".encode())
-    claim.rename(owner)
-    return lock
+    owner, claim = folder / OWNER, folder / f"{OWNER}.{os.getpid()}"
+    while True:
+        if in_shared_memory(folder):
+            make_private(folder)
+        else:  # of a file system that hosts share: who may write there is for its user to say
+            folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with owner.open("rb") as previous:
+                acquire(previous.fileno(), owner, fcntl.LOCK_EX, SWEPT_S)
+        except LockTimedOut as error:
+            raise ValueError(f"sync.folder must not be in use by another run, got {folder}: {error}") from None
+        except FileNotFoundError:
+            pass
+        # Locked before it bears its name: a sweep never sees an owner that is about to be locked.
+        try:
+            lock = os.open(claim, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(lock, f"process {os.getpid()}, which publishes weights\n".encode())
+            claim.rename(owner)
+            return lock
+        except FileNotFoundError:  # swept meanwhile, by one who had the lock before
+            continue

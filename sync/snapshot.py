@@ -10,14 +10,14 @@ comes in another order, or its header does not fit, the file is put right once; 
 A reader maps the file and verifies its bytes once per host: a seal beside it says that it has been done, and where.
 """
 
-import contextlib
-import fcntl
+import errno
+import logging
 import math
 import mmap
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -27,23 +27,22 @@ import numpy as np
 import torch
 import xxhash
 
-from sync.manifest import DigestMismatch, Manifest, TensorEntry, dtype_name, parse_manifest, raw_bytes, tensor_digest
+from configs.disk import disk_full, is_disk_full
+from sync.locks import hold
+from sync.manifest import (
+    SAFETENSORS_DTYPES,
+    DigestMismatch,
+    Manifest,
+    TensorEntry,
+    dtype_name,
+    parse_manifest,
+    raw_bytes,
+    tensor_digest,
+)
 from sync.stream import Part
 
-SAFETENSORS_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+log = logging.getLogger("slipstream.weights")
+
 MERGED = {
     "q_proj": ("qkv", 0),
     "k_proj": ("qkv", 1),
@@ -75,7 +74,24 @@ class SnapshotWriter:
         """Bytes, of the last version."""
 
     def write(self, path: Path, parts: Iterable[Part]) -> tuple[TensorEntry, ...]:
-        """Writes the file at `path` (over what is there; the caller renames it) and returns what it holds, in order."""
+        """Writes the file at `path` (over what is there; the caller renames it) and returns what it holds, in order.
+
+        Raises DiskFull, and removes the file, when there is no room for it.
+        """
+        sizes: dict[str, int] = {}
+        counted = _note_sizes(parts, sizes)
+        try:
+            return self._write(path, counted)
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            for _ in counted:  # to know how much there would have been, and because every rank takes part in it
+                pass
+            path.unlink(missing_ok=True)
+            path.with_suffix(".moving").unlink(missing_ok=True)
+            raise disk_full(path, sum(sizes.values())) from error
+
+    def _write(self, path: Path, parts: Iterable[Part]) -> tuple[TensorEntry, ...]:
         entries: dict[str, TensorEntry] = {}
         places: Places = {}
         free = max((end for _, end in self._places.values()), default=0)
@@ -128,6 +144,13 @@ class SnapshotWriter:
         right.rename(path)
 
 
+def _note_sizes(parts: Iterable[Part], sizes: dict[str, int]) -> Iterator[Part]:
+    """Hands the parts on, and notes how many bytes each tensor has."""
+    for part in parts:
+        sizes[part.name] = math.prod(part.shape) * part.elements.element_size()
+        yield part
+
+
 def file_order(names: Iterable[str]) -> list[str]:
     """The names in their order, but parts of a merged layer at the place of the first of them."""
     groups: dict[str, list[tuple[int, str]]] = {}
@@ -167,13 +190,14 @@ def write_all(file: int, data: memoryview) -> None:
         data = data[os.write(file, data) :]
 
 
-def read_manifest(locator: str | Path) -> Manifest:
-    """The manifest at `locator` (`Manifest.locator`); its snapshot is looked for beside it, wherever that is mounted.
+def read_manifest(locator: str | Path, digest: str = "") -> Manifest:
+    """The manifest at `locator` (`Manifest.locator`); its snapshot is looked for beside it, wherever that is mounted. `digest`: what
+    was announced, if it was.
 
-    Raises FileNotFoundError when a newer version has replaced it, DigestMismatch when it contradicts itself.
+    Raises FileNotFoundError when a newer version has replaced it, DigestMismatch when it contradicts itself or the announcement.
     """
     locator = Path(locator)
-    manifest = parse_manifest(locator.read_bytes(), str(locator))
+    manifest = parse_manifest(locator.read_bytes(), str(locator), locator.stem, digest)
     return msgspec.structs.replace(manifest, path=str(locator.with_suffix(".safetensors")))
 
 
@@ -196,11 +220,15 @@ class Snapshot:
     def __init__(self, manifest: Manifest) -> None:
         """Raises FileNotFoundError when the file is gone, DigestMismatch when it is not what the manifest describes."""
         self.manifest = manifest
-        with open(manifest.path, "rb") as file:
-            num_bytes = os.fstat(file.fileno()).st_size
+        file = _open_plain(manifest.path)
+        try:
+            self._stat = os.fstat(file)
+            num_bytes = self._stat.st_size
             if num_bytes != manifest.num_bytes or not num_bytes:
                 raise DigestMismatch(f"{manifest.path} has {num_bytes} bytes, its manifest says {manifest.num_bytes}")
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._map = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(file)
         self._entries = {entry.name: entry for entry in manifest.tensors}
         self._places = self._read_header()
 
@@ -209,7 +237,7 @@ class Snapshot:
         first = 8 + int.from_bytes(self._map[:8], "little")
         try:
             header = msgspec.json.decode(self._map[8:first], type=dict[str, Header])
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise DigestMismatch(f"{self.manifest.path} is not a snapshot: {error}") from None
         absent = {entry.name for entry in self.manifest.tensors}.symmetric_difference(header)
         if absent:
@@ -255,34 +283,60 @@ class Snapshot:
             return torch.empty(shape, dtype=kind)
         return torch.frombuffer(self._map, dtype=kind, count=count, offset=begin).view(shape)
 
-    def verify(self) -> None:
-        """Raises DigestMismatch, naming the first tensors whose bytes differ, unless the file is what was published."""
+    def verify(self, progress: Callable[[], None] = lambda: None) -> None:
+        """Raises DigestMismatch, naming the first tensors whose bytes differ, unless the file is what was published. `progress` is
+        called after each tensor."""
         self.checks += 1
-        digests = {name: tensor_digest(tensor) for name, tensor in self.tensors()}
+        digests = {}
+        for name, tensor in self.tensors():
+            digests[name] = tensor_digest(tensor)
+            progress()
         expect_digests(self.manifest, digests, "the file")
         self.attested = True
 
     def attest(self) -> None:
-        """As `verify`, but once per host: the process that comes first verifies, the others wait for it and believe it.
+        """As `verify`, but once per host: the process that comes first verifies, the others wait for it and believe it. They verify
+        for themselves where it makes no progress, where the folder may only be read, and where the seal is another user's.
 
         Either way all pages are mapped afterwards, so that an engine that uses them need not wait for the kernel.
         """
         if self.attested:
             return
-        seal = Path(self.manifest.path).with_suffix(f".{boot_id()}")
-        with open(self.manifest.locator, "rb") as manifest:
-            fcntl.flock(manifest, fcntl.LOCK_EX)
-            if seal.exists() and seal.read_text() == self.manifest.digest:
-                np.frombuffer(self._map, np.uint8)[:: mmap.PAGESIZE].max()
-            else:
-                self.verify()
-                with contextlib.suppress(OSError):  # a folder that may only be read: then each verifies for itself
-                    seal.write_text(self.manifest.digest)
-        self.attested = True
+        path = Path(self.manifest.path).with_suffix(f".{boot_id()}")
+        try:
+            os.stat(self.manifest.locator)  # a version that has gone gets no seal
+            with hold(path) as seal:
+                if seal.is_own() and seal.read() == self._seal():
+                    np.frombuffer(self._map, np.uint8)[:: mmap.PAGESIZE].max()
+                else:
+                    seal.claim(f"verifies version {self.manifest.version}")
+                    self.verify(seal.progress)
+                    seal.write(self._seal())
+                self.attested = True
+        except OSError as error:  # LockTimedOut is one
+            log.warning("%s; version %d is verified by this process for itself", error, self.manifest.version)
+        if not self.attested:
+            self.verify()
+            self.attested = True
+
+    def _seal(self) -> str:
+        """Says that this very file has these bytes: whatever is written or put in its place later has another time of change."""
+        found = self._stat
+        return f"{self.manifest.digest} {found.st_ino} {found.st_size} {found.st_ctime_ns}"
 
     def release(self) -> None:
         """Gives the memory back, when no tensor uses it any more."""
         unmap(self.__dict__.pop("_map"))
+
+
+def _open_plain(path: str) -> int:
+    """A descriptor of a file that is no link. Raises FileNotFoundError when it is gone, DigestMismatch when it is a link."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise DigestMismatch(f"{path} must be a file, got a link") from None
+        raise
 
 
 def unmap(mapped: mmap.mmap) -> None:

@@ -7,16 +7,19 @@ A spare keeps its name's stem and its manifest (`.was`): who has patches that le
 import contextlib
 import fcntl
 import mmap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
 
+from configs.disk import DiskFull, disk_full, is_disk_full
 from sync.manifest import Adapter, Manifest, whole_digest
 from sync.snapshot import SnapshotWriter, read_manifest, write_all
 from sync.stream import Part
 
 SPARE, WAS = ".spare", ".was"
+COPIED_BYTES = 1 << 28
+"""At a time."""
 
 
 def put(
@@ -27,7 +30,10 @@ def put(
     parts: Iterable[Part],
     adapter: Adapter | None = None,
 ) -> Manifest:
-    """Writes a version, over the spare if there is one. Its files appear whole, the manifest last."""
+    """Writes a version, over the spare if there is one. Its files appear whole, the manifest last.
+
+    Raises DiskFull, and leaves nothing of this version there, when there is no room for it.
+    """
     path = folder / f"v{version}-{incarnation}.safetensors"
     unfinished = path.with_suffix(".unfinished")
     if (spare := find_spare(folder)) is not None:
@@ -36,9 +42,25 @@ def put(
     num_bytes = unfinished.stat().st_size
     unfinished.rename(path)
     manifest = Manifest(version, incarnation, str(path), num_bytes, entries, whole_digest(entries, adapter), adapter)
-    unfinished.write_bytes(msgspec.json.encode(manifest))
-    unfinished.rename(manifest.locator)
+    try:
+        put_manifest(manifest, path.with_suffix(".json"))
+    except DiskFull:
+        path.unlink()
+        raise
     return manifest
+
+
+def put_manifest(manifest: Manifest, locator: Path) -> None:
+    """Writes a manifest, which appears whole. Raises DiskFull."""
+    unfinished, data = locator.with_suffix(".unfinished"), msgspec.json.encode(manifest)
+    try:
+        unfinished.write_bytes(data)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        if is_disk_full(error):
+            raise disk_full(locator, len(data)) from error
+        raise
+    unfinished.rename(locator)
 
 
 def complete(folder: Path) -> list[Path]:
@@ -75,10 +97,14 @@ def drop_spares(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def copy_over(source: Path, target: Path) -> None:
-    """As `shutil.copyfile`, but writes into the memory that the target has already: several times as fast."""
+def copy_over(source: Path, target: Path, progress: Callable[[], None]) -> None:
+    """As `shutil.copyfile`, but writes into the memory that the target has already: several times as fast. `progress` is called
+    now and then."""
     with source.open("rb") as old, target.open("r+b" if target.exists() else "w+b", buffering=0) as new:
-        write_all(new.fileno(), memoryview(mmap.mmap(old.fileno(), 0, access=mmap.ACCESS_READ)))
+        data = memoryview(mmap.mmap(old.fileno(), 0, access=mmap.ACCESS_READ))
+        for begin in range(0, len(data), COPIED_BYTES):
+            write_all(new.fileno(), data[begin : begin + COPIED_BYTES])
+            progress()
         new.truncate()
 
 

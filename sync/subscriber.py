@@ -6,15 +6,24 @@ for all processes of a host.
 
 import fcntl
 import os
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
+from sync.folders import check_private, in_shared_memory, is_private
+from sync.manifest import Manifest
 from sync.merged import MergedFolder
 from sync.snapshot import Snapshot, boot_id, read_manifest
-from sync.transports.fetcher import Fetcher, TransferFailed
+from sync.transports.fetcher import Fetcher
 from sync.transports.nccl import Broadcast, make_receiver
+from sync.transports.puller import TransferFailed
 from sync.transports.server import SnapshotServer
+from sync.transports.tcp import SNAPSHOT
+
+DIGEST = re.compile(r"[0-9a-f]{32}")
+MANIFEST = re.compile(rf"{SNAPSHOT}\.json")
 
 
 class Subscriber:
@@ -27,13 +36,14 @@ class Subscriber:
         self,
         fetcher: Fetcher | None = None,
         *,
-        relay: Callable[[str], SnapshotServer] | None = None,
+        relay: Callable[[Path, str], SnapshotServer] | None = None,
         broadcast: bool = False,
     ) -> None:
-        """`relay`, given an address, serves the fetcher's folder there to other hosts; one process of a host does so. `broadcast`:
+        """`relay`, given a folder and an address, serves it there to other hosts; one process of a host does so. `broadcast`:
         weights are not brought here beforehand, but come by NCCL when an engine takes them up."""
         self._fetcher, self._relay, self._broadcast = fetcher, relay, broadcast
         self._server: SnapshotServer | None = None
+        self._served: Path | None = None
         self._lock: int | None = None
         self._receiver = make_receiver()
         self._merged: dict[Path, MergedFolder] = {}
@@ -47,18 +57,21 @@ class Subscriber:
     def locate(self, announced: str, *, again: bool = False) -> str:
         """The manifest that this host reads. `again`: what was fetched before is not what was published.
 
-        Raises TransferFailed, a FileNotFoundError, when it cannot be brought here.
+        Raises TransferFailed, a FileNotFoundError, when it cannot be brought here; ValueError when the learner's folder in shared
+        memory is not private (`sync.folders`).
         """
-        address, host, path = parse(announced)
-        if not address or (host == boot_id() and Path(path).parent.exists()):  # a container may have memory of its own
+        address, host, digest, path = parse(announced)
+        folder = Path(path).parent
+        if not address:
+            if in_shared_memory(folder):
+                check_private(folder)
             return path
+        if host == boot_id() and folder.exists() and (is_private(folder) or not in_shared_memory(folder)):
+            return path  # and elsewhere a container with memory of its own fetches
         if self._fetcher is None:
             raise TransferFailed(f"{announced} is on another host, and this one has no fetcher")
-        name = Path(path).name
-        if again:
-            self._fetcher.discard(name)
         self._hand_on(self._fetcher, address)
-        return str(self._fetcher.fetch(address, name, direct=again))
+        return str(self._fetcher.fetch(address, Path(path).name, digest=digest, direct=again))
 
     def prepare(self, announced: str, *, again: bool = False) -> Snapshot | Broadcast:
         """As `locate`, and verifies the snapshot, so that taking it up afterwards costs no more than it must. Where adapters were
@@ -67,11 +80,11 @@ class Subscriber:
         Raises also as `read_manifest`, `Snapshot.attest` and `sync.adapter.whole` do.
         """
         if self._broadcast and self._fetcher is not None:
-            address, _, path = parse(announced)
-            manifest = self._fetcher.manifest(address, Path(path).name)
+            address, _, digest, path = parse(announced)
+            manifest = self._fetcher.manifest(address, Path(path).name, digest)
             assert manifest.adapter is None, "an engine cannot take up adapters by NCCL"
             return Broadcast(manifest, address, self._receiver, self._fetcher.secure)
-        snapshot = Snapshot(read_manifest(self.locate(announced, again=again)))
+        snapshot = Snapshot(read_manifest(self.locate(announced, again=again), parse(announced).digest))
         snapshot.attest()
         if snapshot.manifest.adapter is None:
             return snapshot
@@ -84,21 +97,25 @@ class Subscriber:
             self._fetcher.settle()
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        if self._lock is not None:
-            os.close(self._lock)
+        self._stop_relay()
         if self._fetcher is not None:
             self._fetcher.close()
         for merged in self._merged.values():
             merged.close()
 
     def _hand_on(self, fetcher: Fetcher, address: str) -> None:
-        """Sees that some process of this host serves what the host fetches; the publisher tells others of it."""
-        if self._relay is None or self._server is not None:
+        """Sees that some process of this host serves what the host fetches; the publisher tells others of it. Raises RuntimeError,
+        with the traceback, when the thread that does so here has died."""
+        if self._relay is None:
             return
-        place = fetcher.open_folder() / "relay"
-        lock = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        folder = fetcher.open_folder()
+        if self._server is not None:
+            self._server.check()
+            if self._served == folder:
+                return
+            self._stop_relay()
+        place, self._served = folder / "relay", folder
+        lock = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # another process does
@@ -106,21 +123,41 @@ class Subscriber:
             fetcher.serve_at = place.read_text()
             return
         self._lock = lock
-        self._server = self._relay(f"tcp://{_own_address(address)}:0")
+        self._server = self._relay(folder, f"tcp://{_own_address(address)}:0")
         place.write_text(self._server.address)
         fetcher.serve_at = self._server.address
 
+    def _stop_relay(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
-def announce(locator: str, address: str) -> str:
-    """What the learner tells: where the manifest is on its host, and where others may fetch it."""
-    return f"{address}#{boot_id()}#{locator}"
+
+class Announced(NamedTuple):
+    address: str
+    """Where hosts that do not see the path may fetch the version; empty: all see it."""
+    host: str
+    """Boot id of the learner's host."""
+    digest: str
+    """The manifest's. Whichever way the version comes, it has this digest or does not serve."""
+    path: str
+    """Of the manifest, on the learner's host."""
 
 
-def parse(announced: str) -> tuple[str, str, str]:
-    """(address, host, path) of what was announced; the first two are empty for a path that all hosts see."""
-    where, _, path = announced.rpartition("#")
-    address, _, host = where.partition("#")
-    return address, host, path
+def announce(manifest: Manifest, address: str = "") -> str:
+    """What the learner tells: see `Announced`."""
+    return "#".join(Announced(address, boot_id(), manifest.digest, manifest.locator))
+
+
+def parse(announced: str) -> Announced:
+    """Raises TransferFailed when it is none, as in a journal that was written by an older program."""
+    fields = announced.split("#", 3)
+    if len(fields) != 4 or not DIGEST.fullmatch(fields[2]) or not MANIFEST.fullmatch(Path(fields[3]).name):
+        raise TransferFailed(f"weights must be announced as ADDRESS#HOST#DIGEST#MANIFEST, got {announced[:200]!r}")
+    return Announced(*fields)
 
 
 def _own_address(peer: str) -> str:

@@ -1,6 +1,8 @@
-"""What several test files share: the tiny model, batches that look like a generator's, and whole runs."""
+"""What several test files share: models, batches that look like a generator's, and whole runs."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,13 +18,75 @@ from buffers.trajectory import Trajectory
 ROOT = Path(__file__).parents[1]
 
 
+MAKE_TINY = """
+from generators.tasks.arithmetic import Task
+from learners.tiny import tiny_model
+tiny_model(Task().solved("train", seed=0))
+"""
+making: list[subprocess.Popen[bytes]] = []
+"""The process that makes the tiny model, if it was started."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start runs as a user does are marked, and may take longer."""
+    for item in items:
+        used = {"start", "main_job", "lost"} & set(getattr(item, "fixturenames", ()))
+        if used and not hasattr(item.module, "start"):  # type: ignore[attr-defined]  # a fixture of a file's own is another
+            item.add_marker(pytest.mark.whole_run)
+        if item.get_closest_marker("whole_run") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Starts what takes long and is needed later, beside the tests that come first."""
+    if session.config.option.collectonly:
+        return
+    if "ranks" in sys.modules:
+        sys.modules["ranks"].warm_up()
+    if any("tiny_model" in getattr(item, "fixturenames", ()) for item in session.items):
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        making.append(subprocess.Popen([sys.executable, "-c", MAKE_TINY], cwd=ROOT, **quiet))
+
+
+def pytest_unconfigure() -> None:
+    for process in making:
+        process.kill()
+        process.wait()
+
+
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
-    """The folder of the tiny model (made once, then cached)."""
+    """The folder of the tiny model (made once, then cached), for whole runs. Its weights differ from machine to machine, so
+    nothing that a test asserts may follow from them: `fixed_model` is for that."""
     from generators.tasks.arithmetic import Task
     from learners import tiny
 
+    for process in making:
+        process.wait()  # if it has failed, so will this process, and say why
     return tiny.tiny_model(Task().solved("train", seed=0))
+
+
+@pytest.fixture(scope="session")
+def fixed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a Qwen3 of the tiny model's size whose weights are drawn, not trained: the same on every machine, and
+    large enough that what it says of the next token differs from place to place."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    rng, folder = torch.Generator().manual_seed(0), tmp_path_factory.mktemp("models") / "fixed"
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False,
+            bos_token_id=None, eos_token_id=0, pad_token_id=0,
+        )
+    )  # fmt: skip
+    for parameter in model.parameters():
+        drawn = torch.randn(parameter.shape, generator=rng)
+        parameter.data = 1 + 0.1 * drawn if parameter.dim() == 1 else 1.5 * drawn / parameter.shape[1] ** 0.5
+    model.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

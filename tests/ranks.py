@@ -1,12 +1,16 @@
-"""Several ranks of one test: processes that fork from a server which has imported torch already, so that they start at once."""
+"""Several ranks of one test: processes that fork from a server which has imported everything already, so that they start at once."""
 
 import multiprocessing as mp
+import multiprocessing.forkserver
 import os
+import queue
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,16 +20,21 @@ from learners.world import World
 PATIENCE_S = 90.0
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "transformers", "learners.fsdp", "learners.step", "learners.models", "learners.megatron.engine"]
-)
+_context.set_forkserver_preload(["warm"])
+
+
+def warm_up() -> None:
+    """Starts the server, which imports beside whatever this process does meanwhile. Nothing if it runs."""
+    with patch.dict(os.environ, {"PYTHONPATH": str(Path(__file__).parent)}):
+        multiprocessing.forkserver.ensure_running()
 
 
 def on_ranks(number: int, function: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
     """What `function(world, *args)` returns on each of `number` ranks, which are in a process group; `folder` is for them alone.
 
-    Raises RuntimeError with the traceback of the first rank that fails; the others are killed.
+    Raises RuntimeError with the traceback of the first rank that fails, or the name of one that dies; the others are killed.
     """
+    warm_up()
     folder.mkdir(parents=True, exist_ok=True)
     ended: Queue[tuple[int, str | None]] = _context.Queue()
     processes = [
@@ -35,16 +44,33 @@ def on_ranks(number: int, function: Callable[..., Any], folder: Path, *args: Any
     for process in processes:
         process.start()
     try:
-        for _ in processes:
-            rank, error = ended.get(timeout=PATIENCE_S)
+        running, deadline = set(range(number)), time.monotonic() + PATIENCE_S
+        while running:
+            rank, error = _next_end(ended, {rank: processes[rank] for rank in running}, deadline)
             if error is not None:
                 raise RuntimeError(f"rank {rank} has failed:\n{error}")
+            running.discard(rank)
         # Written a moment ago by the test's own processes: not through the queue, which shares tensors that die with them.
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(number)]
     finally:
         for process in processes:
             process.join(timeout=1.0)
             process.kill()
+
+
+def _next_end(
+    ended: "Queue[tuple[int, str | None]]", running: dict[int, Any], deadline: float
+) -> tuple[int, str | None]:
+    """Which rank has ended, and why if it should not have."""
+    dead: list[int] = []
+    while time.monotonic() < deadline:
+        try:
+            return ended.get(timeout=0.5)
+        except queue.Empty:
+            if dead:  # and it has said nothing in the time since
+                return dead[0], f"its process has died, exit code {running[dead[0]].exitcode}"
+            dead = [rank for rank, process in running.items() if not process.is_alive()]
+    return min(running), f"it has not ended within {PATIENCE_S:.0f} s"
 
 
 def _rank(

@@ -21,7 +21,7 @@ from sync.merged import MergedFolder
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest
 from sync.stream import parts
-from sync.subscriber import Subscriber
+from sync.subscriber import Subscriber, announce
 from sync.transports.cuda_ipc import DeviceCopy
 
 SCALING = 1.5
@@ -98,7 +98,7 @@ def subscriber(publisher: Publisher) -> Iterator[Callable[[], Subscriber]]:
 
 
 def folder_of(publisher: Publisher) -> Path:
-    folder = MergedFolder(publisher.folder)._folder
+    folder = MergedFolder(publisher.folder)._shared.path
     assert folder.parent == shared_memory_folder("").parent
     return folder
 
@@ -116,7 +116,7 @@ def test_a_host_makes_the_whole_model_once_for_all_its_engines(
         for version in range(3):
             new = adapters(version, model[1])
             manifest = publisher.publish(version, parts(new))
-            taken = list(pool.map(lambda one: one.prepare(manifest.locator), [subscriber() for _ in range(4)]))  # noqa: B023
+            taken = list(pool.map(lambda one: one.prepare(announce(manifest)), [subscriber() for _ in range(4)]))  # noqa: B023
             for snapshot in taken:
                 assert snapshot.attested and snapshot.manifest.version == version and snapshot.manifest.adapter is None
                 expect(snapshot, whole(model[1], new))
@@ -134,7 +134,7 @@ def test_the_base_may_be_in_many_files_and_in_another_dtype(tmp_path: Path, shar
     for dtype in ("float32", "bfloat16"):
         publisher = Publisher(tmp_path / dtype, "life", adapter=describe(folder, dtype, SCALING))
         new, subscriber = adapters(0, base), Subscriber()
-        snapshot = subscriber.prepare(publisher.publish(0, parts(new)).locator)
+        snapshot = subscriber.prepare(announce(publisher.publish(0, parts(new))))
         expect(snapshot, whole(base, new, getattr(torch, dtype)))
         assert snapshot.merged([f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]) is not None
         subscriber.close()
@@ -147,7 +147,7 @@ def test_versions_go_as_snapshots_do_and_a_mapped_one_stays(
     one, inodes, held = subscriber(), set(), None
     for version in range(8):
         manifest = publisher.publish(version, parts(adapters(version, model[1])))
-        snapshot = one.prepare(manifest.locator)
+        snapshot = one.prepare(announce(manifest))
         inodes.add(Path(snapshot.manifest.path).stat().st_ino)
         if version == 2:
             held = snapshot
@@ -161,10 +161,10 @@ def test_versions_go_as_snapshots_do_and_a_mapped_one_stays(
 
 def test_a_killed_processs_leavings_go(publisher: Publisher, subscriber: Join, model: Model) -> None:
     one, new = subscriber(), adapters(0, model[1])
-    one.prepare(publisher.publish(0, parts(new)).locator)
+    one.prepare(announce(publisher.publish(0, parts(new))))
     for name in ("v0-life.unfinished", "v1-life.unfinished", "v1-life.moving"):
         (folder_of(publisher) / name).write_bytes(b"half")
-    expect(one.prepare(publisher.publish(1, parts(new)).locator), whole(model[1], new))
+    expect(one.prepare(announce(publisher.publish(1, parts(new)))), whole(model[1], new))
     assert {path.suffix for path in folder_of(publisher).glob("v*")}.isdisjoint({".unfinished", ".moving"})
 
 
@@ -187,7 +187,7 @@ def test_another_base_is_refused_by_both_names(
     publisher: Publisher, subscriber: Join, model: Model, change: Callable[[Path], str]
 ) -> None:
     one, new = subscriber(), adapters(0, model[1])
-    before = one.prepare(publisher.publish(0, parts(new)).locator)
+    before = one.prepare(announce(publisher.publish(0, parts(new))))
     original = (model[0] / "model.safetensors").read_bytes()
     (model[0] / "model.safetensors").unlink()  # whoever has it mapped keeps it
     (model[0] / "model.safetensors").write_bytes(original)
@@ -195,11 +195,11 @@ def test_another_base_is_refused_by_both_names(
     manifest = publisher.publish(1, parts(new))
     assert manifest.adapter is not None
     with pytest.raises(ValueError, match=f"the digest {manifest.adapter.base_digest}; got .*{got}"):
-        one.prepare(manifest.locator)
+        one.prepare(announce(manifest))
     assert not (folder_of(publisher) / "v1-life.json").exists()
     before.verify()
     (model[0] / "model.safetensors").write_bytes(original)
-    expect(one.prepare(manifest.locator), whole(model[1], new))
+    expect(one.prepare(announce(manifest)), whole(model[1], new))
 
 
 def test_a_host_without_the_base_is_told_so(
@@ -208,7 +208,7 @@ def test_a_host_without_the_base_is_told_so(
     manifest = publisher.publish(0, parts(adapters(0, model[1])))
     model[0].rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=f"model.path must be a folder .* got {model[0]}"):
-        subscriber().prepare(manifest.locator)
+        subscriber().prepare(announce(manifest))
     with pytest.raises(ValueError, match="model.path must be a folder"):
         describe(model[0], "float32", SCALING)
 
@@ -221,7 +221,7 @@ def test_damaged_adapters_and_a_damaged_scaling_are_never_merged(
     raw[-1] ^= 1
     Path(manifest.path).write_bytes(raw)
     with pytest.raises(DigestMismatch, match="1 of 8 tensors"):
-        subscriber().prepare(manifest.locator)
+        subscriber().prepare(announce(manifest))
     assert not folder_of(publisher).exists()
     raw[-1] ^= 1
     Path(manifest.path).write_bytes(raw)
@@ -235,15 +235,15 @@ def test_damaged_adapters_and_a_damaged_scaling_are_never_merged(
 def test_a_whole_model_that_was_damaged_is_made_again(publisher: Publisher, subscriber: Join, model: Model) -> None:
     new = adapters(0, model[1])
     manifest = publisher.publish(0, parts(new))
-    path = Path(subscriber().prepare(manifest.locator).manifest.path)
+    path = Path(subscriber().prepare(announce(manifest)).manifest.path)
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
     for seal in path.parent.glob("v0-life.*-*"):
         seal.unlink()  # as after a boot
     with pytest.raises(DigestMismatch, match="1 of 26 tensors"):
-        subscriber().prepare(manifest.locator)
-    expect(subscriber().prepare(manifest.locator, again=True), whole(model[1], new))
+        subscriber().prepare(announce(manifest))
+    expect(subscriber().prepare(announce(manifest), again=True), whole(model[1], new))
 
 
 def test_in_the_end_a_folder_on_disk_is_the_whole_model(tmp_path: Path, model: Model) -> None:

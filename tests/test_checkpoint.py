@@ -1,21 +1,27 @@
 """Checkpoints: whole or absent, of the moment they were begun, and the same bits on any number of ranks."""
 
+import errno
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
+from safetensors.torch import save_file
 from test_fsdp import batch_of, mean_logprob, qwen3, weights_of  # noqa: F401
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
+from configs.disk import DiskFull
 from configs.load import load
 from learners import checkpoint
 from learners.fsdp import FsdpEngine
@@ -192,3 +198,67 @@ def test_a_checkpoint_of_two_ranks_is_of_its_moment_and_goes_on_with_any_number(
         if number == 2:
             assert torch.equal(gone_on[name], tensor), name
         torch.testing.assert_close(gone_on[name], tensor, atol=1e-4, rtol=0)
+
+
+def test_a_full_disk_is_named_and_leaves_the_checkpoint_before_and_no_remains(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(disk)], capture_output=True).returncode:
+        pytest.skip("there is no right here to mount a file system")
+    try:
+        state = {"weights": torch.ones(1 << 18)}  # 1 MB
+
+        def save(folder: Path) -> None:
+            (folder / "engine").mkdir()
+            dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(folder / "engine"), save_distributed=True))
+            save_file(state, folder / "engine" / "random")
+
+        def fill(folder: Path) -> None:
+            (folder / "engine").mkdir()
+            save_file(state | {"more": torch.ones(1 << 20)}, folder / "engine" / "random")
+
+        def save_much(folder: Path) -> None:  # as torch says it
+            state["weights"] = torch.ones(1 << 20)
+            save(folder)
+
+        writer = checkpoint.Writer(disk / "checkpoints", 2)
+        writer.begin(manifest(1), save)
+        for step, part in ((2, fill), (3, save_much)):
+            writer.written(wait=True)
+            writer.begin(manifest(step), part)  # type: ignore[arg-type]
+            with pytest.raises(
+                DiskFull, match=rf"^the disk of {disk}/checkpoints must have room for [\d,]+ bytes more, got"
+            ):
+                writer.written(wait=True)
+            assert [path.name for path in (disk / "checkpoints").iterdir()] == ["step_1"]
+            checkpoint.verify(disk / "checkpoints" / "step_1")
+        writer.begin(manifest(4), write)
+        assert writer.written(wait=True) is not None, "after room was made it goes on"
+        writer.close()
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def part_of_a_checkpoint(world: World, folder: Path) -> str:
+    writer = checkpoint.Writer(folder, 1, world)
+
+    def save(temporary: Path) -> None:
+        if world.rank == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    writer.begin(manifest(2), save)
+    try:
+        writer.written(wait=True)
+    except DiskFull as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_without_room_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        store = tmp_path / "store"
+        joined = pool.map(lambda rank: World(rank, 2, torch.distributed.FileStore(str(store), 2)), range(2))
+        worlds = list(joined)
+        told = list(pool.map(lambda world: part_of_a_checkpoint(world, tmp_path / "checkpoints"), worlds))
+    assert all(text.startswith(f"the disk of {tmp_path}/checkpoints must have room for") for text in told)
+    assert not list((tmp_path / "checkpoints").iterdir())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -324,12 +325,25 @@ def test_a_resumed_run_keeps_what_its_journal_depends_on(tmp_path: Path) -> None
     ],
 )
 def test_the_command_says_what_is_wrong_and_leaves_nothing_behind(
-    tmp_path: Path, overrides: list[str], message: str
+    tmp_path: Path, overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [sys.executable, "scripts/train.py", f"run.outputs={tmp_path}", *overrides]
+    import train
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = train.main([f"run.outputs={tmp_path}", *overrides])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    said = capsys.readouterr().err
+    assert code == 2 and message in said and "Traceback" not in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_ends_with_status_two_when_it_is_told_what_cannot_be(tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/train.py", f"run.outputs={tmp_path}", "run.stpes=3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert message in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "nearest: run.steps" in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
 
 

@@ -162,7 +162,7 @@ def nccl(
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     monkeypatch.setattr(rig.publisher, "_device", None)
     give_transfer_engine(rig, "nccl")
-    server = SnapshotServer(rig.publisher.folder)
+    server = SnapshotServer(rig.publisher.folder, nccl=True)
     subscriber = Subscriber(Fetcher(tmp_path / "far", timeout_s=3), broadcast=True)
     yield wire, server, subscriber
     subscriber.close()
@@ -175,15 +175,15 @@ def test_versions_come_by_nccl_when_the_engine_takes_them_up(
     wire, server, subscriber = nccl
     for model in (0, 1, 0):
         manifest = rig.publish(model)
-        rig.engine.load(subscriber.prepare(announce(manifest.locator, server.address)))
+        rig.engine.load(subscriber.prepare(announce(manifest, server.address)))
         assert serves(rig, manifest)
     assert wire.joined == 2, "one group for the life of both"
-    gone = subscriber.prepare(announce(rig.publish(1).locator, server.address))
+    gone = subscriber.prepare(announce(rig.publish(1), server.address))
     for model in (0, 1, 0):
         manifest = rig.publish(model)
     with pytest.raises(FileNotFoundError, match="is gone"):
         rig.engine.load(gone)
-    rig.engine.load(subscriber.prepare(announce(manifest.locator, server.address)))
+    rig.engine.load(subscriber.prepare(announce(manifest, server.address)))
     assert serves(rig, manifest)
 
 
@@ -192,7 +192,7 @@ def test_what_nccl_delivers_wrong_is_found_out_and_sent_again(
 ) -> None:
     wire, server, subscriber = nccl
     manifest = rig.publish(1)
-    source = subscriber.prepare(announce(manifest.locator, server.address))
+    source = subscriber.prepare(announce(manifest, server.address))
     received = wire.tensors.get
     monkeypatch.setattr(wire.tensors, "get", lambda timeout: received(timeout=timeout).add(1))
     with pytest.raises(EngineMismatch):
@@ -200,5 +200,5 @@ def test_what_nccl_delivers_wrong_is_found_out_and_sent_again(
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    rig.engine.load(subscriber.prepare(announce(manifest.locator, server.address), again=True))
+    rig.engine.load(subscriber.prepare(announce(manifest, server.address), again=True))
     assert serves(rig, manifest)

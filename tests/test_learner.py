@@ -30,8 +30,8 @@ def batch(trajectories: list[Trajectory]) -> Batch:
 
 
 @pytest.fixture
-def engine(tiny_model: Path, process_group: None) -> FsdpEngine:
-    return FsdpEngine(tiny_model, max_grad_norm=0.5, weight_decay=0.1)
+def engine(fixed_model: Path, process_group: None) -> FsdpEngine:
+    return FsdpEngine(fixed_model, max_grad_norm=0.5, weight_decay=0.1)
 
 
 def plain_logprobs(model: torch.nn.Module, batch: Batch) -> Tensor:
@@ -103,19 +103,21 @@ def test_packed_sequences_cannot_see_each_other(attention) -> None:  # type: ign
 
 
 @pytest.mark.parametrize("budget", [10_000, 40])
-def test_logprobs_equal_one_forward_a_sequence(engine: FsdpEngine, tiny_model: Path, batch: Batch, budget: int) -> None:
+def test_logprobs_equal_one_forward_a_sequence(
+    engine: FsdpEngine, fixed_model: Path, batch: Batch, budget: int
+) -> None:
     packed = microbatches(batch, range(batch.num_sequences), budget, 1, 0)
     assert (len(packed) > 1) == (budget == 40)
     found = scattered(batch, packed, engine.infer(packed))
     with torch.no_grad():
-        expected = plain_logprobs(AutoModelForCausalLM.from_pretrained(tiny_model), batch)
+        expected = plain_logprobs(AutoModelForCausalLM.from_pretrained(fixed_model), batch)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("budget", [10_000, 40])
-def test_an_update_equals_plain_pytorch(engine: FsdpEngine, tiny_model: Path, batch: Batch, budget: int) -> None:
+def test_an_update_equals_plain_pytorch(engine: FsdpEngine, fixed_model: Path, batch: Batch, budget: int) -> None:
     weights = torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(0))
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model = AutoModelForCausalLM.from_pretrained(fixed_model)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     for lr in (1e-3, 5e-4):
         packed = microbatches(batch, range(batch.num_sequences), budget, 1, 0)
@@ -140,13 +142,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(engine: Fsdp
 
 
 def test_a_resumed_engine_goes_on_to_the_same_bits(
-    engine: FsdpEngine, tiny_model: Path, batch: Batch, tmp_path: Path
+    engine: FsdpEngine, fixed_model: Path, batch: Batch, tmp_path: Path
 ) -> None:
     packed, weights = [pack(batch, range(batch.num_sequences))], torch.ones(len(batch.tokens))
     engine.update(packed, sum_loss(batch, weights), 1e-3)
     engine.snapshot()(tmp_path / "engine")
     engine.update(packed, sum_loss(batch, weights), 1e-3)
-    resumed = FsdpEngine(tiny_model, max_grad_norm=0.5, weight_decay=0.1)
+    resumed = FsdpEngine(fixed_model, max_grad_norm=0.5, weight_decay=0.1)
     resumed.load(tmp_path / "engine")
     resumed.update(packed, sum_loss(batch, weights), 1e-3)
     expected = collect(engine.weights())
@@ -162,10 +164,10 @@ def trained(world: World, model: Path, batch: Batch) -> tuple[float, dict[str, T
 
 
 def test_two_ranks_train_to_the_same_weights_as_one(
-    engine: FsdpEngine, tiny_model: Path, batch: Batch, tmp_path: Path
+    engine: FsdpEngine, fixed_model: Path, batch: Batch, tmp_path: Path
 ) -> None:
-    (norm, weights), _ = on_ranks(2, trained, tmp_path / "two", tiny_model, batch)
-    own, alone = trained(World(), tiny_model, batch)
+    (norm, weights), _ = on_ranks(2, trained, tmp_path / "two", fixed_model, batch)
+    own, alone = trained(World(), fixed_model, batch)
     assert norm == pytest.approx(own, rel=1e-4)
     for name, tensor in alone.items():
         torch.testing.assert_close(weights[name], tensor, atol=5e-5, rtol=0)

@@ -71,11 +71,11 @@ def parts(config: Config, *, cuda: bool = False) -> dict[str, float]:
     return found.parts
 
 
-def test_what_makes_the_plan_smaller_does(tiny_model: Path) -> None:
+def test_what_makes_the_plan_smaller_does(fixed_model: Path) -> None:
     def changed(config: Config, **learner: Any) -> Config:
         return replace(config, learner=replace(config.learner, **learner))
 
-    config = configured(tiny_model, "algo=grpo")
+    config = configured(fixed_model, "algo=grpo")
     base = parts(config)
     four = parts(changed(config, ranks=4))
     assert all(four[name] == base[name] / 4 for name in ("weights", "gradients", "optimizer"))
@@ -85,12 +85,12 @@ def test_what_makes_the_plan_smaller_does(tiny_model: Path) -> None:
     assert low_rank["weights"] > base["weights"] > 5 * low_rank["gradients"]
     offloaded = changed(config, fsdp=replace(config.learner.fsdp, cpu_offload=True))
     assert parts(offloaded, cuda=True)["optimizer"] == 0 < parts(offloaded)["optimizer"]
-    assert parts(configured(tiny_model, "algo=ppo"))["optimizer"] == 2 * base["optimizer"]
-    assert parts(configured(tiny_model, "algo=ppo", "placement.critic=own"))["optimizer"] == base["optimizer"]
-    assert parts(configured(tiny_model, "algo=grpo", "algo.kl.loss_coef=0.1"))["weights"] == 2 * base["weights"]
+    assert parts(configured(fixed_model, "algo=ppo"))["optimizer"] == 2 * base["optimizer"]
+    assert parts(configured(fixed_model, "algo=ppo", "placement.critic=own"))["optimizer"] == base["optimizer"]
+    assert parts(configured(fixed_model, "algo=grpo", "algo.kl.loss_coef=0.1"))["weights"] == 2 * base["weights"]
 
 
-def test_a_model_of_another_kind_has_no_plan(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_model_of_another_kind_has_no_plan(fixed_model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "d_model": 64}')
     assert plan(configured(tmp_path, "algo=grpo"), cuda=False) is None
 

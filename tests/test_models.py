@@ -25,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.fixture(scope="module")
-def batch(tiny_model: Path) -> Batch:
-    return batch_of(responses(tiny_model))
+def batch(fixed_model: Path) -> Batch:
+    return batch_of(responses(fixed_model))
 
 
 def at(batch: Batch, step: int) -> Batch:
@@ -52,15 +52,15 @@ def differs(before: dict[str, Tensor], engine: Engine) -> bool:
 # ---- the critic
 
 
-def test_a_critic_learns_the_outcomes_of_a_batch(tiny_model: Path, batch: Batch) -> None:
-    config = configured(tiny_model, "algo=vapo", "algo.critic.pretrain_steps=1000", "algo.critic.lr=3e-3")
+def test_a_critic_learns_the_outcomes_of_a_batch(fixed_model: Path, batch: Batch) -> None:
+    config = configured(fixed_model, "algo=vapo", "algo.critic.pretrain_steps=1000", "algo.critic.lr=3e-3")
     trainer = Trainer(config, load_models(config))
     explained = [trainer.train(batch, STEP)[0]["critic/explained_variance"] for _ in range(30)]
     assert explained[0] < 0.1 and explained[-1] > 0.5
 
 
-def test_the_critic_alone_is_trained_in_the_first_steps(tiny_model: Path, batch: Batch) -> None:
-    config = configured(tiny_model, "algo=ppo", "algo.critic.pretrain_steps=1")
+def test_the_critic_alone_is_trained_in_the_first_steps(fixed_model: Path, batch: Batch) -> None:
+    config = configured(fixed_model, "algo=ppo", "algo.critic.pretrain_steps=1")
     trainer = Trainer(config, load_models(config))
     policy, critic = trainer.models.policy, trainer.models.critic
     assert critic is not None
@@ -71,8 +71,8 @@ def test_the_critic_alone_is_trained_in_the_first_steps(tiny_model: Path, batch:
         assert ("loss/policy" in metrics) == trains and (metrics["optimizer/lr"] > 0) == trains
 
 
-def test_a_value_depends_on_the_tokens_before_it_only(tiny_model: Path, batch: Batch) -> None:
-    config = configured(tiny_model, "algo=ppo")
+def test_a_value_depends_on_the_tokens_before_it_only(fixed_model: Path, batch: Batch) -> None:
+    config = configured(fixed_model, "algo=ppo")
     critic = load_models(config).critic
     assert critic is not None
     place = int(batch.offsets[1]) - 3
@@ -84,9 +84,9 @@ def test_a_value_depends_on_the_tokens_before_it_only(tiny_model: Path, batch: B
 
 
 def test_vtrace_trusts_what_the_policy_would_do_more_often_and_mistrusts_what_it_would_not_do(
-    tiny_model: Path, batch: Batch
+    fixed_model: Path, batch: Batch
 ) -> None:
-    config = configured(tiny_model, "algo=vtrace")
+    config = configured(fixed_model, "algo=vtrace")
     trainer = Trainer(config, load_models(config))
 
     def advantages(behavior: Tensor) -> Tensor:
@@ -98,14 +98,14 @@ def test_vtrace_trusts_what_the_policy_would_do_more_often_and_mistrusts_what_it
     assert (advantages(trainer.logprobs(batch) + 5).abs() < 0.05).all()
 
 
-def test_the_critic_starts_from_a_model_of_its_own_when_it_is_given_one(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_critic_starts_from_a_model_of_its_own_when_it_is_given_one(fixed_model: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForTokenClassification
 
-    model = AutoModelForTokenClassification.from_pretrained(tiny_model, num_labels=1)
+    model = AutoModelForTokenClassification.from_pretrained(fixed_model, num_labels=1)
     torch.nn.init.constant_(model.score.weight, 0.0)
     torch.nn.init.constant_(model.score.bias, 0.75)
     model.save_pretrained(tmp_path)
-    config = configured(tiny_model, "algo=ppo", f"algo.critic.path={tmp_path}")
+    config = configured(fixed_model, "algo=ppo", f"algo.critic.path={tmp_path}")
     critic = load_models(config).critic
     assert critic is not None and state_of(critic)["model.score.bias"].tolist() == [0.75]
 
@@ -123,9 +123,9 @@ RESUMED = {
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(
-    name: str, tiny_model: Path, batch: Batch, tmp_path: Path
+    name: str, fixed_model: Path, batch: Batch, tmp_path: Path
 ) -> None:
-    config = configured(tiny_model, *RESUMED[name], "learner.minibatches=2")
+    config = configured(fixed_model, *RESUMED[name], "learner.minibatches=2")
     trainer = Trainer(config, load_models(config))
     for step in (0, 1):
         trainer.train(at(batch, step), step)
@@ -146,13 +146,13 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(
 
 
 def test_a_checkpoint_without_a_critic_is_refused_by_an_algorithm_that_has_one(
-    tiny_model: Path, tmp_path: Path
+    fixed_model: Path, tmp_path: Path
 ) -> None:
-    load_models(configured(tiny_model, "algo=grpo")).snapshot()(tmp_path)
+    load_models(configured(fixed_model, "algo=grpo")).snapshot()(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["engine"]
     for algo, missing in (("ppo", "critic"), ("prime", "reward_model")):
         with pytest.raises(ValueError, match=f"must hold a {missing} for this algorithm, got {tmp_path} without one"):
-            load_models(configured(tiny_model, f"algo={algo}")).load(tmp_path)
+            load_models(configured(fixed_model, f"algo={algo}")).load(tmp_path)
 
 
 class Deaf:
@@ -169,8 +169,8 @@ class Deaf:
         return m.News(records=[], evaluations=[], status=SimpleNamespace(tokens=tokens)), []  # type: ignore[arg-type]
 
 
-def test_a_checkpoint_holds_where_the_coefficient_has_come_to(tiny_model: Path, tmp_path: Path) -> None:
-    config, buffer = configured(tiny_model, "algo=rloo", "algo.kl.target=0.01"), Deaf()
+def test_a_checkpoint_holds_where_the_coefficient_has_come_to(fixed_model: Path, tmp_path: Path) -> None:
+    config, buffer = configured(fixed_model, "algo=rloo", "algo.kl.target=0.01"), Deaf()
     trainer = Trainer(config, load_models(config), kl_coef=0.017)
     learner = Learner(config, tmp_path, buffer, trainer, None, first_step=3, incarnation="life")  # type: ignore[arg-type]
     learner._save()
@@ -186,8 +186,8 @@ def test_a_checkpoint_holds_where_the_coefficient_has_come_to(tiny_model: Path, 
 # ---- the reference
 
 
-def test_the_reference_stays_what_it_was_and_the_policy_leaves_it(tiny_model: Path, batch: Batch) -> None:
-    config = configured(tiny_model, "algo=grpo", "algo.kl.loss_coef=0.04", "learner.lr=1e-3")
+def test_the_reference_stays_what_it_was_and_the_policy_leaves_it(fixed_model: Path, batch: Batch) -> None:
+    config = configured(fixed_model, "algo=grpo", "algo.kl.loss_coef=0.04", "learner.lr=1e-3")
     trainer = Trainer(config, load_models(config))
     reference = trainer.models.reference
     assert isinstance(reference, FsdpEngine)
@@ -204,11 +204,11 @@ def test_the_reference_stays_what_it_was_and_the_policy_leaves_it(tiny_model: Pa
 @pytest.mark.parametrize(("target", "error"), [(1e-6, 0.2), (1e4, -0.2)])
 @pytest.mark.parametrize("place", ["loss_coef", "reward_coef"])
 def test_the_coefficient_rises_while_the_policy_is_further_off_than_its_target_and_falls_while_it_is_nearer(
-    place: str, target: float, error: float, tiny_model: Path, batch: Batch
+    place: str, target: float, error: float, fixed_model: Path, batch: Batch
 ) -> None:
     """By the largest step that there is, for it is far off on either side."""
     kl = [f"algo.kl.{place}=0.05", f"algo.kl.target={target}", "algo.kl.horizon=240"]
-    config = configured(tiny_model, "algo=grpo", *kl)
+    config = configured(fixed_model, "algo=grpo", *kl)
     trainer = Trainer(config, load_models(config))
     trainer.train(batch, STEP)
     before = trainer.kl_coef
@@ -221,8 +221,8 @@ def test_the_coefficient_rises_while_the_policy_is_further_off_than_its_target_a
 # ---- the implicit reward model
 
 
-def test_the_implicit_reward_model_learns_outcomes_and_says_nothing_before(tiny_model: Path, batch: Batch) -> None:
-    config = configured(tiny_model, "algo=prime", "algo.prime.lr=2e-3", "learner.lr=1e-5")
+def test_the_implicit_reward_model_learns_outcomes_and_says_nothing_before(fixed_model: Path, batch: Batch) -> None:
+    config = configured(fixed_model, "algo=prime", "algo.prime.lr=2e-3", "learner.lr=1e-5")
     trainer = Trainer(config, load_models(config))
     reward_model, reference = trainer.models.reward_model, trainer.models.reference
     assert reward_model is not None and reference is not None

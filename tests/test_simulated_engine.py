@@ -200,3 +200,13 @@ def test_it_keeps_real_time_and_leaves_the_cpu_alone() -> None:
     assert num_tokens == 16000
     assert math.isclose(seconds, 1.0, abs_tol=0.1)
     assert (time.process_time() - cpu) / seconds < 0.15
+
+
+def test_a_sample_that_has_ended_but_was_not_handed_out_can_be_aborted_too() -> None:
+    clock = Time()
+    engine = make(clock)
+    engine.add(sample(0))
+    engine.add(sample(1))
+    clock.now = 10.0  # both have ended
+    assert [len(completion.tokens) for completion in engine.abort(["s0"])] == [20]
+    assert [completion.id for completion in engine.step()] == ["s1"] and not engine.num_unfinished

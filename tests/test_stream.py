@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from learners.world import World
 from sync.stream import collect, parts, stream
 
 BUCKET = 1 << 12
@@ -26,9 +25,8 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def rank_main(rank: int, world: int, rendezvous: str) -> None:
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
-    torch.set_num_threads(1)
+def stream_all(ranks: World) -> None:
+    rank, world = ranks.rank, ranks.size
     flat = init_device_mesh("cpu", (world,))
     hybrid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replica", "shard"))
     cases: list[tuple[str, object, list[object]]] = [
@@ -57,12 +55,10 @@ def rank_main(rank: int, world: int, rendezvous: str) -> None:
     for _ in stream("large", large, torch.bfloat16, 1 << 20):
         most = max(most, resident_bytes() - before)
     assert most < 8 << 20, f"rank {rank} took {most} bytes more; the tensor has {large.numel() * 2}"
-    dist.destroy_process_group()
 
 
-@pytest.mark.timeout(120)
 def test_every_way_of_sharding_comes_out_whole_and_a_bucket_at_a_time(tmp_path: Path) -> None:
-    mp.spawn(rank_main, (4, f"file://{tmp_path}/rendezvous"), nprocs=4)
+    on_ranks(4, stream_all, tmp_path / "ranks")
 
 
 def test_a_tensor_that_is_not_sharded_is_not_copied() -> None:

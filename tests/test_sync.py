@@ -18,7 +18,7 @@ from sync.manifest import DigestMismatch, TensorEntry, tensor_digest, whole_dige
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot, SnapshotWriter, read_manifest
 from sync.stream import Part, parts
-from sync.subscriber import Subscriber
+from sync.subscriber import Subscriber, announce
 
 
 def weights(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -302,15 +302,15 @@ def test_a_host_verifies_a_version_once_and_again_when_nobody_has_vouched_for_it
 ) -> None:
     manifest = publisher.publish(0, parts(weights(0)))
     verified = []
-    monkeypatch.setattr(Snapshot, "verify", lambda snapshot: verified.append(snapshot.manifest.version))
-    threads = [threading.Thread(target=Subscriber().prepare, args=[manifest.locator]) for _ in range(4)]
+    monkeypatch.setattr(Snapshot, "verify", lambda snapshot, progress: verified.append(snapshot.manifest.version))
+    threads = [threading.Thread(target=Subscriber().prepare, args=[announce(manifest)]) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert verified == [0]
     monkeypatch.setattr("sync.snapshot.boot_id", lambda: "another host")
-    Subscriber().prepare(manifest.locator)
+    Subscriber().prepare(announce(manifest))
     assert verified == [0, 0]
     for version in (1, 2):
         publisher.publish(version, parts(weights(version)))
@@ -346,4 +346,4 @@ def test_a_damaged_snapshot_gets_no_seal(publisher: Publisher) -> None:
     Path(manifest.path).write_bytes(raw)
     for _ in range(2):
         with pytest.raises(DigestMismatch, match="1 of 4 tensors"):
-            Subscriber().prepare(manifest.locator)
+            Subscriber().prepare(announce(manifest))

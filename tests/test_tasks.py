@@ -1,11 +1,14 @@
 """Tasks, and the tiny model that learns them."""
 
+import re
 import time
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from generators.task import Prompt, Score
@@ -83,7 +86,49 @@ def test_the_tiny_model_loads_with_stock_transformers_and_starts_where_learning_
     solved = list(islice(Task().solved("eval", 1), 256))
     with torch.no_grad():
         reward = tiny._sampled_reward(model, *tiny._encode(tokenizer, solved))
-    assert 0.2 <= reward <= 0.4
+    assert 0.2 <= reward <= 0.4, "blurring ends by a measured score, whatever the seed and the processor"
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str | None], Path]:
+    """Makes a model by the same steps, but a few of them only, with this SLIPSTREAM_TINY_SEED."""
+    for name, value in {"STEPS": 1, "SOFT_STEPS": 4, "KNOWN": 0.0, "TARGET": 1.0}.items():
+        monkeypatch.setattr(tiny, name, value)
+
+    def make(seed: str | None) -> Path:
+        monkeypatch.delenv(tiny.SEED, raising=False) if seed is None else monkeypatch.setenv(tiny.SEED, seed)
+        return tiny.tiny_model(Task().solved("train", seed=0), tmp_path)
+
+    return make
+
+
+def test_another_seed_is_another_tiny_model_and_no_seed_is_seed_zero(hasty: Callable[[str | None], Path]) -> None:
+    none, zero, one, again = hasty(None), hasty("0"), hasty("1"), hasty("1")
+    assert none == zero != one == again
+    first, second = (load_file(folder / "model.safetensors") for folder in (zero, one))
+    drawn = [name for name in first if "norm" not in name]
+    assert all((first[name] - second[name]).abs().mean() > 0.01 for name in drawn), "they began elsewhere"
+
+
+@pytest.mark.parametrize("seed", ["-1", "1.5", "two", "", "4294967296", "²"])
+def test_a_seed_of_the_tiny_model_that_is_no_seed_is_refused(hasty: Callable[[str | None], Path], seed: str) -> None:
+    message = f"SLIPSTREAM_TINY_SEED must be a whole number from 0 to 4294967295, got '{seed}'"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        hasty(seed)
+
+
+def test_a_tiny_model_that_has_not_learned_is_taught_again_and_then_refused(
+    hasty: Callable[[str | None], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rounds: list[int] = []
+    monkeypatch.setattr(tiny, "_teach", lambda *arguments: rounds.append(1))
+    monkeypatch.setattr(tiny, "KNOWN", 0.9)
+    with pytest.raises(
+        RuntimeError, match="the tiny model must know 0.9 of the answers, .* another SLIPSTREAM_TINY_SEED"
+    ):
+        hasty("0")
+    assert len(rounds) == tiny.ROUNDS
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("tiny-")], "it is not kept"
 
 
 def test_the_second_call_finds_the_model_in_the_cache(tiny_model: Path) -> None:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -29,9 +28,10 @@ from sync.patch import apply_patches, make_patch, patch_name
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest
 from sync.stream import parts
-from sync.subscriber import Subscriber
+from sync.subscriber import Subscriber, announce
 from sync.transports import server, tcp
-from sync.transports.fetcher import Fetcher, TransferFailed
+from sync.transports.fetcher import Fetcher
+from sync.transports.puller import TransferFailed
 from sync.transports.server import SnapshotServer
 from sync.transports.tcp import Chunk, Get
 
@@ -60,7 +60,7 @@ class Host:
     def __init__(self, folder: Path, relay: bool = False, **arguments: object) -> None:
         self.folder = folder
         self.fetcher = Fetcher(folder, **{"timeout_s": 3.0, **arguments})  # type: ignore[arg-type]
-        self.subscriber = Subscriber(self.fetcher, relay=partial(SnapshotServer, folder) if relay else None)
+        self.subscriber = Subscriber(self.fetcher, relay=SnapshotServer if relay else None)
 
     @property
     def server(self) -> SnapshotServer | None:
@@ -77,7 +77,7 @@ def host(tmp_path: Path) -> Iterator[Make]:
 
     yield make
     for one in hosts:
-        made = [merged._folder for merged in one.subscriber._merged.values()]
+        made = [merged._shared.path for merged in one.subscriber._merged.values()]
         one.subscriber.close()
         assert not any(folder.exists() for folder in (one.folder, *made)), "nothing stays behind"
 
@@ -93,7 +93,7 @@ def publisher(tmp_path: Path) -> Iterator[Publisher]:
 def elsewhere(publisher: Publisher, manifest: Manifest, address: str | None = None) -> str:
     """What was announced, as a host sees it that is not the learner's."""
     assert publisher._server is not None
-    return f"{address or publisher._server.address}#another host#{manifest.locator}"
+    return announce(manifest, address or publisher._server.address).replace("#here#", "#another host#")
 
 
 def arrived(found: str | Snapshot) -> dict[str, torch.Tensor]:
@@ -168,8 +168,11 @@ def test_what_is_damaged_on_the_way_is_never_taken_for_what_was_published(
     server, far = Faulty(publisher.folder), host(timeout_s=0.5)
     server.fault = fault
     for _ in range(2):
-        with pytest.raises((DigestMismatch, TransferFailed)):
-            far.subscriber.prepare(elsewhere(publisher, manifest, server.address))
+        if fault == "truncate":  # a server may send less than was asked for; the rest is asked for again
+            assert same(arrived(far.subscriber.prepare(elsewhere(publisher, manifest, server.address))), weights(1))
+        else:
+            with pytest.raises((DigestMismatch, TransferFailed)):
+                far.subscriber.prepare(elsewhere(publisher, manifest, server.address))
     server.close()
     good = far.subscriber.locate(elsewhere(publisher, manifest), again=True)
     assert same(arrived(good), weights(1))
@@ -184,8 +187,8 @@ def test_a_relay_hands_on_and_the_publisher_serves_few(publisher: Publisher, hos
             found = list(pool.map(lambda one, where: one.subscriber.prepare(where), hosts, announced))
         assert all(same(arrived(locator), weights(version)) for locator in found)
     assert publisher._server is not None
-    assert publisher._server.bytes_sent < (server.FAN_OUT + 0.5) * 2 * manifest.num_bytes
-    assert sum(one.server.bytes_sent for one in hosts if one.server) >= 5 * 2 * manifest.num_bytes
+    assert publisher._server.bytes_sent < 1.5 * 2 * manifest.num_bytes
+    assert sum(one.server.bytes_sent for one in hosts if one.server) >= 6 * 2 * manifest.num_bytes
 
 
 def test_of_adapters_a_host_fetches_the_adapters_and_hands_them_on(tmp_path: Path, host: Make) -> None:
@@ -221,11 +224,11 @@ def test_one_process_of_a_host_hands_on_for_all_and_another_takes_its_place(
     publisher: Publisher, tmp_path: Path
 ) -> None:
     folder = tmp_path / "far"
-    first, second = (Subscriber(Fetcher(folder, timeout_s=3), relay=partial(SnapshotServer, folder)) for _ in range(2))
+    first, second = (Subscriber(Fetcher(folder, timeout_s=3), relay=SnapshotServer) for _ in range(2))
     first.prepare(elsewhere(publisher, publisher.publish(0, parts(weights(0)))))
     second.prepare(elsewhere(publisher, publisher.publish(1, parts(weights(1)))))
     assert first._server is not None and second._server is None and publisher._server is not None
-    assert list(publisher._server._enlisted) == [first._server.address], "the host is known by one address"
+    assert list(publisher._server._relays.values()) == 2 * [[first._server.address]], "the host is known by one address"
     first.close()
     assert same(arrived(second.prepare(elsewhere(publisher, publisher.publish(2, parts(weights(2)))))), weights(2))
     assert second._server is not None
@@ -293,7 +296,7 @@ def serve_slowly(folder: Path, address: str = "tcp://127.0.0.1:*") -> tuple["sub
 
 
 def chunks_in(folder: Path) -> int:
-    return sum(path.stat().st_size // 8 for path in folder.glob("*.chunks"))
+    return sum(path.stat().st_size // 16 for path in folder.glob("*.chunks"))
 
 
 def test_a_server_killed_in_the_middle_is_given_up_and_what_came_is_kept(publisher: Publisher, host: Make) -> None:
@@ -373,14 +376,17 @@ def test_only_snapshots_are_served(publisher: Publisher, tmp_path: Path) -> None
         Get("v0-life.json", -1, 5),
     ]
     hostile += [Get("v0-life.json", 0, -1), Get("v0-life.json", 0, 1 << 60)]
-    hostile += [tcp.Send("../secret", "r"), tcp.Enlist("ipc:///tmp/x"), tcp.Enlist("tcp://x:1\n" * 9)]  # type: ignore[list-item]
+    hostile += [tcp.Send("../secret", "r"), tcp.Enlist("v0-life.json", "tcp://x:1\n" * 9)]  # type: ignore[list-item]
+    hostile += [tcp.Enlist("v0-life.json", "ipc:///tmp/x"), tcp.Enlist("owner", "tcp://x:1")]  # type: ignore[list-item]
     for request in hostile:
         socket.send(tcp.encode(request))
     for garbage in (b"", b"\xc1", os.urandom(100)):
         socket.send(garbage)
     socket.send(tcp.encode(Get("v9-life.json", 0, 10)))
-    header, *rest = socket.recv_multipart()
-    assert tcp.replies.decode(header) == tcp.Gone("v9-life.json") and not rest, "it lives, and answers nothing else"
+    for _ in range(len(hostile) + 3):
+        header, *rest = socket.recv_multipart()
+        assert isinstance(tcp.replies.decode(header), tcp.Refused) and not rest
+    assert tcp.replies.decode(socket.recv_multipart()[0]) == tcp.Gone("v9-life.json"), "it lives"
     assert publisher._server.refused == len(hostile) + 3
     socket.close(linger=0)
 
@@ -422,7 +428,7 @@ def test_what_zeromq_has_not_let_go_of_is_not_written_over(
         stalled.send(tcp.encode(Get("v0-life.safetensors", offset, size)))
     while publisher._server.bytes_sent < first.num_bytes:
         time.sleep(0.01)
-    while publisher._server._maps:
+    while publisher._server._files:
         time.sleep(0.01)
     for version in range(1, 8):
         manifest = publisher.publish(version, parts({"a": large["a"] + version}))

@@ -25,7 +25,7 @@ from sync.manifest import DigestMismatch, EngineMismatch, Manifest
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot
 from sync.stream import collect, parts
-from sync.subscriber import Subscriber
+from sync.subscriber import Subscriber, announce
 
 VOCAB, END = 80, 1
 TOLERANCE = 5e-5
@@ -245,7 +245,7 @@ def test_adapters_alone_are_taken_up_in_flight_and_sampled_from_as_the_learner_h
     publisher = Publisher(tmp_path / "weights", "x", adapter=describe(model, "float32", LoraConfig().alpha / 4))
     subscriber = Subscriber()
     after = publisher.publish(before.version + 1, parts(adapters))
-    whole = subscriber.prepare(after.locator)
+    whole = subscriber.prepare(announce(after))
     assert isinstance(whole, Snapshot)
     recompute.engine.load(whole)
     assert recompute.engine.held_digests(whole.manifest) == {e.name: e.digest for e in whole.manifest.tensors}

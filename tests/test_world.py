@@ -106,8 +106,8 @@ def test_each_host_fetches_a_batch_once_and_its_ranks_share_the_memory(
 
 
 @pytest.fixture(scope="module")
-def batch(tiny_model: Path) -> Batch:
-    return batch_of(responses(tiny_model))
+def batch(fixed_model: Path) -> Batch:
+    return batch_of(responses(fixed_model))
 
 
 def placed(world: World, config: Config, batch: Batch, folder: Path, checkpoint: Path) -> tuple[Outcome, list[str]]:
@@ -131,15 +131,15 @@ def placed(world: World, config: Config, batch: Batch, folder: Path, checkpoint:
 
 @pytest.mark.parametrize("overrides", [["algo=ppo"], ["algo=vapo", "learner.minibatches=2"]])
 def test_a_critic_of_its_own_trains_as_one_with_the_actor(
-    overrides: list[str], tiny_model: Path, batch: Batch, tmp_path: Path
+    overrides: list[str], fixed_model: Path, batch: Batch, tmp_path: Path
 ) -> None:
     common = [*overrides, "algo.critic.lr=1e-4"]
-    together = configured(tiny_model, *common)
+    together = configured(fixed_model, *common)
     trainer = Trainer(together, load_models(together))
     metrics, num_trained = trainer.train(batch, STEP)
     expected = {name: state_of(engine) for name, engine in trainer.models._trained().items()}
 
-    apart = configured(tiny_model, *common, "placement.critic=own", "placement.critic_ranks=1", "learner.ranks=2")
+    apart = configured(fixed_model, *common, "placement.critic=own", "placement.critic_ranks=1", "learner.ranks=2")
     assert apart.num_learner_ranks == 3
     (tmp_path / "ranks").mkdir()
     found = on_ranks(3, placed, tmp_path / "ranks", apart, batch, tmp_path / "ranks", tmp_path / "checkpoint")

@@ -107,7 +107,11 @@ def on_device(manifest: Manifest, gpu: str) -> Iterator[dict[str, Any] | None]:
         yield None
         return
     with file:
-        fcntl.flock(file, fcntl.LOCK_SH)
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:  # the learner is withdrawing it
+            yield None
+            return
         shared = msgspec.msgpack.decode(file.read(), type=Shared)
         if not path.exists() or shared.gpu != gpu:  # withdrawn meanwhile, or another device's
             yield None

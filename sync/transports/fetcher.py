@@ -1,48 +1,29 @@
 """A host's side of weights over ZeroMQ: brings what a publisher serves into a folder of this host."""
 
-import contextlib
-import fcntl
 import logging
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import zmq
 
-from sync.folders import leave, share, sweep
-from sync.manifest import DigestMismatch, Manifest, parse_manifest
+from configs.disk import disk_full, is_disk_full
+from sync.extents import ENTRY, Extents
+from sync.folders import SharedFolder
+from sync.manifest import MAX_MANIFEST_BYTES, DigestMismatch, Manifest, parse_manifest
 from sync.patch import WORTH, apply_patches
 from sync.snapshot import read_manifest
-from sync.spares import SPARE, WAS, complete, copy_over, drop_spares, find_spare, retire
-from sync.transports import tcp
-from sync.transports.tcp import (
-    MAX_BYTES,
-    NAME,
-    Chunk,
-    Enlist,
-    Get,
-    Gone,
-    Parent,
-    Patches,
-    Reply,
-    Route,
-    Secure,
-    encode,
-    replies,
-)
+from sync.spares import SPARE, WAS, complete, copy_over, drop_spares, find_spare, put_manifest, retire
+from sync.transports.puller import Puller, Silent, TransferFailed
+from sync.transports.tcp import NAME, Enlist, Parent, Patches, Route, Secure
 
 log = logging.getLogger("slipstream.weights")
 
-WINDOW = 8
-"""Chunks asked for and not come yet: enough to fill a link of 10 GB/s and 3 ms."""
 PASSING = (".part", ".chunks", ".patch", ".patching", ".settled", ".unfinished")
-
-
-class TransferFailed(FileNotFoundError):
-    """The snapshot could not be brought here: nobody answers, or it is gone. What has come is kept, and a later try goes on."""
+MAX_PARENTS = 4
+"""Relays that are asked for a file before the publisher itself is."""
+SILENT_S = 600.0
+"""A relay that has not answered is not asked for so long."""
 
 
 class Fetcher:
@@ -64,92 +45,83 @@ class Fetcher:
         serve_at: str = "",
         secure: Secure | None = None,
         timeout_s: float = 10.0,
-        patience_s: float = 2.0,
+        patience_s: float = 5.0,
     ) -> None:
-        """`serve_at`: where this host serves what it has fetched, if it does. `timeout_s`: of silence. `patience_s`: how long
-        a relay is waited for that does not have a version yet; then the publisher itself is asked."""
+        """`serve_at`: where this host serves what it has fetched, if it does. The publisher is given up after a silence of
+        `timeout_s`; a relay after one of `patience_s`, or when no byte has come from it for `timeout_s`."""
         self.serve_at, self.secure = serve_at, secure
-        self._folder, self._timeout_s, self._patience_s = folder, timeout_s, patience_s
-        self._context = zmq.Context()
-        self._sockets: dict[str, zmq.Socket[bytes]] = {}
-        self._lock: int | None = None
+        self._shared = SharedFolder(folder)
+        self._puller = Puller(secure)
+        self._timeout_s, self._patience_s = timeout_s, patience_s
+        self._silent: dict[str, float] = {}
+        """Relays that have not answered, and when that was."""
         self.bytes_received = self.patches = 0
 
     def close(self) -> None:
-        for socket in self._sockets.values():
-            socket.close(linger=0)
-        self._context.term()
-        if self._lock is not None:
-            leave(self._folder, self._lock)
+        self._puller.close()
+        self._shared.close()
+
+    @property
+    def folder(self) -> Path:
+        """Another one after a process of this host was stuck with the lock of the first."""
+        return self._shared.path
 
     def open_folder(self) -> Path:
         """Makes it, where it is missing: it is there as long as a fetcher of this host uses it."""
-        if self._lock is None:
-            sweep(self._folder.parent)
-            self._lock = share(self._folder)
-        return self._folder
+        return self._shared.open()
 
-    def fetch(self, address: str, name: str, *, direct: bool = False) -> Path:
+    def fetch(self, address: str, name: str, *, digest: str = "", direct: bool = False) -> Path:
         """The local manifest `name` (`v<k>-<life>.json`) of the publisher at `address`, its snapshot beside it, not verified yet.
 
-        `direct`: whole and from the publisher itself, whoever else may have it. Raises TransferFailed.
+        `digest`: what was announced. `direct`: anew, whole and from the publisher itself, because what is here, or what a relay
+        has, is not what was published. Raises TransferFailed, DigestMismatch, LockTimedOut, and DiskFull.
         """
-        local = self._folder / name
-        with self._alone():
+        with self._shared.alone(f"fetches {name}") as folder:
+            local = folder / name
+            if direct:
+                for path in folder.glob(f"{local.stem}.*"):
+                    path.unlink(missing_ok=True)
             if not local.exists():
-                manifest = self.manifest(address, name)
-                parent = "" if direct or not self.serve_at else self._parent(address)
+                manifest = self.manifest(address, name, digest)
                 self._clear(local)
-                if direct or local.with_suffix(".part").exists() or not self._patch(address, parent, local):
-                    self._whole(address, parent, local, manifest)
-                unfinished = local.with_suffix(".unfinished")
-                unfinished.write_bytes(msgspec.json.encode(manifest))
-                unfinished.rename(local)
+                if direct or local.with_suffix(".part").exists() or not self._patch(address, local):
+                    self._whole(address, local, manifest, direct)
+                put_manifest(manifest, local)
         return local
 
     def settle(self) -> None:
         """Between two fetches: brings the spare up to the newest version, so that the next patch is the only one to apply."""
-        if self._lock is None:
+        if not self._shared.is_open:
             return
-        with self._alone():
+        with self._shared.alone("makes ready for the next version"):
             self._clear(None)
-            spare, newest = find_spare(self._folder), self._newest()
+            spare, newest = find_spare(self.folder), self._newest()
             if spare is None or newest is None or not (patches := self._way(spare, newest)):
                 return
-            stem = self._folder / Path(newest.path).stem
+            stem = self.folder / Path(newest.path).stem
             if self._overwrite(spare, patches, stem.with_suffix(".settled")):
-                drop_spares(self._folder)
+                drop_spares(self.folder)
                 stem.with_suffix(WAS).write_bytes(msgspec.json.encode(newest))
                 stem.with_suffix(".settled").rename(stem.with_suffix(SPARE))
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Other processes of this host wait."""
-        with open(self.open_folder() / "lock", "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+    def manifest(self, address: str, name: str, digest: str = "") -> Manifest:
+        """The publisher's. Raises TransferFailed, and DigestMismatch when it is not what was announced."""
+        data = self._puller.read(address, name, MAX_MANIFEST_BYTES, self._timeout_s)
+        return parse_manifest(data, f"{name} at {address}", Path(name).stem, digest)
 
-    def discard(self, name: str) -> None:
-        """Forgets what has been fetched, because it is not what was published."""
-        for path in self._folder.glob(f"{name.removesuffix('.json')}.*"):
-            path.unlink(missing_ok=True)
-
-    def manifest(self, address: str, name: str) -> Manifest:
-        """The publisher's. Raises TransferFailed."""
-        socket = self._connect(address)
-        socket.send(encode(Get(name, 0, MAX_BYTES)))
-        part, data = self._receive(address, name)
-        if isinstance(part, Gone):
-            raise TransferFailed(f"{name} is gone at {address}")
-        return parse_manifest(data, f"{name} at {address}")
-
-    def _parent(self, address: str) -> str:
-        self._connect(address).send(encode(Enlist(self.serve_at)))
-        parent, _ = self._receive(address, None)
-        return parent.address if isinstance(parent, Parent) else ""
+    def _parent(self, address: str, name: str, lost: str = "") -> str:
+        """Whom to ask for a file; empty: the publisher at `address`. `lost`: who was asked in vain."""
+        for _ in range(MAX_PARENTS):
+            reply = self._puller.ask(address, Enlist(name, self.serve_at, lost), self._timeout_s)
+            if not isinstance(reply, Parent):
+                return ""
+            if time.monotonic() - self._silent.get(reply.address, float("-inf")) > SILENT_S:
+                return reply.address
+            lost = reply.address
+        return ""
 
     def _newest(self) -> Manifest | None:
-        found = complete(self._folder)
+        found = complete(self.folder)
         return read_manifest(found[-1]) if found else None
 
     def _way(self, base: Manifest, version: Manifest) -> list[Path] | None:
@@ -157,7 +129,7 @@ class Fetcher:
         way: list[Path] = []
         at, start = Path(version.path).stem, Path(base.path).stem
         while at != start:
-            patch = next(self._folder.glob(f"{at}-from-*.patch"), None)
+            patch = next(self.folder.glob(f"{at}-from-*.patch"), None)
             if patch is None or patch in way:
                 return None
             way.insert(0, patch)
@@ -167,11 +139,11 @@ class Fetcher:
     def _clear(self, coming: Path | None) -> None:
         """Keeps the newest version, the spare and its way to the newest version, and what has come of the one that is `coming`.
         Who has an older version mapped keeps it."""
-        for locator in complete(self._folder)[:-1]:
+        for locator in complete(self.folder)[:-1]:
             retire(locator)
-        spare, newest = find_spare(self._folder), self._newest()
+        spare, newest = find_spare(self.folder), self._newest()
         way = spare and newest and self._way(spare, newest)
-        for path in self._folder.glob("v*"):
+        for path in self.folder.glob("v*"):
             if (
                 path.suffix in PASSING
                 and path not in (way or ())
@@ -179,26 +151,31 @@ class Fetcher:
             ):
                 path.unlink(missing_ok=True)
 
-    def _whole(self, address: str, parent: str, local: Path, manifest: Manifest) -> None:
+    def _whole(self, address: str, local: Path, manifest: Manifest, direct: bool) -> None:
         part, snapshot = local.with_suffix(".part"), local.with_suffix(".safetensors")
-        if not part.exists() and (spare := find_spare(self._folder)) is not None:
+        if not part.exists() and (spare := find_spare(self.folder)) is not None:
             Path(spare.path).rename(part)
-        if not self._file(address, parent, snapshot.name, manifest.num_bytes):
-            raise TransferFailed(f"{snapshot.name} is gone at {address}, or nobody answers there")
+        self._file(address, snapshot.name, manifest.num_bytes, direct=direct)
 
-    def _patch(self, address: str, parent: str, local: Path) -> bool:
+    def _patch(self, address: str, local: Path) -> bool:
         """Makes the snapshot from the newest version here and patches; false where there are none, or they do not fit."""
         base = self._newest()
         if base is None:
             return False
-        self._connect(address).send(encode(Route(local.stem, Path(base.path).stem)))
-        route, _ = self._receive(address, local.stem)
+        route = self._puller.ask(address, Route(local.stem, Path(base.path).stem), self._timeout_s)
         if not isinstance(route, Patches) or not 0 < sum(size for _, size in route.files) <= WORTH * base.num_bytes:
             return False
         for name, num_bytes in route.files:
-            if not NAME.fullmatch(name) or not self._file(address, parent, name, num_bytes):
+            if not NAME.fullmatch(name):
                 return False
-        spare, patches = find_spare(self._folder), [self._folder / name for name, _ in route.files]
+            try:
+                self._file(address, name, num_bytes)
+            except Silent:
+                raise
+            except TransferFailed as error:
+                log.info("%s; the whole snapshot is fetched", error)
+                return False
+        spare, patches = find_spare(self.folder), [self.folder / name for name, _ in route.files]
         if spare is not None and (way := self._way(spare, base)) is not None:
             base, patches = spare, way + patches
         done = self._overwrite(base, patches, local.with_suffix(".safetensors"))
@@ -210,101 +187,65 @@ class Fetcher:
         is copied first."""
         patching = into.with_suffix(".patching")
         try:
-            if (spare := find_spare(self._folder)) is not None:
+            if (spare := find_spare(self.folder)) is not None:
                 Path(spare.path).rename(patching)
             if Path(base.path).suffix != SPARE:
-                copy_over(Path(base.path), patching)
-            apply_patches(msgspec.structs.replace(base, path=str(patching)), patches)
+                copy_over(Path(base.path), patching, self._shared.progress)
+            apply_patches(msgspec.structs.replace(base, path=str(patching)), patches, self._shared.progress)
             patching.rename(into)
-        except (DigestMismatch, FileNotFoundError) as error:
+        except (DigestMismatch, OSError) as error:
+            if not isinstance(error, DigestMismatch | FileNotFoundError) and not is_disk_full(error):
+                raise
             log.warning("%s; the whole snapshot is fetched", error)
             return False
         finally:
             patching.unlink(missing_ok=True)
         return True
 
-    def _file(self, address: str, parent: str, name: str, num_bytes: int) -> bool:
-        """Brings a file, or what is missing of it; false when it is not to be had whole."""
-        part, chunks = ((self._folder / name).with_suffix(suffix) for suffix in (".part", ".chunks"))
-        with open(part, "ab"), open(part, "r+b", buffering=0) as file, open(chunks, "a+b", buffering=0) as record:
-            record.seek(0)
-            come = {int.from_bytes(entry, "little") for entry in _entries(record.read())}
-            missing = [n for n in range(-(-num_bytes // tcp.CHUNK_BYTES)) if n not in come]
-            deadline = time.monotonic() + self._patience_s
-            while parent and missing and time.monotonic() < deadline:  # the relay is fetching it itself
-                before = missing
-                missing = self._get(parent, name, num_bytes, missing, file, record, self._patience_s)
-                time.sleep(0.02 if missing == before else 0)
-            if missing and self._get(address, name, num_bytes, missing, file, record, self._timeout_s):
-                return False
-            file.truncate(num_bytes)
+    def _file(self, address: str, name: str, num_bytes: int, *, direct: bool = False) -> None:
+        """Brings a file, or what is missing of it, and lets others have what has come. Raises TransferFailed, and DiskFull."""
+        part, chunks = ((self.folder / name).with_suffix(suffix) for suffix in (".part", ".chunks"))
+        come = Extents()
+        if not part.exists():  # the record of one that was killed when it was done
+            chunks.unlink(missing_ok=True)
+        try:
+            with open(part, "ab"), open(part, "r+b", buffering=0) as file, open(chunks, "a+b", buffering=0) as record:
+                record.truncate(come.read(record.fileno(), 0))
+                file.truncate(num_bytes)
+
+                def keep(offset: int, data: memoryview) -> None:
+                    _write_at(file.fileno(), data, offset)
+                    record.write(ENTRY.pack(offset, offset + len(data)))
+                    come.add(offset, offset + len(data))
+                    self.bytes_received += len(data)
+                    self._shared.progress()
+
+                parent = self._parent(address, name) if self.serve_at and not direct else ""
+                for _ in range(MAX_PARENTS):
+                    missing = come.missing(num_bytes)
+                    if not parent or not missing:
+                        break
+                    try:
+                        patience = {"silence_s": self._patience_s, "stall_s": self._timeout_s}
+                        self._puller.pull(parent, name, missing, keep, **patience)
+                    except TransferFailed as error:
+                        log.info("%s; another one is asked", error)
+                        if isinstance(error, Silent):
+                            self._silent[parent] = time.monotonic()
+                        parent = self._parent(address, name, parent)
+                if missing := come.missing(num_bytes):
+                    patience = {"silence_s": self._timeout_s, "stall_s": self._timeout_s}
+                    self._puller.pull(address, name, missing, keep, **patience)
+        except OSError as error:
+            if is_disk_full(error):
+                raise disk_full(part, sum(end - begin for begin, end in come.missing(num_bytes))) from error
+            raise
+        part.rename(self.folder / name)  # before its record goes: a relay that looks in between finds it whole
         chunks.unlink()
-        part.rename(self._folder / name)
-        return True
-
-    def _get(
-        self, address: str, name: str, num_bytes: int, missing: list[int], file: Any, record: Any, timeout_s: float
-    ) -> list[int]:
-        """Asks for chunks, a window at a time; returns those that did not come."""
-        socket = self._connect(address)
-        left, waiting = list(reversed(missing)), set[int]()
-        while left or waiting:
-            while left and len(waiting) < WINDOW:
-                number = left.pop()
-                socket.send(encode(Get(name, number * tcp.CHUNK_BYTES, tcp.CHUNK_BYTES)))
-                waiting.add(number)
-            try:
-                part, data = self._receive(address, name, timeout_s)
-            except TransferFailed:
-                break
-            if isinstance(part, Gone):
-                self._drop(address)
-                break
-            assert isinstance(part, Chunk)
-            number = part.offset // tcp.CHUNK_BYTES
-            wanted = min(tcp.CHUNK_BYTES, num_bytes - part.offset)
-            if number not in waiting or part.offset % tcp.CHUNK_BYTES or len(data) != wanted:
-                log.warning(
-                    "%s sent %d bytes at %d of %s, which were not asked for", address, len(data), part.offset, name
-                )
-                self._drop(address)
-                break
-            os.pwrite(file.fileno(), data, part.offset)
-            record.write(number.to_bytes(8, "little"))
-            self.bytes_received += len(data)
-            waiting.discard(number)
-        return sorted([*left, *waiting])
-
-    def _receive(self, address: str, name: str | None, timeout_s: float | None = None) -> tuple[Reply, memoryview]:
-        """The next answer about `name`. Raises TransferFailed after a silence."""
-        socket = self._connect(address)
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + timeout_s
-        while socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
-            header, *payload = socket.recv_multipart(copy=False)
-            with contextlib.suppress(msgspec.DecodeError):
-                reply = replies.decode(header.buffer)
-                if getattr(reply, "name", None) == name:
-                    return reply, payload[0].buffer if payload else memoryview(b"")
-        self._drop(address)
-        raise TransferFailed(f"nobody has answered at {address} for {timeout_s} s")
-
-    def _connect(self, address: str) -> "zmq.Socket[bytes]":
-        if address not in self._sockets:
-            socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, 0)
-            if self.secure is not None:
-                self.secure(socket)
-            socket.connect(address)
-            self._sockets[address] = socket
-        return self._sockets[address]
-
-    def _drop(self, address: str) -> None:
-        """Answers that are still on their way must not be taken for those to a later question."""
-        if address in self._sockets:
-            self._sockets.pop(address).close(linger=0)
 
 
-def _entries(data: bytes) -> Iterator[bytes]:
-    """Whole entries of 8 bytes: the last one may be torn."""
-    return (data[at : at + 8] for at in range(0, len(data) - 7, 8))
+def _write_at(file: int, data: memoryview, offset: int) -> None:
+    """All of it, however little the kernel takes at a time."""
+    while data:
+        written = os.pwrite(file, data, offset)
+        data, offset = data[written:], offset + written

@@ -10,6 +10,7 @@ spans the pools, and training waits for none. What arrives has the manifest's di
 Exercised with a stand-in for NCCL only; never run on GPUs.
 """
 
+import contextlib
 import logging
 import queue
 import secrets
@@ -17,11 +18,12 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
 import zmq
+from msgspec import Meta
 
 from sync.manifest import Manifest
 from sync.snapshot import Snapshot, read_manifest
@@ -29,20 +31,27 @@ from sync.snapshot import Snapshot, read_manifest
 log = logging.getLogger("slipstream.weights")
 
 
-class Send(msgspec.Struct, tag=True, array_like=True):
+MAX_LINKS = 256
+"""Lives of generators that one learner sends to."""
+
+
+class Send(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
     """`receiver` wants the snapshot `name` (the stem of its file), and will join the group that the answer names."""
 
-    name: str
-    receiver: str
+    name: Annotated[str, Meta(max_length=255)]
+    receiver: Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 
 
-class Rendezvous(msgspec.Struct, tag=True, array_like=True):
-    name: str
-    host: str
-    port: int
+class Rendezvous(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
+    name: Annotated[str, Meta(max_length=255)]
+    host: Annotated[str, Meta(min_length=1, max_length=255)]
+    port: Annotated[int, Meta(ge=1, le=65535)]
     packed: bool
     fresh: bool
     """The group is new: to be joined first."""
+
+
+rendezvous = msgspec.msgpack.Decoder(Rendezvous)
 
 
 class Links:
@@ -53,7 +62,9 @@ class Links:
         self._links: dict[str, Link] = {}
 
     def send(self, request: Send) -> Rendezvous:
-        """Returns at once. Raises FileNotFoundError when the version is gone."""
+        """Returns at once. Raises FileNotFoundError when the version is gone, ValueError when there are too many receivers."""
+        if request.receiver not in self._links and len(self._links) >= MAX_LINKS:
+            raise ValueError(f"at most {MAX_LINKS} generators are sent to by NCCL in one life of the learner")
         snapshot = Snapshot(read_manifest(self._folder / f"{request.name}.json"))
         link = self._links.get(request.receiver)
         fresh = link is None or link.broken
@@ -113,9 +124,8 @@ class Broadcast:
             asking.connect(self._address)
             asking.send(msgspec.msgpack.encode(Send(Path(self.manifest.path).stem, self._receiver)))
             if asking.poll(int(1000 * timeout_s)):
-                reply = msgspec.msgpack.decode(asking.recv_multipart()[0])
-                if reply[0] == "Rendezvous":
-                    return msgspec.convert(reply, Rendezvous)
+                with contextlib.suppress(ValueError, RecursionError):  # another reply, or none that can be read
+                    return rendezvous.decode(asking.recv_multipart()[0])
         finally:
             asking.close(linger=0)
             context.term()

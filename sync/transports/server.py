@@ -2,26 +2,33 @@
 
 import logging
 import mmap
+import os
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
-import msgspec
 import zmq
 
+from sync.extents import Extents
 from sync.manifest import DigestMismatch, Manifest
 from sync.patch import PatchMaker
 from sync.transports.nccl import Links, Rendezvous, Send
 from sync.transports.tcp import (
-    ADDRESS,
-    MAX_BYTES,
+    MAX_FRAMES,
+    MAX_REQUEST_BYTES,
     NAME,
+    UNREADABLE,
     Chunk,
     Enlist,
+    Get,
     Gone,
+    NotYet,
     Parent,
     Patches,
+    Refused,
     Reply,
     Request,
     Route,
@@ -32,37 +39,116 @@ from sync.transports.tcp import (
 
 log = logging.getLogger("slipstream.weights")
 
-FAN_OUT = 2
-"""Hosts that ask one host."""
+CHAIN = 8
+"""Relays from which on the publisher sends a second copy: two chains share those that follow."""
+KEEP_CHAINS = 16
+"""Files whose chains of relays are remembered."""
+MAX_RELAYS = 4096
+"""Hosts in the chains of a file; those that come later ask the publisher."""
 KEEP_MAPPED = 4
 IDLE_S = 5.0
 """A file that nobody has asked about for so long is not kept mapped."""
-ENLISTED_S = 600.0
-"""A relay enlists with each version that it fetches; one that has not for so long is forgotten."""
+PARKED_S = 0.5
+"""A request for bytes that are not there yet waits so long for an answer."""
+MAX_PARKED = 1024
+"""Requests that wait, for bytes or for patches in the making."""
 TICK_S = 0.1
+
+
+class Watch(Protocol):
+    """Looks after the connections of a socket: `buffers.connections.Connections`."""
+
+    def count(self, frames: list[zmq.Frame]) -> None: ...
+
+    def shut_down_unfinished(self, *, drained: bool) -> list[int]: ...
+
+    def close(self) -> None: ...
+
+
+class ServedFile:
+    """A file of the folder, mapped; also one that is being fetched (`.part`, `.chunks`), of which only what has come is served."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError when it is not there, or is a link; ValueError when it is empty."""
+        self._path, self._part = path, path.with_suffix(".part")
+        self._record: int | None = None
+        self._come, self._read = Extents(), 0
+        try:
+            file = _open_plain(path)
+        except FileNotFoundError:
+            file = _open_plain(self._part)
+            try:
+                self._record = _open_plain(path.with_suffix(".chunks"))
+            except OSError:
+                os.close(file)
+                raise
+        self._inode = os.fstat(file).st_ino
+        try:
+            self.mapped = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+        finally:
+            os.close(file)
+        self.used_at = time.monotonic()
+
+    def __del__(self) -> None:
+        if getattr(self, "_record", None) is not None:
+            os.close(self._record)  # type: ignore[arg-type]
+
+    def is_stale(self) -> bool:
+        """True when the fetcher has thrown away what it had, and perhaps begun anew."""
+        if self._record is None:
+            return False
+        try:
+            if os.stat(self._path).st_ino == self._inode:  # it is complete
+                os.close(self._record)
+                self._record = None
+                return False
+        except FileNotFoundError:
+            pass
+        try:
+            return os.stat(self._part).st_ino != self._inode
+        except FileNotFoundError:  # renamed between the two looks, or gone: the next look tells
+            return not self._path.exists()
+
+    def end_from(self, offset: int) -> int:
+        """Where the bytes end that can be served from `offset` on."""
+        if self._record is None:
+            return len(self.mapped)
+        self._read = self._come.read(self._record, self._read)
+        return min(self._come.end_from(offset), len(self.mapped))
 
 
 class SnapshotServer:
     """Serves the snapshots in a folder, in a thread, to whoever may connect."""
 
-    def __init__(self, folder: Path, address: str = "tcp://127.0.0.1:0", *, secure: Secure | None = None) -> None:
-        """Raises ValueError when the address is taken."""
+    def __init__(
+        self,
+        folder: Path,
+        address: str = "tcp://127.0.0.1:0",
+        *,
+        secure: Secure | None = None,
+        watch: Callable[["zmq.Socket[bytes]"], Watch] | None = None,
+        nccl: bool = False,
+    ) -> None:
+        """`watch`, given the socket before it is bound, limits what connections may send of messages that never end. `nccl`:
+        requests to send by NCCL are granted. Raises ValueError when the address is taken."""
         self._folder = folder
-        self._maps: OrderedDict[str, tuple[mmap.mmap, float]] = OrderedDict()
-        """Of the files that are being asked for, and when each was last."""
-        self._enlisted: dict[str, float] = {}
-        """Relays, and when each was last heard of."""
+        self._files: OrderedDict[str, ServedFile] = OrderedDict()
+        """Those that are being asked for, the one asked for last at the end."""
+        self._relays: OrderedDict[str, list[str]] = OrderedDict()
+        """By file: the relays that have begun to fetch it, in this order."""
         self._patches = PatchMaker(folder)
-        self._links = Links(folder, address.removeprefix("tcp://").rpartition(":")[0])
-        self._unanswered: list[tuple[bytes, Request]] = []
-        """Those that wait for a patch in the making."""
+        self._links = Links(folder, address.removeprefix("tcp://").rpartition(":")[0]) if nccl else None
+        self._parked: list[tuple[float, bytes, Request]] = []
+        """Those that wait for a patch in the making or for bytes to come, and since when."""
+        self._died: BaseException | None = None
         self.bytes_sent = 0
         self.refused = 0
-        """Requests that could not be read, or asked for something that is no snapshot."""
+        """Requests that could not be read, or asked for something that is not to be had."""
         self._context = zmq.Context()  # of its own: a context has one authenticator
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        self._watch = watch(self._socket) if watch is not None else None
         self._door = secure(self._socket) if secure is not None else None
         try:
             self._socket.bind(address)
@@ -75,62 +161,95 @@ class SnapshotServer:
         self._thread.start()
 
     def offer(self, manifest: Manifest) -> None:
-        """The folder has a new version. Returns at once."""
+        """The folder has a new version. Returns at once. Raises as `check`."""
+        self.check()
         self._patches.offer(manifest)
+
+    def check(self) -> None:
+        """Raises RuntimeError, with the traceback of what has ended the thread, unless it lives."""
+        if self._died is not None:
+            raise RuntimeError(f"the thread that serves weights at {self.address} has died") from self._died
 
     def close(self) -> None:
         self._running = False
         self._thread.join()
         self._patches.close()
-        self._links.close()
+        if self._links is not None:
+            self._links.close()
 
     def _close_socket(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
         self._socket.close()
         if self._door is not None:
             self._door.close()
         self._context.term()
 
     def _run(self) -> None:
-        """Waits for requests only, at most `TICK_S`, or less while a patch is being made that somebody waits for."""
+        """Waits for requests only, at most `TICK_S`, or less while somebody waits for what is being made or fetched."""
+        looked_at = time.monotonic()
         try:
             while self._running:
-                if self._socket.poll(2 if self._unanswered else int(TICK_S * 1000)):
-                    sender, *frames = self._socket.recv_multipart()
-                    try:
-                        self._unanswered.append((sender, requests.decode(frames[-1] if frames else b"")))
-                    except msgspec.DecodeError as error:
-                        self._refuse(error)
-                self._unanswered = [one for one in self._unanswered if not self._answer(*one)]
-                while self._maps and time.monotonic() - next(iter(self._maps.values()))[1] > IDLE_S:
-                    self._maps.popitem(last=False)
+                if has_come := self._socket.poll(2 if self._parked else int(TICK_S * 1000)):
+                    self._take(*self._receive())
+                if self._watch is not None and time.monotonic() - looked_at > TICK_S:
+                    looked_at = time.monotonic()
+                    self.refused += len(self._watch.shut_down_unfinished(drained=not has_come))
+                self._parked = [one for one in self._parked if not self._answer(*one)]
+                while self._files and time.monotonic() - next(iter(self._files.values())).used_at > IDLE_S:
+                    self._files.popitem(last=False)
+        except BaseException as error:
+            log.exception("the thread that serves weights at %s has died", self.address)
+            self._died = error
         finally:
             self._close_socket()
 
-    def _answer(self, sender: bytes, request: Request) -> bool:
+    def _receive(self) -> tuple[bytes, bytes]:
+        """(sender, request); the request is empty when there were too few frames or too many."""
+        frames = self._socket.recv_multipart(copy=False)
+        if self._watch is not None:
+            self._watch.count(frames)
+        return frames[0].bytes, frames[-1].bytes if 1 < len(frames) <= MAX_FRAMES else b""
+
+    def _take(self, sender: bytes, data: bytes) -> None:
+        try:
+            request = requests.decode(data)
+        except UNREADABLE as error:
+            self._refuse(sender, error)
+            return
+        if len(self._parked) >= MAX_PARKED:
+            self._refuse(sender, ValueError(f"{MAX_PARKED} requests wait already"))
+            return
+        self._parked.append((time.monotonic(), sender, request))
+
+    def _answer(self, since: float, sender: bytes, request: Request) -> bool:
         """False when it is too early to."""
         try:
             reply, payload = self._reply(request)
         except ValueError as error:
-            self._refuse(error)
+            self._refuse(sender, error)
             return True
         except (OSError, DigestMismatch) as error:
             log.warning("cannot answer %s: %s", request, error)
             reply, payload = Gone(getattr(request, "name", "")), []
+        if reply is None and isinstance(request, Get) and time.monotonic() - since > PARKED_S:
+            reply = NotYet(request.name, request.offset)
         if reply is not None:
             self._socket.send_multipart([sender, encode(reply), *payload], copy=False)
             self.bytes_sent += sum(len(part) for part in payload)
         return reply is not None
 
-    def _refuse(self, error: Exception) -> None:
+    def _refuse(self, sender: bytes, error: Exception) -> None:
         self.refused += 1
-        log.warning("refused a request for weights: %s", error)
+        reason = f"{type(error).__name__}: {error}"[:200]
+        if self.refused & (self.refused - 1) == 0:  # the 1st, 2nd, 4th, 8th: a flood of them does not fill the log
+            log.warning("%d requests for weights have been refused, the last one for: %s", self.refused, reason)
+        self._socket.send_multipart([sender, encode(Refused(reason))])
 
     def _reply(self, request: Request) -> tuple[Reply | None, list[memoryview]]:
         match request:
             case Enlist():
-                if not ADDRESS.fullmatch(request.address):
-                    raise ValueError(f"address must read tcp://HOST:PORT, got {request.address[:80]!r}")
-                return Parent(self._parent(request.address)), []
+                return Parent(request.name, self._parent(request)), []
             case Send():
                 return self._sent(request), []
             case Route():
@@ -140,36 +259,56 @@ class SnapshotServer:
         if not NAME.fullmatch(request.name):
             raise ValueError(f"name must be that of a snapshot, manifest or patch, got {request.name[:80]!r}")
         try:
-            mapped = self._map(request.name)
+            file = self._open(request.name)
         except (OSError, ValueError):  # ValueError: an empty file
             return Gone(request.name), []
-        if not (0 <= request.offset <= len(mapped) and 0 <= request.size <= MAX_BYTES):
-            raise ValueError(f"offset and size must lie within {len(mapped)} bytes, got {request}")
-        part = memoryview(mapped)[request.offset : request.offset + request.size]
-        return Chunk(request.name, request.offset, len(mapped)), [part]
+        total = len(file.mapped)
+        if request.offset >= total:
+            raise ValueError(f"offset must lie within {total} bytes, got {request}")
+        end = min(request.offset + request.size, file.end_from(request.offset))
+        if end == request.offset:
+            return None, []
+        return Chunk(request.name, request.offset, total), [memoryview(file.mapped)[request.offset : end]]
 
     def _sent(self, request: Send) -> Rendezvous:
+        if self._links is None:
+            raise ValueError("sync.transport must be nccl for weights to be sent by NCCL")
         if not NAME.fullmatch(f"{request.name}.json"):
             raise ValueError(f"name must be that of a snapshot, got {request.name[:80]!r}")
         return self._links.send(request)
 
-    def _parent(self, relay: str) -> str:
-        """Whom a relay asks; empty: this server. They are a tree, in the order in which they have come."""
-        now = time.monotonic()
-        self._enlisted[relay] = now
-        self._enlisted = {address: heard for address, heard in self._enlisted.items() if now - heard < ENLISTED_S}
-        relays = list(self._enlisted)
-        place = relays.index(relay)
-        return "" if place < FAN_OUT else relays[place // FAN_OUT - 1]
+    def _parent(self, request: Enlist) -> str:
+        """Whom a relay asks for a file; empty: this server. Those that fetch it are a chain, in the order in which they have begun:
+        every link carries one copy, so the last has it little later than the first. Whoever is asked has begun before, so a
+        relay that has died earlier is in nobody's way."""
+        if not NAME.fullmatch(request.name):
+            raise ValueError(f"name must be that of a snapshot or patch, got {request.name[:80]!r}")
+        relays = self._relays.setdefault(request.name, [])
+        while len(self._relays) > KEEP_CHAINS:
+            self._relays.popitem(last=False)
+        if request.lost in relays:
+            log.warning("the relay %s is passed over: %s has asked it in vain", request.lost, request.address)
+            relays.remove(request.lost)
+        if request.address not in relays:
+            if len(relays) >= MAX_RELAYS:
+                return ""
+            relays.append(request.address)
+        place = relays.index(request.address)
+        if place in (0, CHAIN):
+            return ""
+        return relays[place - 1 if place < CHAIN else place - 2]
 
-    def _map(self, name: str) -> mmap.mmap:
-        """Also of files that have been deleted since: who has begun may end."""
-        if name in self._maps:
-            mapped, _ = self._maps.pop(name)
-        else:
-            with open(self._folder / name, "rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._maps[name] = (mapped, time.monotonic())
-        while len(self._maps) > KEEP_MAPPED:
-            self._maps.popitem(last=False)  # unmapped when ZeroMQ has sent the last of it
-        return mapped
+    def _open(self, name: str) -> ServedFile:
+        """Also files that have been deleted since: who has begun may end."""
+        file = self._files.pop(name, None)
+        if file is None or file.is_stale():
+            file = ServedFile(self._folder / name)
+        file.used_at = time.monotonic()
+        self._files[name] = file
+        while len(self._files) > KEEP_MAPPED:
+            self._files.popitem(last=False)  # unmapped when ZeroMQ has sent the last of it
+        return file
+
+
+def _open_plain(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)

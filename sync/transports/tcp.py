@@ -3,9 +3,12 @@
     Fetcher ── Get(name, offset, size) ──▶ SnapshotServer        a few chunks under way at once
             ◀── Chunk, the bytes ─────────                       straight out of the mapped file
 
-What has been fetched is a folder of snapshots again: mapped by all engines of that host, verified once, and served on to others, so
-that the publisher's own link carries a few copies whatever the number of hosts. The publisher says who asks whom (`Enlist`);
-a manifest always comes from the publisher itself, so that whatever a relay hands on is held against the publisher's digests.
+What has been fetched is a folder of snapshots again: mapped by all engines of that host, verified once, and served on to others
+while it still comes, so that the publisher's own link carries one copy, two where there are many hosts. The publisher says who asks
+whom (`Enlist`): the hosts that fetch a file are a chain, in the order in which they have begun. A manifest always comes from the
+publisher itself, so that whatever a relay hands on is held against the publisher's digests.
+
+A server answers every request: with what was asked for, with `NotYet` (a relay that is still fetching it), `Gone`, or `Refused`.
 
 Who has an earlier version asks the publisher for patches that lead from it (`Route`, `sync.patch`) and writes them over a file that no
 engine of the host uses any more; whatever does not work out, or would not be much smaller, is answered by the whole snapshot.
@@ -17,74 +20,111 @@ as done at once.)
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import zmq
+from msgspec import Meta
 
 from sync.transports.nccl import Rendezvous, Send
 
 CHUNK_BYTES = 4 << 20
-MAX_BYTES = 64 << 20
+"""Most bytes that are asked for at a time."""
+MAX_REQUEST_BYTES = 1 << 12
+"""Of one frame of a request."""
+MAX_FRAMES = 4
+"""Of a request; what is beyond is thrown away."""
+MAX_REPLY_BYTES = 64 << 20
+"""Of one frame of a reply."""
+MAX_PATCHES = 64
+"""On the way from one version to another."""
 SNAPSHOT = r"v\d+-\w+"
 NAME = re.compile(rf"{SNAPSHOT}(\.json|\.safetensors|-from-{SNAPSHOT}\.patch)")
 
-ADDRESS = re.compile(r"tcp://[\w.:\[\]-]{1,255}:\d{1,5}")
+ADDRESS = r"tcp://[\w.:\[\]-]{1,255}:\d{1,5}"
 
 Secure = Callable[["zmq.Socket[bytes]"], Any]
 """Gives a socket its keys, before it is bound or connected."""
 
+Name = Annotated[str, Meta(max_length=255)]
+Bytes = Annotated[int, Meta(ge=0, le=1 << 50)]
+"""An offset or a size."""
+Address = Annotated[str, Meta(pattern=rf"\A({ADDRESS})?\Z")]
+"""Empty: none."""
 
-class Get(msgspec.Struct, tag=True, array_like=True):
-    name: str
-    offset: int
-    size: int
+
+class Message(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
+    """A request or a reply. Unknown fields are not even looked at: they may be nested as deep as a sender likes."""
 
 
-class Route(msgspec.Struct, tag=True, array_like=True):
+class Get(Message):
+    name: Name
+    offset: Bytes
+    size: Annotated[int, Meta(ge=1, le=64 << 20)]
+
+
+class Route(Message):
     """Who has `base` wants `name` (stems of their files)."""
 
-    name: str
-    base: str
+    name: Name
+    base: Name
 
 
-class Enlist(msgspec.Struct, tag=True, array_like=True):
-    """A host will serve what it has fetched at this address."""
+class Enlist(Message):
+    """A host has begun to fetch the file `name`, and hands on what comes at `address`. Whom may it ask?"""
 
-    address: str
+    name: Name
+    address: Annotated[str, Meta(pattern=rf"\A{ADDRESS}\Z")]
+    lost: Address = ""
+    """It has been told before to ask here, in vain."""
 
 
-class Chunk(msgspec.Struct, tag=True, array_like=True):
-    """Comes with the bytes."""
+class Chunk(Message):
+    """Comes with the bytes: of those that were asked for, from the first on, as many as there are."""
 
-    name: str
-    offset: int
-    total: int
+    name: Name
+    offset: Bytes
+    total: Bytes
     """Bytes of the whole file."""
 
 
-class Gone(msgspec.Struct, tag=True, array_like=True):
+class NotYet(Message):
+    """The relay is fetching this itself: to be asked for again."""
+
+    name: Name
+    offset: Bytes
+
+
+class Gone(Message):
     """The file is not here: not yet, or not any more."""
 
-    name: str
+    name: Name
 
 
-class Patches(msgspec.Struct, tag=True, array_like=True):
+class Refused(Message):
+    reason: Annotated[str, Meta(max_length=500)]
+
+
+class Patches(Message):
     """How to come to `name`, in order; nothing: by the whole snapshot."""
 
-    name: str
-    files: list[tuple[str, int]]
+    name: Name
+    files: Annotated[list[tuple[Name, Bytes]], Meta(max_length=MAX_PATCHES)]
     """Names and bytes."""
 
 
-class Parent(msgspec.Struct, tag=True, array_like=True):
-    """Where to ask for snapshots; empty: here."""
+class Parent(Message):
+    """Where to ask for the file; empty: here."""
 
-    address: str
+    name: Name
+    address: Address
 
 
 Request = Get | Route | Enlist | Send
-Reply = Chunk | Gone | Patches | Parent | Rendezvous
+Reply = Chunk | NotYet | Gone | Refused | Patches | Parent | Rendezvous
 requests = msgspec.msgpack.Decoder(Request)
 replies = msgspec.msgpack.Decoder(Reply)
 encode = msgspec.msgpack.Encoder().encode
+
+UNREADABLE = (ValueError, RecursionError)
+"""What decoding raises, whatever the bytes: msgspec's errors are ValueErrors, and so is text that is not UTF-8."""

@@ -1,0 +1,120 @@
+"""The heartbeat of a role: a thread says what the role is doing and since when, whatever the role itself waits for.
+
+    the role's loop ── say(activity), tell(leases, report) ──▶ HeartbeatThread ── Heartbeat or Alive ──▶ buffer
+                    ◀── standings() ───────────────────────                  ◀── Standing or Done ────
+
+The thread has a client of its own, for a client belongs to one thread. Python gives it the processor a hundred times a second
+while the loop runs Python, waits, or computes in a library that lets go of the interpreter's lock (vLLM's steps, torch and
+sockets do). A call that holds the lock for long stops the heartbeat too: then the buffer says "not heard of".
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from buffers import messages as m
+from buffers.client import BufferClient
+
+log = logging.getLogger("slipstream.heartbeat")
+
+HEARTBEAT_S = 0.5
+WAKE_S = 0.1
+"""How soon the thread notices that it is to end, or to beat at once."""
+MAX_UNANSWERED = 4
+"""Heartbeats on the way, at most: a buffer that is away for an hour is not sent thousands when it is back."""
+
+
+class Compose(Protocol):
+    """Makes the request from what the role said of itself last."""
+
+    def __call__(self, *, activity: str, for_s: float, still_s: float) -> m.Heartbeat | m.Alive: ...
+
+
+class HeartbeatThread:
+    """Beats every `HEARTBEAT_S` until it is closed. All methods may be called from any thread."""
+
+    def __init__(
+        self,
+        client: BufferClient,
+        compose: Compose,
+        activity: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Starts with `activity`. The client is this thread's from now on."""
+        self._client, self._compose, self._clock = client, compose, clock
+        self._farewell: m.Request | None = None
+        self._lock = threading.Lock()
+        self._activity = activity
+        self._since = self._moved_at = clock()
+        self._standings: deque[m.Standing] = deque()
+        self._error: Exception | None = None
+        self._under_way: set[int] = set()
+        self.silent_s = 0.0
+        """Seconds for which the buffer had left heartbeats without an answer when the thread last looked for one. (Not until now:
+        a process that was held up has answers that it has not read.)"""
+        self._soon, self._closing = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
+        self._thread.start()
+
+    def say(self, activity: str, moved: bool = True) -> None:
+        """What the role is doing now. To say the same again shows that its loop has come round, unless `moved` is false."""
+        with self._lock:
+            now = self._clock()
+            if activity != self._activity:
+                self._activity, self._since, self._moved_at = activity, now, now
+            elif moved:
+                self._moved_at = now
+
+    def tell(self, compose: Compose, *, soon: bool = False) -> None:
+        """What every heartbeat carries from now on. `soon`: the next one need not wait its time."""
+        self._compose = compose
+        if soon:
+            self._soon.set()
+
+    def standings(self) -> list[m.Standing]:
+        """What the buffer has answered since this was asked last. Raises what has ended the thread, if anything has."""
+        if self._error is not None:
+            raise self._error
+        return [self._standings.popleft() for _ in range(len(self._standings))]
+
+    def close(self, farewell: m.Request | None = None) -> None:
+        """`farewell` is the last that the buffer hears from this thread."""
+        self._farewell = farewell
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                self._beat()
+                due = self._clock() + HEARTBEAT_S
+                while (left := due - self._clock()) > 0 and not (self._closing.is_set() or self._soon.is_set()):
+                    self._listen(min(left, WAKE_S))
+                self._soon.clear()
+            if self._farewell is not None:
+                self._client.post(self._farewell)
+        except Exception as error:  # the role's loop raises it
+            self._error = error
+        finally:
+            self._client.close()
+
+    def _beat(self) -> None:
+        if len(self._under_way) >= MAX_UNANSWERED:
+            return
+        with self._lock:
+            now = self._clock()
+            activity, for_s, still_s = self._activity, now - self._since, now - self._moved_at
+        self._under_way.add(self._client.post(self._compose(activity=activity, for_s=for_s, still_s=still_s)))
+
+    def _listen(self, wait_s: float) -> None:
+        for answer in self._client.receive(wait_s):
+            self._under_way.discard(answer.number)
+            match answer.reply:
+                case m.Standing() as standing:
+                    self._standings.append(standing)
+                case m.Refused(reason=reason):
+                    log.error("the buffer has refused a heartbeat: %s", reason)
+        self.silent_s = self._client.silent_s

@@ -1,0 +1,97 @@
+"""Locks between processes of a host that are not waited for in silence: the file says who holds the lock and for what, and a holder
+that makes no progress is given up after a while.
+
+The kernel drops the locks of the dead. A process that has been stopped (SIGSTOP, a debugger, a frozen container) lives, and holds on.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+log = logging.getLogger("slipstream.weights")
+
+PATIENCE_S = 30.0
+"""A holder that has made no progress for so long is not waited for any more."""
+LOOK_S = 0.02
+SAY_S = 10.0
+"""Who waits longer says so."""
+
+
+class LockTimedOut(FileNotFoundError):
+    """Another process holds the lock and makes no progress. It is named. What the lock protects cannot be had now."""
+
+
+class HeldLock:
+    """A lock that this process holds, and the text in its file."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+
+    def is_own(self) -> bool:
+        """Was the file made by this user?"""
+        return os.fstat(self._file).st_uid == os.geteuid()
+
+    def read(self) -> str:
+        return os.pread(self._file, 4096, 0).decode(errors="replace")
+
+    def write(self, text: str) -> None:
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, text.encode(), 0)
+
+    def claim(self, doing: str) -> None:
+        """Tells those who wait for whom and for what."""
+        self.write(f"process {os.getpid()}, which {doing}\n")
+
+    def progress(self) -> None:
+        """Tells those who wait that something has been done: they wait for another `PATIENCE_S`."""
+        os.utime(self._file)
+
+
+@contextlib.contextmanager
+def hold(path: Path, doing: str | None = None, patience_s: float | None = None) -> Iterator[HeldLock]:
+    """Holds the lock file at `path`, which is made where it is missing and is left there. `doing` ("fetches version 3") is written
+    into it; None: the text stays.
+
+    Raises LockTimedOut, naming the holder, when that has made no progress for `patience_s` (`PATIENCE_S`).
+    """
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        acquire(file, path, fcntl.LOCK_EX, patience_s)
+        lock = HeldLock(file)
+        if doing is not None:
+            lock.claim(doing)
+        yield lock
+    finally:
+        os.close(file)
+
+
+def acquire(file: int, path: Path, kind: int, patience_s: float | None = None) -> None:
+    """`flock` with a deadline, which the holder's progress puts off. Raises LockTimedOut, naming the holder."""
+    patience_s = PATIENCE_S if patience_s is None else patience_s
+    began = said = seen_at = time.monotonic()
+    seen = os.fstat(file).st_mtime_ns
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            pass
+        now, changed = time.monotonic(), os.fstat(file).st_mtime_ns
+        if changed != seen:
+            seen, seen_at = changed, now
+        if now - seen_at > patience_s:
+            raise LockTimedOut(
+                f"{path} is locked by {_holder(file)}, which has made no progress for {now - seen_at:.1f} s"
+            )
+        if now - said > SAY_S:
+            said = now
+            log.info("has waited %.0f s for %s: it is locked by %s", now - began, path, _holder(file))
+        time.sleep(LOOK_S)
+
+
+def _holder(file: int) -> str:
+    return os.pread(file, 200, 0).decode(errors="replace").partition("\n")[0] or "a process that has not said its name"

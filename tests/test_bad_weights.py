@@ -1,0 +1,641 @@
+"""Weights on a bad day: hostile messages, folders that others made, stuck processes, dead relays, slow links, full disks."""
+
+import errno
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from configs.disk import DiskFull
+from sync import folders, locks
+from sync.extents import ENTRY, Extents
+from sync.folders import shared_memory_folder, sweep
+from sync.locks import LockTimedOut, hold
+from sync.manifest import DigestMismatch, Manifest, parse_manifest
+from sync.publisher import Publisher
+from sync.snapshot import Snapshot, read_manifest
+from sync.stream import parts
+from sync.subscriber import Subscriber, announce
+from sync.transports import puller, tcp
+from sync.transports.fetcher import Fetcher
+from sync.transports.puller import TransferFailed
+from sync.transports.server import CHAIN, SnapshotServer
+from sync.transports.tcp import Chunk, Enlist, Get, Refused
+
+ROOT = Path(__file__).parents[1]
+
+
+def weights(seed: int, rows: int = 300) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"a": torch.randn(rows, 256, generator=generator), "b": torch.randn(256, generator=generator)}
+
+
+def same(found: Snapshot, wanted: dict[str, torch.Tensor]) -> bool:
+    found.verify()
+    return all(torch.equal(tensor, wanted[name]) for name, tensor in found.tensors())
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "CHUNK_BYTES", 1 << 16)
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[Publisher]:
+    folder = tmp_path / "weights"
+    publisher = Publisher(folder, "life", server=SnapshotServer(folder))
+    yield publisher
+    publisher.close()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """The name of a folder in shared memory, and of those beside it."""
+    folder = shared_memory_folder(f"test-{uuid.uuid4().hex}")
+    yield folder
+    for left in folder.parent.glob(f"{folder.name}*"):
+        if left.is_symlink():
+            left.unlink()
+        else:
+            subprocess.run(["rm", "-rf", str(left)], check=True)
+
+
+def elsewhere(publisher: Publisher, manifest: Manifest, address: str | None = None) -> str:
+    assert publisher._server is not None
+    _, _, digest, path = announce(manifest).split("#", 3)
+    return "#".join((address or publisher._server.address, "another host", digest, path))
+
+
+# ---- messages
+
+
+@pytest.fixture
+def stranger() -> Iterator["zmq.Socket[bytes]"]:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    yield socket
+    socket.close(linger=0)
+
+
+NESTED = b"\x91" * 3000 + b"\x90"
+HOSTILE = {
+    "nested in an unknown field": b"\x95\xa3Get\xacv0-life.json\x00\x0a" + NESTED,
+    "nested in a known field": b"\x94\xa3Get" + NESTED + b"\x00\x0a",
+    "nested in an unknown message": b"\x92\xa4Gets" + NESTED,
+    "nested and nothing else": NESTED,
+    "not UTF-8": b"\x94\xa3Get\xa2\xff\xfe\x00\x0a",
+    "2**64 - 1": msgspec.msgpack.encode(["Get", "v0-life.json", 2**64 - 1, 1]),
+    "2**63": msgspec.msgpack.encode(["Get", "v0-life.json", 0, 2**63]),
+    "-1": msgspec.msgpack.encode(["Get", "v0-life.json", -1, 1]),
+    "a long name": msgspec.msgpack.encode(["Get", "v" * 3000, 0, 1]),
+    "a long address": msgspec.msgpack.encode(["Enlist", "v0-life.json", f"tcp://{'x' * 300}:1"]),
+    "an address and a line": msgspec.msgpack.encode(["Enlist", "v0-life.json", "tcp://x:1\n"]),
+    "to be sent by NCCL": msgspec.msgpack.encode(["Send", "v0-life", "0123456789abcdef"]),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_request_is_refused_and_counted_and_the_next_one_is_answered(
+    publisher: Publisher, stranger: "zmq.Socket[bytes]", what: str
+) -> None:
+    publisher.publish(0, parts(weights(0)))
+    assert publisher._server is not None
+    stranger.connect(publisher._server.address)
+    stranger.send(HOSTILE[what])
+    stranger.send(tcp.encode(Get("v0-life.json", 0, 10)))
+    assert stranger.poll(20_000) and isinstance(tcp.replies.decode(stranger.recv()), Refused)
+    assert stranger.poll(20_000) and isinstance(tcp.replies.decode(stranger.recv_multipart()[0]), Chunk)
+    assert publisher._server.refused == 1 and "vllm" not in sys.modules
+    publisher.publish(1, parts(weights(1)))
+
+
+def test_a_message_of_many_frames_is_refused_and_a_large_one_ends_its_connection_only(
+    publisher: Publisher, stranger: "zmq.Socket[bytes]"
+) -> None:
+    publisher.publish(0, parts(weights(0)))
+    assert publisher._server is not None
+    stranger.connect(publisher._server.address)
+    stranger.send_multipart([b"x" * 4000] * 1000)
+    stranger.send(tcp.encode(Get("v0-life.json", 0, 10)))
+    assert isinstance(tcp.replies.decode(stranger.recv()), Refused)
+    assert isinstance(tcp.replies.decode(stranger.recv_multipart()[0]), Chunk)
+    stranger.send(b"x" * (tcp.MAX_REQUEST_BYTES + 1))  # libzmq cuts the line; the socket connects again by itself
+    deadline = time.monotonic() + 30
+    while not stranger.poll(200) and time.monotonic() < deadline:
+        stranger.send(tcp.encode(Get("v0-life.json", 0, 10)))
+    assert isinstance(tcp.replies.decode(stranger.recv_multipart()[0]), Chunk)
+
+
+@pytest.mark.parametrize("reply", [*HOSTILE.values(), b"\x93\xa6Parent\xa1x\xa1y", b""], ids=str)
+def test_a_hostile_answer_is_as_none(tmp_path: Path, reply: bytes) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    evil = context.socket(zmq.ROUTER)
+    port = evil.bind_to_random_port("tcp://127.0.0.1")
+
+    def answer() -> None:
+        sender, _ = evil.recv_multipart()
+        evil.send_multipart([sender, reply])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    fetcher = Fetcher(tmp_path / "far", timeout_s=0.5)
+    with pytest.raises(TransferFailed):
+        fetcher.manifest(f"tcp://127.0.0.1:{port}", "v0-life.json")
+    thread.join()
+    fetcher.close()
+    evil.close(linger=0)
+    context.term()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data[:-1] + b',"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        lambda data: data.replace(b'"num_bytes":', b'"num_bytes":-'),
+        lambda data: data.replace(b'"version":0', b'"version":18446744073709551615'),
+        lambda data: data.replace(b'"version":0', b'"version":1'),
+        lambda data: data.replace(b'"float32"', b'"Tensor"'),
+        lambda data: data.replace(b"[300,", b"[-300,"),
+        lambda data: data.replace(b'"life"', b'"li\xffe"'),
+    ],
+    ids=["nested", "negative size", "2**64-1", "another version", "no dtype", "negative shape", "not UTF-8"],
+)
+def test_a_hostile_manifest_is_a_mismatch(publisher: Publisher, change: Callable[[bytes], bytes]) -> None:
+    data = Path(publisher.publish(0, parts(weights(0))).locator).read_bytes()
+    parse_manifest(data, "it", "v0-life")
+    assert change(data) != data
+    with pytest.raises(DigestMismatch, match="^it "):
+        parse_manifest(change(data), "it", "v0-life")
+
+
+def test_a_server_thread_that_dies_ends_its_publisher_and_its_relay(
+    publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = Subscriber(Fetcher(tmp_path / "far", timeout_s=3), relay=SnapshotServer)
+    announced = elsewhere(publisher, publisher.publish(0, parts(weights(0))))
+    far.prepare(announced)
+
+    def die(*arguments: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(SnapshotServer, "_take", die)
+    assert publisher._server is not None and far._server is not None
+    for one in (publisher._server, far._server):
+        asking: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        asking.connect(one.address)
+        asking.send(b"")
+        one._thread.join(20)
+        asking.close(linger=0)
+    with pytest.raises(RuntimeError, match="has died") as ended:
+        publisher.publish(1, parts(weights(1)))
+    assert isinstance(ended.value.__cause__, ZeroDivisionError), "with the traceback of what was the cause"
+    with pytest.raises(RuntimeError, match="has died"):
+        far.prepare(announced)
+    far.close()
+
+
+# ---- what was announced
+
+
+def test_a_snapshot_and_manifest_swapped_together_are_noticed_whichever_way_they_come(
+    publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = publisher.publish(0, parts(weights(0)))
+    far = Subscriber(Fetcher(tmp_path / "far", timeout_s=3))
+    nccl = Subscriber(Fetcher(tmp_path / "nccl", timeout_s=3), broadcast=True)
+    for announced in (publisher.announcement(manifest), announce(manifest)):
+        assert same(Subscriber().prepare(announced), weights(0))  # type: ignore[arg-type]
+    other = Publisher(tmp_path / "other", "life")
+    swapped = other.publish(0, parts(weights(1)))
+    for name in (manifest.path, manifest.locator):
+        os.replace(Path(swapped.path).parent / Path(name).name, name)
+    other.close()
+    read_manifest(manifest.locator), Snapshot(read_manifest(manifest.locator)).verify()  # a pair that fits
+    for subscriber, announced in (
+        (Subscriber(), publisher.announcement(manifest)),
+        (Subscriber(), announce(manifest)),
+        (far, elsewhere(publisher, manifest)),
+        (nccl, elsewhere(publisher, manifest)),
+    ):
+        with pytest.raises(DigestMismatch, match="was announced"):
+            subscriber.prepare(announced)
+    for subscriber in (far, nccl):
+        subscriber.close()
+
+
+def test_a_file_put_in_the_place_of_a_sealed_one_is_noticed(publisher: Publisher, tmp_path: Path) -> None:
+    manifest = publisher.publish(0, parts(weights(0)))
+    Subscriber().prepare(announce(manifest))
+    damaged = bytearray(Path(manifest.path).read_bytes())
+    damaged[-1] ^= 1
+    (tmp_path / "damaged").write_bytes(damaged)
+    os.replace(tmp_path / "damaged", manifest.path)
+    with pytest.raises(DigestMismatch, match="1 of 2 tensors"):
+        Subscriber().prepare(announce(manifest))
+
+
+@pytest.mark.parametrize("announced", ["", "w", "/dev/shm/x/v0-life.json", "a#b#c#d", f"##{'0' * 32}#/etc/passwd"])
+def test_what_is_no_announcement_is_a_version_that_is_not_to_be_had(announced: str) -> None:
+    with pytest.raises(TransferFailed, match="must be announced as"):
+        Subscriber().prepare(announced)
+
+
+# ---- folders
+
+
+def test_a_folder_in_shared_memory_is_private(folder: Path) -> None:
+    before = os.umask(0)
+    try:
+        publisher = Publisher(folder, "life")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    publisher.close()
+
+
+def make_link(folder: Path) -> None:
+    folder.with_name(f"{folder.name}-real").mkdir()
+    folder.symlink_to(folder.with_name(f"{folder.name}-real"))
+
+
+def make_strangers(folder: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may give a folder to another user")
+    folder.mkdir()
+    os.chown(folder, 12345, -1)
+
+
+@pytest.mark.parametrize(
+    ("make", "got"),
+    [
+        (make_link, "a link"),
+        (make_strangers, "user 12345"),
+        (lambda folder: (folder.mkdir(), folder.chmod(0o777)), "mode 0777"),
+        (lambda folder: (folder.mkdir(), folder.chmod(0o770)), "mode 0770"),
+    ],
+    ids=["link", "stranger", "0777", "0770"],
+)
+def test_a_folder_that_someone_else_made_or_may_write_to_is_refused(
+    folder: Path, make: Callable[[Path], None], got: str
+) -> None:
+    make(folder)
+    for use in (lambda: Publisher(folder, "life"), Fetcher(folder).open_folder):
+        with pytest.raises(ValueError, match=rf"^{folder} must be a folder that belongs to user .*{got}"):
+            use()
+    announced = f"##{'0' * 32}#{folder}/v0-life.json"
+    with pytest.raises(ValueError, match=f"^{folder} must be"):
+        Subscriber().prepare(announced)
+
+
+def test_folders_without_owner_are_swept_when_they_are_old_and_unlocked_and_ours(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("empty", "claimed", "locked", "young", "users")
+    empty, claimed, locked, young, users = made = [folder.with_name(f"{folder.name}-{name}") for name in names]
+    for one in made:
+        one.mkdir()
+    (claimed / "owner.4711").touch()
+    (claimed / "v3-life.safetensors").write_bytes(b"x")
+    (users / "thesis.tex").touch()
+    with hold(locked / "lock", "is at it"):
+        for one in made:
+            for path in (*one.iterdir(), one):
+                if one != young:
+                    os.utime(path, (time.time() - folders.ORPHANED_S - 60,) * 2)
+        assert {one for one in sweep(folder.parent) if one in made} == {empty, claimed}
+    assert [one.exists() for one in made] == [False, False, True, True, True]
+
+
+# ---- locks
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from sync.locks import hold
+with hold(Path(sys.argv[1]), "does something long") as lock:
+    print(flush=True)
+    while True:
+        time.sleep(0.02)
+        lock.progress()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "lock")], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_stopped_holder_is_named_after_a_deadline_that_its_progress_puts_off(
+    holder: "subprocess.Popen[str]", tmp_path: Path
+) -> None:
+    def take() -> float:
+        began = time.monotonic()
+        says = f"locked by process {holder.pid}, which does something long, which has made no"
+        with pytest.raises(LockTimedOut, match=says), hold(tmp_path / "lock", "waits", patience_s=3):
+            pass
+        return time.monotonic() - began
+
+    stop = threading.Timer(4, holder.send_signal, [signal.SIGSTOP])
+    stop.start()
+    assert take() > 6, "as long as it made progress it was not given up"
+    holder.send_signal(signal.SIGKILL)
+    with hold(tmp_path / "lock", "has it", patience_s=20):
+        pass
+
+
+FETCH = """
+import sys
+from pathlib import Path
+from sync.transports import fetcher, puller, tcp
+tcp.CHUNK_BYTES = puller.FIRST_BYTES = 1 << 12
+print(flush=True)
+print(fetcher.Fetcher(Path(sys.argv[1])).fetch(sys.argv[2], sys.argv[3]), flush=True)
+"""
+
+
+class Slow(SnapshotServer):
+    def _reply(self, request: object) -> tuple[object, list[memoryview]]:  # type: ignore[override]
+        time.sleep(0.02)
+        return super()._reply(request)  # type: ignore[arg-type]
+
+
+def test_a_process_stopped_in_the_middle_of_a_fetch_does_not_stop_its_host(
+    publisher: Publisher, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = publisher.publish(0, parts(weights(0)))
+    slow = Slow(publisher.folder)
+    stopped = subprocess.Popen(
+        [sys.executable, "-c", FETCH, str(folder), slow.address, Path(manifest.locator).name],
+        cwd=ROOT, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while not list(folder.glob("*.chunks")):
+        time.sleep(0.01)
+    stopped.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(locks, "PATIENCE_S", 1.0)
+    other = Subscriber(Fetcher(folder, timeout_s=3), relay=SnapshotServer)
+    found = other.prepare(elsewhere(publisher, manifest))
+    assert isinstance(found, Snapshot) and same(found, weights(0))
+    assert Path(found.manifest.path).parent.name == f"{folder.name}-2"
+    second = elsewhere(publisher, publisher.publish(1, parts(weights(1))))
+    assert same(other.prepare(second), weights(1))  # type: ignore[arg-type]
+    assert other._served == other._fetcher.folder, "what it serves to others is there too"  # type: ignore[union-attr]
+    stopped.send_signal(signal.SIGCONT)
+    out, _ = stopped.communicate(timeout=60)
+    assert out.strip() == str(folder / "v0-life.json"), "who was stopped goes on where it was"
+    slow.close()
+    other.close()
+    assert sweep(folder.parent) and not list(folder.parent.glob(f"{folder.name}*")), "nothing stays behind"
+
+
+def test_who_is_stopped_while_it_verifies_does_not_stop_the_others(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = publisher.publish(0, parts(weights(0)))
+    monkeypatch.setattr(locks, "PATIENCE_S", 0.5)
+    monkeypatch.setattr("sync.snapshot.boot_id", lambda: "here")
+    with hold(Path(manifest.path).with_suffix(".here"), "verifies version 0"):  # another descriptor: as another process
+        found = Subscriber().prepare(announce(manifest))
+    assert isinstance(found, Snapshot) and found.checks == 1
+    assert re.search(rf"locked by process {os.getpid()}, which verifies version 0, .*for itself", caplog.text)
+
+
+# ---- relays and slow links
+
+
+def record_of(fetcher: Fetcher) -> int:
+    come = Extents()
+    for path in fetcher.folder.glob("*.chunks"):
+        come.read(os.open(path, os.O_RDONLY), 0)
+    return come.end_from(0)
+
+
+def test_extents_know_what_is_there_in_whatever_order_it_comes(tmp_path: Path) -> None:
+    come = Extents()
+    for begin, end in ((40, 50), (0, 10), (10, 20), (60, 70), (45, 65), (15, 18)):
+        come.add(begin, end)
+    assert come.missing(100) == [(20, 40), (70, 100)] and Extents().missing(3) == [(0, 3)]
+    assert [come.end_from(at) for at in (0, 19, 20, 30, 40, 69, 99)] == [20, 20, 20, 30, 70, 70, 99]
+    record = tmp_path / "record"
+    record.write_bytes(ENTRY.pack(0, 5) + ENTRY.pack(9, 4) + ENTRY.pack(5, 7)[:9])
+    torn, file = Extents(), os.open(record, os.O_RDONLY)
+    assert torn.read(file, 0) == 32 and torn.end_from(0) == 5, "a torn entry is as none"
+    os.close(file)
+
+
+def test_a_relay_hands_on_what_has_come_while_it_still_fetches(publisher: Publisher, tmp_path: Path) -> None:
+    manifest = publisher.publish(0, parts(weights(0, rows=4000)))  # 63 chunks
+    slow = Slow(publisher.folder)
+    hosts = [Subscriber(Fetcher(tmp_path / f"far-{n}", timeout_s=20), relay=SnapshotServer) for n in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        under_way = [pool.submit(one.prepare, elsewhere(publisher, manifest, slow.address)) for one in hosts]
+        together = False
+        while not any(one.done() for one in under_way):
+            come = sorted(record_of(one._fetcher) for one in hosts if one._fetcher)
+            together |= come[0] > 0 and come[-1] < manifest.num_bytes
+            time.sleep(0.01)
+        assert all(same(one.result(), weights(0, rows=4000)) for one in under_way)  # type: ignore[arg-type]
+    assert together, "the last had some of it when the first had not all of it yet"
+    assert slow.bytes_sent < 1.1 * manifest.num_bytes
+    for one in hosts:
+        one.close()
+    slow.close()
+
+
+RELAY = """
+import sys, time
+from pathlib import Path
+from sync.subscriber import Subscriber
+from sync.transports import tcp
+from sync.transports.fetcher import Fetcher
+from sync.transports.server import SnapshotServer
+tcp.CHUNK_BYTES = 1 << 16
+subscriber = Subscriber(Fetcher(Path(sys.argv[1])), relay=SnapshotServer)
+for announced in sys.stdin:
+    subscriber.prepare(announced.strip())
+    print(subscriber._server.address, flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_relay_is_asked_once_and_nobody_is_sent_there_again(
+    publisher: Publisher, tmp_path: Path, how: signal.Signals
+) -> None:
+    assert publisher._server is not None
+    relays = [
+        subprocess.Popen(
+            [sys.executable, "-c", RELAY, str(tmp_path / f"relay-{n}")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        )
+        for n in range(2)
+    ]  # fmt: skip
+    hosts = [Subscriber(Fetcher(tmp_path / f"far-{n}", patience_s=1.0), relay=SnapshotServer) for n in range(2)]
+    try:
+        addresses = []
+        announced = elsewhere(publisher, publisher.publish(0, parts(weights(0))))
+        for relay in relays:
+            assert relay.stdin is not None and relay.stdout is not None
+            relay.stdin.write(f"{announced}\n")
+            relay.stdin.flush()
+            addresses.append(relay.stdout.readline().strip())
+        for relay in relays:
+            relay.send_signal(how)
+        assert publisher._server._relays["v0-life.safetensors"] == addresses
+        began, before = time.monotonic(), publisher._server.bytes_sent
+        for host in hosts:  # the first is told to ask one that is dead, then the other
+            assert same(host.prepare(announced), weights(0))  # type: ignore[arg-type]
+        assert time.monotonic() - began > 1.0 and publisher._server.bytes_sent > before
+        assert not set(addresses) & set(publisher._server._relays["v0-life.safetensors"])
+        announced = elsewhere(publisher, publisher.publish(1, parts(weights(1))))
+        silent = [dict(host._fetcher._silent) for host in hosts if host._fetcher]
+        for host in hosts:
+            assert same(host.prepare(announced), weights(1))  # type: ignore[arg-type]
+        assert silent == [host._fetcher._silent for host in hosts if host._fetcher], "nobody was sent there"
+    finally:
+        for host in hosts:
+            host.close()
+        for relay in relays:
+            relay.kill()
+            relay.communicate()
+
+
+class Damaging(SnapshotServer):
+    def _reply(self, request: object) -> tuple[object, list[memoryview]]:  # type: ignore[override]
+        reply, payload = super()._reply(request)  # type: ignore[arg-type]
+        if isinstance(reply, Chunk) and not reply.name.endswith(".json"):
+            payload = [memoryview(bytes(payload[0])[:-1] + b"\xff")]
+        return reply, payload
+
+
+def test_a_relay_that_hands_on_damaged_bytes_costs_its_children_one_fetch(publisher: Publisher, tmp_path: Path) -> None:
+    relay = Subscriber(Fetcher(tmp_path / "relay"), relay=Damaging)
+    child = Subscriber(Fetcher(tmp_path / "child"), relay=SnapshotServer)
+    for version in range(2):
+        announced = elsewhere(publisher, publisher.publish(version, parts(weights(version))))
+        relay.prepare(announced)
+        with pytest.raises(DigestMismatch):
+            child.prepare(announced)
+        assert same(child.prepare(announced, again=True), weights(version))  # type: ignore[arg-type]
+    for one in (relay, child):
+        one.close()
+
+
+class Narrow(SnapshotServer):
+    """A link of so many bytes a second."""
+
+    rate = 1e9
+
+    def _reply(self, request: object) -> tuple[object, list[memoryview]]:  # type: ignore[override]
+        reply, payload = super()._reply(request)  # type: ignore[arg-type]
+        time.sleep(sum(len(part) for part in payload) / self.rate)
+        return reply, payload
+
+
+def test_on_a_slow_link_less_is_asked_for_at_a_time_and_what_comes_counts(publisher: Publisher, tmp_path: Path) -> None:
+    manifest = publisher.publish(0, parts(weights(0, rows=100)))
+    narrow = Narrow(publisher.folder)
+    narrow.rate = 20_000  # a chunk of 64 kB takes longer than anybody waits
+    fetcher = Fetcher(tmp_path / "far", timeout_s=1.5)
+    asked, failed = [], 0
+    reply = narrow._reply
+    narrow._reply = lambda request: (asked.append(getattr(request, "size", 0)), reply(request))[1]  # type: ignore
+    while True:
+        try:
+            local = fetcher.fetch(narrow.address, Path(manifest.locator).name)
+            break
+        except TransferFailed:
+            failed += 1
+            assert failed < 4
+    assert same(Snapshot(read_manifest(local)), weights(0, rows=100))
+    assert max(asked) == puller.FIRST_BYTES and min(asked[-9:]) < 1.5 * narrow.rate
+    assert fetcher.bytes_received == manifest.num_bytes, "what had come was kept"
+    fetcher.close()
+    narrow.close()
+
+
+# ---- full disks
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Of 4 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(disk)], capture_output=True).returncode:
+        pytest.skip("there is no right here to mount a file system")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+MEGABYTE = torch.ones(1 << 18)
+
+
+def test_a_publication_without_room_is_named_and_leaves_the_versions_before_in_service(small_disk: Path) -> None:
+    publisher = Publisher(small_disk / "weights", "life")
+    before = publisher.publish(0, parts({"a": MEGABYTE}))
+    with pytest.raises(
+        DiskFull, match=rf"^the disk of {small_disk}\S+ must have room for 6,291,456 bytes .* got [\d,]+ b"
+    ):
+        publisher.publish(1, parts({name: MEGABYTE for name in "abcdef"}))
+    assert same(Subscriber().prepare(announce(before)), {"a": MEGABYTE})  # type: ignore[arg-type]
+    assert not [path for path in publisher.folder.iterdir() if path.name.startswith("v1")], "no remains take room"
+    again = publisher.publish(2, parts({"a": MEGABYTE, "b": MEGABYTE}))
+    assert same(Subscriber().prepare(announce(again)), {"a": MEGABYTE, "b": MEGABYTE})  # type: ignore[arg-type]
+    publisher.close()
+
+
+def test_a_fetch_without_room_is_named(publisher: Publisher, small_disk: Path) -> None:
+    manifest = publisher.publish(0, parts({name: MEGABYTE for name in "abcdef"}))
+    fetcher = Fetcher(small_disk / "far")
+    with pytest.raises(DiskFull, match=rf"the disk of {small_disk}.* must have room for"):
+        fetcher.fetch(publisher._server.address, Path(manifest.locator).name)  # type: ignore[union-attr]
+    fetcher.close()
+
+
+def test_a_patch_without_room_leaves_nothing(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(tensors: object, path: Path, metadata: object) -> None:
+        path.write_bytes(b"half a patch")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("sync.patch.save_file", fill)
+    assert publisher._server is not None
+    publisher._server._patches.wanted()
+    state = weights(0)
+    for version in range(2):
+        manifest = publisher.publish(version, parts(state))
+        state["b"] = state["b"] + 1
+    while publisher._server._patches.route("v0-life", "v1-life") is None:
+        time.sleep(0.01)
+    assert publisher._server._patches.route("v0-life", "v1-life") == []
+    assert {path.suffix for path in publisher.folder.glob("v*")} == {".safetensors", ".json"} and manifest.version == 1
+
+
+def test_many_relays_are_two_chains_and_a_lost_one_is_bridged(publisher: Publisher) -> None:
+    assert publisher._server is not None
+    ask = publisher._server._parent
+    hosts = [f"tcp://host-{n}:1" for n in range(20)]
+    parents = [ask(Enlist("v0-life.safetensors", host)) for host in hosts]
+    assert [n for n, parent in enumerate(parents) if not parent] == [0, CHAIN]
+    told = [parent for parent in parents if parent]
+    assert len(set(told)) == len(told) == 18, "nobody is asked by two"
+    assert all(hosts.index(parent) < n for n, parent in enumerate(parents) if parent)
+    assert ask(Enlist("v0-life.safetensors", hosts[3], lost=hosts[2])) == hosts[1]
+    assert ask(Enlist("v1-life.safetensors", hosts[9])) == "", "of every file there is a chain of its own"

@@ -1,0 +1,89 @@
+"""A role that cannot go on for a reason that another life would meet again ends the run with one sentence."""
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from runs import SIMULATED, Started, assert_accounts_close
+
+SENTENCE = "there must be room for what is written, got none"
+FAULTS = {
+    # in the thread of a learner's rank that writes checkpoints
+    "learner-0": """
+import os
+replace = os.replace
+def fails(source, target, **other):
+    if "/checkpoints/step_" in str(target):
+        raise Full(SENTENCE, 28)
+    replace(source, target, **other)
+os.replace = fails
+""",
+    # while a generator makes its engine
+    "generator-0": """
+import math, sys
+log1p = math.log1p
+def fails(x):
+    if sys._getframe(1).f_code.co_filename.endswith("simulated_engine.py"):
+        raise Full(SENTENCE, 28)
+    return log1p(x)
+math.log1p = fails
+""",
+}
+
+
+@pytest.mark.parametrize("role", FAULTS)
+def test_an_error_that_another_life_would_meet_again_ends_the_run_with_its_sentence(
+    role: str, start: Callable[..., Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error's class is a ValueError, and cannot be pickled."""
+    head = f"SENTENCE = {SENTENCE!r}\nclass Full(ValueError):\n    def __init__(self, text, number):\n        super().__init__(text)\n"
+    (tmp_path / "faults").mkdir()
+    (tmp_path / "faults" / "sitecustomize.py").write_text(head + FAULTS[role])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "faults"), prepend=os.pathsep)
+    run = start(*SIMULATED, "run.steps=30", "learner.checkpoint_every=3", "generators.count=1")
+    run.wait_for(run.descendants, "processes")
+    status, said = run.finish()
+    assert status == 1, said
+    assert f"\n{role}: {SENTENCE}\nThe run has failed. Logs: " in said, said
+    assert "Traceback" not in said and "goes on" not in said, "nothing was started again"
+    run.assert_nothing_left()
+    assert "Traceback" in (run.folder / "logs" / f"{role}.log").read_text(), "where, is in the log"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1.5 MB, which can be made larger."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "none", place]).returncode:
+        pytest.skip("mounting a small file system needs more rights than this user has")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_fills_its_disk_says_where_and_goes_on_when_there_is_room(
+    small_disk: Path, start: Callable[..., Started]
+) -> None:
+    fast = ["generators.simulated.mean_tokens=100", "generators.simulated.tokens_per_s=20000", "generators.count=1"]
+    run = start(
+        *SIMULATED, *fast, "generators.simulated.train_tokens_per_s=200000", "run.steps=3000", "learner.checkpoint_every=2",
+        outputs=small_disk,
+    )  # fmt: skip
+    run.wait_for(run.descendants, "processes")
+    status, said = run.finish()
+    assert status == 1 and "Traceback" not in said, said
+    assert re.search(
+        rf"\n(\S+: )?the disk of {run.folder}/\S+ must have room for [\d,]+ bytes more, got [\d,]+ bytes free", said
+    )
+    run.assert_nothing_left()
+    subprocess.run(["mount", "-o", "remount,size=100m", small_disk], check=True)
+    steps = json.loads((run.folder / "summary.json").read_text())["steps"]
+    again = start(f"run.resume={run.folder}", f"run.steps={steps + 5}", outputs=small_disk)
+    assert again.finish()[0] == 0
+    assert_accounts_close(again.summary())
+    assert again.summary()["steps"] == steps + 5

@@ -1,0 +1,259 @@
+"""Heartbeats while a role waits: leases outlive long waits and not endless ones, and everybody's last word is known."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import generators.worker
+from buffers import heartbeat as beats
+from buffers import messages as m
+from buffers.client import BufferClient
+from buffers.heartbeat import HeartbeatThread
+from buffers.metrics import families
+from buffers.server import BufferServer
+from configs.load import load, to_yaml
+from generators.episode import SimulatedEpisodes
+from generators.simulated_engine import SimulatedEngine
+from generators.worker import Generator, join
+from sync.publisher import Publisher
+from sync.snapshot import Snapshot
+from sync.stream import parts
+from sync.subscriber import Subscriber
+from sync.transports.nccl import Broadcast
+
+BASE = [
+    "generators.engine=simulated", "learner.engine=simulated", "learner.groups_per_step=4", "run.steps=3", "eval.prompts=0",
+    "learner.samples_per_prompt=2", "generators.max_sequences=16", "buffer.max_attempts=1", "buffer.lease_s=0.6",
+]  # fmt: skip
+
+
+class Rig:
+    """A buffer in a thread, and one who publishes and looks. A lease that is lost is quarantined at once."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.config = load([*BASE, *overrides])
+        self.server = BufferServer(self.config, folder / "journal", config_text=to_yaml(self.config))
+        self.threads = [threading.Thread(target=self.server.run)]
+        self.threads[0].start()
+        self.client = BufferClient(self.server.address, timeout_s=10.0)
+        self.publisher = Publisher(folder / "weights", "life")
+
+    def generate(self, engine: SimulatedEngine, subscriber: Subscriber) -> None:
+        client = BufferClient(self.server.address, timeout_s=10.0)
+        generator = Generator("g", self.config, client, engine, SimulatedEpisodes(), subscriber)
+        self.threads.append(threading.Thread(target=generator.run))
+        self.threads[-1].start()
+
+    def publish(self, version: int) -> None:
+        manifest = self.publisher.publish(version, parts({"w": torch.tensor([float(version)])}))
+        self.client.call(m.Publish(version=version, weights=manifest.locator), m.Done)
+
+    def status(self) -> m.Status:
+        return self.client.call(m.Watch(after=0, wait_s=0.0), m.News).status
+
+    def wait_for(self, holds: Callable[[m.Status], object], timeout_s: float = 20.0) -> m.Status:
+        deadline = time.monotonic() + timeout_s
+        while not holds(status := self.status()):
+            assert time.monotonic() < deadline, status
+            time.sleep(0.05)
+        return status
+
+    def close(self) -> None:
+        self.client.call(m.Stop(reason="over"), m.Done)
+        for thread in self.threads[1:]:
+            thread.join(timeout=10)
+            assert not thread.is_alive()
+        self.server.stop()
+        self.threads[0].join(timeout=10)
+        self.client.close()
+        self.publisher.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def begin(*overrides: str) -> Rig:
+        rigs.append(Rig(tmp_path, *overrides))
+        return rigs[-1]
+
+    yield begin
+    for rig in rigs:
+        rig.close()
+
+
+def engine() -> SimulatedEngine:
+    return SimulatedEngine(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5)
+
+
+class Pulling(Subscriber):
+    """A pull lasts until `end` is set; bytes come in all the while, or never."""
+
+    def __init__(self, bytes_come_in: bool) -> None:
+        super().__init__()
+        self.end, self.bytes_come_in, self.began_at = threading.Event(), bytes_come_in, 0.0
+
+    @property
+    def fetched_bytes(self) -> int:
+        return int(1e9 * (time.monotonic() - self.began_at)) if self.began_at and self.bytes_come_in else 0
+
+    def prepare(self, announced: str, *, again: bool = False) -> Snapshot | Broadcast:
+        self.began_at = time.monotonic()
+        self.end.wait(timeout=30)
+        return super().prepare(announced, again=again)
+
+
+def test_a_pull_of_weights_that_takes_several_leases_and_stalls_loses_none_while_bytes_come_in(
+    start: Callable[..., Rig],
+) -> None:
+    rig, pulling = start("buffer.stalled_s=1"), Pulling(bytes_come_in=True)
+    rig.publish(0)
+    rig.generate(engine(), pulling)
+    rig.wait_for(lambda status: status.groups.in_flight)
+    status = rig.wait_for(lambda status: status.roles["g"].for_s > 3)
+    assert status.roles["g"].activity == "fetching version 0" and status.roles["g"].last_heard_s < 3
+    assert "g: fetching version 0 for 3 s" in status.waiting_for
+    pulling.end.set()
+    taken = rig.client.next(0, wait_s=10.0)
+    assert taken.groups == [0, 1, 2, 3] and not rig.status().quarantined  # type: ignore[union-attr]
+
+
+def test_a_pull_in_which_nothing_comes_keeps_its_leases_until_it_counts_as_stalled(start: Callable[..., Rig]) -> None:
+    rig, pulling = start("buffer.stalled_s=2.5"), Pulling(bytes_come_in=False)
+    rig.publish(0)
+    rig.generate(engine(), pulling)
+    status = rig.wait_for(lambda status: "g" in status.roles and status.roles["g"].for_s > 1.5)
+    assert not status.quarantined and status.groups.in_flight, "longer than a lease lasts"
+    status = rig.wait_for(lambda status: status.quarantined)
+    assert "stalled: fetching version 0 for 3 s" in set(status.quarantined.values())
+    pulling.end.set()
+
+
+class Hanging(SimulatedEngine):
+    end = threading.Event()
+
+    def load(self, source: Snapshot | Broadcast) -> None:
+        self.end.wait(timeout=30)
+        super().load(source)
+
+
+def test_a_loop_that_hangs_loses_its_leases_though_its_heart_beats_and_goes_on_when_it_comes_back(
+    start: Callable[..., Rig],
+) -> None:
+    rig, hanging = start("buffer.stalled_s=1.5"), Hanging(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5)
+    rig.generate(hanging, Subscriber())
+    rig.wait_for(lambda status: "g" in status.roles and status.roles["g"].activity == "waiting for leases")
+    client = BufferClient(rig.server.address)
+    rig.publish(0)
+    rig.wait_for(lambda status: status.groups.in_flight)
+    status = rig.wait_for(lambda status: status.quarantined or status.roles["g"].for_s > 1)
+    if not status.quarantined:  # it may have begun to load before it had leases
+        assert status.roles["g"].activity == "loading version 0" and status.roles["g"].last_heard_s < 1
+        status = rig.wait_for(lambda status: status.quarantined)
+    assert "stalled: loading version 0 for 2 s" in set(status.quarantined.values())
+    hanging.end.set()
+    assert rig.client.next(0, wait_s=10.0).groups, "others fill the places, or itself"  # type: ignore[union-attr]
+    client.close()
+
+
+def test_a_generator_beats_while_its_engine_starts(start: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, going = start(), threading.Event()
+
+    def slowly(config: object, seed: int) -> SimulatedEngine:
+        going.wait(timeout=30)
+        return engine()
+
+    monkeypatch.setattr(generators.worker, "make_engine", slowly)
+    rig.threads.append(threading.Thread(target=lambda: join(rig.server.address, "g", 0, None).run()))
+    rig.threads[-1].start()
+    status = rig.wait_for(lambda status: "g" in status.roles and status.roles["g"].for_s > 1.5)
+    assert status.roles["g"].activity == "starting the engine" and status.roles["g"].last_heard_s < 1.5
+    going.set()
+    rig.wait_for(lambda status: status.roles["g"].activity == "waiting for leases")
+
+
+def test_an_engine_that_cannot_start_ends_its_heartbeat_and_says_why(
+    start: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(config: object, seed: int) -> SimulatedEngine:
+        raise ValueError("no such model")
+
+    rig = start()
+    monkeypatch.setattr(generators.worker, "make_engine", broken)
+    with pytest.raises(ValueError, match="no such model"):
+        join(rig.server.address, "g", 0, None)
+    rig.wait_for(lambda status: "g" in status.generators and "g" not in status.roles)
+    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
+
+
+def test_a_role_that_is_not_heard_of_is_named_and_one_that_has_said_farewell_is_not(start: Callable[..., Rig]) -> None:
+    rig = start()
+    hearts = [
+        HeartbeatThread(rig.client.another(), partial(m.Alive, role=f"learner-{rank}"), "loading the model")
+        for rank in (0, 1)
+    ]
+    rig.wait_for(lambda status: len(status.roles) == 2)
+    hearts[0].say("training step 3")
+    status = rig.wait_for(lambda status: "learner-0: training step 3 for 2 s" in status.waiting_for)
+    hearts[0].close()
+    hearts[1].close(m.Alive(role="learner-1", activity="leaving", ended=True))
+    status = rig.wait_for(
+        lambda status: "learner-0: not heard of for 2 s (then: training step 3)" in status.waiting_for
+    )
+    assert list(status.roles) == ["learner-0"]
+    (told,) = [family for family in families(status) if family.name == "slipstream_role_last_heard_seconds"]
+    (sample,) = told.samples
+    assert sample.labels == {"role": "learner-0"} and sample.value > beats.HEARTBEAT_S
+
+
+def test_a_heartbeat_that_comes_after_its_generator_has_left_does_not_bring_it_back(start: Callable[..., Rig]) -> None:
+    rig, beat = start(), m.Heartbeat(generator="g", progress={}, report=m.GeneratorReport(), activity="sampling")
+    for request, known in (
+        (m.Join(generator="g"), False), (beat, True), (m.Leave(generator="g"), False), (beat, False),
+        (m.Join(generator="g"), False), (beat, True),
+    ):  # fmt: skip
+        rig.client.exchange(request)  # type: ignore[arg-type]
+        assert ("g" in rig.status().roles) == known, request
+
+
+def test_a_buffer_that_is_away_is_not_sent_more_and_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beats, "HEARTBEAT_S", 0.02)
+    composed: list[str] = []
+
+    def compose(*, activity: str, for_s: float, still_s: float) -> m.Alive:
+        composed.append(activity)
+        return m.Alive(role="learner-0", activity=activity)
+
+    heart = HeartbeatThread(BufferClient("ipc:///tmp/slipstream-nobody"), compose, "waiting")
+    time.sleep(0.6)
+    assert len(composed) == beats.MAX_UNANSWERED and heart.silent_s > 0.3
+    heart.close()
+
+
+def test_of_answers_over_two_connections_the_older_does_not_take_a_generator_back(start: Callable[..., Rig]) -> None:
+    rig = start()
+    generator = Generator("g", rig.config, rig.client.another(), engine(), SimulatedEpisodes())
+    newer = m.Work(leases=[], version=6, weights="v6", change=12)
+    older = m.Standing(revoked=[], version=5, weights="v5", change=11)
+    rewound = m.Standing(revoked=[], version=4, weights="v4", change=13)
+    newest = []
+    for reply in (newer, older, rewound):
+        generator._hear(reply)
+        newest.append(generator._newest)
+    assert newest == [(6, "v6"), (6, "v6"), (4, "v4")]
+    generator._ended = True
+    generator.run()
+
+
+def test_publications_and_rewinds_are_numbered_upwards(start: Callable[..., Rig]) -> None:
+    rig, changes = start(), []
+    beat = m.Heartbeat(generator="g", progress={}, report=m.GeneratorReport())
+    for request in (m.Publish(version=0, weights="a"), m.Rewind(step=0), m.Publish(version=0, weights="b")):
+        rig.client.call(request, m.Done)
+        changes.append(rig.client.call(beat, m.Standing).change)
+    assert changes == sorted(set(changes)) and changes[0] > 0

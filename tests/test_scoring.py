@@ -1,0 +1,326 @@
+"""Scores that are slow, hang, raise, exit or are no numbers fail their own group, and the engine goes on meanwhile."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from buffers import messages as m
+from buffers.client import BufferClient, Taken
+from buffers.server import BufferServer
+from buffers.trajectory import GREEDY, flat
+from configs.load import load
+from generators import scoring
+from generators.episode import Opening, SimulatedEpisodes
+from generators.scoring import MAX_ERROR, Scored, ScoresHang, ScoringPool, checked, describe
+from generators.simulated_engine import SimulatedEngine
+from generators.task import Score
+from generators.worker import Generator
+from sync.publisher import Publisher
+from sync.stream import parts
+
+ROOT = Path(__file__).parents[1]
+never = threading.Event()
+"""What a score that hangs waits for."""
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., ScoringPool]]:
+    pools: list[ScoringPool] = []
+
+    def begin(num_threads: int = 1, timeout_s: float = 30.0) -> ScoringPool:
+        pools.append(ScoringPool(num_threads, timeout_s))
+        return pools[-1]
+
+    yield begin
+    for pool in pools:
+        pool.close()
+
+
+def collect(pool: ScoringPool, count: int) -> dict[int, Scored]:
+    found: dict[int, Scored] = {}
+    deadline = time.monotonic() + 20
+    while len(found) < count:
+        found |= {scored.lease: scored for scored in pool.collect()}
+        assert time.monotonic() < deadline, found
+        time.sleep(0.005)
+    return found
+
+
+def hang() -> Score:
+    never.wait(timeout=60)
+    return Score(1.0)
+
+
+def fine() -> Score:
+    return Score(1.0)
+
+
+def test_a_score_that_hangs_fails_its_group_by_name_and_holds_nobody_else(make: Callable[..., ScoringPool]) -> None:
+    pool = make(1, 0.3)
+    pool.submit(1, [fine, hang], "prompt 7 of task t")
+    pool.submit(2, [fine, fine], "prompt 8 of task t")
+    found = collect(pool, 2)
+    assert found[2].scores == [Score(1.0), Score(1.0)]
+    assert found[1].error is not None and found[1].error.startswith(
+        "TimeoutError: a score must take at most 0.3 s (generators.score_timeout_s), got 0."
+    )
+    assert found[1].error.endswith("s without an end for sample 1 of prompt 7 of task t")
+    assert pool.num_abandoned == 1 and pool.num_pending == 0
+
+
+def test_the_deadline_is_each_scores_own_and_waiting_for_a_thread_does_not_count(
+    make: Callable[..., ScoringPool],
+) -> None:
+    def slow() -> Score:
+        time.sleep(0.2)
+        return Score(1.0)
+
+    pool = make(1, 1.0)
+    for lease in range(2):
+        pool.submit(lease, [slow] * 4, "a prompt")
+    assert [len(scored.scores) for scored in collect(pool, 2).values()] == [4, 4]
+
+
+def test_an_abandoned_score_that_ends_after_all_is_not_taken_for_anything(make: Callable[..., ScoringPool]) -> None:
+    pool, late = make(1, 0.1), threading.Event()
+
+    def slow() -> Score:
+        late.wait(timeout=30)
+        return Score(1.0)
+
+    pool.submit(1, [slow, slow], "a prompt")
+    assert collect(pool, 1)[1].error
+    late.set()
+    pool.submit(2, [fine], "a prompt")
+    assert collect(pool, 1)[2].error is None
+    time.sleep(0.1)
+    assert not pool.collect() and pool.num_abandoned == 1
+
+
+def test_what_is_forgotten_is_not_scored_and_not_handed_out(make: Callable[..., ScoringPool]) -> None:
+    pool, going, called = make(1), threading.Event(), list[int]()
+
+    def first() -> Score:
+        going.wait(timeout=30)
+        return Score(1.0)
+
+    def second() -> Score:
+        called.append(2)
+        return Score(1.0)
+
+    pool.submit(1, [first], "a prompt")
+    pool.submit(2, [second], "a prompt")
+    pool.submit(3, [fine], "a prompt")
+    pool.forget(1)
+    pool.forget(2)
+    going.set()
+    assert list(collect(pool, 1)) == [3] and not called and not pool.num_pending
+
+
+def test_too_many_scores_that_hang_end_the_generator_with_a_sentence(
+    make: Callable[..., ScoringPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "MAX_ABANDONED", 3)
+    pool = make(4, 0.05)
+    for lease in range(4):
+        pool.submit(lease, [hang], f"prompt {lease} of task t")
+    with pytest.raises(ScoresHang, match="at most 3 scores of a generator may hang, got one more: .* of task t"):
+        collect(pool, 5)
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+def raising(error: BaseException) -> Callable[[], Score]:
+    def score() -> Score:
+        raise error
+
+    return score
+
+
+def recurse() -> Score:
+    return recurse()
+
+
+@pytest.mark.parametrize(
+    ("score", "error"),
+    [
+        (lambda: sys.exit(3), "SystemExit: 3"),
+        (raising(KeyboardInterrupt()), "KeyboardInterrupt: "),
+        (raising(GeneratorExit()), "GeneratorExit: "),
+        (recurse, "RecursionError: maximum recursion depth exceeded"),
+        (raising(Unspeakable()), "Unspeakable (its text cannot be shown)"),
+        (raising(ValueError("\ud800 is no text")), "ValueError: ? is no text"),
+        (raising(ValueError("x" * 10_000)), "ValueError: " + "x" * (MAX_ERROR - 12)),
+        (lambda: None, "ValueError: score must be a generators.task.Score, got None"),
+    ],
+)
+def test_whatever_a_score_raises_fails_its_group_and_its_thread_goes_on(
+    make: Callable[..., ScoringPool], score: Callable[[], Score], error: str
+) -> None:
+    pool = make(1)
+    pool.submit(1, [score], "a prompt")
+    pool.submit(2, [fine], "a prompt")
+    found = collect(pool, 2)
+    assert found[1].error is not None and found[1].error.startswith(error) and len(found[1].error) <= MAX_ERROR
+    assert found[2].error is None and not pool.num_abandoned
+
+
+@pytest.mark.parametrize(
+    ("score", "error"),
+    [
+        (Score(float("nan")), "reward must be finite, got nan"),
+        (Score(float("-inf")), "reward must be finite, got -inf"),
+        (Score(1e39), "reward must be within ± 3.4e38 (it is kept in float32), got 1e+39"),
+        (Score(10**400), "reward must be within ± 3.4e38"),
+        (Score(10**5000), "reward must be within ± 3.4e38"),
+        (Score("0.5"), "reward must be a number, got '0.5'"),  # type: ignore[arg-type]
+        (Score(None), "reward must be a number, got None"),  # type: ignore[arg-type]
+        (Score(1j), "reward must be a number, got 1j"),  # type: ignore[arg-type]
+        (Score(torch.ones(2)), "reward must be a number, got tensor([1., 1.])"),  # type: ignore[arg-type]
+        (Score(1.0, {"length": "long"}), "components['length'] must be a number, got 'long'"),  # type: ignore[dict-item]
+        (Score(1.0, {"length": float("inf")}), "components['length'] must be finite, got inf"),
+        (Score(1.0, {"length": -1e39}), "components['length'] must be within ± 3.4e38"),
+        (Score(1.0, [1.0]), "components must be a dict of numbers by name, got [1.0]"),  # type: ignore[arg-type]
+        (Score(1.0, {str(i): 0.0 for i in range(65)}), "components must be at most 64, got 65"),
+        (Score(1.0, {"x" * 201: 0.0}), "names of components must be text of at most 200 characters…, got 'xxx"),
+        (Score(1.0, {7: 0.0}), "names of components must be text…, got 7"),  # type: ignore[dict-item]
+        (Score(1.0, {"\ud800": 0.0}), "names of components must be text"),
+        (Score(1.0, {GREEDY: 0.0}), "names of components must be text… other than 'greedy', got 'greedy'"),
+    ],
+)
+def test_a_score_that_a_trajectory_cannot_hold_is_refused_with_field_rule_and_value(score: Score, error: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        checked(score)
+    assert all(part in str(raised.value) for part in error.split("…"))
+
+
+def test_numbers_of_every_kind_are_taken_for_what_they_are() -> None:
+    for number in (True, 1, 1.0, np.float32(1), np.bool_(True), np.int64(1), torch.tensor(1.0), torch.tensor(1)):
+        found = checked(Score(number, {"a": number}))  # type: ignore[arg-type, dict-item]
+        assert found == Score(1.0, {"a": 1.0}) and type(found.reward) is type(found.components["a"]) is float
+    assert describe(ValueError("plain")) == "ValueError: plain"
+
+
+def test_a_score_that_hangs_does_not_hold_up_the_end_of_its_process() -> None:
+    code = (
+        "import threading; from generators.scoring import ScoringPool; pool = ScoringPool(2, 30.0); "
+        "pool.submit(1, [threading.Event().wait], 'x'); pool.close()"
+    )
+    began = time.monotonic()
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+    assert time.monotonic() - began < 30
+
+
+class Unruly(SimulatedEpisodes):
+    """Every way in which the prompts and scores of a task have gone wrong."""
+
+    def open(self, lease: m.Lease) -> Opening:
+        if lease.index == 1:
+            sys.exit("no prompt")
+        return super().open(lease)
+
+    def score(self, opening: Opening, tokens: list[int]) -> Score:
+        match opening.prompt.text:
+            case "simulated 2":
+                return hang()
+            case "simulated 3":
+                sys.exit(1)
+            case "simulated 5":
+                return Score(1e39)
+            case "simulated 6":
+                return Score(1.0, {"judge": None})  # type: ignore[dict-item]
+        return super().score(opening, tokens)
+
+
+class Slow(SimulatedEpisodes):
+    def score(self, opening: Opening, tokens: list[int]) -> Score:
+        time.sleep(0.2)
+        return super().score(opening, tokens)
+
+
+def train(folder: Path, episodes: SimulatedEpisodes, *overrides: str) -> tuple[list[int], m.Status]:
+    """Three steps of a run with one generator; the groups trained, and how it stood in the end."""
+    config = load([
+        "generators.engine=simulated", "learner.engine=simulated", "learner.groups_per_step=4", "run.steps=3",
+        "eval.prompts=0", "learner.samples_per_prompt=2", "generators.max_sequences=16", "buffer.max_attempts=1", *overrides,
+    ])  # fmt: skip
+    server = BufferServer(config, folder / "journal")
+    client = BufferClient(server.address, timeout_s=10.0)
+    engine = SimulatedEngine(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5)
+    generator = Generator("g", config, BufferClient(server.address, timeout_s=10.0), engine, episodes)
+    publisher, trained = Publisher(folder / "weights", "life"), list[int]()
+    threads = [threading.Thread(target=role.run) for role in (server, generator)]
+    for thread in threads:
+        thread.start()
+    for step in range(3):
+        manifest = publisher.publish(step, parts({"w": torch.tensor([float(step)])}))
+        client.call(m.Publish(version=step, weights=manifest.locator), m.Done)
+        taken = client.next(step, wait_s=20.0)
+        assert isinstance(taken, Taken), taken
+        trained += taken.groups
+        count = int(np.count_nonzero(flat(taken.table, "sampled")))
+        client.call(m.Consumed(step=step, num_trained=count, idle_s=0.0, alive_s=1.0, metrics={}), m.Done)
+    time.sleep(0.7)  # a last heartbeat
+    status = client.call(m.Watch(after=0, wait_s=0.0), m.News).status
+    client.call(m.Stop(reason="over"), m.Done)
+    threads[1].join(timeout=10)
+    server.stop()
+    threads[0].join(timeout=10)
+    assert not any(thread.is_alive() for thread in threads)
+    client.close()
+    publisher.close()
+    return trained, status
+
+
+def test_a_task_that_hangs_exits_and_scores_nonsense_costs_its_groups_and_the_run_goes_on(tmp_path: Path) -> None:
+    trained, status = train(tmp_path, Unruly(), "generators.score_timeout_s=0.5")
+    assert len(trained) == len(set(trained)) == 12 and not {1, 2, 3, 5, 6} & set(trained)
+    errors = dict(status.quarantined)
+    assert errors.pop(2).startswith(
+        "TimeoutError: a score must take at most 0.5 s (generators.score_timeout_s), got 0."
+    )
+    assert errors == {
+        1: "SystemExit: no prompt",
+        3: "SystemExit: 1",
+        5: "ValueError: reward must be within ± 3.4e38 (it is kept in float32), got 1e+39",
+        6: "ValueError: components['judge'] must be a number, got None",
+    }
+    assert status.abandoned_scores == 1 and status.generators["g"].abandoned_scores == 1
+    assert status.tokens.total == status.tokens.trained + sum(status.tokens.rejected.values()) + status.tokens.in_flight
+
+
+def test_an_engine_that_has_nothing_to_do_while_scores_are_under_way_is_idle(tmp_path: Path) -> None:
+    trained, status = train(tmp_path, Slow(), "staleness.max_versions=0")
+    assert len(trained) == 12 and status.generator_idle > 0.5, "12 groups take 5 s to score, and far less to sample"
+
+
+def test_scores_run_side_by_side_in_as_many_threads_as_are_asked_for(make: Callable[..., ScoringPool]) -> None:
+    met = threading.Barrier(4)
+
+    def meet() -> Score:
+        met.wait(timeout=20)
+        return Score(1.0)
+
+    pool = make(4)
+    for lease in range(4):
+        pool.submit(lease, [meet], "a prompt")
+    assert not any(scored.error for scored in collect(pool, 4).values())
+
+
+def test_threads_and_deadline_must_be_above_zero() -> None:
+    with pytest.raises(ValueError, match=r"generators.score_timeout_s must be a finite number above 0, got 0.0"):
+        load(["generators.score_timeout_s=0"])
+    with pytest.raises(ValueError, match=r"generators.score_threads must be a finite number above 0, got -1"):
+        load(["generators.score_threads=-1"])
+    with pytest.raises(ValueError, match=r"buffer.stalled_s must be a finite number above 0, got 0.0"):
+        load(["buffer.stalled_s=0"])

@@ -1,0 +1,23 @@
+"""What the ranks of tests need, imported once by the server that they fork from (`ranks.py`). No thread may start here."""
+
+import sys
+from pathlib import Path
+
+sys.path += [str(Path(__file__).parents[1] / "scripts"), str(Path(__file__).parents[1])]
+
+import hypothesis  # noqa: F401
+import numpy  # noqa: F401
+import peft  # noqa: F401
+import pyarrow  # noqa: F401
+import pytest  # noqa: F401
+import torch
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+import configs.load  # noqa: F401
+import learners.fsdp
+import learners.megatron.engine
+import learners.models
+import learners.step  # noqa: F401
+
+torch.set_num_threads(1)
+get_checkpoint_conversion_mapping("qwen3")  # compiles hundreds of patterns, once a process
