@@ -172,3 +172,11 @@ def _borrow(descriptor: int, inode: int) -> socket.socket | None:
         return borrowed
     borrowed.close()
     return None
+
+
+def watch_small_requests(server: "zmq.Socket[bytes]", *, encrypted: bool) -> Connections:
+    """Watches a server whose requests are of a few frames of a few kB: one that serves weights."""
+    return Connections(
+        server, encrypted=encrypted, max_message=64 << 10, max_waiting=int(server.getsockopt(zmq.RCVHWM)), max_total=256 << 20,
+        max_unread=1 << 62,
+    )  # fmt: skip

@@ -23,6 +23,7 @@ from msgspec import structs
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, hand_in
+from buffers.connections import watch_small_requests
 from buffers.heartbeat import HEARTBEAT_S, HeartbeatThread
 from buffers.keys import has_door, open_door, show_key
 from buffers.trajectory import GREEDY, Trajectory, to_batch
@@ -425,10 +426,11 @@ def make_subscriber(config: Config, buffer: str, keys: str | None) -> Subscriber
     folder = shared_memory_folder(f"fetched-{xxhash.xxh32_hexdigest(f'{buffer} {config.run.name}'.encode())}")
     show = None if keys is None else lambda socket: show_key(socket, Path(keys))
     door = None if keys is None else lambda socket: open_door(socket, Path(keys))
+    watch = partial(watch_small_requests, encrypted=keys is not None)
     may_relay = config.sync.relays and (keys is None or has_door(Path(keys)))
     return Subscriber(
         Fetcher(folder, secure=show),
-        relay=partial(SnapshotServer, secure=door) if may_relay else None,
+        relay=partial(SnapshotServer, secure=door, watch=watch) if may_relay else None,
         broadcast=config.sync.transport is Transport.nccl,
     )
 

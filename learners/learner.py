@@ -10,6 +10,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from buffers import messages as m
 from buffers.client import Taken
+from buffers.connections import watch_small_requests
 from buffers.keys import open_door
 from configs.learner import LearnerKind, LoraPublish
 from configs.schema import Config, Dtype, Transport
@@ -285,7 +287,9 @@ def make_publisher(config: Config, folder: Path, incarnation: str) -> Publisher:
     if (address := config.weights_address) is not None:
         keys = config.buffer.keys
         secure = (lambda socket: open_door(socket, Path(keys))) if keys is not None else None
-        server = SnapshotServer(where, address, secure=secure, nccl=config.sync.transport is Transport.nccl)
+        watch = partial(watch_small_requests, encrypted=keys is not None)
+        nccl = config.sync.transport is Transport.nccl
+        server = SnapshotServer(where, address, secure=secure, watch=watch, nccl=nccl)
         log.info("weights are served at %s", server.address)
     if torch.cuda.is_available() and config.sync.transport in (Transport.auto, Transport.cuda_ipc):
         device = DeviceCopy(where, gpu_uuid(), always=config.sync.transport is Transport.cuda_ipc)

@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -14,6 +15,7 @@ from attacks import PATIENCE_S, Attacker
 from forge import Forge, damage, hand_made
 
 from buffers.client import BufferGone
+from buffers.connections import watch_small_requests
 from sync.transports import tcp
 from sync.transports.server import SnapshotServer
 
@@ -27,7 +29,7 @@ def serve_weights(folder: Path) -> None:
     (folder / "weights").mkdir()
     for suffix in ("json", "safetensors"):
         (folder / "weights" / f"{SNAPSHOT}.{suffix}").write_bytes(random.Random(suffix).randbytes(3 << 20))
-    server = SnapshotServer(folder / "weights")
+    server = SnapshotServer(folder / "weights", watch=partial(watch_small_requests, encrypted=False))
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     print(server.address, flush=True)
@@ -83,7 +85,7 @@ class WeightsAttack:
         self.attacker.send(kind, [body])
 
     def never_end_a_message(self) -> None:
-        self.attacker.never_end_a_message(4 << 20)
+        self.attacker.never_end_a_message(400 << 20, size=4000)
 
     def listen(self) -> None:
         for _ in self.attacker.read():

@@ -68,12 +68,11 @@ class Attacker:
         while len(self._raw) > 50:
             self._raw.pop(0).close()
 
-    def never_end_a_message(self, num_bytes: int) -> None:
+    def never_end_a_message(self, num_bytes: int, size: int = 65_536) -> None:
         """Frames of one message, each of which says that more follow, until enough is sent or the server has had enough."""
         self.sent["messages that do not end"] += 1
         greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
         connection = self._open(greeting + ready())
-        size = self._rng.choice([4000, 65_536])
         header = b"\x03" + size.to_bytes(8, "big")  # long, and more follow
         frame = (header + bytes(size)) * max(1, 65_536 // size)
         try:

@@ -41,7 +41,7 @@ from roles import RoleFailed, place, result
 from supervisor import LearnerRanks, Loss
 
 from buffers import messages as m
-from buffers.client import BufferClient, BufferGone, RefusedByBuffer
+from buffers.client import BufferClient, BufferGone, KeysRefused, RefusedByBuffer
 from buffers.files import replace_file
 from buffers.journal import lock_journal
 from buffers.keys import KeyRole
@@ -364,7 +364,7 @@ class Fleet:
             with ray_cluster(self._config):
                 self._signals.install()
                 return self._watch(client, self._launch())
-        except RoleFailed as error:
+        except (RoleFailed, KeysRefused) as error:
             print(f"{error}\nLogs: {self._logs}", file=sys.stderr)
             return 1
         finally:

@@ -199,13 +199,14 @@ def test_a_text_that_is_too_long_for_a_message_keeps_its_beginning_and_its_end()
 def test_running_totals_stop_where_an_answer_could_not_hold_them() -> None:
     fleet, most = Fleet(), m.GeneratorReport(sampled_tokens=2**50, update_bytes=2**50, updates=2**50)
     for life in range(5000):
-        fleet.join(f"g{life % 3}")
-        fleet.report(f"g{life % 3}", most)
-    assert fleet.summary()["weight_bytes"] <= LARGEST + 3 * 2**50
+        name = f"g{life % 3}"
+        fleet.join(name)
+        fleet.report(m.Heartbeat(generator=name, progress={}, report=most), now=0.0)
+    assert fleet.summary(0.0)["weight_bytes"] <= LARGEST + 3 * 2**50
     for number in range(3 * MAX_GENERATORS):
         fleet.join(f"other{number}")
-    assert len(fleet.summary()["generators"]) == MAX_GENERATORS
-    assert fleet.summary()["weight_bytes"] == LARGEST, "what the forgotten have done still counts"
+    assert len(fleet.summary(0.0)["generators"]) == MAX_GENERATORS
+    assert fleet.summary(0.0)["weight_bytes"] == LARGEST, "what the forgotten have done still counts"
 
 
 # ---- sizes

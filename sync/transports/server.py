@@ -195,6 +195,8 @@ class SnapshotServer:
                 if self._watch is not None and time.monotonic() - looked_at > TICK_S:
                     looked_at = time.monotonic()
                     self.refused += len(self._watch.shut_down_unfinished(drained=not has_come))
+                if self._door is not None:
+                    self._door.check()
                 self._parked = [one for one in self._parked if not self._answer(*one)]
                 while self._files and time.monotonic() - next(iter(self._files.values())).used_at > IDLE_S:
                     self._files.popitem(last=False)
