@@ -22,7 +22,7 @@ log = logging.getLogger("slipstream.heartbeat")
 
 HEARTBEAT_S = 0.5
 WAKE_S = 0.1
-"""How soon the thread notices that it is to end, or to beat at once."""
+"""How soon the thread notices that it is to end."""
 MAX_UNANSWERED = 4
 """Heartbeats on the way, at most: a buffer that is away for an hour is not sent thousands when it is back."""
 
@@ -55,7 +55,7 @@ class HeartbeatThread:
         self.silent_s = 0.0
         """Seconds for which the buffer had left heartbeats without an answer when the thread last looked for one. (Not until now:
         a process that was held up has answers that it has not read.)"""
-        self._soon, self._closing = threading.Event(), threading.Event()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
         self._thread.start()
 
@@ -68,11 +68,9 @@ class HeartbeatThread:
             elif moved:
                 self._moved_at = now
 
-    def tell(self, compose: Compose, *, soon: bool = False) -> None:
-        """What every heartbeat carries from now on. `soon`: the next one need not wait its time."""
+    def tell(self, compose: Compose) -> None:
+        """What every heartbeat carries from now on."""
         self._compose = compose
-        if soon:
-            self._soon.set()
 
     def standings(self) -> list[m.Standing]:
         """What the buffer has answered since this was asked last. Raises what has ended the thread, if anything has."""
@@ -91,9 +89,8 @@ class HeartbeatThread:
             while not self._closing.is_set():
                 self._beat()
                 due = self._clock() + HEARTBEAT_S
-                while (left := due - self._clock()) > 0 and not (self._closing.is_set() or self._soon.is_set()):
+                while (left := due - self._clock()) > 0 and not self._closing.is_set():
                     self._listen(min(left, WAKE_S))
-                self._soon.clear()
             if self._farewell is not None:
                 self._client.post(self._farewell)
         except Exception as error:  # the role's loop raises it

@@ -180,14 +180,14 @@ class Generator:
         if reply.version >= 0 and reply.change >= self._change:
             self._newest, self._change = (reply.version, reply.weights), reply.change  # a rewind makes it a lower one
 
-    def _tell(self, *, soon: bool = False) -> None:
+    def _tell(self) -> None:
         """Tells the heartbeat which leases to renew, before anything that may take long."""
         now, leases = self._clock(), frozenset([lease.id for lease in self._waiting] + [*self._groups, *self._scoring])
-        if not soon and leases == self._told and now - self._told_at < HEARTBEAT_S:
+        if leases == self._told and now - self._told_at < HEARTBEAT_S:
             return
         self._told_at, self._told = now, leases
         report = structs.replace(self._report())  # a copy: other threads read it
-        self._heart.tell(partial(m.Heartbeat, generator=self.name, progress=self._progress(), report=report), soon=soon)
+        self._heart.tell(partial(m.Heartbeat, generator=self.name, progress=self._progress(), report=report))
 
     def _progress(self) -> dict[int, int]:
         progress = {lease.id: 0 for lease in self._waiting}
@@ -229,8 +229,7 @@ class Generator:
             manifest = self._take_up(weights, preparing)
         except FileNotFoundError as error:  # gone: a newer one has replaced it; or not to be had for now
             log.info("version %d cannot be taken up: %s", version, error)
-            self._newest = (self._held_version, self._held)
-            self._tell(soon=True)  # to hear at once what the newest is
+            self._newest = (self._held_version, self._held)  # the next heartbeat's answer says what is newest then
             return
         self._held = weights
         self._totals.updates += 1

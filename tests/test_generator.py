@@ -169,7 +169,7 @@ def test_a_task_that_always_fails_ends_the_run_with_its_error(tmp_path: Path) ->
     thread.start()
     publisher = Publisher(tmp_path / "weights", "life")
     manifest = publisher.publish(0, parts({"w": torch.tensor([0.0])}))
-    client.post(m.Publish(version=0, weights=manifest.locator))
+    client.post(m.Publish(version=0, weights=publisher.announcement(manifest)))
     with pytest.raises(
         Stuck, match=r"\d+ groups in a row have failed 2 times each, .* TimeoutError: the judge is away"
     ):
@@ -196,17 +196,17 @@ def test_a_generator_leaves_when_its_buffer_has_been_silent_for_as_long_as_a_lea
 
 
 def test_an_engine_that_takes_longer_to_build_than_a_lease_lasts_is_no_silence_of_the_buffers(tmp_path: Path) -> None:
-    config = load([*BASE, "buffer.lease_s=0.4"])
+    config = load([*BASE, "buffer.lease_s=2"])
     server, stop = serve(config, tmp_path)
     client, own = (BufferClient(server.address, timeout_s=10.0) for _ in range(2))
     own.call(m.Join(generator="g"), m.Welcome)
-    time.sleep(0.6)  # the engine is built
+    time.sleep(2.5)  # the engine is built
     generator = Generator("g", config, own, refusing(0), SimulatedEpisodes())
     thread = threading.Thread(target=generator.run)
     thread.start()
     publisher = Publisher(tmp_path / "weights", "life")
     manifest = publisher.publish(0, parts({"w": torch.tensor([0.0])}))
-    client.call(m.Publish(version=0, weights=manifest.locator), m.Done)
+    client.call(m.Publish(version=0, weights=publisher.announcement(manifest)), m.Done)
     assert isinstance(client.next(0, wait_s=8.0), Taken)
     client.call(m.Stop(reason="over"), m.Done)
     thread.join(timeout=10)
@@ -281,7 +281,7 @@ def test_a_mismatch_is_repaired_once_and_a_second_one_takes_the_generator_out_of
     thread.start()
     publisher = Publisher(tmp_path / "weights", "life")
     manifest = publisher.publish(0, parts({"w": torch.tensor([0.0])}))
-    client.call(m.Publish(version=0, weights=manifest.locator), m.Done)
+    client.call(m.Publish(version=0, weights=publisher.announcement(manifest)), m.Done)
     if times == 1:
         assert isinstance(client.next(0, wait_s=8.0), Taken), "it serves"
         client.call(m.Stop(reason="over"), m.Done)
@@ -392,7 +392,7 @@ class Recorded:
 
     def say(self, activity: str, moved: bool = True) -> None: ...
 
-    def tell(self, compose: Any, *, soon: bool = False) -> None:
+    def tell(self, compose: Any) -> None:
         self.progress.append(compose.keywords["progress"])
 
     def standings(self) -> list[m.Standing]:

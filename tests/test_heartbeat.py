@@ -1,5 +1,6 @@
 """Heartbeats while a role waits: leases outlive long waits and not endless ones, and everybody's last word is known."""
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from sync.transports.nccl import Broadcast
 
 BASE = [
     "generators.engine=simulated", "learner.engine=simulated", "learner.groups_per_step=4", "run.steps=3", "eval.prompts=0",
-    "learner.samples_per_prompt=2", "generators.max_sequences=16", "buffer.max_attempts=1", "buffer.lease_s=0.6",
+    "learner.samples_per_prompt=2", "generators.max_sequences=16", "buffer.max_attempts=1", "buffer.lease_s=2",
 ]  # fmt: skip
 
 
@@ -51,7 +52,7 @@ class Rig:
 
     def publish(self, version: int) -> None:
         manifest = self.publisher.publish(version, parts({"w": torch.tensor([float(version)])}))
-        self.client.call(m.Publish(version=version, weights=manifest.locator), m.Done)
+        self.client.call(m.Publish(version=version, weights=self.publisher.announcement(manifest)), m.Done)
 
     def status(self) -> m.Status:
         return self.client.call(m.Watch(after=0, wait_s=0.0), m.News).status
@@ -111,26 +112,26 @@ class Pulling(Subscriber):
 def test_a_pull_of_weights_that_takes_several_leases_and_stalls_loses_none_while_bytes_come_in(
     start: Callable[..., Rig],
 ) -> None:
-    rig, pulling = start("buffer.stalled_s=1"), Pulling(bytes_come_in=True)
+    rig, pulling = start("buffer.stalled_s=3"), Pulling(bytes_come_in=True)
     rig.publish(0)
     rig.generate(engine(), pulling)
     rig.wait_for(lambda status: status.groups.in_flight)
-    status = rig.wait_for(lambda status: status.roles["g"].for_s > 3)
-    assert status.roles["g"].activity == "fetching version 0" and status.roles["g"].last_heard_s < 3
-    assert "g: fetching version 0 for 3 s" in status.waiting_for
+    status = rig.wait_for(lambda status: status.roles["g"].for_s > 6)
+    assert status.roles["g"].activity == "fetching version 0" and status.roles["g"].last_heard_s < 5
+    assert re.search("g: (not heard of for .*|fetching version 0 for [67] s)", status.waiting_for)
     pulling.end.set()
     taken = rig.client.next(0, wait_s=10.0)
     assert taken.groups == [0, 1, 2, 3] and not rig.status().quarantined  # type: ignore[union-attr]
 
 
 def test_a_pull_in_which_nothing_comes_keeps_its_leases_until_it_counts_as_stalled(start: Callable[..., Rig]) -> None:
-    rig, pulling = start("buffer.stalled_s=2.5"), Pulling(bytes_come_in=False)
+    rig, pulling = start("buffer.stalled_s=5"), Pulling(bytes_come_in=False)
     rig.publish(0)
     rig.generate(engine(), pulling)
-    status = rig.wait_for(lambda status: "g" in status.roles and status.roles["g"].for_s > 1.5)
+    status = rig.wait_for(lambda status: "g" in status.roles and status.roles["g"].for_s > 3)
     assert not status.quarantined and status.groups.in_flight, "longer than a lease lasts"
     status = rig.wait_for(lambda status: status.quarantined)
-    assert "stalled: fetching version 0 for 3 s" in set(status.quarantined.values())
+    assert any(re.match(r"stalled: fetching version 0 for \d+ s", error) for error in status.quarantined.values())
     pulling.end.set()
 
 
@@ -145,17 +146,17 @@ class Hanging(SimulatedEngine):
 def test_a_loop_that_hangs_loses_its_leases_though_its_heart_beats_and_goes_on_when_it_comes_back(
     start: Callable[..., Rig],
 ) -> None:
-    rig, hanging = start("buffer.stalled_s=1.5"), Hanging(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5)
+    rig, hanging = start("buffer.stalled_s=4"), Hanging(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5)
     rig.generate(hanging, Subscriber())
     rig.wait_for(lambda status: "g" in status.roles and status.roles["g"].activity == "waiting for leases")
     client = BufferClient(rig.server.address)
     rig.publish(0)
     rig.wait_for(lambda status: status.groups.in_flight)
-    status = rig.wait_for(lambda status: status.quarantined or status.roles["g"].for_s > 1)
+    status = rig.wait_for(lambda status: status.quarantined or status.roles["g"].for_s > 3)
     if not status.quarantined:  # it may have begun to load before it had leases
-        assert status.roles["g"].activity == "loading version 0" and status.roles["g"].last_heard_s < 1
+        assert status.roles["g"].activity == "loading version 0" and status.roles["g"].last_heard_s < 3
         status = rig.wait_for(lambda status: status.quarantined)
-    assert "stalled: loading version 0 for 2 s" in set(status.quarantined.values())
+    assert any(re.match(r"stalled: loading version 0 for \d+ s", error) for error in status.quarantined.values())
     hanging.end.set()
     assert rig.client.next(0, wait_s=10.0).groups, "others fill the places, or itself"  # type: ignore[union-attr]
     client.close()
@@ -199,11 +200,11 @@ def test_a_role_that_is_not_heard_of_is_named_and_one_that_has_said_farewell_is_
     ]
     rig.wait_for(lambda status: len(status.roles) == 2)
     hearts[0].say("training step 3")
-    status = rig.wait_for(lambda status: "learner-0: training step 3 for 2 s" in status.waiting_for)
+    status = rig.wait_for(lambda status: "learner-0: training step 3 for" in status.waiting_for)
     hearts[0].close()
     hearts[1].close(m.Alive(role="learner-1", activity="leaving", ended=True))
     status = rig.wait_for(
-        lambda status: "learner-0: not heard of for 2 s (then: training step 3)" in status.waiting_for
+        lambda status: re.search(r"learner-0: not heard of for \d+ s \(then: training step 3\)", status.waiting_for)
     )
     assert list(status.roles) == ["learner-0"]
     (told,) = [family for family in families(status) if family.name == "slipstream_role_last_heard_seconds"]

@@ -264,7 +264,7 @@ def train(folder: Path, episodes: SimulatedEpisodes, *overrides: str) -> tuple[l
         thread.start()
     for step in range(3):
         manifest = publisher.publish(step, parts({"w": torch.tensor([float(step)])}))
-        client.call(m.Publish(version=step, weights=manifest.locator), m.Done)
+        client.call(m.Publish(version=step, weights=publisher.announcement(manifest)), m.Done)
         taken = client.next(step, wait_s=20.0)
         assert isinstance(taken, Taken), taken
         trained += taken.groups
