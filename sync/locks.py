@@ -43,8 +43,9 @@ class HeldLock:
         os.pwrite(self._file, text.encode(), 0)
 
     def claim(self, doing: str) -> None:
-        """Tells those who wait for whom and for what."""
-        self.write(f"process {os.getpid()}, which {doing}\n")
+        """Tells those who wait for whom and for what; where the disk is full, it does not."""
+        with contextlib.suppress(OSError):
+            self.write(f"process {os.getpid()}, which {doing}\n")
 
     def progress(self) -> None:
         """Tells those who wait that something has been done: they wait for another `PATIENCE_S`."""

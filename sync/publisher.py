@@ -21,7 +21,7 @@ from pathlib import Path
 
 from sync.adapter import whole
 from sync.folders import OWNER, in_shared_memory, leave, let_go, make_private, sweep, use
-from sync.locks import LockTimedOut, acquire
+from sync.locks import HeldLock, LockTimedOut, acquire
 from sync.manifest import Adapter, Manifest
 from sync.snapshot import Snapshot, SnapshotWriter
 from sync.spares import put, retire
@@ -171,7 +171,7 @@ def _own(folder: Path) -> int:
         try:
             lock = os.open(claim, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(lock, f"process {os.getpid()}, which publishes weights\n".encode())
+            HeldLock(lock).claim("publishes weights")
             claim.rename(owner)
             return lock
         except FileNotFoundError:  # swept meanwhile, by one who had the lock before

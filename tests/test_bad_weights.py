@@ -571,6 +571,18 @@ def test_on_a_slow_link_less_is_asked_for_at_a_time_and_what_comes_counts(publis
     narrow.close()
 
 
+def test_the_record_of_a_fetcher_killed_when_it_was_done_is_not_believed(publisher: Publisher, tmp_path: Path) -> None:
+    far = Subscriber(Fetcher(tmp_path / "far"))
+    for version in range(4):  # from the third on there is a spare, in whose memory the next version is fetched
+        manifest = publisher.publish(version, parts(weights(version)))
+        if version == 3:
+            stem = tmp_path / "far" / "v3-life"
+            stem.with_suffix(".chunks").write_bytes(ENTRY.pack(0, manifest.num_bytes))
+            stem.with_suffix(".safetensors").write_bytes(b"whole, but its manifest was not written any more")
+        assert same(far.prepare(elsewhere(publisher, manifest)), weights(version))  # type: ignore[arg-type]
+    far.close()
+
+
 # ---- full disks
 
 

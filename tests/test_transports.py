@@ -247,6 +247,7 @@ def test_a_relay_that_is_gone_or_wrong_is_passed_over(publisher: Publisher, host
     manifest = publisher.publish(0, parts(weights(0)))
     for relay in relays:
         relay.subscriber.prepare(elsewhere(publisher, manifest))
+    for relay in relays:
         copy = Path(relay.folder / Path(manifest.path).name)
         raw = bytearray(copy.read_bytes())
         raw[-5] ^= 1

@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ from sync.manifest import MAX_MANIFEST_BYTES, DigestMismatch, Manifest, parse_ma
 from sync.patch import WORTH, apply_patches
 from sync.snapshot import read_manifest
 from sync.spares import SPARE, WAS, complete, copy_over, drop_spares, find_spare, put_manifest, retire
-from sync.transports.puller import Puller, Silent, TransferFailed
+from sync.transports.puller import Puller, Range, Silent, TransferFailed
 from sync.transports.tcp import NAME, Enlist, Parent, Patches, Route, Secure
 
 log = logging.getLogger("slipstream.weights")
@@ -153,8 +154,10 @@ class Fetcher:
 
     def _whole(self, address: str, local: Path, manifest: Manifest, direct: bool) -> None:
         part, snapshot = local.with_suffix(".part"), local.with_suffix(".safetensors")
-        if not part.exists() and (spare := find_spare(self.folder)) is not None:
-            Path(spare.path).rename(part)
+        if not part.exists():
+            local.with_suffix(".chunks").unlink(missing_ok=True)  # of a fetcher that was killed when it was done
+            if (spare := find_spare(self.folder)) is not None:
+                Path(spare.path).rename(part)
         self._file(address, snapshot.name, manifest.num_bytes, direct=direct)
 
     def _patch(self, address: str, local: Path) -> bool:
@@ -206,7 +209,7 @@ class Fetcher:
         """Brings a file, or what is missing of it, and lets others have what has come. Raises TransferFailed, and DiskFull."""
         part, chunks = ((self.folder / name).with_suffix(suffix) for suffix in (".part", ".chunks"))
         come = Extents()
-        if not part.exists():  # the record of one that was killed when it was done
+        if not part.exists():
             chunks.unlink(missing_ok=True)
         try:
             with open(part, "ab"), open(part, "r+b", buffering=0) as file, open(chunks, "a+b", buffering=0) as record:
@@ -220,28 +223,33 @@ class Fetcher:
                     self.bytes_received += len(data)
                     self._shared.progress()
 
-                parent = self._parent(address, name) if self.serve_at and not direct else ""
-                for _ in range(MAX_PARENTS):
-                    missing = come.missing(num_bytes)
-                    if not parent or not missing:
-                        break
-                    try:
-                        patience = {"silence_s": self._patience_s, "stall_s": self._timeout_s}
-                        self._puller.pull(parent, name, missing, keep, **patience)
-                    except TransferFailed as error:
-                        log.info("%s; another one is asked", error)
-                        if isinstance(error, Silent):
-                            self._silent[parent] = time.monotonic()
-                        parent = self._parent(address, name, parent)
-                if missing := come.missing(num_bytes):
-                    patience = {"silence_s": self._timeout_s, "stall_s": self._timeout_s}
-                    self._puller.pull(address, name, missing, keep, **patience)
+                if self.serve_at and not direct:
+                    self._pull_from_relays(address, name, lambda: come.missing(num_bytes), keep)
+                patience = {"silence_s": self._timeout_s, "stall_s": self._timeout_s}
+                self._puller.pull(address, name, come.missing(num_bytes), keep, **patience)
         except OSError as error:
             if is_disk_full(error):
                 raise disk_full(part, sum(end - begin for begin, end in come.missing(num_bytes))) from error
             raise
         part.rename(self.folder / name)  # before its record goes: a relay that looks in between finds it whole
         chunks.unlink()
+
+    def _pull_from_relays(
+        self, address: str, name: str, missing: Callable[[], list[Range]], keep: Callable[[int, memoryview], None]
+    ) -> None:
+        """Brings what is missing from the relays that the publisher names, one after the other: all of it or, where they fail or
+        there are none, less."""
+        parent = self._parent(address, name)
+        for _ in range(MAX_PARENTS):
+            if not parent or not missing():
+                return
+            try:
+                self._puller.pull(parent, name, missing(), keep, silence_s=self._patience_s, stall_s=self._timeout_s)
+            except TransferFailed as error:
+                log.info("%s; another one is asked", error)
+                if isinstance(error, Silent):
+                    self._silent[parent] = time.monotonic()
+                parent = self._parent(address, name, parent)
 
 
 def _write_at(file: int, data: memoryview, offset: int) -> None:
