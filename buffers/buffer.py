@@ -149,8 +149,7 @@ class Buffer:
         return done
 
     def close(self, *, in_good_order: bool = True) -> None:
-        """Leaves a state behind, so that the next opening has nothing else to read. After an error the log alone says what
-        has happened: the book may have been left half-way."""
+        """Leaves a state behind, but not after an error, which may have left the book half-way: then the log speaks."""
         self.journal.close(self._export_state() if in_good_order else None)
 
     def stop(self, reason: str) -> None:

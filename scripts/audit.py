@@ -198,23 +198,30 @@ def _check_states(
             reached.setdefault(event.step + 1, set()).add(states[-1])
         else:
             states = states[: event.step + 1]
+    lines = (folder / "consumer.states").read_text().splitlines()
     told = [
-        (f"the state after step {step}", int(step) + 1, told)
-        for line in (folder / "consumer.states").read_text().splitlines()
-        for step, _, told in [line.partition(" ")]
+        (f"the state after step {step}", int(step) + 1, told) for step, _, told in (x.partition(" ") for x in lines)
     ]
-    for path in folder.glob("checkpoints/*.json"):
-        told.append((f"the checkpoint of step {path.stem}", int(path.stem), json.loads(path.read_text())["state"]))
-    from_repaired = min((event.step for event in records.repaired), default=None)
     excused = 0
-    for what, num_trained, state in told:
+    for number, (what, num_trained, state) in enumerate(told):
         if num_trained not in reached or state in reached[num_trained]:
             continue
-        if from_repaired is not None and num_trained > from_repaired:  # its line was lost, and is not in the log
+        if _was_lost(folder, records, number, num_trained):
             excused += 1
         else:
             found.wrong.append(f"{what} is not what the journal leads to")
+    for path in folder.glob("checkpoints/*.json"):
+        num_trained, state = int(path.stem), json.loads(path.read_text())["state"]
+        if num_trained in reached and state not in reached[num_trained]:
+            found.wrong.append(f"the checkpoint of step {path.stem} is not what the journal leads to")
     found.figures["states compared (not after a repair)"] = f"{len(told) - excused} ({excused})"
+
+
+def _was_lost(folder: Path, records: Records, number: int, num_trained: int) -> bool:
+    """True for a line of the consumer's states that tells of a step which the log had lost before a repair."""
+    before = [int(line) for line in (folder / "repairs").read_text().split()] if (folder / "repairs").exists() else []
+    repairs = zip(before, records.repaired, strict=False)
+    return any(number < lines and num_trained > event.step for lines, event in repairs)
 
 
 def _check_epochs(config: Config, records: Records, found: Audit) -> None:

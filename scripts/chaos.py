@@ -218,6 +218,9 @@ class Harness:
             (self.folder / "repair.log").open("a").write(repair.stdout + repair.stderr)
             if repair.returncode:
                 self.wrong.append(f"the repair ended with {repair.returncode}: {repair.stderr[-500:]}")
+            states = self.folder / "consumer.states"
+            with open(self.folder / "repairs", "a") as record:
+                record.write(f"{len(states.read_text().splitlines()) if states.exists() else 0}\n")
         self.start("server")
         self.start("consumer")
 

@@ -485,8 +485,8 @@ def test_a_server_whose_journal_cannot_be_closed_lets_go_of_its_sockets_and_rais
     server = BufferServer(load(SMALL), tmp_path / "journal")
     closes = server.buffer.close
 
-    def fail() -> None:
-        closes()
+    def fail(*, in_good_order: bool) -> None:
+        closes(in_good_order=in_good_order)
         raise OSError("the disk is full")
 
     monkeypatch.setattr(server.buffer, "close", fail)

@@ -519,6 +519,10 @@ def test_a_patch_in_the_making_holds_up_nobody_but_those_who_asked_for_it(
         state = nudge(state, 0.01, 1)
         manifest = publisher.publish(1, parts(state))
         waiting = pool.submit(far.subscriber.prepare, elsewhere(publisher, manifest))
+        deadline = time.monotonic() + 20
+        while not (publisher._server and publisher._server._parked):  # it has asked for the patch
+            assert time.monotonic() < deadline and not waiting.done()
+            time.sleep(0.001)
         for version in (2, 3, 4):  # the learner goes on
             publisher.publish(version, parts(weights(version)))
         newest = publisher.publish(5, parts(weights(5)))
