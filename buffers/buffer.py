@@ -241,6 +241,8 @@ class Buffer:
         """A group that is complete already, or that nobody waits for any more."""
         if self.book.is_accepted(lease):
             return "accepted"  # sent again because the receipt was lost
+        if self.book.lease_of(lease) is not None:  # its group was in the message twice, and has been refused
+            return self.fail(lease, num_tokens, "handed in twice, and refused")
         self.book.duplicate(lease, num_tokens)
         return "duplicate"
 
@@ -451,8 +453,7 @@ class Buffer:
                 f"{self._quarantined_in_a_row} groups in a row have failed {self._config.buffer.max_attempts} times each, "
                 f"the last of them (group {group}) with: {error}"
             )
-        limit = self._config.buffer.watchdog_s
-        still = now - self.moved_at
+        limit, still = self._config.buffer.watchdog_s, now - self.moved_at
         if still > 2 * limit:
             raise Stuck(f"nothing has moved for {still:.0f} s: {self.waiting_for()}")
         if still > limit and now - self._warned_at > limit:

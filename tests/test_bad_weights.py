@@ -19,6 +19,7 @@ import pytest
 import torch
 import zmq
 
+from buffers.keys import Door, KeyRole, make_keys, open_door, show_key
 from configs.disk import DiskFull
 from sync import folders, locks
 from sync.extents import ENTRY, Extents
@@ -31,7 +32,7 @@ from sync.stream import parts
 from sync.subscriber import Subscriber, announce
 from sync.transports import puller, tcp
 from sync.transports.fetcher import Fetcher
-from sync.transports.puller import TransferFailed
+from sync.transports.puller import Puller, TransferFailed
 from sync.transports.server import CHAIN, SnapshotServer
 from sync.transports.tcp import Chunk, Enlist, Get, Refused
 
@@ -204,6 +205,37 @@ def test_a_server_thread_that_dies_ends_its_publisher_and_its_relay(
     with pytest.raises(RuntimeError, match="has died"):
         far.prepare(announced)
     far.close()
+
+
+def test_a_server_with_keys_sees_a_revoked_key_on_an_open_connection_and_the_death_of_its_door(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "keys"
+    make_keys(keys, ["generator", "learner"])
+    server = SnapshotServer(folder, secure=lambda socket: open_door(socket, keys))
+    publisher = Publisher(folder, "life", server=server)
+    name = Path(publisher.publish(0, parts(weights(0))).path).name
+    show = {role: lambda socket, role=role: show_key(socket, keys, role) for role in (KeyRole.generator, KeyRole.learner)}
+    puller, stranger = Puller(show[KeyRole.generator]), Puller(show[KeyRole.learner])
+    assert puller.read(server.address, name, 1 << 20, 20.0)
+    (keys / "allowed" / "generator" / "generator.key").unlink()
+    deadline = time.monotonic() + 20
+    with pytest.raises(TransferFailed, match="refuses"):
+        while time.monotonic() < deadline:
+            puller.ask(server.address, Get(name, 0, 1), 20.0)
+
+    def die(*arguments: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(Door, "_answer", die)
+    with pytest.raises(TransferFailed):
+        stranger.ask(server.address, Get(name, 0, 1), 0.5)
+    server._thread.join(20)
+    with pytest.raises(RuntimeError, match="has died") as ended:
+        publisher.check()
+    assert ended.value.__cause__ is not None and isinstance(ended.value.__cause__.__cause__, ZeroDivisionError)
+    for one in (puller, stranger, publisher):
+        one.close()
 
 
 # ---- what was announced
