@@ -557,6 +557,36 @@ class Damaging(SnapshotServer):
         return reply, payload
 
 
+def test_a_relay_that_sends_a_byte_now_and_then_is_passed_over(publisher: Publisher, tmp_path: Path) -> None:
+    assert publisher._server is not None
+    manifest, address = publisher.publish(0, parts({"w": torch.zeros(1_000_000)})), publisher._server.address
+    name, ended = Path(manifest.path).name, threading.Event()
+    relay: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+    port = relay.bind_to_random_port("tcp://127.0.0.1")
+
+    def trickle() -> None:
+        while not ended.wait(0.1):
+            while relay.poll(0):
+                sender, _ = relay.recv_multipart()
+                offset = asked.setdefault(sender, 0)
+                asked[sender] += 1
+                relay.send_multipart([sender, tcp.encode(Chunk(name, offset, manifest.num_bytes)), b"\0"])
+
+    asked: dict[bytes, int] = {}
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    puller = Puller()
+    puller.ask(address, Enlist(name, f"tcp://127.0.0.1:{port}"), 20.0)
+    far = Fetcher(tmp_path / "far", serve_at="tcp://127.0.0.1:1", timeout_s=2)
+    far.fetch(address, Path(manifest.locator).name)
+    assert asked and far.bytes_received >= manifest.num_bytes - 100, "the publisher itself was asked for the rest"
+    far.close()
+    puller.close()
+    ended.set()
+    thread.join()
+    relay.close(linger=0)
+
+
 def test_a_relay_that_hands_on_damaged_bytes_costs_its_children_one_fetch(publisher: Publisher, tmp_path: Path) -> None:
     relay = Subscriber(Fetcher(tmp_path / "relay"), relay=Damaging)
     child = Subscriber(Fetcher(tmp_path / "child"), relay=SnapshotServer)

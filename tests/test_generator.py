@@ -171,7 +171,7 @@ def test_a_task_that_always_fails_ends_the_run_with_its_error(tmp_path: Path) ->
     thread.start()
     publisher = Publisher(tmp_path / "weights", "life")
     manifest = publisher.publish(0, parts({"w": torch.tensor([0.0])}))
-    client.post(m.Publish(version=0, weights=manifest.locator))
+    client.post(m.Publish(version=0, weights=publisher.announcement(manifest)))
     with pytest.raises(
         Stuck, match=r"\d+ groups in a row have failed 2 times each, .* TimeoutError: the judge is away"
     ):

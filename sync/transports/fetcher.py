@@ -20,6 +20,8 @@ from sync.transports.tcp import NAME, Enlist, Parent, Patches, Route, Secure
 log = logging.getLogger("slipstream.weights")
 
 PASSING = (".part", ".chunks", ".patch", ".patching", ".settled", ".unfinished")
+RELAYED_S = 3600.0
+"""A relay that would take longer than so for what is missing of a file is passed over."""
 MAX_PARENTS = 4
 """Relays that are asked for a file before the publisher itself is."""
 SILENT_S = 600.0
@@ -227,7 +229,8 @@ class Fetcher:
                         break
                     try:
                         patience = {"silence_s": self._patience_s, "stall_s": self._timeout_s}
-                        self._puller.pull(parent, name, missing, keep, **patience)
+                        least = int(sum(end - begin for begin, end in missing) * self._timeout_s / RELAYED_S)
+                        self._puller.pull(parent, name, missing, keep, **patience, least_bytes=least)
                     except TransferFailed as error:
                         log.info("%s; another one is asked", error)
                         if isinstance(error, Silent):
