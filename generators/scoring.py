@@ -113,7 +113,9 @@ class ScoringPool:
             )
             done.append(Scored(job.lease, [], describe(error), error))
             if num_hanging > MAX_HANGING:
-                raise ScoresHang(f"at most {MAX_HANGING} scores of a generator may hang at a time, got one more: {error}")
+                raise ScoresHang(
+                    f"at most {MAX_HANGING} scores of a generator may hang at a time, got one more: {error}"
+                )
             self._start_thread()
         return [scored for scored in done if self._jobs.pop(scored.lease, None) is not None]
 

@@ -215,7 +215,9 @@ def test_a_server_with_keys_sees_a_revoked_key_on_an_open_connection_and_the_dea
     server = SnapshotServer(folder, secure=lambda socket: open_door(socket, keys))
     publisher = Publisher(folder, "life", server=server)
     name = Path(publisher.publish(0, parts(weights(0))).path).name
-    show = {role: lambda socket, role=role: show_key(socket, keys, role) for role in (KeyRole.generator, KeyRole.learner)}
+    show = {
+        role: lambda socket, role=role: show_key(socket, keys, role) for role in (KeyRole.generator, KeyRole.learner)
+    }
     puller, stranger = Puller(show[KeyRole.generator]), Puller(show[KeyRole.learner])
     assert puller.read(server.address, name, 1 << 20, 20.0)
     (keys / "allowed" / "generator" / "generator.key").unlink()

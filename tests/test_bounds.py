@@ -494,7 +494,9 @@ def test_a_server_whose_journal_cannot_be_closed_lets_go_of_its_sockets_and_rais
     assert server._context.closed and server._socket.closed
 
 
-def test_a_lease_beside_its_predecessor_in_a_refused_message_is_given_out_again(harness: Callable[..., Harness]) -> None:
+def test_a_lease_beside_its_predecessor_in_a_refused_message_is_given_out_again(
+    harness: Callable[..., Harness],
+) -> None:
     """Two leases of one group in one submission: neither may hold the group for ever when the message is refused."""
     one = harness("buffer.lease_s=1", "buffer.max_attempts=100")
     one.publish(0)

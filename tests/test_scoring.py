@@ -131,7 +131,9 @@ def test_too_many_scores_that_hang_end_the_generator_with_a_sentence(
     pool = make(4, 0.05)
     for lease in range(4):
         pool.submit(lease, [hang], f"prompt {lease} of task t")
-    with pytest.raises(ScoresHang, match="at most 3 scores of a generator may hang at a time, got one more: .* of task t"):
+    with pytest.raises(
+        ScoresHang, match="at most 3 scores of a generator may hang at a time, got one more: .* of task t"
+    ):
         collect(pool, 5)
 
 
