@@ -28,7 +28,7 @@ from sync.manifest import EngineMismatch
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot, boot_id
 from sync.stream import parts
-from sync.subscriber import Subscriber
+from sync.subscriber import Subscriber, announce
 from sync.transports.fetcher import Fetcher
 from sync.transports.nccl import Broadcast
 from sync.transports.server import SnapshotServer
@@ -208,7 +208,7 @@ def test_an_engine_that_takes_longer_to_build_than_a_lease_lasts_is_no_silence_o
     thread.start()
     publisher = Publisher(tmp_path / "weights", "life")
     manifest = publisher.publish(0, parts({"w": torch.tensor([0.0])}))
-    client.call(m.Publish(version=0, weights=manifest.locator), m.Done)
+    client.call(m.Publish(version=0, weights=announce(manifest)), m.Done)
     assert isinstance(client.next(0, wait_s=8.0), Taken)
     client.call(m.Stop(reason="over"), m.Done)
     thread.join(timeout=10)
@@ -283,7 +283,7 @@ def test_a_mismatch_is_repaired_once_and_a_second_one_takes_the_generator_out_of
     thread.start()
     publisher = Publisher(tmp_path / "weights", "life")
     manifest = publisher.publish(0, parts({"w": torch.tensor([0.0])}))
-    client.call(m.Publish(version=0, weights=manifest.locator), m.Done)
+    client.call(m.Publish(version=0, weights=announce(manifest)), m.Done)
     if times == 1:
         assert isinstance(client.next(0, wait_s=8.0), Taken), "it serves"
         client.call(m.Stop(reason="over"), m.Done)

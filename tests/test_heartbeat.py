@@ -23,7 +23,7 @@ from generators.worker import Generator, join
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot
 from sync.stream import parts
-from sync.subscriber import Subscriber
+from sync.subscriber import Subscriber, announce
 from sync.transports.nccl import Broadcast
 
 BASE = [
@@ -51,7 +51,7 @@ class Rig:
 
     def publish(self, version: int) -> None:
         manifest = self.publisher.publish(version, parts({"w": torch.tensor([float(version)])}))
-        self.client.call(m.Publish(version=version, weights=manifest.locator), m.Done)
+        self.client.call(m.Publish(version=version, weights=announce(manifest)), m.Done)
 
     def status(self) -> m.Status:
         return self.client.call(m.Watch(after=0, wait_s=0.0), m.News).status

@@ -24,6 +24,7 @@ from generators.task import Score
 from generators.worker import Generator
 from sync.publisher import Publisher
 from sync.stream import parts
+from sync.subscriber import announce
 
 ROOT = Path(__file__).parents[1]
 never = threading.Event()
@@ -288,7 +289,7 @@ def train(folder: Path, episodes: SimulatedEpisodes, *overrides: str) -> tuple[l
         thread.start()
     for step in range(3):
         manifest = publisher.publish(step, parts({"w": torch.tensor([float(step)])}))
-        client.call(m.Publish(version=step, weights=manifest.locator), m.Done)
+        client.call(m.Publish(version=step, weights=announce(manifest)), m.Done)
         taken = client.next(step, wait_s=20.0)
         assert isinstance(taken, Taken), taken
         trained += taken.groups

@@ -228,17 +228,17 @@ class Fetcher:
                     if not parent or not missing:
                         break
                     try:
-                        patience = {"silence_s": self._patience_s, "stall_s": self._timeout_s}
-                        least = int(sum(end - begin for begin, end in missing) * self._timeout_s / RELAYED_S)
-                        self._puller.pull(parent, name, missing, keep, **patience, least_bytes=least)
+                        least = sum(end - begin for begin, end in missing) * self._timeout_s / RELAYED_S
+                        patience = {"silence_s": self._patience_s, "stall_s": self._timeout_s, "least_bytes": least}
+                        self._puller.pull(parent, name, missing, keep, **patience)
                     except TransferFailed as error:
                         log.info("%s; another one is asked", error)
                         if isinstance(error, Silent):
                             self._silent[parent] = time.monotonic()
                         parent = self._parent(address, name, parent)
                 if missing := come.missing(num_bytes):
-                    patience = {"silence_s": self._timeout_s, "stall_s": self._timeout_s}
-                    self._puller.pull(address, name, missing, keep, **patience)
+                    silence_s = stall_s = self._timeout_s
+                    self._puller.pull(address, name, missing, keep, silence_s=silence_s, stall_s=stall_s)
         except OSError as error:
             if is_disk_full(error):
                 raise disk_full(part, sum(end - begin for begin, end in come.missing(num_bytes))) from error

@@ -98,7 +98,7 @@ class Puller:
         *,
         silence_s: float,
         stall_s: float,
-        least_bytes: int = 0,
+        least_bytes: float = 0,
     ) -> None:
         """Asks for ranges of a file in order, a window of chunks at a time, and hands to `keep` what comes: (offset, bytes).
 
