@@ -32,6 +32,7 @@ from buffers.leases import LeaseBook
 from buffers.ledger import Ledger
 from buffers.prompts import PromptOrder
 from buffers.recovery import find_damaged_groups, rebuild_book
+from buffers.refusal import Refusal
 from buffers.samplers import load_sampler
 from buffers.segments import Reader, join_slices, read_bytes, segment_path
 from buffers.staleness import count
@@ -47,14 +48,6 @@ MAX_RECORDS = 10_000
 
 class Stuck(RuntimeError):
     """Nothing has moved for so long, or so much has failed in a row, that the run is better ended."""
-
-
-class Refusal(ValueError):
-    """A request that does not fit. `reason` is one of a few, the text says which request and why."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
 
 
 class Buffer:
@@ -242,6 +235,8 @@ class Buffer:
         """A group that is complete already, or that nobody waits for any more."""
         if self.book.is_accepted(lease):
             return "accepted"  # sent again because the receipt was lost
+        if self.book.lease_of(lease) is not None:  # its group was in the message twice, and has been refused
+            return self.fail(lease, num_tokens, "handed in twice, and refused")
         self.book.duplicate(lease, num_tokens)
         return "duplicate"
 
@@ -452,8 +447,7 @@ class Buffer:
                 f"{self._quarantined_in_a_row} groups in a row have failed {self._config.buffer.max_attempts} times each, "
                 f"the last of them (group {group}) with: {error}"
             )
-        limit = self._config.buffer.watchdog_s
-        still = now - self.moved_at
+        limit, still = self._config.buffer.watchdog_s, now - self.moved_at
         if still > 2 * limit:
             raise Stuck(f"nothing has moved for {still:.0f} s: {self.waiting_for()}")
         if still > limit and now - self._warned_at > limit:

@@ -4,7 +4,8 @@ The bounds that hold for every run stand at the fields themselves (`buffers.mess
 """
 
 from buffers import messages as m
-from buffers.buffer import Buffer, Refusal
+from buffers.buffer import Buffer
+from buffers.refusal import Refusal
 from configs.schema import Config
 
 

@@ -22,14 +22,16 @@ import pyarrow as pa
 import zmq
 
 from buffers import messages as m
-from buffers.buffer import Buffer, Refusal, Stuck
+from buffers.buffer import Buffer, Stuck
 from buffers.connections import Connections, descriptor_of
 from buffers.keys import Door, may_say, open_door
 from buffers.limits import check_bounds
 from buffers.metrics import Metrics
 from buffers.parked import MAX_PARKED, MAX_PARKED_OF_ONE, Parked, ParkedRequests
 from buffers.process import allow_many_connections, keep_freed_memory
+from buffers.refusal import Refusal
 from configs.schema import Config, Durability
+from configs.sockets import hide_names
 
 __all__ = ["BufferServer", "Stuck"]
 
@@ -98,6 +100,7 @@ class BufferServer:
 
         allow_many_connections()
         keep_freed_memory()
+        hide_names()
         self._context = zmq.Context()  # of its own: a context has one authenticator
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._door: Door | None = None

@@ -17,8 +17,9 @@ from typing import Any
 from buffers.trajectory import GREEDY
 from generators.task import Score
 
-MAX_ABANDONED = 32
-"""Threads that hang, at which the generator ends: their memory and whatever they hold is lost until then."""
+MAX_HANGING = 32
+"""Threads that hang, at which the generator ends: their memory and whatever they hold is lost until then. One that was only late
+hangs no more."""
 MAX_COMPONENTS = 64
 MAX_NAME = 200
 MAX_ERROR = 2000
@@ -61,12 +62,12 @@ class ScoringPool:
         """`timeout_s`: how long one call may take, from the moment that a thread begins it."""
         self._timeout_s, self._clock = timeout_s, clock
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of jobs' states, `_running` and `_done`
+        self._lock = threading.Lock()  # of jobs' states, `_running`, `_done` and `_num_hanging`
         self._running: set[Job] = set()
         self._done: list[Scored] = []
         self._is_done = threading.Event()  # there is something in `_done`
         self._jobs: dict[int, Job] = {}
-        self.num_abandoned = 0
+        self.num_abandoned = self._num_hanging = 0
         self._num_threads = num_threads
         for _ in range(num_threads):
             self._start_thread()
@@ -90,7 +91,7 @@ class ScoringPool:
     def collect(self, wait_s: float = 0.0) -> list[Scored]:
         """Groups that are done; waits up to `wait_s` for the first. Those past the deadline have failed, with a TimeoutError.
 
-        Raises ScoresHang when more than `MAX_ABANDONED` threads hang.
+        Raises ScoresHang when more than `MAX_HANGING` threads hang.
         """
         if wait_s > 0:
             self._is_done.wait(wait_s)
@@ -101,7 +102,9 @@ class ScoringPool:
             for job in [job for job in self._running if now - job.began_at > self._timeout_s]:
                 self._running.discard(job)
                 job.abandoned = True
+                self._num_hanging += 1
                 late.append(job)
+            num_hanging = self._num_hanging
         for job in late:
             self.num_abandoned += 1
             error = TimeoutError(
@@ -109,8 +112,10 @@ class ScoringPool:
                 f"without an end for sample {len(job.scores)} of {job.what}"
             )
             done.append(Scored(job.lease, [], describe(error), error))
-            if self.num_abandoned > MAX_ABANDONED:
-                raise ScoresHang(f"at most {MAX_ABANDONED} scores of a generator may hang, got one more: {error}")
+            if num_hanging > MAX_HANGING:
+                raise ScoresHang(
+                    f"at most {MAX_HANGING} scores of a generator may hang at a time, got one more: {error}"
+                )
             self._start_thread()
         return [scored for scored in done if self._jobs.pop(scored.lease, None) is not None]
 
@@ -129,6 +134,8 @@ class ScoringPool:
         while (job := self._queue.get()) is not None:
             self._score(job)
             if job.abandoned:
+                with self._lock:
+                    self._num_hanging -= 1  # it has ended after all
                 return
 
     def _score(self, job: Job) -> None:

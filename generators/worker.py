@@ -216,10 +216,9 @@ class Generator:
 
     def _update_weights(self) -> None:
         """Takes up the newest version: once it has been verified, or (`sync.in_flight=false`) when the engine has run dry."""
-        version, weights = self._newest
-        if weights == self._held or (not self._config.sync.in_flight and self._engine.num_unfinished):
+        if self._newest[1] == self._held or (not self._config.sync.in_flight and self._engine.num_unfinished):
             return
-        preparing = self._prepare(weights)
+        weights, preparing = self._prepare(self._newest[1])
         if not preparing.done() and not self._engine.num_unfinished:
             wait([preparing], IDLE_S)
         if not preparing.done():
@@ -228,21 +227,25 @@ class Generator:
         try:
             manifest = self._take_up(weights, preparing)
         except FileNotFoundError as error:  # gone: a newer one has replaced it; or not to be had for now
-            log.info("version %d cannot be taken up: %s", version, error)
-            self._newest = (self._held_version, self._held)  # the next heartbeat's answer says what is newest then
+            log.info("%s cannot be taken up: %s", weights, error)
+            if self._newest[1] == weights:
+                self._newest = (self._held_version, self._held)  # the next heartbeat's answer says what is newest then
             return
         self._held = weights
         self._totals.updates += 1
         self._totals.update_bytes += manifest.num_bytes
         self._preparer.submit(self._settle)
 
-    def _prepare(self, weights: str) -> "Future[Snapshot | Broadcast]":
-        """Fetches and verifies the snapshot beside the engine; one that is under way for an older version is not waited for."""
-        if self._preparing is None or self._preparing[0] != weights:
-            if self._preparing is not None:
-                self._preparing[1].cancel()
+    def _prepare(self, weights: str) -> "tuple[str, Future[Snapshot | Broadcast]]":
+        """Fetches and verifies the snapshot beside the engine. One that is under way for an older version is taken up first: else no
+        version would ever be, where they come faster than they can be brought. Not that of a life before a rewind."""
+        if self._preparing is not None and self._preparing[0] != weights:
+            is_waiting = self._preparing[1].cancel()
+            if is_waiting or _life(self._preparing[0]) != _life(weights):
+                self._preparing = None
+        if self._preparing is None:
             self._preparing = (weights, self._preparer.submit(self._bring, weights))
-        return self._preparing[1]
+        return self._preparing
 
     def _bring(self, weights: str, again: bool = False) -> Snapshot | Broadcast:
         """In the preparing thread."""
@@ -395,6 +398,11 @@ class Generator:
         self._client.post(
             m.Fail(generator=self.name, lease=lease_id, num_tokens=num_tokens, error="revoked", revoked=True)
         )
+
+
+def _life(weights: str) -> str:
+    """Of the learner that announced a version: the end of its manifest's name."""
+    return weights.rpartition("-")[2]
 
 
 def heartbeat(client: BufferClient, name: str) -> HeartbeatThread:

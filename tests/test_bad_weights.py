@@ -19,6 +19,7 @@ import pytest
 import torch
 import zmq
 
+from buffers.keys import Door, KeyRole, make_keys, open_door, show_key
 from configs.disk import DiskFull
 from sync import folders, locks
 from sync.extents import ENTRY, Extents
@@ -31,7 +32,7 @@ from sync.stream import parts
 from sync.subscriber import Subscriber, announce
 from sync.transports import puller, tcp
 from sync.transports.fetcher import Fetcher
-from sync.transports.puller import TransferFailed
+from sync.transports.puller import Puller, TransferFailed
 from sync.transports.server import CHAIN, SnapshotServer
 from sync.transports.tcp import Chunk, Enlist, Get, Refused
 
@@ -209,6 +210,39 @@ def test_a_server_thread_that_dies_ends_its_publisher_and_its_relay(
     with pytest.raises(RuntimeError, match="has died"):
         far.prepare(announced)
     far.close()
+
+
+def test_a_server_with_keys_sees_a_revoked_key_on_an_open_connection_and_the_death_of_its_door(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "keys"
+    make_keys(keys, ["generator", "learner"])
+    server = SnapshotServer(folder, secure=lambda socket: open_door(socket, keys))
+    publisher = Publisher(folder, "life", server=server)
+    name = Path(publisher.publish(0, parts(weights(0))).path).name
+    show = {
+        role: lambda socket, role=role: show_key(socket, keys, role) for role in (KeyRole.generator, KeyRole.learner)
+    }
+    puller, stranger = Puller(show[KeyRole.generator]), Puller(show[KeyRole.learner])
+    assert puller.read(server.address, name, 1 << 20, 20.0)
+    (keys / "allowed" / "generator" / "generator.key").unlink()
+    deadline = time.monotonic() + 20
+    with pytest.raises(TransferFailed, match="refuses"):
+        while time.monotonic() < deadline:
+            puller.ask(server.address, Get(name, 0, 1), 20.0)
+
+    def die(*arguments: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(Door, "_answer", die)
+    with pytest.raises(TransferFailed):
+        stranger.ask(server.address, Get(name, 0, 1), 0.5)
+    server._thread.join(20)
+    with pytest.raises(RuntimeError, match="has died") as ended:
+        publisher.check()
+    assert ended.value.__cause__ is not None and isinstance(ended.value.__cause__.__cause__, ZeroDivisionError)
+    for one in (puller, stranger, publisher):
+        one.close()
 
 
 # ---- what was announced
@@ -528,6 +562,36 @@ class Damaging(SnapshotServer):
         if isinstance(reply, Chunk) and not reply.name.endswith(".json"):
             payload = [memoryview(bytes(payload[0])[:-1] + b"\xff")]
         return reply, payload
+
+
+def test_a_relay_that_sends_a_byte_now_and_then_is_passed_over(publisher: Publisher, tmp_path: Path) -> None:
+    assert publisher._server is not None
+    manifest, address = publisher.publish(0, parts({"w": torch.zeros(1_000_000)})), publisher._server.address
+    name, ended = Path(manifest.path).name, threading.Event()
+    relay: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+    port = relay.bind_to_random_port("tcp://127.0.0.1")
+
+    def trickle() -> None:
+        while not ended.wait(0.1):
+            while relay.poll(0):
+                sender, _ = relay.recv_multipart()
+                offset = asked.setdefault(sender, 0)
+                asked[sender] += 1
+                relay.send_multipart([sender, tcp.encode(Chunk(name, offset, manifest.num_bytes)), b"\0"])
+
+    asked: dict[bytes, int] = {}
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    puller = Puller()
+    puller.ask(address, Enlist(name, f"tcp://127.0.0.1:{port}"), 20.0)
+    far = Fetcher(tmp_path / "far", serve_at="tcp://127.0.0.1:1", timeout_s=2)
+    far.fetch(address, Path(manifest.locator).name)
+    assert asked and far.bytes_received >= manifest.num_bytes - 100, "the publisher itself was asked for the rest"
+    far.close()
+    puller.close()
+    ended.set()
+    thread.join()
+    relay.close(linger=0)
 
 
 def test_a_relay_that_hands_on_damaged_bytes_costs_its_children_one_fetch(publisher: Publisher, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from buffers.client import BufferClient, RefusedByBuffer, hand_in
 from buffers.fleet import LARGEST, MAX_GENERATORS, Fleet
 from buffers.parked import MAX_PARKED_OF_ONE
 from buffers.server import BufferServer
-from buffers.trajectory import encode, to_batch
+from buffers.trajectory import SCHEMA_VERSION, encode, to_batch
 from configs.load import load
 
 
@@ -493,3 +493,22 @@ def test_a_server_whose_journal_cannot_be_closed_lets_go_of_its_sockets_and_rais
     with pytest.raises(OSError, match="the disk is full"):
         server.close()
     assert server._context.closed and server._socket.closed
+
+
+def test_a_lease_beside_its_predecessor_in_a_refused_message_is_given_out_again(
+    harness: Callable[..., Harness],
+) -> None:
+    """Two leases of one group in one submission: neither may hold the group for ever when the message is refused."""
+    one = harness("buffer.lease_s=1", "buffer.max_attempts=100")
+    one.publish(0)
+    (old,) = one.ask(1)
+    new, deadline = old, time.monotonic() + 30
+    while new.group != old.group or new.id == old.id:
+        (new,) = one.ask(1) or [old]
+        assert time.monotonic() < deadline
+    rows = group_of(old, tokens=[-1, 6, 7]) + group_of(new)
+    request = m.Submit(generator="g", leases=[old.id, new.id], schema=SCHEMA_VERSION)
+    receipt, _ = one.client.exchange(request, payload=encode(to_batch(rows)))
+    assert isinstance(receipt, m.Receipt) and receipt.verdicts == ["failed", "failed"]
+    while old.group not in [lease.group for lease in one.ask()]:
+        assert time.monotonic() < deadline, one.server.buffer.book.groups[old.group]

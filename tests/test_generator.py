@@ -69,12 +69,14 @@ class Rig:
         server = SnapshotServer(folder / "weights") if far else None
         self.publisher = Publisher(folder / "weights", "life", server=server)
         self.fetchers = []
+        self.generators: list[Generator] = []
         for number in range(count):
             engine = SimulatedEngine(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5)
             client = BufferClient(self.server.address, timeout_s=10.0)
             fetcher = Fetcher(folder / "fetched") if far else None
             self.fetchers.append(fetcher)
             generator = Generator(f"g{number}", config, client, engine, episodes, Subscriber(fetcher))
+            self.generators.append(generator)
             self.threads.append(threading.Thread(target=generator.run))
         for thread in self.threads:
             thread.start()
@@ -447,3 +449,33 @@ def test_the_greedy_sample_of_remax_is_scored_and_counted_nowhere_and_evaluation
     assert [row["sample"] for row in (first, second)] == [0, 1] and [first["reward"], second["reward"]] == [1.0, 2.0]
     assert first["rewards"] == second["rewards"] == [(GREEDY, 100.0)]
     assert [said.reward for said in client.said if isinstance(said, m.Evaluated)] == [1.0]
+
+
+def test_versions_that_come_faster_than_they_can_be_brought_are_taken_up_all_the_same(
+    start: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each version is announced while the one before is still being prepared."""
+    begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
+    prepare = Subscriber.prepare
+
+    def slow(self: Subscriber, announced: str, *, again: bool = False) -> Snapshot | Broadcast:
+        begun.release()
+        go_on.acquire(timeout=30)
+        return prepare(self, announced, again=again)
+
+    monkeypatch.setattr(Subscriber, "prepare", slow)
+    rig = start("staleness.max_versions=3", "run.steps=40", "buffer.watchdog_s=100")
+    rig.publish(0)
+    for version in range(1, 5):
+        assert begun.acquire(timeout=20)
+        rig.publish(version)
+        deadline = time.monotonic() + 20
+        while rig.generators[0]._newest[0] < version:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        go_on.release()
+        while rig.generators[0]._totals.updates < version:
+            assert time.monotonic() < deadline, f"version {version - 1} was brought and not taken up"
+            time.sleep(0.01)
+    go_on.release(100)
+    rig.close()

@@ -127,12 +127,36 @@ def test_what_is_forgotten_is_not_scored_and_not_handed_out(make: Callable[..., 
 def test_too_many_scores_that_hang_end_the_generator_with_a_sentence(
     make: Callable[..., ScoringPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scoring, "MAX_ABANDONED", 3)
+    monkeypatch.setattr(scoring, "MAX_HANGING", 3)
     pool = make(4, 0.05)
     for lease in range(4):
         pool.submit(lease, [hang], f"prompt {lease} of task t")
-    with pytest.raises(ScoresHang, match="at most 3 scores of a generator may hang, got one more: .* of task t"):
+    with pytest.raises(
+        ScoresHang, match="at most 3 scores of a generator may hang at a time, got one more: .* of task t"
+    ):
         collect(pool, 5)
+
+
+def test_scores_that_were_only_late_do_not_end_the_generator(
+    make: Callable[..., ScoringPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "MAX_HANGING", 3)
+    pool, ended = make(1, 0.05), threading.Semaphore(0)
+    threads = {thread for thread in threading.enumerate() if thread.name == "score"}
+
+    def late() -> Score:
+        ended.acquire(timeout=30)
+        return Score(1.0)
+
+    for lease in range(8):  # one at a time, and each ends when it has been given up
+        pool.submit(lease, [late], "a prompt")
+        assert collect(pool, 1)[lease].error
+        ended.release()
+        deadline = time.monotonic() + 20
+        while len({t for t in threading.enumerate() if t.name == "score"} - threads) > 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    assert pool.num_abandoned == 8
 
 
 class Unspeakable(Exception):

@@ -21,6 +21,8 @@ from sync.transports.tcp import NAME, Enlist, Parent, Patches, Route, Secure
 log = logging.getLogger("slipstream.weights")
 
 PASSING = (".part", ".chunks", ".patch", ".patching", ".settled", ".unfinished")
+RELAYED_S = 3600.0
+"""A relay that would take longer than so for what is missing of a file is passed over."""
 MAX_PARENTS = 4
 """Relays that are asked for a file before the publisher itself is."""
 SILENT_S = 600.0
@@ -244,7 +246,10 @@ class Fetcher:
             if not parent or not missing():
                 return
             try:
-                self._puller.pull(parent, name, missing(), keep, silence_s=self._patience_s, stall_s=self._timeout_s)
+                left = missing()
+                least = sum(end - begin for begin, end in left) * self._timeout_s / RELAYED_S
+                patience = {"silence_s": self._patience_s, "stall_s": self._timeout_s, "least_bytes": least}
+                self._puller.pull(parent, name, left, keep, **patience)
             except TransferFailed as error:
                 log.info("%s; another one is asked", error)
                 if isinstance(error, Silent):

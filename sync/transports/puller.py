@@ -98,15 +98,18 @@ class Puller:
         *,
         silence_s: float,
         stall_s: float,
+        least_bytes: float = 0,
     ) -> None:
         """Asks for ranges of a file in order, a window of chunks at a time, and hands to `keep` what comes: (offset, bytes).
 
         Raises TransferFailed when the file is gone, when nothing at all has been heard for `silence_s`, or when no byte has come
-        for `stall_s` from a relay that says that it is still fetching. What was handed to `keep` counts as come.
+        for `stall_s` from a relay that says that it is still fetching; Silent when fewer than `least_bytes` come in `stall_s`. What was
+        handed to `keep` counts as come.
         """
         socket, pace = self._connect(address), self._pace(address)
         left, asked = deque(each for each in missing if each[0] < each[1]), dict[int, int]()
-        came = time.monotonic()
+        came = judged_at = time.monotonic()
+        num_bytes = 0
         while left or asked:
             while left and len(asked) < pace.window:
                 begin, end = left.popleft()
@@ -118,8 +121,14 @@ class Puller:
             reply, data = self._receive(address, name, silence_s)
             if isinstance(reply, Chunk) and 0 < len(data) <= asked.get(reply.offset, 0) - reply.offset:
                 keep(reply.offset, data)
+                num_bytes += len(data)
                 pace.note_chunk(time.monotonic() - came)
                 came = time.monotonic()
+                if came - judged_at > stall_s:
+                    if num_bytes < least_bytes and (left or len(asked) > 1):
+                        self.drop(address)
+                        raise Silent(f"only {num_bytes:,} bytes of {name} have come from {address} in {stall_s} s")
+                    judged_at, num_bytes = came, 0
                 end, come = asked.pop(reply.offset), reply.offset + len(data)
                 if come < end:
                     left.appendleft((come, end))

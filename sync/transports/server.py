@@ -8,10 +8,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import zmq
 
+from configs.sockets import hide_names
 from sync.extents import Extents
 from sync.manifest import DigestMismatch, Manifest
 from sync.patch import PatchMaker
@@ -61,6 +62,16 @@ class Watch(Protocol):
     def count(self, frames: list[zmq.Frame]) -> None: ...
 
     def shut_down_unfinished(self, *, drained: bool) -> list[int]: ...
+
+    def close(self) -> None: ...
+
+
+class Door(Protocol):
+    """Lets known keys in: `buffers.keys.Door`."""
+
+    def roles_of(self, user: str) -> frozenset[Any]: ...
+
+    def check(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -144,12 +155,13 @@ class SnapshotServer:
         self.bytes_sent = 0
         self.refused = 0
         """Requests that could not be read, or asked for something that is not to be had."""
+        hide_names()
         self._context = zmq.Context()  # of its own: a context has one authenticator
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         self._watch = watch(self._socket) if watch is not None else None
-        self._door = secure(self._socket) if secure is not None else None
+        self._door: Door | None = secure(self._socket) if secure is not None else None
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -192,6 +204,8 @@ class SnapshotServer:
             while self._running:
                 if has_come := self._socket.poll(2 if self._parked else int(TICK_S * 1000)):
                     self._take(*self._receive())
+                if self._door is not None:
+                    self._door.check()
                 if self._watch is not None and time.monotonic() - looked_at > TICK_S:
                     looked_at = time.monotonic()
                     self.refused += len(self._watch.shut_down_unfinished(drained=not has_come))
@@ -207,11 +221,13 @@ class SnapshotServer:
             self._close_socket()
 
     def _receive(self) -> tuple[bytes, bytes]:
-        """(sender, request); the request is empty when there were too few frames or too many."""
+        """(sender, request); the request is empty when there were too few frames or too many, or when the sender's key is not
+        allowed any more."""
         frames = self._socket.recv_multipart(copy=False)
         if self._watch is not None:
             self._watch.count(frames)
-        return frames[0].bytes, frames[-1].bytes if 1 < len(frames) <= MAX_FRAMES else b""
+        known = self._door is None or self._door.roles_of(str(frames[-1].get("User-Id")))
+        return frames[0].bytes, frames[-1].bytes if 1 < len(frames) <= MAX_FRAMES and known else b""
 
     def _take(self, sender: bytes, data: bytes) -> None:
         try:
