@@ -325,13 +325,14 @@ class LeaseBook:
 
     def _evict(self, step: int) -> None:
         """Lets go of groups that the bound forbids from now on: a sampler (or a former one), `max_uses`, a repair leave such."""
-        if isinstance(self._sampler, Fifo) and self.terms.max_uses == 1 and self.terms.on_late is OnLate.mask:
+        in_order, promised, retired = isinstance(self._sampler, Fifo) and self.terms.max_uses == 1, self._promised(), []
+        if in_order and self.terms.on_late is OnLate.mask:
             return
-        promised, retired = self._promised(), []
         for number, group in list(self.pool.items()):
             content = self.content(number)
             version = content.newest if self.terms.on_late is OnLate.mask else content.oldest
-            if version < step - self.terms.max_versions and number not in promised:
+            is_left = not in_order or group.due < step  # one that is due now is trained, and what is late of it is named
+            if is_left and version < step - self.terms.max_versions and number not in promised:
                 if group.uses:
                     self.retire_group(number)
                     retired.append(number)

@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import threading
 from functools import lru_cache
 from pathlib import Path
 
@@ -278,10 +279,13 @@ def test_a_hole_in_what_was_not_synced_is_a_torn_tail_however_much_follows_it(tm
         write(journal, number)
         journal.commit()
     durable = (tmp_path / "j/log/000000.jsonl").stat().st_size
+    answer = threading.Event()
+    journal._disk.submit(answer.wait)
     for number in range(6, 9):  # taken in, and the disk has not answered: nobody was told
         write(journal, number)
         journal.start_commit()
     shutil.copytree(tmp_path / "j", tmp_path / "lost")
+    answer.set()
     journal.close()
     path = tmp_path / "lost/log/000000.jsonl"
     data = bytearray(path.read_bytes())
