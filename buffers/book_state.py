@@ -63,8 +63,8 @@ def reopen_lost_places(book: LeaseBook) -> None:
     used_up = {use.number: use.group for uses, _ in book.trained.values() for use in uses}
     early = [g.due for number, g in used_up.items() if number not in book.groups and g.due >= book.num_consumed]
     held = Counter([*(group.due for group in book.groups.values()), *early])
-    complete = Counter([*(group.due for group in book.pool.values()), *early])
-    book.places.reopen_missing(book.num_consumed, held, complete, book.terms.on_late is OnLate.mask)
+    unfinished = Counter(group.due for group in book.groups.values() if group.content is None)
+    book.places.reopen_missing(book.num_consumed, held, unfinished, book.terms.on_late is OnLate.mask)
 
 
 def export_book(book: LeaseBook) -> BookState:

@@ -18,6 +18,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from buffers import events as e
+from buffers.state import state_numbers
 from configs.schema import Durability
 
 Place = tuple[int, int]
@@ -103,7 +104,7 @@ def read_tail(journal: Path, first: int) -> Tail:
     Raises DamagedLog where lines are lost that are not a torn tail, and where a file is missing.
     """
     files = _parse_files(journal, first)
-    tail = Tail(durable=(first, 0), end=find_end_before(journal, first))
+    tail = Tail(durable=(max([first, *state_numbers(journal)]), 0), end=find_end_before(journal, first))
     last_good = _last_whole_line(files)
     for parsed in files:
         for line in parsed.lines:

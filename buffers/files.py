@@ -2,6 +2,8 @@
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from configs.disk import disk_full, is_disk_full
@@ -22,14 +24,21 @@ def write_all(file: int, data: bytes | memoryview, path: Path) -> None:
             raise
 
 
-def sync_file(file: int, path: Path) -> None:
-    """Waits until the file's data is on the disk. Raises DiskFull: some file systems notice only now."""
+@contextmanager
+def naming_full_disk(path: Path) -> Iterator[None]:
+    """Raises DiskFull, which names `path`, in the place of what the system raises."""
     try:
-        os.fdatasync(file)
+        yield
     except OSError as error:
         if is_disk_full(error):
             raise disk_full(path, 0) from error
         raise
+
+
+def sync_file(file: int, path: Path) -> None:
+    """Waits until the file's data is on the disk. Raises DiskFull: some file systems notice only now."""
+    with naming_full_disk(path):
+        os.fdatasync(file)
 
 
 def sync_path(path: Path) -> None:
@@ -48,7 +57,8 @@ def sync_folder(folder: Path) -> None:
     """Waits until the names of the folder's files are on the disk."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(file)
+        with naming_full_disk(folder):
+            os.fsync(file)
     finally:
         os.close(file)
 
@@ -78,7 +88,7 @@ def cut_file(path: Path, end: int, *, sync: bool = True) -> str | None:
     size = path.stat().st_size
     if end and size <= end:
         return None
-    aside = _free_name(path.with_name(f"{path.name}.cut-{end}"))
+    aside = free_name(path.with_name(f"{path.name}.cut-{end}"))
     if not end:
         os.replace(path, aside)
     else:
@@ -104,7 +114,7 @@ def cut_file(path: Path, end: int, *, sync: bool = True) -> str | None:
     return f"the last {size - end} bytes of {path.name} (kept as {aside.name})"
 
 
-def _free_name(path: Path) -> Path:
+def free_name(path: Path) -> Path:
     """The path, or the first `<path>-<n>` that no file has: an earlier cut at the same place is kept as well."""
     number, free = 1, path
     while free.exists():

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from buffers import events as e
 from buffers.event_log import Place, log_folder, log_numbers, log_path, read_events
-from buffers.files import boot_id, cut_file, sync_file, sync_folder, sync_path, write_all
+from buffers.files import boot_id, cut_file, naming_full_disk, sync_file, sync_folder, sync_path, write_all
 from buffers.recovery import Recovery, read_journal
 from buffers.segments import (
     Reader,
@@ -114,8 +114,9 @@ class Journal:
             sync_folder(self.folder)
         state.next_segment, state.open_segment = self._next_segment, None
         write_state(self.folder, self._number, encode_state(state), sync=self._syncs)
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, self.mark.encode(), 0)
+        with naming_full_disk(self.folder / ".lock"):
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, self.mark.encode(), 0)
         self._open_log(found.tail.end, state)
         return told
 
@@ -134,12 +135,15 @@ class Journal:
         for number in sorted(found.unclosed - found.dropped):
             path = segment_path(self.folder, number)
             told.append(close_torn_segment(path, found.ends.get(number, 0), sync=self._syncs))
+        if self._syncs:  # the state is to vouch for groups that a life before wrote and did not live to sync
+            for number in found.ends:
+                sync_path(segment_path(self.folder, number))
         return [what for what in told if what is not None]
 
     def _open_log(self, previous: Place, state: State) -> None:
-        self._log = os.open(
-            log_path(self.folder, self._number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        )
+        path = log_path(self.folder, self._number)
+        with naming_full_disk(path):
+            self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC)
         self._log_size = 0
         self._folders_unsynced.add(log_folder(self.folder))
         began = e.Began(
@@ -147,6 +151,9 @@ class Journal:
         )
         self._lines.insert(0, e.encode(began))
         self._write_lines()
+        if self._syncs:  # so that a hole in what follows is known for one: the first line says how the file is written
+            sync_file(self._log, path)
+            sync_folder(log_folder(self.folder))
         self._lines_since = self._bytes_since = 0
         self._rotated_at = time.monotonic()
 

@@ -195,6 +195,7 @@ class LeaseBook:
         group.attempts.clear()
         self.pool[attempt.group] = group
         self.bytes_held += content.size
+        self.newest_version = max(self.newest_version, content.newest)  # where the line that published it is lost
         self._changed = True
         self.places.fill_place(group.due)
         self._note(content)
@@ -213,10 +214,8 @@ class LeaseBook:
         self._note(e.Duplicate(lease=lease_id, tokens=num_tokens))
 
     def fail(self, lease_id: int, num_tokens: int, error: str, *, counts: bool = True) -> str:
-        """The group could not be made: it is given out again, or quarantined after `max_attempts`.
-
-        Returns `lost`, `quarantined`, or `over` when the lease had lost its group before.
-        """
+        """The group could not be made: it is given out again, or quarantined after `max_attempts`. Returns `lost`,
+        `quarantined`, or `over` when the lease had lost its group before."""
         attempt = self.attempts.get(lease_id)
         if attempt is None:
             dead = self.dead.get(lease_id)
@@ -325,14 +324,15 @@ class LeaseBook:
         return Handout([number for number, _ in chosen], [] if unweighted else [weight for _, weight in chosen])
 
     def _evict(self, step: int) -> None:
-        """Lets go of groups that the bound forbids to train from now on, where a sampler or `max_uses` may leave such."""
-        if isinstance(self._sampler, Fifo) and self.terms.max_uses == 1:
+        """Lets go of groups that the bound forbids from now on: a sampler (or a former one), `max_uses`, a repair leave such."""
+        in_order, promised, retired = isinstance(self._sampler, Fifo) and self.terms.max_uses == 1, self._promised(), []
+        if in_order and self.terms.on_late is OnLate.mask:
             return
-        promised, retired = self._promised(), []
         for number, group in list(self.pool.items()):
             content = self.content(number)
             version = content.newest if self.terms.on_late is OnLate.mask else content.oldest
-            if version < step - self.terms.max_versions and number not in promised:
+            is_left = not in_order or group.due < step  # one that is due now is trained, and what is late of it is named
+            if is_left and version < step - self.terms.max_versions and number not in promised:
                 if group.uses:
                     self.retire_group(number)
                     retired.append(number)

@@ -66,30 +66,35 @@ class Places:
     def _num_places(self, due: int) -> int:
         return self.terms.num_places(due) + self._extra[due]
 
-    def reopen_missing(self, first: int, held: Counter[int], complete: Counter[int], overtakes: bool) -> int:
+    def reopen_missing(self, first: int, held: Counter[int], unfinished: Counter[int], overtakes: bool) -> int:
         """For a log that has lost lines: frees the places, due from step `first` on, that no group has, and counts the
         filled ones anew. Else the steps would wait for those groups for ever. Returns how many places were freed.
 
-        `held`: groups by due step; `complete`: those of them that are complete. `overtakes`: steps train groups of other
-        due steps too, so that only their whole number can be held against that of the places.
+        `held`: groups by due step; `unfinished`: those of them that are not complete. `overtakes`: steps train groups of
+        other due steps too, so that only their whole number can be held against that of the places.
         """
         last = self.terms.due(self.next_place - 1) if self.next_place else -1
+        freed = Counter(self.freed)
         if overtakes:
             trained = first * self.terms.groups_per_step
             missing = self.next_place + self._extra.total() - trained - held.total() - len(self.freed)
             wanting = [max(first, last)] * max(0, missing)
         else:
-            freed = Counter(self.freed)
             wanting = []
             for due in range(first, last + 1):
-                opened = min(self._num_places(due), self.next_place - self._first_place(due) + self._extra[due])
-                wanting += [due] * max(0, opened - held[due] - freed[due])
-                self._filled[due] = complete[due]
-            self.filled_through = min(self.filled_through, first)
-            self._fill_through()
+                wanting += [due] * max(0, self._num_opened(due) - held[due] - freed[due])
         for due in wanting:
             self.free_place(due)
+        freed.update(wanting)
+        self.filled_through = min([self.filled_through, first, *freed, *unfinished])
+        for due in range(self.filled_through, last + 1):  # what no group is on its way to is filled, or was
+            self._filled[due] = self._num_opened(due) - unfinished[due] - freed[due]
+        self._fill_through()
         return len(wanting)
+
+    def _num_opened(self, due: int) -> int:
+        """Places that fall due at this step, and that a group has had."""
+        return min(self._num_places(due), self.next_place - self._first_place(due) + self._extra[due])
 
     def _first_place(self, due: int) -> int:
         return 0 if due == 0 else self.terms.num_places_through(due - 1)

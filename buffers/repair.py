@@ -22,13 +22,13 @@ from buffers import events as e
 from buffers.arrow_ipc import find_blocks
 from buffers.book_state import apply_event, export_book, restore_book
 from buffers.event_log import Line, ParsedFile, Tail, find_end_before, log_numbers, log_path, parse_log_file
-from buffers.files import boot_id, replace_file
+from buffers.files import boot_id, free_name, replace_file
 from buffers.groups import FIXED, Terms, TermsRecord, recorded_terms
 from buffers.journal import Journal
 from buffers.leases import LeaseBook
 from buffers.ledger import Ledger
 from buffers.recovery import Recovery, note_line
-from buffers.segments import HEAD, segment_numbers, segment_path
+from buffers.segments import HEAD, is_closed, segment_numbers, segment_path
 from buffers.staleness import count
 from buffers.state import State, read_newest_state
 from buffers.trajectory import Expected, Facts, check_groups, decode, encode
@@ -87,9 +87,15 @@ class _Repair:
         found = Recovery(self._state, Tail(lines))
         for line in lines:
             note_line(found, line)
+        if self._state is not None and self._state.open_segment is not None:
+            found.ends.setdefault(*self._state.open_segment)
         found.tail.end = (self._files[-1].number, self._files[-1].size)
-        found.next_segment = 1 + max([-1, found.next_segment - 1, *found.ends, *segment_numbers(self._folder)])
+        present = segment_numbers(self._folder)
+        found.next_segment = 1 + max([-1, found.next_segment - 1, *found.ends, *present])
         self._orphans = {one.group: one for one in self._find_orphans(lines)}
+        for one in self._orphans.values():
+            found.ends[one.segment] = max(found.ends.get(one.segment, 0), one.offset + one.size)
+        found.unclosed = {n for n in found.ends if n in present and not is_closed(segment_path(self._folder, n))}
         mended = [self._mend(parsed) for parsed in self._files]
         for number in sorted(self._orphans):
             self._complete(number)
@@ -111,7 +117,12 @@ class _Repair:
         self._events.append(event)
 
     def _find_damage(self) -> Iterator[str]:
+        first = self._files[0].began if self._files else None
+        if first is not None and first.log > self._number <= first.previous:
+            yield f"before {log_path(self._folder, first.log)}: {self._number:06d}.jsonl is missing"
         for before, parsed in zip([None, *self._files], self._files, strict=False):
+            if parsed.began is None and not parsed.bad and (parsed.lines or parsed is not self._files[-1]):
+                yield f"byte 0 of {log_path(self._folder, parsed.number)}: its first line is missing"
             for byte in parsed.bad:
                 yield f"byte {byte} of {log_path(self._folder, parsed.number)}: a line does not match its checksum"
             began = parsed.began
@@ -192,6 +203,11 @@ class _Repair:
                     self._redo(event)
             case e.Accepted():
                 self._accept(event)
+            case e.Duplicate(lease=lease, tokens=tokens) if lease in book.attempts:  # why it came too late is lost
+                if not self._complete(book.attempts[lease].group):
+                    self._redo(e.Failed(lease, tokens, LOST_LEASE, 0.0, counts=False))
+                else:
+                    self._redo(event)
             case e.Retired(groups=groups):
                 self._redo(e.Retired([number for number in groups if number in book.pool]))
             case e.Handed():
@@ -298,13 +314,18 @@ class _Repair:
         previous = find_end_before(self._folder, self._number)
         for parsed, events in zip(self._files, mended, strict=True):
             path = log_path(self._folder, parsed.number)
-            aside = path.with_name(f"{path.name}.damaged")
-            if parsed.bad and not aside.exists():
-                os.link(path, aside)
             began = events.pop(0) if events and isinstance(events[0], e.Began) else self._make_began(parsed.number)
             began = msgspec.structs.replace(began, previous=previous[0], previous_bytes=previous[1])
+            if parsed.bad or not self._keeps(parsed, [began, *events]):
+                os.link(path, free_name(path.with_name(f"{path.name}.damaged")))
             replace_file(path, b"".join(map(e.encode, [began, *events])))
             previous = (parsed.number, path.stat().st_size)
+
+    def _keeps(self, parsed: ParsedFile, mended: list[e.AnyEvent]) -> bool:
+        """True when the mended file says all that the file said, but for where the one before it ends."""
+        said = [line.event for line in parsed.lines if not isinstance(line.event, e.Began | e.Synced)]
+        left = iter(mended)
+        return all(event in left for event in said)
 
     def _make_began(self, number: int) -> e.Began:
         return e.Began(number, 0, 0, 0, dict(self._find_terms()), str(Durability.fsync), boot_id(), 0.0)

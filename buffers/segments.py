@@ -15,7 +15,7 @@ import xxhash
 
 from buffers import events as e
 from buffers.arrow_ipc import MAGIC, find_blocks, footer
-from buffers.files import cut_file, write_all
+from buffers.files import cut_file, naming_full_disk, sync_file, write_all
 from buffers.messages import Slice
 from buffers.trajectory import SCHEMA
 
@@ -55,7 +55,8 @@ class Segment:
 
 def create_segment(folder: Path, number: int) -> Segment:
     path = segment_path(folder, number)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+    with naming_full_disk(path):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
     write_all(file, HEAD, path)
     return Segment(number, path, file)
 
@@ -95,7 +96,7 @@ def close_torn_segment(path: Path, end: int, *, sync: bool = True) -> str | None
         file.seek(0, os.SEEK_END)
         write_all(file.fileno(), footer(SCHEMA, blocks), path)
         if sync:
-            os.fsync(file.fileno())
+            sync_file(file.fileno(), path)
     return told
 
 

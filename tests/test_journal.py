@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import threading
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.dataset
 import pytest
 
+from buffers import journal as journal_module
 from buffers.book_state import export_book
 from buffers.event_log import DamagedLog, read_events
 from buffers.events import Accepted, AnyEvent, Began, Rejected, Synced
@@ -277,10 +279,13 @@ def test_a_hole_in_what_was_not_synced_is_a_torn_tail_however_much_follows_it(tm
         write(journal, number)
         journal.commit()
     durable = (tmp_path / "j/log/000000.jsonl").stat().st_size
+    answer = threading.Event()
+    journal._disk.submit(answer.wait)
     for number in range(6, 9):  # taken in, and the disk has not answered: nobody was told
         write(journal, number)
         journal.start_commit()
     shutil.copytree(tmp_path / "j", tmp_path / "lost")
+    answer.set()
     journal.close()
     path = tmp_path / "lost/log/000000.jsonl"
     data = bytearray(path.read_bytes())
@@ -356,3 +361,57 @@ def test_every_event_survives_the_log() -> None:
     ]  # fmt: skip
     assert {type(event) for event in events} == set(AnyEvent.__args__)
     assert [e.decode(e.encode(event)) for event in events] == events
+
+
+def test_a_hole_behind_the_first_line_of_a_file_is_a_torn_tail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Power is lost before the first commit to a new file of the log is on the disk: what was synced is there, a later
+    page is there, and what lies between is not."""
+    synced: dict[Path, int] = {}
+    sync = journal_module.sync_file
+    monkeypatch.setattr(
+        journal_module, "sync_file", lambda file, path: (sync(file, path), synced.update({path: path.stat().st_size}))
+    )
+    journal, _ = open_journal(tmp_path / "j", Durability.fsync)
+    path = tmp_path / "j/log/000000.jsonl"
+    kept = synced.get(path, 0)
+    for number in range(40):
+        write(journal, number)
+    journal.start_commit()
+    shutil.copytree(tmp_path / "j", tmp_path / "lost")
+    journal.close()
+    data = (tmp_path / "lost/log/000000.jsonl").read_bytes()
+    assert len(data) > 8192
+    (tmp_path / "lost/log/000000.jsonl").write_bytes(data[:kept] + bytes(4096 - kept) + data[4096:])
+    journal, told = open_journal(tmp_path / "lost", Durability.fsync)
+    assert told and numbers(tmp_path / "lost") == []
+    journal.close()
+
+
+def test_under_fsync_a_missing_file_of_the_log_is_never_taken_for_a_torn_tail(tmp_path: Path) -> None:
+    journal, _ = open_journal(tmp_path, Durability.fsync)
+    write(journal, 0)
+    journal.commit()
+    journal.rotate(empty_state(), keep_logs=True)
+    journal._state_written.result()
+    journal.close()
+    newest = tmp_path / "state/000001.state"
+    newest.write_bytes(newest.read_bytes()[:-1])  # so that the file of the log before it is needed
+    (tmp_path / "log/000000.jsonl").unlink()
+    before = contents(tmp_path)
+    with pytest.raises(DamagedLog, match="000000.jsonl: the file is missing"):
+        open_journal(tmp_path, Durability.fsync)
+    assert contents(tmp_path) == before
+
+
+def test_segments_that_a_life_before_did_not_live_to_sync_are_synced_before_a_state_vouches_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, _ = open_journal(tmp_path / "j", Durability.fsync, segment_bytes=1000)
+    write(journal, 0)
+    journal.commit()
+    shutil.copytree(tmp_path / "j", tmp_path / "killed")
+    journal.close()
+    synced: list[str] = []
+    monkeypatch.setattr(journal_module, "sync_path", lambda path: synced.append(path.name))
+    open_journal(tmp_path / "killed", Durability.fsync)[0].close()
+    assert "000000.arrow" in synced

@@ -1,12 +1,15 @@
 """A buffer that is opened again goes on where it was: after retention, rotation, damage, other settings and a full disk."""
 
+import errno
 import os
 import random
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from test_buffer import Harness, group_of
 
@@ -412,3 +415,150 @@ def test_a_step_beyond_those_trained_is_no_checkpoint(harness: Callable[..., Har
         with pytest.raises(RefusedByBuffer):
             run.client.call(m.Checkpointed(step=step, oldest=oldest), m.Done)
     assert run.status().step == 0, "the buffer answers still"
+
+
+@pytest.mark.parametrize("place", ["create_segment", "open_log", "lock"])
+def test_a_file_system_without_room_for_another_file_is_named(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    opened, written = os.open, os.pwrite
+
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def open_if_room(path: Path, flags: int, *args: int) -> int:
+        suffix = {"create_segment": ".arrow", "open_log": ".jsonl"}.get(place, "none")
+        return full() if flags & os.O_CREAT and str(path).endswith(suffix) else opened(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", open_if_room)
+    monkeypatch.setattr(os, "pwrite", full if place == "lock" else written)
+    with pytest.raises(DiskFull, match="must have room"):
+        live(Buffer(config, tmp_path / "journal"), 0, 1)
+
+
+@pytest.mark.parametrize("sampler", ["freshest", "prioritized"])
+def test_another_sampler_leaves_no_group_beyond_the_bound_to_be_trained(tmp_path: Path, sampler: str) -> None:
+    wide = [*SETTINGS, "staleness.max_versions=3"]
+    buffer = Buffer(load([*wide, f"buffer.sampler={sampler}"]), tmp_path / "journal")
+    live(buffer, 0, 3)
+    buffer.close()
+    again = Buffer(load(wide), tmp_path / "journal")
+    for step in range(3, 12):
+        again.publish(step, f"w{step}")
+        handout = None
+        while handout is None:
+            while (lease := again.lease("g")) is not None:
+                submit(again, lease, step)
+            handout = again.next(step)
+        assert all(again.book.content(group).oldest >= step - 3 for group in handout.groups)
+        trained = sum(again.book.content(group).tokens for group in handout.groups)
+        again.consumed(m.Consumed(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={}))
+    assert again.ledger.closes() and not again.ledger.tokens["late"]
+    again.close()
+
+
+# ---- repair
+
+
+def lose_lines(folder: Path, wanted: Callable[[e.AnyEvent], bool], name: str = "000000.jsonl") -> None:
+    path = folder / "log" / name
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert any(wanted(event) for line in lines if (event := e.decode(line)) is not None)
+    path.write_bytes(b"".join(b"#" + line[1:] if wanted(e.decode(line)) else line for line in lines))  # type: ignore[arg-type]
+
+
+def killed(tmp_path: Path, config: Config, steps: int = 3) -> Path:
+    buffer = Buffer(config, tmp_path / "journal")
+    live(buffer, 0, steps, checkpoint_every=100)
+    folder = kill(buffer, tmp_path / "killed")
+    buffer.close()
+    return folder
+
+
+def test_a_repair_closes_the_segment_that_was_being_written(tmp_path: Path, config: Config) -> None:
+    folder = killed(tmp_path, config)
+    lose_lines(folder, lambda event: isinstance(event, e.Leased) and event.group == 2)
+    repair_journal(folder)
+    Buffer(config, folder).close()
+    assert pa.ipc.open_file(str(folder / "000000.arrow")).num_record_batches == 12
+
+
+def test_a_repair_names_a_first_file_that_is_missing(tmp_path: Path, config: Config) -> None:
+    buffer = Buffer(config, tmp_path / "journal")
+    live(buffer, 0, 3)
+    buffer.close()
+    folder = tmp_path / "journal"
+    for path in (folder / "state").glob("*"):
+        path.unlink()
+    (folder / "log/000000.jsonl").unlink()
+    with pytest.raises(DamagedLog, match="the file is missing"):
+        Buffer(config, folder)
+    report = repair_journal(folder)
+    assert "000000.jsonl is missing" in report.damage[0]
+    again = Buffer(config, folder)
+    again.rewind(again.book.floor_step)
+    live(again, again.book.num_consumed, again.book.num_consumed + 4)
+    again.close()
+
+
+def test_whatever_a_repair_changes_stays_beside_also_the_second_time(tmp_path: Path, config: Config) -> None:
+    folder = killed(tmp_path, config)
+    shutil.rmtree(folder / "state")
+    versions = []
+    for group in (1, 2):
+        lose_lines(folder, lambda event, group=group: isinstance(event, e.Leased) and event.group == group)  # type: ignore[misc]
+        versions.append((folder / "log/000000.jsonl").read_bytes())
+        assert repair_journal(folder).damage
+        shutil.rmtree(folder / "state")
+    kept = {path.read_bytes() for path in (folder / "log").glob("*.damaged*")}
+    assert set(versions) <= kept
+
+
+def test_no_step_waits_after_a_repair_for_groups_whose_due_steps_are_lost(tmp_path: Path) -> None:
+    config = load([*SETTINGS, "algo.dynamic_sampling=true", "buffer.durability=fsync"])
+    buffer = Buffer(config, tmp_path / "journal")
+    buffer.publish(0, "w")
+    leases = [lease for _ in range(6) if (lease := buffer.lease("g")) is not None]
+    for lease in leases[2:3] + leases[4:] + leases[3:4] + leases[:2]:
+        spread = [replace(row, reward=float(i * (lease.group != 2))) for i, row in enumerate(group_of(lease))]
+        data = memoryview(encode(to_batch(spread))).cast("B")
+        assert buffer.submit("g", [lease.id], SCHEMA_VERSION, data)[0] == ["accepted", "zero_variance"][lease.group == 2]
+    fresh = buffer.lease("g")
+    assert fresh is not None and fresh.due == 0
+    data = memoryview(encode(to_batch([replace(row, reward=float(i)) for i, row in enumerate(group_of(fresh))]))).cast("B")
+    buffer.submit("g", [fresh.id], SCHEMA_VERSION, data)
+    for step in range(2):
+        if step:
+            buffer.publish(step, f"w{step}")
+        live_step(buffer, step)
+    folder = kill(buffer, tmp_path / "killed")
+    buffer.close()
+    lose_lines(folder, lambda event: isinstance(event, e.Leased) and event.group in (2, 3, 4, 5))
+    repair_journal(folder)
+    again = Buffer(load([*SETTINGS, "buffer.durability=fsync"]), folder)
+    again.rewind(again.book.num_consumed)
+    live(again, again.book.num_consumed, 6, checkpoint_every=100)
+    again.close()
+
+
+def test_a_duplicate_whose_cause_is_lost_does_not_hold_its_group_for_ever(tmp_path: Path) -> None:
+    config = load([*SETTINGS, "staleness.on_late=cancel", "staleness.straggler_timeout_s=1.0"])
+    now = 0.0
+    buffer = Buffer(config, tmp_path / "journal", clock=lambda: now)
+    buffer.publish(0, "w")
+    leases = [lease for _ in range(6) if (lease := buffer.lease("g")) is not None]
+    for lease in leases[1:]:
+        submit(buffer, lease, 0)
+    assert buffer.next(0) is None
+    now = 2.0
+    buffer.tick()
+    assert submit(buffer, leases[0], 0) == "duplicate"
+    buffer.commit()
+    folder = kill(buffer, tmp_path / "killed")
+    buffer.close()
+    lose_lines(folder, lambda event: isinstance(event, e.Rejected))
+    repair_journal(folder)
+    again = Buffer(config, folder, clock=lambda: now)
+    again.rewind(0)
+    live(again, 0, 2, checkpoint_every=100)
+    again.close()
