@@ -262,6 +262,8 @@ class Journal:
 
     def _write_state(self, number: int, state: bytes, touched: set[Path], doomed: list[Path], keep_logs: bool) -> None:
         """In a thread. The state vouches for the groups that it names, so they are on the disk before it is."""
+        if self._broken:
+            return
         if self._syncs:
             for path in touched:
                 sync_path(path)

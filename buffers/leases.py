@@ -331,7 +331,9 @@ class LeaseBook:
         for number, group in list(self.pool.items()):
             content = self.content(number)
             version = content.newest if self.terms.on_late is OnLate.mask else content.oldest
-            is_left = not in_order or group.due < step  # one that is due now is trained, and what is late of it is named
+            is_left = (
+                not in_order or group.due < step
+            )  # one that is due now is trained, and what is late of it is named
             if is_left and version < step - self.terms.max_versions and number not in promised:
                 if group.uses:
                     self.retire_group(number)

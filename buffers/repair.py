@@ -146,7 +146,7 @@ class _Repair:
 
     def _find_orphans(self, lines: list[Line]) -> Iterator[e.Accepted]:
         """Groups whose rows are whole in a segment and that no line speaks of."""
-        known = {(one.segment, one.offset) for one in self._known_contents(lines)}
+        known = {(one.segment, one.offset, one.row) for one in self._known_contents(lines)}
         dropped = {n for line in lines if isinstance(line.event, e.Dropped) for n in line.event.segments}
         since = 0
         if self._state is not None:
@@ -161,16 +161,16 @@ class _Repair:
             groups = (*self._state.book.groups, *self._state.book.retired)
             yield from (one.content for one in groups if one.content is not None)
 
-    def _read_orphans(self, segment: int, known: set[tuple[int, int]]) -> Iterator[e.Accepted]:
+    def _read_orphans(self, segment: int, known: set[tuple[int, int, int]]) -> Iterator[e.Accepted]:
         path = segment_path(self._folder, segment)
         if path.stat().st_size <= len(HEAD):
             return
         with open(path, "rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         for offset, num_metadata, num_body in find_blocks(data, len(HEAD)):
-            if (segment, offset) not in known:
-                message = bytes(data[offset : offset + num_metadata + num_body])
-                yield from self._read_groups(segment, offset, message)
+            message = bytes(data[offset : offset + num_metadata + num_body])
+            groups = self._read_groups(segment, offset, message)
+            yield from (one for one in groups if (segment, offset, one.row) not in known)
 
     def _read_groups(self, segment: int, offset: int, message: bytes) -> Iterator[e.Accepted]:
         terms = self._book.terms

@@ -44,6 +44,8 @@ class Records:
     damaged: set[int] = field(default_factory=set)
     """Groups that were rejected, or not trained again, because the disk had lost them."""
     repaired: list[e.Repaired] = field(default_factory=list)
+    loose: set[int] = field(default_factory=set)
+    """Steps that were handed out before a repair, and may be handed out anew."""
     num_rewinds: int = 0
     num_undone: int = 0
 
@@ -96,6 +98,9 @@ def _read(journal: Path, found: Audit) -> Records:
                     )
                 records.accepted[event.group] = event
             case e.Handed():
+                if event.step in records.loose:
+                    records.loose.discard(event.step)
+                    records.handed[event.step] = event.groups
                 if records.handed.setdefault(event.step, event.groups) != event.groups:
                     found.wrong.append(f"step {event.step} was handed out anew with other groups")
             case e.Rejected(group=group, reason="damaged"):
@@ -104,7 +109,7 @@ def _read(journal: Path, found: Audit) -> Records:
             case e.Repaired():
                 records.repaired.append(event)
                 records.told.append(event)
-                records.handed = {step: groups for step, groups in records.handed.items() if step < event.step}
+                records.loose = {step for step in records.handed if step >= event.step}
             case e.Trained():
                 records.told.append(event)
                 if event.step in records.trained or event.step != len(records.trained):
@@ -168,7 +173,13 @@ def _check_training(config: Config, records: Records, batches: dict[int, pa.Reco
         for group in done.groups:
             if group not in records.accepted:
                 found.wrong.append(f"group {group} was trained at step {step} and never accepted")
-            elif config.staleness.on_late is not OnLate.mask and records.accepted[group].due != step:
+            elif (
+                config.staleness.on_late is not OnLate.mask
+                and records.accepted[group].due != step
+                and not any(
+                    step >= repaired.step for repaired in records.repaired
+                )  # which may leave more groups than places
+            ):
                 due = records.accepted[group].due
                 found.wrong.append(f"group {group}, due at {due}, was trained at step {step}")
             if group in batches:

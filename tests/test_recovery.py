@@ -522,10 +522,14 @@ def test_no_step_waits_after_a_repair_for_groups_whose_due_steps_are_lost(tmp_pa
     for lease in leases[2:3] + leases[4:] + leases[3:4] + leases[:2]:
         spread = [replace(row, reward=float(i * (lease.group != 2))) for i, row in enumerate(group_of(lease))]
         data = memoryview(encode(to_batch(spread))).cast("B")
-        assert buffer.submit("g", [lease.id], SCHEMA_VERSION, data)[0] == ["accepted", "zero_variance"][lease.group == 2]
+        assert (
+            buffer.submit("g", [lease.id], SCHEMA_VERSION, data)[0] == ["accepted", "zero_variance"][lease.group == 2]
+        )
     fresh = buffer.lease("g")
     assert fresh is not None and fresh.due == 0
-    data = memoryview(encode(to_batch([replace(row, reward=float(i)) for i, row in enumerate(group_of(fresh))]))).cast("B")
+    data = memoryview(encode(to_batch([replace(row, reward=float(i)) for i, row in enumerate(group_of(fresh))]))).cast(
+        "B"
+    )
     buffer.submit("g", [fresh.id], SCHEMA_VERSION, data)
     for step in range(2):
         if step:
