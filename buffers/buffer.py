@@ -219,8 +219,9 @@ class Buffer:
                 data, spent = divide_groups(data, len(leases), wanted, num_samples)
             if wanted:
                 found = check_groups(
-                    data, list(wanted.values()), num_samples=num_samples, newest_version=self.book.newest_version
-                )
+                    data, list(wanted.values()), num_samples=num_samples, newest_version=self.book.newest_version,
+                    longest=self._config.longest_row,
+                )  # fmt: skip
         except Malformed as error:
             self.refuse("malformed group", f"from {generator}: {error}")
             for place in wanted:

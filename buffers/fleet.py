@@ -37,6 +37,8 @@ class Fleet:
         """The latest report of each generator's life under way; whoever has spoken last is the last."""
         self._over = m.GeneratorReport()
         """All lives that are over, added up."""
+        self._counted: OrderedDict[str, m.GeneratorReport] = OrderedDict()
+        """Lives that were taken for over because others had spoken since: their part of that."""
         self._heard: OrderedDict[str, Heard] = OrderedDict()
         """By role; whoever was heard last is the last."""
         self._left: OrderedDict[str, None] = OrderedDict()
@@ -45,6 +47,7 @@ class Fleet:
     def join(self, generator: str) -> None:
         """A new life begins."""
         self._end_life(generator)
+        self._counted.pop(generator, None)
         self._begin_life(generator)
         self._left.pop(generator, None)
 
@@ -87,13 +90,22 @@ class Fleet:
 
     def _begin_life(self, generator: str) -> None:
         self._lives[generator] = m.GeneratorReport()
+        if (counted := self._counted.pop(generator, None)) is not None:  # it goes on
+            self._add(counted, -1)
         while len(self._lives) > MAX_GENERATORS:
-            self._end_life(next(iter(self._lives)))
+            silent = next(iter(self._lives))
+            self._counted[silent] = self._lives[silent]
+            self._end_life(silent)
+        while len(self._counted) > 10 * MAX_GENERATORS:
+            self._counted.popitem(last=False)
 
     def _end_life(self, generator: str) -> None:
         if (report := self._lives.pop(generator, None)) is not None:
-            sums = {name: min(LARGEST, value + getattr(report, name)) for name, value in _fields(self._over).items()}
-            self._over = m.GeneratorReport(**sums)
+            self._add(report, 1)
+
+    def _add(self, report: m.GeneratorReport, times: int) -> None:
+        sums = {name: value + times * getattr(report, name) for name, value in _fields(self._over).items()}
+        self._over = m.GeneratorReport(**{name: max(0, min(LARGEST, value)) for name, value in sums.items()})
 
     def summary(self, now: float) -> dict[str, Any]:
         """The fields of `messages.Status` that speak of the roles."""

@@ -63,6 +63,7 @@ class Journal:
     def __init__(self, folder: Path, durability: Durability, segment_bytes: int) -> None:
         """Locks the folder and changes nothing else in it: `recover` and `begin` come next. Raises ValueError when
         another process writes this journal."""
+        folder = folder.absolute()
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._durability, self._syncs = durability, durability is Durability.fsync
@@ -126,9 +127,6 @@ class Journal:
             told.append(cut_file(log_path(self.folder, number), 0, sync=self._syncs))
         if found.tail.torn is not None:
             number, byte = found.tail.torn
-            told.append(cut_file(log_path(self.folder, number), byte, sync=self._syncs))
-        elif found.tail.end[0] in log_numbers(self.folder):
-            number, byte = found.tail.end
             told.append(cut_file(log_path(self.folder, number), byte, sync=self._syncs))
         for number in found.dropped:
             self.discard_file(segment_path(self.folder, number))

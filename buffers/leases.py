@@ -151,11 +151,13 @@ class LeaseBook:
         revoked = []
         for lease_id, num_tokens in progress.items():
             attempt = self.attempts.get(lease_id)
-            if attempt is not None:
-                attempt.deadline = now + self.terms.lease_s
-            else:
+            if attempt is None:
                 revoked.append(lease_id)
                 attempt = self.dead.get(lease_id)
+            elif attempt.generator != generator:
+                continue  # nobody renews another's lease
+            else:
+                attempt.deadline = now + self.terms.lease_s
             if attempt is not None and attempt.fate != "accepted":
                 self._progress(attempt, num_tokens)
         return revoked
@@ -171,11 +173,8 @@ class LeaseBook:
         return lease_id in self.dead and self.dead[lease_id].fate == "accepted"
 
     def is_too_new(self, due: int, newest: int) -> bool:
-        """True for a group that the step it is due at may not train, because newer versions sampled it.
-
-        Possible only where a damaged group of an undone step is made anew (`staleness`, Rewind): its generator may still
-        hold a version of the life before.
-        """
+        """True for a group that versions newer than its step have sampled: one made anew for a step that was undone, by a
+        generator that still holds a version of the learner's life before (`staleness`, Rewind)."""
         return newest > due and self.terms.on_late is not OnLate.mask
 
     def accept(self, content: e.Accepted) -> None:
@@ -331,9 +330,7 @@ class LeaseBook:
         for number, group in list(self.pool.items()):
             content = self.content(number)
             version = content.newest if self.terms.on_late is OnLate.mask else content.oldest
-            is_left = (
-                not in_order or group.due < step
-            )  # one that is due now is trained, and what is late of it is named
+            is_left = not in_order or group.due < step  # one that is due is trained, and what is late of it is named
             if is_left and version < step - self.terms.max_versions and number not in promised:
                 if group.uses:
                     self.retire_group(number)
@@ -349,9 +346,8 @@ class LeaseBook:
 
     def _sampled_later(self, step: int) -> set[int]:
         """Groups that versions above the step's have sampled: a life of the learner before this one published those."""
-        if self.newest_version <= step or self.terms.on_late is OnLate.mask:
-            return set()
-        return {number for number in self.pool if self.content(number).newest > step}
+        are_some = self.newest_version > step and self.terms.on_late is not OnLate.mask
+        return {number for number in self.pool if are_some and self.content(number).newest > step}
 
     def retire_group(self, number: int) -> None:
         self.bytes_held -= self.content(number).size

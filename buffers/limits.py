@@ -17,8 +17,11 @@ def longest_group(config: Config) -> int:
 def check_bounds(request: m.Request, buffer: Buffer, config: Config) -> None:
     """Raises Refusal for a request whose numbers cannot be true in this run."""
     match request:
-        case m.Fail(num_tokens=tokens):
+        case m.Fail(num_tokens=tokens, lease=lease, generator=name):
             _must(tokens, "num_tokens of a lease", longest_group(config))
+            attempt = buffer.book.attempts.get(lease)
+            if attempt is not None and attempt.generator != name:
+                raise Refusal("another's lease", f"lease {lease} is {attempt.generator}'s, got a failure from {name}")
         case m.Heartbeat(progress=progress):
             _must(max(progress.values(), default=0), "progress of a lease", longest_group(config))
         case m.Publish(version=version):

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import pyarrow as pa
+
 from buffers import messages as m
 
 MAX_PARKED = 20_000
@@ -26,6 +28,15 @@ class Parked(Generic[R]):
     deadline: float
     user: str
     """The sender's public key; empty where there are no keys."""
+
+
+@dataclass(slots=True)
+class Reply:
+    """An answer on its way to its client."""
+
+    frames: list[bytes | pa.Buffer]
+    leases: list[m.Lease]
+    """The leases that it gives: they are taken back where it cannot be delivered."""
 
 
 class ParkedRequests:
@@ -74,9 +85,11 @@ class ParkedRequests:
             self.finishes = [parked for parked in self.finishes if id(parked) not in gone]
             self.watches = [parked for parked in self.watches if id(parked) not in gone]
 
-    def take_asks(self, generator: str) -> list[Parked[m.Ask]]:
-        """Takes out what a generator has asked, which has left or begun a new life: nobody waits for its leases."""
-        taken = [parked for parked in self.asks if parked.request.generator == generator]
+    def take_asks(self, generator: str, but: bytes = b"") -> list[Parked[m.Ask]]:
+        """Takes out what a generator has asked, which has left or begun a new life, or asks over another connection (`but`)
+        now: nobody waits for the leases."""
+        taken = [one for one in self.asks if one.request.generator == generator and one.sender != but]
         if taken:
-            self.forget(lambda parked: isinstance(parked.request, m.Ask) and parked.request.generator == generator)
+            gone = {id(one) for one in taken}
+            self.forget(lambda parked: id(parked) in gone)
         return taken

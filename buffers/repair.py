@@ -100,8 +100,9 @@ class _Repair:
         for number in sorted(self._orphans):
             self._complete(number)
         self._end_repair()
-        self._rewrite_files(mended)
-        self._begin(found, record)
+        files = self._encode_files(mended)
+        self._begin(found, record, len(files[-1]))  # from here on the old files of the log are history
+        self._rewrite_files(files, mended)
         return report
 
     def _mend(self, parsed: ParsedFile) -> list[e.AnyEvent]:
@@ -309,17 +310,24 @@ class _Repair:
         if reopened := len(self._book.places.freed) - before:
             report.lost.append(f"{reopened} places had lost their groups, which are made anew")
 
-    def _rewrite_files(self, mended: list[list[e.AnyEvent]]) -> None:
-        """The files hold the mended events; those with damage stay beside as they were."""
-        previous = find_end_before(self._folder, self._number)
+    def _encode_files(self, mended: list[list[e.AnyEvent]]) -> list[bytes]:
+        """What the files are to hold. Each says where the one before it ends."""
+        previous, files = find_end_before(self._folder, self._number), []
         for parsed, events in zip(self._files, mended, strict=True):
+            if not (events and isinstance(events[0], e.Began)):
+                events.insert(0, self._make_began(parsed.number))
+            events[0] = msgspec.structs.replace(events[0], previous=previous[0], previous_bytes=previous[1])
+            files.append(b"".join(map(e.encode, events)))
+            previous = (parsed.number, len(files[-1]))
+        return files
+
+    def _rewrite_files(self, files: list[bytes], mended: list[list[e.AnyEvent]]) -> None:
+        """The files hold the mended events; those that said something else stay beside as they were."""
+        for parsed, data, events in zip(self._files, files, mended, strict=True):
             path = log_path(self._folder, parsed.number)
-            began = events.pop(0) if events and isinstance(events[0], e.Began) else self._make_began(parsed.number)
-            began = msgspec.structs.replace(began, previous=previous[0], previous_bytes=previous[1])
-            if parsed.bad or not self._keeps(parsed, [began, *events]):
+            if parsed.bad or not self._keeps(parsed, events):
                 os.link(path, free_name(path.with_name(f"{path.name}.damaged")))
-            replace_file(path, b"".join(map(e.encode, [began, *events])))
-            previous = (parsed.number, path.stat().st_size)
+            replace_file(path, data)
 
     def _keeps(self, parsed: ParsedFile, mended: list[e.AnyEvent]) -> bool:
         """True when the mended file says all that the file said, but for where the one before it ends."""
@@ -330,11 +338,13 @@ class _Repair:
     def _make_began(self, number: int) -> e.Began:
         return e.Began(number, 0, 0, 0, dict(self._find_terms()), str(Durability.fsync), boot_id(), 0.0)
 
-    def _begin(self, found: Recovery, record: TermsRecord) -> None:
+    def _begin(self, found: Recovery, record: TermsRecord, last_bytes: int) -> None:
+        """The state that the repair has led to is on the disk after this: a repair that is killed has either changed
+        nothing that counts, or is done but for the history."""
         weights, unscored = ("", []) if self._state is None else (self._state.weights, self._state.unscored)
         for line in found.tail.lines:
             weights = line.event.weights if isinstance(line.event, e.Published) else weights
-        found.tail.end = (self._files[-1].number, log_path(self._folder, self._files[-1].number).stat().st_size)
+        found.tail.end = (self._files[-1].number, last_bytes)
         state = State(
             terms=dict(record), book=export_book(self._book), weights=weights, unscored=unscored, next_segment=0,
             open_segment=None, durability=str(Durability.fsync), boot=boot_id(),

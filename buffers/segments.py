@@ -153,11 +153,11 @@ class Reader:
 
     def _map_bytes(self, segment: int, offset: int, size: int) -> pa.Buffer | None:
         """The bytes there, mapped; None when the file does not reach so far."""
+        path = segment_path(self._folder, segment)
+        if not path.exists() or path.stat().st_size < offset + size:  # also of what is mapped: pages that are gone kill
+            return None
         mapped = self._maps.get(segment)
         if mapped is None or mapped.size < offset + size:
-            path = segment_path(self._folder, segment)
-            if not path.exists() or path.stat().st_size < offset + size:
-                return None
             mapped = self._maps[segment] = pa.memory_map(str(path)).read_buffer()
             while len(self._maps) > MAX_MAPPED:
                 del self._maps[next(iter(self._maps))]

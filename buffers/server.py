@@ -14,11 +14,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import zmq
 
 from buffers import messages as m
@@ -27,7 +25,7 @@ from buffers.connections import Connections, descriptor_of
 from buffers.keys import Door, may_say, open_door
 from buffers.limits import check_bounds
 from buffers.metrics import Metrics
-from buffers.parked import MAX_PARKED, MAX_PARKED_OF_ONE, Parked, ParkedRequests
+from buffers.parked import MAX_PARKED, MAX_PARKED_OF_ONE, Parked, ParkedRequests, Reply
 from buffers.process import allow_many_connections, keep_freed_memory
 from buffers.refusal import Refusal
 from configs.schema import Config, Durability
@@ -56,15 +54,6 @@ MAX_INBOX_BYTES = 64 << 20
 MAX_COMMITTING = 3
 """Turns whose answers wait for the disk, at most, while the next is under way."""
 TICK_S = 0.05
-
-
-@dataclass(slots=True)
-class Reply:
-    """An answer on its way to its client."""
-
-    frames: list[bytes | pa.Buffer]
-    leases: list[m.Lease]
-    """The leases that it gives: they are taken back where it cannot be delivered."""
 
 
 class BufferServer:
@@ -288,6 +277,8 @@ class BufferServer:
             many = f"at most {MAX_PARKED_OF_ONE} requests of a client, and {MAX_PARKED} of all, may wait for an answer"
             self._answer(sender, number, self.buffer.refuse("too many requests", many))
             return
+        if isinstance(request, m.Ask):
+            self._end_asks(request.generator, but=sender)
         self._parked.park(sender, number, request, user, self._clock())
         self._ticked_at = float("-inf")  # it may have to be answered at once
 
@@ -343,9 +334,9 @@ class BufferServer:
                 buffer.stop(request.reason)
         return m.Done()
 
-    def _end_asks(self, generator: str) -> None:
-        """Answers what a generator has asked before it left or was started again with no leases, in case that it still listens."""
-        for parked in self._parked.take_asks(generator):
+    def _end_asks(self, generator: str, but: bytes = b"") -> None:
+        """Answers what a generator has asked before it left, began or connected anew with no leases, in case that it listens."""
+        for parked in self._parked.take_asks(generator, but):
             self._answer(parked.sender, parked.number, self._work([]))
 
     def _answer(self, sender: bytes, number: bytes, reply: m.Reply, payload: list[bytes] | None = None) -> None:

@@ -167,11 +167,13 @@ class Checked:
 
 
 def check_groups(
-    data: bytes | memoryview | pa.Buffer, expected: Sequence[Expected], *, num_samples: int, newest_version: int
-) -> Checked:
+    data: bytes | memoryview | pa.Buffer, expected: Sequence[Expected], *, num_samples: int, newest_version: int,
+    longest: int = 2**31 - 1,
+) -> Checked:  # fmt: skip
     """Reads a message, and finds of each expected group its facts or what is wrong with it.
 
-    A whole, finite, consistent group has `num_samples` rows, 0 first, and versions up to `newest_version`. All groups are
+    A whole, finite, consistent group has `num_samples` rows, 0 first, of at most `longest` tokens, and versions up to
+    `newest_version`. All groups are
     checked at once; only where a rule is broken, each by itself. Raises `Malformed` when the message cannot be read or has
     another number of rows.
     """
@@ -182,7 +184,9 @@ def check_groups(
             f"samples must be 0..{num_samples - 1} for each of {len(expected)} groups, got {batch.num_rows} rows"
         )
     try:
-        facts = list(_check(body, buffers, expected, num_samples, newest_version))
+        if not np.isfinite(batch.column("rewards").items.to_numpy(zero_copy_only=False)).all():
+            raise Malformed("rewards must be finite, and some component is NaN or infinite")
+        facts = list(_check(body, buffers, expected, num_samples, newest_version, longest))
         return Checked(batch, [*facts], is_aligned(view, buffers))
     except Malformed as error:
         if len(expected) == 1:
@@ -190,13 +194,15 @@ def check_groups(
     verdicts: list[Facts | Malformed] = []
     for number, one in enumerate(expected):
         alone = encode(batch.slice(number * num_samples, num_samples))
-        verdicts += check_groups(alone, [one], num_samples=num_samples, newest_version=newest_version).verdicts
+        rules = {"num_samples": num_samples, "newest_version": newest_version, "longest": longest}
+        verdicts += check_groups(alone, [one], **rules).verdicts
     return Checked(batch, verdicts, False)
 
 
 def _check(
-    body: memoryview, buffers: list[list[int]], expected: Sequence[Expected], num_samples: int, newest_version: int
-) -> Iterator[Facts]:
+    body: memoryview, buffers: list[list[int]], expected: Sequence[Expected], num_samples: int, newest_version: int,
+    longest: int,
+) -> Iterator[Facts]:  # fmt: skip
     """Raises Malformed with the first rule that some group breaks."""
     num_groups = len(expected)
     n = num_groups * num_samples
@@ -219,6 +225,7 @@ def _check(
     must(part("sample", 1, 8 * n) == _sample_numbers(num_groups, num_samples), f"samples must be 0..{num_samples - 1}")
     offsets = np.frombuffer(part("tokens", 1, 4 * (n + 1)), np.int32)
     must(offsets[0] == 0 and (offsets[1:] > offsets[:-1]).all(), "a trajectory must hold at least one token")
+    must((offsets[1:] - offsets[:-1]).max() <= longest, f"a trajectory must hold at most {longest} tokens")
     for name in ("sampled", "logprobs", "versions"):
         must(part(name, 1, 4 * (n + 1)) == offsets.tobytes(), f"`{name}` must be as long as `tokens`")
     total, starts = int(offsets[-1]), offsets[:-1:num_samples]

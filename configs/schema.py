@@ -430,6 +430,11 @@ class Config:
         return self.sync.address or f"tcp://{_host(self.buffer.address)}:0"
 
     @property
+    def longest_row(self) -> int:
+        """The most tokens that a trajectory can hold: a prompt that the engine takes, and the longest response."""
+        return self.generators.max_model_len + self.sampling.max_tokens
+
+    @property
     def bound(self) -> int:
         """S: the staleness bound in force."""
         return 0 if self.mode is Mode.on_policy else self.staleness.max_versions

@@ -133,6 +133,7 @@ def disk(size: Size, seconds: float, folder: Path) -> float:
 def configure(size: Size, address: str, durability: str) -> Config:
     return load(
         [
+            "generators.max_model_len=4096",
             "generators.engine=simulated", "learner.engine=simulated", "eval.prompts=0", f"buffer.address={address}",
             f"learner.groups_per_step={size.groups_per_step}", f"learner.samples_per_prompt={SAMPLES}",
             "run.steps=100000000", "staleness.max_versions=1000000", f"buffer.max_groups={16 * size.groups_per_step}",

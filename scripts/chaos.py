@@ -203,8 +203,9 @@ class Harness:
         self.kills["server"] += 1
         path = max(self.journal.glob("log/*.jsonl"))
         lines = path.read_bytes().splitlines(keepends=True)
-        if len(lines) >= 4 and int(path.stem) >= max(state_numbers(self.journal)):
-            victim = self.rng.randrange(1, len(lines) - 2)
+        whole = [number for number, line in enumerate(lines) if e.decode(line) is not None]
+        if len(whole) >= 4 and int(path.stem) >= max(state_numbers(self.journal)):
+            victim = self.rng.choice(whole[1:-1])
             place = sum(map(len, lines[:victim])) + self.rng.randrange(len(lines[victim]) - 1)
             flip_bit(path, place, self.rng.randrange(8))
             self.faults["rotten log"] += 1

@@ -512,3 +512,67 @@ def test_a_lease_beside_its_predecessor_in_a_refused_message_is_given_out_again(
     assert isinstance(receipt, m.Receipt) and receipt.verdicts == ["failed", "failed"]
     while old.group not in [lease.group for lease in one.ask()]:
         assert time.monotonic() < deadline, one.server.buffer.book.groups[old.group]
+
+
+def test_nobody_speaks_for_the_leases_of_another(harness: Callable[..., Harness]) -> None:
+    run = harness()
+    run.publish(0)
+    (lease,) = run.ask(1)
+    deadline = run.server.buffer.book.attempts[lease.id].deadline
+    beat = m.Heartbeat(generator="stranger", progress={lease.id: 1}, report=m.GeneratorReport())
+    assert run.client.call(beat, m.Standing).revoked == []
+    assert run.server.buffer.book.attempts[lease.id].deadline == deadline, "not renewed"
+    with pytest.raises(RefusedByBuffer, match="is g's, got a failure from stranger"):
+        run.client.call(m.Fail(generator="stranger", lease=lease.id, num_tokens=0, error=""), m.Receipt)
+    assert run.submit(lease) == "accepted"
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        (
+            {"tokens": [1] * 200, "sampled": [False] + [True] * 199, "logprobs": [0.0] + [-1.0] * 199, "versions": [-1] + [0] * 199},
+            "a trajectory must hold at most 72 tokens",
+        ),
+        ({"rewards": {"greedy": float("nan")}}, "rewards must be finite"),
+        ({"rewards": {"a": 1.0, "b": float("inf")}}, "rewards must be finite"),
+    ],
+)  # fmt: skip
+def test_rows_that_no_engine_makes_are_refused(
+    harness: Callable[..., Harness], changes: dict[str, object], rule: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = harness("generators.max_model_len=64", "sampling.max_tokens=8")
+    run.publish(0)
+    (lease,) = run.ask(1)
+    assert run.submit(lease, encode(to_batch(group_of(lease, **changes)))) == "failed"
+    assert rule in caplog.text
+    (again,) = [lease for lease in run.ask(100) if lease.group == 0]
+    assert run.submit(again) == "accepted"
+
+
+def test_a_generator_that_connects_anew_is_served_once(harness: Callable[..., Harness]) -> None:
+    run = harness()
+    old, new = (BufferClient(run.server.address) for _ in range(2))
+    first = old.post(m.Ask(generator="g", count=1, wait_s=20.0))
+    while not run.server._parked.asks:
+        time.sleep(0.01)
+    second = new.post(m.Ask(generator="g", count=1, wait_s=20.0))
+    while not (answers := list(old.receive(1.0))):
+        pass
+    assert [(one.number, one.reply.leases) for one in answers] == [(first, [])]  # type: ignore[union-attr]
+    run.publish(0)
+    while not (answers := list(new.receive(1.0))):
+        pass
+    assert [(one.number, len(one.reply.leases)) for one in answers] == [(second, 1)]  # type: ignore[union-attr]
+    old.close()
+    new.close()
+
+
+def test_totals_stay_right_when_there_are_more_generators_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("buffers.fleet.MAX_GENERATORS", 4)
+    fleet = Fleet()
+    for beat in range(5):
+        for number in range(7):
+            report = m.GeneratorReport(updates=10 * (beat + 1))
+            fleet.report(m.Heartbeat(generator=f"g{number}", progress={}, report=report), float(beat))
+    assert fleet.summary(5.0)["weight_updates"] == 7 * 50

@@ -20,6 +20,7 @@ from buffers.book_state import export_book
 from buffers.buffer import Buffer
 from buffers.client import RefusedByBuffer, Taken
 from buffers.event_log import DamagedLog, read_events
+from buffers.files import replace_file
 from buffers.repair import repair_journal
 from buffers.state import read_newest_state
 from buffers.trajectory import SCHEMA_VERSION, encode, to_batch
@@ -29,7 +30,7 @@ from configs.schema import Config, OnLate
 
 SETTINGS = [
     "learner.groups_per_step=3", "learner.samples_per_prompt=2", "run.steps=1000", "eval.prompts=0",
-    "staleness.max_versions=1", "buffer.segment_mb=1",
+    "staleness.max_versions=1", "buffer.segment_mb=1", "generators.max_model_len=50000",
 ]  # fmt: skip
 
 
@@ -336,6 +337,37 @@ def test_a_log_with_a_rotten_line_refuses_to_open_is_repaired_and_the_run_goes_o
     assert again.ledger.closes() and again.book.num_consumed == step + 4, "no step waits for a group that is lost"
     again.close()
     assert repair_journal(folder).damage == [], "once is enough"
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_a_repair_that_is_killed_leaves_a_journal_that_opens_or_is_repaired_again(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
+    monkeypatch.setattr(journal_module, "ROTATE_LINES", 30)
+    buffer = Buffer(config, tmp_path / "journal")
+    live(buffer, 0, 6, checkpoint_every=100)
+    folder = kill(buffer, tmp_path / "killed")
+    buffer.close()
+    shutil.rmtree(folder / "state")
+    for path in sorted((folder / "log").iterdir())[:2]:
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join([*lines[:4], b"#" + lines[4][1:], *lines[5:]]))
+    replaced: list[Path] = []
+
+    def replace_some(path: Path, data: bytes) -> None:
+        if len(replaced) == written:
+            raise KeyboardInterrupt
+        replaced.append(path)
+        replace_file(path, data)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("buffers.repair.replace_file", replace_some)
+        repair_journal(folder)
+    again = Buffer(config, folder)
+    assert again.ledger.closes()
+    again.rewind(0)
+    live(again, 0, 9, checkpoint_every=100)
+    again.close()
 
 
 def test_a_torn_segment_costs_the_groups_in_it_and_no_other(tmp_path: Path, config: Config) -> None:
