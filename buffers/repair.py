@@ -279,6 +279,8 @@ class _Repair:
             self._training_known = self._train_as_handed(book.num_consumed)
         known = self._training_known and book.num_consumed == event.step
         if known and all([self._complete(number) for number in event.groups]):
+            if event.step not in book.scripted:
+                self._redo(e.Handed(event.step, event.groups, event.weights))  # its line is lost
             self._redo(event)
             return
         self._training_known = False

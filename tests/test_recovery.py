@@ -598,3 +598,21 @@ def test_a_duplicate_whose_cause_is_lost_does_not_hold_its_group_for_ever(tmp_pa
     again.rewind(0)
     live(again, 0, 2, checkpoint_every=100)
     again.close()
+
+
+def test_a_repaired_log_has_a_hand_out_before_every_step_that_it_says_was_trained(
+    tmp_path: Path, config: Config
+) -> None:
+    buffer = Buffer(config, tmp_path / "journal")
+    live(buffer, 0, 3, checkpoint_every=100)
+    folder = kill(buffer, tmp_path / "killed")
+    buffer.close()
+    path = folder / "log/000000.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    victim = next(n for n, line in enumerate(lines) if b'"type":"Handed","step":1' in line)
+    path.write_bytes(b"".join([*lines[:victim], b"#" + lines[victim][1:], *lines[victim + 1 :]]))
+    assert repair_journal(folder).step == 3
+    told = [event for event in read_events(folder) if isinstance(event, e.Handed | e.Trained)]
+    assert [(type(event), event.step) for event in told[:6]] == [
+        (k, n) for n in range(3) for k in (e.Handed, e.Trained)
+    ]
