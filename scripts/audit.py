@@ -14,6 +14,7 @@ from buffers import messages as m
 from buffers.book_state import export_book
 from buffers.buffer import Buffer
 from buffers.event_log import read_events
+from buffers.prompts import PromptOrder
 from buffers.segments import Reader
 from buffers.trajectory import flat
 from configs.schema import Config, OnLate
@@ -43,6 +44,8 @@ class Records:
     """Steps and what undid them, in order."""
     damaged: set[int] = field(default_factory=set)
     """Groups that were rejected, or not trained again, because the disk had lost them."""
+    cancelled: set[int] = field(default_factory=set)
+    """Groups that held a step for too long: their prompts were given out, and are done with."""
     repaired: list[e.Repaired] = field(default_factory=list)
     loose: set[int] = field(default_factory=set)
     """Steps that were handed out before a repair, and may be handed out anew."""
@@ -106,6 +109,8 @@ def _read(journal: Path, found: Audit) -> Records:
             case e.Rejected(group=group, reason="damaged"):
                 records.damaged.add(group)
                 records.handed = {step: groups for step, groups in records.handed.items() if group not in groups}
+            case e.Rejected(group=group, reason="cancelled"):
+                records.cancelled.add(group)
             case e.Repaired():
                 records.repaired.append(event)
                 records.told.append(event)
@@ -245,6 +250,9 @@ def _check_epochs(config: Config, records: Records, found: Audit) -> None:
     prompts: dict[int, Counter[int]] = {}
     for group, event in records.accepted.items():
         prompts.setdefault(group // size, Counter())[event.prompt] += 1
+    order = PromptOrder(size, config.run.seed)
+    for group in sorted(records.cancelled):
+        prompts.setdefault(group // size, Counter())[order.index(group)] += 1
     for epoch, counts in sorted(prompts.items()):
         if max(counts.values()) > 1 or not set(counts) <= set(range(size)):
             found.wrong.append(
