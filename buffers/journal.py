@@ -54,6 +54,8 @@ ROTATE_BYTES = 1 << 30
 """Bytes of groups after which it does: recovery may have to verify about that many."""
 ROTATE_S = 10.0
 """Seconds between two rotations for the bytes' sake, at least."""
+MANY_STATES = 8
+"""States at which an opening deletes the old ones: a life that ends before it rotates leaves one more."""
 
 
 class Journal:
@@ -114,7 +116,10 @@ class Journal:
         if self._syncs:
             sync_folder(self.folder)
         state.next_segment, state.open_segment = self._next_segment, None
-        write_state(self.folder, self._number, encode_state(state), sync=self._syncs)
+        are_many = len(state_numbers(self.folder)) >= MANY_STATES  # of lives that ended before they could rotate
+        write_state(self.folder, self._number, encode_state(state), sync=self._syncs or are_many)
+        for old in obsolete_states(state_numbers(self.folder)) if are_many else ():
+            state_path(self.folder, old).unlink()
         with naming_full_disk(self.folder / ".lock"):
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, self.mark.encode(), 0)

@@ -616,3 +616,14 @@ def test_a_repaired_log_has_a_hand_out_before_every_step_that_it_says_was_traine
     assert [(type(event), event.step) for event in told[:6]] == [
         (k, n) for n in range(3) for k in (e.Handed, e.Trained)
     ]
+
+
+def test_lives_that_end_early_do_not_pile_up_states(tmp_path: Path, config: Config) -> None:
+    folder = tmp_path / "life-0"
+    Buffer(config, folder).close()
+    for life in range(1, 25):
+        buffer = Buffer(config, folder)
+        folder = kill(buffer, tmp_path / f"life-{life}")
+        buffer.journal.close()
+        assert len(list((folder / "state").iterdir())) <= 9
+    Buffer(config, folder).close()
