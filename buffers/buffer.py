@@ -24,7 +24,6 @@ from buffers import messages as m
 from buffers.book_state import count_entries, export_book, segments_needed
 from buffers.controller import LagController
 from buffers.evaluation import Evaluations
-from buffers.files import boot_id
 from buffers.fleet import Fleet
 from buffers.groups import Handout, make_terms, record_terms
 from buffers.journal import Journal
@@ -126,7 +125,6 @@ class Buffer:
         return State(
             terms=record_terms(self._terms), book=export_book(self.book), weights=self.weights,
             unscored=self._evaluations.unscored(), next_segment=0, open_segment=None,
-            durability=str(self._config.buffer.durability), boot=boot_id(),
         )  # fmt: skip
 
     def commit(self) -> None:

@@ -31,6 +31,8 @@ class Recovery:
     accepted_at: dict[int, Place] = field(default_factory=dict)
     """Where the lines of accepted leases end."""
     last_began: e.Began | None = None
+    boot: str = field(default_factory=boot_id)
+    """This host's last start."""
 
     def is_in_doubt(self, content: e.Accepted) -> bool:
         """True for a group whose bytes the disk may have lost after they were acknowledged.
@@ -44,7 +46,7 @@ class Recovery:
             return True
         if began.durability == Durability.fsync:
             return self.accepted_at.get(content.lease, (-1, 0)) > self.tail.durable
-        return began.boot != boot_id()
+        return began.boot != self.boot
 
 
 def read_journal(folder: Path) -> Recovery:

@@ -89,7 +89,6 @@ class _Repair:
             note_line(found, line)
         if self._state is not None and self._state.open_segment is not None:
             found.ends.setdefault(*self._state.open_segment)
-        found.tail.end = (self._files[-1].number, self._files[-1].size)
         present = segment_numbers(self._folder)
         found.next_segment = 1 + max([-1, found.next_segment - 1, *found.ends, *present])
         self._orphans = {one.group: one for one in self._find_orphans(lines)}
@@ -349,7 +348,7 @@ class _Repair:
         found.tail.end = (self._files[-1].number, last_bytes)
         state = State(
             terms=dict(record), book=export_book(self._book), weights=weights, unscored=unscored, next_segment=0,
-            open_segment=None, durability=str(Durability.fsync), boot=boot_id(),
+            open_segment=None,
         )  # fmt: skip
         self._journal.begin(found, state)
 

@@ -107,8 +107,6 @@ class State(msgspec.Struct, kw_only=True):
     """Segments from this number on have not been written yet."""
     open_segment: tuple[int, int] | None
     """(number, bytes) of the segment that was being written."""
-    durability: str
-    boot: str
 
 
 def state_path(journal: Path, number: int) -> Path:

@@ -71,7 +71,6 @@ def empty_state() -> State:
     book = export_book(LeaseBook(terms, Ledger()))
     return State(
         terms=record_terms(terms), book=book, weights="", unscored=[], next_segment=0, open_segment=None,
-        durability="os", boot="",
     )  # fmt: skip
 
 
