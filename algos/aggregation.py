@@ -9,25 +9,36 @@ from torch import Tensor
 from configs.algorithms import Aggregation
 
 
-def token_weights(kind: Aggregation, mask: Tensor, sequence: Tensor, num_sequences: int, horizon: int = 1) -> Tensor:
+def token_weights(
+    kind: Aggregation,
+    mask: Tensor,
+    sequence: Tensor,
+    num_sequences: int,
+    horizon: int = 1,
+    counts: Tensor | None = None,
+) -> Tensor:
     """The weight of each token's loss.
 
-    - token_mean (DAPO): 1 / trained tokens
-    - sequence_mean_token_mean (GRPO as first published): 1 / (sequences · trained tokens of the token's sequence)
-    - sequence_mean_token_sum: 1 / sequences
-    - constant_horizon (Dr. GRPO): 1 / (sequences · horizon), the horizon being the longest response that may be sampled
+    With c_i how often sequence i counts (1 without `counts`):
 
-    Shapes: mask [T] bool, sequence [T] int64 (index of the token's sequence) -> [T] float32, 0 where not masked in.
+    - token_mean (DAPO): c_i / Σ over the trained tokens of their sequences' c
+    - sequence_mean_token_mean (GRPO as first published): c_i / (sequences · trained tokens of the token's sequence)
+    - sequence_mean_token_sum: c_i / sequences
+    - constant_horizon (Dr. GRPO): c_i / (sequences · horizon), the horizon being the longest response that may be sampled
+
+    Shapes: mask [T] bool, sequence [T] int64 (index of the token's sequence), counts [N] -> [T] float32, 0 where not masked in.
     `num_sequences` counts all sequences of the minibatch, also those without a trained token. An empty mask gives zeros.
     """
-    counts = torch.zeros(num_sequences).index_add_(0, sequence, mask.float())
+    lengths = torch.zeros(num_sequences).index_add_(0, sequence, mask.float())
+    counts = torch.ones(num_sequences) if counts is None else counts
     match kind:
         case Aggregation.token_mean:
-            weights = torch.full_like(mask, 1.0, dtype=torch.float32) / counts.sum().clamp(min=1)
+            total = (counts * lengths).sum()
+            weights = torch.full_like(mask, 1.0, dtype=torch.float32) / torch.where(total > 0, total, 1.0)
         case Aggregation.sequence_mean_token_mean:
-            weights = 1.0 / (num_sequences * counts.clamp(min=1))[sequence]
+            weights = 1.0 / (num_sequences * lengths.clamp(min=1))[sequence]
         case Aggregation.sequence_mean_token_sum:
             weights = torch.full_like(mask, 1.0 / num_sequences, dtype=torch.float32)
         case Aggregation.constant_horizon:
             weights = torch.full_like(mask, 1.0 / (num_sequences * horizon), dtype=torch.float32)
-    return torch.where(mask, weights, 0.0)
+    return torch.where(mask, weights * counts[sequence], 0.0)

@@ -97,7 +97,7 @@ def off_policy_weights(
 
 def correction_weights(algo: AlgoConfig, log_ratio: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
     """[T]"""
-    floor, cap = algo.correction_floor, algo.correction_cap
+    floor, cap = algo.correction_range
     match algo.correction:
         case Correction.none:
             return torch.ones_like(log_ratio)

@@ -41,7 +41,7 @@ def sums(
         "tokens": mask,
         "entropy": entropy,
         "clipped": _has_no_gradient(algo, tokens),
-        "truncated": (unscaled >= algo.correction_cap) & (correction > 0) & truncates,
+        "truncated": (unscaled >= algo.correction_range[1]) & (correction > 0) & truncates,
         "dropped": correction == 0,
         "weight": correction,
         "weight_squared": correction.square(),

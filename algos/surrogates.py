@@ -3,7 +3,7 @@
 All take `Tokens` and their parameters and give [T]; none divides by anything (`algos.aggregation` does). Ratios are e^(clip(Δ log π, ±20));
 sg is stop-gradient. π_θ is the current policy, π_p the proximal one (the learner at the start of the step), μ the behaviour.
 
-To add one: write it here under `@surrogate`, and its parameters as a dataclass in `configs/algorithms.py`, with a field of its name.
+To add one: write it here under `@surrogate`, its parameters as a dataclass in `configs/surrogates.py`, and a field of its name in `AlgoConfig`.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from algos.ratios import clamped, sequence_mean
-from configs.algorithms import (
+from configs.surrogates import (
     AipoConfig,
     CispoConfig,
     DppoConfig,
@@ -74,12 +74,12 @@ def ppo(tokens: Tokens, config: PpoConfig) -> Tensor:
 def gspo(tokens: Tokens, config: GspoConfig) -> Tensor:
     """Group sequence policy optimisation (GSPO; Zheng et al., 2025), its token form.
 
-    s_i = e^(mean over the sequence of log π_θ / π_p) ≤ e^10;  s_it = sg(s_i) π_θ / sg(π_θ);
+    s_i = e^(mean over the sequence of log π_θ / π_p);  s_it = min(sg(s_i) π_θ / sg(π_θ), e^10), without a gradient where it is cut;
     L = max(−A s, −A clip(s, 1 − ε_low, 1 + ε_high)). The ranges are of sequences: 3e-4 and 4e-4 in the paper.
     """
     log_ratio = sequence_mean(clamped(tokens.logprobs - tokens.proximal).detach(), tokens.mask, tokens.sequence)
     own = tokens.logprobs - tokens.logprobs.detach()
-    ratio = (log_ratio.clamp(max=MAX_LOG_SEQUENCE_RATIO) + own).exp()
+    ratio = (log_ratio + own).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
     return _clipped(ratio, tokens.advantages, config.clip_low, config.clip_high, None)
 
 

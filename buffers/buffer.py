@@ -23,8 +23,8 @@ from buffers import events as e
 from buffers import messages as m
 from buffers.book_state import count_entries, export_book, segments_needed
 from buffers.controller import LagController
-from buffers.evaluation import Evaluations
-from buffers.fleet import Fleet
+from buffers.evaluation import Evaluations, score_of
+from buffers.fleet import STARTING, Fleet
 from buffers.groups import Handout, make_terms, record_terms
 from buffers.journal import Journal
 from buffers.leases import LeaseBook
@@ -37,16 +37,14 @@ from buffers.segments import Reader, join_slices, read_bytes, segment_path
 from buffers.staleness import count
 from buffers.state import State
 from buffers.trajectory import SCHEMA_VERSION, Checked, Expected, Facts, Malformed, check_groups, divide_groups, encode
+from buffers.vocabulary import read_vocabulary
+from buffers.watchdog import Stuck, Watchdog
 from configs.schema import Config, OnLate, Retention
 
 log = logging.getLogger("slipstream.buffer")
 
 MAX_RECORDS = 10_000
 """Step records kept for those who watch."""
-
-
-class Stuck(RuntimeError):
-    """Nothing has moved for so long, or so much has failed in a row, that the run is better ended."""
 
 
 class Buffer:
@@ -63,6 +61,7 @@ class Buffer:
         """Opens the journal in `folder`, and goes on from what it holds: with `resume_step`, from the checkpoint of that
         step. Raises ValueError for a step that it cannot go back to, and when another process writes the journal."""
         self._config, self._clock, self._bound = config, clock, config.bound
+        self._vocabulary = read_vocabulary(Path(config.model.path))
         self.ledger = Ledger()
         self._lease_ids = itertools.count(secrets.randbits(30) << 32)  # no lease of an earlier life has such a number
         self._terms = terms = make_terms(config)
@@ -73,7 +72,6 @@ class Buffer:
         self.book.lag = self._controller.lag
         self._prompts = PromptOrder(terms.task_size, terms.seed)
         self._evaluations = Evaluations(terms.task, terms.seed, terms.lease_s, terms.max_attempts)
-        self.fleet = Fleet()
         self.refusals: Counter[str] = Counter()
         self.records: list[m.StepRecord] = []
         self.num_records = 0
@@ -82,7 +80,9 @@ class Buffer:
         self.weights = ""
         self._learner_idle = (0.0, 0.0)
         self._started_at: float | None = None
-        self.moved_at = self._warned_at = clock()
+        self._watchdog = Watchdog(config.buffer.watchdog_s, clock())
+        self.reached: dict[str, float] = {}
+        self.fleet = Fleet(config.generators.count, self.reached)
         self.stopping: str | None = None
         self._quarantined_in_a_row = 0
         self._state_due = False
@@ -103,8 +103,7 @@ class Buffer:
         """Goes on from what the journal holds. Nothing in it is changed before all is known to fit."""
         began, now = time.monotonic(), self._clock()
         found = self.journal.recover()
-        request = self._request_evaluation
-        self.weights = rebuild_book(self.book, self._evaluations, found, self._terms, now, request)
+        self.weights = rebuild_book(self.book, self._evaluations, found, self._terms, now, self._request_evaluation)
         if resume_step is not None:
             self.book.check_rewind(resume_step)
         damaged = find_damaged_groups(self.book, found, self._reader)
@@ -159,7 +158,7 @@ class Buffer:
     def join(self, generator: str) -> None:
         """A generator begins a new life: what it held before is free."""
         self.leave(generator, f"{generator} was started again")
-        self.fleet.join(generator)
+        self.fleet.join(generator, self._clock())
 
     def leave(self, generator: str, error: str | None, *, gone: bool = True) -> None:
         for group, outcome in self.book.release(generator, error):
@@ -183,7 +182,7 @@ class Buffer:
         """Renews leases, if the generator's loop goes round; returns those that are no longer the generator's."""
         now = self._clock()
         if self.fleet.report(beat, now):
-            self.moved_at = now
+            self._watchdog.moved_at = now
         if beat.still_s > self._config.buffer.stalled_s:
             self.leave(beat.generator, f"stalled: {beat.activity} for {beat.for_s:.0f} s", gone=False)
         training = {}
@@ -218,7 +217,7 @@ class Buffer:
             if wanted:
                 found = check_groups(
                     data, list(wanted.values()), num_samples=num_samples, newest_version=self.book.newest_version,
-                    longest=self._config.longest_row,
+                    longest=self._config.longest_row, vocabulary=self._vocabulary,
                 )  # fmt: skip
         except Malformed as error:
             self.refuse("malformed group", f"from {generator}: {error}")
@@ -236,7 +235,8 @@ class Buffer:
             return "accepted"  # sent again because the receipt was lost
         if self.book.lease_of(lease) is not None:  # its group was in the message twice, and has been refused
             return self.fail(lease, num_tokens, "handed in twice, and refused")
-        self.book.duplicate(lease, num_tokens)
+        if self.book.find(lease) is not None:
+            self.book.duplicate(lease, num_tokens)
         return "duplicate"
 
     def _store(self, generator: str, leases: list[int], data: memoryview, found: Checked) -> Iterator[str]:
@@ -248,8 +248,9 @@ class Buffer:
                 parts = [found.batch.slice(number * num_samples, num_samples) for number in good]
                 message = memoryview(encode(pa.concat_batches(parts))).cast("B")
             segment, offset, xxh3 = self.journal.append(message)
-            self.moved_at = self._clock()
+            self._watchdog.moved_at = self._clock()
             self._quarantined_in_a_row = 0
+            self.reached.setdefault("first_group", time.time())
         row = 0
         for lease, facts in zip(leases, found.verdicts, strict=True):
             if isinstance(facts, Malformed):
@@ -288,26 +289,31 @@ class Buffer:
             self.refuse("malformed evaluation", f"from {generator}: reward must be finite, got {reward}")
             self._evaluations.fail(lease)
             return "failed"
-        self.moved_at = self._clock()
+        self._watchdog.moved_at = self._clock()
         self._evaluations.submit(lease, reward)
         for sweep in self._evaluations.take_done():
             if sweep.rewards:
-                mean = float(np.mean(sweep.rewards))
-                self._note(e.Scored(sweep.version, mean, len(sweep.rewards), time.time()))
-                self.scores.append(
-                    m.Evaluation(version=sweep.version, time=self.seconds, reward=mean, num_prompts=len(sweep.rewards))
+                score = score_of(sweep, self.seconds)
+                self._note(e.Scored(sweep.version, score.reward, score.num_prompts, time.time()))
+                self.scores.append(score)
+                log.info(
+                    "version %d scores %.3f on %d held-out prompts", sweep.version, score.reward, score.num_prompts
                 )
-                log.info("version %d scores %.3f on %d held-out prompts", sweep.version, mean, len(sweep.rewards))
         return "accepted"
+
+    def holder(self, lease: int) -> str:
+        """The generator that a lease was given to; empty where that is not known (any more)."""
+        attempt = self.book.find(lease)
+        return self._evaluations.holder(lease) if attempt is None else attempt.generator
 
     def fail(self, lease: int, num_tokens: int, error: str, *, revoked: bool = False) -> str:
         if self._evaluations.owns(lease):
             self._evaluations.fail(lease)
-            return "failed"
-        held = self.book.lease_of(lease)
-        outcome = self.book.fail(lease, max(0, num_tokens), error, counts=not revoked)
-        if held is not None and outcome != "over":
-            self._lost(held[0], outcome, error)
+        elif self.book.find(lease) is not None:  # what is said of an unknown lease is not worth a line in the journal
+            held = self.book.lease_of(lease)
+            outcome = self.book.fail(lease, max(0, num_tokens), error, counts=not revoked)
+            if held is not None and outcome != "over":
+                self._lost(held[0], outcome, error)
         return "failed"
 
     def _lost(self, group: int, outcome: str, error: str) -> None:
@@ -323,10 +329,11 @@ class Buffer:
         if version <= self.book.version:
             raise Refusal("wrong version", f"version must be above {self.book.version}, got {version}")
         self.book.publish(version)
-        self.weights, self.moved_at = weights, self._clock()
+        self.weights, self._watchdog.moved_at = weights, self._clock()
         self._note(e.Published(version, weights, time.time()))
         if self._started_at is None:
-            self._started_at = self.moved_at
+            self._started_at = self._watchdog.moved_at
+            self.reached["learner"] = time.time()
         self._request_evaluation(version)
 
     def _request_evaluation(self, version: int) -> None:
@@ -398,7 +405,8 @@ class Buffer:
             )
         )  # fmt: skip
         assert self.ledger.closes(), f"the ledger does not close after step {request.step}: {vars(self.ledger)}"
-        self.moved_at = self._clock()
+        self._watchdog.moved_at = self._clock()
+        self.reached.setdefault("first_step", time.time())
         self._learner_idle = (request.idle_s, request.alive_s)
         self.book.lag = self._controller.see(request.step, request.metrics)
         metrics = request.metrics | {"staleness/admitted": float(self.book.lag)}
@@ -426,14 +434,14 @@ class Buffer:
         self.book.rewind(step)
         self._evaluations.clear()
         self.scores = [score for score in self.scores if score.version < step]  # `step` itself is published again
-        self.moved_at = self._clock()
+        self._watchdog.moved_at = self._clock()
         log.info("rewound to step %d; %d complete groups wait to be trained", step, len(self.book.pool))
 
     # ---- time, and what can be said of it
 
     def tick(self) -> None:
-        """What time alone brings about. Raises Stuck when nothing has moved for twice `buffer.watchdog_s`, or when
-        `buffer.max_quarantined` groups have failed for good with none accepted between."""
+        """What time alone brings about. Raises Stuck when nothing has moved and nobody has been at work for twice
+        `buffer.watchdog_s`, or when `buffer.max_quarantined` groups have failed for good with none accepted between."""
         now = self._clock()
         for group, outcome in self.book.expire(now):
             self._lost(group, outcome, "lease expired")
@@ -442,34 +450,31 @@ class Buffer:
             log.warning("group %d held its step for %s s: cancelled", group, self._config.staleness.straggler_timeout_s)
         if self._quarantined_in_a_row >= self._config.buffer.max_quarantined:
             group, error = next(reversed(self.book.quarantine.last.items()))
-            raise Stuck(
-                f"{self._quarantined_in_a_row} groups in a row have failed {self._config.buffer.max_attempts} times each, "
-                f"the last of them (group {group}) with: {error}"
-            )
-        limit, still = self._config.buffer.watchdog_s, now - self.moved_at
-        if still > 2 * limit:
-            raise Stuck(f"nothing has moved for {still:.0f} s: {self.waiting_for()}")
-        if still > limit and now - self._warned_at > limit:
-            self._warned_at = now
-            log.warning("nothing has moved for %.0f s: %s", still, self.waiting_for())
+            times = f"{self._quarantined_in_a_row} groups in a row have failed {self._config.buffer.max_attempts} times each"
+            raise Stuck(f"{times}, the last of them (group {group}) with: {error}")
+        if self.fleet.is_at_work(now, self._config.buffer.stalled_s):
+            self._watchdog.worked_at = now
+        self._watchdog.check(now, self.waiting_for)
 
     @property
     def seconds(self) -> float:
-        """Since the first version was published (in this life of the buffer)."""
+        """Since the first version was published, in this life."""
         return 0.0 if self._started_at is None else self._clock() - self._started_at
 
     def waiting_for(self, *, learner_waits: bool = True, num_asking: int = 0) -> str:
         """Who waits for whom, in a sentence; then who has not been heard of, and who has been doing one thing for long."""
-        step, budget = self.book.num_consumed, self.book.budget_reached() or "admission"
+        step, budget, now = self.book.num_consumed, self.book.budget_reached() or "admission", self._clock()
+        starts = self.fleet.starts(now)
         if self.book.version < 0:
-            who = f"all wait for the learner to publish version {step}"
+            who = "; ".join(filter(None, (f"all wait for the learner to publish version {step}", starts)))
         elif step == self._config.run.steps:
             who = f"the run waits for {self._evaluations.pending} evaluation prompts"
         elif learner_waits:
-            who = f"the learner waits: {self.book.waiting_for(step)}"
+            who = f"the learner waits: {self.book.waiting_for(step, starts)}"
         else:
             who = f"the learner trains step {step}; {num_asking} generators wait for {budget}"
-        return "; ".join(filter(None, (who, self.fleet.long_waits(self._clock()))))
+        told = STARTING if starts and starts in who else "waiting"
+        return "; ".join(filter(None, (who, self.fleet.long_waits(now, told))))
 
     def status(self, waiting_for: str) -> m.Status:
         idle, alive = self._learner_idle
@@ -488,6 +493,7 @@ class Buffer:
             replayed=self.ledger.replayed,
             refused=dict(self.refusals),
             waiting_for=waiting_for,
-            still_s=self._clock() - self.moved_at,
+            reached=self.reached,
+            still_s=self._clock() - self._watchdog.moved_at,
             **self.fleet.summary(self._clock()),
         )

@@ -3,8 +3,9 @@
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from statistics import fmean, stdev
 
-from buffers.messages import Lease
+from buffers.messages import Evaluation, Lease
 
 
 @dataclass(slots=True)
@@ -20,6 +21,13 @@ class Sweep:
     @property
     def done(self) -> bool:
         return len(self.rewards) + self.num_failed == self.num_prompts
+
+
+def score_of(sweep: Sweep, seconds: float) -> Evaluation:
+    """The result of a sweep that is done, `seconds` after the run's first version."""
+    std = stdev(sweep.rewards) if len(sweep.rewards) > 1 else 0.0
+    mean, number = fmean(sweep.rewards), len(sweep.rewards)
+    return Evaluation(version=sweep.version, time=seconds, reward=mean, std=std, num_prompts=number)
 
 
 @dataclass(slots=True)
@@ -72,6 +80,10 @@ class Evaluations:
 
     def owns(self, lease_id: int) -> bool:
         return lease_id in self._leased
+
+    def holder(self, lease_id: int) -> str:
+        """Who is to answer it; empty where nobody is."""
+        return self._leased[lease_id].generator if lease_id in self._leased else ""
 
     def renew(self, lease_id: int, now: float) -> None:
         self._leased[lease_id].deadline = now + self._lease_s

@@ -18,6 +18,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from buffers import events as e
+from buffers.files import numbers_in
 from buffers.state import state_numbers
 from configs.schema import Durability
 
@@ -62,7 +63,7 @@ def log_path(journal: Path, number: int) -> Path:
 
 def log_numbers(journal: Path) -> list[int]:
     """Numbers of the log's files, in order."""
-    return sorted(int(path.stem) for path in log_folder(journal).glob("*.jsonl"))
+    return numbers_in(log_folder(journal), ".jsonl")
 
 
 @dataclass(slots=True)

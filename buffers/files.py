@@ -1,6 +1,7 @@
 """Files that must survive: whole writes, whole replacements, and tails that are set aside rather than thrown away."""
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -121,6 +122,11 @@ def free_name(path: Path) -> Path:
         number += 1
         free = path.with_name(f"{path.name}-{number}")
     return free
+
+
+def numbers_in(folder: Path, suffix: str) -> list[int]:
+    """Of the files `<number><suffix>`, in order. Whatever else lies there is somebody's own."""
+    return sorted(int(path.stem) for path in folder.glob(f"*{suffix}") if re.fullmatch(r"[0-9]{6,}", path.stem))
 
 
 def boot_id() -> str:

@@ -1,5 +1,6 @@
 """What the roles say of themselves: which are heard of and what they do; and totals over all generators and all their lives."""
 
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,12 @@ SILENT_S = 3 * HEARTBEAT_S
 LONG_S = 1.0
 """What a role has been doing for longer is named, unless it waits or samples."""
 MAX_NAMED = 4
+GONE_S = 10.0
+"""A role that has not been heard of for longer is not at work, whatever it said last."""
+IDLE = ("waiting", "sampling")
+"""How activities begin that are no work of their own: what a generator has sampled is counted in tokens."""
+JOINED, STARTING = "joined", "starting the engine"
+"""Activities of a generator that is not ready yet: it has not been heard of since it joined, or its engine starts."""
 
 
 @dataclass(slots=True)
@@ -23,6 +30,8 @@ class Heard:
     at: float
     activity: str
     since: float
+    moved_at: float
+    """When it last got on with it."""
 
 
 MAX_GENERATORS = 1000
@@ -32,7 +41,11 @@ LARGEST = 2**62
 
 
 class Fleet:
-    def __init__(self) -> None:
+    def __init__(self, expected: int = 0, reached: dict[str, float] | None = None) -> None:
+        """`expected`: how many generators the run starts itself. `reached`: where to note when their engines run."""
+        self._expected, self._reached = expected, {} if reached is None else reached
+        self._ready: set[str] = set()
+        """The first generators whose engines ran."""
         self._lives: OrderedDict[str, m.GeneratorReport] = OrderedDict()
         """The latest report of each generator's life under way; whoever has spoken last is the last."""
         self._over = m.GeneratorReport()
@@ -44,29 +57,34 @@ class Fleet:
         self._left: OrderedDict[str, None] = OrderedDict()
         """Generators whose last heartbeats may come after their farewell, which they say over another connection."""
 
-    def join(self, generator: str) -> None:
+    def join(self, generator: str, now: float) -> None:
         """A new life begins."""
         self._end_life(generator)
         self._counted.pop(generator, None)
         self._begin_life(generator)
         self._left.pop(generator, None)
+        self.hear(generator, m.Alive(role=generator, activity=JOINED), now)
 
     def report(self, beat: m.Heartbeat, now: float) -> bool:
         """Takes in a generator's heartbeat; true if it has sampled since its last."""
         generator = beat.generator
-        self.hear(generator, beat.activity, beat.for_s, now)
+        self.hear(generator, beat, now)
         if generator not in self._lives:
             self._begin_life(generator)
         moved = beat.report.sampled_tokens > self._lives[generator].sampled_tokens
         self._lives[generator] = beat.report
         self._lives.move_to_end(generator)
+        is_ready = beat.activity not in (JOINED, STARTING) and generator not in self._ready
+        if is_ready and len(self._ready) < self._expected:
+            self._ready.add(generator)
+            self._reached["engines"] = time.time()
         return moved
 
-    def hear(self, role: str, activity: str, for_s: float, now: float) -> None:
+    def hear(self, role: str, beat: m.Heartbeat | m.Alive, now: float) -> None:
         """A heartbeat, at `now`."""
         if role in self._left:
             return
-        self._heard[role] = Heard(now, activity, now - for_s)
+        self._heard[role] = Heard(now, beat.activity, now - beat.for_s, now - beat.still_s)
         self._heard.move_to_end(role)
         while len(self._heard) > MAX_GENERATORS:
             self._heard.popitem(last=False)
@@ -87,6 +105,13 @@ class Fleet:
             role: m.RoleState(last_heard_s=now - heard.at, activity=heard.activity, for_s=now - heard.since)
             for role, heard in sorted(self._heard.items())
         }
+
+    def is_at_work(self, now: float, stalled_s: float) -> bool:
+        """True when a role that is heard of does something that others wait for, and has got on with it within `stalled_s`."""
+        return any(
+            now - heard.at <= GONE_S and now - heard.moved_at <= stalled_s and not heard.activity.startswith(IDLE)
+            for heard in self._heard.values()
+        )
 
     def _begin_life(self, generator: str) -> None:
         self._lives[generator] = m.GeneratorReport()
@@ -126,17 +151,35 @@ class Fleet:
             "abandoned_scores": sum(life.abandoned_scores for life in lives),
         }
 
-    def long_waits(self, now: float) -> str:
-        """Who has not been heard of, and who has been doing something for long, in words; empty if nobody."""
-        return name_long_waits(self.roles(now))
+    def starts(self, now: float) -> str:
+        """The states of the generators in words while not all have joined or some are not ready; else empty."""
+        here = [role for name, role in self.roles(now).items() if name in self._lives]
+        starting = [role for role in here if role.activity == STARTING]
+        joined = [role for role in here if role.activity == JOINED]
+        if here and not starting and not joined:
+            return ""
+        ready, total = len(here) - len(starting) - len(joined), max(self._expected, len(here))
+        words = [f"{ready} of {total} generators ready"]
+        if starting:
+            words.append(f"{len(starting)} {STARTING} for {max(role.for_s for role in starting):.0f} s")
+        if joined:
+            words.append(f"{len(joined)} {JOINED}")
+        if total > len(here):
+            words.append(f"{total - len(here)} not here yet")
+        return ", ".join(words)
+
+    def long_waits(self, now: float, told: str = "waiting") -> str:
+        """Who has not been heard of, and who has been doing something for long, in words; empty if nobody. `told`: an activity
+        that has been told of already."""
+        return name_long_waits(self.roles(now), told)
 
 
-def name_long_waits(roles: dict[str, m.RoleState]) -> str:
+def name_long_waits(roles: dict[str, m.RoleState], told: str = "waiting") -> str:
     silent = {name: role for name, role in roles.items() if role.last_heard_s > SILENT_S}
     busy = {
         name: role
         for name, role in roles.items()
-        if name not in silent and role.for_s > LONG_S and not role.activity.startswith(("waiting", "sampling"))
+        if name not in silent and role.for_s > LONG_S and not role.activity.startswith((*IDLE, told))
     }
     words = [
         f"{name}: not heard of for {role.last_heard_s:.0f} s (then: {role.activity})"

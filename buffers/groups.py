@@ -225,9 +225,7 @@ def check_terms(terms: Terms, record: TermsRecord) -> None:
 
 
 def name_holders(missing: Sequence[Attempt]) -> str:
-    """Who holds these leases, in words."""
-    if not missing:
-        return "no generator holds a lease for it"
+    """Who holds these leases (at least one), in words."""
     holders = Counter(attempt.generator for attempt in missing)
     named = ", ".join(f"{name} ({count})" for name, count in sorted(holders.items())[:8])
     more = f" and {len(holders) - 8} more" if len(holders) > 8 else ""

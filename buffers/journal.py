@@ -72,6 +72,8 @@ class Journal:
         self._segment_bytes = segment_bytes
         self._lock = lock_journal(folder)
         self.mark = f"{boot_id()} {secrets.token_hex(8)}"
+        self.began_at = 0.0
+        """When this life has begun, in Unix seconds; later than any life before it, also where the clock was set back."""
         self._number = -1
         """Of the log file that is being written."""
         self._log = -1
@@ -108,6 +110,7 @@ class Journal:
         Returns what was set aside, in words."""
         told = self._set_torn_tails_aside(found)
         self._next_segment = found.next_segment
+        self.began_at = max(time.time(), found.last_began.at + 1 if found.last_began is not None else 0.0)
         self._number = 1 + max([-1, *log_numbers(self.folder), *state_numbers(self.folder)])
         log_folder(self.folder).mkdir(exist_ok=True)
         (self.folder / "state").mkdir(exist_ok=True)
@@ -149,9 +152,8 @@ class Journal:
             self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC)
         self._log_size = 0
         self._folders_unsynced.add(log_folder(self.folder))
-        began = e.Began(
-            self._number, *previous, self._next_segment, state.terms, str(self._durability), boot_id(), time.time()
-        )
+        at = max(time.time(), self.began_at)
+        began = e.Began(self._number, *previous, self._next_segment, state.terms, str(self._durability), boot_id(), at)
         self._lines.insert(0, e.encode(began))
         self._write_lines()
         if self._syncs:  # so that a hole in what follows is known for one: the first line says how the file is written

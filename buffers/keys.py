@@ -64,6 +64,10 @@ SPEAKERS: dict[type[m.Struct], frozenset[KeyRole]] = {
 """Who may say what to a buffer that has keys. A message that is not here may be said by nobody."""
 
 
+WEIGHTS_SPEAKERS: dict[str, frozenset[KeyRole]] = dict.fromkeys(("Get", "Route", "Enlist", "Send"), frozenset({G}))
+"""Who may say what to a server of weights, by the name of the request: hosts that generate fetch them, and hand them on."""
+
+
 def may_say(roles: frozenset[KeyRole], request: m.Request) -> bool:
     return bool(roles & SPEAKERS.get(type(request), frozenset()))
 
@@ -186,6 +190,7 @@ class Door:
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", folder: Path) -> None:
         self._allowed = AllowedKeys(folder)
         self._error: BaseException | None = None
+        self._num_refused = 0
         self._running = True
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.linger = 0
@@ -196,6 +201,15 @@ class Door:
     def roles_of(self, user: str) -> frozenset[KeyRole]:
         """What the owner of a key may do; nothing, if it is not allowed (any more). `user` is a message's `User-Id`."""
         return self._allowed.roles.get(user, frozenset())
+
+    def objection(self, user: str, kind: str) -> str:
+        """Why the owner of a key may not say a request of this name to a server of weights; empty: it may."""
+        roles = self.roles_of(user)
+        if not roles:
+            return f"{kind} with key {user}, which is not allowed any more"
+        if not roles & WEIGHTS_SPEAKERS.get(kind, frozenset()):
+            return f"{kind} must not be said with the key of a {' and '.join(sorted(roles))}"
+        return ""
 
     def check(self) -> None:
         """Raises RuntimeError, from its cause, when the thread has died: to be asked again and again by whoever owns the socket."""
@@ -227,7 +241,14 @@ class Door:
         user = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" and len(credentials) == 1 else ""
         if self.roles_of(user):
             return [version, number, b"200", b"OK", user.encode(), b""]
-        log.warning("refused a key that is not allowed, from %s", address.decode(errors="replace"))
+        self._num_refused += 1
+        if (
+            self._num_refused & (self._num_refused - 1) == 0
+        ):  # the 1st, 2nd, 4th, 8th: a flood of them does not fill the log
+            who = address.decode(errors="replace")
+            log.warning(
+                "refused keys that are not allowed (%d times by now), the last one from %s", self._num_refused, who
+            )
         return [version, number, b"400", b"this key is not allowed", b"", b""]
 
 

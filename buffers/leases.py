@@ -24,16 +24,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from buffers import events as e
-from buffers.groups import (
-    Attempt,
-    Deadlines,
-    Group,
-    Handout,
-    Quarantine,
-    Terms,
-    Use,
-    name_holders,
-)
+from buffers.groups import Attempt, Deadlines, Group, Handout, Quarantine, Terms, Use, name_holders
 from buffers.ledger import Ledger
 from buffers.messages import Lease
 from buffers.places import Places
@@ -162,9 +153,13 @@ class LeaseBook:
                 self._progress(attempt, num_tokens)
         return revoked
 
+    def find(self, lease_id: int) -> Attempt | None:
+        """What is known (still) of a lease."""
+        return self.attempts.get(lease_id) or self.dead.get(lease_id)
+
     def lease_of(self, lease_id: int) -> tuple[int, int] | None:
         """(group, due) of a lease that could still be accepted."""
-        attempt = self.attempts.get(lease_id) or self.dead.get(lease_id)
+        attempt = self.find(lease_id)
         group = self.groups.get(attempt.group) if attempt else None
         return (attempt.group, group.due) if attempt and group and group.accepted is None else None
 
@@ -201,7 +196,7 @@ class LeaseBook:
 
     def duplicate(self, lease_id: int, num_tokens: int) -> None:
         """A complete group that comes too late: its place is taken, or gone."""
-        attempt = self.attempts.get(lease_id) or self.dead.get(lease_id)
+        attempt = self.find(lease_id)
         if attempt is None:
             self.ledger.generate(num_tokens, "duplicate")
         elif attempt.fate == "accepted":
@@ -469,16 +464,17 @@ class LeaseBook:
         beyond = {n for n, group in open_groups.items() if not admits(group.due, step, self.terms.max_versions)}
         for attempt in [attempt for attempt in self.attempts.values() if attempt.group in beyond]:
             self._lose(attempt, f"the learner went back to step {step}", False)
-        for attempt in [attempt for attempt in self.dead.values() if attempt.group in beyond]:
-            del self.dead[attempt.lease]  # so that it cannot come in late
+        for attempt in self.dead.values():
+            if attempt.group in beyond:
+                attempt.group = -1  # so that it cannot come in late
 
-    def waiting_for(self, step: int) -> str:
-        """Who holds step `step`, in a sentence."""
+    def waiting_for(self, step: int, nobody: str = "") -> str:
+        """Who holds step `step`, in a sentence. `nobody`: why no generator does, where it is known."""
         attempts = self.attempts.values()
         missing = [a for a in attempts if a.group in self.groups and self.groups[a.group].due <= step]
         at_hand = sum(group.due <= step or self.terms.on_late is OnLate.mask for group in self.pool.values())
         have = f"step {step} has {at_hand} of {self.terms.groups_per_step} groups"
-        return f"{have}; {name_holders(missing)}"
+        return f"{have}; {name_holders(missing) if missing else nobody or 'no generator holds a lease for it'}"
 
     def check_rewind(self, step: int) -> None:
         """Raises ValueError for a step that is not between the oldest kept checkpoint and the newest trained step."""

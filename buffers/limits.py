@@ -3,6 +3,8 @@
 The bounds that hold for every run stand at the fields themselves (`buffers.messages`).
 """
 
+from collections.abc import Sequence
+
 from buffers import messages as m
 from buffers.buffer import Buffer
 from buffers.refusal import Refusal
@@ -19,9 +21,11 @@ def check_bounds(request: m.Request, buffer: Buffer, config: Config) -> None:
     match request:
         case m.Fail(num_tokens=tokens, lease=lease, generator=name):
             _must(tokens, "num_tokens of a lease", longest_group(config))
-            attempt = buffer.book.attempts.get(lease)
-            if attempt is not None and attempt.generator != name:
-                raise Refusal("another's lease", f"lease {lease} is {attempt.generator}'s, got a failure from {name}")
+            _must_hold(name, [lease], buffer, "a failure")
+        case m.Submit(leases=leases, generator=name):
+            _must_hold(name, leases, buffer, "a group")
+        case m.Evaluated(lease=lease, generator=name):
+            _must_hold(name, [lease], buffer, "a score")
         case m.Heartbeat(progress=progress):
             _must(max(progress.values(), default=0), "progress of a lease", longest_group(config))
         case m.Publish(version=version):
@@ -31,6 +35,13 @@ def check_bounds(request: m.Request, buffer: Buffer, config: Config) -> None:
         case m.Checkpointed(step=step, oldest=oldest):
             _must(step, "step of a checkpoint", buffer.book.num_consumed)
             _must(oldest, "oldest checkpoint's step", step)
+
+
+def _must_hold(name: str, leases: Sequence[int], buffer: Buffer, what: str) -> None:
+    """Nobody speaks for the lease of another. Leases that are not known (any more) are nobody's."""
+    for lease in leases:
+        if (holder := buffer.holder(lease) or name) != name:
+            raise Refusal("another's lease", f"lease {lease} is {holder}'s, got {what} from {name}")
 
 
 def _must(number: int, name: str, most: int) -> None:

@@ -39,8 +39,9 @@ Tokens = Annotated[int, Meta(ge=0, le=2**40)]
 Total = Annotated[int, Meta(ge=0, le=2**50)]
 """Whatever is counted for as long as a run lasts: bytes, groups, tokens of one generator."""
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
-Reward = Annotated[float, Meta(ge=-3e38, le=3e38)]
-"""Finite in float32."""
+MAX_FLOAT32 = 3.4028234663852886e38
+Reward = Annotated[float, Meta(ge=-MAX_FLOAT32, le=MAX_FLOAT32)]
+"""It is kept in float32, and finite there."""
 Metric = Annotated[float, Meta(description="any number: a learner that diverges says NaN")]
 
 
@@ -352,6 +353,9 @@ class Evaluation(Struct):
     version: int
     time: float
     reward: float
+    """The mean over the prompts."""
+    std: float
+    """Standard deviation over the prompts (n − 1); 0 of a single one."""
     num_prompts: int
 
 
@@ -415,6 +419,9 @@ class Status(Struct):
     """Messages that were refused, by reason."""
     waiting_for: str
     """Who waits for whom and why, in a sentence."""
+    reached: dict[str, float]
+    """Unix time in seconds, in this life of the buffer, of: `learner` (its first version), `engines` (the last of
+    `generators.count` engines ran; while fewer do, the last of them), `first_group` (complete), `first_step` (trained)."""
     still_s: float
     """Seconds since anything moved."""
 

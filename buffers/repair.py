@@ -261,7 +261,9 @@ class _Repair:
             return False
         lease = min(group.attempts, default=-1 - number) if group is not None else -1 - number
         self._accept(msgspec.structs.replace(content, lease=lease))
-        self._report.saved.append(f"group {number}: its line is lost, its rows are whole in segment {content.segment}")
+        self._report.saved.append(
+            f"group {number}: its line and checksum are lost, its rows are well formed in segment {content.segment}"
+        )
         return True
 
     def _rewind(self, step: int) -> None:

@@ -15,7 +15,7 @@ import xxhash
 
 from buffers import events as e
 from buffers.arrow_ipc import MAGIC, find_blocks, footer
-from buffers.files import cut_file, naming_full_disk, sync_file, write_all
+from buffers.files import cut_file, naming_full_disk, numbers_in, sync_file, write_all
 from buffers.messages import Slice
 from buffers.trajectory import SCHEMA
 
@@ -67,7 +67,7 @@ def segment_path(folder: Path, number: int) -> Path:
 
 def segment_numbers(folder: Path) -> set[int]:
     """Numbers of the segments that are in the folder."""
-    return {int(path.stem) for path in folder.glob("*.arrow")}
+    return set(numbers_in(folder, ".arrow"))
 
 
 def is_closed(path: Path) -> bool:

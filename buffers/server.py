@@ -20,14 +20,15 @@ from typing import Any
 import zmq
 
 from buffers import messages as m
-from buffers.buffer import Buffer, Stuck
+from buffers.buffer import Buffer
 from buffers.connections import Connections, descriptor_of
 from buffers.keys import Door, may_say, open_door
 from buffers.limits import check_bounds
 from buffers.metrics import Metrics
 from buffers.parked import MAX_PARKED, MAX_PARKED_OF_ONE, Parked, ParkedRequests, Reply
-from buffers.process import allow_many_connections, keep_freed_memory
+from buffers.process import keep_freed_memory
 from buffers.refusal import Refusal
+from buffers.watchdog import Stuck
 from configs.schema import Config, Durability
 from configs.sockets import hide_names
 
@@ -85,9 +86,6 @@ class BufferServer:
         self._serve_overdue = False
         self._running = True
         self._drained = True  # the last turn has read all whole messages that had come
-        self._change = time.time_ns()  # from here on up: a later life of the buffer counts on from a higher number
-
-        allow_many_connections()
         keep_freed_memory()
         hide_names()
         self._context = zmq.Context()  # of its own: a context has one authenticator
@@ -120,6 +118,7 @@ class BufferServer:
                 self._door.close()
             self._context.term()
             raise
+        self._change = int(1e9 * self.buffer.journal.began_at)  # and up: a later life counts on from a higher number
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         log.info("the buffer answers at %s", self.address)
 
@@ -300,7 +299,7 @@ class BufferServer:
                 if request.ended:
                     buffer.fleet.forget(role)
                 else:
-                    buffer.fleet.hear(role, request.activity, request.for_s, self._clock())
+                    buffer.fleet.hear(role, request, self._clock())
             case m.Evaluated(generator=name, lease=lease, reward=reward):
                 return m.Receipt(leases=[lease], verdicts=[buffer.evaluated(name, lease, reward)])
             case m.Fail(lease=lease):
@@ -389,6 +388,13 @@ class BufferServer:
             self.buffer.refuse("unfinished message", f"{num_bytes:,} bytes of a message that does not end")
         for num_bytes in self._connections.shut_down_deaf():
             self.buffer.refuse("unread answers", f"{num_bytes:,} bytes of answers that a client does not take")
+        for _ in range(self._connections.shut_down_surplus()):
+            self.buffer.refuse(
+                "too many connections", "half of the file descriptors that this process may have are taken"
+            )
+        gone = self._connections.take_gone(drained=self._drained, busy=self._queued)
+        self._learners.difference_update(gone)
+        self._dead.difference_update(gone)
         if self._door is not None:
             self._door.check()
             roles_of = self._door.roles_of

@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 
 from buffers import events as e
-from buffers.files import replace_file
+from buffers.files import numbers_in, replace_file
 
 log = logging.getLogger("slipstream.buffer")
 
@@ -115,7 +115,7 @@ def state_path(journal: Path, number: int) -> Path:
 
 def state_numbers(journal: Path) -> list[int]:
     """Numbers of the states in the folder, in order."""
-    return sorted(int(path.stem) for path in (journal / "state").glob("*.state"))
+    return numbers_in(journal / "state", ".state")
 
 
 def write_state(journal: Path, number: int, state: bytes, *, sync: bool) -> None:

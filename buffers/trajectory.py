@@ -168,12 +168,12 @@ class Checked:
 
 def check_groups(
     data: bytes | memoryview | pa.Buffer, expected: Sequence[Expected], *, num_samples: int, newest_version: int,
-    longest: int = 2**31 - 1,
+    longest: int = 2**31 - 1, vocabulary: int = 2**31,
 ) -> Checked:  # fmt: skip
     """Reads a message, and finds of each expected group its facts or what is wrong with it.
 
-    A whole, finite, consistent group has `num_samples` rows, 0 first, of at most `longest` tokens, and versions up to
-    `newest_version`. All groups are
+    A whole, finite, consistent group has `num_samples` rows, 0 first, of at most `longest` tokens, each below `vocabulary`, and
+    versions up to `newest_version`. All groups are
     checked at once; only where a rule is broken, each by itself. Raises `Malformed` when the message cannot be read or has
     another number of rows.
     """
@@ -186,7 +186,7 @@ def check_groups(
     try:
         if not np.isfinite(batch.column("rewards").items.to_numpy(zero_copy_only=False)).all():
             raise Malformed("rewards must be finite, and some component is NaN or infinite")
-        facts = list(_check(body, buffers, expected, num_samples, newest_version, longest))
+        facts = list(_check(body, buffers, expected, num_samples, newest_version, longest, vocabulary))
         return Checked(batch, [*facts], is_aligned(view, buffers))
     except Malformed as error:
         if len(expected) == 1:
@@ -194,14 +194,19 @@ def check_groups(
     verdicts: list[Facts | Malformed] = []
     for number, one in enumerate(expected):
         alone = encode(batch.slice(number * num_samples, num_samples))
-        rules = {"num_samples": num_samples, "newest_version": newest_version, "longest": longest}
+        rules = {
+            "num_samples": num_samples,
+            "newest_version": newest_version,
+            "longest": longest,
+            "vocabulary": vocabulary,
+        }
         verdicts += check_groups(alone, [one], **rules).verdicts
     return Checked(batch, verdicts, False)
 
 
 def _check(
     body: memoryview, buffers: list[list[int]], expected: Sequence[Expected], num_samples: int, newest_version: int,
-    longest: int,
+    longest: int, vocabulary: int,
 ) -> Iterator[Facts]:  # fmt: skip
     """Raises Malformed with the first rule that some group breaks."""
     num_groups = len(expected)
@@ -229,7 +234,9 @@ def _check(
     for name in ("sampled", "logprobs", "versions"):
         must(part(name, 1, 4 * (n + 1)) == offsets.tobytes(), f"`{name}` must be as long as `tokens`")
     total, starts = int(offsets[-1]), offsets[:-1:num_samples]
-    must(np.frombuffer(part("tokens", 3, 4 * total), np.int32).min() >= 0, "tokens must be >= 0")
+    tokens = np.frombuffer(part("tokens", 3, 4 * total), np.int32)
+    must(tokens.min() >= 0, "tokens must be >= 0")
+    must(tokens.max() < vocabulary, f"tokens must be below {vocabulary}, the size of the model's vocabulary")
     logprobs = np.frombuffer(part("logprobs", 3, 4 * total), np.float32)
     lowest, highest = float(logprobs.min()), float(logprobs.max())
     must(math.isfinite(lowest) and math.isfinite(highest), "logprobs must be finite")

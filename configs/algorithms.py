@@ -1,15 +1,27 @@
 """The configuration of algorithms: advantages × off-policy correction × surrogate × aggregation (+ KL, entropy).
 
-A surrogate is a function of `algos/surrogates.py` and a dataclass here, of the same name in `AlgoConfig`, which holds its parameters
-and says what it takes. Presets, the named compositions, stand in `configs/algo/`.
+A surrogate is a function of `algos/surrogates.py` and a dataclass of `configs/surrogates.py`, which holds its parameters
+and says what it takes; its field in `AlgoConfig` has its name. Presets, the named compositions, stand in `configs/algo/`.
 """
 
 import dataclasses
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
 
 from configs.rules import not_negative, positive, within_one
+from configs.surrogates import (
+    AipoConfig,
+    CispoConfig,
+    DppoConfig,
+    GspoConfig,
+    KimiConfig,
+    M2poConfig,
+    OpmdConfig,
+    PpoConfig,
+    SapoConfig,
+    SurrogateConfig,
+    ToprConfig,
+)
 
 
 class Advantage(StrEnum):
@@ -41,6 +53,17 @@ class Correction(StrEnum):
     sequence_tis = "sequence_tis"
     sequence_mask = "sequence_mask"
     geometric_mask = "geometric_mask"
+
+
+CORRECTION_RANGES = {
+    Correction.none: (0.0, float("inf")),
+    Correction.token_tis: (0.0, 2.0),
+    Correction.icepop: (0.5, 5.0),
+    Correction.sequence_tis: (0.0, 2.0),
+    Correction.sequence_mask: (0.5, 2.0),
+    Correction.geometric_mask: (0.99, 1.01),
+}
+"""(floor, cap) of each one's weight where the configuration says nothing."""
 
 
 class Aggregation(StrEnum):
@@ -78,113 +101,6 @@ class Span(StrEnum):
 
 
 @dataclass(kw_only=True, slots=True)
-class SurrogateConfig:
-    """The parameters of a surrogate. Each is a finite number above 0 unless `problems` says otherwise."""
-
-    corrects: ClassVar[bool] = False
-    """Does it weigh tokens by π / μ itself? Then it takes no correction besides."""
-    corrects_by_behavior: ClassVar[bool] = False
-    """Does it bound the weight of what it clips? Then with `algo.proximal=behavior` its own ratio is the correction."""
-    tolerates: ClassVar[int] = 8
-    """Staleness up to which it has been shown to hold, once it is corrected: decoupled PPO up to 8 (AReaL, 2025), CISPO in a pipeline of
-    8 (ScaleRL, 2025); what nobody has measured is taken to be like them."""
-
-    def problems(self, section: str) -> list[str]:
-        names = [f.name for f in dataclasses.fields(self)]
-        return positive(**{f"{section}.{name}": getattr(self, name) for name in names})
-
-
-@dataclass(kw_only=True, slots=True)
-class PpoConfig(SurrogateConfig):
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = 3.0
-    """Bound on the loss of tokens with negative advantage (Ye et al., 2020); None: no bound."""
-
-    def problems(self, section: str) -> list[str]:
-        found = SurrogateConfig.problems(self, section)
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            found.append(f"{section}.dual_clip must be > 1 (3 is usual), or null for no bound, got {self.dual_clip}")
-        if 0 < max(self.clip_low, self.clip_high) < 0.01:
-            found.append(
-                f"{section}.clip_low and clip_high must be at least 0.01, for they are of single tokens (0.2 is usual; "
-                f"algo.surrogate=gspo takes ranges like these), got {self.clip_low} and {self.clip_high}"
-            )
-        return found
-
-
-@dataclass(kw_only=True, slots=True)
-class GspoConfig(SurrogateConfig):
-    corrects_by_behavior: ClassVar[bool] = True
-    clip_low: float = 3e-4
-    """Of a sequence's mean."""
-    clip_high: float = 4e-4
-
-    def problems(self, section: str) -> list[str]:
-        found = SurrogateConfig.problems(self, section)
-        if max(self.clip_low, self.clip_high) > 0.1:
-            found.append(
-                f"{section}.clip_low and clip_high must be at most 0.1, for they are of means over a sequence (3e-4 and 4e-4 in the "
-                f"paper; algo.surrogate=ppo takes ranges like these), got {self.clip_low} and {self.clip_high}"
-            )
-        return found
-
-
-@dataclass(kw_only=True, slots=True)
-class CispoConfig(SurrogateConfig):
-    corrects_by_behavior: ClassVar[bool] = True
-    clip_low: float = 1.0
-    """1: no lower bound."""
-    clip_high: float = 5.0
-
-
-@dataclass(kw_only=True, slots=True)
-class SapoConfig(SurrogateConfig):
-    corrects_by_behavior: ClassVar[bool] = True
-    tau_positive: float = 1.0
-    tau_negative: float = 1.05
-
-
-@dataclass(kw_only=True, slots=True)
-class ToprConfig(SurrogateConfig):
-    corrects: ClassVar[bool] = True
-
-
-@dataclass(kw_only=True, slots=True)
-class DppoConfig(SurrogateConfig):
-    corrects: ClassVar[bool] = True
-    low: float = 0.2
-    """δ_low: how far a token's probability may have fallen."""
-    high: float = 0.2
-
-
-@dataclass(kw_only=True, slots=True)
-class AipoConfig(SurrogateConfig):
-    corrects: ClassVar[bool] = True
-    cap: float = 4.0
-    """ρ: where π / μ is truncated; 2 to 10 in the paper."""
-
-
-@dataclass(kw_only=True, slots=True)
-class M2poConfig(SurrogateConfig):
-    corrects: ClassVar[bool] = True
-    tolerates: ClassVar[int] = 256
-    threshold: float = 0.04
-    """τ: the largest second moment of log π / μ among the tokens that are trained."""
-
-
-@dataclass(kw_only=True, slots=True)
-class KimiConfig(SurrogateConfig):
-    tau: float = 0.1
-
-
-@dataclass(kw_only=True, slots=True)
-class OpmdConfig(SurrogateConfig):
-    tau: float = 1.0
-    """Of the surrogate and of the advantage of this name."""
-
-
-@dataclass(kw_only=True, slots=True)
 class RejectionConfig:
     """Drops tokens, or sequences, whose estimated KL(μ ‖ π) is above a threshold."""
 
@@ -215,6 +131,10 @@ class KlConfig:
             found.append(
                 "algo.kl.loss_coef and reward_coef must not both be above 0 (the penalty stands in the loss or in the reward), got "
                 f"{self.loss_coef} and {self.reward_coef}"
+            )
+        if self.loss_coef > 0 and self.estimator is Estimator.k1:
+            found.append(
+                "algo.kl.estimator must be k2 or k3 with algo.kl.loss_coef above 0 (the gradient of k1 is zero in expectation), got k1"
             )
         if self.target is not None and not (self.loss_coef or self.reward_coef):
             found.append(
@@ -338,10 +258,11 @@ class AlgoConfig:
     """Where the proximal log-probabilities come from."""
     correction: Correction = Correction.token_tis
     """Weight of each token, or sequence, for proximal policy against behaviour policy (`algos/corrections.py`)."""
-    correction_cap: float = 2.0
-    """Upper end of the weight: `token_tis` and `sequence_tis` truncate there, the others drop what is above."""
-    correction_floor: float = 0.5
-    """Lower end, where `correction` drops: what is below is dropped too."""
+    correction_cap: float | None = None
+    """Upper end of the weight: `token_tis` and `sequence_tis` truncate there, the others drop what is above. None: the correction's
+    own, 2 for a token or a product over a sequence, 5 for `icepop`, 1.01 for `geometric_mask`, which is of a mean."""
+    correction_floor: float | None = None
+    """Lower end, where `correction` drops: what is below is dropped too. None: 0.5, and 0.99 for `geometric_mask`."""
     normalise_weights: bool = False
     """Divide the weights by their mean over the minibatch, after truncation."""
     rejection: RejectionConfig = field(default_factory=RejectionConfig)
@@ -370,6 +291,15 @@ class AlgoConfig:
         """The surrogate's parameters."""
         section: SurrogateConfig = getattr(self, self.surrogate)
         return section
+
+    @property
+    def correction_range(self) -> tuple[float, float]:
+        """(floor, cap) of the weight of the correction in use."""
+        floor, cap = CORRECTION_RANGES[self.correction]
+        return (
+            floor if self.correction_floor is None else self.correction_floor,
+            cap if self.correction_cap is None else self.correction_cap,
+        )
 
     @property
     def needs_reference(self) -> bool:
@@ -426,11 +356,9 @@ class AlgoConfig:
                 f"algo.reward.{shaped[0]} must be off for algo.advantage=remax (its baseline is a reward as the task gives it), got "
                 f"{getattr(self.reward, shaped[0])}"
             )
-        if self.correction_floor >= self.correction_cap:
-            found.append(
-                "algo.correction_floor must be below algo.correction_cap, "
-                f"got {self.correction_floor} and {self.correction_cap}"
-            )
+        floor, cap = self.correction_range
+        if floor >= cap:
+            found.append(f"algo.correction_floor must be below algo.correction_cap, got {floor} and {cap}")
         if self.normalise_weights and self.proximal is Proximal.loglinear:
             found.append(
                 "algo.normalise_weights must be false when algo.proximal=loglinear (weights are known token by token only, in the "
@@ -470,10 +398,34 @@ class AlgoConfig:
             for f in dataclasses.fields(getattr(self, name))
             if getattr(getattr(self, name), f.name) != f.default
         }
-        return [
+        found = [
             f"{name} must not be set without {wanted}, got {value} with algo.advantage={self.advantage} and "
             f"algo.surrogate={self.surrogate}"
             for name, (value, wanted) in changed.items()
+        ]
+        drops = self.correction in (Correction.icepop, Correction.sequence_mask, Correction.geometric_mask)
+        weighs = (
+            self.correction is not Correction.none or self.rejection.estimator is not None or self.surrogate == "m2po"
+        )
+        without_effect = {
+            "algo.correction_cap": (
+                self.correction_cap is not None and self.correction is Correction.none, "a correction that has a cap",
+                self.correction_cap,
+            ),
+            "algo.correction_floor": (
+                self.correction_floor is not None and not drops, "a correction that drops what is below it",
+                self.correction_floor,
+            ),
+            "algo.normalise_weights": (self.normalise_weights and not weighs, "weights other than 1", True),
+            "algo.imitation_above": (
+                self.imitation_above != 0 and not self.imitation_coef, "algo.imitation_coef above 0", self.imitation_above,
+            ),
+        }  # fmt: skip
+        return found + [
+            f"{name} must not be set without {wanted}, got {value} with algo.correction={self.correction} and "
+            f"algo.surrogate={self.surrogate}"
+            for name, (is_idle, wanted, value) in without_effect.items()
+            if is_idle
         ]
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from configs.rules import not_negative, positive
+from configs.rules import gpu_share, not_negative, positive, within_one
 
 
 class LearnerKind(StrEnum):
@@ -127,7 +127,8 @@ class LearnerConfig:
     max_grad_norm: float = 1.0
     activation_checkpointing: bool = False
     attention: Attention = Attention.auto
-    """`auto`: `flash_attention_2` where a GPU and flash-attn are found, `varlen` on other GPUs, else `packed_sdpa`."""
+    """`auto`: `flash_attention_2` where a GPU and flash-attn are found, `varlen` on other GPUs (not for a model that
+    caps its attention scores), else `packed_sdpa`."""
     threads: int | None = 1
     """CPU threads of a rank; None leaves the choice to torch. On a machine that generators share, one is fastest: threads
     that spin while they wait take the cores from the engines."""
@@ -139,9 +140,9 @@ class LearnerConfig:
     """Largest difference of log-probability between generator and learner that the parity probe accepts. None: 1e-4
     for float32; for bfloat16 a mean of 0.03 and a maximum of 0.5."""
     gpus: float | None = None
-    """GPUs of one rank; None divides what the cluster has between generators and learner."""
-    gpu_memory_fraction: float = 1.0
-    """Share of its GPU that a rank may take. Set it to about 0.5 where a generator shares the GPU."""
+    """GPUs of one rank; None divides what the driver's host has between generators and learner (docs/learner.md); 0: the CPU."""
+    gpu_memory_fraction: float | None = None
+    """Share of its GPU's memory that a rank may take. None: all, or an even part of 0.9 where engines share the GPU."""
 
     def problems(self) -> list[str]:
         found = positive(
@@ -160,6 +161,8 @@ class LearnerConfig:
                 "learner.gpu_memory_fraction": self.gpu_memory_fraction,
             }
         )
+        found += within_one(**{"learner.gpu_memory_fraction": self.gpu_memory_fraction})
+        found += gpu_share("learner.gpus", self.gpus, most=1)
         found += not_negative(**{"learner.max_restarts": self.max_restarts})
         found += self.fsdp.problems() + self.megatron.problems() + self.lora.problems()
         found = found or self._of_engine()

@@ -13,7 +13,7 @@ from typing import Any
 
 from configs.algorithms import Advantage, AlgoConfig
 from configs.learner import CriticPlace, LearnerConfig, LearnerKind, LoraPublish, PlacementConfig
-from configs.rules import positive
+from configs.rules import gpu_share, positive, within_one
 
 Mode = StrEnum("Mode", {"async": "async", "on_policy": "on_policy"})
 """`on_policy` is the synchronous baseline: S = 0, whatever `staleness.max_versions` says; same code."""
@@ -81,16 +81,14 @@ class RunConfig:
     overwrite: bool = False
     """Start anew in a folder that already holds a run (the old one is deleted)."""
     resume: str | None = None
-    """Folder of a run to continue from its newest checkpoint; the run goes on in that folder."""
+    """Folder of a run to continue from its newest checkpoint, or from the beginning where it has none; the run goes on in that folder."""
     steps: int = 240
     """Steps to train: each consumes `groups_per_step` groups and publishes one new version."""
     seed: int = 0
     """Seeds the prompt order, every sampled trajectory and the learner."""
-    stop_timeout_s: float = 6.0
-    """How long a stopping run waits for its roles before it kills them."""
 
     def problems(self) -> list[str]:
-        found = positive(**{"run.steps": self.steps, "run.stop_timeout_s": self.stop_timeout_s})
+        found = positive(**{"run.steps": self.steps})
         if self.name is not None and (not self.name or "/" in self.name or self.name.startswith(".")):
             found.append(f"run.name must be a plain folder name, got {self.name!r}")
         if self.seed < 0:
@@ -184,10 +182,12 @@ class BufferConfig:
     """Folder of CURVE keys (`scripts/keys.sh` makes one): all sockets of the buffer are then encrypted, and open to those
     keys only. Needed when `buffer.address` is not on the loopback interface."""
     stalled_s: float = 600.0
-    """A generator whose heartbeats say that its loop has stood still for this long, and that nothing it fetches has come in, is taken
-    for stalled: others get its leases. Must be longer than an engine takes to load a version."""
+    """A role whose heartbeats say that it has stood still for this long counts as stalled. Others get the leases of such a generator;
+    the watchdog does not wait for such a learner. Must be longer than an engine takes to load a version, a learner to load its
+    model, and one microbatch to be trained."""
     watchdog_s: float = 120.0
-    """When nothing moves for this long, the buffer says who waits for whom; after twice as long the run ends."""
+    """When nothing moves and no role is at work (in a step, a load, a publication, a checkpoint) for this long, the buffer says who
+    waits for whom; after twice as long the run ends."""
 
     def problems(self) -> list[str]:
         found = positive(
@@ -313,9 +313,9 @@ class GeneratorsConfig:
     max_restarts: int = 5
     """How often one generator may crash and be started again before the run stops."""
     gpus: float | None = None
-    """GPUs of one engine; None divides what the cluster has between generators and learner."""
-    gpu_memory_fraction: float = 0.9
-    """Share of its GPU that an engine may take. Set it to about 0.4 where the learner shares the GPU."""
+    """GPUs of one engine; None divides what the driver's host has between generators and learner (docs/learner.md); 0: the CPU."""
+    gpu_memory_fraction: float | None = None
+    """Share of its GPU's memory that an engine may take. None: 0.9, or an even part of it where others share the GPU."""
     score_threads: int = 1
     """Threads of one generator that score, beside the engine. Above 1, the task's `score` must bear to run several times at once."""
     score_timeout_s: float = 30.0
@@ -334,6 +334,8 @@ class GeneratorsConfig:
                     "generators.score_timeout_s": self.score_timeout_s,
                 }
             )
+            + within_one(**{"generators.gpu_memory_fraction": self.gpu_memory_fraction})
+            + gpu_share("generators.gpus", self.gpus, most=1024)
             + ([] if self.count >= 0 else [f"generators.count must be >= 0, got {self.count}"])
             + self.simulated.problems()
         )
@@ -554,6 +556,11 @@ class Config:
                 "learner.engine must be fsdp or megatron where a critic or a reference policy is needed (algo=grpo without a KL penalty needs "
                 f"neither), got {learner.engine} with algo.advantage={algo.advantage}, algo.kl.loss_coef={algo.kl.loss_coef} and "
                 f"algo.kl.reward_coef={algo.kl.reward_coef}",
+            ),
+            (
+                learner.engine is LearnerKind.simulated and learner.ranks > 1,
+                "learner.ranks must be 1 with learner.engine=simulated (its ranks know nothing of each other, and each would write "
+                f"checkpoints), got {learner.ranks}",
             ),
             (
                 (gen.engine is EngineKind.simulated) != (learner.engine is LearnerKind.simulated),

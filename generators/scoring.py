@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from buffers.messages import MAX_FLOAT32
 from buffers.trajectory import GREEDY
 from generators.task import Score
 
@@ -24,7 +25,6 @@ MAX_COMPONENTS = 64
 MAX_NAME = 200
 MAX_ERROR = 2000
 """Characters of an error that travel."""
-FLOAT32_MAX = 3.4028234663852886e38
 
 
 class ScoresHang(ValueError):
@@ -71,11 +71,6 @@ class ScoringPool:
         self._num_threads = num_threads
         for _ in range(num_threads):
             self._start_thread()
-
-    @property
-    def num_pending(self) -> int:
-        """Groups that are neither collected nor forgotten."""
-        return len(self._jobs)
 
     def submit(self, lease: int, calls: Sequence[Callable[[], Score]], what: str) -> None:
         """`calls` score the samples of the lease's group, one each; they run in a thread, one after the other. `what` names
@@ -182,12 +177,12 @@ def _number(what: str, value: Any) -> float:
     try:
         number = float(value)
     except OverflowError:  # an integer of more than 300 digits
-        number = FLOAT32_MAX * 2
+        number = MAX_FLOAT32 * 2
     except Exception as error:
         raise ValueError(f"{what} must be a number, got {_shown(value)} ({describe(error)})") from error
     if not math.isfinite(number):
         raise ValueError(f"{what} must be finite, got {number}")
-    if abs(number) > FLOAT32_MAX:
+    if abs(number) > MAX_FLOAT32:
         raise ValueError(f"{what} must be within ± 3.4e38 (it is kept in float32), got {_shown(value)}")
     return number
 

@@ -91,10 +91,10 @@ class VllmEngine:
         top_k: int = -1,
         min_p: float = 0.0,
         seed: int = 0,
-        gpu_memory_fraction: float = 0.9,
+        gpu_memory_fraction: float | None = None,
         transfer: str | None = None,
     ) -> None:
-        """`kv_cache_mb` counts on a CPU, `gpu_memory_fraction` on a GPU. `seed`: for what no sample's seed decides.
+        """`kv_cache_mb` counts on a CPU, `gpu_memory_fraction` on a GPU (None: as vLLM has it). `seed`: for what no sample's seed decides.
 
         `transfer`: on a GPU, which of vLLM's weight-transfer engines to have at hand, `ipc` or `nccl`.
 
@@ -112,7 +112,9 @@ class VllmEngine:
         """By sample id."""
         self._num_requests = 0
 
-        platform: dict[str, Any] = {"gpu_memory_utilization": gpu_memory_fraction}
+        platform: dict[str, Any] = {}
+        if gpu_memory_fraction is not None:
+            platform["gpu_memory_utilization"] = gpu_memory_fraction
         if current_platform.is_cpu():
             platform = _cpu_arguments(kv_cache_mb, max_model_len)
         elif transfer is not None:

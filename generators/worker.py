@@ -24,6 +24,7 @@ from msgspec import structs
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, hand_in
 from buffers.connections import watch_small_requests
+from buffers.fleet import STARTING
 from buffers.heartbeat import HEARTBEAT_S, HeartbeatThread
 from buffers.keys import has_door, open_door, show_key
 from buffers.trajectory import GREEDY, Trajectory, to_batch
@@ -41,6 +42,7 @@ from sync.subscriber import Subscriber
 from sync.transports.fetcher import Fetcher
 from sync.transports.nccl import Broadcast
 from sync.transports.server import SnapshotServer
+from sync.transports.tcp import MAX_UNREAD_BYTES
 
 log = logging.getLogger("slipstream.generator")
 
@@ -113,8 +115,7 @@ class Generator:
             self._scores.close()
             self._preparer.shutdown(cancel_futures=True)
             self._subscriber.close()
-            self._engine.shutdown()
-            self._client.close()
+            self._client.close()  # the engine ends with the process: vLLM's own farewell computes for two seconds
 
     # ---- the buffer
 
@@ -408,14 +409,16 @@ def _life(weights: str) -> str:
 def heartbeat(client: BufferClient, name: str) -> HeartbeatThread:
     """A generator's, before it has anything to report."""
     compose = partial(m.Heartbeat, generator=name, progress={}, report=m.GeneratorReport())
-    return HeartbeatThread(client, compose, "starting the engine")
+    return HeartbeatThread(client, compose, STARTING)
 
 
-def join(address: str, name: str, seed: int, keys: str | None) -> Generator:
-    """Joins the run whose buffer answers at `address`: its configuration decides model, task and sampling."""
+def join(address: str, name: str, seed: int, keys: str | None, gpu_memory: float | None = None) -> Generator:
+    """Joins the run whose buffer answers at `address`: its configuration decides model, task and sampling; `gpu_memory`, the share of
+    its GPU that the engine may take, is a matter of this host."""
     client = BufferClient(address, keys=keys)
     welcome = client.call(m.Join(generator=name), m.Welcome)
     config, heart = configs.parse(welcome.config), heartbeat(client.another(), name)
+    config.generators.gpu_memory_fraction = gpu_memory
     try:
         engine, episodes = make_engine(config, seed), make_episodes(config)
         return Generator(name, config, client, engine, episodes, make_subscriber(config, address, keys), heart)
@@ -433,7 +436,7 @@ def make_subscriber(config: Config, buffer: str, keys: str | None) -> Subscriber
     folder = shared_memory_folder(f"fetched-{xxhash.xxh32_hexdigest(f'{buffer} {config.run.name}'.encode())}")
     show = None if keys is None else lambda socket: show_key(socket, Path(keys))
     door = None if keys is None else lambda socket: open_door(socket, Path(keys))
-    watch = partial(watch_small_requests, encrypted=keys is not None)
+    watch = partial(watch_small_requests, encrypted=keys is not None, max_unread=MAX_UNREAD_BYTES)
     may_relay = config.sync.relays and (keys is None or has_door(Path(keys)))
     return Subscriber(
         Fetcher(folder, secure=show),

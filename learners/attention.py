@@ -1,8 +1,12 @@
 """Attention over packed sequences, none of which sees another: what transformers' attention interface calls in each layer.
 
-All take [1, heads, T, d] and the lengths as `cu_seq_lens_q` [n + 1], and give [1, T, heads, d]. `flash_attention_2` is transformers' own.
+All take [1, heads, T, d] and the lengths as `cu_seq_lens_q` [n + 1], and give [1, T, heads, d]. A layer may have a sliding window (a
+token sees itself and the `sliding_window` - 1 tokens before it) and cap its scores (`softcap` · tanh(score / `softcap`)).
+`flash_attention_2` is transformers' own.
 """
 
+from collections.abc import Callable
+from functools import wraps
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,24 +21,59 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from configs.learner import Attention
 from configs.schema import Dtype
 
+BLOCK = 1024
+"""Queries whose scores exist at the same time, at most, where a layer has a window or a cap."""
+UNKNOWN = ("s_aux", "position_bias", "indices", "block_indices")
+"""What transformers hands to the attention of some families and no function here applies."""
+CAPLESS = (
+    "learner.attention must be packed_sdpa or flash_attention_2 for a model that caps its scores (at {}), got varlen"
+)
+
+
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, softcap: float | None
+) -> Tensor:
+    """Causal attention of n sequences side by side. [n, heads, L, d] -> [n, heads, L, d]."""
+    length = query.shape[2]
+    if softcap is None and (window is None or window >= length):
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    window, parts = min(window or length, length), []
+    block = min(window, BLOCK)
+    for begin in range(0, length, block):
+        end, first = min(begin + block, length), max(0, begin - window + 1)
+        q, k, v = query[:, :, begin:end], key[:, :, first:end], value[:, :, first:end]
+        places = torch.arange(first, end, device=query.device)
+        distance = places[begin - first :, None] - places
+        seen = (distance >= 0) & (distance < window)
+        if softcap is None:
+            parts.append(F.scaled_dot_product_attention(q, k, v, seen, scale=scaling))
+            continue
+        scores = (q @ k.transpose(2, 3)).float() * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+        scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~seen, float("-inf"))
+        parts.append(scores.softmax(-1).to(v.dtype) @ v)
+    return torch.cat(parts, 2)
+
 
 def packed_sdpa(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: int | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     cu_seq_lens_q: Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each packed sequence, by one SDPA call a sequence. [1, heads, T, d] -> [1, T, heads, d]."""
+    """Causal attention within each packed sequence, one sequence after another. [1, heads, T, d] -> [1, T, heads, d]."""
     assert cu_seq_lens_q is not None, "packed attention needs the lengths of the sequences"
     lengths = cu_seq_lens_q.diff().tolist()
-    grouped = query.shape[1] != key.shape[1]
     parts = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+        _causal(q, k, v, scaling, sliding_window, softcap)
         for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     ]
     return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
@@ -45,11 +84,13 @@ def padded_sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: int | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """As `packed_sdpa`, for many short sequences: they are padded for the attention alone, one call in all.
@@ -59,7 +100,10 @@ def padded_sdpa(
     assert cu_seq_lens_q is not None, "packed attention needs the lengths of the sequences"
     lengths = cu_seq_lens_q.diff()
     if len(lengths) * max_length_q > 2 * query.shape[2] + 1024:
-        return packed_sdpa(module, query, key, value, attention_mask, scaling, cu_seq_lens_q=cu_seq_lens_q)
+        return packed_sdpa(
+            module, query, key, value, None, scaling, cu_seq_lens_q=cu_seq_lens_q, sliding_window=sliding_window,
+            softcap=softcap,
+        )  # fmt: skip
     column = torch.arange(max_length_q, device=query.device)
     # A place beyond the end of its sequence repeats the last token: index_select is several times faster than scattering.
     index = torch.minimum(cu_seq_lens_q[:-1, None] + column, cu_seq_lens_q[1:, None] - 1)
@@ -68,9 +112,7 @@ def padded_sdpa(
         packed[0].transpose(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
         for packed in (query, key, value)
     )
-    out = F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
+    out = _causal(q, k, v, scaling, sliding_window, softcap)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, real)[None], None
 
 
@@ -79,19 +121,24 @@ def varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: int | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The same by torch's own variable-length kernel (CUDA, bfloat16)."""
+    """The same by torch's own variable-length kernel (CUDA, bfloat16), which caps no scores."""
     from torch.nn.attention.varlen import varlen_attn
 
+    if softcap is not None:
+        raise ValueError(CAPLESS.format(softcap))
     q, k, v = (packed[0].transpose(0, 1).contiguous() for packed in (query, key, value))
+    before = -1 if sliding_window is None else sliding_window - 1  # the kernel counts tokens before the query's own
     out = varlen_attn(
-        q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, window_size=(-1, 0), scale=scaling,
+        q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, window_size=(before, 0), scale=scaling,
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     return out[None], None
@@ -119,7 +166,7 @@ def ulysses(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: int | None,
     *,
     inner: str,
     sequence_group: dist.ProcessGroup,
@@ -138,21 +185,52 @@ def ulysses(
     return _Swap.apply(out, 1, 2, sequence_group), None
 
 
+def _checked(attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
+    """`attend` for transformers. Raises ValueError for what a layer asks of its attention, or its mask says, and `attend` ignores."""
+
+    @wraps(attend)
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: int | None, **asked: Any
+    ) -> tuple[Tensor, None]:
+        window = asked.get("sliding_window")
+        if attention_mask not in (None, window):
+            raise ValueError(
+                f"the layers of model.path must attend to a window of their mask's size ({attention_mask}), got {window} "
+                f"in {type(module).__name__}"
+            )
+        if found := [name for name in UNKNOWN if asked.get(name) is not None]:
+            raise ValueError(
+                f"the layers of model.path must not ask their attention for {', '.join(UNKNOWN)}, got {found[0]} "
+                f"in {type(module).__name__}"
+            )
+        return attend(module, query, key, value, None, **asked)
+
+    return attention
+
+
+def _mask(*_: Any, local_size: int | None = None, **__: Any) -> int | None:
+    """What stands for a layer's mask, [T, T] if it were made: the size of its window, or of its chunks; None where all is seen."""
+    return local_size
+
+
 for _name, _function in (("packed_sdpa", padded_sdpa), ("varlen", varlen), ("ulysses", ulysses)):
-    AttentionInterface.register(_name, _function)
-    AttentionMaskInterface.register(_name, lambda *args, **kwargs: None)
+    AttentionInterface.register(_name, _checked(_function))
+    AttentionMaskInterface.register(_name, _mask)
 
 
-def choose_attention(wanted: Attention, device: torch.device, dtype: Dtype) -> Attention:
-    """What `auto` stands for here. Raises ValueError for a kernel that this device or dtype has not."""
+def choose_attention(wanted: Attention, device: torch.device, dtype: Dtype, softcap: float | None = None) -> Attention:
+    """What `auto` stands for here. `softcap`: the model's cap of attention scores. Raises ValueError for a kernel that this device or
+    dtype has not, or that caps no scores."""
     flash = device.type == "cuda" and dtype is Dtype.bfloat16
     if wanted is Attention.auto:
-        if not flash:
-            return Attention.packed_sdpa
-        return Attention.flash_attention_2 if find_spec("flash_attn") else Attention.varlen
+        if flash and find_spec("flash_attn"):
+            return Attention.flash_attention_2
+        return Attention.varlen if flash and softcap is None else Attention.packed_sdpa
     if wanted is not Attention.packed_sdpa and not flash:
         raise ValueError(
             "learner.attention must be auto or packed_sdpa except on a GPU with model.dtype=bfloat16, "
             f"got {wanted} on {device.type} with {dtype}"
         )
+    if wanted is Attention.varlen and softcap is not None:
+        raise ValueError(CAPLESS.format(softcap))
     return wanted

@@ -1,9 +1,12 @@
 """Checkpoints: `step_<k>/`, complete or absent. The manifest is written last, then the folder gets its name."""
 
+import contextlib
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,8 @@ from learners.engine import Write
 from learners.world import World
 
 CHUNK_BYTES = 1 << 24
+LOOK_S = 1.0
+"""How often a wait looks whether it gets on."""
 
 
 class Account(msgspec.Struct, frozen=True):
@@ -66,27 +71,51 @@ class Writer:
         self._folder, self._keep, self._world = folder, keep, world or World()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[CheckpointManifest] | None = None
+        self._temporary = folder
+        """Where the one under way is written."""
+        self._num_digested = 0
+        self.took_s: float | None = None
+        """Seconds that the last one took to be written; None before there is one."""
 
-    def begin(self, manifest: CheckpointManifest, write: Write) -> CheckpointManifest | None:
+    def begin(
+        self, manifest: CheckpointManifest, write: Write, moved: Callable[[], None] = lambda: None
+    ) -> CheckpointManifest | None:
         """Collective. `write` makes its part of the folder that it is given. Waits for what is being written: see `written`."""
-        before = self.written(wait=True)
+        before = self.written(wait=True, moved=moved)
         self._under_way = self._thread.submit(self._write, manifest, write)
         return before
 
-    def written(self, *, wait: bool = False) -> CheckpointManifest | None:
+    def written(self, *, wait: bool = False, moved: Callable[[], None] = lambda: None) -> CheckpointManifest | None:
         """The manifest of a checkpoint that has become complete, once. Raises what has gone wrong while it was written: DiskFull where
-        there was no room. What had been written of it is removed, and the checkpoints before stay as they were."""
+        there was no room. What had been written of it is removed, and the checkpoints before stay as they were.
+
+        `moved` is called now and then while the wait gets on."""
         if self._under_way is None or not (wait or self._under_way.done()):
             return None
+        before = -1
+        while not self._under_way.done():
+            if (now := self._num_bytes()) != before:
+                before = now
+                moved()
+            futures.wait([self._under_way], LOOK_S)
         done, self._under_way = self._under_way, None
         return done.result()
+
+    def _num_bytes(self) -> int:
+        """Written and read again so far of the checkpoint under way."""
+        sizes = 0
+        for path in self._temporary.rglob("*"):
+            with contextlib.suppress(OSError):  # renamed meanwhile
+                sizes += path.stat().st_size
+        return sizes + self._num_digested
 
     def close(self) -> None:
         """Does not wait."""
         self._thread.shutdown(wait=False)
 
     def _write(self, manifest: CheckpointManifest, write: Write) -> CheckpointManifest:
-        temporary, first = self._folder / f".step_{manifest.step}.tmp", self._world.rank == 0
+        self._temporary = temporary = self._folder / f".step_{manifest.step}.tmp"
+        first, began = self._world.rank == 0, time.monotonic()
 
         def begin() -> None:
             if first:
@@ -98,7 +127,7 @@ class Writer:
             self._together(begin)
             self._together(lambda: write(temporary))
             if first:
-                manifest = msgspec.structs.replace(manifest, files=_digests(temporary))
+                manifest = msgspec.structs.replace(manifest, files=_digests(temporary, self._digested))
                 finish(self._folder, temporary, manifest, self._keep)
         except BaseException as error:  # torch's CheckpointException is no Exception
             if first:
@@ -106,7 +135,11 @@ class Writer:
             if _says_disk_full(str(error)):
                 raise _no_room(self._folder) from error
             raise
+        self.took_s = time.monotonic() - began
         return manifest
+
+    def _digested(self, num_bytes: int) -> None:
+        self._num_digested += num_bytes
 
     def _together(self, action: Callable[[], None]) -> None:
         """Each rank does its part. When one fails all of them raise, so that nobody waits for it: its own error there, RuntimeError
@@ -160,8 +193,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _digests(folder: Path) -> dict[str, File]:
-    """Of all files in the folder, which are on the disk afterwards."""
+def _digests(folder: Path, digested: Callable[[int], None] = lambda num_bytes: None) -> dict[str, File]:
+    """Of all files in the folder, which are on the disk afterwards. `digested` is told of each piece that was read."""
     found = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         digest = xxhash.xxh3_128()
@@ -169,14 +202,16 @@ def _digests(folder: Path) -> dict[str, File]:
             os.fsync(file.fileno())
             while chunk := file.read(CHUNK_BYTES):
                 digest.update(chunk)
+                digested(len(chunk))
         found[str(path.relative_to(folder))] = File(path.stat().st_size, digest.hexdigest())
     return found
 
 
-def verify(folder: Path) -> CheckpointManifest:
-    """The manifest of the checkpoint in `folder`, whose files are what was written. Raises Damaged, naming the first that is not."""
+def verify(folder: Path, digested: Callable[[int], None] = lambda num_bytes: None) -> CheckpointManifest:
+    """The manifest of the checkpoint in `folder`, whose files are what was written. Raises Damaged, naming the first that is not.
+    `digested` is told of each piece that was read."""
     manifest = read(folder)
-    found = _digests(folder)
+    found = _digests(folder, digested)
     for name, wanted in manifest.files.items():
         if found.get(name) != wanted:
             raise Damaged(

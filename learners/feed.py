@@ -57,10 +57,8 @@ class Feed:
         if world.size == 1:
             assert taken is not None
             return taken if isinstance(taken, m.Over) else from_arrow(taken.table, taken.weights)
-        reason = taken.reason if isinstance(taken, m.Over) else None
-        decided = msgspec.json.decode(world.gather(msgspec.json.encode(reason))[0], type=str | None)
-        if decided is not None:
-            return m.Over(reason=decided)
+        if (reason := self._decide(step, taken)) is not None:
+            return m.Over(reason=reason)
         if self._leads and taken is None:
             taken = self._ask(step)
             if isinstance(taken, m.Over):
@@ -83,6 +81,18 @@ class Feed:
         if memory is not None:
             os.close(memory)  # what is mapped stays
         return batch
+
+    def _decide(self, step: int, taken: Taken | m.Over | None) -> str | None:
+        """Why there is no step any more, as the first rank was told; None when there is one. The others wait for it outside of any
+        collective: a batch may take longer than the time-out of one."""
+        name = f"batch of step {step}"
+        if self._world.rank == 0:
+            reason = taken.reason if isinstance(taken, m.Over) else None
+            self._world.tell(name, msgspec.json.encode(reason), instead_of=f"batch of step {step - 1}")
+            return reason
+        while (told := self._world.hear(name, PATIENCE_S)) is None:
+            self._log("waiting: for the first rank, which waits for the batch")
+        return msgspec.json.decode(told, type=str | None)
 
     def _ask(self, step: int) -> Taken | m.Over:
         while isinstance(taken := self._source.next(step, PATIENCE_S), m.NotYet):

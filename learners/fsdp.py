@@ -60,7 +60,8 @@ class FsdpEngine:
         self._publish_dtype = getattr(torch, dtype)
         self._max_grad_norm, self._bucket_bytes = max_grad_norm, bucket_bytes
         self._lora = lora if lora is not None and lora.rank is not None and kind is Kind.policy else None
-        self._attention = choose_attention(attention, self._device, dtype)
+        softcap = getattr(AutoConfig.from_pretrained(path).get_text_config(), "attn_logit_softcapping", None)
+        self._attention = choose_attention(attention, self._device, dtype, softcap)
         for field in ("compile", "liger"):
             if getattr(layout, field) and not cuda:
                 raise ValueError(f"learner.fsdp.{field} must be false without a GPU, got true")
@@ -78,7 +79,7 @@ class FsdpEngine:
         if kind is Kind.critic:
             self._head: LogprobHead | ValueHead = ValueHead(model.score)
         else:
-            self._head = LogprobHead(model.get_output_embeddings(), temperature, entropy_gradient)
+            self._head = LogprobHead(model, temperature, entropy_gradient)
         self._shard(model, layers, torch.bfloat16 if cuda and dtype is Dtype.bfloat16 else None, layout.cpu_offload)
         self._writers = dist.new_group(backend="gloo")  # for a thread that writes a checkpoint
         self._model = model

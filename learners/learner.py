@@ -9,7 +9,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,8 +34,10 @@ from learners.world import World
 from sync.adapter import describe
 from sync.folders import shared_memory_folder
 from sync.publisher import Publisher
+from sync.stream import Part
 from sync.transports.cuda_ipc import DeviceCopy, gpu_uuid
 from sync.transports.server import SnapshotServer
+from sync.transports.tcp import MAX_UNREAD_BYTES
 
 log = logging.getLogger("slipstream.learner")
 
@@ -73,7 +75,8 @@ class Learner:
         self.step = first_step
         """Steps trained, which is also the version held."""
         self._probed = config.learner.engine is LearnerKind.simulated
-        self._began, self._say = time.monotonic(), say
+        self._began, self._say, self._activity = time.monotonic(), say, ""
+        trainer.moved = self._go_on
 
     def run(self) -> None:
         """Consumes batches; produces versions, step records and checkpoints.
@@ -86,9 +89,10 @@ class Learner:
             saved = self.step
             while self.step < self._config.run.steps and (batch := self._next()) is not None:
                 self._probe(batch)
-                self._say(f"training step {self.step}")
+                self._turn_to(f"training step {self.step}")
                 metrics, num_trained = self._trainer.train(batch, self.step)
                 metrics["memory/peak_gib"] = self._peak_gib()
+                metrics |= {} if self._writer.took_s is None else {"time/checkpoint_s": self._writer.took_s}
                 self.step += 1
                 self._publish()
                 self._report(num_trained, metrics)
@@ -106,10 +110,18 @@ class Learner:
             if self._publisher is not None:
                 self._publisher.close()
 
+    def _turn_to(self, activity: str) -> None:
+        """What the rank does from now on; `_go_on` says that it gets on with it."""
+        self._activity = activity
+        self._say(activity)
+
+    def _go_on(self) -> None:
+        self._say(self._activity)
+
     # ---- the buffer
 
     def _next(self) -> Batch | None:
-        self._say(f"waiting for the batch of step {self.step}")
+        self._turn_to(f"waiting for the batch of step {self.step}")
         taken = self._feed.next(self.step)
         if isinstance(taken, m.Over):
             log.info("stopping: %s", taken.reason)
@@ -123,18 +135,24 @@ class Learner:
             self._publisher.check()
 
     def _finish(self) -> None:
-        self._say("waiting for the last evaluation")
+        self._turn_to("waiting for the last evaluation")
         while isinstance(reply := self._client.exchange(m.Finish(wait_s=PATIENCE_S), wait_s=PATIENCE_S)[0], m.NotYet):
             log.info("waiting: %s", reply.waiting_for)
 
     def _publish(self) -> None:
-        self._say(f"publishing version {self.step}")
+        self._turn_to(f"publishing version {self.step}")
         if self._publisher is None:
-            for _ in self._trainer.models.policy.weights():  # a collective: every rank takes part
+            for _ in self._weights():  # a collective: every rank takes part
                 pass
             return
-        manifest = self._publisher.publish(self.step, self._trainer.models.policy.weights())
+        manifest = self._publisher.publish(self.step, self._weights())
         self._client.call(m.Publish(version=self.step, weights=self._publisher.announcement(manifest)), m.Done)
+
+    def _weights(self) -> Iterator[Part]:
+        """The policy's, a part at a time; each one shows that the publication gets on."""
+        for part in self._trainer.models.policy.weights():
+            self._go_on()
+            yield part
 
     def _peak_gib(self) -> float:
         """Of the rank that has needed most."""
@@ -155,7 +173,7 @@ class Learner:
 
     def _save(self) -> int:
         """Begins a checkpoint: the copy is made now, and written while training goes on."""
-        self._say(f"copying the checkpoint of step {self.step}, after the one before is written")
+        self._turn_to(f"copying the checkpoint of step {self.step}, after the one before is written")
         began, run = time.monotonic(), self._config.run
         manifest = checkpoint.CheckpointManifest(
             self.step,
@@ -165,15 +183,15 @@ class Learner:
             self._ledger(),
             str(self._config.learner.engine),
         )
-        self._tell(self._writer.begin(manifest, self._trainer.models.snapshot()))
+        self._tell(self._writer.begin(manifest, self._trainer.models.snapshot(), self._go_on))
         log.info("checkpoint of step %d begun: training has waited %.2f s for it", self.step, time.monotonic() - began)
         return self.step
 
     def _saved(self, *, wait: bool = False) -> None:
         """Tells the buffer of a checkpoint that has become complete."""
         if wait:
-            self._say("writing the last checkpoint")
-        self._tell(self._writer.written(wait=wait))
+            self._turn_to("writing the last checkpoint")
+        self._tell(self._writer.written(wait=wait, moved=self._go_on))
 
     def _tell(self, manifest: checkpoint.CheckpointManifest | None) -> None:
         if manifest is None:
@@ -189,8 +207,8 @@ class Learner:
     # ---- the parity probe
 
     def _probe(self, batch: Batch) -> None:
-        """The parity probe, once: on tokens that the very version held has sampled, both sides must agree."""
-        fresh = batch.sampled & (batch.versions == self.step)
+        """The parity probe, once: on sequences that the very version held has sampled, both sides must agree."""
+        fresh = fresh_tokens(batch, self.step)
         if self._probed or not fresh.any():
             return
         self._probed = True
@@ -198,6 +216,14 @@ class Learner:
             self._trainer.logprobs(batch), batch.behavior_logprobs, fresh, batch.tokens, self._config.model.dtype,
             self._config.learner.parity_tolerance,
         )  # fmt: skip
+
+
+def fresh_tokens(batch: Batch, version: int) -> Tensor:
+    """[T] bool: sampled tokens of the sequences that this version alone has sampled. A token after one of another version was sampled
+    from what that one had left in the engine's cache."""
+    others = (batch.sampled & (batch.versions != version)).float()
+    mixed = torch.zeros(batch.num_sequences).index_add_(0, batch.sequence, others) > 0
+    return batch.sampled & ~mixed[batch.sequence]
 
 
 def check_parity(
@@ -261,12 +287,17 @@ def start(
     meter, needed = Meter(cuda=cuda), plan(config, cuda=cuda)
     if needed is not None and rank == 0:
         log.info("%s", needed)
-    if needed is not None and cuda and needed.total > (has := config.learner.gpu_memory_fraction * _gpu_bytes()):
+    if (
+        needed is not None
+        and cuda
+        and needed.total > (has := (config.learner.gpu_memory_fraction or 1.0) * _gpu_bytes())
+    ):
         log.warning("that is more than its %.1f GiB: see docs/learner.md for what makes it less", has / GIB)
     (models, world, writers), kl_coef = make_models(config, rank, rendezvous), None
     if resume_step is not None:
         held = folder / "checkpoints" / f"step_{resume_step}"
-        manifest = checkpoint.verify(held) if rank == 0 else checkpoint.read(held)
+        manifest = verified(held, world, say)
+        say("loading the checkpoint")
         check_checkpoint(manifest, config, ledger(client) if rank == 0 else None)
         models.load(held)
         kl_coef = manifest.kl_coef if config.algo.kl.target is not None else None
@@ -278,6 +309,19 @@ def start(
     )  # fmt: skip
 
 
+def verified(held: Path, world: World, say: Callable[[str], None]) -> checkpoint.CheckpointManifest:
+    """The checkpoint's manifest, on every rank after the first has read all of its files, which may take longer than a collective.
+    Raises Damaged."""
+    if world.rank == 0:
+        manifest = checkpoint.verify(held, lambda num_bytes: say(f"verifying {held.name}"))
+        world.tell("verified", b"")
+        return manifest
+    say(f"waiting for the first rank, which verifies {held.name}")
+    while world.hear("verified", PATIENCE_S) is None:
+        pass
+    return checkpoint.read(held)
+
+
 def _gpu_bytes() -> int:
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
@@ -287,7 +331,7 @@ def make_publisher(config: Config, folder: Path, incarnation: str) -> Publisher:
     if (address := config.weights_address) is not None:
         keys = config.buffer.keys
         secure = (lambda socket: open_door(socket, Path(keys))) if keys is not None else None
-        watch = partial(watch_small_requests, encrypted=keys is not None)
+        watch = partial(watch_small_requests, encrypted=keys is not None, max_unread=MAX_UNREAD_BYTES)
         nccl = config.sync.transport is Transport.nccl
         server = SnapshotServer(where, address, secure=secure, watch=watch, nccl=nccl)
         log.info("weights are served at %s", server.address)

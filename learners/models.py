@@ -68,7 +68,7 @@ def make_models(config: Config, rank: int, rendezvous: str) -> tuple[Models, Wor
         return Models(policy=policy), World(), World()
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_per_process_memory_fraction(config.learner.gpu_memory_fraction)
+        torch.cuda.set_per_process_memory_fraction(config.learner.gpu_memory_fraction or 1.0)
     ranks, total = config.learner.ranks, config.num_learner_ranks
     pool, own_rank, size = (Pool.policy, rank, ranks) if rank < ranks else (Pool.critic, rank - ranks, total - ranks)
     if total == ranks:

@@ -4,8 +4,9 @@ Arrow's list offsets are the `cu_seqlens` of variable-length attention. Alignmen
 the log-probability of token t comes from the model's output at t − 1 of the same sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from buffers.trajectory import GREEDY, flat
+
+
+class Counted(Sequence["Packed"]):
+    """Microbatches that call `moved` whenever one of them is taken: an engine that comes for the next has not stopped."""
+
+    def __init__(self, microbatches: Sequence["Packed"], moved: Callable[[], None]) -> None:
+        self._microbatches, self._moved = microbatches, moved
+
+    def __len__(self) -> int:
+        return len(self._microbatches)
+
+    def __getitem__(self, place: Any) -> Any:
+        self._moved()
+        return self._microbatches[place]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ proximal, reference, values, process rewards ─┘                 └─▶ cr
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,7 @@ from configs.algorithms import Advantage, Aggregation, Proximal
 from configs.schema import Config
 from learners.engine import Engine
 from learners.models import Models
-from learners.packing import Batch, Packed, Plan, divide, minibatch_rows
+from learners.packing import Batch, Counted, Packed, Plan, divide, minibatch_rows
 from learners.world import Sums, World
 
 
@@ -62,6 +62,8 @@ class Trainer:
     ) -> None:
         """`kl_coef`: where an adapted coefficient had come to, if the run goes on from a checkpoint."""
         self._config, self._algo, self.models, self._world = config, config.algo, models, world or World()
+        self.moved: Callable[[], None] = lambda: None
+        """Called at each microbatch: a step of any length gets on."""
         self.kl_coef = max(self._algo.kl.loss_coef, self._algo.kl.reward_coef) if kl_coef is None else kl_coef
 
     def train(self, batch: Batch, step: int) -> tuple[dict[str, float], int]:
@@ -69,29 +71,32 @@ class Trainer:
         began = time.monotonic()
         algo, learner = self._algo, self._config.learner
         given = self._prepare(batch, step)
-        pretrains = given.values is not None and step < algo.critic.pretrain_steps
+        pretraining = algo.critic.pretrain_steps if given.values is not None else 0
+        pretrains, own_step = step < pretraining, step - pretraining  # steps of the policy alone
         of_policy: Sums = {}
         of_critic: Sums = {}
         plans: list[Plan] = []
         parts = minibatch_rows(batch, learner.minibatches)
         for rows in parts:
+            if not _is_learned_from(given, rows):
+                continue  # an optimizer's momentum would move the weights all the same
             if self.models.critic is not None:
                 loss = self._critic_loss(given, rows, of_critic)
                 self._update(self.models.critic, batch, rows, loss, algo.critic.lr, step, of_critic)
             if not pretrains:
                 loss = self._policy_loss(given, rows, len(parts), of_policy)
-                plans.append(self._update(self.models.policy, batch, rows, loss, learner.lr, step, of_policy))
+                plans.append(self._update(self.models.policy, batch, rows, loss, learner.lr, own_step, of_policy))
         metrics = _describe(batch, given.within, step)
-        metrics |= {"optimizer/lr": 0.0 if pretrains else self._rate(learner.lr, step)}
-        if not pretrains:
+        metrics |= {"optimizer/lr": self._rate(learner.lr, own_step) if plans else 0.0}
+        if plans:
             totals = self._total(self.models.policy, of_policy)
             metrics |= {"optimizer/grad_norm": _grad_norm(totals)} | summarize(totals)
             metrics |= _mean([plan.metrics(self.models.policy.share.multiple) for plan in plans])
-        if self.models.critic is not None:
+        if self.models.critic is not None and of_critic:
             totals = self._total(self.models.critic, of_critic)
             metrics |= {"critic/grad_norm": _grad_norm(totals)} | summarize_values(totals)
         metrics |= given.metrics
-        if algo.kl.target is not None and not pretrains:
+        if algo.kl.target is not None and plans:
             self._adapt(metrics["policy/kl_reference"], batch.num_sequences)
         if algo.needs_reference and self.kl_coef:
             metrics["policy/kl_coef"] = self.kl_coef
@@ -261,10 +266,10 @@ class Trainer:
         algo = self._algo
         horizon = self._config.sampling.max_tokens if algo.horizon is None else algo.horizon
         weights = token_weights(
-            algo.aggregation, given.mask & inside, given.sequence, given.batch.num_sequences, horizon
+            algo.aggregation, given.mask & inside, given.sequence, given.batch.num_sequences, horizon, given.counts
         )
         per_sequence = algo.aggregation is not Aggregation.token_mean
-        return weights * given.counts[given.sequence] * (num_parts if per_sequence else 1)
+        return weights * (num_parts if per_sequence else 1)
 
     def _correction(self, given: Prepared, inside: Tensor, rows: list[int]) -> Tensor:
         """[T] the off-policy weights of a minibatch, from the policy as it is now where M2PO's mask speaks of it."""
@@ -315,9 +320,10 @@ class Trainer:
         warmup = self._config.learner.warmup_steps
         return lr * min(1.0, (step + 1) / warmup if warmup else 1.0)
 
-    def _divide(self, engine: Engine, batch: Batch, rows: list[int]) -> tuple[list[Packed], Plan]:
+    def _divide(self, engine: Engine, batch: Batch, rows: list[int]) -> tuple[Sequence[Packed], Plan]:
         share, budget = engine.share, self._config.learner.tokens_per_microbatch
-        return divide(batch, rows, budget, share.count, share.index, self.models.cost)
+        packed, made = divide(batch, rows, budget, share.count, share.index, self.models.cost)
+        return Counted(packed, self.moved), made
 
     def _infer(self, engine: Engine, batch: Batch, rows: list[int] | None = None) -> Tensor:
         """[T] log-probabilities, or values, of the batch, or of some of its sequences (0 elsewhere)."""
@@ -353,8 +359,14 @@ def loglinear(current: Tensor, behavior: Tensor, staleness: Tensor) -> Tensor:
 
 
 def _token_mean(given: Prepared, mask: Tensor) -> Tensor:
-    """[T] the weights of a mean over the tokens of the mask."""
-    return token_weights(Aggregation.token_mean, mask, given.sequence, given.batch.num_sequences)
+    """[T] the weights of a mean over the tokens of the mask, each as often as its sequence counts."""
+    sequences = given.batch.num_sequences
+    return token_weights(Aggregation.token_mean, mask, given.sequence, sequences, counts=given.counts)
+
+
+def _is_learned_from(given: Prepared, rows: list[int]) -> bool:
+    """True when a token of these sequences is trained."""
+    return bool((given.mask & _inside(given, rows) & (given.counts > 0)[given.sequence]).any())
 
 
 def _inside(given: Prepared, rows: list[int]) -> Tensor:

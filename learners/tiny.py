@@ -9,11 +9,8 @@ Its weights differ from processor to processor, because rounding does, and SLIPS
 weights. Both phases end by a measured score, so every such model begins a run at about the same reward.
 """
 
-import os
 import random
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -21,53 +18,22 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import xxhash
 from rich.progress import Progress
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from learners.tiny_cache import SEED
 
 EOS = "<|end|>"
 HIDDEN, LAYERS, VOCABULARY = 64, 2, 320
 BATCH, LEARNING_RATE, STEPS, KNOWN, ROUNDS = 128, 6e-3, 450, 0.6, 4
 SOFT_LEARNING_RATE, WRONG_SHARE, SOFT_STEPS, TARGET = 2e-4, 0.75, 300, 0.30
 IGNORED = -100
-SEED = "SLIPSTREAM_TINY_SEED"
 
 
-def tiny_model(solved: Iterator[tuple[str, str]], cache: Path | None = None) -> Path:
-    """The folder of the model, made at the first call (half a minute) and kept in the cache.
-
-    `solved`: (question, answer), without end. Cache: `~/.cache/slipstream/models`, or the environment's SLIPSTREAM_CACHE.
-    Raises ValueError if SLIPSTREAM_TINY_SEED is set to anything but a whole number.
-    """
-    seed = _seed()
-    cache = cache or Path(os.environ.get("SLIPSTREAM_CACHE", Path.home() / ".cache" / "slipstream")) / "models"
-    sample = list(islice(solved, 2000))
-    recipe = f"{Path(__file__).read_text()}{sample[:100]}{seed}"
-    folder = cache / f"tiny-{xxhash.xxh3_64_hexdigest(recipe.encode())}"
-    if not (folder / "config.json").exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=cache, prefix=".making-"))
-        _make(solved, [question for question, _ in sample], seed, temporary)
-        try:
-            temporary.rename(folder)
-        except OSError:
-            shutil.rmtree(temporary)
-            if not (folder / "config.json").exists():  # else another process was faster
-                raise
-    return folder
-
-
-def _seed() -> int:
-    """The seed of the initial weights: the environment's SLIPSTREAM_TINY_SEED, or 0."""
-    given = os.environ.get(SEED, "0")
-    if not (given.isascii() and given.isdigit()) or int(given) >= 2**32:
-        raise ValueError(f"{SEED} must be a whole number from 0 to {2**32 - 1}, got {given!r}")
-    return int(given)
-
-
-def _make(solved: Iterator[tuple[str, str]], texts: list[str], seed: int, folder: Path) -> None:
+def make(solved: Iterator[tuple[str, str]], texts: list[str], seed: int, folder: Path) -> None:
+    """Writes the model and its tokenizer into `folder`. `texts`: what the tokenizer is made for."""
     print(f"Making the tiny model in {folder.parent}: once, about half a minute ...", file=sys.stderr)
     began, num_threads = time.monotonic(), torch.get_num_threads()
     torch.set_num_threads(1)  # nothing here is large enough for two, and two wait for each other on a busy machine

@@ -18,7 +18,7 @@ Sums = dict[str, Tensor]
 
 
 class World:
-    """One rank among `size`. Every method is collective; with one rank each is done at once."""
+    """One rank among `size`. Every method but `tell` and `hear` is collective; with one rank each is done at once."""
 
     def __init__(self, rank: int = 0, size: int = 1, store: dist.Store | None = None) -> None:
         self.rank, self.size = rank, size
@@ -26,6 +26,7 @@ class World:
         if size > 1:
             assert store is not None
             self._group = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
+            self._board = store.clone()  # a connection of its own: a wait holds up nobody else's questions
 
     def add(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in the place of the tensor [any shape, CPU]."""
@@ -56,6 +57,23 @@ class World:
         text[ends[self.rank] : ends[self.rank + 1]] = torch.tensor(list(message), dtype=torch.uint8)
         whole = self.add(text).numpy().tobytes()
         return [whole[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+
+    def tell(self, name: str, message: bytes, *, instead_of: str = "") -> None:
+        """Leaves a message for the other ranks, in the place of an older one that all have read. Waits for nobody."""
+        if self._group is not None:
+            self._board.set(name, message)
+            if instead_of:
+                self._board.delete_key(instead_of)
+
+    def hear(self, name: str, wait_s: float) -> bytes | None:
+        """The message of this name; None when it has not come within `wait_s`. It may be waited for as long as it takes, which a
+        collective, with its time-out, may not. Raises RuntimeError when the rank that keeps the messages is gone."""
+        try:
+            self._board.wait([name], timedelta(seconds=wait_s))
+        except RuntimeError:  # the time-out has a class of its own in some stores only
+            if not self._board.check([name]):
+                return None
+        return bytes(self._board.get(name))
 
     def barrier(self) -> None:
         self.add(torch.zeros(1))

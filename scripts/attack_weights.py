@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 
 import zmq
-from attacks import PATIENCE_S, Attacker
+from attacks import PATIENCE_S, Attacker, Show
 from forge import Forge, damage, hand_made
 
 from buffers.client import BufferGone
 from buffers.connections import watch_small_requests
+from buffers.keys import open_door, show_key
 from sync.transports import tcp
 from sync.transports.server import SnapshotServer
 
@@ -24,12 +25,14 @@ LARGE = 4096
 """Bytes of a request from which on a server of weights ends the connection."""
 
 
-def serve_weights(folder: Path) -> None:
+def serve_weights(folder: Path, keys: Path | None) -> None:
     """A file by hand: the server looks at no more than names and bytes."""
     (folder / "weights").mkdir()
     for suffix in ("json", "safetensors"):
         (folder / "weights" / f"{SNAPSHOT}.{suffix}").write_bytes(random.Random(suffix).randbytes(3 << 20))
-    server = SnapshotServer(folder / "weights", watch=partial(watch_small_requests, encrypted=False))
+    watch = partial(watch_small_requests, encrypted=keys is not None, max_unread=tcp.MAX_UNREAD_BYTES)
+    door = None if keys is None else (lambda socket: open_door(socket, keys))
+    server = SnapshotServer(folder / "weights", secure=door, watch=watch)
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     print(server.address, flush=True)
@@ -41,9 +44,11 @@ def serve_weights(folder: Path) -> None:
     print(json.dumps({"refused": server.refused}), flush=True)
 
 
-def fetch_weights(folder: Path, address: str, done: Counter[str]) -> Iterator[None]:
+def fetch_weights(folder: Path, address: str, keys: Path | None, done: Counter[str]) -> Iterator[None]:
     """A host that fetches a file in parts, and compares each with the file."""
     asker: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    if keys is not None:
+        show_key(asker, keys)
     asker.connect(address)
     name = f"{SNAPSHOT}.safetensors"
     whole, size = (folder / "weights" / name).read_bytes(), 1 << 16
@@ -60,8 +65,8 @@ def fetch_weights(folder: Path, address: str, done: Counter[str]) -> Iterator[No
 class WeightsAttack:
     """Everything that is sent to a server of weights."""
 
-    def __init__(self, address: str, rng: random.Random) -> None:
-        self.attacker, self._rng = Attacker(address, rng), rng
+    def __init__(self, address: str, rng: random.Random, show_key: Show | None = None) -> None:
+        self.attacker, self._rng = Attacker(address, rng, show_key), rng
         names = [f"{SNAPSHOT}.json", f"{SNAPSHOT}.safetensors", "v7-gone.json", "../journal/log", "x"]
         self._forge = Forge(tcp.Request, rng, names)
         self._frames = hand_made(rng)
@@ -83,6 +88,9 @@ class WeightsAttack:
         if len(body) > LARGE and self._rng.random() > 0.01:
             return self.strike()  # it would cost the connection, and all that is under way on it
         self.attacker.send(kind, [body])
+
+    def right(self) -> list[bytes]:
+        return [tcp.encode(tcp.Get(f"{SNAPSHOT}.json", 0, 100))]
 
     def never_end_a_message(self) -> None:
         self.attacker.never_end_a_message(400 << 20, size=4000)

@@ -3,8 +3,10 @@
 import itertools
 import random
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -13,17 +15,24 @@ from forge import Forge, damage, hand_made
 from buffers import messages as m
 from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode, to_batch
 
+STALLED_S = 2.0
+"""A connection that takes nothing more for so long is looked at: has it been ended?"""
 PATIENCE_S = 30.0
 """A request is taken in, and an honest one answered, within this time, however busy the machine is."""
+ENDED, ENDLESS = "unfinished messages ended by the server", "messages that do not end"
 LEARNERS_OWN = m.Publish | m.Consumed | m.Checkpointed | m.Rewind | m.Stop | m.Finish | m.Next
 """Requests that only keys can forbid: where there are none, an attack that came out as a right one is not sent."""
+
+
+Show = Callable[["zmq.Socket[bytes]"], None]
+"""Gives a socket its keys."""
 
 
 class Attacker:
     """Sends to one server through a few connections, which it gives up and opens again, and reads the answers."""
 
-    def __init__(self, address: str, rng: random.Random) -> None:
-        self.address, self._rng = address, rng
+    def __init__(self, address: str, rng: random.Random, show_key: Show | None = None) -> None:
+        self.address, self._rng, self._show_key = address, rng, show_key
         self._sockets = [self._connect() for _ in range(6)]
         self.sent, self.answered = Counter[str](), Counter[str]()
         self._raw: list[socket.socket] = []
@@ -33,6 +42,8 @@ class Attacker:
         connection.setsockopt(zmq.LINGER, 0)
         connection.setsockopt(zmq.SNDHWM, 200)
         connection.setsockopt(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
+        if self._show_key is not None:
+            self._show_key(connection)
         connection.connect(self.address)
         return connection
 
@@ -64,27 +75,41 @@ class Attacker:
                 greeting + ready() + b"\x02" + b"\x7f" + b"\xff" * 7,
             ]
         )  # fmt: skip
-        self._raw.append(self._open(data))
+        self._raw.append(self.open(data))
         while len(self._raw) > 50:
             self._raw.pop(0).close()
 
     def never_end_a_message(self, num_bytes: int, size: int = 65_536) -> None:
         """Frames of one message, each of which says that more follow, until enough is sent or the server has had enough."""
-        self.sent["messages that do not end"] += 1
+        self.sent[ENDLESS] += 1
         greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-        connection = self._open(greeting + ready())
+        connection = self.open(greeting + ready())
         header = b"\x03" + size.to_bytes(8, "big")  # long, and more follow
         frame = (header + bytes(size)) * max(1, 65_536 // size)
+        connection.settimeout(STALLED_S)
         try:
-            while b"READY" not in connection.recv(4096):
-                pass
+            data = b""
+            while b"READY" not in data and (more := connection.recv(4096)):
+                data += more
             for _ in range(num_bytes // len(frame) + 1):
                 connection.sendall(frame)
-        except OSError:
-            self.answered["connections ended by the server"] += 1
+        except OSError:  # also a timeout: not every kernel wakes a sender whose connection has been reset
+            pass
+        self.answered[ENDED if self._is_ended(connection) else "unfinished messages taken in"] += 1
         connection.close()
 
-    def _open(self, data: bytes) -> socket.socket:
+    def _is_ended(self, connection: socket.socket) -> bool:
+        """Whether the server's side of a connection is gone, or goes within `PATIENCE_S`."""
+        host, port = connection.getsockname()
+        there = f"{int.from_bytes(socket.inet_aton(host), 'little'):08X}:{port:04X} 01 "  # established
+        deadline = time.monotonic() + PATIENCE_S
+        while there in Path("/proc/net/tcp").read_text():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def open(self, data: bytes) -> socket.socket:
         host, _, port = self.address.removeprefix("tcp://").rpartition(":")
         connection = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
         try:
@@ -108,8 +133,8 @@ def ready() -> bytes:
 class BufferAttack:
     """Everything that is sent to the buffer."""
 
-    def __init__(self, address: str, rng: random.Random) -> None:
-        self.attacker, self._rng = Attacker(address, rng), rng
+    def __init__(self, address: str, rng: random.Random, show_key: Show | None = None) -> None:
+        self.attacker, self._rng, self._has_key = Attacker(address, rng, show_key), rng, show_key is not None
         self._forge = Forge(m.Request, rng, ["x", "stranger", "y" * 200])
         self._frames, self._numbers = hand_made(rng), itertools.count()
         self._leases: list[m.Lease] = [
@@ -152,9 +177,15 @@ class BufferAttack:
             request = m.decode_request(body)
         except m.Undecodable:
             request = None
-        if isinstance(request, LEARNERS_OWN) or (isinstance(request, m.Ask) and request.count > 3):
+        forbidden = isinstance(request, LEARNERS_OWN)
+        if (forbidden and not self._has_key) or (isinstance(request, m.Ask) and request.count > 3):
             return self.strike()  # it came out right, and would take the run from those whose it is
+        kind = "right ones that are a learner's or an operator's" if forbidden else kind
         self.attacker.send(kind, [number, body])
+
+    def right(self) -> list[bytes]:
+        """A message that nobody forbids to the owner of any key."""
+        return [b"n", m.encoder.encode(m.Watch(after=2**63 - 1, wait_s=0.0))]
 
     def _hand_in(self, number: bytes) -> None:
         rng, lease = self._rng, self._rng.choice(self._leases)

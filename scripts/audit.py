@@ -56,7 +56,7 @@ class Records:
 def audit(folder: Path, config: Config, train: Train, status: m.Status | None = None) -> Audit:
     """Audits the run in `folder`. `status` is what its server said of itself at the end, when nothing was under way."""
     found = Audit()
-    _bring_back(folder)
+    bring_back(folder)
     records = _read(folder / "journal", found)
     batches = _read_groups(folder / "journal", records, found)
     _check_acknowledged(folder, records, batches, found)
@@ -67,7 +67,7 @@ def audit(folder: Path, config: Config, train: Train, status: m.Status | None = 
     return found
 
 
-def _bring_back(folder: Path) -> None:
+def bring_back(folder: Path) -> None:
     """Undoes what stands in the way of the audit alone: what retention has discarded comes back, and so do changed bits."""
     journal = folder / "journal"
     for path in (folder / "discarded").rglob("*.*"):

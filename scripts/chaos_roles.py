@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import repair
 import xxhash
 
 from buffers import files, journal
@@ -241,6 +242,9 @@ def play_role(options: argparse.Namespace) -> int:
                 return serve(config, options.folder)
             case "second":
                 return serve(config, options.folder, f"ipc://{options.folder}/second")
+            case "repair":
+                keep_what_is_discarded(options.folder / "discarded")
+                return repair.main([str(options.folder / "journal")])
             case "long":
                 write_long_log(config, options.folder, options.lines)
             case "consumer":

@@ -1,9 +1,11 @@
 """The live view of a run: on a terminal one picture that is redrawn, elsewhere a line now and then."""
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console as Rich
 from rich.live import Live
@@ -20,6 +22,8 @@ from learners.memory import GIB, in_words
 LINE_EVERY_S = 2.0
 STILL_S = 5.0
 """When nothing has moved for longer, the line says who waits for whom."""
+TOOK = {"training": "time/train_s", "copying": "time/checkpoint_s", "writing": "time/checkpoint_s"}
+"""The metric that says how long it took last time, by the first word of a learner's activity."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -33,6 +37,9 @@ class Console:
         self._rewards: dict[int, float] = {}  # by step
         self._num_restarts = 0
         self._evaluated: set[int] = set()  # versions
+        self._metrics: dict[str, float] = {}
+        """Of the last step."""
+        self._said_what_stops = float("-inf")
 
     def __enter__(self) -> None:
         self._rich.print(
@@ -56,7 +63,10 @@ class Console:
     def take(self, news: m.News) -> None:
         if news.records and not self._rewards and (peak := news.records[0].metrics.get("memory/peak_gib")) is not None:
             self.say(f"memory of a learner rank, measured after its first step: {in_words(peak * GIB)}")
-        self._rewards |= {record.step: record.metrics["reward/mean"] for record in news.records}
+        self._metrics = news.records[-1].metrics if news.records else self._metrics
+        self._rewards |= {
+            record.step: record.metrics["reward/mean"] for record in news.records if "reward/mean" in record.metrics
+        }
         for evaluation in news.evaluations:
             if evaluation.version not in self._evaluated:
                 self._evaluated.add(evaluation.version)
@@ -70,21 +80,46 @@ class Console:
             self._last_line = time.monotonic()
             self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True, markup=False)
 
+    def say_what_stops(self, status: m.Status) -> None:
+        """What a run that is told to stop waits for, now and then."""
+        now = time.monotonic()
+        if now - self._said_what_stops < STILL_S:
+            return
+        self._said_what_stops = now
+        for name, role in status.roles.items():
+            if name.startswith("learner"):
+                took = self._metrics.get(TOOK.get(role.activity.partition(" ")[0], ""))
+                last = f" (the last took {took:.1f} s)" if took is not None else ""
+                silent = f", not heard of for {role.last_heard_s:.0f} s" if role.last_heard_s > SILENT_S else ""
+                self.say(f"stopping: waiting for {name}: {role.activity} for {role.for_s:.0f} s{last}{silent}")
+
+    def first_step(self, start_s: dict[str, float]) -> None:
+        """How long the start has taken, and what of it."""
+        parts = ", ".join(f"{what.replace('_', ' ')} {s:.1f}" for what, s in start_s.items() if what != "first_step")
+        self.say(f"first step {start_s['first_step']:.1f} s after the command ({parts})")
+
     def rewind(self, step: int) -> None:
         """The learner was lost, and goes on from this step: later ones are to come again."""
         self._num_restarts += 1
         self._rewards = {trained: reward for trained, reward in self._rewards.items() if trained < step}
         self._evaluated = {version for version in self._evaluated if version < step}
 
-    def conclude(self, status: str, news: m.News | None) -> None:
+    def conclude(self, status: str, news: m.News | None, evaluations: Sequence[dict[str, Any]] = ()) -> None:
+        """The last lines. `evaluations` as in the summary."""
         if news is not None:
             self._last_line = time.monotonic()  # the line that follows is the last
             self.take(news)
             self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True, markup=False)
+        if evaluations:
+            told = [
+                f"{one['reward']:.3f} ± {one['ci95'][1] - one['reward']:.3f} (version {one['version']})"
+                for one in (evaluations[0], evaluations[-1])[: len(evaluations)]
+            ]
+            self.say(f"held-out reward {' → '.join(told)}, of {evaluations[-1]['n']} prompts")
         n = self._num_restarts
         restarts = f" after {n} restart{'s' * (n > 1)} of the learner" if n else ""
         self._rich.print(
-            f"{self._clock()}  {status}{restarts}. Summary, journal, checkpoints, TensorBoard and logs: {self._folder}",
+            f"{self._clock()}  {status}{restarts}. Summary, curves, journal, checkpoints, TensorBoard and logs: {self._folder}",
             soft_wrap=True,
             markup=False,
         )
@@ -105,7 +140,7 @@ class Console:
 
     def _line(self, status: m.Status) -> str:
         if status.version < 0:
-            return f"starting: {status.waiting_for}, {len(status.generators)} of {self._config.generators.count} generators ready"
+            return f"starting: {status.waiting_for}"
         failed = ""
         if status.quarantined:
             group, error = next(reversed(status.quarantined.items()))
@@ -150,8 +185,12 @@ class Console:
             "weights": f"{status.weight_updates} updates, {status.weight_bytes / 1e6:,.1f} MB, "
             f"pause {status.pause_s_mean * 1e3:.1f} ms, {status.digest_checks} digest checks, "
             f"{status.digest_mismatches} mismatches",
-            "generators": "  ".join(f"{name} v{report.version}" for name, report in status.generators.items())
-            or "starting",
+            "generators": "  ".join(
+                f"{name} v{report.version}" if report.version >= 0 else f"{name} {status.roles[name].activity}"
+                for name, report in status.generators.items()
+                if report.version >= 0 or name in status.roles
+            )
+            or "not here yet",
             "doing": "  ".join(f"{name} {role.activity}" for name, role in status.roles.items()) or "–",
             "waiting": status.waiting_for,
         }

@@ -1,11 +1,13 @@
 """Sends whatever can be sent to the sockets of a run, beside honest traffic that must not notice, and counts what became of it.
 
-    scripts/fuzz.sh [--messages 1000000] [--seed 0] [--only buffer|weights] [--folder DIR]
+    scripts/fuzz.sh [--messages 1000000] [--seed 0] [--only buffer|weights] [--keys] [--folder DIR]
 
 Real processes: a buffer server, a server of weights, and honest roles (two generators, a learner, a host that fetches weights).
 The attacks are requests made from their own types (nesting, extremes of every integer and float, lengths, tags), real traffic with
 bytes changed, cut or spliced, damaged Arrow payloads, messages wrong in their frames, and connections that speak no ZeroMQ or never
-end a message. The exit status is 1 when a server died, an honest request had no answer, memory grew, the ledger does not close, or the
+end a message. A hundredth as many messages follow to servers with keys (`--keys`: all of them, and nothing before): from strangers without
+a key or with a wrong one, from the owner of a generator's key who says what a learner or an operator may, over handshakes that are
+damaged on their way, while keys come and go and files that hold none lie beside them. The exit status is 1 when a server died, an honest request had no answer, memory grew, the ledger does not close, or the
 journal cannot be recovered.
 """
 
@@ -27,12 +29,14 @@ from typing import Any
 
 import psutil
 import zmq
-from attacks import PATIENCE_S, Attacker, BufferAttack, rows_of
+from attack_keys import attack_with_keys, make_all_keys
+from attacks import ENDED, ENDLESS, PATIENCE_S, Attacker, BufferAttack, rows_of
 from rich.console import Console
 from rich.table import Table
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, RefusedByBuffer, Taken
+from buffers.keys import KeyRole
 from buffers.server import BufferServer
 from buffers.trajectory import flat, to_batch
 from configs.load import load
@@ -45,11 +49,14 @@ ENDLESS_EVERY = 250_000
 """Messages between two that do not end. The first comes at once: what a server has needed for one, it keeps for the next."""
 MEMORY_MIB = 64
 """A server may hold so much more at the end than after a tenth of the messages."""
+KEYED_SHARE, LEAST_KEYED = 100, 600
+"""One in so many messages, again, goes to servers with keys: a handshake takes as long as a hundred messages. At least so many do."""
 
 
-def configure() -> Config:
+def configure(keys: Path | None) -> Config:
     return load(
         [
+            *([] if keys is None else [f"buffer.keys={keys}"]),
             "generators.engine=simulated", "learner.engine=simulated", "eval.prompts=2", "eval.every=50", "run.steps=1000000",
             "learner.groups_per_step=4", f"learner.samples_per_prompt={SAMPLES}", f"staleness.max_versions={STALENESS}", "buffer.lease_s=3",
             "buffer.max_attempts=1000", "buffer.max_quarantined=1000000000", "buffer.watchdog_s=600", "buffer.retention=checkpoints",
@@ -61,23 +68,23 @@ def configure() -> Config:
 # ---- the processes
 
 
-def serve_buffer(folder: Path) -> None:
-    server = BufferServer(configure(), folder / "journal")
+def serve_buffer(folder: Path, keys: Path | None) -> None:
+    server = BufferServer(configure(keys), folder / "journal")
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     print(server.address, flush=True)
     server.run()
 
 
-def be_honest(folder: Path, buffer: str, weights: str) -> None:
+def be_honest(folder: Path, buffer: str, weights: str, keys: Path | None) -> None:
     """All honest roles, in turns, until SIGTERM: prints what they have done."""
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     done, slowest = Counter[str](), 0.0
-    roles = [run_buffer(buffer, done)] if buffer else []
+    roles = [run_buffer(buffer, keys, done)] if buffer else []
     if weights:
         from attack_weights import fetch_weights  # here: it needs torch, which takes seconds and memory
 
-        roles.append(fetch_weights(folder, weights, done))
+        roles.append(fetch_weights(folder, weights, keys, done))
     print("ready", flush=True)
     while not stop:
         for role in roles:
@@ -88,10 +95,14 @@ def be_honest(folder: Path, buffer: str, weights: str) -> None:
     print(json.dumps({**done, "slowest_s": round(slowest, 2)}), flush=True)
 
 
-def run_buffer(address: str, done: Counter[str]) -> Iterator[None]:
+def connect(address: str, keys: Path | None, role: KeyRole) -> BufferClient:
+    return BufferClient(address, timeout_s=PATIENCE_S, keys=None if keys is None else str(keys), role=role)
+
+
+def run_buffer(address: str, keys: Path | None, done: Counter[str]) -> Iterator[None]:
     """Two generators and a learner of a run: every request is answered, or this raises BufferGone."""
-    client = BufferClient(address, timeout_s=PATIENCE_S)
-    client.call(m.Publish(version=0, weights="v0"), m.Done)
+    client, learner = connect(address, keys, KeyRole.generator), connect(address, keys, KeyRole.learner)
+    learner.call(m.Publish(version=0, weights="v0"), m.Done)
     step = 0
     for turn in itertools.count():
         name = f"honest-{turn % 2}"
@@ -104,16 +115,18 @@ def run_buffer(address: str, done: Counter[str]) -> Iterator[None]:
             else:
                 (verdict,) = client.submit(name, [lease.id], to_batch(rows_of(lease, lease.floor)))
                 done[f"groups {verdict}"] += 1
-        taken = client.next(step, wait_s=0.0)
+        taken = learner.next(step, wait_s=0.0)
         if isinstance(taken, Taken):
             trained = int(
                 (flat(taken.table, "versions") >= max(0, step - STALENESS)).sum()
             )  # a stranger's may be older
-            client.call(m.Consumed(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={"x": 1.0}), m.Done)
+            learner.call(
+                m.Consumed(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={"x": 1.0}), m.Done
+            )
             step += 1
-            client.call(m.Publish(version=step, weights=f"v{step}"), m.Done)
+            learner.call(m.Publish(version=step, weights=f"v{step}"), m.Done)
             if step % 5 == 0:
-                client.call(m.Checkpointed(step=step, oldest=step - 5), m.Done)
+                learner.call(m.Checkpointed(step=step, oldest=step - 5), m.Done)
         done["steps"] = step
         yield
 
@@ -124,13 +137,14 @@ def run_buffer(address: str, done: Counter[str]) -> Iterator[None]:
 class Processes:
     """The servers and the honest, each with its standard error in a file of the folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, keys: Path | None) -> None:
+        self._folder, self._keys = folder, keys
         self.running: dict[str, subprocess.Popen[str]] = {}
 
     def start(self, name: str, *arguments: str) -> str:
         """Returns the first line that it prints."""
         command = [sys.executable, __file__, "--be", name, "--folder", str(self._folder), *arguments]
+        command += [] if self._keys is None else ["--with-keys", str(self._keys)]
         with open(self._folder / f"{name}.log", "a") as errors:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         self.running[name] = process
@@ -147,6 +161,11 @@ class Processes:
     def died(self) -> list[str]:
         return [name for name, process in self.running.items() if process.poll() is not None]
 
+    def obituaries(self) -> list[str]:
+        """How each that has died has ended."""
+        logs = {name: (self._folder / f"{name}.log").read_text(errors="replace") for name in self.died()}
+        return [f"{name} has died: {text[-3000:]}" for name, text in logs.items()]
+
     def memory(self) -> dict[str, float]:
         """MiB of each server."""
         servers = {name: process for name, process in self.running.items() if name != "honest"}
@@ -158,13 +177,18 @@ class Processes:
             process.wait()
 
 
-def fuzz(folder: Path, num_messages: int, seed: int, only: str | None, console: Console) -> list[str]:
-    """Returns what has gone wrong, in words."""
-    processes, rng = Processes(folder), random.Random(seed)
+def fuzz(
+    folder: Path, num_messages: int, seed: int, only: str | None, console: Console, keys: Path | None = None
+) -> list[str]:
+    """Returns what has gone wrong, in words. `keys`: the servers have these."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if keys is not None:
+        make_all_keys(keys)
+    processes, rng = Processes(folder, keys), random.Random(seed)
     try:
         names = [only] if only else ["buffer", "weights"]
         addresses = {name: processes.start(name) for name in names}
-        attacks: dict[str, Any] = {name: make_attack(name, address, rng) for name, address in addresses.items()}
+        attacks: dict[str, Any] = {name: make_attack(name, address, rng, keys) for name, address in addresses.items()}
         processes.start("honest", "--buffer", addresses.get("buffer", ""), "--weights", addresses.get("weights", ""))
         time.sleep(1.0)
         memory = [processes.memory()]
@@ -178,26 +202,23 @@ def fuzz(folder: Path, num_messages: int, seed: int, only: str | None, console: 
             if number % BATCH == BATCH - 1:
                 for one in attacks.values():
                     one.listen()
-                if died := processes.died():
-                    problems += [f"{name} has died: {(folder / f'{name}.log').read_text()[-3000:]}" for name in died]
-                    break
+                if problems := processes.obituaries():
+                    return problems
             if len(memory) == 1 and number >= num_messages // 10:
                 memory.append(processes.memory())
-        if problems:
-            return problems
         seconds = time.monotonic() - began
         settle([one.attacker for one in attacks.values()])
         memory.append(processes.memory())
         for one in attacks.values():
             one.attacker.close()
-        show_sent(console, attacks, seconds)
-        problems += judge_memory(console, memory)
+        show_sent(console, attacks, seconds, keys)
+        problems += judge_memory(console, memory) + judge_endless(attacks)
         if "buffer" in addresses:
-            problems += judge_buffer(console, processes, addresses["buffer"], folder)
+            problems += judge_buffer(console, processes, addresses["buffer"], keys)
         return problems + judge_honest(console, processes)
     except (zmq.Again, BufferGone, RefusedByBuffer, OSError) as error:
-        logs = [f"{name} has died: {(folder / f'{name}.log').read_text()[-3000:]}" for name in processes.died()]
-        return [f"{type(error).__name__}: {error}", *logs]
+        time.sleep(1.0)  # whoever dies lets go of its sockets first
+        return [f"{type(error).__name__}: {error}", *processes.obituaries()]
     finally:
         processes.kill()
 
@@ -213,7 +234,9 @@ def settle(attackers: list[Attacker]) -> None:
                 pass
 
 
-def make_attack(name: str, address: str, rng: random.Random) -> Any:
+def make_attack(name: str, address: str, rng: random.Random, keys: Path | None) -> Any:
+    if keys is not None:
+        return attack_with_keys(name, address, rng, keys)
     if name == "buffer":
         return BufferAttack(address, rng)
     from attack_weights import WeightsAttack
@@ -221,9 +244,10 @@ def make_attack(name: str, address: str, rng: random.Random) -> Any:
     return WeightsAttack(address, rng)
 
 
-def show_sent(console: Console, attacks: dict[str, Any], seconds: float) -> None:
+def show_sent(console: Console, attacks: dict[str, Any], seconds: float, keys: Path | None) -> None:
     table = Table("sent to", "kind", "messages")
-    for name, attack in attacks.items():
+    for server, attack in attacks.items():
+        name = server if keys is None else f"{server} with keys"
         for kind, count in sorted(attack.attacker.sent.items(), key=lambda item: -item[1]):
             table.add_row(name, kind, f"{count:,}")
         for kind, count in attack.attacker.answered.items():
@@ -231,6 +255,15 @@ def show_sent(console: Console, attacks: dict[str, Any], seconds: float) -> None
     console.print(table)
     total = sum(attack.attacker.sent.total() for attack in attacks.values())
     console.print(f"{total:,} messages in {seconds:.0f} s, {total / seconds:,.0f} a second")
+
+
+def judge_endless(attacks: dict[str, Any]) -> list[str]:
+    counts = {name: (one.attacker.sent[ENDLESS], one.attacker.answered[ENDED]) for name, one in attacks.items()}
+    return [
+        f"{name} has ended {ended} of {sent} messages that do not end"
+        for name, (sent, ended) in counts.items()
+        if sent != ended
+    ]
 
 
 def judge_memory(console: Console, memory: list[dict[str, float]]) -> list[str]:
@@ -255,16 +288,16 @@ def judge_honest(console: Console, processes: Processes) -> list[str]:
     return [f"the honest were stopped: {done}"] if process.returncode or not done or lazy else []
 
 
-def judge_buffer(console: Console, processes: Processes, address: str, folder: Path) -> list[str]:
+def judge_buffer(console: Console, processes: Processes, address: str, keys: Path | None) -> list[str]:
     """The ledger closes, and the journal is recovered to the same."""
-    client = BufferClient(address, timeout_s=PATIENCE_S)
+    client = connect(address, keys, KeyRole.watcher)
     problems = []
     console.print("refused by the buffer:", client.call(m.Watch(after=2**63 - 1, wait_s=0.0), m.News).status.refused)
     problems += judge_honest(console, processes)
     before = client.call(m.Watch(after=2**63 - 1, wait_s=0.0), m.News).status
     client.close()
     processes.stop("buffer")
-    client = BufferClient(processes.start("buffer"), timeout_s=PATIENCE_S)
+    client = connect(processes.start("buffer"), keys, KeyRole.watcher)
     after = client.call(m.Watch(after=2**63 - 1, wait_s=0.0), m.News).status
     client.close()
     for when, status in (("before", before), ("after", after)):
@@ -288,28 +321,33 @@ def main() -> int:
     parser.add_argument("--messages", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=["buffer", "weights"])
+    parser.add_argument("--keys", action="store_true", help="servers with keys alone")
     parser.add_argument("--folder", type=Path, help="where journal and logs are kept; a temporary folder if not given")
     parser.add_argument("--be", choices=["buffer", "weights", "honest"], help=argparse.SUPPRESS)
+    parser.add_argument("--with-keys", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--buffer", default="", help=argparse.SUPPRESS)
     parser.add_argument("--weights", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     match arguments.be:
         case "buffer":
-            serve_buffer(arguments.folder)
+            serve_buffer(arguments.folder, arguments.with_keys)
             return 0
         case "weights":
             from attack_weights import serve_weights
 
-            serve_weights(arguments.folder)
+            serve_weights(arguments.folder, arguments.with_keys)
             return 0
         case "honest":
-            be_honest(arguments.folder, arguments.buffer, arguments.weights)
+            be_honest(arguments.folder, arguments.buffer, arguments.weights, arguments.with_keys)
             return 0
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="slipstream-fuzz-"))
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     console = Console()
-    problems = fuzz(folder, arguments.messages, arguments.seed, arguments.only, console)
+    many, seed, only = arguments.messages, arguments.seed, arguments.only
+    problems = [] if arguments.keys else fuzz(folder / "open", many, seed, only, console)
+    few = many if arguments.keys else max(min(many, LEAST_KEYED), many // KEYED_SHARE)
+    problems += fuzz(folder / "closed", few, seed, only, console, folder / "keys")
     for problem in problems:
         console.print(f"[red]{problem}", markup=True, highlight=False)
     if arguments.folder is None and not problems:

@@ -27,7 +27,7 @@ from algos.advantages import grpo
 from generators.tasks.arithmetic import Task
 from learners.fsdp import FsdpEngine
 from learners.packing import Batch, Packed, microbatches
-from learners.tiny import tiny_model
+from learners.tiny_cache import tiny_model
 from sync.patch import apply_patches, make_patch
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot

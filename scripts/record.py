@@ -8,11 +8,13 @@ learner waited for batches, `idle.generators` the share of their lives, together
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -33,17 +35,37 @@ class Record:
     def __init__(self, config: Config, folder: Path, resume_step: int | None) -> None:
         self._config, self._folder, self._first_step = config, folder, resume_step or 0
         self._began = time.monotonic()
+        self._command_began = psutil.Process().create_time()
+        self._start_s: dict[str, float] = {}
         self._writer: EventFileWriter | None = None
         self._rewards: dict[int, float] = {}  # by step
         self._publish_s: list[float] = []
         self._lags: dict[str, list[int]] = {}
         """Versions that each generator was behind, as far as it had said, when a step was recorded."""
-        self._evaluated: set[int] = set()  # versions
         self._purge_step, self._num_restarts = self._first_step, 0
         self._status: m.Status | None = None
         self._before = self._read_before() if resume_step is not None else {}
+        self._evaluations: dict[int, dict[str, Any]] = {
+            one["version"]: one for one in self._before.get("evaluations", []) if one["version"] < self._first_step
+        }
+        """By version, of all lives of the run."""
         self.num_steps = 0
         """Step records taken in so far."""
+
+    def reach(self, what: str) -> None:
+        """The start has come so far."""
+        self._start_s[what] = round(time.time() - self._command_began, 3)
+
+    @property
+    def start_s(self) -> dict[str, float]:
+        """Seconds from the command until each part of the run had started. Parts start side by side."""
+        reached = {} if self._status is None else self._status.reached
+        return self._start_s | {what: round(at - self._command_began, 3) for what, at in reached.items()}
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """As in the summary: every evaluation so far, in the order of their versions."""
+        return [self._evaluations[version] for version in sorted(self._evaluations)]
 
     def _read_before(self) -> dict[str, Any]:
         path = self._folder / "summary.json"
@@ -53,11 +75,12 @@ class Record:
         self._status = news.status
         for record in news.records:
             self.num_steps += 1
-            self._rewards[record.step] = record.metrics["reward/mean"]
+            if (reward := record.metrics.get("reward/mean")) is not None:
+                self._rewards[record.step] = reward
             self._log(record.step, record.metrics | {"time/seconds": record.time})
         for evaluation in news.evaluations:
-            if evaluation.version not in self._evaluated:
-                self._evaluated.add(evaluation.version)
+            if evaluation.version not in self._evaluations:
+                self._evaluations[evaluation.version] = in_summary(evaluation)
                 self._log(evaluation.version, {"eval/reward": evaluation.reward})
         self._publish_s += [
             seconds for record in news.records if (seconds := record.metrics.get("weights/publish_s")) is not None
@@ -67,13 +90,15 @@ class Record:
                 if report.version >= 0:
                     self._lags.setdefault(name, []).append(max(0, news.status.version - report.version))
             self._log(news.records[-1].step, status_metrics(news.status))
+            with self._naming_full_disk():  # a driver that is killed has recorded every step that its summary knows
+                self._writer.flush()  # type: ignore[union-attr]
             self._write("running")
 
     def rewind(self, step: int) -> None:
         """The learner was lost, and goes on from this step: what is recorded of later ones is void, they are to come again."""
         self._num_restarts += 1
         self._rewards = {trained: reward for trained, reward in self._rewards.items() if trained < step}
-        self._evaluated = {version for version in self._evaluated if version < step}
+        self._evaluations = {version: one for version, one in self._evaluations.items() if version < step}
         self._close_writer()
         self._purge_step = step
 
@@ -126,11 +151,13 @@ class Record:
             "steps": news.step,
             "version": news.version,
             "wall_s": round(time.monotonic() - self._began + self._before.get("wall_s", 0.0), 3),
+            "start_s": self.start_s,
             "restarts": {"learner": self._before.get("restarts", {}).get("learner", 0) + self._num_restarts},
             "reward": {
                 "first": self._before.get("reward", {}).get("first") or mean(rewards[:NUM_AVERAGED]),
                 "last": mean(rewards[-NUM_AVERAGED:]),
             },
+            "evaluations": self.evaluations,
             "tokens": {
                 "generated": tokens.total,
                 "trained": tokens.trained,
@@ -171,6 +198,18 @@ class Record:
                 "digest_mismatches": news.digest_mismatches,
             },
         }
+
+
+def in_summary(evaluation: m.Evaluation) -> dict[str, Any]:
+    """An evaluation with the 95 % interval of its mean (normal approximation)."""
+    arm = 1.96 * evaluation.std / math.sqrt(evaluation.num_prompts)
+    interval = [round(evaluation.reward - arm, 4), round(evaluation.reward + arm, 4)]
+    return {
+        "version": evaluation.version,
+        "reward": round(evaluation.reward, 4),
+        "n": evaluation.num_prompts,
+        "ci95": interval,
+    }
 
 
 def status_metrics(status: m.Status) -> dict[str, float]:

@@ -17,13 +17,16 @@ from typing import Any
 
 import psutil
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from cluster import stage
+from division import Placement, divide, wishes
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from buffers import messages as m
-from buffers.buffer import Stuck
 from buffers.client import BufferClient
 from buffers.heartbeat import HeartbeatThread
 from buffers.keys import KeyRole
+from buffers.watchdog import Stuck
 from configs import load as configs
 from configs.schema import Config
 from sync.folders import abandon
@@ -33,7 +36,7 @@ class Role:
     """What all roles share. The constructor runs first in the new process."""
 
     def __init__(self, name: str, logs: Path, driver_pid: int, own_cluster: bool) -> None:
-        raylet = psutil.Process(os.getppid())
+        raylet = psutil.Process(int(os.environ["RAY_RAYLET_PID"]))
         die_with(driver_pid, raylet if own_cluster else None)
         logs.mkdir(parents=True, exist_ok=True)
         file = os.open(logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -115,11 +118,14 @@ class BufferRole(Role):
 
 
 class GeneratorRole(Role):
-    def run(self, address: str, name: str, seed: int, keys: str | None) -> None:
+    def run(self, address: str, name: str, seed: int, keys: str | None, gpu_memory: float | None) -> None:
+        """`gpu_memory`: the share of its GPU that the engine may take."""
         from generators.worker import join
 
         with logged():
-            join(address, name, seed, keys).run()
+            # Kept: an engine that is let go of computes for two seconds.
+            self.generator = join(address, name, seed, keys, gpu_memory)
+            self.generator.run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,46 +194,72 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@dataclass(frozen=True, slots=True)
+PLACED_S = 60.0
+"""How long Ray may take to set aside what a run needs: another run may hold it."""
+
+
 class Places:
-    """Each role's actor class, with the resources it is given."""
+    """Actor classes of the roles, each with the place that the division has given it."""
 
-    buffer: Any
-    learner: Any
-    generator: Any
+    def __init__(self, config: Config, patience_s: float = PLACED_S) -> None:
+        """Sets aside, at once for all roles, the processors and GPUs that they need: none of them can stay pending, and a role that
+        starts again finds its place free. Bundles hold whole GPUs, because Ray may put two fractions on one GPU. Raises ValueError
+        when the configuration asks for more than the node has, RoleFailed when it is not free within `patience_s`."""
+        gpus, here = gpus_by_node(), ray.get_runtime_context().get_node_id()
+        self.division, self._has_gpus = divide(gpus, here, wishes(config)), gpus[here] > 0
+        self._restarts = config.generators.max_restarts
+        self._bundles = list(self.division.bundles)
+        bundles = [
+            {"CPU": number} | ({"GPU": len(taken)} if taken else {}) for taken, number in self.division.bundles.items()
+        ]
+        on_this_node = [{"ray.io/node-id": here}] * len(bundles)
+        self._group = placement_group(bundles, bundle_label_selector=on_this_node) if bundles else None
+        deadline = time.monotonic() + patience_s
+        while self._group is not None and not self._group.wait(min(1.0, patience_s)):
+            if time.monotonic() > deadline:
+                remove_placement_group(self._group)
+                raise RoleFailed(self._unplaced(bundles, patience_s))
 
+    def buffer(self) -> Any:
+        here = NodeAffinitySchedulingStrategy(self.division.node, soft=False)
+        return ray.remote(max_concurrency=2, num_cpus=0)(BufferRole).options(scheduling_strategy=here)
 
-def place(config: Config, num_gpus: float) -> Places:
-    """Divides the GPUs of the cluster: what the configuration does not say is shared out evenly.
+    def learner(self, rank: int) -> Any:
+        return ray.remote(LearnerRole).options(**self.options("learner", self.division.ranks[rank]))
 
-    With fewer GPUs than processes, all share them by fraction (see `gpu_memory_fraction`); with none, all run on the CPU.
-    Everything stays on the driver's host: sockets beyond it are not authenticated yet. Raises ValueError when more is
-    asked for than there is.
-    """
-    ranks, engines = config.num_learner_ranks, config.generators.count
-    even = min(1.0, num_gpus / max(1, ranks + engines)) if num_gpus else 0.0
-    per_rank = even if config.learner.gpus is None else config.learner.gpus
-    per_engine = even if config.generators.gpus is None else config.generators.gpus
-    if ranks * per_rank + engines * per_engine > num_gpus + 1e-6:
-        raise ValueError(
-            f"learner.ranks × learner.gpus + generators.count × generators.gpus must be at most {num_gpus} (the GPUs "
-            f"found), got {ranks} × {per_rank} + {engines} × {per_engine}"
+    def generator(self, number: int) -> Any:
+        return ray.remote(GeneratorRole).options(
+            max_restarts=self._restarts,
+            max_task_retries=self._restarts,
+            **self.options("generator", self.division.engines[number]),
         )
-    if (
-        0 < per_engine < 1
-        and 0 < per_rank < 1
-        and config.generators.gpu_memory_fraction + config.learner.gpu_memory_fraction > 1
-    ):
-        raise ValueError(
-            "generators.gpu_memory_fraction + learner.gpu_memory_fraction must be at most 1 where they share a GPU, got "
-            f"{config.generators.gpu_memory_fraction} + {config.learner.gpu_memory_fraction}"
+
+    def options(self, name: str, place: Placement) -> dict[str, Any]:
+        """What Ray is asked for, for an actor of this stage of the nursery."""
+        options = stage(name)
+        if self._has_gpus and not place.gpus:  # Ray hides no GPU from an actor that has asked for none
+            variables = options.get("runtime_env", {}).get("env_vars", {})
+            options = {"runtime_env": {"env_vars": variables | {"CUDA_VISIBLE_DEVICES": ""}}}
+        return options | {
+            "num_cpus": 1,
+            "num_gpus": len(place.gpus) * place.share,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=self._bundles.index(place.gpus)
+            ),
+        }
+
+    def _unplaced(self, bundles: list[dict[str, int]], patience_s: float) -> str:
+        """Names the roles, what they wait for, and what is free of it."""
+        free = ray._private.state.available_resources_per_node().get(self.division.node, {})
+        names = [f"learner-{rank}" for rank in range(len(self.division.ranks))]
+        names += [f"generator-{number}" for number in range(len(self.division.engines))]
+        needs = [(kind, sum(bundle.get(kind, 0) for bundle in bundles)) for kind in ("CPU", "GPU")]
+        waits = " and ".join(f"{number} {kind}s ({free.get(kind, 0):g} free)" for kind, number in needs if number)
+        return (
+            f"{', '.join(names)} must be placed within {patience_s:g} s, and wait for {waits} on the driver's node "
+            f"{self.division.node}: something else in the Ray cluster holds what is not free"
         )
-    here = {"scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)}
-    restarts = config.generators.max_restarts
-    return Places(
-        buffer=ray.remote(max_concurrency=2, num_cpus=0)(BufferRole).options(**here),
-        learner=ray.remote(num_cpus=1)(LearnerRole).options(num_gpus=per_rank, **here),
-        generator=ray.remote(num_cpus=1)(GeneratorRole).options(
-            num_gpus=per_engine, max_restarts=restarts, max_task_retries=restarts, **here
-        ),
-    )
+
+
+def gpus_by_node() -> dict[str, int]:
+    return {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}

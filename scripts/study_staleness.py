@@ -125,7 +125,7 @@ class Sampler:
         from transformers.utils.logging import disable_progress_bar
 
         from generators.tasks.arithmetic import Task
-        from learners.tiny import tiny_model
+        from learners.tiny_cache import tiny_model
 
         disable_progress_bar()
         torch.set_num_threads(1)

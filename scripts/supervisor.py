@@ -10,6 +10,7 @@ What the user or the code has caused, another life would meet again: it ends the
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,11 @@ class Rank:
 class LearnerRanks:
     """All of a learner's ranks, one life of them after the other."""
 
-    def __init__(self, config: Config, folder: Path, address: str, role: Any, common: tuple[Any, ...]) -> None:
-        """`address` is the buffer's; `common` is what the constructor of any role takes after its name."""
+    def __init__(
+        self, config: Config, folder: Path, address: str, role: Callable[[int], Any], common: tuple[Any, ...]
+    ) -> None:
+        """`address` is the buffer's; `role` gives each rank's actor class; `common` is what the constructor of any role takes after its
+        name."""
         self._config, self._folder, self._address, self._role, self._common = config, folder, address, role, common
         self._ranks: list[Rank] = []
         self.num_restarts = -1
@@ -103,7 +107,7 @@ class LearnerRanks:
         self.num_restarts += 1
         for rank in range(self._config.num_learner_ranks):
             name = f"learner-{rank}"
-            actor = self._role.remote(name, *self._common)
+            actor = self._role(rank).remote(name, *self._common)
             pid = actor.pid.remote()
             end = actor.run.remote(self._config, self._folder, self._address, rank, rendezvous, step)
             self._ranks.append(Rank(name, actor, pid, end))

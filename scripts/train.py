@@ -26,8 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,9 +34,10 @@ from types import FrameType
 from typing import Any
 
 import xxhash
+from cluster import cluster, import_ahead
 from console import Console
 from record import Record
-from roles import RoleFailed, place, result
+from roles import Places, RoleFailed, result
 from supervisor import LearnerRanks, Loss
 
 from buffers import messages as m
@@ -49,14 +49,17 @@ from buffers.samplers import load_sampler
 from configs import load as configs
 from configs.disk import DiskFull, is_disk_full
 from configs.learner import LearnerKind
-from configs.schema import Config, Role
+from configs.schema import Config, EngineKind, Role
 from generators.tasks import load_task
+from learners import families
 from learners.memory import plan
 from sync.folders import sweep
 
 KILLED = 130
 PREDECESSOR_S = 10.0
 """How long a run that is taken up waits for the roles of its killed predecessor to end."""
+STARTING = ("loading", "verifying")
+"""How a learner's activities begin before its first step."""
 PATIENCE_S = 30.0
 """How long the buffer may take to go back to a checkpoint."""
 
@@ -79,6 +82,8 @@ class Signals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
+            for number in (signal.SIGINT, signal.SIGTERM):  # a third one would interrupt the clearing away
+                signal.signal(number, signal.SIG_IGN)
             raise Interrupted
         self.received = signal.Signals(number).name
 
@@ -104,26 +109,31 @@ def main(arguments: list[str]) -> int:
             print(configs.to_yaml(config), end="")
             return 0
         signals = Signals()
-        if config.role is Role.generators:
-            return Fleet(config, signals).drive()
-        config, folder, step = prepare(config)
+        with import_ahead(config):
+            if config.role is Role.generators:
+                return Fleet(config, signals).drive()
+            config, folder, step = prepare(config)
+            return Run(config, folder, step, signals).drive()
     except ValueError as error:
         print(f"Slipstream cannot start:\n{error}", file=sys.stderr)
         return 2
-    return Run(config, folder, step, signals).drive()
 
 
 def prepare(config: Config) -> tuple[Config, Path, int | None]:
-    """The run's folder and the step to resume from; makes the tiny model. Raises ValueError for what cannot be."""
+    """The run's folder and the step to resume from (0: the run has no checkpoint yet); makes the tiny model. Raises ValueError for
+    what cannot be."""
     if config.run.resume is not None:
         from learners.checkpoint import latest
 
         folder = Path(config.run.resume)
         claim_run(folder, "run.resume")
         newest = latest(folder / "checkpoints")
-        if newest is None:
-            raise ValueError(f"run.resume must hold a checkpoint, got {folder} without one")
-        step = newest.manifest.step
+        if newest is None and (found := sorted((folder / "checkpoints").glob("step_*"))):
+            raise ValueError(
+                f"run.resume must hold a whole checkpoint, or none at all to go on from the beginning, got {folder}, whose "
+                f"{found[-1].name} is damaged: move it away to go on without it"
+            )
+        step = 0 if newest is None else newest.manifest.step  # 0: with the groups that there are
         if step >= config.run.steps:
             raise ValueError(
                 f"run.steps must be above the checkpoint's step ({step}) to resume, got {config.run.steps}"
@@ -137,6 +147,8 @@ def prepare(config: Config) -> tuple[Config, Path, int | None]:
                 f"run.name must be new (or set run.overwrite=true, or run.resume={folder} to continue), got {name}, "
                 f"which exists in {config.run.outputs}"
             )
+        if not (folder / "config.yaml").is_file() and {path.name for path in folder.iterdir()} != {".lock"}:
+            raise ValueError(f"run.overwrite must name the folder of a run, got {folder}, which holds other files")
         claim_run(folder, "run.overwrite")
         shutil.rmtree(folder)
     # So that a missing package, a bad task or a bad sampler is known before anything starts.
@@ -148,7 +160,9 @@ def prepare(config: Config) -> tuple[Config, Path, int | None]:
     for setting, (package, is_needed) in needed.items():
         if is_needed and find_spec(package) is None:
             raise ValueError(f"{setting} needs the package {package} (scripts/launch.sh installs it), got none")
-    task = load_task(config.task.name, config.task.args)
+    # A simulated engine makes no prompts: its run is not kept waiting for what the task imports.
+    simulated = config.generators.engine is EngineKind.simulated
+    task = None if simulated else load_task(config.task.name, config.task.args)
     load_sampler(config.buffer.sampler, config.buffer.sampler_args)
     size = config.task.size if config.task.size is not None else getattr(task, "num_prompts", None)
     model = resolve_model(config)
@@ -185,7 +199,7 @@ def resolve_model(config: Config) -> Path:
         return Path("simulated")
     if config.model.path == "tiny":
         from generators.tasks.arithmetic import Task
-        from learners.tiny import tiny_model
+        from learners.tiny_cache import tiny_model
 
         return tiny_model(Task().solved("train", seed=0))
     path = Path(config.model.path)
@@ -201,6 +215,7 @@ class Run:
         self._config, self._folder, self._resume_step, self._signals = config, folder.resolve(), resume_step, signals
         self._record = Record(config, self._folder, resume_step)
         self._console = Console(config, self._folder, resume_step)
+        self._record.reach("imports")
         self._refs: dict[Any, str] = {}  # what each `run()` will return -> its role
 
     def drive(self) -> int:
@@ -211,10 +226,12 @@ class Run:
         """
         status, news = "failed", None
         try:
-            with ray_cluster(self._config), self._console:
+            with cluster(self._config), self._console:
                 self._signals.install()
+                self._record.reach("cluster")
                 self._console.say("starting the buffer, the learner and the generators")
                 address, learner, stop_buffer = self._launch()
+                self._record.reach("buffer")
                 self._console.say(f"the buffer answers at {address}")
                 client = BufferClient(address, timeout_s=2.0, keys=self._config.buffer.keys, role=KeyRole.operator)
                 try:
@@ -228,8 +245,22 @@ class Run:
         finally:
             status = self._close_record(status)
             sweep(Path("/dev/shm"))  # of a learner that was killed
-        self._console.conclude(status, news)
+        self._draw_curves()
+        self._console.conclude(status, news, self._record.evaluations)
         return {"finished": 0, "interrupted": KILLED}.get(status, 1)
+
+    def _draw_curves(self) -> None:
+        """A picture that cannot be drawn does not change how the run has ended."""
+        if not self._record.num_steps:
+            return
+        try:
+            from curves import draw_curves  # here: the picture's library takes a second to import
+
+            draw_curves(self._folder, self._record.evaluations)
+        except Interrupted:
+            pass
+        except Exception as error:
+            self._console.say(f"curves.png could not be drawn: {type(error).__name__}: {error}")
 
     def _close_record(self, status: str) -> str:
         """How the run has ended: a run whose last summary finds no room has not ended well."""
@@ -242,52 +273,63 @@ class Run:
         return status
 
     def _launch(self) -> tuple[str, LearnerRanks, Any]:
-        import ray
-
-        config, logs = self._config, self._folder / "logs"
-        num_gpus = ray.cluster_resources().get("GPU", 0)
-        places = place(config, num_gpus)
-        if (memory := plan(config, cuda=num_gpus > 0)) is not None:
+        config, logs, places = self._config, self._folder / "logs", Places(self._config)
+        division = places.division
+        if str(division):
+            self._console.say(str(division))
+        if (memory := plan(config, cuda=division.rank_memory is not None)) is not None:
             self._console.say(str(memory))
+        if (untested := families.note(config)) is not None:
+            self._console.say(untested)
         common = (logs, os.getpid(), config.cluster.address is None)
-        buffer = places.buffer.remote("buffer", *common)
+        buffer = places.buffer().remote("buffer", *common)
+        names = [f"generator-{number}" for number in range(config.generators.count)]
+        # Their imports begin.
+        generators = [places.generator(number).remote(name, *common) for number, name in enumerate(names)]
         address = self._get(buffer.start.remote(config, self._folder / "journal", self._resume_step), "buffer")
         self._refs[buffer.run.remote()] = "buffer"
-        learner = LearnerRanks(config, self._folder, address, places.learner, common)
-        learner.start(self._resume_step)
-        for number in range(config.generators.count):
-            name = f"generator-{number}"
-            generator = places.generator.remote(name, *common)
-            self._refs[generator.run.remote(address, name, config.run.seed + 1000 + number, config.buffer.keys)] = name
+        limited = dataclasses.replace(config.learner, gpu_memory_fraction=division.rank_memory)
+        own = dataclasses.replace(config, learner=limited)
+        learner = LearnerRanks(own, self._folder, address, places.learner, common)
+        learner.start(self._resume_step or None)  # no checkpoint is of step 0
+        for number, (name, generator) in enumerate(zip(names, generators, strict=True)):
+            seed, share = config.run.seed + 1000 + number, division.engines[number].memory
+            self._refs[generator.run.remote(address, name, seed, config.buffer.keys, share)] = name
         self._buffer = buffer  # an actor lives as long as its handle
         return address, learner, buffer.stop.remote
 
     def _watch(self, client: BufferClient, learner: LearnerRanks) -> tuple[str, m.News | None]:
         """Until the end; returns how it ended, and the last news."""
         news: m.News | None = None
-        deadline = float("inf")
+        stopping = False
         while not learner.ended():
             ended = self._ended_roles()
-            if ended and deadline == float("inf"):
+            if ended and not stopping:
                 raise RoleFailed(f"{ended[0]} ended before the learner did")
             if (loss := learner.loss()) is not None:
                 if self._signals.received:
                     self._console.say(f"{loss}, and is not started again: the run was told to stop")
                     return "interrupted", news
                 news = self._restart(learner, loss, client)
-            if self._signals.received and deadline == float("inf"):
-                self._console.say(f"{self._signals.received}: stopping after the step under way (again: at once)")
+            if self._signals.received and not stopping:
+                self._console.say(
+                    f"{self._signals.received}: stopping after the step under way and its checkpoint (again: at once)"
+                )
                 client.post(m.Stop(reason=self._signals.received))
-                deadline = time.monotonic() + self._config.run.stop_timeout_s
-            if time.monotonic() > deadline:
-                self._console.say("the roles did not stop in time and are killed")
-                return "interrupted", news
+                stopping = True
+            if stopping and (news is None or not has_begun(news.status)):
+                return "interrupted", news  # there is nothing to be saved
             try:
                 news = client.call(m.Watch(after=self._record.num_steps, wait_s=0.25), m.News)
             except BufferGone:
                 continue  # its role has ended, or will be heard again
+            is_first = news.records and not self._record.num_steps
             self._record.take(news)
             self._console.take(news)
+            if stopping:
+                self._console.say_what_stops(news.status)
+            if is_first:
+                self._console.first_step(self._record.start_s)
         news = client.call(m.Watch(after=self._record.num_steps, wait_s=0.0), m.News)
         self._record.take(news)
         return ("interrupted" if self._signals.received else "finished"), news
@@ -330,13 +372,22 @@ class Run:
         patience = time.monotonic() + 3.0
         generators = [ref for ref, name in self._refs.items() if name.startswith("generator")]
         ray.wait(generators, num_returns=len(generators), timeout=3.0) if generators else None
-        stop_buffer()
         buffers = [ref for ref, name in self._refs.items() if name == "buffer"]
+        if buffers and not ray.wait(buffers, timeout=0)[0]:
+            with suppress(BufferGone, RefusedByBuffer, DiskFull):  # steps that were trained since the driver has looked
+                self._record.take(client.call(m.Watch(after=self._record.num_steps, wait_s=0.0), m.News))
+        stop_buffer()
         ray.wait(buffers, timeout=max(0.5, patience - time.monotonic())) if buffers else None
         client.close()
 
     def _get(self, ref: Any, name: str) -> Any:
         return result(ref, name, self._folder / "logs")
+
+
+def has_begun(status: m.Status) -> bool:
+    """True when the learner of this life is past its start, and may hold steps that are in no checkpoint."""
+    learner = status.roles.get("learner-0")
+    return status.version >= 0 and learner is not None and not learner.activity.startswith(STARTING)
 
 
 class Fleet:
@@ -357,30 +408,29 @@ class Fleet:
         client = BufferClient(address, timeout_s=10.0, keys=self._config.buffer.keys)
         try:
             news = client.call(m.Watch(after=sys.maxsize, wait_s=0.0), m.News)
-        except BufferGone as error:
+        except (BufferGone, RefusedByBuffer) as error:
             raise ValueError(f"buffer.address must be a running buffer's, got {address}: {error}") from error
         print(f"{address} is at step {news.status.step}; starting {len(self._names)} generators", flush=True)
         try:
-            with ray_cluster(self._config):
+            with cluster(self._config):
                 self._signals.install()
                 return self._watch(client, self._launch())
-        except (RoleFailed, KeysRefused) as error:
+        except (RoleFailed, KeysRefused, RefusedByBuffer) as error:
             print(f"{error}\nLogs: {self._logs}", file=sys.stderr)
             return 1
         finally:
-            for name in self._names:
-                client.post(m.Leave(generator=name))  # they have been killed: others may take their leases at once
+            with suppress(BufferGone):  # as one that lets us in no more is, to us
+                for name in self._names:
+                    client.post(m.Leave(generator=name))  # they have been killed: others may take their leases at once
             client.close()
 
     def _launch(self) -> dict[Any, str]:
-        import ray
-
-        places = place(self._config, ray.cluster_resources().get("GPU", 0))
+        places = Places(self._config)
         refs = {}
-        for name in self._names:
-            seed = xxhash.xxh32_intdigest(name.encode())
-            role = places.generator.remote(name, self._logs, os.getpid(), self._config.cluster.address is None)
-            refs[role.run.remote(self._config.buffer.address, name, seed, self._config.buffer.keys)] = name
+        for number, name in enumerate(self._names):
+            seed, share = xxhash.xxh32_intdigest(name.encode()), places.division.engines[number].memory
+            role = places.generator(number).remote(name, self._logs, os.getpid(), self._config.cluster.address is None)
+            refs[role.run.remote(self._config.buffer.address, name, seed, self._config.buffer.keys, share)] = name
         return refs
 
     def _watch(self, client: BufferClient, refs: dict[Any, str]) -> int:
@@ -401,29 +451,6 @@ class Fleet:
                     print(f"{name} generates with version {status.generators[name].version}", flush=True)
         print("the run is over" if not refs else f"{self._signals.received}: the generators have left")
         return KILLED if refs else 0
-
-
-@contextmanager
-def ray_cluster(config: Config) -> Iterator[None]:
-    """A Ray cluster inside this run, or the one at `cluster.address`."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault(
-        "RAY_prestart_worker_first_driver", "0"
-    )  # our roles are actors: idle workers only cost start-up
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    import ray
-
-    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
-    if config.cluster.address is None:
-        num_roles = 1 + config.num_learner_ranks + config.generators.count
-        own = {"num_cpus": num_roles, "include_dashboard": False, "object_store_memory": 80 << 20}
-        ray.init(address="local", **own, **quiet)
-    else:
-        ray.init(address=config.cluster.address, **quiet)
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 if __name__ == "__main__":

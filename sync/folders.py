@@ -117,8 +117,8 @@ def use(folder: Path, lock: int) -> int:
 
 def let_go(lock: int) -> None:
     """The folder stays, and belongs to nobody."""
-    _used.pop(lock, None)
-    os.close(lock)
+    if _used.pop(lock, None) is not None:  # not a second time: the number may be another file's by then
+        os.close(lock)
 
 
 def abandon() -> None:
@@ -153,6 +153,8 @@ def share(folder: Path) -> int:
 
 def leave(folder: Path, lock: int) -> None:
     """Gives up the folder; the last one removes it."""
+    if lock not in _used:  # `abandon` has done so
+        return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 MAKE_TINY = """
 from generators.tasks.arithmetic import Task
-from learners.tiny import tiny_model
+from learners.tiny_cache import tiny_model
 tiny_model(Task().solved("train", seed=0))
 """
 making: list[subprocess.Popen[bytes]] = []
@@ -34,8 +34,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         used = {"start", "main_job", "lost"} & set(getattr(item, "fixturenames", ()))
         if used and not hasattr(item.module, "start"):  # type: ignore[attr-defined]  # a fixture of a file's own is another
             item.add_marker(pytest.mark.whole_run)
-        if item.get_closest_marker("whole_run") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(900))
+        if item.get_closest_marker("whole_run"):
+            assert may_start_runs(item.path), (
+                f"{item.path} must import `runs` or name whole_run, or `-m whole_run` misses it"
+            )
+            if not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(900))
+
+
+def may_start_runs(path: Path) -> bool:
+    text = path.read_text()
+    return "from runs import" in text or "whole_run" in text
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where only whole runs are wanted, files that have none are not imported: that takes long."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if is_test and config.option.markexpr == "whole_run" and not may_start_runs(collection_path) else None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -60,11 +75,11 @@ def tiny_model() -> Path:
     """The folder of the tiny model (made once, then cached), for whole runs. Its weights differ from machine to machine, so
     nothing that a test asserts may follow from them: `fixed_model` is for that."""
     from generators.tasks.arithmetic import Task
-    from learners import tiny
+    from learners import tiny_cache
 
     for process in making:
         process.wait()  # if it has failed, so will this process, and say why
-    return tiny.tiny_model(Task().solved("train", seed=0))
+    return tiny_cache.tiny_model(Task().solved("train", seed=0))
 
 
 @pytest.fixture(scope="session")
@@ -133,3 +148,14 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
     for run in runs:
         if run.process.poll() is None:
             run.kill()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1.5 MB, which can be made larger."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "none", place]).returncode:
+        pytest.skip("mounting a small file system needs more rights than this user has")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)

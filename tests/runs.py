@@ -5,6 +5,8 @@ Times here are patience, long enough for a machine that does five other things: 
 
 import contextlib
 import json
+import os
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -61,6 +63,17 @@ class Started:
                 if f"ray::{name}" in " ".join(process.cmdline()):
                     found.append(process)
         return found
+
+    def lose_a_rank(self, rank: int) -> None:
+        """Kills one as it trains: the process that writes this rank's log."""
+        log = str(self.folder / "logs" / f"learner-{rank}.log")
+        (process,) = [one for one in self.roles("LearnerRole") if os.readlink(f"/proc/{one.pid}/fd/1") == log]
+        process.kill()
+
+    def rewinds(self) -> list[int]:
+        """The steps that the buffer has gone back to."""
+        log = (self.folder / "logs" / "buffer.log").read_text()
+        return [int(step) for step in re.findall(r"rewound to step (\d+)", log)]
 
     def summary(self) -> dict:  # type: ignore[type-arg]
         return json.loads((self.folder / "summary.json").read_text())

@@ -332,6 +332,29 @@ def test_aggregation_weights_are_what_their_names_say() -> None:
 
 @settings(deadline=None)
 @given(
+    st.lists(st.tuples(st.integers(0, 3), st.lists(st.floats(-2, 2), min_size=1, max_size=4)), min_size=1, max_size=5),
+    st.sampled_from(list(Aggregation)),
+)
+def test_a_sequence_that_counts_several_times_is_as_good_as_several_sequences(
+    drawn: list[tuple[int, list[float]]], kind: Aggregation
+) -> None:
+    def aggregated(sequences: list[list[float]], counts: Tensor | None) -> float:
+        losses = torch.tensor([x for tokens in sequences for x in tokens])
+        sequence = torch.tensor([i for i, tokens in enumerate(sequences) for _ in tokens], dtype=torch.int64)
+        mask = torch.ones(len(losses), dtype=torch.bool)
+        weights = token_weights(kind, mask, sequence, len(sequences), 7, counts)
+        return float((weights * losses).sum())
+
+    repeated = [tokens for times, tokens in drawn for _ in range(times)]
+    found = aggregated([tokens for _, tokens in drawn], torch.tensor([float(times) for times, _ in drawn]))
+    of_all = (
+        1.0 if kind is Aggregation.token_mean else len(repeated) / len(drawn)
+    )  # the draws are as many as the sequences
+    assert found == pytest.approx(aggregated(repeated, None) * of_all if repeated else 0.0, abs=1e-5)
+
+
+@settings(deadline=None)
+@given(
     st.lists(st.lists(st.tuples(st.floats(-2, 2), st.booleans()), max_size=6), min_size=1, max_size=5),
     st.integers(1, 9),
 )

@@ -120,7 +120,9 @@ def test_a_hostile_request_is_refused_and_counted_and_the_next_one_is_answered(
     stranger.send(tcp.encode(Get("v0-life.json", 0, 10)))
     assert stranger.poll(20_000) and isinstance(tcp.replies.decode(stranger.recv()), Refused)
     assert stranger.poll(20_000) and isinstance(tcp.replies.decode(stranger.recv_multipart()[0]), Chunk)
-    assert publisher._server.refused == 1 and imported == [], "nothing is made ready for NCCL, which imports vLLM"
+    assert publisher._server.refused.total() == 1 and imported == [], (
+        "nothing is made ready for NCCL, which imports vLLM"
+    )
     publisher.publish(1, parts(weights(1)))
 
 
@@ -413,7 +415,7 @@ print(fetcher.Fetcher(Path(sys.argv[1])).fetch(sys.argv[2], sys.argv[3]), flush=
 
 class Slow(SnapshotServer):
     def _reply(self, request: object) -> tuple[object, list[memoryview]]:  # type: ignore[override]
-        time.sleep(0.02)
+        time.sleep(0.04)
         return super()._reply(request)  # type: ignore[arg-type]
 
 
@@ -484,19 +486,21 @@ def test_a_relay_hands_on_what_has_come_while_it_still_fetches(publisher: Publis
     manifest = publisher.publish(0, parts(weights(0, rows=4000)))  # 63 chunks
     slow = Slow(publisher.folder)
     hosts = [Subscriber(Fetcher(tmp_path / f"far-{n}", timeout_s=20), relay=SnapshotServer) for n in range(6)]
-    with ThreadPoolExecutor(6) as pool:
-        under_way = [pool.submit(one.prepare, elsewhere(publisher, manifest, slow.address)) for one in hosts]
-        together = False
-        while not any(one.done() for one in under_way):
-            come = sorted(record_of(one._fetcher) for one in hosts if one._fetcher)
-            together |= come[0] > 0 and come[-1] < manifest.num_bytes
-            time.sleep(0.01)
-        assert all(same(one.result(), weights(0, rows=4000)) for one in under_way)  # type: ignore[arg-type]
-    assert together, "the last had some of it when the first had not all of it yet"
-    assert slow.bytes_sent < 1.1 * manifest.num_bytes
-    for one in hosts:
-        one.close()
-    slow.close()
+    together = False
+    try:  # servers that a failure leaves open would hold up whoever collects their contexts
+        with ThreadPoolExecutor(6) as pool:
+            under_way = [pool.submit(one.prepare, elsewhere(publisher, manifest, slow.address)) for one in hosts]
+            while not any(one.done() for one in under_way):
+                come = sorted(record_of(one._fetcher) for one in hosts if one._fetcher)
+                together |= come[0] > 0 and come[-1] < manifest.num_bytes
+                time.sleep(0.01)
+            assert all(same(one.result(), weights(0, rows=4000)) for one in under_way)  # type: ignore[arg-type]
+        assert together, "the last had some of it when the first had not all of it yet"
+        assert slow.bytes_sent < 2 * manifest.num_bytes
+    finally:
+        for one in hosts:
+            one.close()
+        slow.close()
 
 
 RELAY = """

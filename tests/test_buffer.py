@@ -9,7 +9,9 @@ import pyarrow as pa
 import pytest
 
 from buffers import messages as m
+from buffers.buffer import Buffer
 from buffers.client import BufferClient, RefusedByBuffer, Taken
+from buffers.fleet import GONE_S
 from buffers.server import BufferServer, Stuck
 from buffers.trajectory import SCHEMA, SCHEMA_VERSION, Trajectory, encode, to_batch
 from configs.load import load
@@ -42,7 +44,7 @@ class Harness:
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
-        self.client = BufferClient(self.server.address, timeout_s=5.0)
+        self.client = BufferClient(self.server.address, timeout_s=30.0)
 
     def _run(self) -> None:
         try:
@@ -53,7 +55,7 @@ class Harness:
     def close(self) -> None:
         self.client.close()
         self.server.stop()
-        self.thread.join(timeout=5)
+        self.thread.join(timeout=30)
         assert not self.thread.is_alive()
 
     def publish(self, version: int) -> None:
@@ -327,6 +329,64 @@ def test_a_wait_without_end_is_named_and_ends_the_run(harness: Callable[..., Har
     assert isinstance(run.error, Stuck) and "leased to g (1)" in str(run.error)
 
 
+@pytest.fixture
+def still(tmp_path: Path) -> Iterator[tuple[Buffer, list[float]]]:
+    """A buffer whose learner has a batch to train, its clock, and a watchdog that ends the run after 20 s without movement."""
+    clock = [0.0]
+    buffer = Buffer(load([*SMALL, "buffer.watchdog_s=10", "buffer.stalled_s=100"]), tmp_path, clock=lambda: clock[0])
+    buffer.publish(0, "w0")
+    yield buffer, clock
+    buffer.close()
+
+
+def beat(activity: str, still_s: float = 0.0) -> m.Alive:
+    return m.Alive(role="learner-0", activity=activity, for_s=still_s, still_s=still_s)
+
+
+@pytest.mark.parametrize(
+    "activity", ["training step 0", "loading the model", "publishing version 0", "writing the last checkpoint"]
+)
+def test_work_of_any_length_is_no_hang_as_long_as_it_gets_on(still: tuple[Buffer, list[float]], activity: str) -> None:
+    buffer, clock = still
+    for second in range(3600):
+        clock[0] = float(second)
+        buffer.fleet.hear("learner-0", beat(activity, still_s=second % 90), clock[0])
+        buffer.tick()
+    assert buffer.status("").still_s > 3000, "no data have moved meanwhile, and the status says so"
+
+
+@pytest.mark.parametrize(
+    ("activity", "still_for_s", "expected_s"),
+    [
+        ("training step 0", None, 100 + 20),  # its heart beats, and it does not get on
+        ("waiting for the batch of step 0", 0, 20),  # for ever and in good health
+        ("sampling", 0, 20),  # without a token
+    ],
+)
+def test_what_stands_still_though_its_heart_beats_is_named_and_ends_the_run(
+    still: tuple[Buffer, list[float]], activity: str, still_for_s: float | None, expected_s: float
+) -> None:
+    buffer, clock = still
+    with pytest.raises(Stuck) as stuck:
+        for second in range(1000):
+            clock[0] = float(second)
+            buffer.fleet.hear("learner-0", beat(activity, second if still_for_s is None else still_for_s), clock[0])
+            buffer.tick()
+    assert clock[0] == pytest.approx(expected_s, abs=2)
+    if still_for_s is None:
+        assert f"learner-0: training step 0 for {clock[0]:.0f} s" in str(stuck.value)
+
+
+def test_work_of_a_role_that_is_not_heard_of_any_more_is_not_waited_for(still: tuple[Buffer, list[float]]) -> None:
+    buffer, clock = still
+    buffer.fleet.hear("learner-0", beat("training step 0"), 0.0)
+    with pytest.raises(Stuck, match=r"learner-0: not heard of for \d+ s \(then: training step 0\)"):
+        for second in range(1000):
+            clock[0] = float(second)
+            buffer.tick()
+    assert clock[0] == pytest.approx(GONE_S + 20, abs=2)
+
+
 def test_a_taken_port_is_refused_with_its_address(harness: Callable[..., Harness], tmp_path: Path) -> None:
     run = harness()
     with pytest.raises(ValueError, match=f"buffer.address must be free, got {run.server.address}"):
@@ -380,3 +440,18 @@ def test_a_restart_at_a_checkpoint_hands_out_the_same_groups_and_the_same_ledger
     assert [lease.group for lease in again.ask()] == [6, 7], "4 is in the journal, 5 is leased, as it was before"
     again.client.call(m.Leave(generator="g"), m.Done)
     assert [lease.group for lease in again.ask()] == [5, 6, 7]
+
+
+def test_generators_hear_of_a_later_life_also_when_the_clock_was_set_back(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generator that lives on takes the publication with the highest number for the newest."""
+    told, now = [], time.time()
+    for behind_s in (0, 86400, 3600, 86400):
+        monkeypatch.setattr("time.time", lambda behind_s=behind_s: now - behind_s)
+        monkeypatch.setattr("time.time_ns", lambda behind_s=behind_s: int(1e9 * (now - behind_s)))
+        run = harness(resume_step=0)
+        run.publish(0)
+        told.append(run.client.call(m.Ask(generator="g", count=1, wait_s=0.0), m.Work).change)
+        run.close()
+    assert sorted(set(told)) == told

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from audit import Audit, audit
+from audit import Audit, audit, bring_back
 from chaos import Harness
 from chaos_roles import configure, train
 
@@ -31,6 +31,7 @@ def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert all(process.poll() is not None for process in harness.processes.values())
     assert harness.wrong == [] and harness.status is not None
     (folder / "status.json").write_bytes(msgspec.json.encode(harness.status))
+    bring_back(folder)
     yield folder
 
 

@@ -56,6 +56,34 @@ def steps(folder: Path) -> list[int]:
 # ---- whole or absent
 
 
+def test_a_wait_for_a_checkpoint_shows_that_it_gets_on_and_only_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "LOOK_S", 0.01)
+    grow, end, shown = threading.Semaphore(0), threading.Event(), threading.Semaphore(0)
+
+    def write_slowly(folder: Path) -> None:
+        write(folder)
+        while grow.acquire() and not end.is_set():
+            with open(folder / "engine" / "weights", "ab") as file:
+                file.write(b"more")
+
+    writer = checkpoint.Writer(tmp_path, 2)
+    writer.begin(manifest(1), write_slowly)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(writer.written, wait=True, moved=shown.release)
+        while shown.acquire(timeout=0.5):
+            pass  # what was written before
+        for _ in range(3):
+            grow.release()
+            assert shown.acquire(timeout=30), "it has grown"
+            assert not shown.acquire(timeout=0.2), "it has not grown"
+        end.set()
+        grow.release()
+        assert waiting.result() is not None
+    writer.close()
+
+
 def test_a_half_written_checkpoint_is_never_chosen(tmp_path: Path) -> None:
     written(tmp_path, 10, 9, 20, 30)
     assert steps(tmp_path) == [20, 30]

@@ -297,6 +297,7 @@ def test_a_run_goes_on_while_strangers_send_whatever_they_like(tmp_path: Path) -
         "wrong version",
         "wrong count",
         "out of bounds",
+        "another's lease",
     }
     assert status.refused["malformed message"] > 100 and status.refused["malformed group"] > 0
     tokens, groups = status.tokens, status.groups

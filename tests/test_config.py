@@ -82,6 +82,9 @@ REFUSED = {
     "learner.engine=megatron learner.ranks=2 learner.megatron.tensor_parallel=2 learner.megatron.expert_parallel=2": (
         "learner.megatron.expert_parallel must divide the data-parallel ranks .* got 2 and 1"
     ),
+    "learner.gpus=2": r"learner.gpus must be 0, in \[0.05, 1\], got 2.0",
+    "generators.gpus=1.5": r"generators.gpus must be 0, in \[0.05, 1\] or a whole number, got 1.5",
+    "generators.gpu_memory_fraction=1.1": r"generators.gpu_memory_fraction must be in \[0, 1\], got 1.1",
     "placement.critic=own": "placement.critic must be with_actor where the algorithm has no critic .* algo.advantage=grpo",
     "algo.advantage=gae placement.critic=own placement.critic_ranks=0": "placement.critic_ranks must be a finite number above 0",
     "staleness.max_versions=-1": "staleness.max_versions must be >= 0, got -1",
@@ -91,6 +94,7 @@ REFUSED = {
     "staleness.ess_target=0": r"staleness.ess_target must be in \(0, 1\) .*got 0.0",
     "learner.samples_per_prompt=1": "learner.samples_per_prompt must be at least 2 for algo.advantage=grpo .*reinforce_pp.*got 1",
     "generators.max_sequences=4": "generators.max_sequences must be at least 8 .*got 4 with samples_per_prompt=8",
+    "generators.engine=simulated learner.engine=simulated learner.ranks=2": "learner.ranks must be 1 .* got 2",
     "generators.engine=simulated": "must both be simulated or neither, got simulated and fsdp",
     "buffer.address=tcp://0.0.0.0:5555": "buffer.keys must name a folder of keys .*0.0.0.0:5555",
     "buffer.address=nowhere": "buffer.address must read tcp://HOST:PORT or ipc://PATH, got 'nowhere'",
@@ -137,7 +141,17 @@ REFUSED_ALGORITHMS = {
         "algo.proximal must be recompute for algo.surrogate=m2po .*got behavior",
     "algo.horizon=5": "algo.horizon must be set only with algo.aggregation=constant_horizon, got 5 with sequence_mean_token_mean",
     "algo.aggregation=constant_horizon algo.horizon=0": "algo.horizon must be a finite number above 0, got 0",
-    "algo.correction_floor=3": "algo.correction_floor must be below algo.correction_cap, got 3.0 and 2.0",
+    "algo.correction=icepop algo.correction_floor=7": "algo.correction_floor must be below algo.correction_cap, got 7.0 and 5.0",
+    "algo.correction=geometric_mask algo.correction_cap=0.5":
+        "algo.correction_floor must be below algo.correction_cap, got 0.99 and 0.5",
+    # what would have no effect
+    "algo.kl.loss_coef=0.1 algo.kl.estimator=k1": "algo.kl.estimator must be k2 or k3 with algo.kl.loss_coef above 0 .*got k1",
+    "algo.surrogate=topr algo.correction=none algo.correction_cap=3":
+        "algo.correction_cap must not be set without a correction that has a cap, got 3.0 with algo.correction=none and algo.surrogate=topr",
+    "algo.correction_floor=0.1": "algo.correction_floor must not be set without a correction that drops .*got 0.1 with .*token_tis",
+    "algo.surrogate=aipo algo.correction=none algo.normalise_weights=true":
+        "algo.normalise_weights must not be set without weights other than 1, got True with algo.correction=none",
+    "algo.imitation_above=0.5": "algo.imitation_above must not be set without algo.imitation_coef above 0, got 0.5",
     "learner.samples_per_prompt=1 algo.dynamic_sampling=true": "must be at least 2 when algo.dynamic_sampling=true .*got 1",
     "generators.engine=simulated learner.engine=simulated algo.advantage=gae":
         "learner.engine must be fsdp .*algo=grpo without a KL penalty needs neither.*got simulated with algo.advantage=gae",

@@ -141,6 +141,19 @@ def test_the_head_has_the_gradients_of_a_plain_log_softmax(
         torch.testing.assert_close(ours.double(), plain, atol=1e-4, rtol=1e-4)
 
 
+def test_the_gradient_of_the_head_does_not_lose_digits_over_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 40 * 16)
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(shape, generator=rng).bfloat16() for shape in ((148 * 16, 8), (40, 8)))
+    targets = torch.randint(0, 40, (len(hidden),), generator=rng)
+    w, exact = weight.clone().requires_grad_(), weight.double().requires_grad_()
+    heads.chunked_logprobs(hidden, w, None, targets, 1.0)[0].sum().backward()
+    (hidden.double() @ exact.t()).log_softmax(-1).gather(-1, targets[:, None]).sum().backward()
+    assert w.grad is not None and exact.grad is not None and w.grad.dtype == torch.bfloat16
+    error = (w.grad.double() - exact.grad).norm() / exact.grad.norm()
+    assert error < 0.004, "rounded once"
+
+
 def test_a_forward_pass_before_an_update_leaves_no_stale_weights_behind(qwen3: Path, packed: list[Packed]) -> None:
     looked, blind = FsdpEngine(qwen3), FsdpEngine(qwen3)
     for _ in range(2):

@@ -18,7 +18,14 @@ MAY_IMPORT = {
 }
 ONLY_IN = {
     "vllm": {"generators/vllm_engine.py", "sync/vllm_plugin.py"},
-    "ray": {"scripts/train.py", "scripts/roles.py", "scripts/supervisor.py", "scripts/benchmark_peers.py"},
+    "ray": {
+        "scripts/train.py",
+        "scripts/cluster.py",
+        "scripts/newborn.py",
+        "scripts/roles.py",
+        "scripts/supervisor.py",
+        "scripts/benchmark_peers.py",
+    },
 }
 
 

@@ -201,6 +201,21 @@ def test_an_empty_journal_needs_nothing(tmp_path: Path) -> None:
         journal.close()
 
 
+def test_what_users_keep_beside_the_journals_files_is_theirs(tmp_path: Path) -> None:
+    """A run that lives looks into its folders as well, where retention wants to know what is there."""
+    journal, _ = open_journal(tmp_path)
+    write(journal, 0)
+    theirs = [tmp_path / name for name in ("best.arrow", "000000 (copy).arrow", "log/notes.jsonl", "state/old.state")]
+    for path in theirs:
+        path.write_text("theirs")
+    assert journal.closed_segments() == set()
+    journal.close()
+    journal, told = open_journal(tmp_path)
+    journal.close()
+    assert told == [] and numbers(tmp_path) == [0]
+    assert [path.read_text() for path in theirs] == ["theirs"] * 4
+
+
 def test_a_journal_of_an_older_version_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text("")
     with pytest.raises(ValueError, match="must be of this version of Slipstream, got an older one in"):

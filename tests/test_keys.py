@@ -1,5 +1,6 @@
 """Keys have roles, can be taken away while everything runs, and let nobody in when whoever checks them is dead."""
 
+import contextlib
 import re
 import shutil
 import signal
@@ -17,7 +18,7 @@ from test_buffer import SMALL
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, KeysRefused, RefusedByBuffer
 from buffers.journal import read_groups
-from buffers.keys import SPEAKERS, Door, KeyRole, make_keys, open_door, show_key
+from buffers.keys import LOOK_S, SPEAKERS, Door, KeyRole, make_keys, open_door, show_key
 from buffers.server import BufferServer
 from configs.load import load
 
@@ -49,7 +50,7 @@ def served(folder: Path, tmp_path: Path) -> Iterator[Served]:
     running = Served(folder, tmp_path / "journal")
     yield running
     running.server.stop()
-    running.thread.join(timeout=5)
+    running.thread.join(timeout=30)
     assert not running.thread.is_alive()
 
 
@@ -57,13 +58,20 @@ def served(folder: Path, tmp_path: Path) -> Iterator[Served]:
 def connect(served: Served, folder: Path) -> Iterator[Connect]:
     clients: list[BufferClient] = []
 
-    def make(role: KeyRole, keys: Path = folder, timeout_s: float = 5.0) -> BufferClient:
+    def make(role: KeyRole, keys: Path = folder, timeout_s: float = 30.0) -> BufferClient:
         clients.append(BufferClient(served.server.address, timeout_s=timeout_s, keys=str(keys), role=role))
         return clients[-1]
 
     yield make
     for client in clients:
         client.close()
+
+
+def wait_until(holds: Callable[[], object], patience_s: float = 60.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 REQUESTS: list[m.Request] = [
@@ -108,10 +116,12 @@ def test_a_key_that_is_deleted_is_shut_out_within_a_second_on_open_connections_t
 ) -> None:
     generator, learner = connect(KeyRole.generator), connect(KeyRole.learner)
     generator.call(m.Join(generator="g"), m.Welcome)
-    generator.post(m.Ask(generator="g", count=9, wait_s=60.0))
-    learner.call(m.Locate(), m.Located)
+    assert LOOK_S <= 0.5
+    generator.post(m.Ask(generator="g", count=9, wait_s=600.0))
+    wait_until(lambda: served.server._parked.asks)
     (folder / "allowed" / "generator" / "generator.key").unlink()
-    time.sleep(1.0)
+    wait_until(lambda: not served.server._parked.asks)
+    assert not list(generator.receive(0.2)), "the question was forgotten, not answered"
     learner.call(m.Publish(version=0, weights="w"), m.Done)  # would answer the question
     with pytest.raises(KeysRefused, match="it has refused this client's"):
         for _ in range(20):
@@ -122,7 +132,9 @@ def test_a_key_that_is_deleted_is_shut_out_within_a_second_on_open_connections_t
     assert status.refused["revoked key"] == 1 and status.groups.total == 0, "no lease went to it"
 
 
-def test_a_key_that_is_added_is_let_in_without_a_restart(connect: Connect, folder: Path, tmp_path: Path) -> None:
+def test_a_key_that_is_added_is_let_in_without_a_restart(
+    connect: Connect, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     make_keys(folder, ["generator:other"])
     machine = tmp_path / "machine"
     machine.mkdir(mode=0o700)
@@ -131,7 +143,7 @@ def test_a_key_that_is_added_is_let_in_without_a_restart(connect: Connect, folde
         shutil.copy(folder / f"other.{suffix}", machine / f"generator.{suffix}")
     connect(KeyRole.generator, machine).call(m.Join(generator="other"), m.Welcome)
     (folder / "allowed" / "watcher" / "broken.key").write_text("no key at all")
-    time.sleep(0.5)
+    wait_until(lambda: "nobody is let in by" in caplog.text)
     connect(KeyRole.generator).call(m.Join(generator="g"), m.Welcome)
 
 
@@ -146,7 +158,7 @@ def test_when_the_authenticator_dies_nobody_gets_in_and_the_server_ends_with_its
     monkeypatch.setattr(Door, "_answer", die)
     with pytest.raises((BufferGone, KeysRefused)):
         connect(KeyRole.watcher, timeout_s=1.0).call(m.Watch(after=0, wait_s=0.0), m.News)
-    served.thread.join(timeout=5)
+    served.thread.join(timeout=30)
     assert not served.thread.is_alive() and "the thread that lets clients in has died" in str(served.error)
     assert isinstance(served.error, RuntimeError) and "a disk has gone" in str(served.error.__cause__)
 
@@ -207,3 +219,24 @@ def test_a_run_with_keys_is_one_command_and_a_machine_joins_it_with_a_generators
     assert code == 130 and "the run has failed" not in out, out
     log = (run.folder / "logs" / "buffer.log").read_text()
     assert "revoked key" in log and "forbidden" not in log
+
+
+def test_generators_whose_buffer_refuses_them_end_with_a_sentence(
+    served: Served, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The key is taken away between two questions of the command that has started them."""
+    import ray
+    import train
+
+    def wait(refs: list[object], timeout: float) -> tuple[list[object], list[object]]:
+        (folder / "allowed" / "generator" / "generator.key").unlink(missing_ok=True)
+        time.sleep(1.0)
+        return [], refs
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(train, "cluster", lambda config: contextlib.nullcontext())
+    monkeypatch.setattr(train.Fleet, "_launch", lambda self: {"a reference": self._names[0]})
+    overrides = [f"buffer.address={served.server.address}", f"buffer.keys={folder}", f"run.outputs={tmp_path}"]
+    fleet = train.Fleet(load([*SMALL, *overrides]), train.Signals())
+    assert fleet.drive() == 1
+    assert re.search("revoked|not allowed any more|must hold a key", capsys.readouterr().err)

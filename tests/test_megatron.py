@@ -415,6 +415,8 @@ def test_what_megatron_cannot_have_is_refused_at_the_start(folder: Path, tmp_pat
     ):
         assert what in found
     assert "3 · 4 · 3 for 12" in found
+    config.sliding_window = 8  # of all layers: this family has no list of their kinds
+    assert problems(config, Sizes(), 1) == ["sliding_window of model.path must be none, got 8"]
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no parameters but .* got model.layers.0.self_attn.o_proj.bias"):

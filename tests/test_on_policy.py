@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -82,23 +84,34 @@ def synchronous(config: Config, folder: Path) -> dict[str, Tensor]:
     return weights
 
 
+@contextmanager
+def process_group(rendezvous: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():  # the inference engine's end may have taken it along
+            dist.destroy_process_group()
+
+
 @pytest.mark.whole_run
 @pytest.mark.timeout(900)
 def test_the_pipeline_at_s_zero_is_the_synchronous_loop_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "scripts/train.py", f"run.outputs={tmp_path}", "run.name=run", *SAME]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    torch.set_num_threads(1)
     try:
-        torch.set_num_threads(1)
+        with process_group(tmp_path / "loop"):  # beside the run
+            expected = synchronous(load([*SAME, f"model.path={tiny_model}"]), tmp_path / "weights")
+        said, _ = run.communicate(timeout=400)
+        assert run.returncode == 0, said
+    finally:
+        run.terminate()
+    with process_group(tmp_path / "pipeline"):
         pipeline = FsdpEngine(tiny_model, betas=(0.9, 0.99))
         start = collect(pipeline.weights())
         pipeline.load(tmp_path / "run" / "checkpoints" / f"step_{STEPS}" / "engine")
         found = collect(pipeline.weights())
-        expected = synchronous(load([*SAME, f"model.path={tiny_model}"]), tmp_path / "weights")
-    finally:
-        if dist.is_initialized():  # the inference engine's end may have taken it along
-            dist.destroy_process_group()
     assert any(not torch.equal(start[name], found[name]) for name in found), "nothing was learned"
     different = [name for name in expected if not torch.equal(expected[name], found[name])]
     assert not different, f"{len(different)} of {len(expected)} tensors differ: {different[:3]}"

@@ -51,3 +51,27 @@ def test_a_run_that_lives_is_refused_by_name_and_nothing_in_it_is_touched(
         train.prepare(config)
     os.close(lock)
     assert contents(run) == before
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_run_goes_on_from_the_beginning_where_it_has_no_checkpoint_but_not_where_it_has_a_damaged_one(
+    run: Path, damaged: bool
+) -> None:
+    config = configs.resume(run, [f"run.resume={run}"])
+    if not damaged:
+        assert train.prepare(config) == (config, run, 0)
+        return
+    (run / "checkpoints/step_4").mkdir(parents=True)
+    with pytest.raises(
+        ValueError, match=f"run.resume must hold a whole checkpoint, .* got {run}, whose step_4 is damaged"
+    ):
+        train.prepare(config)
+
+
+def test_a_folder_that_is_no_runs_is_not_deleted(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/thesis.tex").write_text("theirs")
+    config = configs.load([*SIMULATED, f"run.outputs={tmp_path}", "run.name=run", "run.overwrite=true"])
+    with pytest.raises(ValueError, match=f"run.overwrite must name the folder of a run, got {tmp_path}/run"):
+        train.prepare(config)
+    assert contents(tmp_path) == {tmp_path / "run/thesis.tex": b"theirs"}

@@ -246,6 +246,65 @@ def test_a_step_in_many_microbatches_is_the_same_as_in_one(
     assert_same(stock.outcome(changed(composed(drifted, name), tokens_per_microbatch=80), batch), whole[name])
 
 
+@pytest.mark.parametrize("name", ["ppo", "vapo"])
+def test_a_step_without_a_trained_token_changes_nothing(name: str, stock: Stock, drifted: Path, batch: Batch) -> None:
+    config = configured(
+        drifted, *COMPOSITIONS[name], "algo.kl.reward_coef=0.02", "algo.kl.target=0.5", "staleness.on_late=mask"
+    )
+    models = stock.models(config)
+    trainer = Trainer(config, models)
+    trainer.train(batch, STEP)  # the optimizers have momentum now
+    before = copied(models)
+    kl_coef = trainer.kl_coef
+    stale = replace(batch, versions=torch.where(batch.sampled, 0, -1).int())
+    metrics, num_trained = trainer.train(stale, 1000)
+    assert num_trained == 0 and metrics["optimizer/lr"] == 0.0 and metrics["staleness/masked_fraction"] == 1.0
+    assert trainer.kl_coef == kl_coef
+    after = copied(models)
+    assert [key for key, value in before.items() if not torch.equal(after[key], value)] == []
+
+
+def copied(models: Models) -> dict[tuple[str, str], Tensor]:
+    """The state of every trained model, optimizers included."""
+    engines = models._trained().items()
+    return {(model, key): value.clone() for model, engine in engines for key, value in state_of(engine).items()}
+
+
+def test_the_policys_warmup_begins_when_its_critic_has_been_trained_ahead(
+    stock: Stock, drifted: Path, batch: Batch
+) -> None:
+    config = configured(
+        drifted,
+        *COMPOSITIONS["vapo"],
+        "algo.critic.pretrain_steps=10",
+        "learner.warmup_steps=4",
+        "staleness.on_late=mask",
+    )
+    trainer = Trainer(config, stock.models(config))
+    rates = [trainer.train(replace(batch, versions=torch.where(batch.sampled, step, -1).int()), step)[0]["optimizer/lr"]
+             for step in (9, 10, 11, 13, 14)]  # fmt: skip
+    assert rates == pytest.approx([0.0, 0.25e-4, 0.5e-4, 1e-4, 1e-4])
+
+
+def test_the_critic_learns_from_a_sequence_as_often_as_it_counts(stock: Stock, drifted: Path, batch: Batch) -> None:
+    config = configured(drifted, *COMPOSITIONS["ppo"])
+    weights = (torch.arange(batch.num_sequences) % 3 > 0).float()
+    critic = stock.outcome(config, replace(batch, weights=weights))[2]["critic"]
+    rescaled = stock.outcome(config, replace(batch, weights=4 * weights))[2]["critic"]
+    assert all(torch.equal(rescaled[name], value) for name, value in critic.items()), "a mean knows what it divides by"
+    unweighted = stock.outcome(config, batch)[2]["critic"]
+    assert not all(torch.equal(unweighted[name], value) for name, value in critic.items())
+
+
+def test_a_step_shows_at_each_microbatch_that_it_gets_on(stock: Stock, drifted: Path, batch: Batch) -> None:
+    config = changed(composed(drifted, "ppo"), tokens_per_microbatch=80)
+    trainer, shown = Trainer(config, stock.models(config)), []
+    trainer.moved = lambda: shown.append("microbatch")
+    metrics, _ = trainer.train(batch, STEP)
+    of_all = config.learner.minibatches * metrics["packing/microbatches"]
+    assert len(shown) >= 3 * of_all > 9, "values, the critic's update and the policy's"
+
+
 @pytest.mark.parametrize("name", [name for name in COMPOSITIONS if name != "grpo_with_everything"])  # it draws by place
 def test_the_order_of_groups_and_of_samples_within_a_minibatch_does_not_matter(
     name: str, whole: dict[str, Outcome], stock: Stock, drifted: Path, rows: list[Trajectory]
@@ -322,7 +381,8 @@ def test_the_loss_is_that_of_the_advantages_the_corrections_and_what_was_good(
         weight = (logprobs - batch.behavior_logprobs)[at].exp().clamp(max=2)
         expected -= float(batch.weights[i] * advantages[i] * weight.mean()) / batch.num_sequences
     good = batch.sampled & (batch.rewards == 1)[batch.sequence]
-    expected -= 0.1 * float(logprobs[good].mean())
+    counts = batch.weights[batch.sequence[good]]
+    expected -= 0.1 * float((counts * logprobs[good]).sum() / counts.sum())
     assert trainer.train(batch, STEP)[0]["loss/policy"] == pytest.approx(expected, rel=1e-4)
 
 

@@ -178,6 +178,29 @@ def test_surrogates_without_stopped_gradients_pass_gradcheck(name: str) -> None:
     assert torch.autograd.gradcheck(loss, tokens.logprobs)
 
 
+def test_what_gspo_cuts_has_no_gradient() -> None:
+    """A sequence far above its proximal policy whose advantage is negative: without a bound its gradient would be e^12 a token."""
+    leaf = torch.full((3,), -1.0, dtype=torch.float64, requires_grad=True)
+    tokens = Tokens(
+        logprobs=leaf, proximal=torch.full((3,), -13.0, dtype=torch.float64), behavior=torch.full((3,), -13.0).double(),
+        advantages=torch.full((3,), -1.0, dtype=torch.float64), mask=torch.ones(3, dtype=torch.bool),
+        sequence=torch.zeros(3, dtype=torch.int64),
+    )  # fmt: skip
+    loss = SURROGATES["gspo"](tokens, GspoConfig())
+    (gradient,) = torch.autograd.grad(loss.sum(), leaf)
+    assert loss.tolist() == pytest.approx([math.exp(10.0)] * 3) and not gradient.any()
+
+
+def test_the_ranges_of_corrections_are_those_of_what_they_bound() -> None:
+    assert AlgoConfig(correction=Correction.geometric_mask).correction_range == (0.99, 1.01)
+    assert AlgoConfig(correction=Correction.icepop).correction_range == (0.5, 5.0)
+    assert AlgoConfig(correction=Correction.icepop, correction_cap=3.0).correction_range == (0.5, 3.0)
+    apart, sequence = torch.tensor([0.02, 0.02, 0.001]), torch.tensor([0, 0, 1])
+    algo = AlgoConfig(correction=Correction.geometric_mask)
+    kept = correction_weights(algo, apart, torch.ones(3, dtype=torch.bool), sequence)
+    assert kept.tolist() == [0.0, 0.0, 1.0], "a mean of 2 % is far for a sequence"
+
+
 def test_a_sequence_moves_as_one_in_gspo_and_alone_it_is_ppo() -> None:
     """Its gradient is s_i A for each token of a sequence that is not clipped; with one token a sequence it is PPO's."""
     tokens = make(5, spread=0.005)

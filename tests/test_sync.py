@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from sync import folders
 from sync.folders import PREFIX, sweep
 from sync.manifest import DigestMismatch, TensorEntry, tensor_digest, whole_digest
 from sync.publisher import Publisher
@@ -231,6 +232,18 @@ def test_close_removes_the_folder(tmp_path: Path) -> None:
     publisher.publish(0, parts(weights(0)))
     publisher.close()
     assert not publisher.folder.exists()
+
+
+def test_a_folder_is_given_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A role that ends with its driver gives up its folders while its own thread may be about to do so."""
+    publisher = Publisher(tmp_path / "w", "life")
+    monkeypatch.setattr(folders, "in_shared_memory", lambda folder: folder == publisher.folder)
+    folders.abandon()
+    assert not publisher.folder.exists()
+    another = os.open(tmp_path / "another file", os.O_CREAT)
+    assert another == publisher._lock, "the kernel gives the number out again"
+    publisher.close()
+    os.close(another)
 
 
 def test_a_folder_in_use_is_refused(publisher: Publisher) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from generators.task import Prompt, Score
 from generators.tasks import load_task
 from generators.tasks.arithmetic import Task
-from learners import tiny
+from learners import tiny, tiny_cache
 
 
 class Echo:
@@ -97,7 +97,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str | No
 
     def make(seed: str | None) -> Path:
         monkeypatch.delenv(tiny.SEED, raising=False) if seed is None else monkeypatch.setenv(tiny.SEED, seed)
-        return tiny.tiny_model(Task().solved("train", seed=0), tmp_path)
+        return tiny_cache.tiny_model(Task().solved("train", seed=0), tmp_path)
 
     return make
 
@@ -133,5 +133,5 @@ def test_a_tiny_model_that_has_not_learned_is_taught_again_and_then_refused(
 
 def test_the_second_call_finds_the_model_in_the_cache(tiny_model: Path) -> None:
     began = time.monotonic()
-    assert tiny.tiny_model(Task().solved("train", seed=0)) == tiny_model
+    assert tiny_cache.tiny_model(Task().solved("train", seed=0)) == tiny_model
     assert time.monotonic() - began < 5

@@ -388,7 +388,7 @@ def test_only_snapshots_are_served(publisher: Publisher, tmp_path: Path) -> None
         header, *rest = socket.recv_multipart()
         assert isinstance(tcp.replies.decode(header), tcp.Refused) and not rest
     assert tcp.replies.decode(socket.recv_multipart()[0]) == tcp.Gone("v9-life.json"), "it lives"
-    assert publisher._server.refused == len(hostile) + 3
+    assert publisher._server.refused.total() == len(hostile) + 3
     socket.close(linger=0)
 
 

@@ -1,8 +1,11 @@
 """Several ranks in the loop: what they tell each other, one fetch a host, a critic on ranks of its own."""
 
 import os
+import time
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pyarrow as pa
 import pytest
@@ -43,7 +46,49 @@ def test_ranks_gather_messages_and_add_up_what_any_of_them_has(tmp_path: Path) -
     assert World().gather(b"alone") == [b"alone"]
 
 
+def heard(world: World) -> list[bytes | None]:
+    """Rank 1 waits for what rank 0 has not said yet, for longer than a collective may take."""
+    found = []
+    if world.rank == 1:
+        found.append(world.hear("news", 0.1))
+    world.barrier()
+    if world.rank == 0:
+        world.tell("news", b"first")
+        world.tell("more", b"second", instead_of="news")
+    found.append(world.hear("more", 30.0))
+    world.barrier()
+    return [*found, world.hear("news", 0.1)]
+
+
+def test_a_rank_waits_for_another_outside_of_any_collective(tmp_path: Path) -> None:
+    assert on_ranks(2, heard, tmp_path / "two") == [[b"second", None], [None, b"second", None]]
+
+
 # ---- the batch
+
+
+class Slow:
+    """Has its batch later than any collective waits."""
+
+    def __init__(self, rows: list[Trajectory], wait_s: float) -> None:
+        self._table, self._ready_at = pa.Table.from_batches([to_batch(rows)]), time.monotonic() + wait_s
+
+    def next(self, step: int, wait_s: float) -> Taken | m.NotYet | m.Over:
+        time.sleep(max(0.0, self._ready_at - time.monotonic()))
+        return Taken(step, [0, 1, 2, 3, 4, 5], [1.0] * 6, self._table)
+
+
+def waited(world: World, rows: list[Trajectory], store: Path) -> int:
+    with patch("learners.world.TIMEOUT", timedelta(seconds=1)), patch("learners.feed.PATIENCE_S", 0.3):
+        impatient = World(world.rank, world.size, dist.FileStore(str(store), world.size))
+        batch = Feed(Slow(rows, 3.0), impatient, lambda text: None).next(0)
+    assert isinstance(batch, Batch)
+    return len(batch.tokens)
+
+
+def test_a_batch_may_take_longer_than_any_collective(tmp_path: Path, trajectories: list[Trajectory]) -> None:
+    first, second = on_ranks(2, waited, tmp_path / "ranks", trajectories, tmp_path / "store")
+    assert first == second > 0
 
 
 class Buffer:

@@ -74,6 +74,8 @@ def problems(config: Any, sizes: Sizes, world: int) -> list[str]:
         found.append(f"partial_rotary_factor of model.path must be 1, got {part}")
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         found.append("layer_types of model.path must be full_attention, got sliding_attention")
+    elif config.model_type == "qwen3_moe" and config.sliding_window is not None:  # of all its layers
+        found.append(f"sliding_window of model.path must be none, got {config.sliding_window}")
     return found
 
 

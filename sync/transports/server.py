@@ -5,8 +5,8 @@ import mmap
 import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,15 +61,24 @@ class Watch(Protocol):
 
     def count(self, frames: list[zmq.Frame]) -> None: ...
 
+    def count_sent(self, frames: Sequence[Any]) -> None: ...
+
     def shut_down_unfinished(self, *, drained: bool) -> list[int]: ...
+
+    def shut_down_deaf(self) -> list[int]: ...
+
+    def shut_down_surplus(self) -> int: ...
+
+    def take_gone(self, *, drained: bool) -> list[bytes]: ...
 
     def close(self) -> None: ...
 
 
 class Door(Protocol):
-    """Lets known keys in: `buffers.keys.Door`."""
+    """Lets known keys in, and knows what their owners may say: `buffers.keys.Door`."""
 
-    def roles_of(self, user: str) -> frozenset[Any]: ...
+    def objection(self, user: str, kind: str) -> str:
+        """Why the owner of a key may not say a request of this name; empty: it may."""
 
     def check(self) -> None: ...
 
@@ -153,8 +162,9 @@ class SnapshotServer:
         """Those that wait for a patch in the making or for bytes to come, and since when."""
         self._died: BaseException | None = None
         self.bytes_sent = 0
-        self.refused = 0
-        """Requests that could not be read, or asked for something that is not to be had."""
+        self.refused = Counter[str]()
+        """Requests that could not be read, asked for something that is not to be had, or came with a key that may not say them; and
+        connections that were ended for what they sent, did not read, or were too many of: by reason."""
         hide_names()
         self._context = zmq.Context()  # of its own: a context has one authenticator
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -208,9 +218,7 @@ class SnapshotServer:
                     self._door.check()
                 if self._watch is not None and time.monotonic() - looked_at > TICK_S:
                     looked_at = time.monotonic()
-                    self.refused += len(self._watch.shut_down_unfinished(drained=not has_come))
-                if self._door is not None:
-                    self._door.check()
+                    self._end_connections(self._watch, drained=not has_come)
                 self._parked = [one for one in self._parked if not self._answer(*one)]
                 while self._files and time.monotonic() - next(iter(self._files.values())).used_at > IDLE_S:
                     self._files.popitem(last=False)
@@ -220,32 +228,45 @@ class SnapshotServer:
         finally:
             self._close_socket()
 
-    def _receive(self) -> tuple[bytes, bytes]:
-        """(sender, request); the request is empty when there were too few frames or too many, or when the sender's key is not
-        allowed any more."""
+    def _end_connections(self, watch: Watch, *, drained: bool) -> None:
+        """Of those that send without end, do not read what they have asked for, or are too many."""
+        ended = {
+            "unfinished message": len(watch.shut_down_unfinished(drained=drained)),
+            "unread answers": len(watch.shut_down_deaf()),
+            "too many connections": watch.shut_down_surplus(),
+        }
+        watch.take_gone(drained=drained)
+        for reason in filter(ended.get, ended):
+            log.warning("%d connections were ended: %s", ended[reason], reason)
+            self.refused[reason] += ended[reason]
+
+    def _receive(self) -> tuple[bytes, bytes, str]:
+        """(sender, request, the sender's key); the request is empty when there were too few frames or too many."""
         frames = self._socket.recv_multipart(copy=False)
         if self._watch is not None:
             self._watch.count(frames)
-        known = self._door is None or self._door.roles_of(str(frames[-1].get("User-Id")))
-        return frames[0].bytes, frames[-1].bytes if 1 < len(frames) <= MAX_FRAMES and known else b""
+        user = "" if self._door is None else str(frames[-1].get("User-Id"))
+        return frames[0].bytes, frames[-1].bytes if 1 < len(frames) <= MAX_FRAMES else b"", user
 
-    def _take(self, sender: bytes, data: bytes) -> None:
+    def _take(self, sender: bytes, data: bytes, user: str) -> None:
         try:
             request = requests.decode(data)
         except UNREADABLE as error:
-            self._refuse(sender, error)
+            self._refuse(sender, "malformed message", error)
             return
-        if len(self._parked) >= MAX_PARKED:
-            self._refuse(sender, ValueError(f"{MAX_PARKED} requests wait already"))
-            return
-        self._parked.append((time.monotonic(), sender, request))
+        if self._door is not None and (objection := self._door.objection(user, type(request).__name__)):
+            self._refuse(sender, "forbidden", PermissionError(objection))
+        elif len(self._parked) >= MAX_PARKED:
+            self._refuse(sender, "too many requests", ValueError(f"{MAX_PARKED} requests wait already"))
+        else:
+            self._parked.append((time.monotonic(), sender, request))
 
     def _answer(self, since: float, sender: bytes, request: Request) -> bool:
         """False when it is too early to."""
         try:
             reply, payload = self._reply(request)
         except ValueError as error:
-            self._refuse(sender, error)
+            self._refuse(sender, "not to be had", error)
             return True
         except (OSError, DigestMismatch) as error:
             log.warning("cannot answer %s: %s", request, error)
@@ -253,16 +274,21 @@ class SnapshotServer:
         if reply is None and isinstance(request, Get) and time.monotonic() - since > PARKED_S:
             reply = NotYet(request.name, request.offset)
         if reply is not None:
-            self._socket.send_multipart([sender, encode(reply), *payload], copy=False)
+            self._send([sender, encode(reply), *payload])
             self.bytes_sent += sum(len(part) for part in payload)
         return reply is not None
 
-    def _refuse(self, sender: bytes, error: Exception) -> None:
-        self.refused += 1
-        reason = f"{type(error).__name__}: {error}"[:200]
-        if self.refused & (self.refused - 1) == 0:  # the 1st, 2nd, 4th, 8th: a flood of them does not fill the log
-            log.warning("%d requests for weights have been refused, the last one for: %s", self.refused, reason)
-        self._socket.send_multipart([sender, encode(Refused(reason))])
+    def _send(self, frames: Sequence[bytes | memoryview]) -> None:
+        self._socket.send_multipart(frames, copy=False)
+        if self._watch is not None:
+            self._watch.count_sent(frames)
+
+    def _refuse(self, sender: bytes, reason: str, error: Exception) -> None:
+        self.refused[reason] += 1
+        what, count = f"{type(error).__name__}: {error}"[:200], self.refused[reason]
+        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th: a flood of them does not fill the log
+            log.warning("refused (%d times by now), %s: %s", count, reason, what)
+        self._send([sender, encode(Refused(what))])
 
     def _reply(self, request: Request) -> tuple[Reply | None, list[memoryview]]:
         match request:

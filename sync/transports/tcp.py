@@ -34,6 +34,8 @@ MAX_REQUEST_BYTES = 1 << 12
 """Of one frame of a request."""
 MAX_FRAMES = 4
 """Of a request; what is beyond is thrown away."""
+MAX_UNREAD_BYTES = 128 << 20
+"""Of answers that a host has asked for and not taken: four times what a `puller` asks for at a time, on however slow a link."""
 MAX_REPLY_BYTES = 64 << 20
 """Of one frame of a reply."""
 MAX_PATCHES = 64

@@ -1,0 +1,27 @@
+"""Families of models (`model_type`) whose log-probabilities and gradients, packed, are Hugging Face's: `tests/test_families.py`.
+
+Any other causal LM of transformers starts too, and says so. What packed attention and head cannot do right is refused by name:
+`learners.attention`, `learners.heads`.
+"""
+
+import json
+from pathlib import Path
+
+from configs.learner import LearnerKind
+from configs.schema import Config
+
+TESTED = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "granite", "cohere",
+    "cohere2", "phi3", "olmo2", "olmo3", "smollm3", "glm4", "exaone4",
+)  # fmt: skip
+
+
+def note(config: Config) -> str | None:
+    """What is to be said of the run's model before it is loaded; Megatron's engine refuses what it does not know."""
+    path = Path(config.model.path) / "config.json"
+    if config.learner.engine is not LearnerKind.fsdp or not path.exists():
+        return None
+    family = json.loads(path.read_text()).get("model_type")
+    if family in TESTED:
+        return None
+    return f"{family} (model_type of model.path) is not among the families held to Hugging Face's numbers: {', '.join(TESTED)}"

@@ -1,0 +1,326 @@
+"""What connections may cost a server, whoever holds their other ends: memory, file descriptors, and names that are remembered."""
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+import psutil
+import pytest
+import zmq
+from test_bounds import raw_client
+from test_buffer import SMALL, Harness
+
+from buffers import messages as m
+from buffers.client import BufferClient
+from buffers.connections import Connection, Connections, Loan, watch_small_requests
+from buffers.keys import WEIGHTS_SPEAKERS, KeyRole, make_keys, open_door, show_key
+from configs.load import load
+from sync.transports import tcp
+from sync.transports.server import SnapshotServer
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Callable[..., Harness]]:
+    running: list[Harness] = []
+
+    def start(*overrides: str) -> Harness:
+        running.append(Harness(load([*SMALL, *overrides]), tmp_path / "journal"))
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.close()
+
+
+def until(condition: Callable[[], bool], what: str, within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+# ---- messages that do not end
+
+SERVE = """
+import sys, zmq
+from buffers.connections import watch_small_requests
+server = zmq.Context().socket(zmq.ROUTER)
+watch = watch_small_requests(server, encrypted=False, max_unread=1 << 30)
+print(server.bind_to_random_port("tcp://127.0.0.1"), flush=True)
+while True:
+    drained = not server.poll(50)
+    if not drained:
+        watch.count(server.recv_multipart(copy=False))
+    for _ in watch.shut_down_unfinished(drained=drained):
+        print("ended", flush=True)
+"""
+
+
+def test_the_memory_of_messages_that_do_not_end_is_given_back() -> None:
+    """Frames of 4 kB are freed one by one, and the C library keeps their pages where nobody gives them back."""
+    server = subprocess.Popen([sys.executable, "-c", SERVE], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    try:
+        port = int(server.stdout.readline())
+        memory = psutil.Process(server.pid).memory_info
+        frame = (b"\x03" + (4000).to_bytes(8, "big") + bytes(4000)) * 16
+        before = memory().rss
+        for _ in range(4):
+            stranger = raw_client(port)
+            stranger.settimeout(2.0)
+            with pytest.raises(OSError):
+                for _ in range((400 << 20) // len(frame)):
+                    stranger.sendall(frame)
+            stranger.close()
+            assert server.stdout.readline() == "ended\n"
+        until(lambda: memory().rss < before + (24 << 20), f"{(memory().rss - before) >> 20} MiB are kept", within_s=10)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_the_limit_on_all_unfinished_messages_holds_while_a_flood_lasts() -> None:
+    """The server never comes to the end of what has come; nobody sends more than a message may have."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server, flooder, large = context.socket(zmq.ROUTER), context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    limits = {"max_message": 64 << 20, "max_waiting": 4, "max_total": 30 << 20, "max_unread": 1 << 30}
+    server.setsockopt(zmq.RCVHWM, 4)
+    connections = Connections(server, encrypted=False, **limits)
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+    for client in (flooder, large):
+        client.setsockopt(zmq.LINGER, 0)
+        client.connect(f"tcp://127.0.0.1:{port}")
+    strangers = [raw_client(port) for _ in range(4)]
+    frame, ended, came = b"\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20), list[int](), 0
+    deadline = time.monotonic() + 60
+    while not ended and time.monotonic() < deadline:
+        for stranger in strangers:
+            if came < 10 * 4:
+                stranger.sendall(frame)
+                came += 1
+        large.send(bytes(8 << 20), zmq.NOBLOCK) if large.poll(0, zmq.POLLOUT) else None
+        for _ in range(100):
+            flooder.send(b"x")
+        for _ in range(100):
+            connections.count(server.recv_multipart(copy=False))
+        ended += connections.shut_down_unfinished(drained=False)
+    assert came == 40 and ended and all(left > (9 << 20) for left in ended), (
+        "they are ended, not those whose messages come whole"
+    )
+    assert sum(ended) >= 10 << 20 and len(ended) < 4, "no more than had to be"
+    for stranger in strangers:
+        stranger.close()
+    connections.close()
+    context.destroy(linger=0)
+
+
+# ---- numbers
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+from buffers.server import BufferServer
+from configs.load import load
+server = BufferServer(load(sys.argv[2:]), Path(sys.argv[1]))
+print(server.address, flush=True)
+server.run()
+"""
+
+
+def test_more_connections_than_a_process_may_have_do_not_stop_the_buffer(tmp_path: Path) -> None:
+    """Silent ones, three times as many as there are file descriptors: the honest go on, and newcomers are let in."""
+    with open(tmp_path / "log", "w") as log:
+        command = [sys.executable, "-c", LIMITED, str(tmp_path / "journal"), *SMALL]
+        server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
+    assert server.stdout is not None
+    crowd: list[socket.socket] = []
+    try:
+        address = server.stdout.readline().strip()
+        port = int(address.rpartition(":")[2])
+        honest = BufferClient(address, timeout_s=20.0)
+        honest.call(m.Publish(version=0, weights="w"), m.Done)
+        for number in range(600):
+            crowd.append(socket.create_connection(("127.0.0.1", port), timeout=20.0))
+            if number % 50 == 0:
+                honest.call(m.Watch(after=0, wait_s=0.0), m.News)
+        newcomer = BufferClient(address, timeout_s=20.0)
+        newcomer.call(m.Join(generator="g"), m.Welcome)
+        assert newcomer.call(m.Ask(generator="g", count=1, wait_s=5.0), m.Work).leases
+        until(lambda: psutil.Process(server.pid).num_fds() < 160, "file descriptors are free again")
+        refused = honest.call(m.Watch(after=0, wait_s=0.0), m.News).status.refused
+        assert refused["too many connections"] >= 400 and server.poll() is None, (tmp_path / "log").read_text()
+        honest.close()
+        newcomer.close()
+    finally:
+        for one in crowd:
+            one.close()
+        server.kill()
+        server.wait()
+
+
+def test_a_connection_is_ended_when_the_process_has_no_file_descriptor_left() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = context.socket(zmq.ROUTER)
+    connections = watch_small_requests(server, encrypted=False, max_unread=1 << 30)
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+    stranger = raw_client(port)
+    connections.shut_down_unfinished(drained=True)
+    (descriptor,) = connections._open
+    taken, limits = list[int](), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 20, limits[1]))
+    try:
+        while True:
+            taken.append(os.dup(0))
+    except OSError:
+        assert connections.shut_down(descriptor)
+    finally:
+        for one in taken:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert stranger.recv(100) == b"", "it is ended"
+    stranger.close()
+    connections.close()
+    context.destroy(linger=0)
+
+
+def test_a_descriptor_that_is_a_files_by_now_is_left_alone() -> None:
+    loan, gone = Loan(), Connection(inode=7, num_read=3, num_sent=4)
+    with open(os.devnull) as file:
+        assert loan.ask_kernel(file.fileno(), gone) == (4, 3)
+        loan.shut_down(file.fileno(), gone)
+    assert loan.ask_kernel(10**6, gone) == (4, 3), "and one that is closed"
+    loan.close()
+
+
+def test_the_kernel_asks_silent_connections_whether_they_are_there(harness: Callable[..., Harness]) -> None:
+    run = harness()
+    run.status()
+    for descriptor in run.server._connections._open:
+        with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            assert [accepted.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [15, 5, 3]
+    assert run.server._connections._open
+
+
+def test_learners_whose_connection_has_ended_are_forgotten(harness: Callable[..., Harness]) -> None:
+    run = harness()
+    run.publish(0)
+    for life in range(30):
+        learner = BufferClient(run.server.address, timeout_s=5.0)
+        learner.call(m.Next(step=0, wait_s=0.0), m.NotYet)
+        if life % 10 == 0:
+            run.client.call(m.Rewind(step=0), m.Done)
+            run.publish(0)
+        learner.close()
+    until(lambda: len(run.server._learners | run.server._dead) <= 2, "only those who are there are remembered")
+    until(lambda: not run.server._connections._gone, "and nobody who is gone")
+
+
+# ---- readers of weights
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Iterator[Callable[..., SnapshotServer]]:
+    servers: list[SnapshotServer] = []
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    with open(folder / "v0-life.safetensors", "wb") as file:
+        file.truncate(64 << 20)
+
+    def serve(keys: Path | None = None) -> SnapshotServer:
+        watch = partial(watch_small_requests, encrypted=keys is not None, max_unread=tcp.MAX_UNREAD_BYTES)
+        door = None if keys is None else (lambda socket: open_door(socket, keys))
+        servers.append(SnapshotServer(folder, secure=door, watch=watch))
+        return servers[-1]
+
+    yield serve
+    for server in servers:
+        server.close()
+
+
+def ask_for_a_window(port: int) -> socket.socket:
+    """A host that has asked for as much as a puller asks for at a time, and has little room for what comes."""
+    connection = raw_client(port, room=128 << 10)
+    for number in range(8):
+        body = tcp.encode(tcp.Get("v0-life.safetensors", number * tcp.CHUNK_BYTES, tcp.CHUNK_BYTES))
+        connection.sendall(b"\x00" + bytes([len(body)]) + body)
+    return connection
+
+
+def test_a_host_that_never_reads_its_weights_is_ended_and_a_slow_one_is_not(
+    weights: Callable[..., SnapshotServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffers.connections.UNREAD_S", 4.0)
+    server = weights()
+    port = int(server.address.rpartition(":")[2])
+    deaf, slow = ask_for_a_window(port), ask_for_a_window(port)
+    began, num_bytes = time.monotonic(), 0
+    while time.monotonic() - began < 9.0:
+        num_bytes += len(slow.recv(1 << 15))
+        time.sleep(max(0.0, began + num_bytes / 1e6 - time.monotonic()))  # 1 MB/s
+    assert 7e6 < num_bytes < 10e6 and server.refused == {"unread answers": 1}
+    with pytest.raises(OSError):  # what had reached it, and then the end
+        while deaf.recv(1 << 20):
+            pass
+        raise OSError("ended")
+    assert slow.recv(1 << 15), "it goes on"
+    deaf.close()
+    slow.close()
+
+
+def test_whoever_asks_for_more_than_it_reads_loses_its_connection(
+    weights: Callable[..., SnapshotServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "MAX_UNREAD_BYTES", 40 << 20)
+    server = weights()
+    port = int(server.address.rpartition(":")[2])
+    greedy = ask_for_a_window(port)
+    assert not server.refused
+    body = tcp.encode(tcp.Get("v0-life.safetensors", 0, 64 << 20))
+    greedy.sendall(b"\x00" + bytes([len(body)]) + body)
+    until(lambda: server.refused["unread answers"] == 1, "it is ended")
+    greedy.close()
+
+
+REQUESTS: list[tcp.Request] = [
+    tcp.Get("v0-life.safetensors", 0, 10), tcp.Route("v1-life", "v0-life"), tcp.Enlist("v0-life.json", "tcp://10.0.0.7:5555"),
+    tcp.Send("v0-life", "0123456789abcdef"),
+]  # fmt: skip
+
+
+def test_every_request_for_weights_has_its_speakers() -> None:
+    assert (
+        {kind.__name__ for kind in get_args(tcp.Request)}
+        == set(WEIGHTS_SPEAKERS)
+        == {type(r).__name__ for r in REQUESTS}
+    )
+
+
+@pytest.mark.parametrize("role", KeyRole)
+def test_weights_are_for_keys_of_generators(
+    weights: Callable[..., SnapshotServer], tmp_path: Path, role: KeyRole
+) -> None:
+    make_keys(tmp_path / "keys", list(KeyRole))
+    server = weights(tmp_path / "keys")
+    asker = zmq.Context.instance().socket(zmq.DEALER)
+    show_key(asker, tmp_path / "keys", role)
+    asker.connect(server.address)
+    for request in REQUESTS:
+        asker.send(tcp.encode(request))
+        assert asker.poll(20_000)
+        reply = tcp.replies.decode(asker.recv_multipart()[0])
+        said = f"{type(request).__name__} must not be said with the key of a {role}"
+        assert (isinstance(reply, tcp.Refused) and said in reply.reason) == (role is not KeyRole.generator), reply
+    assert server.refused["forbidden"] == (0 if role is KeyRole.generator else len(REQUESTS))
+    asker.close(linger=0)
