@@ -1,7 +1,8 @@
 """From command-line overrides to a checked, typed `Config`. Hydra composes; past this module there is no DictConfig."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -17,19 +18,24 @@ FOLDER = Path(__file__).parent
 
 def load(overrides: Sequence[str]) -> Config:
     """Composes `config.yaml` with the overrides. Raises ValueError with every problem, named by field, rule and value."""
+    return check(_compose(tuple(overrides)))
+
+
+@lru_cache(maxsize=64)
+def _compose(overrides: tuple[str, ...]) -> DictConfig:
+    """Nobody changes what it returns. It takes a tenth of a second, and tests ask for the same again and again."""
     if problems := _unknown(overrides):
         raise ValueError("\n".join(problems))
-    ConfigStore.instance().store(name="schema", node=Config)
+    _store_schema()
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
         try:
             # The arguments of a task or a sampler are open-ended: Hydra wants a `++` where the schema cannot know the key.
-            composed = compose(
+            return compose(
                 "config",
                 overrides=[f"++{o}" if o.startswith(("task.args", "buffer.sampler_args")) else o for o in overrides],
             )
         except (HydraException, OmegaConfBaseException) as error:
             raise ValueError(_explain(error, overrides)) from error
-    return check(composed)
 
 
 def parse(text: str) -> Config:
@@ -103,7 +109,14 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def fields() -> dict[str, object]:
+@cache
+def _store_schema() -> None:
+    """Lets `config.yaml` name the schema in its defaults."""
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+@cache
+def fields() -> Mapping[str, object]:
     """Every field by its dotted name, with its default."""
     found: dict[str, object] = {}
 

@@ -69,6 +69,8 @@ def cluster(config: Config) -> Iterator[None]:
         "RAY_worker_maximum_startup_concurrency", str(num_roles)
     )  # a generator must not hold up the learner
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray's default is 15: whatever else this machine computes would starve the run, whose heartbeats then stop.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
 
     node: Any = None if config.cluster.address else start_node(num_roles)

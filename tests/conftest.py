@@ -1,6 +1,7 @@
 """What several test files share: models, batches that look like a generator's, and whole runs."""
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -68,6 +69,14 @@ def pytest_unconfigure() -> None:
     for process in making:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """A test draws the same numbers whatever ran before it."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -101,6 +101,7 @@ def test_who_asks_lives_as_long_as_the_worker(stages: None, folder: Path) -> Non
     assert asking.poll() is None
     worker.kill()
     asking.communicate(timeout=60)
+    psutil.wait_procs([worker], timeout=60)
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
 
 

@@ -59,7 +59,7 @@ class Host:
 
     def __init__(self, folder: Path, relay: bool = False, **arguments: object) -> None:
         self.folder = folder
-        self.fetcher = Fetcher(folder, **{"timeout_s": 3.0, **arguments})  # type: ignore[arg-type]
+        self.fetcher = Fetcher(folder, **{"timeout_s": 60.0, **arguments})  # type: ignore[arg-type]
         self.subscriber = Subscriber(self.fetcher, relay=SnapshotServer if relay else None)
 
     @property
@@ -179,7 +179,7 @@ def test_what_is_damaged_on_the_way_is_never_taken_for_what_was_published(
 
 
 def test_a_relay_hands_on_and_the_publisher_serves_few(publisher: Publisher, host: Make) -> None:
-    hosts = [host(relay=True, patience_s=20.0) for _ in range(7)]
+    hosts = [host(relay=True, patience_s=60.0) for _ in range(7)]
     for version in range(2):
         manifest = publisher.publish(version, parts(weights(version)))
         with ThreadPoolExecutor(7) as pool:
@@ -201,7 +201,7 @@ def test_of_adapters_a_host_fetches_the_adapters_and_hands_them_on(tmp_path: Pat
         tmp_path / "weights", "life", server=SnapshotServer(tmp_path / "weights"),
         adapter=describe(tmp_path / "model", "float32", 0.5),
     )  # fmt: skip
-    hosts = [host(relay=True, patience_s=20.0) for _ in range(3)]
+    hosts = [host(relay=True, patience_s=60.0) for _ in range(3)]
     for version in range(3):
         matrices = [torch.randn(rank, rows), torch.randn(rows, rank)]
         named = {f"{PREFIX}up.lora_{name}.weight": m for name, m in zip(names, matrices, strict=True)}
@@ -224,7 +224,7 @@ def test_one_process_of_a_host_hands_on_for_all_and_another_takes_its_place(
     publisher: Publisher, tmp_path: Path
 ) -> None:
     folder = tmp_path / "far"
-    first, second = (Subscriber(Fetcher(folder, timeout_s=3), relay=SnapshotServer) for _ in range(2))
+    first, second = (Subscriber(Fetcher(folder, timeout_s=60), relay=SnapshotServer) for _ in range(2))
     first.prepare(elsewhere(publisher, publisher.publish(0, parts(weights(0)))))
     second.prepare(elsewhere(publisher, publisher.publish(1, parts(weights(1)))))
     assert first._server is not None and second._server is None and publisher._server is not None
