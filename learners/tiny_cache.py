@@ -4,14 +4,19 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from itertools import islice
 from pathlib import Path
 
 import xxhash
 
+from sync.locks import hold
+
 SEED = "SLIPSTREAM_TINY_SEED"
 RECIPE = Path(__file__).with_name("tiny.py")
 """How the model is made: a change there is another model."""
+PATIENCE_S = 600.0
+"""A process that makes the model is waited for so long; then this one makes its own."""
 
 
 def tiny_model(solved: Iterator[tuple[str, str]], cache: Path | None = None) -> Path:
@@ -27,17 +32,25 @@ def tiny_model(solved: Iterator[tuple[str, str]], cache: Path | None = None) -> 
     folder = cache / f"tiny-{xxhash.xxh3_64_hexdigest(recipe.encode())}"
     if not (folder / "config.json").exists():
         cache.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=cache, prefix=".making-"))
-        from learners import tiny  # here: importing torch takes seconds
-
-        tiny.make(solved, [question for question, _ in sample], seed, temporary)
-        try:
-            temporary.rename(folder)
-        except OSError:
-            shutil.rmtree(temporary)
-            if not (folder / "config.json").exists():  # else another process was faster
-                raise
+        with ExitStack() as lock:
+            with suppress(OSError):  # the lock spares work; without it two processes make the same model
+                lock.enter_context(hold(cache / ".making.lock", "makes the tiny model", PATIENCE_S))
+            if not (folder / "config.json").exists():
+                _make(solved, [question for question, _ in sample], seed, folder)
     return folder
+
+
+def _make(solved: Iterator[tuple[str, str]], texts: list[str], seed: int, folder: Path) -> None:
+    from learners import tiny  # here: importing torch takes seconds
+
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
+    tiny.make(solved, texts, seed, temporary)
+    try:
+        temporary.rename(folder)
+    except OSError:
+        shutil.rmtree(temporary)
+        if not (folder / "config.json").exists():  # else another process was faster
+            raise
 
 
 def _seed() -> int:

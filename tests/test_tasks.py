@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
@@ -129,6 +130,19 @@ def test_a_tiny_model_that_has_not_learned_is_taught_again_and_then_refused(
         hasty("0")
     assert len(rounds) == tiny.ROUNDS
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("tiny-")], "it is not kept"
+
+
+def test_of_two_processes_that_need_the_model_at_once_one_makes_it_and_the_other_waits(
+    hasty: Callable[[str | None], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makers: list[Path] = []
+    make = tiny.make
+    monkeypatch.setattr(
+        tiny, "make", lambda *arguments: (makers.append(arguments[-1]), time.sleep(0.5), make(*arguments))
+    )
+    with ThreadPoolExecutor(2) as pool:  # each opens the lock's file for itself, as two processes do
+        first, second = pool.map(hasty, [None, None])
+    assert first == second and len(makers) == 1
 
 
 def test_the_second_call_finds_the_model_in_the_cache(tiny_model: Path) -> None:
