@@ -193,7 +193,8 @@ def lost() -> Iterator[subprocess.Popen[str]]:
 def test_generators_join_a_run_and_leave_it_and_what_a_killed_driver_leaves_goes_on_without_a_checkpoint(
     start: Callable[..., Started], lost: subprocess.Popen[str]
 ) -> None:
-    run = start(*SIMULATED, "run.steps=1000", "buffer.lease_s=3", "learner.checkpoint_every=1000")
+    speed = "generators.simulated.train_tokens_per_s"  # about a step a second: without a checkpoint all are trained again
+    run = start(*SIMULATED, f"{speed}=400", "run.steps=1000", "buffer.lease_s=3", "learner.checkpoint_every=1000")
     run.wait_for(lambda: run.steps() >= 1, "first step")
     address = re.search(r"tcp://\S+", (run.folder / "logs" / "buffer.log").read_text())
     assert address is not None
@@ -217,7 +218,7 @@ def test_generators_join_a_run_and_leave_it_and_what_a_killed_driver_leaves_goes
     assert code == 1 and "has been silent for" in out, out
     fleets[1].assert_nothing_left()
     steps, groups = run.steps(), recorded("group")
-    again = start(f"run.resume={run.folder}", f"run.steps={steps + 2}")
+    again = start(f"run.resume={run.folder}", f"run.steps={steps + 2}", f"{speed}=20000")
     code, out = again.finish()
     assert code == 0, out
     assert groups <= recorded("group"), "what was generated before is trained"
