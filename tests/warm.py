@@ -13,7 +13,7 @@ import pytest  # noqa: F401
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-import configs.load  # noqa: F401
+import configs.load
 import learners.fsdp
 import learners.megatron.engine
 import learners.models
@@ -21,3 +21,4 @@ import learners.step  # noqa: F401
 
 torch.set_num_threads(1)
 get_checkpoint_conversion_mapping("qwen3")  # compiles hundreds of patterns, once a process
+configs.load.load([])  # reads the schema, once a process
