@@ -101,14 +101,14 @@ class RunConfig:
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     path: str = "tiny"
-    """A Hugging Face causal-LM folder, or `tiny`: the small Qwen3 that the project makes and caches."""
+    """A Hugging Face causal-LM folder, or `tiny`: the small Qwen3 that the project makes for the task, and caches."""
     dtype: Dtype = Dtype.float32
     """What generators compute in and weights travel in. The learner keeps float32 master weights."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TaskConfig:
-    name: str = "arithmetic"
+    name: str = "sorting"
     """A file of `generators/tasks/`, or `module:Class` for a task of your own."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the task's class."""
@@ -242,7 +242,7 @@ def is_loopback(host: str) -> bool:
 class SamplingConfig:
     temperature: float = 1.0
     """Behaviour log-probabilities are those after temperature."""
-    max_tokens: int = 8
+    max_tokens: int = 16
     """Longest response, in tokens."""
     top_p: float = 1.0
     top_k: int = -1

@@ -198,10 +198,15 @@ def resolve_model(config: Config) -> Path:
     if config.learner.engine is LearnerKind.simulated:
         return Path("simulated")
     if config.model.path == "tiny":
-        from generators.tasks.arithmetic import Task
         from learners.tiny_cache import tiny_model
 
-        return tiny_model(Task().solved("train", seed=0))
+        task: Any = load_task(config.task.name, config.task.args)
+        if not hasattr(task, "solved"):
+            raise ValueError(
+                f"model.path must be a folder for a task without solved questions to warm-start the tiny model on (`solved`), got "
+                f"tiny with task.name={config.task.name}"
+            )
+        return tiny_model(task.solved("train", seed=0))
     path = Path(config.model.path)
     if not (path / "config.json").is_file():
         raise ValueError(f"model.path must be a Hugging Face model folder or `tiny`, got {path} without a config.json")

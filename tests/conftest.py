@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 
 MAKE_TINY = """
-from generators.tasks.arithmetic import Task
+from generators.tasks.sorting import Task
 from learners.tiny_cache import tiny_model
 tiny_model(Task().solved("train", seed=0))
 """
@@ -83,7 +83,7 @@ def seed() -> None:
 def tiny_model() -> Path:
     """The folder of the tiny model (made once, then cached), for whole runs. Its weights differ from machine to machine, so
     nothing that a test asserts may follow from them: `fixed_model` is for that."""
-    from generators.tasks.arithmetic import Task
+    from generators.tasks.sorting import Task
     from learners import tiny_cache
 
     for process in making:

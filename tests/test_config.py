@@ -334,8 +334,8 @@ def test_a_resumed_run_keeps_what_its_journal_depends_on(tmp_path: Path) -> None
     [
         (["run.stpes=3"], "run.stpes must be a configuration key (nearest: run.steps"),
         (["model.path=/no/such/model"], "model.path must be a Hugging Face model folder or `tiny`, got /no/such/model"),
-        (["task.name=nope"], "task.name must be one of ['arithmetic'], or read module:Class, got 'nope'"),
-        (["task.args.digits=0"], "task.args must suit Task of generators.tasks.arithmetic, got {'digits': 0}"),
+        (["task.name=nope"], "task.name must be one of ['arithmetic', 'sorting'], or read module:Class, got 'nope'"),
+        (["task.args.numbers=0"], "task.args must suit Task of generators.tasks.sorting, got {'numbers': 0}"),
     ],
 )
 def test_the_command_says_what_is_wrong_and_leaves_nothing_behind(

@@ -44,12 +44,12 @@ def synchronous(config: Config, folder: Path) -> dict[str, Tensor]:
         engine.load(Snapshot(publisher.publish(step, trainer.weights())))
         openings = {}
         for group in range(step * GROUPS, (step + 1) * GROUPS):
-            lease = Lease(id=0, split="train", task="arithmetic", index=group, seed=0, group=group, due=step, floor=step,
+            lease = Lease(id=0, split="train", task="sorting", index=group, seed=0, group=group, due=step, floor=step,
                           num_samples=SAMPLES)  # fmt: skip
             openings[group] = episodes.open(lease)
             for i in range(SAMPLES):
                 seed = sample_seed(0, "train", group, i)
-                engine.add(Sample(id=f"{group}/{i}", prompt=openings[group].tokens, max_tokens=8, seed=seed))
+                engine.add(Sample(id=f"{group}/{i}", prompt=openings[group].tokens, max_tokens=16, seed=seed))
         done = {}
         while engine.num_unfinished:
             done |= {completion.id: completion for completion in engine.step()}

@@ -48,6 +48,7 @@ def test_a_run_that_lost_a_rank_and_then_its_driver_ends_with_the_bits_of_one_th
     start: Callable[..., Started], tmp_path: Path, tiny_model: Path
 ) -> None:
     left_alone, run = start(*SYNCHRONOUS, outputs=tmp_path / "alone"), start(*SYNCHRONOUS)
+    run.wait_for(lambda: checkpoint.latest(run.folder / "checkpoints") is not None, "checkpoint")
     run.wait_for(lambda: run.steps() >= 3, "third step")
     generators = run.roles("GeneratorRole")
     run.lose_a_rank(1)

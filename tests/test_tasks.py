@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from generators.task import Prompt, Score
 from generators.tasks import load_task
-from generators.tasks.arithmetic import Task
+from generators.tasks.sorting import Task
 from learners import tiny, tiny_cache
 
 
@@ -30,33 +31,67 @@ class Echo:
         return Score(float(response == prompt.text))
 
 
-def test_a_prompt_is_the_same_wherever_it_is_made_and_differs_by_index_and_seed() -> None:
-    one, other = load_task("arithmetic", {}), load_task("arithmetic", {})
-    texts = {(i, s): one.prompt("train", i, s).text for i in range(20) for s in range(2)}
+@pytest.fixture(params=["arithmetic", "sorting"])
+def shipped(request: pytest.FixtureRequest) -> Any:
+    return load_task(request.param, {})
+
+
+def test_a_prompt_is_the_same_wherever_it_is_made_and_differs_by_index_and_seed(shipped: Any) -> None:
+    other = type(shipped)()
+    texts = {(i, s): shipped.prompt("train", i, s).text for i in range(20) for s in range(2)}
     assert texts == {(i, s): other.prompt("train", i, s).text for i, s in texts}
     assert len(set(texts.values())) > 30
 
 
-def test_training_and_evaluation_never_share_a_question() -> None:
-    task = Task()
-    train, held_out = ({task.prompt(split, i, 0).text for i in range(2000)} for split in ("train", "eval"))
+def test_training_and_evaluation_never_share_a_question(shipped: Any) -> None:
+    train, held_out = ({shipped.prompt(split, i, 0).text for i in range(500)} for split in ("train", "eval"))
     assert not train & held_out
-    assert len(held_out) > 50
-    assert not {question for question, _ in islice(task.solved("train", 0), 2000)} & held_out
+    assert len(held_out) > 40
+    assert not {question for question, _ in islice(shipped.solved("train", 0), 500)} & held_out
 
 
-def test_a_split_that_is_not_one_is_refused() -> None:
+def test_a_split_that_is_not_one_is_refused(shipped: Any) -> None:
     with pytest.raises(ValueError, match="split must be train or eval, got 'test'"):
-        Task().prompt("test", 0, 0)
+        shipped.prompt("test", 0, 0)
 
 
-def test_the_right_answer_scores_one_and_anything_else_nothing() -> None:
-    task = Task()
+def test_the_right_sum_scores_one_and_anything_else_nothing() -> None:
+    task = load_task("arithmetic", {})
     prompt = task.prompt("train", 3, 0)
     answer = prompt.entry["answer"]
     assert task.score(prompt, f" {answer}\n") == Score(1.0, {"correct": 1.0})
     for wrong in (str(int(answer) + 1), "", "banana", f"{answer}{answer}", "ÿ"):
         assert task.score(prompt, wrong).reward == 0.0
+
+
+def test_numbers_in_order_score_one_and_anything_else_nothing() -> None:
+    task, directions = Task(numbers=4, low=-3, high=12), set()
+    for index in range(40):
+        prompt = task.prompt("train", index, 0)
+        _, *numbers, direction = prompt.text.rstrip(".").split()
+        right = sorted(map(int, numbers), reverse=direction == "descending")
+        directions.add(direction)
+        assert len(right) == 4 and -3 <= min(right) <= max(right) <= 12
+        assert task.score(prompt, " ".join(map(str, right)) + "\n") == Score(1.0, {"correct": 1.0})
+        nearly = [
+            *right[:-1],
+            right[-1] + (1 if direction == "ascending" else -1),
+        ]  # in order, and not what was asked for
+        for wrong in (
+            right[::-1] if len(set(right)) > 1 else [],
+            right[1:],
+            nearly,
+            [*right, right[-1]],
+            [],
+            ["banana"],
+        ):
+            assert task.score(prompt, " ".join(map(str, wrong))).reward == 0.0
+    assert directions == {"ascending", "descending"}
+
+
+def test_the_questions_of_the_default_task_cannot_be_learned_by_heart() -> None:
+    task = Task()
+    assert len({task.prompt("train", i, 0).text for i in range(4000)}) > 3950
 
 
 def test_a_task_may_live_anywhere() -> None:
@@ -66,7 +101,7 @@ def test_a_task_may_live_anywhere() -> None:
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("nope", {}, r"task.name must be one of \['arithmetic'\].* got 'nope'"),
+        ("nope", {}, r"task.name must be one of \['arithmetic', 'sorting'\].* got 'nope'"),
         ("no.such.module:Task", {}, "task.name must name a class that can be imported, got 'no.such.module:Task'"),
         (":x", {}, "task.name must name a class that can be imported, got ':x'"),
         ("os:path", {}, "task.name must name a class, got 'os:path', which is a module"),
@@ -83,17 +118,17 @@ def test_the_tiny_model_loads_with_stock_transformers_and_starts_where_learning_
     text = "Grüße, 12 + 7 \n 日本"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-    assert len(tokenizer.encode("Calculate 3 + 7 + 10.")) == 8
+    assert len(tokenizer.encode("Sort 3 7 1 9 4 2 ascending.")) == 13
     solved = list(islice(Task().solved("eval", 1), 256))
     with torch.no_grad():
         reward = tiny._sampled_reward(model, *tiny._encode(tokenizer, solved))
-    assert 0.15 <= reward <= 0.45, "blurring ends by a measured score, whatever the seed and the processor"
+    assert 0.15 <= reward <= 0.45, "the warm start ends by a measured score, whatever the seed and the processor"
 
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str | None], Path]:
     """Makes a model by the same steps, but a few of them only, with this SLIPSTREAM_TINY_SEED."""
-    for name, value in {"STEPS": 1, "SOFT_STEPS": 4, "KNOWN": 0.0, "TARGET": 1.0}.items():
+    for name, value in {"STEPS": 4, "LOOK_EVERY": 2, "TARGET": 0.0}.items():
         monkeypatch.setattr(tiny, name, value)
 
     def make(seed: str | None) -> Path:
@@ -118,17 +153,15 @@ def test_a_seed_of_the_tiny_model_that_is_no_seed_is_refused(hasty: Callable[[st
         hasty(seed)
 
 
-def test_a_tiny_model_that_has_not_learned_is_taught_again_and_then_refused(
+def test_a_tiny_model_that_does_not_learn_is_refused(
     hasty: Callable[[str | None], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    rounds: list[int] = []
-    monkeypatch.setattr(tiny, "_teach", lambda *arguments: rounds.append(1))
-    monkeypatch.setattr(tiny, "KNOWN", 0.9)
+    monkeypatch.setattr(tiny, "TARGET", 0.9)
     with pytest.raises(
-        RuntimeError, match="the tiny model must know 0.9 of the answers, .* another SLIPSTREAM_TINY_SEED"
+        RuntimeError,
+        match="the tiny model must answer 0.9 of the questions after at most 4 steps, got 0.00: .* another SLIPSTREAM_TINY_SEED",
     ):
         hasty("0")
-    assert len(rounds) == tiny.ROUNDS
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("tiny-")], "it is not kept"
 
 
