@@ -29,6 +29,7 @@ from buffers.keys import KeyRole
 from buffers.watchdog import Stuck
 from configs import load as configs
 from configs.schema import Config
+from learners.memory import named_shortage
 from sync.folders import abandon
 
 
@@ -89,6 +90,33 @@ def logged() -> Iterator[None]:
         raise
 
 
+DEVICE_ERRORS = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "NCCL error", "Triton Error [CUDA]")
+"""What libraries other than torch write into a RuntimeError when the GPU has failed."""
+
+
+def is_device_error(error: RuntimeError) -> bool:
+    """Has the GPU failed, and not the code? In this process nothing runs on it any more. Too little memory is another matter: the next
+    life would have no more."""
+    import torch  # every process that has a device has imported it
+
+    text = str(error)
+    known = isinstance(error, torch.AcceleratorError | torch.distributed.DistBackendError)
+    return (known or any(mark in text for mark in DEVICE_ERRORS)) and "out of memory" not in text
+
+
+@contextlib.contextmanager
+def ending_with_its_device() -> Iterator[None]:
+    """A process whose GPU has failed dies: Ray starts another in its place, as long as `max_restarts` lasts, and no exception would
+    make it do that."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_device_error(error):
+            raise
+        logging.shutdown()
+        os._exit(1)
+
+
 @contextlib.contextmanager
 def heartbeat(client: BufferClient, name: str) -> Iterator[HeartbeatThread]:
     """The buffer hears of a rank of the learner. One that ends well says farewell; one that fails is heard of no more."""
@@ -122,7 +150,7 @@ class GeneratorRole(Role):
         """`gpu_memory`: the share of its GPU that the engine may take."""
         from generators.worker import join
 
-        with logged():
+        with ending_with_its_device(), logged():
             # Kept: an engine that is let go of computes for two seconds.
             self.generator = join(address, name, seed, keys, gpu_memory)
             self.generator.run()
@@ -156,7 +184,8 @@ class LearnerRole(Role):
                 with heartbeat(client.another(), f"learner-{rank}") as heart:
                     from learners.learner import start  # after the first heartbeat: importing torch takes seconds
 
-                    start(config, folder, client, rank, rendezvous, resume_step, say=heart.say).run()
+                    with named_shortage(config):
+                        start(config, folder, client, rank, rendezvous, resume_step, say=heart.say).run()
         except Exception as error:
             at = time.time()  # before the others can notice: connections are open until this function has ended
             report = f": {error}" if isinstance(error, ValueError) else f" has failed:\n{traceback.format_exc()}"

@@ -277,7 +277,9 @@ class Run:
         division = places.division
         if str(division):
             self._console.say(str(division))
-        if (memory := plan(config, cuda=division.rank_memory is not None)) is not None:
+        limited = dataclasses.replace(config.learner, gpu_memory_fraction=division.rank_memory)
+        own = dataclasses.replace(config, learner=limited)
+        if (memory := plan(own, cuda=division.rank_memory is not None)) is not None:
             self._console.say(str(memory))
         if (untested := families.note(config)) is not None:
             self._console.say(untested)
@@ -288,8 +290,6 @@ class Run:
         generators = [places.generator(number).remote(name, *common) for number, name in enumerate(names)]
         address = self._get(buffer.start.remote(config, self._folder / "journal", self._resume_step), "buffer")
         self._refs[buffer.run.remote()] = "buffer"
-        limited = dataclasses.replace(config.learner, gpu_memory_fraction=division.rank_memory)
-        own = dataclasses.replace(config, learner=limited)
         learner = LearnerRanks(own, self._folder, address, places.learner, common)
         learner.start(self._resume_step or None)  # no checkpoint is of step 0
         for number, (name, generator) in enumerate(zip(names, generators, strict=True)):
