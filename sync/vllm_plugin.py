@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import xxhash
 from torch import nn
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from sync.manifest import DigestMismatch, EngineMismatch, Manifest, TensorEntry, dtype_name, tensor_digest
+from sync.digest import Digest, tensor_digests
+from sync.manifest import DigestMismatch, EngineMismatch, Manifest, TensorEntry, dtype_name
 from sync.snapshot import Snapshot, expect_digests
 from sync.transports.cuda_ipc import gpu_uuid, on_device
 from sync.transports.nccl import Broadcast
@@ -259,7 +259,7 @@ class Layout:
         return {name: copied.result() for name, copied in copies.items()}
 
     def digests(self) -> dict[str, str]:
-        return {name: tensor_digest(self._view(name)) for name in self._places}
+        return tensor_digests({name: self._view(name) for name in self._places})
 
     def _place(self, entry: TensorEntry) -> tuple[str, int]:
         """The parameter that holds a tensor, and its first row there."""
@@ -294,7 +294,7 @@ def _is_on_cpu(model: nn.Module) -> bool:
 
 def _copy(source: torch.Tensor, place: torch.Tensor) -> str:
     """Copies, and digests what has arrived while it is still in the processor's cache. Returns the digest."""
-    digest = xxhash.xxh3_128()
+    digest = Digest()
     into, out = (tensor.view(-1).view(torch.uint8).numpy() for tensor in (place, source))
     for begin in range(0, len(out), CHUNK_BYTES):
         chunk = into[begin : begin + CHUNK_BYTES]
