@@ -23,12 +23,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from configs.learner import Accumulate, CriticPlace, LearnerKind
 from configs.schema import Config, Dtype, Transport
+from configs.sizes import sizes_of
 
 GIB = 2**30
 CHUNK_ELEMENTS = 2**27
@@ -61,7 +61,7 @@ def plan(config: Config, *, cuda: bool) -> Plan | None:
         return None
     hf = json.loads((path / "config.json").read_text())
     try:
-        sizes = _sizes(hf)
+        sizes = sizes_of(hf)
     except KeyError:
         return None
     each, frozen = sizes.parameters, 0  # of a model that is trained
@@ -111,49 +111,6 @@ def _keeps_a_version(config: Config) -> bool:
     """Does the first rank keep a version on its GPU? An engine that shares the GPU asks for it, unless all is offloaded."""
     shares = (config.learner.gpu_memory_fraction or 1.0) < 1.0 and not config.learner.fsdp.cpu_offload
     return config.sync.transport is Transport.cuda_ipc or (config.sync.transport is Transport.auto and shares)
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Of a model, in elements."""
-
-    parameters: int
-    layer: int
-    embeddings: int
-    """Embedding and head, and the norm before it: what no layer holds"""
-    layers: int
-    hidden: int
-    vocabulary: int
-    activations: int
-    """Of one token in one layer"""
-    lora_per_rank: int
-    """Parameters of adapters of rank 1 on all linear layers"""
-    caps: bool
-    """Whether logits are capped"""
-
-
-def _sizes(hf: dict[str, Any]) -> Sizes:
-    """From a Hugging Face configuration of the Llama kind. Raises KeyError for others."""
-    hidden, layers, heads = hf["hidden_size"], hf["num_hidden_layers"], hf["num_attention_heads"]
-    dim = hf.get("head_dim") or hidden // heads
-    query, key = heads * dim, (hf.get("num_key_value_heads") or heads) * dim
-    experts = hf.get("num_experts") or hf.get("num_local_experts") or 0
-    width = hf["moe_intermediate_size"] if experts else hf["intermediate_size"]
-    mlps, used = (experts, hf["num_experts_per_tok"]) if experts else (1, 1)
-    layer = 2 * hidden * (query + key) + 3 * hidden * width * mlps + hidden * experts + 2 * hidden
-    embeddings = hf["vocab_size"] * hidden * (1 if hf.get("tie_word_embeddings") else 2)
-    adapted = 0 if experts else 3 * (hidden + width)
-    return Sizes(
-        parameters=layers * layer + embeddings + hidden,
-        layer=layer,
-        embeddings=embeddings + hidden,
-        layers=layers,
-        hidden=hidden,
-        vocabulary=hf["vocab_size"],
-        activations=6 * hidden + 6 * query + 5 * key + 5 * width * used,
-        lora_per_rank=layers * (2 * (hidden + query) + 2 * (hidden + key) + adapted),
-        caps=bool(hf.get("final_logit_softcapping")),
-    )
 
 
 class OutOfMemory(ValueError):

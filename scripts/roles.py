@@ -48,6 +48,9 @@ class Role:
             level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
         )
 
+    def pid(self) -> int:
+        return os.getpid()
+
 
 REFRESH_S = 1.0
 """How often the watch over the driver looks which processes there are to end with it."""
@@ -146,13 +149,12 @@ class BufferRole(Role):
 
 
 class GeneratorRole(Role):
-    def run(self, address: str, name: str, seed: int, keys: str | None, gpu_memory: float | None) -> None:
-        """`gpu_memory`: the share of its GPU that the engine may take."""
+    def run(self, address: str, name: str, seed: int, keys: str | None, place: Placement) -> None:
         from generators.worker import join
 
         with ending_with_its_device(), logged():
             # Kept: an engine that is let go of computes for two seconds.
-            self.generator = join(address, name, seed, keys, gpu_memory)
+            self.generator = join(address, name, seed, keys, place.memory, place.is_shared)
             self.generator.run()
 
 
@@ -171,9 +173,6 @@ class Failure:
 
 
 class LearnerRole(Role):
-    def pid(self) -> int:
-        return os.getpid()
-
     def run(
         self, config: Config, folder: Path, address: str, rank: int, rendezvous: str, resume_step: int | None
     ) -> Failure | None:

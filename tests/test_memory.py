@@ -13,8 +13,9 @@ from test_step import configured
 from torch import Tensor
 
 from configs.schema import Config
+from configs.sizes import sizes_of as counted_sizes
 from learners.fsdp import FsdpEngine
-from learners.memory import Meter, _sizes, named_shortage, plan
+from learners.memory import Meter, named_shortage, plan
 from learners.packing import pack
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -29,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def sizes_of(folder: Path) -> Any:
     import json
 
-    return _sizes(json.loads((folder / "config.json").read_text()))
+    return counted_sizes(json.loads((folder / "config.json").read_text()))
 
 
 @pytest.mark.parametrize("name", MODELS)
