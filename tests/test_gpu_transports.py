@@ -1,5 +1,6 @@
 """The roads from GPU to GPU, through vLLM's own transfer engines, with stand-ins for CUDA IPC and NCCL: no GPU is needed here."""
 
+import json
 import queue
 import threading
 import time
@@ -12,6 +13,8 @@ import pytest
 import torch
 from test_vllm_engine import Rig, prompts
 
+from configs.sizes import sizes_of
+from generators.shared_gpu import kv_cache_bytes
 from sync import vllm_plugin
 from sync.manifest import EngineMismatch, Manifest
 from sync.publisher import Publisher
@@ -141,6 +144,36 @@ def test_what_is_offered_is_on_the_device_wherever_the_learner_holds_it(
         list(device.tee(parts({"a": torch.ones(size), "b": torch.ones(2)})))
         device.offer(Manifest(version, "1", str(tmp_path / f"v{version}-1.safetensors"), 0, (), ""))
     assert [(tensor.device.type, len(tensor)) for tensor in shared] == [("meta", 3), ("meta", 2), ("meta", 4)]
+
+
+def test_an_engine_that_shares_its_gpu_is_told_how_much_kv_to_keep(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from generators import vllm_engine
+    from generators.vllm_engine import VllmEngine
+
+    class Told(Exception):
+        pass
+
+    def core(config: Any, *_: Any, **__: Any) -> Any:
+        raise Told(config)
+
+    def told(**more: Any) -> Any:
+        with pytest.raises(Told) as caught:
+            VllmEngine(str(model), dtype="bfloat16", max_model_len=160, max_sequences=32, shares_gpu=True, **more)
+        return caught.value.args[0]
+
+    model = rig.publisher.folder.parent / "model"
+    monkeypatch.setattr(vllm_engine, "InprocClient", core)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80 << 30))
+    config = told()
+    expected = kv_cache_bytes(
+        sizes_of(json.loads((model / "config.json").read_text())), budget=config.cache_config.gpu_memory_utilization * (80 << 30),
+        element_bytes=2, max_sequences=32, tokens_per_step=config.scheduler_config.max_num_batched_tokens,
+    )  # fmt: skip
+    assert config.cache_config.kv_cache_memory_bytes == expected > 60 << 30
+    assert told(kv_cache_mb=16).cache_config.kv_cache_memory_bytes == 16 << 20, "or as much as the user says"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=1 << 30))
+    with pytest.raises(ValueError, match="generators.gpu_memory_fraction must leave room for KV"):
+        VllmEngine(str(model), dtype="bfloat16", max_model_len=160, max_sequences=32, shares_gpu=True)
 
 
 class Wire:
