@@ -19,6 +19,11 @@ class Attention(StrEnum):
     flash_attention_2 = "flash_attention_2"
 
 
+class Accumulate(StrEnum):
+    reduce = "reduce"
+    whole = "whole"
+
+
 class LoraPublish(StrEnum):
     merged = "merged"
     adapter = "adapter"
@@ -39,6 +44,9 @@ class FsdpConfig:
     """Ulysses (2023): so many ranks share the tokens of each microbatch, and in attention its heads: for long sequences."""
     cpu_offload: bool = False
     """Parameters, gradients and optimizer live in the host's memory; the GPU holds the layer at work."""
+    accumulate: Accumulate = Accumulate.reduce
+    """Gradients of several microbatches: `reduce` shards them after each one; `whole` keeps them unsharded on every rank, and shards
+    them once an update: less to send, but 4 bytes for each trained parameter of the whole model, on each rank's GPU."""
     compile: bool = False
     """`torch.compile` of each layer (GPU)."""
     liger: bool = False

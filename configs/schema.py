@@ -306,8 +306,8 @@ class GeneratorsConfig:
     """Sequences in flight in one engine."""
     max_model_len: int = 64
     """Longest prompt + response that an engine takes, in tokens."""
-    kv_cache_mb: int = 64
-    """KV cache of one engine (CPU)."""
+    kv_cache_mb: int | None = None
+    """KV cache of one engine. None: 64 on a CPU; on a GPU what its part of the memory leaves."""
     prefix_cache: bool = False
     """Reuse the KV of shared prompts; salted with the version, so that no request reads another version's KV."""
     max_restarts: int = 5

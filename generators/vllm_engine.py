@@ -37,11 +37,15 @@ from vllm.v1.engine.core_client import InprocClient  # noqa: E402
 from vllm.v1.executor import Executor  # noqa: E402
 
 from configs.schema import KvCache  # noqa: E402
+from configs.sizes import sizes_of  # noqa: E402
 from generators.engine import Completion, Sample  # noqa: E402
+from generators.shared_gpu import kv_cache_bytes  # noqa: E402
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest  # noqa: E402
 from sync.snapshot import Snapshot  # noqa: E402
 from sync.transports.nccl import Broadcast  # noqa: E402
 from sync.vllm_plugin import keep_weights_unpacked  # noqa: E402
+
+CPU_KV_CACHE_MB = 64
 
 
 @dataclass(slots=True)
@@ -82,7 +86,7 @@ class VllmEngine:
         dtype: str,
         max_model_len: int,
         max_sequences: int,
-        kv_cache_mb: int = 64,
+        kv_cache_mb: int | None = None,
         prefix_cache: bool = False,
         kv_cache: KvCache = KvCache.keep,
         map_weights: bool = True,
@@ -92,9 +96,12 @@ class VllmEngine:
         min_p: float = 0.0,
         seed: int = 0,
         gpu_memory_fraction: float | None = None,
+        shares_gpu: bool = False,
         transfer: str | None = None,
     ) -> None:
-        """`kv_cache_mb` counts on a CPU, `gpu_memory_fraction` on a GPU (None: as vLLM has it). `seed`: for what no sample's seed decides.
+        """`kv_cache_mb`: None is 64 on a CPU; on a GPU what is left of the engine's part of the memory, measured by vLLM, or by arithmetic
+        where other processes are on the device (`shares_gpu`). `gpu_memory_fraction`: that part (None: as vLLM has it). `seed`: for
+        what no sample's seed decides.
 
         `transfer`: on a GPU, which of vLLM's weight-transfer engines to have at hand, `ipc` or `nccl`.
 
@@ -116,9 +123,12 @@ class VllmEngine:
         if gpu_memory_fraction is not None:
             platform["gpu_memory_utilization"] = gpu_memory_fraction
         if current_platform.is_cpu():
-            platform = _cpu_arguments(kv_cache_mb, max_model_len)
-        elif transfer is not None:
-            platform["weight_transfer_config"] = WeightTransferConfig(backend=transfer)
+            platform = _cpu_arguments(kv_cache_mb or CPU_KV_CACHE_MB, max_model_len)
+        else:
+            if transfer is not None:
+                platform["weight_transfer_config"] = WeightTransferConfig(backend=transfer)
+            if kv_cache_mb is not None:
+                platform["kv_cache_memory_bytes"] = kv_cache_mb << 20
         config = EngineArgs(
             model=model,
             dtype=str(dtype),
@@ -135,6 +145,9 @@ class VllmEngine:
             worker_extension_cls="sync.vllm_plugin.WeightSync",
             **platform,
         ).create_engine_config()
+        if shares_gpu and kv_cache_mb is None:
+            budget = config.cache_config.gpu_memory_utilization * torch.cuda.get_device_properties(0).total_memory
+            config.cache_config.kv_cache_memory_bytes = _kv_cache_bytes(config, budget)
         self._core = InprocClient(config, Executor.get_class(config), log_stats=False)
         self._core.collective_rpc("prepare_model")
         self._core.set_weight_version("none")
@@ -254,6 +267,24 @@ class VllmEngine:
         self._core.abort_requests(requests)
         for request in requests:
             self._submit(self._remove(request).sample)
+
+
+def _kv_cache_bytes(config: Any, budget: float) -> int:
+    """For vLLM's `config`. Raises ValueError for a model that cannot be counted, or leaves nothing of `budget` bytes."""
+    try:
+        sizes = sizes_of(config.model_config.hf_text_config.to_dict())
+    except KeyError as error:
+        raise ValueError(
+            f"generators.kv_cache_mb must be set for an engine that shares its GPU, for a model of this kind (no {error} in its "
+            "configuration, so that its memory cannot be counted), got null"
+        ) from None
+    return kv_cache_bytes(
+        sizes,
+        budget=budget,
+        element_bytes=config.model_config.dtype.itemsize,
+        max_sequences=config.scheduler_config.max_num_seqs,
+        tokens_per_step=config.scheduler_config.max_num_batched_tokens,
+    )
 
 
 def _cpu_arguments(kv_cache_mb: int, max_model_len: int) -> dict[str, Any]:

@@ -412,15 +412,17 @@ def heartbeat(client: BufferClient, name: str) -> HeartbeatThread:
     return HeartbeatThread(client, compose, STARTING)
 
 
-def join(address: str, name: str, seed: int, keys: str | None, gpu_memory: float | None = None) -> Generator:
+def join(
+    address: str, name: str, seed: int, keys: str | None, gpu_memory: float | None = None, shares_gpu: bool = False
+) -> Generator:
     """Joins the run whose buffer answers at `address`: its configuration decides model, task and sampling; `gpu_memory`, the share of
-    its GPU that the engine may take, is a matter of this host."""
+    its GPU that the engine may take, and whether others are on that GPU are matters of this host."""
     client = BufferClient(address, keys=keys)
     welcome = client.call(m.Join(generator=name), m.Welcome)
     config, heart = configs.parse(welcome.config), heartbeat(client.another(), name)
     config.generators.gpu_memory_fraction = gpu_memory
     try:
-        engine, episodes = make_engine(config, seed), make_episodes(config)
+        engine, episodes = make_engine(config, seed, shares_gpu), make_episodes(config)
         return Generator(name, config, client, engine, episodes, make_subscriber(config, address, keys), heart)
     except BaseException as error:
         heart.close()
@@ -445,7 +447,7 @@ def make_subscriber(config: Config, buffer: str, keys: str | None) -> Subscriber
     )
 
 
-def make_engine(config: Config, seed: int) -> Engine:
+def make_engine(config: Config, seed: int, shares_gpu: bool = False) -> Engine:
     if config.generators.engine is EngineKind.simulated:
         from generators.simulated_engine import SimulatedEngine
 
@@ -472,6 +474,7 @@ def make_engine(config: Config, seed: int) -> Engine:
         min_p=config.sampling.min_p,
         seed=seed,
         gpu_memory_fraction=config.generators.gpu_memory_fraction,
+        shares_gpu=shares_gpu,
         transfer={Transport.auto: "ipc", Transport.cuda_ipc: "ipc", Transport.nccl: "nccl"}.get(config.sync.transport),
     )
 

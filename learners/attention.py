@@ -2,7 +2,7 @@
 
 All take [1, heads, T, d] and the lengths as `cu_seq_lens_q` [n + 1], and give [1, T, heads, d]. A layer may have a sliding window (a
 token sees itself and the `sliding_window` - 1 tokens before it) and cap its scores (`softcap` · tanh(score / `softcap`)).
-`flash_attention_2` is transformers' own.
+`flash_attention_2` is transformers' own, except inside of `ulysses`.
 """
 
 from collections.abc import Callable
@@ -144,6 +144,33 @@ def varlen(
     return out[None], None
 
 
+def flash_varlen(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: int | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The same by FlashAttention 2, inside of `ulysses`: transformers' own function looks for a kernel by the name of the attention that
+    the model was made with, and there is none called ulysses."""
+    from flash_attn import flash_attn_varlen_func
+
+    q, k, v = (packed[0].transpose(0, 1).contiguous() for packed in (query, key, value))
+    before = -1 if sliding_window is None else sliding_window - 1
+    out = flash_attn_varlen_func(
+        q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, softmax_scale=scaling, causal=True,
+        window_size=(before, 0), softcap=softcap or 0.0,
+    )  # fmt: skip
+    return out[None], None
+
+
 class _Swap(torch.autograd.Function):
     """All-to-all: each rank gives away all but its part of dimension `scatter`, and gets the others' parts of dimension `gather`."""
 
@@ -181,7 +208,8 @@ def ulysses(
         times = (ranks if ranks % key.shape[1] == 0 else heads) // key.shape[1]
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     query, key, value = (_Swap.apply(x, 1, 2, sequence_group) for x in (query, key, value))
-    out, _ = ALL_ATTENTION_FUNCTIONS[inner](module, query, key, value, None, **more)
+    attend = flash_varlen if inner == Attention.flash_attention_2 else ALL_ATTENTION_FUNCTIONS[inner]
+    out, _ = attend(module, query, key, value, None, **more)
     return _Swap.apply(out, 1, 2, sequence_group), None
 
 

@@ -23,13 +23,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.core_model_loading import revert_weight_conversion
 
-from configs.learner import Attention, FsdpConfig, LoraConfig, LoraPublish
+from configs.learner import Accumulate, Attention, FsdpConfig, LoraConfig, LoraPublish
 from configs.schema import Dtype
 from learners import lora as adapters
 from learners.attention import choose_attention
 from learners.engine import Kind, LossFn, Share, Write
 from learners.heads import LogprobHead, ValueHead
 from learners.packing import Packed, padded_to
+from learners.shards import sharded_like
 from sync.stream import BUCKET_BYTES, Part, parts, stream
 
 
@@ -59,6 +60,7 @@ class FsdpEngine:
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._publish_dtype = getattr(torch, dtype)
         self._max_grad_norm, self._bucket_bytes = max_grad_norm, bucket_bytes
+        self._accumulate = layout.accumulate
         self._lora = lora if lora is not None and lora.rank is not None and kind is Kind.policy else None
         softcap = getattr(AutoConfig.from_pretrained(path).get_text_config(), "attn_logit_softcapping", None)
         self._attention = choose_attention(attention, self._device, dtype, softcap)
@@ -201,7 +203,8 @@ class FsdpEngine:
         """Raises FloatingPointError, and updates nothing, when the gradient is not finite."""
         world = dist.get_world_size()
         for number, packed in enumerate(microbatches):
-            self._model.set_requires_gradient_sync(number == len(microbatches) - 1)
+            is_last = number == len(microbatches) - 1
+            self._model.set_requires_gradient_sync(is_last or self._accumulate is Accumulate.reduce)
             logprobs, entropy = self._forward(packed)
             (loss_fn(logprobs, entropy, packed) * world).backward()  # FSDP averages over ranks, the loss is a sum
         grad_norm = self._clip()
@@ -310,10 +313,8 @@ class _Whole(torch.autograd.Function):
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """The same, sharded alike, in the host's memory."""
+    """The same, sharded alike, in the host's memory, where it stays."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().to("cpu", copy=True)
     local = tensor.to_local().detach().to("cpu", copy=True)
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    return sharded_like(tensor, local)

@@ -335,8 +335,10 @@ def make_publisher(config: Config, folder: Path, incarnation: str) -> Publisher:
         nccl = config.sync.transport is Transport.nccl
         server = SnapshotServer(where, address, secure=secure, watch=watch, nccl=nccl)
         log.info("weights are served at %s", server.address)
-    if torch.cuda.is_available() and config.sync.transport in (Transport.auto, Transport.cuda_ipc):
-        device = DeviceCopy(where, gpu_uuid(), always=config.sync.transport is Transport.cuda_ipc)
+    # An offloaded model leaves its GPU's memory to others: engines take the host's copy unless they are told not to.
+    always, offered = config.sync.transport is Transport.cuda_ipc, config.sync.transport is Transport.auto
+    if torch.cuda.is_available() and (always or (offered and not config.learner.fsdp.cpu_offload)):
+        device = DeviceCopy(where, gpu_uuid(), torch.device("cuda", torch.cuda.current_device()), always)
     model = Path(config.model.path) if config.sync.transport is Transport.disk else None
     lora, adapter = config.learner.lora, None
     if lora.rank is not None and lora.publish is LoraPublish.adapter:

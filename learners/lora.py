@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from configs.learner import LoraConfig
 from learners.engine import Elsewhere, Engine
 from learners.packing import Packed
+from learners.shards import sharded_like
 from sync.adapter import PREFIX, merge_into
 
 ADAPTER = "default"
@@ -106,9 +107,7 @@ def merged(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
         if not isinstance(weight, DTensor):
             return merge_into(weight, a, b, layer.scaling[ADAPTER])
         rows = merge_into(weight.to_local(), a.full_tensor(), b.to_local(), layer.scaling[ADAPTER])
-        return DTensor.from_local(
-            rows, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-        )
+        return sharded_like(weight, rows)
 
     def later(layer: Any) -> Callable[[], Tensor]:
         return lambda: merge(layer)

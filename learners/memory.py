@@ -1,28 +1,34 @@
 """What a rank of the learner will need of memory, by arithmetic before anything is loaded, and what it has needed.
 
     weights        float32 masters / shards, of every model that the rank holds
-    gradients      float32 / shards, of what is trained
+    gradients      float32 / shards, of what is trained, one model after the other; with `accumulate=whole` not divided
     optimizer      AdamW's two moments, float32 / shards, of what is trained
-    layer          two layers gathered whole, in the dtype of computation: the one at work and the next
+    gathered       parameters whole, in the dtype of computation: embedding and head during the whole pass, and with them a layer; with
+                   more than one shard the buffers of the gathers too: another embedding and head, or two more layers
+    reduced        whole gradients on their way to their shards, in the dtype of computation, and the float32 buffer that sends them:
+                   of embedding and head, or of a layer, whichever is more
     activations    kept for the backward pass, of one microbatch: by token and layer about 6 H + 6 Q + 5 K + 5 F elements (H hidden,
                    Q and K the widths of queries and of keys, F the width of the MLP: counted on transformers' Llama and Qwen3);
                    with activation checkpointing H, and one layer's whole
-    head           three times the logits of a chunk, float32
+    head           three times the logits of a chunk, float32 (four times where the model caps them), and its own gradient, float32
+    published      with CUDA IPC, the version that engines copy from the first rank's GPU
 
-On a GPU with `cpu_offload` the first three are in the host's memory. A checkpoint's copy (weights and optimizer) and a published
-snapshot are in the host's memory too, and are not counted. torch is not needed here.
+On a GPU with `cpu_offload` weights, optimizer and sharded gradients are in the host's memory. A checkpoint's copy (weights and
+optimizer) and a published snapshot are in the host's memory too, and are not counted. torch is not needed here.
 """
 
 import json
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from configs.learner import CriticPlace, LearnerKind
-from configs.schema import Config, Dtype
+from configs.learner import Accumulate, CriticPlace, LearnerKind
+from configs.schema import Config, Dtype, Transport
+from configs.sizes import sizes_of
 
 GIB = 2**30
 CHUNK_ELEMENTS = 2**27
@@ -55,17 +61,18 @@ def plan(config: Config, *, cuda: bool) -> Plan | None:
         return None
     hf = json.loads((path / "config.json").read_text())
     try:
-        sizes = _sizes(hf)
+        sizes = sizes_of(hf)
     except KeyError:
         return None
-    trained, frozen = sizes.parameters, 0
+    each, frozen = sizes.parameters, 0  # of a model that is trained
     if learner.lora.rank is not None:
-        trained, frozen = min(sizes.parameters, learner.lora.rank * sizes.lora_per_rank), sizes.parameters
+        each, frozen = min(sizes.parameters, learner.lora.rank * sizes.lora_per_rank), sizes.parameters
     with_actor = config.placement.critic is CriticPlace.with_actor
-    models = 1 + (algo.advantage.needs_critic and with_actor) + (str(algo.advantage) == "prime")
+    others = (algo.advantage.needs_critic and with_actor) + (str(algo.advantage) == "prime")
     if algo.needs_reference and learner.lora.rank is None:
         frozen += sizes.parameters
-    trained += (models - 1) * sizes.parameters
+    trained = each + others * sizes.parameters
+    largest = sizes.parameters if others else each
     shards = learner.ranks // learner.fsdp.replicas
     pieces = learner.num_shares and learner.ranks // learner.num_shares
     compute = 2 if cuda and config.model.dtype is Dtype.bfloat16 else 4
@@ -76,55 +83,55 @@ def plan(config: Config, *, cuda: bool) -> Plan | None:
         else (sizes.activations * sizes.layers)
     )
     chunk = min(tokens * sizes.vocabulary, CHUNK_ELEMENTS if cuda else CPU_ELEMENTS)
-    state = 0 if learner.fsdp.cpu_offload and cuda else 1
+    on_device = 0 if learner.fsdp.cpu_offload and cuda else 1
+    gradients = on_device * 4.0 * largest / shards
+    if learner.fsdp.accumulate is Accumulate.whole:  # on the GPU, whatever is offloaded
+        gradients = 4.0 * largest
+    is_whole = largest == sizes.parameters  # not adapters alone
+    reduced = max(sizes.embeddings, sizes.layer) if is_whole else largest / sizes.layers
+    buffers = max(sizes.embeddings, 2 * sizes.layer) if shards > 1 else 0
+    sharded = learner.engine is LearnerKind.fsdp
+    published = 2 if config.model.dtype is Dtype.bfloat16 else 4
     return Plan(
         parts={
-            "weights": state * 4.0 * (trained + frozen) / shards,
-            "gradients": state * 4.0 * trained / shards,
-            "optimizer": state * 8.0 * trained / shards,
-            "layer": 2.0 * compute * sizes.layer if shards > 1 else 0.0,
+            "weights": on_device * 4.0 * (trained + frozen) / shards,
+            "gradients": gradients,
+            "optimizer": on_device * 8.0 * trained / shards,
+            "gathered": sharded * float(compute * (sizes.embeddings + sizes.layer + buffers)),
+            "reduced": sharded * (compute + 4.0) * reduced,
             "activations": float(compute * kept * tokens),
-            "head": 3.0 * 4.0 * chunk,
+            "head": 4.0 * ((3 + sizes.caps) * chunk + is_whole * sizes.vocabulary * sizes.hidden),
+            "published": float(published * sizes.parameters) if cuda and _keeps_a_version(config) else 0.0,
         },
         ranks=config.num_learner_ranks,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Of a model, in elements."""
-
-    parameters: int
-    layer: int
-    layers: int
-    hidden: int
-    vocabulary: int
-    activations: int
-    """Of one token in one layer"""
-    lora_per_rank: int
-    """Parameters of adapters of rank 1 on all linear layers"""
+def _keeps_a_version(config: Config) -> bool:
+    """Does the first rank keep a version on its GPU? An engine that shares the GPU asks for it, unless all is offloaded."""
+    shares = (config.learner.gpu_memory_fraction or 1.0) < 1.0 and not config.learner.fsdp.cpu_offload
+    return config.sync.transport is Transport.cuda_ipc or (config.sync.transport is Transport.auto and shares)
 
 
-def _sizes(hf: dict[str, Any]) -> Sizes:
-    """From a Hugging Face configuration of the Llama kind. Raises KeyError for others."""
-    hidden, layers, heads = hf["hidden_size"], hf["num_hidden_layers"], hf["num_attention_heads"]
-    dim = hf.get("head_dim") or hidden // heads
-    query, key = heads * dim, (hf.get("num_key_value_heads") or heads) * dim
-    experts = hf.get("num_experts") or hf.get("num_local_experts") or 0
-    width = hf["moe_intermediate_size"] if experts else hf["intermediate_size"]
-    mlps, used = (experts, hf["num_experts_per_tok"]) if experts else (1, 1)
-    layer = 2 * hidden * (query + key) + 3 * hidden * width * mlps + hidden * experts + 2 * hidden
-    embeddings = hf["vocab_size"] * hidden * (1 if hf.get("tie_word_embeddings") else 2)
-    adapted = 0 if experts else 3 * (hidden + width)
-    return Sizes(
-        parameters=layers * layer + embeddings + hidden,
-        layer=layer,
-        layers=layers,
-        hidden=hidden,
-        vocabulary=hf["vocab_size"],
-        activations=6 * hidden + 6 * query + 5 * key + 5 * width * used,
-        lora_per_rank=layers * (2 * (hidden + query) + 2 * (hidden + key) + adapted),
-    )
+class OutOfMemory(ValueError):
+    """A rank does not fit into its GPU: another life of it would not either."""
+
+
+@contextmanager
+def named_shortage(config: Config) -> Iterator[None]:
+    """Raises OutOfMemory, with the plan, where the GPU's memory does not suffice."""
+    try:
+        yield
+    except RuntimeError as error:
+        import torch  # who ran out of it has imported it
+
+        text = str(error).partition("\n")[0]
+        if not isinstance(error, torch.OutOfMemoryError) and "CUDA error: out of memory" not in text:
+            raise
+        planned = plan(config, cuda=True) or "the memory plan knows no model of this kind"
+        raise OutOfMemory(
+            f"a rank of the learner must fit into its GPU (docs/learner.md says what makes it smaller), got: {text} Planned: {planned}"
+        ) from error
 
 
 class Meter:

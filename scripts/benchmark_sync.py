@@ -50,8 +50,8 @@ from generators.engine import Sample
 from generators.vllm_engine import VllmEngine
 from sync import patch as sync_patch
 from sync import vllm_plugin
+from sync.digest import raw_bytes
 from sync.folders import shared_memory_folder
-from sync.manifest import raw_bytes
 from sync.patch import make_patch
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest, write_all

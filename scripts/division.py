@@ -47,6 +47,10 @@ class Placement:
     """The part of each of these GPUs that Ray counts as taken."""
     memory: float | None = None
     """The part of each GPU's memory that the process may take."""
+    is_shared: bool = False
+    """Whether other processes are on these GPUs"""
+    beside_rank: bool = False
+    """Whether a rank of the learner is one of them"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +203,11 @@ def _placements(node: str, members: Members, wanted: Wishes) -> Division:
         share = [wanted.rank_gpus] * num_ranks + [wanted.engine_gpus if len(gpus) == 1 else 1.0] * num_engines
         shares = _fill(share, 1.0)
         memories = _fill(memory, (RANK_MEMORY if some_ranks else ENGINE_MEMORY) if is_alone else SHARED_MEMORY)
-        places = [Placement(gpus, *both) for both in zip(shares, memories, strict=True)]
+        places = [Placement(gpus, *both, is_shared=not is_alone) for both in zip(shares, memories, strict=True)]
         for rank in some_ranks:
             ranks[rank] = places[0]
         for engine, place in zip(some_engines, places[num_ranks:], strict=True):
-            engines[engine] = place
+            engines[engine] = replace(place, beside_rank=num_ranks > 0)
     tightest = min((place.memory for place in ranks if place.memory is not None), default=None)  # ranks need alike
     return Division(node, tuple(replace(place, memory=tightest) for place in ranks), tuple(engines))
 

@@ -29,6 +29,7 @@ from buffers.keys import KeyRole
 from buffers.watchdog import Stuck
 from configs import load as configs
 from configs.schema import Config
+from learners.memory import named_shortage
 from sync.folders import abandon
 
 
@@ -46,6 +47,9 @@ class Role:
         logging.basicConfig(
             level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
         )
+
+    def pid(self) -> int:
+        return os.getpid()
 
 
 REFRESH_S = 1.0
@@ -89,6 +93,33 @@ def logged() -> Iterator[None]:
         raise
 
 
+DEVICE_ERRORS = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "NCCL error", "Triton Error [CUDA]")
+"""What libraries other than torch write into a RuntimeError when the GPU has failed."""
+
+
+def is_device_error(error: RuntimeError) -> bool:
+    """Has the GPU failed, and not the code? In this process nothing runs on it any more. Too little memory is another matter: the next
+    life would have no more."""
+    import torch  # every process that has a device has imported it
+
+    text = str(error)
+    known = isinstance(error, torch.AcceleratorError | torch.distributed.DistBackendError)
+    return (known or any(mark in text for mark in DEVICE_ERRORS)) and "out of memory" not in text
+
+
+@contextlib.contextmanager
+def ending_with_its_device() -> Iterator[None]:
+    """A process whose GPU has failed dies: Ray starts another in its place, as long as `max_restarts` lasts, and no exception would
+    make it do that."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_device_error(error):
+            raise
+        logging.shutdown()
+        os._exit(1)
+
+
 @contextlib.contextmanager
 def heartbeat(client: BufferClient, name: str) -> Iterator[HeartbeatThread]:
     """The buffer hears of a rank of the learner. One that ends well says farewell; one that fails is heard of no more."""
@@ -118,13 +149,12 @@ class BufferRole(Role):
 
 
 class GeneratorRole(Role):
-    def run(self, address: str, name: str, seed: int, keys: str | None, gpu_memory: float | None) -> None:
-        """`gpu_memory`: the share of its GPU that the engine may take."""
+    def run(self, address: str, name: str, seed: int, keys: str | None, place: Placement) -> None:
         from generators.worker import join
 
-        with logged():
+        with ending_with_its_device(), logged():
             # Kept: an engine that is let go of computes for two seconds.
-            self.generator = join(address, name, seed, keys, gpu_memory)
+            self.generator = join(address, name, seed, keys, place.memory, place.is_shared)
             self.generator.run()
 
 
@@ -143,9 +173,6 @@ class Failure:
 
 
 class LearnerRole(Role):
-    def pid(self) -> int:
-        return os.getpid()
-
     def run(
         self, config: Config, folder: Path, address: str, rank: int, rendezvous: str, resume_step: int | None
     ) -> Failure | None:
@@ -156,7 +183,8 @@ class LearnerRole(Role):
                 with heartbeat(client.another(), f"learner-{rank}") as heart:
                     from learners.learner import start  # after the first heartbeat: importing torch takes seconds
 
-                    start(config, folder, client, rank, rendezvous, resume_step, say=heart.say).run()
+                    with named_shortage(config):
+                        start(config, folder, client, rank, rendezvous, resume_step, say=heart.say).run()
         except Exception as error:
             at = time.time()  # before the others can notice: connections are open until this function has ended
             report = f": {error}" if isinstance(error, ValueError) else f" has failed:\n{traceback.format_exc()}"

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import ray
+from answers import Answers
 from roles import Failure, RoleFailed, died, free_port
 
 from configs.schema import Config
@@ -101,14 +102,17 @@ class LearnerRanks:
         self._ranks: list[Rank] = []
         self.num_restarts = -1
 
-    def start(self, step: int | None) -> None:
-        """Starts all ranks, which meet at a port of their own, from the checkpoint of `step`, or from the model itself."""
+    def start(self, step: int | None, answers: Answers | None = None) -> None:
+        """Starts all ranks, which meet at a port of their own, from the checkpoint of `step`, or from the model itself. `answers`
+        will name those that do not come up."""
         rendezvous, self._ranks = f"tcp://127.0.0.1:{free_port()}", []
         self.num_restarts += 1
         for rank in range(self._config.num_learner_ranks):
             name = f"learner-{rank}"
             actor = self._role(rank).remote(name, *self._common)
             pid = actor.pid.remote()
+            if answers is not None:
+                answers.expect(name, actor, pid)
             end = actor.run.remote(self._config, self._folder, self._address, rank, rendezvous, step)
             self._ranks.append(Rank(name, actor, pid, end))
 

@@ -26,16 +26,20 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import xxhash
+from answers import Answers
 from cluster import cluster, import_ahead
 from console import Console
+from division import Placement
 from record import Record
 from roles import Places, RoleFailed, result
 from supervisor import LearnerRanks, Loss
@@ -222,6 +226,9 @@ class Run:
         self._console = Console(config, self._folder, resume_step)
         self._record.reach("imports")
         self._refs: dict[Any, str] = {}  # what each `run()` will return -> its role
+        self._answers = Answers(self._console.say)
+        self._after_learner: list[Callable[[], None]] = []
+        """Start the generators that share a GPU with a rank of the learner, which loads first: both would take memory at the same time."""
 
     def drive(self) -> int:
         """Consumes the buffer's news, produces the console, `summary.json` and TensorBoard.
@@ -282,7 +289,9 @@ class Run:
         division = places.division
         if str(division):
             self._console.say(str(division))
-        if (memory := plan(config, cuda=division.rank_memory is not None)) is not None:
+        limited = dataclasses.replace(config.learner, gpu_memory_fraction=division.rank_memory)
+        own = dataclasses.replace(config, learner=limited)
+        if (memory := plan(own, cuda=division.rank_memory is not None)) is not None:
             self._console.say(str(memory))
         if (untested := families.note(config)) is not None:
             self._console.say(untested)
@@ -291,23 +300,39 @@ class Run:
         names = [f"generator-{number}" for number in range(config.generators.count)]
         # Their imports begin.
         generators = [places.generator(number).remote(name, *common) for number, name in enumerate(names)]
-        address = self._get(buffer.start.remote(config, self._folder / "journal", self._resume_step), "buffer")
+        for name, actor in zip(["buffer", *names], [buffer, *generators], strict=True):
+            self._answers.expect(name, actor)
+        started = buffer.start.remote(config, self._folder / "journal", self._resume_step)
+        address = self._answers.get(started, lambda ref: self._get(ref, "buffer"))
         self._refs[buffer.run.remote()] = "buffer"
-        limited = dataclasses.replace(config.learner, gpu_memory_fraction=division.rank_memory)
-        own = dataclasses.replace(config, learner=limited)
         learner = LearnerRanks(own, self._folder, address, places.learner, common)
-        learner.start(self._resume_step or None)  # no checkpoint is of step 0
+        learner.start(self._resume_step or None, self._answers)  # no checkpoint is of step 0
         for number, (name, generator) in enumerate(zip(names, generators, strict=True)):
-            seed, share = config.run.seed + 1000 + number, division.engines[number].memory
-            self._refs[generator.run.remote(address, name, seed, config.buffer.keys, share)] = name
+            place = division.engines[number]
+            start = partial(self._start_generator, generator, address, name, config.run.seed + 1000 + number, place)
+            if place.beside_rank:
+                self._after_learner.append(start)
+            else:
+                start()
         self._buffer = buffer  # an actor lives as long as its handle
         return address, learner, buffer.stop.remote
+
+    def _start_generator(self, generator: Any, address: str, name: str, seed: int, place: Placement) -> None:
+        self._refs[generator.run.remote(address, name, seed, self._config.buffer.keys, place)] = name
+
+    def _start_beside_learner(self, status: m.Status) -> None:
+        """Once the learner has loaded; until its first batch it waits for no generator."""
+        if self._after_learner and has_begun(status):
+            self._console.say("the learner has loaded: the generators that share its GPU start")
+            while self._after_learner:
+                self._after_learner.pop(0)()
 
     def _watch(self, client: BufferClient, learner: LearnerRanks) -> tuple[str, m.News | None]:
         """Until the end; returns how it ended, and the last news."""
         news: m.News | None = None
         stopping = False
         while not learner.ended():
+            self._answers.check()
             ended = self._ended_roles()
             if ended and not stopping:
                 raise RoleFailed(f"{ended[0]} ended before the learner did")
@@ -331,6 +356,7 @@ class Run:
             is_first = news.records and not self._record.num_steps
             self._record.take(news)
             self._console.take(news)
+            self._start_beside_learner(news.status)
             if stopping:
                 self._console.say_what_stops(news.status)
             if is_first:
@@ -355,7 +381,7 @@ class Run:
         for view in (self._record, self._console):
             view.take(news)  # the last that the dead have done, most of it to be done again
             view.rewind(step or 0)
-        learner.start(step)
+        learner.start(step, self._answers)
         return news
 
     def _ended_roles(self) -> list[str]:
@@ -403,6 +429,7 @@ class Fleet:
         name = f"{socket.gethostname()}-{os.getpid()}"
         self._names = [f"{name}-{number}" for number in range(config.generators.count)]
         self._logs = Path(config.run.outputs).resolve() / f"fleet-{name}" / "logs"
+        self._answers = Answers(partial(print, flush=True))
 
     def drive(self) -> int:
         """Consumes the buffer's news; waits for the generators. Ends when the run does, or when the user asks for it.
@@ -430,12 +457,12 @@ class Fleet:
             client.close()
 
     def _launch(self) -> dict[Any, str]:
-        places = Places(self._config)
-        refs = {}
+        places, refs = Places(self._config), {}
         for number, name in enumerate(self._names):
-            seed, share = xxhash.xxh32_intdigest(name.encode()), places.division.engines[number].memory
+            seed, place = xxhash.xxh32_intdigest(name.encode()), places.division.engines[number]
             role = places.generator(number).remote(name, self._logs, os.getpid(), self._config.cluster.address is None)
-            refs[role.run.remote(self._config.buffer.address, name, seed, self._config.buffer.keys, share)] = name
+            self._answers.expect(name, role)
+            refs[role.run.remote(self._config.buffer.address, name, seed, self._config.buffer.keys, place)] = name
         return refs
 
     def _watch(self, client: BufferClient, refs: dict[Any, str]) -> int:
@@ -444,6 +471,7 @@ class Fleet:
         joined: set[str] = set()
         while refs and not self._signals.received:
             done, _ = ray.wait(list(refs), timeout=1.0)
+            self._answers.check()
             for ref in done:
                 result(ref, refs.pop(ref), self._logs)
             try:

@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sync.manifest import Adapter, TensorEntry, dtype_name, tensor_digest, whole_digest
+from sync.digest import tensor_digest
+from sync.manifest import Adapter, TensorEntry, dtype_name, whole_digest
 from sync.snapshot import Snapshot, file_order
 from sync.stream import Part, stream
 

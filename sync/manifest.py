@@ -46,7 +46,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
     """Torch's name, e.g. `bfloat16`."""
     shape: Annotated[tuple[Size, ...], Meta(max_length=16)]
     digest: Digest
-    """Digest of the raw little-endian bytes."""
+    """Digest of the raw little-endian bytes: see `sync.digest`."""
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -104,15 +104,6 @@ def parse_manifest(data: bytes | bytearray, where: str, name: str, digest: str =
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's bytes; without a copy where it is contiguous and on the CPU."""
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def tensor_digest(tensor: torch.Tensor) -> str:
-    return xxhash.xxh3_128_hexdigest(raw_bytes(tensor))
 
 
 def whole_digest(tensors: Iterable[TensorEntry], adapter: Adapter | None = None) -> str:

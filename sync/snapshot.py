@@ -25,9 +25,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-import xxhash
 
 from configs.disk import disk_full, is_disk_full
+from sync.digest import Digest, raw_bytes, tensor_digest
 from sync.locks import hold
 from sync.manifest import (
     SAFETENSORS_DTYPES,
@@ -36,8 +36,6 @@ from sync.manifest import (
     TensorEntry,
     dtype_name,
     parse_manifest,
-    raw_bytes,
-    tensor_digest,
 )
 from sync.stream import Part
 
@@ -99,7 +97,7 @@ class SnapshotWriter:
         with path.open("r+b" if path.exists() else "w+b", buffering=0) as file:
             for name, group in groupby(parts, key=lambda part: part.name):
                 assert name not in entries, f"{name} was published twice"
-                digest, at = xxhash.xxh3_128(), 0
+                digest, at = Digest(), 0
                 for part in group:
                     if not at:  # its first
                         size = math.prod(part.shape) * part.elements.element_size()

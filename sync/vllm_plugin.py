@@ -7,19 +7,20 @@ engine holds can be digested tensor by tensor and compared with what the learner
 Tensor parallel size 1 only: a shard does not hold the tensors that were digested. Written against vLLM 0.32.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import xxhash
 from torch import nn
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from sync.manifest import DigestMismatch, EngineMismatch, Manifest, TensorEntry, dtype_name, tensor_digest
+from sync.digest import Digest, tensor_digests
+from sync.manifest import DigestMismatch, EngineMismatch, Manifest, TensorEntry, dtype_name
 from sync.snapshot import Snapshot, expect_digests
 from sync.transports.cuda_ipc import gpu_uuid, on_device
 from sync.transports.nccl import Broadcast
@@ -152,14 +153,20 @@ class Trainer:
             master_address=host, master_port=port, world_size=2, packed=torch.cuda.is_available(), rank=0
         )
         self._engine = NCCLTrainerWeightTransferEngine.trainer_init(group, client=SelfDriven(), source=SnapshotSource())
+        self.moved_at = time.monotonic()
+        """When the last tensor was taken to be sent."""
 
     def send(self, snapshot: Snapshot) -> None:
         """Waits for the generator to receive it all."""
-        self._engine.source = SnapshotSource(snapshot)
+        self._engine.source = SnapshotSource(snapshot, self._move)
         self._engine.send_weights()
 
     def close(self) -> None:
+        """Aborts what is under way, from any thread."""
         self._engine.shutdown()
+
+    def _move(self) -> None:
+        self.moved_at = time.monotonic()
 
 
 class SelfDriven:
@@ -177,8 +184,9 @@ class SelfDriven:
 class SnapshotSource(WeightSource):
     """The tensors of a snapshot, on the GPU one at a time."""
 
-    def __init__(self, snapshot: Snapshot | None = None) -> None:
-        self._snapshot = snapshot
+    def __init__(self, snapshot: Snapshot | None = None, moved: Callable[[], None] = lambda: None) -> None:
+        """`moved` is called for each tensor: vLLM asks for one when there is room for it among those that are on their way."""
+        self._snapshot, self._moved = snapshot, moved
 
     def metadata(self) -> list[ParamMeta]:
         assert self._snapshot is not None
@@ -187,7 +195,9 @@ class SnapshotSource(WeightSource):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         assert self._snapshot is not None
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return ((name, tensor.to(device)) for name, tensor in self._snapshot.tensors())
+        for name, tensor in self._snapshot.tensors():
+            self._moved()
+            yield name, tensor.to(device)
 
 
 class Layout:
@@ -259,7 +269,7 @@ class Layout:
         return {name: copied.result() for name, copied in copies.items()}
 
     def digests(self) -> dict[str, str]:
-        return {name: tensor_digest(self._view(name)) for name in self._places}
+        return tensor_digests({name: self._view(name) for name in self._places})
 
     def _place(self, entry: TensorEntry) -> tuple[str, int]:
         """The parameter that holds a tensor, and its first row there."""
@@ -294,7 +304,7 @@ def _is_on_cpu(model: nn.Module) -> bool:
 
 def _copy(source: torch.Tensor, place: torch.Tensor) -> str:
     """Copies, and digests what has arrived while it is still in the processor's cache. Returns the digest."""
-    digest = xxhash.xxh3_128()
+    digest = Digest()
     into, out = (tensor.view(-1).view(torch.uint8).numpy() for tensor in (place, source))
     for begin in range(0, len(out), CHUNK_BYTES):
         chunk = into[begin : begin + CHUNK_BYTES]

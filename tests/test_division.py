@@ -73,6 +73,9 @@ def check(num_gpus: int, wanted: Wishes, division: Division) -> None:
         assert bool(place.gpus) == bool(place.share) == (place.memory is not None)
         assert math.isclose(place.share * 10_000, round(place.share * 10_000)), "as Ray counts"
         assert place.share == 1 or len(place.gpus) <= 1, "no part of several"
+        others = [other for other in division.all if other is not place and place.gpus and other.gpus == place.gpus]
+        assert place.is_shared == (len(others) > 0)
+        assert place.beside_rank == any(other in division.ranks for other in others) or place in division.ranks
         for gpu in place.gpus:
             share[gpu] += place.share
             memory[gpu] += place.memory or 0

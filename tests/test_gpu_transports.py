@@ -1,6 +1,9 @@
 """The roads from GPU to GPU, through vLLM's own transfer engines, with stand-ins for CUDA IPC and NCCL: no GPU is needed here."""
 
+import json
 import queue
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +13,18 @@ import pytest
 import torch
 from test_vllm_engine import Rig, prompts
 
+from configs.sizes import sizes_of
+from generators.shared_gpu import kv_cache_bytes
 from sync import vllm_plugin
 from sync.manifest import EngineMismatch, Manifest
+from sync.publisher import Publisher
 from sync.snapshot import Snapshot
 from sync.stream import parts
 from sync.subscriber import Subscriber, announce
 from sync.transports import cuda_ipc
 from sync.transports.cuda_ipc import DeviceCopy
 from sync.transports.fetcher import Fetcher
+from sync.transports.nccl import Links, Send
 from sync.transports.server import SnapshotServer
 
 GPU = "GPU-1"
@@ -80,7 +87,7 @@ def ipc(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> dict[bytes, torch.Tensor]:
     monkeypatch.setattr(vllm_plugin, "gpu_uuid", lambda: GPU)
     monkeypatch.setattr(vllm_plugin, "_is_on_cpu", lambda model: False)
     give_transfer_engine(rig, "ipc")
-    rig.publisher._device = DeviceCopy(rig.publisher.folder, GPU)
+    rig.publisher._device = DeviceCopy(rig.publisher.folder, GPU, torch.device("cpu"))
     return memory
 
 
@@ -90,11 +97,11 @@ def test_an_engine_on_the_learners_gpu_asks_for_the_devices_copy_and_gets_it(
     assert serves(rig, rig.load(0)), "through shared memory: nobody had asked"
     assert not ipc and (rig.publisher.folder / f"gpu-{GPU}").exists()
     for model in (1, 0, 1):
-        before = len(ipc)
         manifest = rig.load(model)
-        assert len(ipc) == before + len(manifest.tensors) and serves(rig, manifest)
+        assert len(ipc) == len(manifest.tensors) and serves(rig, manifest), (
+            "each tensor is shared once for all versions"
+        )
         assert len(list(rig.publisher.folder.glob("*.ipc"))) == 1, "only the newest is on the device"
-    assert len({tensor.data_ptr() for tensor in ipc.values()}) == len(manifest.tensors), "in the same memory each time"
 
 
 def test_a_copy_that_an_engine_is_reading_is_not_written_over(rig: Rig, ipc: dict[bytes, torch.Tensor]) -> None:
@@ -122,8 +129,51 @@ def test_a_wrong_byte_on_the_device_is_found_out(rig: Rig, ipc: dict[bytes, torc
 
 def test_copies_are_made_for_engines_of_the_same_gpu_only(tmp_path: Path, ipc: dict[bytes, torch.Tensor]) -> None:
     (tmp_path / "gpu-another").touch()
-    device = DeviceCopy(tmp_path, GPU)
+    device = DeviceCopy(tmp_path, GPU, torch.device("cpu"))
     assert [part.name for part in device.tee(parts({"a": torch.ones(3)}))] == ["a"] and not device._tensors
+
+
+def test_what_is_offered_is_on_the_device_wherever_the_learner_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `cpu_offload` the parts are in the host's memory, which CUDA IPC cannot share. A tensor of another shape is shared anew."""
+    shared: list[torch.Tensor] = []
+    monkeypatch.setattr(cuda_ipc, "reduce_tensor", lambda tensor: (None, (shared.append(tensor), len(shared))))
+    device = DeviceCopy(tmp_path, GPU, torch.device("meta"), always=True)
+    for version, size in enumerate((3, 3, 4)):
+        list(device.tee(parts({"a": torch.ones(size), "b": torch.ones(2)})))
+        device.offer(Manifest(version, "1", str(tmp_path / f"v{version}-1.safetensors"), 0, (), ""))
+    assert [(tensor.device.type, len(tensor)) for tensor in shared] == [("meta", 3), ("meta", 2), ("meta", 4)]
+
+
+def test_an_engine_that_shares_its_gpu_is_told_how_much_kv_to_keep(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from generators import vllm_engine
+    from generators.vllm_engine import VllmEngine
+
+    class Told(Exception):
+        pass
+
+    def core(config: Any, *_: Any, **__: Any) -> Any:
+        raise Told(config)
+
+    def told(**more: Any) -> Any:
+        with pytest.raises(Told) as caught:
+            VllmEngine(str(model), dtype="bfloat16", max_model_len=160, max_sequences=32, shares_gpu=True, **more)
+        return caught.value.args[0]
+
+    model = rig.publisher.folder.parent / "model"
+    monkeypatch.setattr(vllm_engine, "InprocClient", core)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80 << 30))
+    config = told()
+    expected = kv_cache_bytes(
+        sizes_of(json.loads((model / "config.json").read_text())), budget=config.cache_config.gpu_memory_utilization * (80 << 30),
+        element_bytes=2, max_sequences=32, tokens_per_step=config.scheduler_config.max_num_batched_tokens,
+    )  # fmt: skip
+    assert config.cache_config.kv_cache_memory_bytes == expected > 60 << 30
+    assert told(kv_cache_mb=16).cache_config.kv_cache_memory_bytes == 16 << 20, "or as much as the user says"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=1 << 30))
+    with pytest.raises(ValueError, match="generators.gpu_memory_fraction must leave room for KV"):
+        VllmEngine(str(model), dtype="bfloat16", max_model_len=160, max_sequences=32, shares_gpu=True)
 
 
 class Wire:
@@ -185,6 +235,37 @@ def test_versions_come_by_nccl_when_the_engine_takes_them_up(
         rig.engine.load(gone)
     rig.engine.load(subscriber.prepare(announce(manifest, server.address)))
     assert serves(rig, manifest)
+
+
+def test_a_receiver_that_dies_in_a_broadcast_does_not_hold_the_learners_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's kernel runs until the group is aborted: `destroy` is what vLLM calls that."""
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    aborted, begun = threading.Event(), threading.Event()
+
+    def broadcast(tensor: torch.Tensor, src: int, stream: object) -> None:
+        begun.set()
+        assert aborted.wait(60), "the kernel spins for ever"
+
+    group = SimpleNamespace(broadcast=broadcast, destroy=aborted.set)
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: group)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr("sync.transports.nccl.STALLED_S", 0.2)
+    publisher = Publisher(tmp_path, "1")
+    manifest = publisher.publish(0, parts({"a": torch.ones(3)}))
+    links = Links(tmp_path, "127.0.0.1")
+    first = links.send(Send(Path(manifest.path).stem, "0" * 16))
+    (link,) = links._links.values()
+    assert first.fresh and begun.wait(60) and aborted.wait(60)
+    deadline = time.monotonic() + 60
+    while not link.broken:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert links.send(Send(Path(manifest.path).stem, "0" * 16)).fresh, "who comes back gets a group of its own"
+    links.close()
+    publisher.close()
 
 
 def test_what_nccl_delivers_wrong_is_found_out_and_sent_again(

@@ -19,6 +19,7 @@ MAY_IMPORT = {
 ONLY_IN = {
     "vllm": {"generators/vllm_engine.py", "sync/vllm_plugin.py"},
     "ray": {
+        "scripts/answers.py",
         "scripts/train.py",
         "scripts/cluster.py",
         "scripts/newborn.py",

@@ -13,8 +13,9 @@ from test_step import configured
 from torch import Tensor
 
 from configs.schema import Config
+from configs.sizes import sizes_of as counted_sizes
 from learners.fsdp import FsdpEngine
-from learners.memory import Meter, _sizes, plan
+from learners.memory import Meter, named_shortage, plan
 from learners.packing import pack
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -29,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def sizes_of(folder: Path) -> Any:
     import json
 
-    return _sizes(json.loads((folder / "config.json").read_text()))
+    return counted_sizes(json.loads((folder / "config.json").read_text()))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -88,6 +89,70 @@ def test_what_makes_the_plan_smaller_does(fixed_model: Path) -> None:
     assert parts(configured(fixed_model, "algo=ppo"))["optimizer"] == 2 * base["optimizer"]
     assert parts(configured(fixed_model, "algo=ppo", "placement.critic=own"))["optimizer"] == base["optimizer"]
     assert parts(configured(fixed_model, "algo=grpo", "algo.kl.loss_coef=0.1"))["weights"] == 2 * base["weights"]
+
+
+def test_the_plan_counts_what_stands_between_shards_and_whole_tensors(fixed_model: Path) -> None:
+    """Elements of the fixed model: 320 × 64 for the embedding and the head each, and a norm; two layers."""
+    ends, layer = 2 * 320 * 64 + 64, sizes_of(fixed_model).layer
+    one = parts(configured(fixed_model, "algo=grpo"))
+    two, whole = (
+        parts(configured(fixed_model, "algo=grpo", "learner.ranks=2", f"learner.fsdp.accumulate={choice}"))
+        for choice in ("reduce", "whole")
+    )
+    assert one["gathered"] == 4 * (ends + layer) and two["gathered"] == 4 * (ends + layer + max(ends, 2 * layer))
+    assert two["reduced"] == 8 * max(ends, layer), "gradients, and the buffer that sends them"
+    assert whole["gradients"] == 2 * two["gradients"] == one["gradients"], "of two ranks"
+    low_rank = parts(configured(fixed_model, "algo=grpo", "learner.lora.rank=2"))
+    assert 20 * low_rank["reduced"] < one["reduced"] and low_rank["head"] == one["head"] - 4 * 320 * 64
+    assert parts(configured(fixed_model, "algo=ppo"))["gradients"] == one["gradients"], "one model after the other"
+
+
+def test_gradients_that_stay_whole_are_on_the_gpu_whatever_is_offloaded(fixed_model: Path) -> None:
+    offloaded = ["algo=grpo", "model.dtype=bfloat16", "learner.fsdp.cpu_offload=true"]
+    config = configured(fixed_model, *offloaded, "learner.fsdp.accumulate=whole")
+    assert parts(config, cuda=True)["gradients"] == 4 * sizes_of(fixed_model).parameters
+    assert parts(configured(fixed_model, *offloaded), cuda=True)["gradients"] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "copies"),
+    [
+        ((), 0),
+        (("learner.gpu_memory_fraction=0.45",), 1),
+        (("learner.gpu_memory_fraction=0.45", "learner.fsdp.cpu_offload=true"), 0),
+        (("sync.transport=cuda_ipc",), 1),
+        (("learner.gpu_memory_fraction=0.45", "sync.transport=shared_memory"), 0),
+    ],
+)
+def test_a_version_that_engines_copy_from_the_gpu_is_in_the_plan(
+    settings: tuple[str, ...], copies: int, fixed_model: Path
+) -> None:
+    config = configured(fixed_model, "algo=grpo", "model.dtype=bfloat16", *settings)
+    assert parts(config, cuda=True)["published"] == copies * 2 * sizes_of(fixed_model).parameters
+    assert parts(config)["published"] == 0
+
+
+def test_a_capped_heads_copy_of_the_logits_is_in_the_plan(fixed_model: Path, tmp_path: Path) -> None:
+    import json
+
+    hf = json.loads((fixed_model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(hf | {"final_logit_softcapping": 30.0}))
+    plain, capped = (parts(configured(path, "algo=grpo"))["head"] for path in (fixed_model, tmp_path))
+    gradient = 4 * 320 * 64
+    assert capped - gradient == pytest.approx((plain - gradient) * 4 / 3)
+
+
+def test_what_does_not_fit_into_the_gpu_is_named_with_the_plan(fixed_model: Path) -> None:
+    config = configured(fixed_model, "algo=grpo")
+    with (
+        pytest.raises(
+            ValueError, match="must fit into its GPU .*got: CUDA out of memory. .*Planned: memory of a learner rank"
+        ),
+        named_shortage(config),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+    with pytest.raises(RuntimeError, match="^another$"), named_shortage(config):
+        raise RuntimeError("another")
 
 
 def test_a_model_of_another_kind_has_no_plan(fixed_model: Path, tmp_path: Path) -> None:

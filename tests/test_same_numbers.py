@@ -26,7 +26,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from configs.learner import FsdpConfig
+from configs.learner import Accumulate, FsdpConfig
 from learners.engine import Engine
 from learners.fsdp import FsdpEngine
 from learners.packing import Batch, Packed, pack
@@ -69,6 +69,7 @@ ROWS = {
     "fsdp 2, qwen2 (tied)": Row("fsdp", 2, "qwen2"),
     "fsdp 2, qwen3_moe": Row("fsdp", 2, "qwen3_moe"),
     "fsdp 2, offload": Row("fsdp", 2, options={"cpu_offload": True}),
+    "fsdp 2, whole gradients": Row("fsdp", 2, options={"accumulate": Accumulate.whole}),
     "fsdp 4": Row("fsdp", 4),
     "fsdp 2 x 2 replicas": Row("fsdp", 4, options={"replicas": 2}),
     "ulysses 2": Row("fsdp", 2, options={"sequence_parallel": 2}),

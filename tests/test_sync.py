@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from sync import folders
+from sync.digest import tensor_digest
 from sync.folders import PREFIX, sweep
-from sync.manifest import DigestMismatch, TensorEntry, tensor_digest, whole_digest
+from sync.manifest import DigestMismatch, TensorEntry, whole_digest
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot, SnapshotWriter, read_manifest
 from sync.stream import Part, parts

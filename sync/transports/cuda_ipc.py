@@ -35,10 +35,12 @@ class Shared(msgspec.Struct):
 class DeviceCopy:
     """The learner's side: a copy of the newest version on its device."""
 
-    def __init__(self, folder: Path, gpu: str, always: bool = False) -> None:
-        """`always`: also if no engine has asked for it yet."""
-        self._folder, self._gpu, self._always = folder, gpu, always
+    def __init__(self, folder: Path, gpu: str, device: torch.device, always: bool = False) -> None:
+        """`gpu`: the device's uuid. `always`: also if no engine has asked for it yet."""
+        self._folder, self._gpu, self._device, self._always = folder, gpu, device, always
         self._tensors: dict[str, torch.Tensor] = {}
+        self._handles: dict[str, list[Any]] = {}
+        """Of each tensor what opens it. It is shared once, for torch keeps a counter and an event for each time until the tensor goes."""
         self._offered: int | None = None  # descriptor of the handles on offer
         self._path = folder / "none"
         self._writing = False
@@ -56,8 +58,10 @@ class DeviceCopy:
     def _keep(self, part: Part, begin: int) -> None:
         kept = self._tensors.get(part.name)
         if kept is None or kept.shape != part.shape or kept.dtype != part.elements.dtype:
-            kept = torch.empty(part.shape, dtype=part.elements.dtype, device=part.elements.device)
+            # Parts of an offloaded model come from the host's memory.
+            kept = torch.empty(part.shape, dtype=part.elements.dtype, device=self._device)
             self._tensors[part.name] = kept
+            self._handles.pop(part.name, None)
         kept.view(-1)[begin : begin + part.elements.numel()].copy_(part.elements.reshape(-1))
 
     def _withdraw(self) -> bool:
@@ -81,10 +85,9 @@ class DeviceCopy:
             torch.cuda.synchronize()
         tensors = []
         for name, tensor in self._tensors.items():
-            _, arguments = reduce_tensor(tensor)
-            tensors.append(
-                (name, dtype_name(tensor.dtype), tuple(tensor.shape), [_plain(value) for value in arguments])
-            )
+            if name not in self._handles:
+                self._handles[name] = [_plain(value) for value in reduce_tensor(tensor)[1]]
+            tensors.append((name, dtype_name(tensor.dtype), tuple(tensor.shape), self._handles[name]))
         self._path = Path(manifest.locator).with_suffix(SUFFIX)
         unfinished = self._path.with_suffix(".unfinished")
         unfinished.write_bytes(msgspec.msgpack.encode(Shared(self._gpu, tensors)))

@@ -16,9 +16,10 @@ import queue
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import torch
@@ -28,11 +29,16 @@ from msgspec import Meta
 from sync.manifest import Manifest
 from sync.snapshot import Snapshot, read_manifest
 
+if TYPE_CHECKING:
+    from sync.vllm_plugin import Trainer
+
 log = logging.getLogger("slipstream.weights")
 
 
 MAX_LINKS = 256
 """Lives of generators that one learner sends to."""
+STALLED_S = 30.0
+"""How long a receiver may take no tensor of those that are sent to it."""
 
 
 class Send(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
@@ -79,7 +85,8 @@ class Links:
 
 
 class Link:
-    """A group of two. Its thread may hang in NCCL for good when the other side dies there: it is a daemon, nobody joins it."""
+    """A group of two. When the other side dies in a broadcast, NCCL's kernel would run on the learner's GPU for ever, and whatever
+    waits for the whole device would hang: a second thread sees that nothing moves any more, and aborts the group."""
 
     def __init__(self, host: str) -> None:
         self.snapshots: queue.Queue[Snapshot | None] = queue.Queue()
@@ -96,13 +103,35 @@ class Link:
         try:
             while (snapshot := self.snapshots.get()) is not None:
                 trainer = trainer or Trainer(host, self.port)
-                trainer.send(snapshot)
+                with self._watched(trainer):
+                    trainer.send(snapshot)
         except Exception:
             log.exception("a generator's NCCL group has broken; it will be given another")
             self.broken = True
         finally:
             if trainer is not None:
                 trainer.close()
+
+    @contextlib.contextmanager
+    def _watched(self, trainer: "Trainer") -> Iterator[None]:
+        """Aborts the group, and raises TimeoutError, when the receiver takes nothing for `STALLED_S`."""
+        sent, stalled = threading.Event(), threading.Event()
+
+        def watch() -> None:
+            while not sent.wait(STALLED_S / 10):
+                if time.monotonic() - trainer.moved_at > STALLED_S:
+                    stalled.set()
+                    trainer.close()
+                    return
+
+        trainer.moved_at = time.monotonic()
+        threading.Thread(target=watch, name="nccl-watch", daemon=True).start()
+        try:
+            yield
+        finally:
+            sent.set()
+        if stalled.is_set():
+            raise TimeoutError(f"the receiver has taken nothing for {STALLED_S:g} s")
 
 
 class Broadcast:

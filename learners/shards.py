@@ -1,0 +1,14 @@
+"""Tensors that are sharded over ranks."""
+
+from dataclasses import replace
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+
+def sharded_like(tensor: DTensor, local: Tensor) -> DTensor:
+    """This rank's part, as a tensor that is sharded as `tensor` is. It stays where it is: `DTensor.from_local` would move it to the
+    device of the mesh, which fills a GPU with what is kept in the host's memory. FSDP2 makes its own shards like this."""
+    meta = TensorMeta(tensor.shape, tensor.stride(), local.dtype)
+    return DTensor(local, replace(tensor._spec, tensor_meta=meta), requires_grad=False)

@@ -1,0 +1,86 @@
+"""A GPU that fails or is too small: what is tried again, and what ends the run."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import roles
+import torch
+from runs import SIMULATED, Started, assert_accounts_close
+from test_step import configured
+
+from learners import learner
+
+CUDA_ERROR = "CUDA error: an illegal memory access was encountered"
+FAULT = f"""
+import heapq, pathlib, sys
+pop, once = heapq.heappop, pathlib.Path(__file__).with_name("failed")
+def fails(heap):
+    if sys._getframe(1).f_code.co_filename.endswith("simulated_engine.py") and not once.exists():
+        import torch
+        once.touch()
+        raise torch.AcceleratorError({CUDA_ERROR!r})
+    return pop(heap)
+heapq.heappop = fails
+"""
+"""In the middle of sampling, once."""
+
+
+@pytest.mark.parametrize(
+    ("error", "final", "says"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), True, "must fit into its GPU"),
+        (torch.AcceleratorError("CUDA error: out of memory"), True, "must fit into its GPU"),
+        (torch.AcceleratorError(CUDA_ERROR), False, "has failed:\nTraceback"),
+    ],
+)
+def test_a_learner_that_finds_no_room_on_its_gpu_is_not_started_again(
+    error: RuntimeError, final: bool, says: str, fixed_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def heartbeat(*_: Any) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(say=None)
+
+    def start(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(roles, "BufferClient", lambda *_, **__: SimpleNamespace(another=lambda: None))
+    monkeypatch.setattr(roles, "heartbeat", heartbeat)
+    monkeypatch.setattr(learner, "start", start)
+    rank = object.__new__(roles.LearnerRole)
+    failure = rank.run(configured(fixed_model, "algo=grpo"), Path(), "nowhere", 0, "nowhere", None)
+    assert failure is not None and failure.final == final and says in failure.report
+    assert ("Planned: memory of a learner rank (1 in all)" in failure.report) == final
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.AcceleratorError(CUDA_ERROR), True),
+        (torch.distributed.DistBackendError("NCCL error in ..."), True),
+        (RuntimeError("Triton Error [CUDA]: misaligned address"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"), True),
+        (torch.OutOfMemoryError("CUDA out of memory."), False),
+        (torch.AcceleratorError("CUDA error: out of memory"), False),
+        (RuntimeError("the buffer has been silent for 30 s"), False),
+    ],
+)
+def test_an_error_of_the_device_is_told_from_others(error: RuntimeError, expected: bool) -> None:
+    assert roles.is_device_error(error) == expected
+
+
+@pytest.mark.timeout(300)
+def test_a_generator_whose_device_fails_is_started_again(
+    start: Callable[..., Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FAULT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    run = start(*SIMULATED, "run.steps=10")
+    status, said = run.finish()
+    assert status == 0, said
+    assert (tmp_path / "failed").exists() and CUDA_ERROR in (run.folder / "logs" / "generator-0.log").read_text()
+    assert_accounts_close(run.summary())
+    run.assert_nothing_left()

@@ -1,0 +1,72 @@
+"""An engine on the learner's GPU: it starts after the learner, and is told how much KV it may keep."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import train
+from ray.cluster_utils import Cluster
+from runs import SIMULATED, Started, assert_accounts_close
+
+from configs.sizes import sizes_of
+from generators.shared_gpu import OVERHEAD_BYTES, kv_cache_bytes
+
+QWEN3_8B: dict[str, Any] = dict(
+    hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, intermediate_size=12288,
+    vocab_size=151936,
+)  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+def test_a_generator_on_the_learners_gpu_starts_after_the_learner_and_the_run_ends_well(
+    start: Callable[..., Started],
+) -> None:
+    """One GPU, which Ray is told of and which does not exist; the roles compute nothing."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_gpus": 1, "num_cpus": 4, "include_dashboard": False})
+    try:
+        shares = ["learner.gpus=0.5", "generators.gpus=0.5", f"cluster.address={cluster.address}"]
+        run = start(*SIMULATED, *shares, "run.steps=5")
+        status, said = run.finish()
+    finally:
+        cluster.shutdown()
+    assert status == 0, said
+    assert "GPU 0: learner-0 (45 % of memory), generator-0 (45 % of memory)" in said
+    assert "the learner has loaded: the generators that share its GPU start" in said
+    assert_accounts_close(run.summary())
+
+
+@pytest.mark.parametrize(
+    ("activity", "version", "starts"),
+    [
+        (None, 0, False),  # a run that is resumed has a version, and as yet no learner
+        ("loading the model", 0, False),
+        ("verifying step_4", 0, False),
+        ("publishing version 0", -1, False),
+        ("waiting for the batch of step 0", 0, True),
+    ],
+)
+def test_what_shares_the_learners_gpu_waits_until_it_has_loaded(
+    activity: str | None, version: int, starts: bool
+) -> None:
+    roles = {} if activity is None else {"learner-0": SimpleNamespace(activity=activity)}
+    run: Any = object.__new__(train.Run)
+    run._console, begun = SimpleNamespace(say=lambda text: None), []
+    run._after_learner = [lambda: begun.append(0), lambda: begun.append(1)]
+    for _ in range(2):
+        run._start_beside_learner(SimpleNamespace(version=version, roles=roles))
+    assert begun == ([0, 1] if starts else [])
+
+
+def test_kv_is_what_weights_activations_logits_and_overhead_leave() -> None:
+    sizes = sizes_of(QWEN3_8B)
+    assert sizes.parameters == pytest.approx(8.19e9, rel=0.01)
+    tokens, sequences = 8192, 256
+    rest = 2 * sizes.parameters + 2 * tokens * sizes.activations + 12 * sequences * 151936 + OVERHEAD_BYTES
+    common: dict[str, Any] = dict(element_bytes=2, max_sequences=sequences, tokens_per_step=tokens)
+    assert kv_cache_bytes(sizes, budget=rest + 12345, **common) == 12345
+    assert rest < 0.3 * 80 * 2**30, "an engine of 8B fits into a third of 80 GB"
+    with pytest.raises(
+        ValueError, match=r"must leave room for KV .* got 16.0 GiB for weights 15.3 \+ activations 1.8 \+"
+    ):
+        kv_cache_bytes(sizes, budget=16 * 2**30, **common)
