@@ -461,7 +461,7 @@ class Buffer:
         """Since the first version was published, in this life."""
         return 0.0 if self._started_at is None else self._clock() - self._started_at
 
-    def waiting_for(self, *, learner_waits: bool = True, num_asking: int = 0) -> str:
+    def waiting_for(self, *, learner_waits: bool = True, probes: bool = False, num_asking: int = 0) -> str:
         """Who waits for whom, in a sentence; then who has not been heard of, and who has been doing one thing for long."""
         step, budget, now = self.book.num_consumed, self.book.budget_reached() or "admission", self._clock()
         starts = self.fleet.starts(now)
@@ -470,7 +470,8 @@ class Buffer:
         elif step == self._config.run.steps:
             who = f"the run waits for {self._evaluations.pending} evaluation prompts"
         elif learner_waits:
-            who = f"the learner waits: {self.book.waiting_for(step, starts)}"
+            probe = f"an engine's parity probe of version {self.book.version}; " if probes else ""
+            who = f"the learner waits: {probe}{self.book.waiting_for(step, starts)}"
         else:
             who = f"the learner trains step {step}; {num_asking} generators wait for {budget}"
         told = STARTING if starts and starts in who else "waiting"

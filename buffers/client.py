@@ -43,6 +43,21 @@ MAX_UNSEEN = 3
 """Times in a row that a client finds damage and the buffer does not, until that is an error."""
 
 
+class TooLarge(ValueError):
+    """A message that the buffer would refuse for its size. It has not been sent."""
+
+
+def check_size(request: m.Request, num_body: int, num_payload: int) -> None:
+    """Raises TooLarge for a message that no buffer takes in."""
+    name = type(request).__name__
+    if num_body > m.MAX_BODY_BYTES:
+        raise TooLarge(f"{name} must have at most {m.MAX_BODY_BYTES:,} bytes, got {num_body:,}")
+    if num_payload > m.MAX_PAYLOAD_BYTES:
+        raise TooLarge(
+            f"the groups of one {name} must have at most {m.MAX_PAYLOAD_BYTES:,} bytes together, got {num_payload:,}"
+        )
+
+
 class BufferGone(RuntimeError):
     """The buffer has not answered in time."""
 
@@ -148,7 +163,7 @@ class BufferClient:
         Raises TooLarge for a message that no buffer takes in, without sending it.
         """
         body = m.encoder.encode(request)
-        m.check_size(request, len(body), 0 if payload is None else payload.size)
+        check_size(request, len(body), 0 if payload is None else payload.size)
         if not self._unanswered:
             self._heard_at = time.monotonic()
         number = next(self._numbers)
@@ -317,7 +332,7 @@ def hand_in(client: BufferClient, generator: str, leases: list[int], groups: pa.
     too large. A group that is too large by itself fails, with its size."""
     try:
         client.post(m.Submit(generator=generator, leases=leases, schema=SCHEMA_VERSION), encode(groups))
-    except m.TooLarge as error:
+    except TooLarge as error:
         half, rows = len(leases) // 2, groups.num_rows // len(leases)
         if half:
             first = groups.take(pa.array(range(half * rows)))  # a copy: a slice would travel with bytes of the others

@@ -114,6 +114,20 @@ class Connections:
         self._events.close()
         self._loan.close()
 
+    def receive(self, max_frames: int) -> list[zmq.Frame] | None:
+        """Reads and counts a message, if there is one. Of one with too many frames, the first few are returned."""
+        try:
+            frames = [self._server.recv(zmq.NOBLOCK, copy=False)]
+        except zmq.Again:
+            return None
+        while frames[-1].more and len(frames) < max_frames + 1:
+            frames.append(self._server.recv(copy=False))
+        self.count(frames)
+        if len(frames) > max_frames:
+            while self._server.getsockopt(zmq.RCVMORE):
+                self.count([frames[0], self._server.recv(copy=False)])
+        return frames
+
     def count(self, frames: list[zmq.Frame]) -> None:
         """Notes that a message was read. Its first frame, the sender, has not travelled."""
         self._num_read += 1

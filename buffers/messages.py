@@ -171,6 +171,14 @@ class Submit(Struct):
     """`SCHEMA_VERSION` of the sender."""
 
 
+class SubmitProbe(Struct):
+    """-> Done. What an engine has sampled for the parity probe (`buffers.probe`): one Arrow frame of rows. Idempotent."""
+
+    generator: Name
+    weights: Text
+    """Where the manifest of the version that sampled it is."""
+
+
 class Evaluated(Struct):
     """-> Receipt."""
 
@@ -264,6 +272,12 @@ class Read(Struct):
 
 class Part(Struct):
     pass
+
+
+class NextProbe(Struct):
+    """-> Part, with the rows as a frame, once an engine has sampled a probe of the newest version; NotYet after `wait_s`."""
+
+    wait_s: Seconds
 
 
 class Damaged(Struct):
@@ -445,8 +459,8 @@ class Refused(Struct):
 
 
 Request = (
-    Join | Leave | Ask | Heartbeat | Alive | Submit | Evaluated | Fail | Locate | Next | Read | Damaged | Publish | Consumed | Checkpointed
-    | Rewind | Finish | Watch | Stop
+    Join | Leave | Ask | Heartbeat | Alive | Submit | SubmitProbe | Evaluated | Fail | Locate | Next | NextProbe | Read | Damaged | Publish
+    | Consumed | Checkpointed | Rewind | Finish | Watch | Stop
 )  # fmt: skip
 Reply = Welcome | Work | Standing | Receipt | Located | Batch | Part | Replaced | NotYet | Over | Done | News | Refused
 
@@ -473,18 +487,3 @@ def shorten(text: str) -> str:
         return text
     half = MAX_TEXT // 2 - 20
     return f"{text[:half]} ... {len(text):,} characters ... {text[-half:]}"[:MAX_TEXT]
-
-
-class TooLarge(ValueError):
-    """A message that the buffer would refuse for its size. It has not been sent."""
-
-
-def check_size(request: Request, num_body: int, num_payload: int) -> None:
-    """Raises TooLarge for a message that no buffer takes in."""
-    name = type(request).__name__
-    if num_body > MAX_BODY_BYTES:
-        raise TooLarge(f"{name} must have at most {MAX_BODY_BYTES:,} bytes, got {num_body:,}")
-    if num_payload > MAX_PAYLOAD_BYTES:
-        raise TooLarge(
-            f"the groups of one {name} must have at most {MAX_PAYLOAD_BYTES:,} bytes together, got {num_payload:,}"
-        )

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -14,6 +14,9 @@ MAX_PARKED = 20_000
 MAX_PARKED_OF_ONE = 200
 """Of one sender."""
 MAX_WAIT_S = 60.0
+
+Waits = m.Ask | m.Next | m.NextProbe | m.Finish | m.Watch
+"""Requests that may have to wait for their answers."""
 
 R = TypeVar("R")
 
@@ -39,23 +42,40 @@ class Reply:
     """The leases that it gives: they are taken back where it cannot be delivered."""
 
 
+def deal(asks: Sequence[Parked[m.Ask]], room: int, lease: Callable[[str], m.Lease | None]) -> list[list[m.Lease]]:
+    """Deals what may be leased (`room` at most) to all who ask, evenly; those who get nothing are the last. `lease` gives a lease
+    to the generator of this name, or None when there is no more."""
+    share = max(1, room // len(asks))  # in a row: groups that come together are stored and read together
+    hands: list[list[m.Lease]] = [[] for _ in asks]
+    hungry = deque(zip(asks, hands, strict=True))
+    while hungry:
+        parked, hand = hungry.popleft()
+        wanted = max(1, parked.request.count)
+        for _ in range(min(share, wanted - len(hand))):
+            if (given := lease(parked.request.generator)) is None:
+                return hands
+            hand.append(given)
+        if len(hand) < wanted:
+            hungry.append((parked, hand))
+    return hands
+
+
 class ParkedRequests:
     def __init__(self) -> None:
         self.asks: deque[Parked[m.Ask]] = deque()
         self.nexts: list[Parked[m.Next]] = []
+        self.probes: list[Parked[m.NextProbe]] = []
         self.finishes: list[Parked[m.Finish]] = []
         self.watches: list[Parked[m.Watch]] = []
         self._num_parked: Counter[bytes] = Counter()  # by sender
 
     def __iter__(self) -> Iterator[Parked[Any]]:
-        return itertools.chain(self.asks, self.nexts, self.finishes, self.watches)
+        return itertools.chain(self.asks, self.nexts, self.probes, self.finishes, self.watches)
 
     def has_room(self, sender: bytes) -> bool:
         return self._num_parked[sender] < MAX_PARKED_OF_ONE and self._num_parked.total() < MAX_PARKED
 
-    def park(
-        self, sender: bytes, number: bytes, request: m.Ask | m.Next | m.Finish | m.Watch, user: str, now: float
-    ) -> None:
+    def park(self, sender: bytes, number: bytes, request: Waits, user: str, now: float) -> None:
         self._num_parked[sender] += 1
         deadline = now + min(request.wait_s, MAX_WAIT_S)
         match request:
@@ -63,6 +83,8 @@ class ParkedRequests:
                 self.asks.append(Parked(sender, number, request, deadline, user))
             case m.Next():
                 self.nexts.append(Parked(sender, number, request, deadline, user))
+            case m.NextProbe():
+                self.probes.append(Parked(sender, number, request, deadline, user))
             case m.Finish():
                 self.finishes.append(Parked(sender, number, request, deadline, user))
             case m.Watch():
@@ -82,6 +104,7 @@ class ParkedRequests:
         if gone:
             self.asks = deque(parked for parked in self.asks if id(parked) not in gone)
             self.nexts = [parked for parked in self.nexts if id(parked) not in gone]
+            self.probes = [parked for parked in self.probes if id(parked) not in gone]
             self.finishes = [parked for parked in self.finishes if id(parked) not in gone]
             self.watches = [parked for parked in self.watches if id(parked) not in gone]
 

@@ -25,7 +25,8 @@ from buffers.connections import Connections, descriptor_of
 from buffers.keys import Door, may_say, open_door
 from buffers.limits import check_bounds
 from buffers.metrics import Metrics
-from buffers.parked import MAX_PARKED, MAX_PARKED_OF_ONE, Parked, ParkedRequests, Reply
+from buffers.parked import MAX_PARKED, MAX_PARKED_OF_ONE, Parked, ParkedRequests, Reply, Waits, deal
+from buffers.probe import Probes
 from buffers.process import keep_freed_memory
 from buffers.refusal import Refusal
 from buffers.watchdog import Stuck
@@ -55,6 +56,8 @@ MAX_INBOX_BYTES = 64 << 20
 MAX_COMMITTING = 3
 """Turns whose answers wait for the disk, at most, while the next is under way."""
 TICK_S = 0.05
+FROM_LEARNER = m.Publish | m.Consumed | m.Checkpointed | m.Next | m.NextProbe | m.Damaged | m.Finish
+"""Requests that a rank of the learner alone makes, and that count no more once another life of it has begun."""
 
 
 class BufferServer:
@@ -110,6 +113,7 @@ class BufferServer:
                     f"buffer.address must be free, got {config.buffer.address}: {error.strerror}"
                 ) from error
             self.buffer = Buffer(config, folder, resume_step=resume_step, clock=clock)
+            self._probes = Probes(config)
             self._metrics = Metrics(config.buffer.metrics_port)
         except BaseException:
             self._connections.close()
@@ -176,7 +180,7 @@ class BufferServer:
         for _ in range(MAX_PER_TURN):
             if self._inbox_bytes > MAX_INBOX_BYTES or self._outbox_bytes > MAX_OUTBOX_BYTES:
                 break
-            if (frames := self._receive_one()) is None:
+            if (frames := self._connections.receive(MAX_FRAMES)) is None:
                 self._drained = True
                 break
             if not 3 <= len(frames) <= MAX_FRAMES:
@@ -198,20 +202,6 @@ class BufferServer:
             self._handle(frames)
         self._inbox_bytes -= num_bytes
 
-    def _receive_one(self) -> list[zmq.Frame] | None:
-        """A message, if there is one. Of one with too many frames, the first few."""
-        try:
-            frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
-        except zmq.Again:
-            return None
-        while frames[-1].more and len(frames) < MAX_FRAMES + 1:
-            frames.append(self._socket.recv(copy=False))
-        self._connections.count(frames)
-        if len(frames) > MAX_FRAMES:
-            while self._socket.getsockopt(zmq.RCVMORE):
-                self._connections.count([frames[0], self._socket.recv(copy=False)])
-        return frames
-
     def _handle(self, frames: list[zmq.Frame]) -> None:
         sender, number, body = frames[0].bytes, frames[1].bytes, frames[2].buffer
         payload = [frame.buffer for frame in frames[3:]]
@@ -232,13 +222,13 @@ class BufferServer:
         except Refusal as refusal:
             self._answer(sender, number, self.buffer.refuse(refusal.reason, str(refusal)))
             return
-        if isinstance(request, m.Publish | m.Consumed | m.Checkpointed | m.Next | m.Damaged | m.Finish):
+        if isinstance(request, FROM_LEARNER):
             if sender in self._dead:  # what it has sent came late
                 late = f"{type(request).__name__} of a life before the rewind"
                 self._answer(sender, number, self.buffer.refuse("dead learner", late))
                 return
             self._learners.add(sender)
-        if isinstance(request, m.Ask | m.Next | m.Finish | m.Watch):
+        if isinstance(request, Waits):
             self._park(sender, number, request, user)
             return
         if isinstance(request, m.Read):
@@ -267,11 +257,9 @@ class BufferServer:
         """Another life of the learner begins. What the one before has sent and nobody has read yet must not reach it."""
         self._dead |= self._learners - {but}
         self._learners &= {but}
-        self._parked.forget(
-            lambda parked: isinstance(parked.request, m.Next | m.Finish) and parked.sender in self._dead
-        )
+        self._parked.forget(lambda parked: isinstance(parked.request, FROM_LEARNER) and parked.sender in self._dead)
 
-    def _park(self, sender: bytes, number: bytes, request: m.Ask | m.Next | m.Finish | m.Watch, user: str) -> None:
+    def _park(self, sender: bytes, number: bytes, request: Waits, user: str) -> None:
         if not self._parked.has_room(sender):
             many = f"at most {MAX_PARKED_OF_ONE} requests of a client, and {MAX_PARKED} of all, may wait for an answer"
             self._answer(sender, number, self.buffer.refuse("too many requests", many))
@@ -289,6 +277,8 @@ class BufferServer:
                     raise Refusal("malformed group", f"a submission must carry one Arrow frame, got {len(payload)}")
                 verdicts = buffer.submit(request.generator, request.leases, request.schema, payload[0])
                 return m.Receipt(leases=request.leases, verdicts=verdicts)
+            case m.SubmitProbe():
+                self._probes.take(request, payload, buffer.book.version, buffer.weights)
             case m.Heartbeat():
                 revoked = buffer.heartbeat(request)
                 return m.Standing(
@@ -413,6 +403,7 @@ class BufferServer:
                 self._answer_parked(ask, self._work([]))
             self._parked.asks = deque(ask for ask in self._parked.asks if now < ask.deadline)
         self._parked.nexts = [p for p in self._parked.nexts if not self._serve_next(p, now)]
+        self._parked.probes = [p for p in self._parked.probes if not self._serve_probe(p, now)]
         self._parked.finishes = [p for p in self._parked.finishes if not self._serve_finish(p, now)]
         self._parked.watches = [p for p in self._parked.watches if not self._serve_watch(p, now)]
 
@@ -424,22 +415,7 @@ class BufferServer:
             self._parked.asks.clear()
         if not self._parked.asks or not (room := self.buffer.room()):
             return
-        asks = self._parked.asks
-        share = max(1, room // len(asks))  # in a row: groups that come together are stored and read together
-        hands: list[list[m.Lease]] = [[] for _ in asks]
-        hungry, exhausted = deque(zip(asks, hands, strict=True)), False
-        while hungry and not exhausted:
-            parked, hand = hungry.popleft()
-            wanted = max(1, parked.request.count)
-            for _ in range(min(share, wanted - len(hand))):
-                lease = self.buffer.lease(parked.request.generator)
-                if lease is None:
-                    exhausted = True
-                    break
-                hand.append(lease)
-            if len(hand) < wanted:
-                hungry.append((parked, hand))
-        for hand in hands:  # those who got something are the first
+        for hand in deal(self._parked.asks, room, self.buffer.lease):  # those who got something are the first
             if not hand:
                 break
             self._answer_parked(self._parked.asks.popleft(), self._work(hand))
@@ -473,6 +449,17 @@ class BufferServer:
             return False
         return True
 
+    def _serve_probe(self, parked: Parked[m.NextProbe], now: float) -> bool:
+        if self._stopping:
+            self._answer_parked(parked, m.Over(reason=self.buffer.stopping or ""))
+        elif (rows := self._probes.rows(self.buffer.weights)) is not None:
+            self._answer_parked(parked, m.Part(), [rows])
+        elif now >= parked.deadline:
+            self._answer_parked(parked, m.NotYet(waiting_for=self._waiting_for()))
+        else:
+            return False
+        return True
+
     def _serve_finish(self, parked: Parked[m.Finish], now: float) -> bool:
         if self._stopping or not self.buffer.num_unevaluated:
             self._answer_parked(parked, m.Done())
@@ -496,4 +483,6 @@ class BufferServer:
         return True
 
     def _waiting_for(self) -> str:
-        return self.buffer.waiting_for(learner_waits=bool(self._parked.nexts), num_asking=len(self._parked.asks))
+        parked = self._parked
+        waits = bool(parked.nexts or parked.probes)
+        return self.buffer.waiting_for(learner_waits=waits, probes=bool(parked.probes), num_asking=len(parked.asks))

@@ -145,8 +145,8 @@ class LearnerConfig:
     keep_checkpoints: int = 2
     """Checkpoints kept; older ones are deleted."""
     parity_tolerance: float | None = None
-    """Largest difference of log-probability between generator and learner that the parity probe accepts. None: 1e-4
-    for float32; for bfloat16 a mean of 0.03 and a maximum of 0.5."""
+    """Largest difference of a token's log-probability between generator and learner that counts as rounding; the mean must be below a
+    tenth of it (`learners/parity.py`). None: 1e-3 for float32, 1 for bfloat16, over the sampling temperature where that is below 1."""
     gpus: float | None = None
     """GPUs of one rank; None divides what the driver's host has between generators and learner (docs/learner.md); 0: the CPU."""
     gpu_memory_fraction: float | None = None

@@ -251,6 +251,10 @@ class SamplingConfig:
     """Truncated sampling (top_p < 1, top_k > 0, min_p > 0) changes the support of the behaviour policy, which no
     importance weight repairs. It is refused unless this is true."""
 
+    @property
+    def is_truncated(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
     def problems(self) -> list[str]:
         found = positive(
             **{
@@ -259,8 +263,7 @@ class SamplingConfig:
                 "sampling.top_p": self.top_p,
             }
         )
-        truncated = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-        if truncated and not self.accept_truncation_bias:
+        if self.is_truncated and not self.accept_truncation_bias:
             found.append(
                 "sampling.top_p, top_k and min_p must be 1, -1 and 0 unless sampling.accept_truncation_bias=true, "
                 f"got {self.top_p}, {self.top_k} and {self.min_p}"

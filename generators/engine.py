@@ -18,6 +18,8 @@ class Sample:
     seed: int
     """The same prompt, seed and weights give the same tokens, whatever else the engine is doing."""
     greedy: bool = False
+    forced: bool = False
+    """All of `max_tokens` are sampled, whatever comes, from the whole distribution (no top-p, top-k or min-p): for the parity probe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ from configs.schema import Config, EngineKind, Transport
 from generators.engine import Engine, Sample
 from generators.episode import Episodes, SimulatedEpisodes, TextEpisodes
 from generators.group import Group, lease_of, sample_of, sample_seed, trajectory
+from generators.probe import PROBE, ParityProbe
 from generators.scoring import Scored, ScoringPool, describe
 from sync.folders import shared_memory_folder
 from sync.manifest import DigestMismatch, Manifest
@@ -82,6 +83,7 @@ class Generator:
         self._was_idle = True
         self._fetched_bytes = 0
         self._totals = m.GeneratorReport()
+        self._probe = ParityProbe(config, name)
         self._scores = ScoringPool(config.generators.score_threads, config.generators.score_timeout_s)
         self._heart = heartbeat(client.another(), name) if heart is None else heart
 
@@ -195,6 +197,8 @@ class Generator:
         for lease_id, group in (self._groups | self._scoring).items():
             progress[lease_id] = group.num_tokens(group.done.values())
         for sample_id, num_tokens in self._engine.progress().items():
+            if lease_of(sample_id) == PROBE:
+                continue
             group = self._groups[lease_of(sample_id)]
             if sample_of(sample_id) < group.lease.num_samples:
                 progress[group.lease.id] += num_tokens
@@ -236,6 +240,7 @@ class Generator:
         self._totals.updates += 1
         self._totals.update_bytes += manifest.num_bytes
         self._preparer.submit(self._settle)
+        self._probe.begin(self._engine, weights, _life(weights))
 
     def _prepare(self, weights: str) -> "tuple[str, Future[Snapshot | Broadcast]]":
         """Fetches and verifies the snapshot beside the engine. One that is under way for an older version is taken up first: else no
@@ -335,6 +340,9 @@ class Generator:
         if not self._engine.num_unfinished:
             return
         for completion in self._engine.step():
+            if lease_of(completion.id) == PROBE:
+                self._probe.take(completion, self._client)
+                continue
             self._totals.sampled_tokens += len(completion.tokens)
             group = self._groups[lease_of(completion.id)]
             group.done[sample_of(completion.id)] = completion

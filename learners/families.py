@@ -1,6 +1,7 @@
 """Families of models (`model_type`) whose log-probabilities and gradients, packed, are Hugging Face's: `tests/test_families.py`.
 
-Any other causal LM of transformers starts too, and says so. What packed attention and head cannot do right is refused by name:
+Any other causal LM of transformers starts too, and says so; like every model it is compared with an engine before its first step
+(`learners.parity`). What packed attention and head cannot do right is refused by name:
 `learners.attention`, `learners.heads`.
 """
 
@@ -24,4 +25,7 @@ def note(config: Config) -> str | None:
     family = json.loads(path.read_text()).get("model_type")
     if family in TESTED:
         return None
-    return f"{family} (model_type of model.path) is not among the families held to Hugging Face's numbers: {', '.join(TESTED)}"
+    return (
+        f"{family} (model_type of model.path) is not among the families held to Hugging Face's numbers: {', '.join(TESTED)}; nothing is "
+        "trained before the parity probe has compared it with an engine"
+    )

@@ -3,6 +3,8 @@
 publish(v) ─▶ next batch, due at step v ─▶ pack ─▶ one training step (`learners.step`) ─┐
     ▲                                                                                   │
     └──────────────────────── v + 1, consumed(v), checkpoint ◀──────────────────────────┘
+
+Before the first batch, what an engine has sampled of the version is compared with the learner's own numbers (`learners.parity`).
 """
 
 import logging
@@ -14,21 +16,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import pyarrow as pa
 import torch
 import xxhash
-from torch import Tensor
 
 from buffers import messages as m
 from buffers.client import Taken
 from buffers.connections import watch_small_requests
 from buffers.keys import open_door
+from buffers.trajectory import decode
 from configs.learner import LearnerKind, LoraPublish
-from configs.schema import Config, Dtype, Transport
+from configs.schema import Config, Transport
 from learners import checkpoint
 from learners.feed import PATIENCE_S, Feed
 from learners.memory import GIB, Meter, plan
 from learners.models import make_models
-from learners.packing import Batch
+from learners.packing import Batch, from_arrow
+from learners.parity import ParityWatch, check_probe
 from learners.step import Trainer
 from learners.world import World
 from sync.adapter import describe
@@ -40,10 +44,6 @@ from sync.transports.server import SnapshotServer
 from sync.transports.tcp import MAX_UNREAD_BYTES
 
 log = logging.getLogger("slipstream.learner")
-
-
-class ParityError(ValueError):
-    """Generator and learner disagree about the log-probabilities of the same tokens: training would be wrong."""
 
 
 class Source(Protocol):
@@ -63,10 +63,10 @@ class Learner:
 
     def __init__(
         self, config: Config, folder: Path, client: Source, trainer: Trainer, publisher: Publisher | None,
-        world: World | None = None, writers: World | None = None, meter: Meter | None = None, *, rank: int = 0, first_step: int = 0, incarnation: str = "",
+        world: World | None = None, writers: World | None = None, meter: Meter | None = None, *, rank: int = 0, first_step: int = 0, incarnation: str = "", probes: bool = False,
         say: Callable[[str], None] = lambda activity: None,
     ) -> None:  # fmt: skip
-        """`say` is told what the rank is doing whenever it begins something that may take long."""
+        """`probes`: there are engines to be compared with. `say` is told what the rank is doing whenever it begins something that may take long."""
         self._config, self._folder, self._client, self._trainer = config, folder, client, trainer
         self._publisher, self._rank, self._incarnation = publisher, rank, incarnation
         self._world, self._meter = world or World(), meter or Meter(cuda=False)
@@ -74,9 +74,10 @@ class Learner:
         self._writer = checkpoint.Writer(folder / "checkpoints", config.learner.keep_checkpoints, writers)
         self.step = first_step
         """Steps trained, which is also the version held."""
-        self._probed = config.learner.engine is LearnerKind.simulated
+        self._probes = probes
         self._began, self._say, self._activity = time.monotonic(), say, ""
         trainer.moved = self._go_on
+        trainer.watch = self._watch = ParityWatch(config) if probes else None
 
     def run(self) -> None:
         """Consumes batches; produces versions, step records and checkpoints.
@@ -87,8 +88,9 @@ class Learner:
         try:
             self._publish()
             saved = self.step
+            if self._probes:
+                self._probe()
             while self.step < self._config.run.steps and (batch := self._next()) is not None:
-                self._probe(batch)
                 self._turn_to(f"training step {self.step}")
                 metrics, num_trained = self._trainer.train(batch, self.step)
                 metrics["memory/peak_gib"] = self._peak_gib()
@@ -141,6 +143,8 @@ class Learner:
 
     def _publish(self) -> None:
         self._turn_to(f"publishing version {self.step}")
+        if self._watch is not None:
+            self._watch.published_at = time.time()
         if self._publisher is None:
             for _ in self._weights():  # a collective: every rank takes part
                 pass
@@ -204,48 +208,31 @@ class Learner:
     def _ledger(self) -> checkpoint.Account | None:
         return ledger(self._client) if self._rank == 0 else None
 
-    # ---- the parity probe
+    # ---- parity
 
-    def _probe(self, batch: Batch) -> None:
-        """The parity probe, once: on sequences that the very version held has sampled, both sides must agree."""
-        fresh = fresh_tokens(batch, self.step)
-        if self._probed or not fresh.any():
-            return
-        self._probed = True
-        check_parity(
-            self._trainer.logprobs(batch), batch.behavior_logprobs, fresh, batch.tokens, self._config.model.dtype,
-            self._config.learner.parity_tolerance,
-        )  # fmt: skip
+    def _probe(self) -> None:
+        """Waits for an engine to have sampled the probe of the version held, and compares. Raises ParityError, on all ranks."""
+        self._turn_to(f"waiting for the parity probe of version {self.step}")
+        if rows := self._probe_rows():
+            probe = from_arrow(pa.Table.from_batches([decode(rows)]))
+            self._turn_to("comparing the parity probe")
+            check_probe(probe, self._trainer.logprobs(probe), self._config, self.step)
 
-
-def fresh_tokens(batch: Batch, version: int) -> Tensor:
-    """[T] bool: sampled tokens of the sequences that this version alone has sampled. A token after one of another version was sampled
-    from what that one had left in the engine's cache."""
-    others = (batch.sampled & (batch.versions != version)).float()
-    mixed = torch.zeros(batch.num_sequences).index_add_(0, batch.sequence, others) > 0
-    return batch.sampled & ~mixed[batch.sequence]
-
-
-def check_parity(
-    learner: Tensor, generator: Tensor, fresh: Tensor, tokens: Tensor, dtype: Dtype, tolerance: float | None
-) -> None:
-    """Compares log-probabilities [T] where `fresh` [T]. Raises ParityError with the worst token and both values.
-
-    Tolerance: the largest difference. By default 1e-4 for float32; for bfloat16 0.5, and 0.03 for the mean.
-    """
-    difference = torch.where(fresh, (learner - generator).abs(), 0.0)
-    worst = int(difference.argmax())
-    mean = float(difference.sum() / fresh.sum())
-    largest = float(difference[worst])
-    limit = tolerance if tolerance is not None else {Dtype.float32: 1e-4, Dtype.bfloat16: 0.5}[dtype]
-    mean_limit = 0.03 if tolerance is None and dtype is Dtype.bfloat16 else limit
-    log.info("parity probe: %d tokens, largest difference %.2e, mean %.2e", int(fresh.sum()), largest, mean)
-    if not (largest <= limit and mean <= mean_limit):
-        raise ParityError(
-            f"log-probabilities of generator and learner must agree within {limit:g} (mean {mean_limit:g}) in {dtype}, got "
-            f"{largest:.3g} (mean {mean:.3g}): token {worst} of the first batch, id {int(tokens[worst])}, has "
-            f"{float(generator[worst]):.6f} from the generator and {float(learner[worst]):.6f} from the learner"
-        )
+    def _probe_rows(self) -> bytes:
+        """The probe, on every rank, after the first has got it; empty when the run was told to stop. Generators may come late, so ranks
+        wait outside of collectives."""
+        if self._world.rank == 0:
+            ask = m.NextProbe(wait_s=PATIENCE_S)
+            reply, rows = self._client.exchange(ask, wait_s=PATIENCE_S)
+            while isinstance(reply, m.NotYet):
+                self._wait_on(f"waiting: {reply.waiting_for}")
+                reply, rows = self._client.exchange(ask, wait_s=PATIENCE_S)
+            found = b"" if isinstance(reply, m.Over) else bytes(rows[0])
+            self._world.tell("parity probe", found)
+            return found
+        while (told := self._world.hear("parity probe", PATIENCE_S)) is None:
+            self._wait_on("waiting: for the first rank, which waits for the parity probe")
+        return told
 
 
 def ledger(client: Source) -> checkpoint.Account | None:
@@ -306,6 +293,7 @@ def start(
     return Learner(
         config, folder, client, Trainer(config, models, world, kl_coef), publisher, world, writers, meter,
         rank=rank, first_step=resume_step or 0, incarnation=incarnation, say=say,
+        probes=publish and config.learner.engine is not LearnerKind.simulated,
     )  # fmt: skip
 
 

@@ -56,6 +56,10 @@ class Batch:
     """[N] bool: cut off at the longest response that may be sampled"""
     greedy: Tensor
     """[N] float32: reward of the greedy response to the same prompt; NaN where none was made"""
+    started_at: Tensor | None = None
+    """[N] float64: Unix time in seconds when the first token was asked for, by the generator's clock; None: not known"""
+    generators: Sequence[str] = ()
+    """[N] names; empty: not known"""
 
     @property
     def num_sequences(self) -> int:
@@ -86,6 +90,8 @@ def from_arrow(table: pa.Table, group_weights: Sequence[float] = ()) -> Batch:
         weights=_by_row(table, group_weights),
         truncated=torch.from_numpy(pc.equal(table.column("finish_reason"), "length").to_numpy()),
         greedy=_component(table, GREEDY),
+        started_at=torch.from_numpy(np.array(table.column("started_at").to_numpy())),
+        generators=table.column("generator").to_pylist(),
     )
 
 

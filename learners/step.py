@@ -25,9 +25,10 @@ from algos.values import implicit_reward_loss, implicit_rewards, summarize_rewar
 from buffers.staleness import trainable
 from configs.algorithms import Advantage, Aggregation, Proximal
 from configs.schema import Config
-from learners.engine import Engine
+from learners.engine import Engine, LossFn
 from learners.models import Models
 from learners.packing import Batch, Counted, Packed, Plan, divide, minibatch_rows
+from learners.parity import ParityWatch
 from learners.world import Sums, World
 
 
@@ -64,6 +65,8 @@ class Trainer:
         self._config, self._algo, self.models, self._world = config, config.algo, models, world or World()
         self.moved: Callable[[], None] = lambda: None
         """Called at each microbatch: a step of any length gets on."""
+        self.watch: ParityWatch | None = None
+        """Compares, at every step, what generators and learner say of the same tokens; None: nobody does."""
         self.kl_coef = max(self._algo.kl.loss_coef, self._algo.kl.reward_coef) if kl_coef is None else kl_coef
 
     def train(self, batch: Batch, step: int) -> tuple[dict[str, float], int]:
@@ -77,6 +80,7 @@ class Trainer:
         of_critic: Sums = {}
         plans: list[Plan] = []
         parts = minibatch_rows(batch, learner.minibatches)
+        noted, noted_rows = torch.zeros(len(batch.tokens)), list[int]()
         for rows in parts:
             if not _is_learned_from(given, rows):
                 continue  # an optimizer's momentum would move the weights all the same
@@ -85,6 +89,8 @@ class Trainer:
                 self._update(self.models.critic, batch, rows, loss, algo.critic.lr, step, of_critic)
             if not pretrains:
                 loss = self._policy_loss(given, rows, len(parts), of_policy)
+                if self.watch is not None and not plans:  # the weights are those of the version held, as yet
+                    loss, noted_rows = _noting(loss, noted), rows
                 plans.append(self._update(self.models.policy, batch, rows, loss, learner.lr, own_step, of_policy))
         metrics = _describe(batch, given.within, step)
         metrics |= {"optimizer/lr": self._rate(learner.lr, own_step) if plans else 0.0}
@@ -95,7 +101,7 @@ class Trainer:
         if self.models.critic is not None and of_critic:
             totals = self._total(self.models.critic, of_critic)
             metrics |= {"critic/grad_norm": _grad_norm(totals)} | summarize_values(totals)
-        metrics |= given.metrics
+        metrics |= given.metrics | self._compare(given, noted, noted_rows)
         if algo.kl.target is not None and plans:
             self._adapt(metrics["policy/kl_reference"], batch.num_sequences)
         if algo.needs_reference and self.kl_coef:
@@ -108,6 +114,20 @@ class Trainer:
     def logprobs(self, batch: Batch) -> Tensor:
         """[T] log-probabilities of the whole batch under the weights held."""
         return self._infer(self.models.policy, batch)
+
+    def _compare(self, given: Prepared, noted: Tensor, noted_rows: list[int]) -> dict[str, float]:
+        """The step's figures of parity. `noted` [T]: what the policy has said of the sequences `noted_rows` before its first update; it
+        is not needed where the proximal policy is the version held. Raises ParityError, on all ranks or on none."""
+        if self.watch is None:
+            return {}
+        since = torch.tensor([self.watch.published_at if self._world.rank == 0 else 0.0], dtype=torch.float64)
+        since = self._world.add(since)
+        if self._algo.proximal is Proximal.recompute and given.proximal is not None:
+            held, known = given.proximal, given.batch.sampled
+        else:
+            held = self._world.add(noted if self.models.policy.share.speaks else torch.zeros_like(noted))
+            known = _inside(given, noted_rows)
+        return self.watch.see(given.batch, held, known, given.step, float(since))
 
     # ---- what is given before any update
 
@@ -337,6 +357,16 @@ class Trainer:
     def _total(self, engine: Engine, sums: Sums) -> Sums:
         """The sums over all shares of the engine."""
         return self._world.add_named(sums if engine.share.speaks else {})
+
+
+def _noting(loss_fn: LossFn, noted: Tensor) -> LossFn:
+    """The same loss, which leaves the log-probabilities that it is given in `noted` [T]."""
+
+    def loss(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
+        noted[packed.index] = logprobs.detach()
+        return loss_fn(logprobs, entropy, packed)
+
+    return loss
 
 
 def _grad_norm(totals: Sums) -> float:

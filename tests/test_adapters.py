@@ -261,7 +261,9 @@ def test_in_the_end_a_folder_on_disk_is_the_whole_model(tmp_path: Path, model: M
 
 def test_adapters_are_not_offered_on_a_device(tmp_path: Path, model: Model) -> None:
     folder, adapter = tmp_path / "gpu", describe(model[0], "float32", SCALING)
-    publisher = Publisher(folder, "life", device=DeviceCopy(folder, "gpu", always=True), adapter=adapter)
+    publisher = Publisher(
+        folder, "life", device=DeviceCopy(folder, "gpu", torch.device("cuda"), always=True), adapter=adapter
+    )
     publisher.publish(0, parts(adapters(0, model[1])))
     assert not list(folder.glob("*.ipc"))
     publisher.close()

@@ -17,7 +17,7 @@ from test_buffer import SMALL, Harness, group_of
 
 from buffers import client as buffer_client
 from buffers import messages as m
-from buffers.client import BufferClient, RefusedByBuffer, hand_in
+from buffers.client import BufferClient, RefusedByBuffer, TooLarge, hand_in
 from buffers.connections import Loan
 from buffers.fleet import LARGEST, MAX_GENERATORS, Fleet
 from buffers.parked import MAX_PARKED_OF_ONE
@@ -223,7 +223,7 @@ def test_a_client_does_not_send_what_no_buffer_takes_in(
     rows = [row for lease in leases for row in group_of(lease)]
     one = encode(to_batch(rows[:2])).size
     monkeypatch.setattr(m, "MAX_PAYLOAD_BYTES", one + 100)
-    with pytest.raises(m.TooLarge, match=rf"must have at most {one + 100:,} bytes together, got"):
+    with pytest.raises(TooLarge, match=rf"must have at most {one + 100:,} bytes together, got"):
         run.client.submit("g", [lease.id for lease in leases], to_batch(rows))
     assert not run.client._unanswered, "nothing waits to be sent again"
     hand_in(run.client, "g", [lease.id for lease in leases], to_batch(rows))

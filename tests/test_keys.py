@@ -80,7 +80,7 @@ REQUESTS: list[m.Request] = [
     m.Evaluated(generator="g", lease=1, reward=0.0), m.Fail(generator="g", lease=1, num_tokens=0, error="e"), m.Locate(),
     m.Next(step=0, wait_s=0.0), m.Read(segment=0, offset=0, size=0), m.Damaged(groups=[0]), m.Publish(version=0, weights="w"),
     m.Consumed(step=0, num_trained=0, idle_s=0.0, alive_s=0.0, metrics={}), m.Checkpointed(step=0, oldest=0), m.Rewind(step=0),
-    m.Finish(wait_s=0.0), m.Watch(after=0, wait_s=0.0), m.Stop(reason="r"),
+    m.SubmitProbe(generator="g", weights="w"), m.NextProbe(wait_s=0.0), m.Finish(wait_s=0.0), m.Watch(after=0, wait_s=0.0), m.Stop(reason="r"),
 ]  # fmt: skip
 
 

@@ -14,11 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from buffers.trajectory import GREEDY, Trajectory, to_batch
-from configs.schema import Dtype
 from learners.attention import packed_sdpa, padded_sdpa
 from learners.engine import LossFn
 from learners.fsdp import FsdpEngine
-from learners.learner import ParityError, check_parity, fresh_tokens
 from learners.packing import Batch, Packed, from_arrow, microbatches, minibatch_rows, pack, plan
 from learners.world import World
 from sync.stream import collect
@@ -171,29 +169,3 @@ def test_two_ranks_train_to_the_same_weights_as_one(
     assert norm == pytest.approx(own, rel=1e-4)
     for name, tensor in alone.items():
         torch.testing.assert_close(weights[name], tensor, atol=5e-5, rtol=0)
-
-
-def test_the_parity_probe_looks_at_sequences_of_one_version_alone(batch: Batch) -> None:
-    """In a run that goes on, the first batch has sequences that were begun under an older version, or one that was undone."""
-    first, second, third = (
-        torch.arange(start, end) for start, end in zip(batch.offsets[:3], batch.offsets[1:4], strict=True)
-    )
-    versions = torch.where(batch.sampled, 5, -1).int()
-    versions[first[batch.sampled[first]][0]] = 4
-    versions[second[batch.sampled[second]][-1]] = 6
-    fresh = fresh_tokens(replace(batch, versions=versions), 5)
-    assert not fresh[first].any() and not fresh[second].any()
-    assert torch.equal(fresh[third], batch.sampled[third])
-    assert not fresh_tokens(batch, 7).any()
-
-
-def test_the_parity_probe_names_the_worst_token_and_both_values() -> None:
-    generator, learner = torch.tensor([0.0, -1.0, -2.0]), torch.tensor([-9.0, -1.00001, -2.5])
-    fresh, tokens = torch.tensor([False, True, True]), torch.tensor([7, 8, 9])
-    with pytest.raises(ParityError, match=r"token 2 of the first batch, id 9, has -2.000000 .* and -2.500000"):
-        check_parity(learner, generator, fresh, tokens, Dtype.float32, None)
-    check_parity(learner, generator, torch.tensor([False, True, False]), tokens, Dtype.float32, None)
-    with pytest.raises(ParityError, match=r"mean 0.25"):
-        check_parity(learner, generator, fresh, tokens, Dtype.bfloat16, None)
-    with pytest.raises(ParityError):
-        check_parity(torch.full((3,), float("nan")), generator, fresh, tokens, Dtype.float32, None)

@@ -486,6 +486,35 @@ def test_a_sample_ends_at_the_end_of_sequence_or_at_its_length(tied: Rig) -> Non
     assert reasons == {"stop", "length"}
 
 
+def test_a_forced_sample_goes_on_beyond_the_end_of_sequence_to_the_models_last_place(tied: Rig) -> None:
+    """That is what the parity probe asks for."""
+    tied.load(0)
+    forced = [
+        Sample(id=f"-1/{place}", prompt=prompt, max_tokens=60, seed=place, forced=True)
+        for place, prompt in enumerate(prompts(8, 100))
+    ]
+    for sample in forced:
+        tied.engine.add(sample)
+    done = tied.finish()
+    assert any(END in completion.tokens[:-1] for completion in done.values())
+    for sample in forced:
+        completion = done[sample.id]
+        assert len(sample.prompt + completion.tokens) == 160 and completion.finish_reason == "length"
+        expected = tied.forward(0, sample.prompt + completion.tokens[:-1])
+        assert tied.difference(sample, completion, expected, 0, 60) < TOLERANCE
+
+
+def test_float32_is_computed_in_float32_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    from generators.vllm_engine import float32_environment
+
+    assert float32_environment("bfloat16") == {}
+    for name, value in float32_environment("float32").items():
+        monkeypatch.setenv(name, value)
+    assert knobs.language.fp32_default == "ieee", "Triton knows the variable"
+
+
 def test_an_aborted_sample_returns_what_it_had_and_the_others_go_on(untied: Rig) -> None:
     untied.load(0)
     samples = [untied.add(prompt, 25, seed=i) for i, prompt in enumerate(prompts(40))]  # 8 of them have to wait

@@ -1,0 +1,375 @@
+"""Parity: what engines and learner say of the same tokens is compared before the first step and at every step, and a run in which it
+differs by more than rounding ends with the token named."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import on_ranks
+from test_buffer import SMALL, Harness
+from test_step import STEP, batch_of, configured, responses
+
+from buffers import messages as m
+from buffers.client import RefusedByBuffer
+from buffers.probe import MAX_SAMPLED, num_sampled, probe_lengths
+from buffers.trajectory import Trajectory, decode, encode, to_batch
+from configs.load import load
+from configs.schema import Dtype
+from generators.engine import Completion, Sample
+from generators.probe import ParityProbe
+from learners.learner import Learner
+from learners.models import load_models
+from learners.packing import Batch, from_arrow
+from learners.parity import (
+    MIN_TOKENS,
+    ParityError,
+    ParityWatch,
+    agrees,
+    check_probe,
+    compare,
+    fresh_tokens,
+    tolerance_of,
+)
+from learners.step import Trainer
+from learners.world import World
+
+
+@pytest.fixture(scope="module")
+def batch(trajectories: list[Trajectory]) -> Batch:
+    return from_arrow(pa.Table.from_batches([to_batch(trajectories)]))
+
+
+# ---- the rule
+
+
+DEFAULT = load([])
+
+
+def rule(differences: list[float], dtype: Dtype = Dtype.float32, outliers: int = 0) -> bool:
+    tolerance = tolerance_of(replace(DEFAULT, model=replace(DEFAULT.model, dtype=dtype)))
+    generator = torch.full((len(differences),), -2.0)
+    learner = generator + torch.tensor(differences)
+    return agrees(
+        compare(learner, generator, torch.ones(len(differences), dtype=torch.bool)).values, tolerance, outliers
+    )
+
+
+def test_rounding_passes_in_either_arithmetic_and_what_a_defect_does_does_not() -> None:
+    rng = np.random.default_rng(0)
+    assert rule((1e-6 * rng.standard_t(3, 500)).tolist())
+    assert not rule((3e-4 * rng.standard_normal(500)).tolist()), "TF32: no token by much, nearly all by some"
+    assert not rule([2e-3] + [1e-7] * 99), "in float32 a single token counts, where none may be an outlier"
+    assert rule((0.02 * rng.standard_t(3, 500)).tolist(), Dtype.bfloat16, 3)
+    assert not rule((0.3 * rng.standard_normal(500)).tolist(), Dtype.bfloat16, 3)
+
+
+def test_a_few_tokens_far_off_do_not_end_a_run_and_many_do() -> None:
+    calm = [0.01] * 96
+    assert rule([*calm, 5.0, 3.0, 2.0], Dtype.bfloat16, 3)
+    assert not rule([*calm, 5.0, 3.0, 2.0, 1.5], Dtype.bfloat16, 3)
+    assert rule([5.0], Dtype.bfloat16, 3) and rule([], Dtype.bfloat16, 3)
+
+
+def test_a_number_that_is_none_always_ends_a_run() -> None:
+    assert not rule([float("nan"), *[0.0] * 500], Dtype.bfloat16, 9)
+    assert not rule([float("nan")], Dtype.bfloat16, 9)
+
+
+def test_the_tolerance_follows_dtype_temperature_and_the_users_own_number() -> None:
+    def found(dtype: Dtype = Dtype.float32, temperature: float = 1.0, own: float | None = None) -> float:
+        return tolerance_of(
+            replace(
+                DEFAULT, model=replace(DEFAULT.model, dtype=dtype), learner=replace(DEFAULT.learner, parity_tolerance=own),
+                sampling=replace(DEFAULT.sampling, temperature=temperature),
+            )
+        )  # fmt: skip
+
+    assert found() == 1e-3 and found(Dtype.bfloat16) == 1.0
+    assert found(temperature=0.5) == 2e-3, "logits are divided by it, and their errors too"
+    assert found(temperature=2.0) == 1e-3
+    assert found(temperature=0.5, own=0.03) == 0.03
+
+
+# ---- fresh tokens
+
+
+def test_fresh_are_the_sequences_that_one_version_alone_has_sampled(batch: Batch) -> None:
+    """In a run that goes on, the first batch has sequences that were begun under an older version, or one that was undone."""
+    first, second, third = (
+        torch.arange(start, end) for start, end in zip(batch.offsets[:3], batch.offsets[1:4], strict=True)
+    )
+    versions = torch.where(batch.sampled, 5, -1).int()
+    versions[first[batch.sampled[first]][0]] = 4
+    versions[second[batch.sampled[second]][-1]] = 6
+    fresh = fresh_tokens(replace(batch, versions=versions), 5)
+    assert not fresh[first].any() and not fresh[second].any()
+    assert torch.equal(fresh[third], batch.sampled[third])
+    assert not fresh_tokens(batch, 7).any()
+
+
+def test_what_an_earlier_life_of_the_learner_had_sampled_is_not_compared(batch: Batch) -> None:
+    """A version of the same number may be another in its last bits, and in a replay with other settings is another."""
+    assert batch.started_at is not None
+    watch, off = ParityWatch(DEFAULT), batch.behavior_logprobs + 1.0
+    everything = torch.ones_like(batch.sampled)
+    for since in (0.0, 1.0):
+        started = replace(batch, started_at=torch.full((batch.num_sequences,), 0.5, dtype=torch.float64))
+        found = watch.see(started, batch.behavior_logprobs, everything, 0, since)
+        assert found["parity/tokens"] == (0.0 if since else float(batch.sampled.sum()))
+    assert watch.see(started, off, everything, 0, 1.0) == {"parity/tokens": 0.0}
+
+
+def test_a_step_with_few_fresh_tokens_is_measured_and_not_judged(batch: Batch) -> None:
+    watch, everything = ParityWatch(DEFAULT), torch.ones_like(batch.sampled)
+    assert 0 < batch.sampled.sum() < MIN_TOKENS
+    found = watch.see(batch, batch.behavior_logprobs + 0.5, everything, 0, 0.0)
+    assert found["parity/max"] == pytest.approx(0.5) and found["parity/mean"] == pytest.approx(0.5)
+    with pytest.raises(ParityError):
+        watch.see(batch, batch.behavior_logprobs * float("nan"), everything, 0, 0.0)
+
+
+# ---- the probe's way: generator, buffer, learner
+
+
+@given(st.integers(2, 1 << 17), st.integers(1, 200))
+def test_a_probe_has_a_sequence_of_full_length_shorter_ones_and_one_for_each_share(longest: int, ranks: int) -> None:
+    config = replace(
+        DEFAULT, generators=replace(DEFAULT.generators, max_model_len=longest), learner=replace(DEFAULT.learner, ranks=ranks)
+    )  # fmt: skip
+    lengths = probe_lengths(config)
+    assert (
+        max(lengths) == longest
+        and len(lengths) >= config.learner.num_shares
+        and sum(lengths) <= 2 * (longest + len(lengths)) + ranks * longest / 128
+    )
+    assert all(1 <= num_sampled(n) <= min(MAX_SAMPLED, n - 1) for n in lengths)
+
+
+class Parrot:
+    """An engine whose samples repeat the id of their place, one a step."""
+
+    def __init__(self) -> None:
+        self.version, self.asked, self.aborted = 0, list[Sample](), list[str]()
+
+    def add(self, sample: Sample) -> None:
+        self.asked.append(sample)
+
+    def abort(self, ids: list[str]) -> list[Completion]:
+        self.aborted += ids
+        return []
+
+    def finish(self) -> list[Completion]:
+        samples, self.asked = self.asked, []
+        return [
+            Completion(
+                id=sample.id, tokens=[place] * sample.max_tokens, logprobs=[-1.0 - place] * sample.max_tokens,
+                versions=[self.version] * sample.max_tokens, finish_reason="length",
+            )
+            for place, sample in enumerate(samples)
+        ]  # fmt: skip
+
+
+PROBED = [*SMALL, "generators.max_model_len=40", "learner.groups_per_step=4"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Harness]:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50}))
+    harness = Harness(load([*PROBED, f"model.path={tmp_path}"]), tmp_path / "journal")
+    yield harness
+    harness.close()
+
+
+def probe_of(run: Harness, engine: Parrot, weights: str, name: str = "g") -> None:
+    probe = ParityProbe(run.server._config, name)
+    probe.begin(engine, weights, "life")  # type: ignore[arg-type]
+    for completion in engine.finish():
+        probe.take(completion, run.client)
+
+
+def test_an_engine_is_probed_once_a_life_of_the_learner_with_forced_samples_of_known_tokens(run: Harness) -> None:
+    probe, engine = ParityProbe(run.server._config, "g"), Parrot()
+    for life in ("first", "first", "second"):
+        probe.begin(engine, "w0", life)  # type: ignore[arg-type]
+    half = len(engine.asked) // 2
+    assert half == len(probe_lengths(run.server._config)) and len(engine.aborted) == half, "one under way is given up"
+    assert [sample.prompt for sample in engine.asked[:half]] == [sample.prompt for sample in engine.asked[half:]]
+    lengths = [len(sample.prompt) + sample.max_tokens for sample in engine.asked[:half]]
+    assert lengths == probe_lengths(run.server._config) and lengths[0] == 40
+    assert all(sample.forced and 0 <= min(sample.prompt) <= max(sample.prompt) < 50 for sample in engine.asked)
+    simulated = ParityProbe(load([*PROBED, "generators.engine=simulated", "learner.engine=simulated"]), "g")
+    simulated.begin(engine, "w0", "third")  # type: ignore[arg-type]
+    assert len(engine.asked) == 2 * half
+
+
+def next_probe(run: Harness, wait_s: float = 0.0) -> bytes | m.Reply:
+    reply, rows = run.client.exchange(m.NextProbe(wait_s=wait_s), wait_s=wait_s)
+    return bytes(rows[0]) if isinstance(reply, m.Part) else reply
+
+
+def test_a_probe_reaches_the_learner_off_the_ledger_and_only_that_of_the_newest_version(run: Harness) -> None:
+    engine = Parrot()
+    run.publish(0)
+    waiting = next_probe(run)
+    assert isinstance(waiting, m.NotYet) and "parity probe of version 0" in waiting.waiting_for
+    number = run.client.post(m.NextProbe(wait_s=30.0))
+    probe_of(run, engine, "an older life's")
+    probe_of(run, engine, "w0", "first")
+    probe_of(run, engine, "w0", "second")
+    answer = next(a for _ in range(300) for a in run.client.receive(0.1) if a.number == number)
+    rows = decode(answer.payload[0]).to_pylist()
+    assert {row["generator"] for row in rows} == {"first"} and rows[0]["tokens"][-1] == 0 and rows[3]["tokens"][-1] == 3
+    assert [len(row["tokens"]) for row in rows] == probe_lengths(run.server._config)
+    assert all(set(row["versions"]) == {-1, 0} for row in rows)
+    run.publish(1)
+    assert isinstance(next_probe(run), m.NotYet), "what version 0 has sampled says nothing of version 1"
+    status = run.status()
+    assert status.tokens.total == status.groups.total == 0 and not status.refused
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"tokens": [7, 99]}, "tokens must be below 50"),
+        ({"tokens": [1] * 41, "sampled": [False] + [True] * 40, "logprobs": [0.0] * 41, "versions": [-1] + [0] * 40}, "at most 40"),
+        ({"logprobs": [0.0, float("nan")]}, "must be finite"),
+        ({"versions": [-1, 1]}, "versions must be in 0..0"),
+    ],
+)  # fmt: skip
+def test_what_is_no_probe_is_refused_and_the_next_one_is_taken(run: Harness, change: dict[str, Any], why: str) -> None:
+    run.publish(0)
+    good = Trajectory(
+        group=0, sample=0, due=0, prompt_id=0, task="t", tokens=[1, 2], sampled=[False, True], logprobs=[0.0, -1.0],
+        versions=[-1, 0], reward=0.0, finish_reason="length", generator="g", started_at=0.0, finished_at=0.0,
+    )  # fmt: skip
+    rows = [replace(good, sample=place) for place in range(8)]
+    for sent in ([*rows[:7], replace(rows[7], **change)], rows[:7]):
+        with pytest.raises(RefusedByBuffer, match=why if len(sent) == 8 else "got 7 rows"):
+            run.client.exchange(m.SubmitProbe(generator="g", weights="w0"), payload=encode(to_batch(sent)))
+    with pytest.raises(RefusedByBuffer, match="one Arrow frame"):
+        run.client.exchange(m.SubmitProbe(generator="g", weights="w0"))
+    run.client.exchange(m.SubmitProbe(generator="g", weights="w0"), payload=encode(to_batch(rows)))
+    assert isinstance(next_probe(run, 1.0), bytes) and run.status().refused == {"malformed probe": 3}
+
+
+def test_a_learner_that_waits_for_a_probe_hears_that_the_run_is_over(run: Harness) -> None:
+    run.publish(0)
+    number = run.client.post(m.NextProbe(wait_s=30.0))
+    run.client.call(m.Stop(reason="enough"), m.Done)
+    again = run.client.exchange(m.NextProbe(wait_s=1.0))[0]
+    assert again == m.Over(reason="enough") and number >= 0
+
+
+# ---- the learner
+
+
+class Buffered:
+    """A buffer that has a probe when it is asked for the second time."""
+
+    def __init__(self, rows: bytes) -> None:
+        self.rows, self.asked = rows, 0
+
+    def exchange(self, request: m.Request, *, wait_s: float = 0.0) -> tuple[m.Reply, list[memoryview]]:
+        assert isinstance(request, m.NextProbe)
+        self.asked += 1
+        return (m.NotYet(waiting_for="engines"), []) if self.asked == 1 else (m.Part(), [memoryview(self.rows)])
+
+
+def rows_of(folder: Path, trainer: Trainer, spoiled: float = 0.0) -> list[Trajectory]:
+    """Sequences of version STEP, whose log-probabilities are the learner's own; but for one token, the second of its group's last row."""
+    rows = responses(folder)
+    learner, at, found = trainer.logprobs(batch_of(rows)), 0, []
+    for row in rows:
+        logprobs, at = learner[at : at + len(row.tokens)].tolist(), at + len(row.tokens)
+        versions = [STEP if sampled else -1 for sampled in row.sampled]
+        found.append(replace(row, logprobs=logprobs, versions=versions, started_at=2.0, generator=f"g{row.group}"))
+    first = found[3].sampled.index(True)
+    found[3].logprobs[first] -= spoiled
+    return found
+
+
+def error_of(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except ParityError as error:
+        return str(error)
+    return ""
+
+
+def judged(world: World, model: Path, folder: Path) -> tuple[str, str, str]:
+    """What each rank says of a good probe, of one with a wrong token, and of a batch half of which is wrong."""
+    config = configured(model, f"learner.ranks={world.size}")
+    trainer = Trainer(config, load_models(config), world)
+    good, bad = (rows_of(model, trainer, spoiled) for spoiled in (0.0, 0.25))
+    client = Buffered(bytes(memoryview(encode(to_batch(bad)))))
+    learner = Learner(
+        config, folder, client, trainer, None, world, rank=world.rank, first_step=STEP, probes=True
+    )  # type: ignore[arg-type]  # fmt: skip
+    wrong = error_of(learner._probe)
+    clean = error_of(lambda: check_probe(batch_of(good), trainer.logprobs(batch_of(good)), config, STEP))
+    trainer.watch = ParityWatch(config)
+    trainer.watch.published_at = 1.0 + world.rank  # only the first rank's counts
+    half = [replace(row, logprobs=[p - 0.25 * (row.group % 2) for p in row.logprobs]) for row in good]
+    return clean, wrong, error_of(lambda: trainer.train(batch_of(half), STEP))
+
+
+def test_a_wrong_token_ends_the_run_on_every_rank_in_the_same_words(fixed_model: Path, tmp_path: Path) -> None:
+    two = on_ranks(2, judged, tmp_path / "two", fixed_model, tmp_path)
+    assert two[0] == two[1] and not two[0][0]
+    _, wrong, half = two[0]
+    rows = responses(fixed_model)
+    place = rows[3].sampled.index(True)
+    assert (
+        f"the parity probe of version {STEP}: token {place} of {len(rows[3].tokens)} of a sequence of group 0 by g0, id "
+        in wrong
+    )
+    assert f"id {rows[3].tokens[place]}, has -" in wrong and "up to 0.25" in wrong
+    assert f"in the batch of step {STEP}: token " in half and "must agree within 0.001" in half
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    ("overrides", "covers"),
+    [
+        (("algo=grpo",), 1.0),
+        (("algo=grpo", "learner.minibatches=2"), 1.0),
+        (("algo=dapo", "algo.proximal=loglinear", "learner.minibatches=2"), 0.5),
+        (("algo=cispo", "algo.proximal=behavior", "algo.correction=none"), 1.0),
+    ],
+)
+def test_each_step_measures_its_fresh_tokens_by_its_own_forward_pass(
+    fixed_model: Path, overrides: tuple[str, ...], covers: float
+) -> None:
+    config = configured(fixed_model, *overrides)
+    trainer = Trainer(config, load_models(config))
+    batch = batch_of(rows_of(fixed_model, trainer))
+    stale = replace(
+        batch, versions=torch.where(batch.sampled & (batch.groups % 2 == 1)[batch.sequence], STEP - 1, batch.versions)
+    )
+    assert "parity/tokens" not in trainer.train(stale, STEP)[0]
+    trainer = Trainer(config, load_models(config))  # as the rows have it: the policy has moved
+    trainer.watch = ParityWatch(config)
+    metrics, _ = trainer.train(stale, STEP)
+    fresh = fresh_tokens(stale, STEP) & (stale.groups < 6 * covers)[stale.sequence]
+    assert metrics["parity/tokens"] == float(fresh.sum()) > 0
+    assert metrics["parity/mean"] <= metrics["parity/max"] < 2e-5
+    later, _ = trainer.train(replace(stale, versions=stale.versions - (stale.versions > 0).int()), STEP)
+    assert later["parity/tokens"] == 0.0 and "parity/max" not in later
+
+
+def test_a_truncated_distribution_is_measured_and_not_judged(trajectories: list[Trajectory]) -> None:
+    many = from_arrow(pa.Table.from_batches([to_batch(trajectories)] * 4))
+    everything, off = torch.ones_like(many.sampled), many.behavior_logprobs + 0.5
+    with pytest.raises(ParityError, match="in the batch of step 0: token"):
+        ParityWatch(DEFAULT).see(many, off, everything, 0, 0.0)
+    truncated = replace(DEFAULT, sampling=replace(DEFAULT.sampling, top_p=0.9, accept_truncation_bias=True))
+    found = ParityWatch(truncated).see(many, off, everything, 0, 0.0)
+    assert found["parity/tokens"] >= MIN_TOKENS and found["parity/mean"] == pytest.approx(0.5)
