@@ -170,7 +170,7 @@ def test_a_loop_that_hangs_loses_its_leases_though_its_heart_beats_and_goes_on_w
 def test_a_generator_beats_while_its_engine_starts(start: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
     rig, going = start(), threading.Event()
 
-    def slowly(config: object, seed: int) -> SimulatedEngine:
+    def slowly(config: object, seed: int, shares_gpu: bool) -> SimulatedEngine:
         going.wait(timeout=90)
         return engine()
 
@@ -230,7 +230,7 @@ def test_an_engine_that_starts_while_others_work_is_named(start: Callable[..., R
 def test_an_engine_that_cannot_start_ends_its_heartbeat_and_says_why(
     start: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(config: object, seed: int) -> SimulatedEngine:
+    def broken(config: object, seed: int, shares_gpu: bool) -> SimulatedEngine:
         raise ValueError("no such model")
 
     rig = start()
