@@ -49,9 +49,9 @@ def make(solved: Iterator[tuple[str, str]], texts: list[str], seed: int, folder:
 
 
 def _tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: any text can be encoded, digits stand singly, the questions' phrases become one token each."""
+    """Byte-level BPE: any text can be encoded, a digit and the space before it are one token, and so are the questions' phrases."""
     bpe = Tokenizer(models.BPE())
-    digits = pre_tokenizers.Split(Regex(r"\d"), "isolated")
+    digits = pre_tokenizers.Split(Regex(r" ?\d"), "isolated")
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )

@@ -118,7 +118,7 @@ def test_the_tiny_model_loads_with_stock_transformers_and_starts_where_learning_
     text = "Grüße, 12 + 7 \n 日本"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-    assert len(tokenizer.encode("Sort 3 7 1 9 4 2 ascending.")) == 13
+    assert len(tokenizer.encode("Sort 3 7 1 9 4 2 ascending.")) == 8
     solved = list(islice(Task().solved("eval", 1), 256))
     with torch.no_grad():
         reward = tiny._sampled_reward(model, *tiny._encode(tokenizer, solved))
