@@ -42,7 +42,7 @@ class Feed:
         hosts = [told.decode() for told in world.gather(self._host.encode())]
         self._leads = hosts.index(self._host) == world.rank
         self.waited_s = 0.0
-        """For the buffer, and for the rank that waits for it"""
+        """For the buffer, and for the rank that waits for it; the learner adds what else it waits for of the buffer"""
 
     def next(self, step: int) -> Batch | m.Over:
         began = time.monotonic()

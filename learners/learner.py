@@ -213,7 +213,10 @@ class Learner:
     def _probe(self) -> None:
         """Waits for an engine to have sampled the probe of the version held, and compares. Raises ParityError, on all ranks."""
         self._turn_to(f"waiting for the parity probe of version {self.step}")
-        if rows := self._probe_rows():
+        began = time.monotonic()
+        rows = self._probe_rows()
+        self._feed.waited_s += time.monotonic() - began
+        if rows:
             probe = from_arrow(pa.Table.from_batches([decode(rows)]))
             self._turn_to("comparing the parity probe")
             check_probe(probe, self._trainer.logprobs(probe), self._config, self.step)

@@ -6,16 +6,16 @@ fresh tokens, of which the step's own forward pass says what the learner has to 
 
 The rule. d is |log μ − log π| of a token, τ the tolerance. But for a few outliers, every d is at most τ, and their mean at most τ / 10.
 
-| arithmetic | τ | what rounding does | what a defect does |
+| arithmetic | τ | what rounding was seen to do | what a defect does |
 |---|---|---|---|
-| float32 | 1e-3 | mean 1e-6, largest 4e-6 to 2e-5 over 10^3 to 10^4 tokens | TF32 1e-4 to 1e-3 nearly everywhere; a lost window, soft cap or scale above 1 |
-| bfloat16 | 1 | mean 0.01 and largest 0.06 on models of 1 to 100 M parameters; more on real ones, whose logits of 16 to 32 lie 1/8 apart | the same |
+| float32 | 1e-3 | mean 1e-6, largest 4e-6 to 2e-5 over thousands of tokens of models of 0.1 to 100 M parameters | TF32: half of the tokens beyond 1e-4. A lost window, soft cap or scale: 2 and more |
+| bfloat16 | 1 | mean 0.01, largest 0.06 on such models; logits of 16 to 32, as real ones have, lie 1/8 apart | the same |
 
-Errors grow with the logits, so τ is divided by a sampling temperature below 1. Why outliers: in bfloat16 the differences have heavy tails,
-the more so in a mixture, where rounding sends a token to other experts: IcePop (Ling team, 2025) masks one or two tokens in a thousand of
-such runs for a ratio outside 0.5 … 5. A limit on the largest d would end every long run. A defect does not stop at a token in a hundred.
-Why 0.1 for the mean: published runs have KL(μ ‖ π) of 1e-3, which is d of about 0.02 to 0.05; and what remains below it is what
-`algo.correction` is there for.
+Errors grow with the logits, so there is room for larger ones, and τ is divided by a sampling temperature below 1. Why outliers: in bfloat16
+differences have heavy tails, the more so in a mixture, where rounding sends a token to other experts (so IcePop, 2025, masks tokens whose
+ratio is outside 0.5 … 5). A limit on the largest d would end every long run, and a defect does not stop at a token in a hundred. Why τ / 10
+for the mean: in bfloat16 that is ½ d² of 0.005 or more, well below what `algo.correction` bears (`kl_k2` in docs/metrics.md), and several
+times what rounding does.
 """
 
 import logging
