@@ -70,8 +70,8 @@ class VllmEngine:
     not been attested can be sampled from.
 
     A sample depends on its prompt, its seed and the weights only; on a CPU to the last bit, whatever runs beside it, as
-    long as the KV cache is large enough (a sample that was pushed out and computed again may differ in the last bits)
-    and the prefix cache is off. Log-probabilities are those of the distribution that was sampled from: after
+    long as the KV cache is large enough (a sample that was pushed out and computed again may differ in the last bits),
+    the prefix cache is off, and attention is not latent (`deepseek_v3`: the last bits depend on what runs beside). Log-probabilities are those of the distribution that was sampled from: after
     temperature, top-p, top-k and min-p (greedy samples: temperature 1).
     """
 
@@ -119,6 +119,8 @@ class VllmEngine:
             platform = _cpu_arguments(kv_cache_mb, max_model_len)
         elif transfer is not None:
             platform["weight_transfer_config"] = WeightTransferConfig(backend=transfer)
+        if not current_platform.is_cpu():
+            platform["moe_backend"] = "triton"  # others keep a mixture's experts in layouts that cannot be attested
         config = EngineArgs(
             model=model,
             dtype=str(dtype),
@@ -263,6 +265,7 @@ def _cpu_arguments(kv_cache_mb: int, max_model_len: int) -> dict[str, Any]:
     keep_weights_unpacked()
     return {
         "enforce_eager": True,
+        "attention_backend": "CPU_MLA",  # of latent attention: the other one packs its weights away
         "kv_cache_memory_bytes": kv_cache_mb << 20,
         "block_size": 32,  # the least; the default of 128 wastes most of a block on short samples
         "enable_chunked_prefill": False,  # a prompt in two pieces is summed in another order than in one

@@ -240,6 +240,7 @@ class FsdpEngine:
         return next((name for name, tensor in published.items() if tensor is probe), None)
 
     def weights(self) -> Iterator[Part]:
+        """Parameters in the published dtype, and the buffers that belong to the model in their own (a router's correction bias, float32)."""
         if self._lora is not None and self._lora.publish is LoraPublish.adapter:
             for name, parameter in self._trained.items():
                 yield from stream(adapters.published_name(name), parameter.detach(), torch.float32, self._bucket_bytes)
@@ -255,6 +256,8 @@ class FsdpEngine:
             whole = tensor.to(self._publish_dtype).full_tensor()  # cast first: less to gather
             if dist.get_rank() == 0:
                 yield from parts(revert_weight_conversion(self._model, {name: whole.cpu()}))
+        if dist.get_rank() == 0:  # every rank holds them whole
+            yield from parts({name: buffer.detach().cpu() for name, buffer in _saved_buffers(self._model)})
 
     # ---- checkpoints
 
@@ -292,6 +295,14 @@ class FsdpEngine:
     def _random(self) -> dict[str, Tensor]:
         cuda = {"cuda": torch.cuda.get_rng_state()} if self._device.type == "cuda" else {}
         return {"cpu": torch.get_rng_state(), **cuda}
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a model's file holds, by name; those that are computed from its config are not among them."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
 
 
 class _Whole(torch.autograd.Function):
