@@ -90,6 +90,18 @@ class LoraConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class MoeConfig:
+    """Mixtures of experts, in either engine."""
+
+    aux_loss_coefficient: float = 0.0
+    """Weight of the auxiliary load-balancing loss (`learners/routing.py`: 1 a layer where the load is even), over all tokens of a
+    minibatch. Above 0 each update runs forward once more, to count where they go."""
+
+    def problems(self) -> list[str]:
+        return not_negative(**{"learner.moe.aux_loss_coefficient": self.aux_loss_coefficient})
+
+
+@dataclass(kw_only=True, slots=True)
 class PlacementConfig:
     critic: CriticPlace = CriticPlace.with_actor
     """Where a critic lives: on the ranks of the policy, which train one after the other, or on ranks of its own, at the same time."""
@@ -108,6 +120,7 @@ class LearnerConfig:
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    moe: MoeConfig = field(default_factory=MoeConfig)
     max_restarts: int = 3
     """How often the learner may lose a rank and go on from its newest checkpoint before the run stops."""
     groups_per_step: int = 64
@@ -164,7 +177,7 @@ class LearnerConfig:
         found += within_one(**{"learner.gpu_memory_fraction": self.gpu_memory_fraction})
         found += gpu_share("learner.gpus", self.gpus, most=1)
         found += not_negative(**{"learner.max_restarts": self.max_restarts})
-        found += self.fsdp.problems() + self.megatron.problems() + self.lora.problems()
+        found += self.fsdp.problems() + self.megatron.problems() + self.lora.problems() + self.moe.problems()
         found = found or self._of_engine()
         if self.minibatches > 0 and self.groups_per_step % self.minibatches:
             found.append(

@@ -30,6 +30,7 @@ from learners.attention import choose_attention
 from learners.engine import Kind, LossFn, Share, Write
 from learners.heads import LogprobHead, ValueHead
 from learners.packing import Packed, padded_to
+from learners.routing import Balance, watch_routers
 from sync.stream import BUCKET_BYTES, Part, parts, stream
 
 
@@ -52,9 +53,11 @@ class FsdpEngine:
         entropy_gradient: bool = False,
         layout: FsdpConfig | None = None,
         lora: LoraConfig | None = None,
+        aux_loss_coefficient: float = 0.0,
     ) -> None:
         """`bucket_bytes`: of weights that are gathered at a time, for publication. `entropy_gradient`: whether a loss may lead
-        through the entropy, which then costs memory for another [chunk, vocabulary]. Raises ValueError for what cannot be here."""
+        through the entropy, which then costs memory for another [chunk, vocabulary]. `aux_loss_coefficient`: of a mixture's load
+        balancing (`learners.routing`). Raises ValueError for what cannot be here."""
         layout, cuda = layout or FsdpConfig(), torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._publish_dtype = getattr(torch, dtype)
@@ -80,6 +83,10 @@ class FsdpEngine:
             self._head: LogprobHead | ValueHead = ValueHead(model.score)
         else:
             self._head = LogprobHead(model, temperature, entropy_gradient)
+        # FSDP averages gradients over ranks, and losses are sums
+        self._balance = Balance(model.config, aux_loss_coefficient, scale=dist.get_world_size())
+        self._valid: Tensor | None = None
+        watch_routers(model, self._balance, lambda: self._valid)
         self._shard(model, layers, torch.bfloat16 if cuda and dtype is Dtype.bfloat16 else None, layout.cpu_offload)
         self._writers = dist.new_group(backend="gloo")  # for a thread that writes a checkpoint
         self._model = model
@@ -176,6 +183,10 @@ class FsdpEngine:
         start = 0 if group is None else group.rank() * size
         mine, targets = slice(start, start + size), targets[(targets > start) & (targets <= start + size)]
         extra = {} if group is None else {"inner": str(self._attention), "sequence_group": group}
+        if len(row.tokens) > len(packed.tokens):
+            self._valid = (torch.arange(start, start + size) < len(packed.tokens)).to(self._device)
+        else:
+            self._valid = None
         cu_seqlens = row.cu_seqlens.to(self._device)
         self._head.ask(sources=(targets - 1 - start).to(self._device), targets=packed.tokens[targets].to(self._device))
         out = self._model(
@@ -200,16 +211,25 @@ class FsdpEngine:
     def update(self, microbatches: Sequence[Packed], loss_fn: LossFn, lr: float) -> float:
         """Raises FloatingPointError, and updates nothing, when the gradient is not finite."""
         world = dist.get_world_size()
+        self._balance.begin(self._device)
+        if self._balance.needs_counting:
+            self.infer(microbatches)
+            self._balance.counted()
         for number, packed in enumerate(microbatches):
             self._model.set_requires_gradient_sync(number == len(microbatches) - 1)
             logprobs, entropy = self._forward(packed)
             (loss_fn(logprobs, entropy, packed) * world).backward()  # FSDP averages over ranks, the loss is a sum
+        self._balance.end()
         grad_norm = self._clip()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
         self._optimizer.zero_grad()
         return grad_norm
+
+    @property
+    def routing(self) -> dict[str, float]:
+        return self._balance.metrics
 
     def _clip(self) -> float:
         """Scales the gradient to `max_grad_norm` where it is longer; returns its norm before."""

@@ -193,11 +193,20 @@ class Model(GPTModel):
             hidden,
             None,
             rotary_pos_emb=self.rotary_pos_emb(longest, packed_seq=True),
+            padding_mask=self._tokens_here(len(packed.tokens), len(padded.tokens), device),
             packed_seq_params=PackedSeqParams(
                 "thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
             ),
         )
         return self._head(hidden, packed) if self.post_process else hidden
+
+    def _tokens_here(self, tokens: int, padded: int, device: torch.device) -> Tensor | None:
+        """[1, T'] bool: which of this rank's tokens are no padding (Megatron's `padding_mask`); None where there is no padding."""
+        if tokens == padded:
+            return None
+        size = padded // self.config.tensor_model_parallel_size
+        start = mpu.get_tensor_model_parallel_rank() * size
+        return (torch.arange(start, start + size, device=device) < tokens)[None]
 
     def _head(self, hidden: Tensor, packed: Packed) -> Tensor:
         if self.config.sequence_parallel:
