@@ -97,6 +97,10 @@ class MoeConfig:
     """Weight of the auxiliary load-balancing loss (`learners/routing.py`: 1 a layer where the load is even), over all tokens of a
     minibatch. Above 0 each update runs forward once more, to count where they go."""
 
+    router_replay: bool = False
+    """Training sends every token to the experts that the generator's routers chose for it (R3: Ma et al., 2025, arXiv 2510.11370), which
+    each trajectory then records; their weights are the trained router's. Otherwise rounding makes some tokens choose others."""
+
     def problems(self) -> list[str]:
         return not_negative(**{"learner.moe.aux_loss_coefficient": self.aux_loss_coefficient})
 
@@ -201,6 +205,11 @@ class LearnerConfig:
         fsdp, megatron, is_fsdp = self.fsdp, self.megatron, self.engine is LearnerKind.fsdp
         pieces = megatron.tensor_parallel * megatron.pipeline_parallel
         rules = [
+            (
+                self.moe.router_replay and self.activation_checkpointing and megatron.pipeline_parallel > 1,
+                "learner.moe.router_replay must be false with learner.activation_checkpointing and "
+                f"learner.megatron.pipeline_parallel > 1, got true with {megatron.pipeline_parallel}",
+            ),
             (
                 not is_fsdp and fsdp != FsdpConfig(),
                 f"learner.fsdp must be left alone unless learner.engine=fsdp, got {fsdp} with {self.engine}",

@@ -26,6 +26,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
@@ -52,6 +53,8 @@ class Running:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)
+    """[n, layers, k] each, of consecutive tokens"""
 
     def completion(self, finish_reason: str) -> Completion:
         return Completion(
@@ -60,7 +63,15 @@ class Running:
             logprobs=self.logprobs,
             versions=self.versions,
             finish_reason=finish_reason,
+            experts=self._experts() if self.experts else None,
         )
+
+    def _experts(self) -> np.ndarray:
+        """[prompt + sampled, layers · k]: the last sampled token, and what an aborted sample lacks, went into no layer."""
+        found = np.concatenate(self.experts)
+        whole = np.full((len(self.sample.prompt) + len(self.tokens), found[0].size), -1, np.int16)
+        whole[: len(found)] = found.reshape(len(found), -1)[: len(whole)]
+        return whole
 
 
 class VllmEngine:
@@ -93,10 +104,13 @@ class VllmEngine:
         seed: int = 0,
         gpu_memory_fraction: float | None = None,
         transfer: str | None = None,
+        record_experts: bool = False,
     ) -> None:
         """`kv_cache_mb` counts on a CPU, `gpu_memory_fraction` on a GPU (None: as vLLM has it). `seed`: for what no sample's seed decides.
 
         `transfer`: on a GPU, which of vLLM's weight-transfer engines to have at hand, `ipc` or `nccl`.
+
+        `record_experts`: of a mixture, for every token the experts that it was sent to.
 
         `map_weights`: on a CPU, use the snapshot's memory itself, which all engines of the host share, and copy nothing.
         """
@@ -105,6 +119,7 @@ class VllmEngine:
         self._prefix_cache = prefix_cache
         self._kv_cache = kv_cache
         self._map_weights = map_weights
+        self._captures = record_experts and current_platform.is_cpu()  # elsewhere vLLM does it
         self._salt: str | None = None
         self._running: dict[str, Running] = {}
         """By vLLM's request id, which is never used twice."""
@@ -120,6 +135,7 @@ class VllmEngine:
         elif transfer is not None:
             platform["weight_transfer_config"] = WeightTransferConfig(backend=transfer)
         if not current_platform.is_cpu():
+            platform["enable_return_routed_experts"] = record_experts
             platform["moe_backend"] = "triton"  # others keep a mixture's experts in layouts that cannot be attested
         config = EngineArgs(
             model=model,
@@ -139,6 +155,8 @@ class VllmEngine:
         ).create_engine_config()
         self._core = InprocClient(config, Executor.get_class(config), log_stats=False)
         self._core.collective_rpc("prepare_model")
+        if self._captures:
+            self._core.collective_rpc("capture_experts")
         self._core.set_weight_version("none")
 
         self._vocab_size = config.model_config.get_vocab_size()
@@ -183,6 +201,8 @@ class VllmEngine:
         finished = []
         for output in outputs.outputs:
             running = self._running[output.request_id]
+            if getattr(output, "routed_experts", None) is not None:
+                running.experts.append(output.routed_experts)
             running.tokens += output.new_token_ids
             running.versions += [version] * len(output.new_token_ids)
             if output.new_logprobs is not None:
@@ -247,6 +267,8 @@ class VllmEngine:
 
     def _remove(self, request: str) -> Running:
         running = self._running.pop(request)
+        if self._captures:
+            running.experts = self._core.collective_rpc("take_experts", args=(request,))[0]
         del self._request_ids[running.sample.id]
         return running
 

@@ -472,6 +472,7 @@ def make_engine(config: Config, seed: int) -> Engine:
         min_p=config.sampling.min_p,
         seed=seed,
         gpu_memory_fraction=config.generators.gpu_memory_fraction,
+        record_experts=config.learner.moe.router_replay,
         transfer={Transport.auto: "ipc", Transport.cuda_ipc: "ipc", Transport.nccl: "nccl"}.get(config.sync.transport),
     )
 

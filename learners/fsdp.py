@@ -30,7 +30,7 @@ from learners.attention import choose_attention
 from learners.engine import Kind, LossFn, Share, Write
 from learners.heads import LogprobHead, ValueHead
 from learners.packing import Packed, padded_to
-from learners.routing import Balance, watch_routers
+from learners.routing import Balance, ForwardPass, check_replay, watch_routers
 from sync.stream import BUCKET_BYTES, Part, parts, stream
 
 
@@ -54,10 +54,11 @@ class FsdpEngine:
         layout: FsdpConfig | None = None,
         lora: LoraConfig | None = None,
         aux_loss_coefficient: float = 0.0,
+        router_replay: bool = False,
     ) -> None:
         """`bucket_bytes`: of weights that are gathered at a time, for publication. `entropy_gradient`: whether a loss may lead
         through the entropy, which then costs memory for another [chunk, vocabulary]. `aux_loss_coefficient`: of a mixture's load
-        balancing (`learners.routing`). Raises ValueError for what cannot be here."""
+        balancing, `router_replay`: of the experts that a batch records (`learners.routing`). Raises ValueError for what cannot be here."""
         layout, cuda = layout or FsdpConfig(), torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._publish_dtype = getattr(torch, dtype)
@@ -85,8 +86,10 @@ class FsdpEngine:
             self._head = LogprobHead(model, temperature, entropy_gradient)
         # FSDP averages gradients over ranks, and losses are sums
         self._balance = Balance(model.config, aux_loss_coefficient, scale=dist.get_world_size())
-        self._valid: Tensor | None = None
-        watch_routers(model, self._balance, lambda: self._valid)
+        self._pass, self._replays = ForwardPass(), router_replay
+        if router_replay:
+            check_replay(model.config)
+        watch_routers(model, self._balance, self._pass)
         self._shard(model, layers, torch.bfloat16 if cuda and dtype is Dtype.bfloat16 else None, layout.cpu_offload)
         self._writers = dist.new_group(backend="gloo")  # for a thread that writes a checkpoint
         self._model = model
@@ -183,10 +186,7 @@ class FsdpEngine:
         start = 0 if group is None else group.rank() * size
         mine, targets = slice(start, start + size), targets[(targets > start) & (targets <= start + size)]
         extra = {} if group is None else {"inner": str(self._attention), "sequence_group": group}
-        if len(row.tokens) > len(packed.tokens):
-            self._valid = (torch.arange(start, start + size) < len(packed.tokens)).to(self._device)
-        else:
-            self._valid = None
+        self._pass.begin(packed, row, mine, self._model.config, self._replays, self._device)
         cu_seqlens = row.cu_seqlens.to(self._device)
         self._head.ask(sources=(targets - 1 - start).to(self._device), targets=packed.tokens[targets].to(self._device))
         out = self._model(

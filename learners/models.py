@@ -110,6 +110,7 @@ def load_models(config: Config, pool: Pool = Pool.all) -> Models:
             lora=learner.lora,
             entropy_gradient=algo.entropy_coef > 0,
             aux_loss_coefficient=learner.moe.aux_loss_coefficient,
+            router_replay=learner.moe.router_replay,
         ),
     )
     assert policy is not None

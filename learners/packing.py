@@ -56,6 +56,8 @@ class Batch:
     """[N] bool: cut off at the longest response that may be sampled"""
     greedy: Tensor
     """[N] float32: reward of the greedy response to the same prompt; NaN where none was made"""
+    experts: Tensor | None = None
+    """[T, layers · k] int16: experts to send each token to, -1 where none were recorded; None: nowhere"""
 
     @property
     def num_sequences(self) -> int:
@@ -86,7 +88,13 @@ def from_arrow(table: pa.Table, group_weights: Sequence[float] = ()) -> Batch:
         weights=_by_row(table, group_weights),
         truncated=torch.from_numpy(pc.equal(table.column("finish_reason"), "length").to_numpy()),
         greedy=_component(table, GREEDY),
+        experts=_experts(table, int(lengths.sum())),
     )
+
+
+def _experts(table: pa.Table, num_tokens: int) -> Tensor | None:
+    experts = _column(table, "experts")
+    return experts.view(num_tokens, -1) if len(experts) else None
 
 
 def _column(table: pa.Table, name: str) -> Tensor:
@@ -126,6 +134,8 @@ class Packed:
     num_sampled: int
     behavior_logprobs: Tensor
     """[T] float32"""
+    experts: Tensor | None = None
+    """[T, layers · k] int16, as in `Batch`"""
 
     @property
     def sequence(self) -> Tensor:
@@ -148,6 +158,7 @@ def pack(batch: Batch, rows: Sequence[int]) -> Packed:
         targets=(sampled & (torch.from_numpy(positions) > 0)).nonzero()[:, 0],
         num_sampled=int(sampled.sum()),
         behavior_logprobs=batch.behavior_logprobs[index],
+        experts=None if batch.experts is None else batch.experts[index],
     )
 
 
@@ -163,6 +174,7 @@ def padded_to(packed: Packed, multiple: int) -> Packed:
         positions=torch.cat([packed.positions, torch.arange(missing)]),
         cu_seqlens=torch.cat([packed.cu_seqlens, packed.cu_seqlens[-1:] + missing]),
         max_seqlen=max(packed.max_seqlen, missing),
+        experts=None if packed.experts is None else F.pad(packed.experts, (0, 0, 0, missing), value=-1),
     )
 
 

@@ -1,6 +1,11 @@
-"""How evenly the routers of a mixture spread its tokens over the experts, and the auxiliary loss that makes them.
+"""The routers of a mixture in training: replay of the generator's choices, balance of the load, and the auxiliary loss for it.
 
-Without it experts that are chosen seldom learn seldom, and are chosen more seldom still. The loss of Switch Transformers (Fedus et al.,
+**Replay** (R3: Ma et al., 2025, arXiv 2510.11370). Rounding makes generator and learner choose other experts for some tokens, which changes
+log-probabilities far more than rounding does. With `learner.moe.router_replay` the learner sends each token to the experts that it was
+sent to when it was sampled; their weights, and the gradient, are those of the router that is trained. A token that has no record (the last
+of a sequence; padding) goes where the router sends it.
+
+**Balance.** Without the loss experts that are chosen seldom learn seldom, and are chosen more seldom still. The loss of Switch Transformers (Fedus et al.,
 2021, arXiv 2101.03961), summed over the layers l of E experts, k of them a token, over all T tokens of a minibatch:
 
     L = E Σ_l Σ_i f_li P_li    f_li = (1 / kT) Σ_t [t goes to i]    P_li = (1 / T) Σ_t p_lti
@@ -11,11 +16,14 @@ within a microbatch costs quality). So f must be known before the first gradient
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from learners.packing import Packed
 
 SOFTMAX = ("mixtral", "qwen2_moe", "qwen3_moe")
 SIGMOID = ("deepseek_v3",)
@@ -115,17 +123,63 @@ class Balance:
         return _Attached.apply(scores, factor * (shares * summed).sum())
 
 
-def watch_routers(model: Any, balance: Balance, valid: Callable[[], Tensor | None]) -> None:
-    """Hooks every router of a Hugging Face model; `valid`: which tokens of the pass at hand are no padding."""
+@dataclass(slots=True)
+class ForwardPass:
+    """What the routers must know of the forward pass at hand."""
+
+    valid: Tensor | None = None
+    """[T] bool: False where a token is padding; None: none is"""
+    experts: Tensor | None = None
+    """[T, layers, k] int64: where to send the tokens, -1 where there is no record; None: wherever the routers choose"""
+
+    def begin(
+        self, packed: Packed, padded: Packed, mine: slice, config: Any, replay: bool, device: torch.device
+    ) -> None:
+        """`padded`: the microbatch as the engine computes it, of which this rank has the tokens `mine`."""
+        self.valid = self.experts = None
+        if len(padded.tokens) > len(packed.tokens):
+            self.valid = (torch.arange(mine.start, mine.stop) < len(packed.tokens)).to(device)
+        if replay and padded.experts is not None:
+            shape = (-1, config.num_hidden_layers, config.num_experts_per_tok)
+            self.experts = padded.experts[mine].view(shape).to(device, torch.int64)
+
+
+def check_replay(config: Any) -> None:
+    """Raises ValueError for a model whose routers are not known. `config`: Hugging Face's."""
+    if config.model_type not in SOFTMAX + SIGMOID:
+        raise ValueError(
+            f"learner.moe.router_replay must be false unless model_type of model.path is one of {', '.join(SOFTMAX + SIGMOID)}, "
+            f"got true for {config.model_type}"
+        )
+
+
+def replayed(config: Any, logits: Tensor, chosen: Tensor, recorded: Tensor) -> tuple[Tensor, Tensor]:
+    """(weights [T, k], float32, of the experts that are used, these experts [T, k]): the recorded, or else the chosen ones.
+
+    logits [T, E], chosen and recorded [T, k].
+    """
+    used = recorded.where((recorded >= 0).all(-1, keepdim=True), chosen)
+    logits = logits.float()
+    scores = (logits.sigmoid() if config.model_type in SIGMOID else logits.softmax(-1)).gather(-1, used)
+    if getattr(config, "norm_topk_prob", True):  # mixtral always does
+        scores = scores / (scores.sum(-1, keepdim=True) + (1e-20 if config.model_type in SIGMOID else 0.0))
+    return scores * getattr(config, "routed_scaling_factor", 1.0), used
+
+
+def watch_routers(model: Any, balance: Balance, at_hand: ForwardPass) -> None:
+    """Hooks every router of a Hugging Face model."""
     for number, layer in enumerate(getattr(model.base_model, "layers", ())):
         for module in layer.modules():
             if type(module).__name__.lower().endswith("topkrouter"):
-                module.register_forward_hook(_hook(number, balance, valid))
+                module.register_forward_hook(_hook(number, model.config, balance, at_hand))
 
 
-def _hook(layer: int, balance: Balance, valid: Callable[[], Tensor | None]) -> Callable[..., Any]:
+def _hook(layer: int, config: Any, balance: Balance, at_hand: ForwardPass) -> Callable[..., Any]:
     def hook(module: Any, inputs: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         logits, scores, chosen = outputs
-        return logits, balance.route(layer, logits, chosen, scores, valid()), chosen
+        if at_hand.experts is not None:
+            weights, chosen = replayed(config, logits, chosen, at_hand.experts[:, layer])
+            scores = weights.to(scores.dtype)
+        return logits, balance.route(layer, logits, chosen, scores, at_hand.valid), chosen
 
     return hook

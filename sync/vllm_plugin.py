@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import xxhash
@@ -21,6 +22,7 @@ from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
@@ -28,6 +30,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from sync.experts import ExpertLayer, ExpertPlace
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest, TensorEntry, dtype_name, tensor_digest
+from sync.routed import RoutedExpertsRecord
 from sync.snapshot import Snapshot, expect_digests
 from sync.transports.cuda_ipc import gpu_uuid, on_device
 from sync.transports.nccl import Broadcast
@@ -86,6 +89,20 @@ class WeightSync:
             if isinstance(module, MultiHeadLatentAttentionWrapper) and _is_on_cpu(model):
                 # vLLM's CPU kernel takes [T, heads · d]; given [T, heads, d], as here, it writes beyond its tensors.
                 module.rotary_emb._forward_method = module.rotary_emb.forward_native
+
+    def capture_experts(self) -> None:
+        """From now on the experts of every token are recorded. Raises RuntimeError for a model without routers."""
+        model = self.model_runner.get_model()
+        runners = [module for module in model.modules() if isinstance(module, MoERunner)]
+        if not runners:
+            raise RuntimeError("learner.moe.router_replay must be false for a model without experts, got true")
+        layers = self.model_runner.model_config.get_total_num_hidden_layers()
+        routers = ((runner.layer_id, runner.router) for runner in runners)
+        self._routed_experts = RoutedExpertsRecord(self.model_runner, routers, layers)
+
+    def take_experts(self, request: str) -> list[np.ndarray]:
+        """See `sync.routed.RoutedExpertsRecord.take`."""
+        return self._routed_experts.take(request)
 
     def load_version(self, source: Snapshot | Broadcast, mapped: bool = True) -> None:
         """Takes up a version. Raises, the parameters untouched, FileNotFoundError when it is gone and DigestMismatch when it is not

@@ -100,7 +100,7 @@ class Rig:
             save_file(weights, copy / "model.safetensors", {"format": "pt"})
             self.models.append(AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32).eval())
         arguments = {"dtype": "float32", "max_model_len": 160, "max_sequences": 32, "kv_cache_mb": 16}
-        self.engine = VllmEngine(str(folder / family), **arguments)
+        self.engine = VllmEngine(str(folder / family), record_experts=True, **arguments)
         self.publisher = Publisher(folder / f"published-{family}", "x")
 
     def load(self, number: int, weights: Weights | None = None) -> Manifest:
@@ -143,9 +143,28 @@ def rigs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], R
 
 def logprobs(model: Any, tokens: list[int], cache: DynamicCache | None = None) -> torch.Tensor:
     """[n, vocabulary] of what follows each token, the cache's tokens before them."""
+    return routed(model, tokens, cache)[0]
+
+
+def routed(
+    model: Any, tokens: list[int], cache: DynamicCache | None = None
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """(log-probabilities, [n, k] experts of each token in ascending order, by layer)."""
+    chosen: dict[int, torch.Tensor] = {}
+
+    def keep(layer: int, outputs: Any) -> None:
+        chosen[layer] = outputs[2].sort(-1).values
+
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda module, inputs, outputs, number=number: keep(number, outputs))
+        for number, layer in enumerate(model.model.layers)
+        if hasattr(layer.mlp, "gate")
+    ]
     with torch.no_grad():
         out = model(torch.tensor([tokens]), past_key_values=cache, use_cache=cache is not None)
-    return out.logits[0].log_softmax(-1)
+    for hook in hooks:
+        hook.remove()
+    return out.logits[0].log_softmax(-1), chosen
 
 
 def difference(expected: torch.Tensor, completion: Completion, first: int, last: int) -> float:
@@ -154,8 +173,9 @@ def difference(expected: torch.Tensor, completion: Completion, first: int, last:
     return float((held - expected[-len(tokens) :].gather(1, tokens[:, None])[:, 0]).abs().max())
 
 
+@pytest.mark.timeout(300)  # the first imports vLLM, and waits for the learner
 @pytest.mark.parametrize("family", MIXTURES)
-def test_a_mixture_is_sampled_from_as_published_attested_and_updated_in_flight(
+def test_a_mixture_is_sampled_from_as_published_attested_updated_in_flight_and_its_routing_recorded(
     family: str, rigs: Callable[[str], Rig]
 ) -> None:
     rig = rigs(family)
@@ -176,8 +196,13 @@ def test_a_mixture_is_sampled_from_as_published_attested_and_updated_in_flight(
         assert completion.versions == [before.version] * 10 + [after.version] * 10
         tokens, until = sample.prompt + completion.tokens, len(sample.prompt) + 9
         cache = DynamicCache()
-        old = logprobs(rig.models[0], tokens[:until], cache)
-        mixed = logprobs(rig.models[1], tokens[until:-1], cache)
+        old, chosen = routed(rig.models[0], tokens[:until], cache)
+        mixed, chosen_after = routed(rig.models[1], tokens[until:-1], cache)
+        assert completion.experts is not None and len(completion.experts) == len(tokens)
+        recorded = torch.from_numpy(completion.experts).view(len(tokens), 2, 2).sort(-1).values
+        for layer in chosen:
+            assert torch.equal(recorded[:-1, layer].long(), torch.cat([chosen[layer], chosen_after[layer]]))
+        assert (recorded[-1] == -1).all(), "the last token went into no layer"
         assert difference(old, completion, 0, 10) < TOLERANCE
         assert difference(mixed, completion, 10, 20) < TOLERANCE
         assert difference(logprobs(rig.models[0], tokens[:-1]), completion, 10, 20) > 0.1

@@ -27,7 +27,7 @@ from learners.megatron.model import Model, Sizes, problems, transformer_config
 from learners.megatron.names import Files, Layout, Names, Parameter
 from learners.megatron.routers import watch_routers
 from learners.packing import Packed
-from learners.routing import Balance
+from learners.routing import Balance, check_replay
 from sync.stream import BUCKET_BYTES, Part, stream
 
 _groups: tuple[Sizes, Any] | None = None
@@ -81,9 +81,11 @@ class MegatronEngine:
         pipeline_parallel: int = 1,
         expert_parallel: int = 1,
         aux_loss_coefficient: float = 0.0,
+        router_replay: bool = False,
     ) -> None:
         """`bucket_bytes`: of weights that are published at a time. `entropy_gradient`: whether a loss may lead through the
-        entropy. `aux_loss_coefficient`: of a mixture's load balancing (`learners.routing`). Raises ValueError for a model that Megatron, or these sizes, cannot have."""
+        entropy. `aux_loss_coefficient`: of a mixture's load balancing, `router_replay`: of the experts that a batch
+        records (`learners.routing`). Raises ValueError for a model that Megatron, or these sizes, cannot have."""
         config, cuda = AutoConfig.from_pretrained(path), torch.cuda.is_available()
         self._sizes = Sizes(tensor_parallel, pipeline_parallel, expert_parallel)
         if found := problems(config, self._sizes, dist.get_world_size()):
@@ -93,6 +95,8 @@ class MegatronEngine:
         self._names = Names(config, Files(Path(path)), pipeline_parallel, critic=kind is Kind.critic)
         self._experts = getattr(config, "num_experts", 0) // expert_parallel
         self._balance = Balance(config, aux_loss_coefficient)
+        if router_replay:
+            check_replay(config)
         stand_ins.install()
         with stand_ins.device():
             _join(self._sizes)
@@ -107,7 +111,8 @@ class MegatronEngine:
                 temperature=temperature,
                 entropy_gradient=entropy_gradient,
             )
-            watch_routers(self._model, self._balance)
+            self._model.replays = router_replay
+            watch_routers(self._model, config, self._balance)
             self._model.to("cuda" if cuda else "cpu", self._transformer.params_dtype)
             self._local = self._names.of(self._model, mpu.get_expert_model_parallel_rank() * self._experts)
             self._load_model()
