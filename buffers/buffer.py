@@ -37,7 +37,7 @@ from buffers.segments import Reader, join_slices, read_bytes, segment_path
 from buffers.staleness import count
 from buffers.state import State
 from buffers.trajectory import SCHEMA_VERSION, Checked, Expected, Facts, Malformed, check_groups, divide_groups, encode
-from buffers.vocabulary import read_vocabulary
+from buffers.vocabulary import read_routing, read_vocabulary
 from buffers.watchdog import Stuck, Watchdog
 from configs.schema import Config, OnLate, Retention
 
@@ -62,6 +62,7 @@ class Buffer:
         step. Raises ValueError for a step that it cannot go back to, and when another process writes the journal."""
         self._config, self._clock, self._bound = config, clock, config.bound
         self._vocabulary = read_vocabulary(Path(config.model.path))
+        self._routing = read_routing(Path(config.model.path), config.learner.moe.router_replay)
         self.ledger = Ledger()
         self._lease_ids = itertools.count(secrets.randbits(30) << 32)  # no lease of an earlier life has such a number
         self._terms = terms = make_terms(config)
@@ -217,7 +218,7 @@ class Buffer:
             if wanted:
                 found = check_groups(
                     data, list(wanted.values()), num_samples=num_samples, newest_version=self.book.newest_version,
-                    longest=self._config.longest_row, vocabulary=self._vocabulary,
+                    longest=self._config.longest_row, vocabulary=self._vocabulary, routing=self._routing,
                 )  # fmt: skip
         except Malformed as error:
             self.refuse("malformed group", f"from {generator}: {error}")

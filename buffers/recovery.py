@@ -11,8 +11,9 @@ from buffers.event_log import Line, Place, Tail, read_tail
 from buffers.files import boot_id
 from buffers.groups import Terms, TermsRecord, check_terms, record_terms, recorded_terms
 from buffers.leases import LeaseBook
-from buffers.segments import Reader, is_closed, segment_numbers, segment_path
+from buffers.segments import Reader, is_closed, schema_version, segment_numbers, segment_path
 from buffers.state import State, read_newest_state
+from buffers.trajectory import SCHEMA_VERSION
 from configs.schema import Durability
 
 
@@ -65,6 +66,9 @@ def read_journal(folder: Path) -> Recovery:
     for line in found.tail.lines:
         note_line(found, line)
     present = segment_numbers(folder)
+    written = {schema_version(segment_path(folder, number)) for number in present} - {None, SCHEMA_VERSION}
+    if written:
+        raise ValueError(f"the journal must have schema version {SCHEMA_VERSION}, got {written} in {folder}")
     in_question = present if state is None else {n for n in present if n >= state.next_segment or n in found.ends}
     found.unclosed = {n for n in in_question if not is_closed(segment_path(folder, n))}
     found.next_segment = 1 + max([*found.ends, *found.dropped, *present, found.next_segment - 1])

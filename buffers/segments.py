@@ -70,6 +70,16 @@ def segment_numbers(folder: Path) -> set[int]:
     return set(numbers_in(folder, ".arrow"))
 
 
+def schema_version(path: Path) -> int | None:
+    """The version of the schema that a segment was written with; None where its beginning is lost."""
+    with open(path, "rb") as file:
+        head = file.read(4 * len(HEAD))[len(MAGIC) + 2 :]
+    try:
+        return int(pa.ipc.read_schema(pa.py_buffer(head)).metadata[b"slipstream.schema"])
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError):
+        return None
+
+
 def is_closed(path: Path) -> bool:
     """True when the file ends as a segment with a footer does."""
     with open(path, "rb") as file:

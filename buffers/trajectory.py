@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from buffers.arrow_ipc import BadMessage, check_record_batch, is_aligned, layout_of
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 GREEDY = "greedy"
 """The component of a reward that holds the reward of the greedy response to the same prompt (ReMax's baseline)."""
 LONG = 2000
@@ -26,6 +26,7 @@ Text = Annotated[str, pa.string()]
 Tokens = Annotated[list[int], pa.list_(pa.int32())]
 Flags = Annotated[list[bool], pa.list_(pa.bool_())]
 Floats = Annotated[list[float], pa.list_(pa.float32())]
+Experts = Annotated[Sequence[int] | np.ndarray, pa.list_(pa.int16())]
 Time = Annotated[float, pa.float64()]
 
 
@@ -66,6 +67,9 @@ class Trajectory:
     """Unix time in seconds."""
     extra: Text = "{}"
     """Anything a task wants to keep, as JSON."""
+    experts: Experts = field(default_factory=list)
+    """[T · layers · k], token by token and layer by layer (`learner.moe.router_replay`): the experts that the engine's routers chose for
+    the token when it went into the model; -1 where it did not, as the last one. Empty where nothing was recorded."""
 
 
 def _derive_schema() -> pa.Schema:
@@ -140,6 +144,15 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """What the trajectories of a run hold in `experts`."""
+
+    per_token: int = 0
+    """Layers × experts a token; 0: nothing is recorded."""
+    num_experts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """What the buffer needs to know of a group."""
 
@@ -168,12 +181,12 @@ class Checked:
 
 def check_groups(
     data: bytes | memoryview | pa.Buffer, expected: Sequence[Expected], *, num_samples: int, newest_version: int,
-    longest: int = 2**31 - 1, vocabulary: int = 2**31,
+    longest: int = 2**31 - 1, vocabulary: int = 2**31, routing: Routing = Routing(),
 ) -> Checked:  # fmt: skip
     """Reads a message, and finds of each expected group its facts or what is wrong with it.
 
-    A whole, finite, consistent group has `num_samples` rows, 0 first, of at most `longest` tokens, each below `vocabulary`, and
-    versions up to `newest_version`. All groups are
+    A whole, finite, consistent group has `num_samples` rows, 0 first, of at most `longest` tokens, each below `vocabulary`,
+    versions up to `newest_version`, and experts as `routing` says. All groups are
     checked at once; only where a rule is broken, each by itself. Raises `Malformed` when the message cannot be read or has
     another number of rows.
     """
@@ -186,7 +199,7 @@ def check_groups(
     try:
         if not np.isfinite(batch.column("rewards").items.to_numpy(zero_copy_only=False)).all():
             raise Malformed("rewards must be finite, and some component is NaN or infinite")
-        facts = list(_check(body, buffers, expected, num_samples, newest_version, longest, vocabulary))
+        facts = list(_check(body, buffers, expected, num_samples, newest_version, longest, vocabulary, routing))
         return Checked(batch, [*facts], is_aligned(view, buffers))
     except Malformed as error:
         if len(expected) == 1:
@@ -194,19 +207,16 @@ def check_groups(
     verdicts: list[Facts | Malformed] = []
     for number, one in enumerate(expected):
         alone = encode(batch.slice(number * num_samples, num_samples))
-        rules = {
-            "num_samples": num_samples,
-            "newest_version": newest_version,
-            "longest": longest,
-            "vocabulary": vocabulary,
-        }
-        verdicts += check_groups(alone, [one], **rules).verdicts
+        verdicts += check_groups(
+            alone, [one], num_samples=num_samples, newest_version=newest_version, longest=longest, vocabulary=vocabulary,
+            routing=routing,
+        ).verdicts  # fmt: skip
     return Checked(batch, verdicts, False)
 
 
 def _check(
     body: memoryview, buffers: list[list[int]], expected: Sequence[Expected], num_samples: int, newest_version: int,
-    longest: int, vocabulary: int,
+    longest: int, vocabulary: int, routing: Routing,
 ) -> Iterator[Facts]:  # fmt: skip
     """Raises Malformed with the first rule that some group breaks."""
     num_groups = len(expected)
@@ -233,6 +243,12 @@ def _check(
     must((offsets[1:] - offsets[:-1]).max() <= longest, f"a trajectory must hold at most {longest} tokens")
     for name in ("sampled", "logprobs", "versions"):
         must(part(name, 1, 4 * (n + 1)) == offsets.tobytes(), f"`{name}` must be as long as `tokens`")
+    of_experts, width = part("experts", 1, 4 * (n + 1)), routing.per_token
+    lengths = "hold nothing" if width == 0 else f"hold {width} for each token"
+    must((np.frombuffer(of_experts, np.int32) == offsets.astype(np.int64) * width).all(), f"`experts` must {lengths}")
+    experts = np.frombuffer(part("experts", 3, 2 * width * int(offsets[-1])), np.int16)
+    bounds = f"experts must be in -1..{routing.num_experts - 1}"
+    must(not len(experts) or -1 <= experts.min() <= experts.max() < routing.num_experts, bounds)
     total, starts = int(offsets[-1]), offsets[:-1:num_samples]
     tokens = np.frombuffer(part("tokens", 3, 4 * total), np.int32)
     must(tokens.min() >= 0, "tokens must be >= 0")

@@ -98,6 +98,22 @@ class LoraConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class MoeConfig:
+    """Mixtures of experts, in either engine."""
+
+    aux_loss_coefficient: float = 0.0
+    """Weight of the auxiliary load-balancing loss (`learners/routing.py`: 1 a layer where the load is even), over all tokens of a
+    minibatch. Above 0 each update runs forward once more, to count where they go."""
+
+    router_replay: bool = False
+    """Training sends every token to the experts that the generator's routers chose for it (R3: Ma et al., 2025, arXiv 2510.11370), which
+    each trajectory then records; their weights are the trained router's. Otherwise rounding makes some tokens choose others."""
+
+    def problems(self) -> list[str]:
+        return not_negative(**{"learner.moe.aux_loss_coefficient": self.aux_loss_coefficient})
+
+
+@dataclass(kw_only=True, slots=True)
 class PlacementConfig:
     critic: CriticPlace = CriticPlace.with_actor
     """Where a critic lives: on the ranks of the policy, which train one after the other, or on ranks of its own, at the same time."""
@@ -116,6 +132,7 @@ class LearnerConfig:
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    moe: MoeConfig = field(default_factory=MoeConfig)
     max_restarts: int = 3
     """How often the learner may lose a rank and go on from its newest checkpoint before the run stops."""
     groups_per_step: int = 64
@@ -172,7 +189,7 @@ class LearnerConfig:
         found += within_one(**{"learner.gpu_memory_fraction": self.gpu_memory_fraction})
         found += gpu_share("learner.gpus", self.gpus, most=1)
         found += not_negative(**{"learner.max_restarts": self.max_restarts})
-        found += self.fsdp.problems() + self.megatron.problems() + self.lora.problems()
+        found += self.fsdp.problems() + self.megatron.problems() + self.lora.problems() + self.moe.problems()
         found = found or self._of_engine()
         if self.minibatches > 0 and self.groups_per_step % self.minibatches:
             found.append(
@@ -196,6 +213,11 @@ class LearnerConfig:
         fsdp, megatron, is_fsdp = self.fsdp, self.megatron, self.engine is LearnerKind.fsdp
         pieces = megatron.tensor_parallel * megatron.pipeline_parallel
         rules = [
+            (
+                self.moe.router_replay and self.activation_checkpointing and megatron.pipeline_parallel > 1,
+                "learner.moe.router_replay must be false with learner.activation_checkpointing and "
+                f"learner.megatron.pipeline_parallel > 1, got true with {megatron.pipeline_parallel}",
+            ),
             (
                 not is_fsdp and fsdp != FsdpConfig(),
                 f"learner.fsdp must be left alone unless learner.engine=fsdp, got {fsdp} with {self.engine}",

@@ -485,6 +485,10 @@ class Config:
                 f"got {self.sampling.max_tokens} and {gen.max_model_len}",
             ),
             (
+                learner.moe.router_replay and gen.prefix_cache,
+                "generators.prefix_cache must be false with learner.moe.router_replay (what comes from the cache is not routed), got true",
+            ),
+            (
                 gen.max_sequences < learner.samples_per_prompt + (algo.advantage is Advantage.remax),
                 f"generators.max_sequences must be at least {learner.samples_per_prompt + (algo.advantage is Advantage.remax)} "
                 "(an engine makes whole groups of learner.samples_per_prompt; remax adds a greedy response), got "

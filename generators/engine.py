@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from sync.snapshot import Snapshot
 from sync.transports.nccl import Broadcast
 
@@ -35,6 +37,8 @@ class Completion:
     """[n] version of the weights that sampled each token, as the engine reports it."""
     finish_reason: str
     """`stop`, `length` or `abort`."""
+    experts: np.ndarray | None = None
+    """[prompt + n, layers · k] int16 experts that each token was sent to, -1 for the last; None where that is not recorded."""
 
 
 class Engine(Protocol):

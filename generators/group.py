@@ -53,6 +53,7 @@ def trajectory(
         generator=generator,
         started_at=group.started_at,
         finished_at=time.time(),
+        experts=[] if completion.experts is None else completion.experts.reshape(-1),
     )
 
 

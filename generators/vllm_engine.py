@@ -26,6 +26,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
@@ -56,6 +57,8 @@ class Running:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)
+    """[n, layers, k] each, of consecutive tokens"""
 
     def completion(self, finish_reason: str) -> Completion:
         return Completion(
@@ -64,7 +67,15 @@ class Running:
             logprobs=self.logprobs,
             versions=self.versions,
             finish_reason=finish_reason,
+            experts=self._experts() if self.experts else None,
         )
+
+    def _experts(self) -> np.ndarray:
+        """[prompt + sampled, layers · k]: the last sampled token, and what an aborted sample lacks, went into no layer."""
+        found = np.concatenate(self.experts)
+        whole = np.full((len(self.sample.prompt) + len(self.tokens), found[0].size), -1, np.int16)
+        whole[: len(found)] = found.reshape(len(found), -1)[: len(whole)]
+        return whole
 
 
 class VllmEngine:
@@ -74,8 +85,8 @@ class VllmEngine:
     not been attested can be sampled from.
 
     A sample depends on its prompt, its seed and the weights only; on a CPU to the last bit, whatever runs beside it, as
-    long as the KV cache is large enough (a sample that was pushed out and computed again may differ in the last bits)
-    and the prefix cache is off. Log-probabilities are those of the distribution that was sampled from: after
+    long as the KV cache is large enough (a sample that was pushed out and computed again may differ in the last bits),
+    the prefix cache is off, and attention is not latent (`deepseek_v3`: the last bits depend on what runs beside). Log-probabilities are those of the distribution that was sampled from: after
     temperature, top-p, top-k and min-p (greedy samples: temperature 1).
     """
 
@@ -98,12 +109,15 @@ class VllmEngine:
         gpu_memory_fraction: float | None = None,
         shares_gpu: bool = False,
         transfer: str | None = None,
+        record_experts: bool = False,
     ) -> None:
         """`kv_cache_mb`: None is 64 on a CPU; on a GPU what is left of the engine's part of the memory, measured by vLLM, or by arithmetic
         where other processes are on the device (`shares_gpu`). `gpu_memory_fraction`: that part (None: as vLLM has it). `seed`: for
         what no sample's seed decides.
 
         `transfer`: on a GPU, which of vLLM's weight-transfer engines to have at hand, `ipc` or `nccl`.
+
+        `record_experts`: of a mixture, for every token the experts that it was sent to.
 
         `map_weights`: on a CPU, use the snapshot's memory itself, which all engines of the host share, and copy nothing.
         """
@@ -112,6 +126,7 @@ class VllmEngine:
         self._prefix_cache = prefix_cache
         self._kv_cache = kv_cache
         self._map_weights = map_weights
+        self._captures = record_experts and current_platform.is_cpu()  # elsewhere vLLM does it
         self._salt: str | None = None
         self._running: dict[str, Running] = {}
         """By vLLM's request id, which is never used twice."""
@@ -129,6 +144,8 @@ class VllmEngine:
                 platform["weight_transfer_config"] = WeightTransferConfig(backend=transfer)
             if kv_cache_mb is not None:
                 platform["kv_cache_memory_bytes"] = kv_cache_mb << 20
+            platform["enable_return_routed_experts"] = record_experts
+            platform["moe_backend"] = "triton"  # others keep a mixture's experts in layouts that cannot be attested
         for name, value in float32_environment(dtype).items():
             os.environ.setdefault(name, value)
         config = EngineArgs(
@@ -152,6 +169,8 @@ class VllmEngine:
             config.cache_config.kv_cache_memory_bytes = _kv_cache_bytes(config, budget)
         self._core = InprocClient(config, Executor.get_class(config), log_stats=False)
         self._core.collective_rpc("prepare_model")
+        if self._captures:
+            self._core.collective_rpc("capture_experts")
         self._core.set_weight_version("none")
 
         self._vocab_size = config.model_config.get_vocab_size()
@@ -197,6 +216,8 @@ class VllmEngine:
         finished = []
         for output in outputs.outputs:
             running = self._running[output.request_id]
+            if getattr(output, "routed_experts", None) is not None:
+                running.experts.append(output.routed_experts)
             running.tokens += output.new_token_ids
             running.versions += [version] * len(output.new_token_ids)
             if output.new_logprobs is not None:
@@ -262,6 +283,8 @@ class VllmEngine:
 
     def _remove(self, request: str) -> Running:
         running = self._running.pop(request)
+        if self._captures:
+            running.experts = self._core.collective_rpc("take_experts", args=(request,))[0]
         del self._request_ids[running.sample.id]
         return running
 
@@ -298,6 +321,7 @@ def _cpu_arguments(kv_cache_mb: int, max_model_len: int) -> dict[str, Any]:
     keep_weights_unpacked()
     return {
         "enforce_eager": True,
+        "attention_backend": "CPU_MLA",  # of latent attention: the other one packs its weights away
         "kv_cache_memory_bytes": kv_cache_mb << 20,
         "block_size": 32,  # the least; the default of 128 wastes most of a block on short samples
         "enable_chunked_prefill": False,  # a prompt in two pieces is summed in another order than in one

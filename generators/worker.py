@@ -483,6 +483,7 @@ def make_engine(config: Config, seed: int, shares_gpu: bool = False) -> Engine:
         seed=seed,
         gpu_memory_fraction=config.generators.gpu_memory_fraction,
         shares_gpu=shares_gpu,
+        record_experts=config.learner.moe.router_replay,
         transfer={Transport.auto: "ipc", Transport.cuda_ipc: "ipc", Transport.nccl: "nccl"}.get(config.sync.transport),
     )
 

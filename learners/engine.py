@@ -62,6 +62,12 @@ class Engine(Protocol):
         """
         ...
 
+    @property
+    def routing(self) -> dict[str, float]:
+        """How evenly the last update's tokens were spread over a mixture's experts, over all ranks (`learners.routing`); empty
+        for other models."""
+        ...
+
     def weights(self) -> Iterator[Part]:
         """The model by Hugging Face name, in the published dtype, a bucket at a time; on rank 0 (elsewhere nothing comes)."""
         ...
@@ -80,6 +86,7 @@ class Elsewhere:
     """In the place of an engine that other ranks hold: says nothing, trains nothing."""
 
     share = Share(speaks=False)
+    routing: dict[str, float] = {}
 
     def infer(self, microbatches: Sequence[Packed]) -> list[torch.Tensor]:
         return [torch.zeros(len(packed.tokens)) for packed in microbatches]

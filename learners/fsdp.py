@@ -30,6 +30,7 @@ from learners.attention import choose_attention
 from learners.engine import Kind, LossFn, Share, Write
 from learners.heads import LogprobHead, ValueHead
 from learners.packing import Packed, padded_to
+from learners.routing import Balance, ForwardPass, check_replay, watch_routers
 from learners.shards import sharded_like
 from sync.stream import BUCKET_BYTES, Part, parts, stream
 
@@ -53,9 +54,12 @@ class FsdpEngine:
         entropy_gradient: bool = False,
         layout: FsdpConfig | None = None,
         lora: LoraConfig | None = None,
+        aux_loss_coefficient: float = 0.0,
+        router_replay: bool = False,
     ) -> None:
         """`bucket_bytes`: of weights that are gathered at a time, for publication. `entropy_gradient`: whether a loss may lead
-        through the entropy, which then costs memory for another [chunk, vocabulary]. Raises ValueError for what cannot be here."""
+        through the entropy, which then costs memory for another [chunk, vocabulary]. `aux_loss_coefficient`: of a mixture's load
+        balancing, `router_replay`: of the experts that a batch records (`learners.routing`). Raises ValueError for what cannot be here."""
         layout, cuda = layout or FsdpConfig(), torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._publish_dtype = getattr(torch, dtype)
@@ -82,6 +86,12 @@ class FsdpEngine:
             self._head: LogprobHead | ValueHead = ValueHead(model.score)
         else:
             self._head = LogprobHead(model, temperature, entropy_gradient)
+        # FSDP averages gradients over ranks, and losses are sums
+        self._balance = Balance(model.config, aux_loss_coefficient, scale=dist.get_world_size())
+        self._pass, self._replays = ForwardPass(), router_replay
+        if router_replay:
+            check_replay(model.config)
+        watch_routers(model, self._balance, self._pass)
         self._shard(model, layers, torch.bfloat16 if cuda and dtype is Dtype.bfloat16 else None, layout.cpu_offload)
         self._writers = dist.new_group(backend="gloo")  # for a thread that writes a checkpoint
         self._model = model
@@ -178,6 +188,7 @@ class FsdpEngine:
         start = 0 if group is None else group.rank() * size
         mine, targets = slice(start, start + size), targets[(targets > start) & (targets <= start + size)]
         extra = {} if group is None else {"inner": str(self._attention), "sequence_group": group}
+        self._pass.begin(packed, row, mine, self._model.config, self._replays, self._device)
         cu_seqlens = row.cu_seqlens.to(self._device)
         self._head.ask(sources=(targets - 1 - start).to(self._device), targets=packed.tokens[targets].to(self._device))
         out = self._model(
@@ -202,17 +213,26 @@ class FsdpEngine:
     def update(self, microbatches: Sequence[Packed], loss_fn: LossFn, lr: float) -> float:
         """Raises FloatingPointError, and updates nothing, when the gradient is not finite."""
         world = dist.get_world_size()
+        self._balance.begin(self._device)
+        if self._balance.needs_counting:
+            self.infer(microbatches)
+            self._balance.counted()
         for number, packed in enumerate(microbatches):
             is_last = number == len(microbatches) - 1
             self._model.set_requires_gradient_sync(is_last or self._accumulate is Accumulate.reduce)
             logprobs, entropy = self._forward(packed)
             (loss_fn(logprobs, entropy, packed) * world).backward()  # FSDP averages over ranks, the loss is a sum
+        self._balance.end()
         grad_norm = self._clip()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
         self._optimizer.zero_grad()
         return grad_norm
+
+    @property
+    def routing(self) -> dict[str, float]:
+        return self._balance.metrics
 
     def _clip(self) -> float:
         """Scales the gradient to `max_grad_norm` where it is longer; returns its norm before."""
@@ -243,6 +263,7 @@ class FsdpEngine:
         return next((name for name, tensor in published.items() if tensor is probe), None)
 
     def weights(self) -> Iterator[Part]:
+        """Parameters in the published dtype, and the buffers that belong to the model in their own (a router's correction bias, float32)."""
         if self._lora is not None and self._lora.publish is LoraPublish.adapter:
             for name, parameter in self._trained.items():
                 yield from stream(adapters.published_name(name), parameter.detach(), torch.float32, self._bucket_bytes)
@@ -258,6 +279,8 @@ class FsdpEngine:
             whole = tensor.to(self._publish_dtype).full_tensor()  # cast first: less to gather
             if dist.get_rank() == 0:
                 yield from parts(revert_weight_conversion(self._model, {name: whole.cpu()}))
+        if dist.get_rank() == 0:  # every rank holds them whole
+            yield from parts({name: buffer.detach().cpu() for name, buffer in _saved_buffers(self._model)})
 
     # ---- checkpoints
 
@@ -295,6 +318,14 @@ class FsdpEngine:
     def _random(self) -> dict[str, Tensor]:
         cuda = {"cuda": torch.cuda.get_rng_state()} if self._device.type == "cuda" else {}
         return {"cpu": torch.get_rng_state(), **cuda}
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a model's file holds, by name; those that are computed from its config are not among them."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
 
 
 class _Whole(torch.autograd.Function):

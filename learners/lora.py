@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -35,7 +36,9 @@ class Base(Elsewhere):
         self.share = engine.share
 
     def infer(self, microbatches: Sequence[Packed]) -> list[Tensor]:
-        with self._without_adapters():
+        with self._without_adapters():  # a reference's routers choose by themselves
+            if microbatches and microbatches[0].experts is not None:
+                microbatches = [replace(packed, experts=None) for packed in microbatches]
             return self._engine.infer(microbatches)
 
 

@@ -104,7 +104,14 @@ def load_models(config: Config, pool: Pool = Pool.all) -> Models:
     policy = when(
         True,
         Pool.policy,
-        lambda: make_engine(config, Kind.policy, lora=learner.lora, entropy_gradient=algo.entropy_coef > 0),
+        lambda: make_engine(
+            config,
+            Kind.policy,
+            lora=learner.lora,
+            entropy_gradient=algo.entropy_coef > 0,
+            aux_loss_coefficient=learner.moe.aux_loss_coefficient,
+            router_replay=learner.moe.router_replay,
+        ),
     )
     assert policy is not None
     return Models(

@@ -60,6 +60,8 @@ class Batch:
     """[N] float64: Unix time in seconds when the first token was asked for, by the generator's clock; None: not known"""
     generators: Sequence[str] = ()
     """[N] names; empty: not known"""
+    experts: Tensor | None = None
+    """[T, layers · k] int16: experts to send each token to, -1 where none were recorded; None: nowhere"""
 
     @property
     def num_sequences(self) -> int:
@@ -92,7 +94,13 @@ def from_arrow(table: pa.Table, group_weights: Sequence[float] = ()) -> Batch:
         greedy=_component(table, GREEDY),
         started_at=torch.from_numpy(np.array(table.column("started_at").to_numpy())),
         generators=table.column("generator").to_pylist(),
+        experts=_experts(table, int(lengths.sum())),
     )
+
+
+def _experts(table: pa.Table, num_tokens: int) -> Tensor | None:
+    experts = _column(table, "experts")
+    return experts.view(num_tokens, -1) if len(experts) else None
 
 
 def _column(table: pa.Table, name: str) -> Tensor:
@@ -132,6 +140,8 @@ class Packed:
     num_sampled: int
     behavior_logprobs: Tensor
     """[T] float32"""
+    experts: Tensor | None = None
+    """[T, layers · k] int16, as in `Batch`"""
 
     @property
     def sequence(self) -> Tensor:
@@ -154,6 +164,7 @@ def pack(batch: Batch, rows: Sequence[int]) -> Packed:
         targets=(sampled & (torch.from_numpy(positions) > 0)).nonzero()[:, 0],
         num_sampled=int(sampled.sum()),
         behavior_logprobs=batch.behavior_logprobs[index],
+        experts=None if batch.experts is None else batch.experts[index],
     )
 
 
@@ -169,6 +180,7 @@ def padded_to(packed: Packed, multiple: int) -> Packed:
         positions=torch.cat([packed.positions, torch.arange(missing)]),
         cu_seqlens=torch.cat([packed.cu_seqlens, packed.cu_seqlens[-1:] + missing]),
         max_seqlen=max(packed.max_seqlen, missing),
+        experts=None if packed.experts is None else F.pad(packed.experts, (0, 0, 0, missing), value=-1),
     )
 
 

@@ -16,6 +16,7 @@ class SimulatedTrainingEngine:
     """See `learners.engine.Engine`. One update of n sampled tokens lasts n / tokens_per_s seconds."""
 
     share = Share()
+    routing: dict[str, float] = {}
 
     def __init__(self, tokens_per_s: float) -> None:
         self._tokens_per_s = tokens_per_s

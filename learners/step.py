@@ -96,11 +96,13 @@ class Trainer:
         metrics |= {"optimizer/lr": self._rate(learner.lr, own_step) if plans else 0.0}
         if plans:
             totals = self._total(self.models.policy, of_policy)
-            metrics |= {"optimizer/grad_norm": _grad_norm(totals)} | summarize(totals)
+            metrics |= {"optimizer/grad_norm": _taken_mean(totals, "grad_norm")}
+            metrics |= {name: _taken_mean(totals, name) for name in list(totals) if name.startswith("moe/")}
+            metrics |= summarize(totals)
             metrics |= _mean([plan.metrics(self.models.policy.share.multiple) for plan in plans])
         if self.models.critic is not None and of_critic:
             totals = self._total(self.models.critic, of_critic)
-            metrics |= {"critic/grad_norm": _grad_norm(totals)} | summarize_values(totals)
+            metrics |= {"critic/grad_norm": _taken_mean(totals, "grad_norm")} | summarize_values(totals)
         metrics |= given.metrics | self._compare(given, noted, noted_rows)
         if algo.kl.target is not None and plans:
             self._adapt(metrics["policy/kl_reference"], batch.num_sequences)
@@ -236,7 +238,7 @@ class Trainer:
         rows = list(range(batch.num_sequences))
         self._update(self.models.reward_model, batch, rows, loss_fn, prime.lr, step, sums)
         totals = self._total(self.models.reward_model, sums)
-        metrics = {"reward_model/grad_norm": _grad_norm(totals)} | summarize_rewards(totals)
+        metrics = {"reward_model/grad_norm": _taken_mean(totals, "grad_norm")} | summarize_rewards(totals)
         return implicit_rewards(self._infer(self.models.reward_model, batch), reference, prime.beta), metrics
 
     # ---- losses
@@ -332,8 +334,8 @@ class Trainer:
         lr: float, step: int, sums: Sums,
     ) -> Plan:  # fmt: skip
         packed, plan = self._divide(engine, batch, rows)
-        norm = engine.update(packed, loss_fn, self._rate(lr, step))
-        _add(sums, {"grad_norm": torch.tensor([norm, 1.0], dtype=torch.float64)})
+        found = {"grad_norm": engine.update(packed, loss_fn, self._rate(lr, step))} | engine.routing
+        _add(sums, {name: torch.tensor([value, 1.0], dtype=torch.float64) for name, value in found.items()})
         return plan
 
     def _rate(self, lr: float, step: int) -> float:
@@ -369,9 +371,9 @@ def _noting(loss_fn: LossFn, noted: Tensor) -> LossFn:
     return loss
 
 
-def _grad_norm(totals: Sums) -> float:
-    """Takes it out: the mean over a step's updates."""
-    total, count = totals.pop("grad_norm").tolist()
+def _taken_mean(totals: Sums, name: str) -> float:
+    """The mean over a step's updates of what was added as [value, 1]; it is taken out of the sums."""
+    total, count = totals.pop(name).tolist()
     return total / count
 
 

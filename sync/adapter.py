@@ -21,6 +21,8 @@ from sync.stream import Part, stream
 
 PREFIX = "base_model.model."
 """What peft's files put before a model's own names."""
+OWN_DTYPE = "e_score_correction_bias"
+"""End of the names that keep the dtype of their file: engines hold a router's correction bias in float32."""
 
 
 def merge_into(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -53,7 +55,7 @@ def whole(adapters: Snapshot) -> Iterator[Part]:
             if tuple(weight.shape) != (len(matrices[b]), matrices[a].shape[1]):
                 raise _other_base(adapter, f"{name} of shape {list(weight.shape)}")
             weight = merge_into(weight.float(), matrices[a], matrices[b], adapter.scaling)
-        yield from stream(name, weight, dtype)
+        yield from stream(name, weight, weight.dtype if name.endswith(OWN_DTYPE) else dtype)
     if (digest := whole_digest(found)) != adapter.base_digest:
         raise _other_base(adapter, f"one with the digest {digest}")
     assert used == matrices.keys(), f"no matrix of the base takes {sorted(matrices.keys() - used)[:3]}"

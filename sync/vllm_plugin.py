@@ -1,8 +1,9 @@
 """What runs inside vLLM's worker: takes up snapshots in place, and attests what the engine's parameters then hold.
 
 vLLM keeps weights in a layout of its own: q, k and v in one matrix, gate and up in another, the vocabulary padded to a
-multiple of 64 rows, a tied head not at all. `Layout` finds each published tensor in there again, so that what the
-engine holds can be digested tensor by tensor and compared with what the learner published.
+multiple of 64 rows, a tied head not at all, the experts of a mixture in two matrices a layer (`sync.experts`). `Layout`
+finds each published tensor in there again, so that what the engine holds can be digested tensor by tensor and compared
+with what the learner published.
 
 Tensor parallel size 1 only: a shard does not hold the tensors that were digested. Written against vLLM 0.32.
 """
@@ -10,17 +11,27 @@ Tensor parallel size 1 only: a shard does not hold the tensors that were digeste
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from sync.digest import Digest, tensor_digests
+from sync.digest import Digest, tensor_digest, tensor_digests
+from sync.experts import ExpertLayer, ExpertPlace
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest, TensorEntry, dtype_name
+from sync.routed import RoutedExpertsRecord
 from sync.snapshot import Snapshot, expect_digests
 from sync.transports.cuda_ipc import gpu_uuid, on_device
 from sync.transports.nccl import Broadcast
@@ -64,14 +75,35 @@ class WeightSync:
     finish_weight_update: Callable[[], None]
 
     def prepare_model(self) -> None:
-        """Once, after the model is built: sees that weights are where updates reach them; makes CPU linears steady."""
+        """Once, after the model is built: sees that weights are where updates reach them; makes CPU linears steady.
+
+        Raises RuntimeError where vLLM holds weights in a form that cannot be updated or attested.
+        """
         model = self.model_runner.get_model()
         packed = [name for name, parameter in model.named_parameters() if not parameter.numel()]
         if packed:
             raise RuntimeError(f"vLLM has packed weights away, they cannot be updated nor attested: {packed[:3]}")
+        list(_expert_layers(model))
         for module in model.modules():
             if hasattr(module, "cpu_linear"):
                 module.cpu_linear = steady_linear
+            if isinstance(module, MultiHeadLatentAttentionWrapper) and _is_on_cpu(model):
+                # vLLM's CPU kernel takes [T, heads · d]; given [T, heads, d], as here, it writes beyond its tensors.
+                module.rotary_emb._forward_method = module.rotary_emb.forward_native
+
+    def capture_experts(self) -> None:
+        """From now on the experts of every token are recorded. Raises RuntimeError for a model without routers."""
+        model = self.model_runner.get_model()
+        runners = [module for module in model.modules() if isinstance(module, MoERunner)]
+        if not runners:
+            raise RuntimeError("learner.moe.router_replay must be false for a model without experts, got true")
+        layers = self.model_runner.model_config.get_total_num_hidden_layers()
+        routers = ((runner.layer_id, runner.router) for runner in runners)
+        self._routed_experts = RoutedExpertsRecord(self.model_runner, routers, layers)
+
+    def take_experts(self, request: str) -> list[np.ndarray]:
+        """See `sync.routed.RoutedExpertsRecord.take`."""
+        return self._routed_experts.take(request)
 
     def load_version(self, source: Snapshot | Broadcast, mapped: bool = True) -> None:
         """Takes up a version. Raises, the parameters untouched, FileNotFoundError when it is gone and DigestMismatch when it is not
@@ -97,6 +129,8 @@ class WeightSync:
                 with on_device(snapshot.manifest, gpu_uuid()) as update:
                     if update is None:
                         model.load_weights(snapshot.tensors())
+                        for module in _latent_attentions(model).values():  # what it derives of kv_b_proj, in place
+                            module.process_weights_after_loading(module.kv_b_proj.weight.dtype)
                     else:
                         layout = self._receive(snapshot.manifest, update)
                 held = layout.digests()
@@ -217,26 +251,39 @@ class Layout:
             for name, module in model.named_modules(remove_duplicate=False)
             if isinstance(module, VocabParallelEmbedding)
         }
+        self._latent = _latent_attentions(model)
+        derived = {f"{prefix}.{name}" for prefix in self._latent for name in DERIVED}
+        orders: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._experts: dict[str, ExpertPlace] = dict(
+            place for layer in _expert_layers(model) for place in layer.places(orders)
+        )
         self._places: dict[str, tuple[str, int]] = {}
         parts: dict[int, list[str]] = {}  # of each parameter, in the order of its rows
         rows: dict[int, int] = {}
         for entry in manifest.tensors:
+            if entry.name in self._experts:
+                self._expect(entry, self._experts[entry.name])
+                continue
             name, first = self._place(entry)
             self._places[entry.name] = (name, first)
             self._view(entry.name)
             of = id(self._parameters[name])
             parts.setdefault(of, []).append(entry.name)
             rows[of] = max(rows.get(of, 0), first + (entry.shape[0] if entry.shape else 1))
-        lacking = [
+        lacking = [name for name in self._experts if name not in self._entries]
+        in_experts = {place.parameter for place in self._experts.values()}
+        lacking += [
             name
             for name, parameter in self._parameters.items()
-            if rows.get(id(parameter), 0) != vocabulary.get(name, len(parameter) if parameter.dim() else 1)
+            if name not in in_experts | derived
+            and rows.get(id(parameter), 0) != vocabulary.get(name, len(parameter) if parameter.dim() else 1)
         ]
         if lacking:
             raise DigestMismatch(f"version {manifest.version} does not fill parameters of the engine: {lacking[:3]}")
         self._parts = [
             (parameter, sorted(parts[id(parameter)], key=lambda name: self._places[name][1]))
             for parameter in {id(parameter): parameter for parameter in self._parameters.values()}.values()
+            if id(parameter) in parts
         ]
 
     def fits(self, manifest: Manifest) -> bool:
@@ -258,18 +305,53 @@ class Layout:
                 parameter.data = merged
             else:
                 held |= {name: _copy(snapshot.tensor(name), self._view(name)) for name in names}
+        held |= {name: self._write(name, snapshot.tensor(name)) for name in self._experts}
+        self._derive()
         return held
 
     def copy(self, snapshot: Snapshot) -> dict[str, str]:
         """Copies each tensor to where it belongs; returns the digests of what is there."""
         if snapshot.manifest.num_bytes < 1 << 25:
-            return {name: _copy(source, self._view(name)) for name, source in snapshot.tensors()}
-        with ThreadPoolExecutor(2) as pool:  # copying and digesting let go of the interpreter
-            copies = {name: pool.submit(_copy, source, self._view(name)) for name, source in snapshot.tensors()}
-        return {name: copied.result() for name, copied in copies.items()}
+            held = {name: self._write(name, source) for name, source in snapshot.tensors()}
+        else:
+            with ThreadPoolExecutor(2) as pool:  # copying and digesting let go of the interpreter
+                copies = {name: pool.submit(self._write, name, source) for name, source in snapshot.tensors()}
+            held = {name: copied.result() for name, copied in copies.items()}
+        self._derive()
+        return held
 
     def digests(self) -> dict[str, str]:
-        return tensor_digests({name: self._view(name) for name in self._places})
+        experts = {name: (place, self._matrices(place)) for name, place in self._experts.items()}
+        views = {name: place.read(matrices) for name, (place, matrices) in experts.items() if place.elements is None}
+        held = tensor_digests({name: self._view(name) for name in self._places} | views)
+        copies = experts.keys() - views.keys()  # one after the other: together they are as large as the model
+        held |= {name: tensor_digest(experts[name][0].read(experts[name][1])) for name in copies}
+        for module in self._latent.values():  # attention reads the derived matrices: they are what must be right
+            name = next(name for name, p in self._parameters.items() if p is module.kv_b_proj.weight)
+            held |= tensor_digests({name: _underived(module)})
+        return held
+
+    def _derive(self) -> None:
+        """Makes the matrices of latent attention views of the weights that they come from: these are attested."""
+        for module in self._latent.values():
+            for parameter, view in zip((module.W_UK_T, module.W_UV), _derived(module), strict=True):
+                parameter.data = view
+
+    def _write(self, name: str, source: torch.Tensor) -> str:
+        """Copies one tensor to where it belongs; returns the digest of what is there."""
+        place = self._experts.get(name)
+        return _copy(source, self._view(name)) if place is None else place.write(self._matrices(place), source)
+
+    def _matrices(self, place: ExpertPlace) -> torch.Tensor:
+        return self._parameters[place.parameter].data
+
+    def _expect(self, entry: TensorEntry, place: ExpertPlace) -> None:
+        """Raises DigestMismatch unless an expert's tensor has the shape and type that the engine holds."""
+        held = dtype_name(self._parameters[place.parameter].dtype), place.shape
+        if (entry.dtype, entry.shape) != held:
+            raise DigestMismatch(
+                f"{entry.name} was published as {entry.dtype} {entry.shape}, the engine holds {held[0]} {held[1]}"
+            )
 
     def _place(self, entry: TensorEntry) -> tuple[str, int]:
         """The parameter that holds a tensor, and its first row there."""
@@ -296,6 +378,62 @@ class Layout:
                 f"the engine holds {dtype_name(view.dtype)} {tuple(view.shape)}"
             )
         return view
+
+
+DERIVED = ("W_UK_T", "W_UV")
+"""Matrices that vLLM's latent attention (MLA) makes of `kv_b_proj` once the model is built, and reads in its stead."""
+
+
+def _latent_attentions(model: nn.Module) -> dict[str, Any]:
+    """vLLM's MLA layers by the name of their module."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MLAAttention)}
+
+
+def _derived(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """[heads, P, L] and [heads, L, V]: views of `kv_b_proj` [heads · (P + V), L], as vLLM 0.32 makes them."""
+    by_head = module.kv_b_proj.weight.data.unflatten(0, (module.num_heads, -1))
+    up_key, up_value = by_head.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
+    return up_key, up_value.transpose(1, 2)
+
+
+def _underived(module: Any) -> torch.Tensor:
+    """The `kv_b_proj` that the derived matrices are of."""
+    return torch.cat([module.W_UK_T.data, module.W_UV.data.transpose(1, 2)], 1).flatten(0, 1)
+
+
+def _expert_layers(model: nn.Module) -> Iterator[ExpertLayer]:
+    """Raises RuntimeError where vLLM keeps experts in a form that cannot be updated or attested."""
+    for name, module in model.named_modules():
+        if not isinstance(module, RoutedExperts):
+            continue
+        method = module.quant_method
+        kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        backend = getattr(method, "unquantized_backend", None)
+        isa = getattr(kernel, "isa", None)
+        if backend is UnquantizedMoeBackend.CPU and isa is not None and not getattr(kernel, "_use_zentorch", False):
+            pack = partial(cpu_prepack_moe_weight, isa=isa)
+        elif backend in (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.CPU):
+            pack = None
+        else:
+            raise RuntimeError(
+                f"vLLM must keep the experts of {name} as published (Triton) or packed by its own CPU kernel, got {backend}"
+            )
+        moe = module.moe_config
+        w13, w2 = module.w13_weight.shape[1:], module.w2_weight.shape[1:]
+        yield ExpertLayer(
+            prefix=name,
+            published=name.removesuffix(".routed_experts"),
+            gate=module.ckpt_gate_proj_name,
+            up=module.ckpt_up_proj_name,
+            down=module.ckpt_down_proj_name,
+            num_experts=len(module.w13_weight),
+            hidden=moe.hidden_dim_unpadded,
+            intermediate=moe.intermediate_size_per_partition_unpadded,
+            dtype=module.w13_weight.dtype,
+            w13=(w13[0], w13[1]),
+            w2=(w2[0], w2[1]),
+            pack=pack,
+        )
 
 
 def _is_on_cpu(model: nn.Module) -> bool:

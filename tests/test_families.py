@@ -85,6 +85,14 @@ FAMILIES = {
     "smollm3": Family("smollm3", dict(no_rope_layers=[1, 0])),
     "smollm3, window": Family("smollm3", SLIDING | dict(use_sliding_window=True), ("sliding_window",)),
     "glm4": Family("glm4", HEAD),
+    "deepseek_v3": Family(
+        "deepseek_v3",
+        dict(
+            moe_intermediate_size=24, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1,
+            first_k_dense_replace=1, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=24, qk_rope_head_dim=8,
+            qk_nope_head_dim=12, v_head_dim=10,
+        ),
+    ),
     "exaone4": Family("exaone4", HEAD | SLIDING | dict(sliding_window_pattern=2), ("sliding_window",)),
 }  # fmt: skip
 
@@ -94,6 +102,8 @@ def made(name: str, folder: Path) -> Path:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.model_type, **SIZES | family.sizes))
     for parameter in model.parameters():  # far from initial values, where norms are 1, biases 0 and logits small
         parameter.data += (0.2 if parameter.ndim > 1 else 0.1) * torch.randn(parameter.shape, generator=seed)
+    for buffer in (buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")):
+        buffer += 0.3 * torch.randn(buffer.shape, generator=seed)
     model.save_pretrained(folder)
     return folder
 

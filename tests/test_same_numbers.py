@@ -58,8 +58,13 @@ class Row:
     ranks: int
     model: str = "qwen3"
     options: dict[str, Any] = field(default_factory=dict)
+    balance: float = 0.0
+    """Coefficient of the auxiliary load-balancing loss"""
+    replay: bool = False
+    """Tokens go to recorded experts, drawn at random"""
 
 
+BALANCE = 0.5
 ROWS = {
     "fsdp": Row("fsdp", 1),
     "fsdp, llama": Row("fsdp", 1, "llama"),
@@ -85,6 +90,17 @@ ROWS = {
     "megatron TP2 x PP2": Row("megatron", 4, "qwen3", {"tensor_parallel": 2, "pipeline_parallel": 2}),
     "megatron EP2": Row("megatron", 2, "qwen3_moe", {"expert_parallel": 2}),
     "megatron TP2 x EP2": Row("megatron", 4, "qwen3_moe", {"tensor_parallel": 2, "expert_parallel": 2}),
+    "fsdp 2, balanced": Row("fsdp", 2, "qwen3_moe", balance=BALANCE),
+    "ulysses 2, balanced": Row("fsdp", 2, "qwen3_moe", {"sequence_parallel": 2}, BALANCE),
+    "ulysses 2, balanced, replayed": Row("fsdp", 2, "qwen3_moe", {"sequence_parallel": 2}, BALANCE, True),
+    "megatron PP2, replayed": Row("megatron", 2, "qwen3_moe", {"pipeline_parallel": 2}, replay=True),
+    "megatron TP2 x EP2, balanced, replayed": Row(
+        "megatron", 4, "qwen3_moe", {"tensor_parallel": 2, "expert_parallel": 2}, BALANCE, True
+    ),
+    "megatron PP2, balanced": Row("megatron", 2, "qwen3_moe", {"pipeline_parallel": 2}, BALANCE),
+    "megatron TP2 x EP2, balanced": Row(
+        "megatron", 4, "qwen3_moe", {"tensor_parallel": 2, "expert_parallel": 2}, BALANCE
+    ),
 }
 
 
@@ -95,6 +111,7 @@ class Outcome:
     logprobs: Tensor
     weights: dict[str, Tensor]
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    routing: dict[str, float] = field(default_factory=dict)
 
 
 @cache
@@ -107,7 +124,15 @@ def made(name: str, folder: Path) -> Path:
     return folder / name
 
 
-def make_batch() -> Batch:
+def recorded_experts() -> Tensor:
+    """[T, 2 layers · 2] random experts, two different ones; the last of each sequence goes unrecorded."""
+    rng, ends = np.random.default_rng(2), np.cumsum(LENGTHS) - 1
+    chosen = rng.permuted(np.tile(np.arange(4), (sum(LENGTHS), 2, 1)), axis=-1)[..., :2]
+    chosen[ends] = -1
+    return torch.from_numpy(chosen.reshape(-1, 4).astype(np.int16))
+
+
+def make_batch(replay: bool = False) -> Batch:
     rng, offsets = np.random.default_rng(0), np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int64)
     count, total = len(LENGTHS), int(offsets[-1])
     return Batch(
@@ -121,6 +146,7 @@ def make_batch() -> Batch:
         weights=torch.ones(count),
         truncated=torch.zeros(count, dtype=torch.bool),
         greedy=torch.full((count,), float("nan")),
+        experts=recorded_experts() if replay else None,
     )
 
 
@@ -134,23 +160,75 @@ def advantages_of(batch: Batch) -> Tensor:
     return torch.from_numpy(np.random.default_rng(1).normal(size=len(batch.tokens))).float()
 
 
-def reference(folder: Path) -> Outcome:
+def replaying(model: Any, recorded: Tensor | None) -> Callable[[int, int], None]:
+    """Replaces the choice of each of a Hugging Face model's routers; returns what says which tokens come next."""
+    span = [0, 0]
+
+    def hook(layer: int, outputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        logits, weights, chosen = outputs[0], outputs[1].clone(), outputs[2].clone()
+        for token in range(len(logits)):
+            experts = recorded[span[0] + token].view(2, 2)[layer].long()
+            if experts[0] >= 0:
+                chosen[token] = experts
+                weights[token] = logits[token][experts].softmax(0)
+        return logits, weights, chosen
+
+    for number, layer in enumerate(model.model.layers if recorded is not None else ()):
+        layer.mlp.gate.register_forward_hook(lambda module, inputs, outputs, number=number: hook(number, outputs))
+    return lambda start, end: span.__setitem__(slice(None), [start, end])
+
+
+def balance_of(router_logits: list[Tensor], recorded: Tensor | None) -> tuple[Tensor, dict[str, float]]:
+    """E Σ_i f_i P_i summed over the layers, from the logits [T, E] of each, and the figures of `Engine.routing`."""
+    losses, loads = [], []
+    for layer, logits in enumerate(router_logits):
+        probabilities = logits.softmax(-1)
+        num_tokens, num_experts = probabilities.shape
+        load = torch.zeros(num_experts)
+        for token in range(num_tokens):
+            used = probabilities[token].topk(2).indices
+            if recorded is not None and recorded[token][0] >= 0:
+                used = recorded[token].view(2, 2)[layer]
+            for expert in used.tolist():
+                load[expert] += 1 / (2 * num_tokens)
+        losses.append(num_experts * sum(load[i] * probabilities[:, i].sum() / num_tokens for i in range(num_experts)))
+        loads.append(load * num_experts)
+    loss, load = torch.stack(losses), torch.stack(loads)
+    figures = {
+        "moe/balance_loss": float(loss.detach().mean()),
+        "moe/load_max": float(load.amax(1).mean()),
+        "moe/load_min": float(load.amin(1).mean()),
+    }
+    return loss.sum(), figures
+
+
+def reference(folder: Path, balance: float, replay: bool) -> Outcome:
     model, batch = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"), make_batch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
     advantages, logprobs, total = advantages_of(batch), torch.zeros(len(batch.tokens)), 0.0
+    mixture, routers = model.config.model_type == "qwen3_moe", []
+    recorded = recorded_experts() if replay else None
+    before_pass = replaying(model, recorded)
     for start, end in zip(batch.offsets, batch.offsets[1:], strict=False):
         tokens = batch.tokens[start:end]
-        scores = (model(tokens[None], use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        before_pass(start, end)
+        out = model(tokens[None], use_cache=False, **({"output_router_logits": True} if mixture else {}))
+        routers.append(out.router_logits if mixture else ())
+        scores = (out.logits[0, :-1] / TEMPERATURE).log_softmax(-1)
         found = torch.cat([torch.zeros(1), scores.gather(-1, tokens[1:, None])[:, 0]])
         loss = loss_of(found, batch.behavior_logprobs[start:end], torch.arange(int(end - start)), advantages[start:end])
-        loss.backward()
+        loss.backward(retain_graph=True)
         logprobs[start:end] = found.detach()
         total += float(loss.detach())
+    routing = {}
+    if mixture:
+        loss, routing = balance_of([torch.cat(layer) for layer in zip(*routers, strict=True)], recorded)
+        (balance * loss).backward()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM))
     optimizer.step()
-    model.save_pretrained(folder / "stepped")  # by the names that files have
-    return Outcome(total, norm, logprobs, published(folder / "stepped"), gradients)
+    model.save_pretrained(folder / f"stepped-{balance}-{replay}")  # by the names that files have
+    return Outcome(total, norm, logprobs, published(folder / f"stepped-{balance}-{replay}"), gradients, routing)
 
 
 def published(folder: Path) -> dict[str, Tensor]:
@@ -161,7 +239,9 @@ def published(folder: Path) -> dict[str, Tensor]:
 
 def make_engine(row: Row, folder: Path) -> Engine:
     common: dict[str, Any] = dict(
-        temperature=TEMPERATURE, betas=BETAS, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, bucket_bytes=1 << 11
+        temperature=TEMPERATURE, betas=BETAS, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, bucket_bytes=1 << 11,
+        aux_loss_coefficient=row.balance, activation_checkpointing=row.balance > 0,  # which routes twice
+        router_replay=row.replay,
     )  # fmt: skip
     if row.engine == "fsdp":
         return FsdpEngine(folder, layout=FsdpConfig(**row.options), **common)
@@ -177,7 +257,7 @@ def step(world: World, row: Row, folder: Path) -> list[Outcome]:
 
 def step_in(world: World, row: Row, folder: Path, num_microbatches: int) -> Outcome:
     torch.manual_seed(world.rank)
-    engine, batch = make_engine(row, folder), make_batch()
+    engine, batch = make_engine(row, folder), make_batch(row.replay)
     share, advantages = engine.share, advantages_of(batch)
     mine = list(range(len(LENGTHS)))[share.index :: share.count]
     parts = [pack(batch, mine[number::num_microbatches]) for number in range(num_microbatches)]
@@ -192,7 +272,7 @@ def step_in(world: World, row: Row, folder: Path, num_microbatches: int) -> Outc
 
     norm = engine.update(parts, loss_fn, LR)
     weights = collect(engine.weights())
-    return Outcome(float(world.add(losses)), norm, world.add(logprobs), weights)
+    return Outcome(float(world.add(losses)), norm, world.add(logprobs), weights, routing=engine.routing)
 
 
 @pytest.fixture(scope="module")
@@ -201,13 +281,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def references(folder: Path) -> Callable[[str], Outcome]:
-    return cache(lambda model: reference(made(model, folder)))
+def references(folder: Path) -> Callable[[str, float, bool], Outcome]:
+    return cache(lambda model, balance, replay: reference(made(model, folder), balance, replay))
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_step_gives_the_same_loss_gradient_norm_and_weights(
-    name: str, folder: Path, references: Callable[[str], Outcome], tmp_path: Path
+    name: str, folder: Path, references: Callable[[str, float, bool], Outcome], tmp_path: Path
 ) -> None:
     """Log-probabilities within 2e-6, loss and gradient norm within 1e-5 of their size; weights within 2 % of a step of AdamW.
 
@@ -215,12 +295,13 @@ def test_a_step_gives_the_same_loss_gradient_norm_and_weights(
     within two steps.
     """
     row = ROWS[name]
-    expected = references(row.model)
+    expected = references(row.model, row.balance, row.replay)
     assert expected.grad_norm > 2 * MAX_GRAD_NORM, "gradients must be clipped"
     ranks = on_ranks(row.ranks, step, tmp_path / "ranks", row, made(row.model, folder))
     for first, found in zip(ranks[0], [outcome for rank in ranks for outcome in rank], strict=False):
         assert first.grad_norm == found.grad_norm, "every rank knows the gradient norm"
     for found in ranks[0]:
+        assert found.routing == pytest.approx(expected.routing, rel=1e-5)
         assert found.loss == pytest.approx(expected.loss, rel=1e-5)
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
         torch.testing.assert_close(found.logprobs, expected.logprobs, atol=2e-6, rtol=0)

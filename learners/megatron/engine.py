@@ -25,7 +25,9 @@ from learners.megatron import stand_ins
 from learners.megatron.checkpoint import KEYS, Header, Place, Saved, Slice, write
 from learners.megatron.model import Model, Sizes, problems, transformer_config
 from learners.megatron.names import Files, Layout, Names, Parameter
+from learners.megatron.routers import watch_routers
 from learners.packing import Packed
+from learners.routing import Balance, check_replay
 from sync.stream import BUCKET_BYTES, Part, stream
 
 _groups: tuple[Sizes, Any] | None = None
@@ -78,9 +80,12 @@ class MegatronEngine:
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
         expert_parallel: int = 1,
+        aux_loss_coefficient: float = 0.0,
+        router_replay: bool = False,
     ) -> None:
         """`bucket_bytes`: of weights that are published at a time. `entropy_gradient`: whether a loss may lead through the
-        entropy. Raises ValueError for a model that Megatron, or these sizes, cannot have."""
+        entropy. `aux_loss_coefficient`: of a mixture's load balancing, `router_replay`: of the experts that a batch
+        records (`learners.routing`). Raises ValueError for a model that Megatron, or these sizes, cannot have."""
         config, cuda = AutoConfig.from_pretrained(path), torch.cuda.is_available()
         self._sizes = Sizes(tensor_parallel, pipeline_parallel, expert_parallel)
         if found := problems(config, self._sizes, dist.get_world_size()):
@@ -89,6 +94,9 @@ class MegatronEngine:
         self._weight_decay, self._max_grad_norm = weight_decay, max_grad_norm
         self._names = Names(config, Files(Path(path)), pipeline_parallel, critic=kind is Kind.critic)
         self._experts = getattr(config, "num_experts", 0) // expert_parallel
+        self._balance = Balance(config, aux_loss_coefficient)
+        if router_replay:
+            check_replay(config)
         stand_ins.install()
         with stand_ins.device():
             _join(self._sizes)
@@ -103,6 +111,8 @@ class MegatronEngine:
                 temperature=temperature,
                 entropy_gradient=entropy_gradient,
             )
+            self._model.replays = router_replay
+            watch_routers(self._model, config, self._balance)
             self._model.to("cuda" if cuda else "cpu", self._transformer.params_dtype)
             self._local = self._names.of(self._model, mpu.get_expert_model_parallel_rank() * self._experts)
             self._load_model()
@@ -234,10 +244,15 @@ class MegatronEngine:
 
             return model(packed), loss
 
+        self._balance.begin(next(self._model.parameters()).device)
+        if self._balance.needs_counting:
+            self.infer(microbatches)
+            self._balance.counted()
         with stand_ins.device():
             self._ddp.zero_grad_buffer()
             self._optimizer.zero_grad()
             self._schedule(self._ddp, microbatches, step, forward_only=False)
+            self._balance.end()
             self._optimizer.prepare_grads()
             norm = self._optimizer.get_grad_norm()
             if not math.isfinite(norm):
@@ -249,6 +264,10 @@ class MegatronEngine:
                 group["lr"] = lr
             self._optimizer.step_with_ready_grads()
         return norm
+
+    @property
+    def routing(self) -> dict[str, float]:
+        return self._balance.metrics
 
     def weights(self) -> Iterator[Part]:
         for name, parameter in self._names.parameters.items():

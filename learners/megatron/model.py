@@ -21,6 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from learners import heads
 from learners.megatron.stand_ins import block_spec
 from learners.packing import Packed, padded_to
+from learners.routing import ForwardPass
 
 SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 ROPES = ("default", "linear", "llama3")
@@ -171,6 +172,7 @@ class Model(GPTModel):
         rope = config.rope_parameters["rope_type"]
         if rope != "default":
             self.rotary_pos_emb.inv_freq, _ = ROPE_INIT_FUNCTIONS[rope](config, self.rotary_pos_emb.inv_freq.device)
+        self._hugging_face, self.at_hand, self.replays = config, ForwardPass(), False
         self._temperature, self._entropy_gradient = temperature, entropy_gradient
         self.score: nn.Linear | None = None
         if critic and last:
@@ -187,12 +189,16 @@ class Model(GPTModel):
         """On the last stage [K, 2]: log-probability, or value, and entropy, for each of the K `packed.targets`."""
         device = next(self.parameters()).device
         padded = padded_to(packed, self.config.tensor_model_parallel_size)
+        size = len(padded.tokens) // self.config.tensor_model_parallel_size
+        start = mpu.get_tensor_model_parallel_rank() * size
+        self.at_hand.begin(packed, padded, slice(start, start + size), self._hugging_face, self.replays, device)
         cu_seqlens, longest = padded.cu_seqlens.to(device), padded.max_seqlen
         hidden = self.embedding(padded.tokens.to(device)[None], None) if self.pre_process else None
         hidden = self.decoder(
             hidden,
             None,
             rotary_pos_emb=self.rotary_pos_emb(longest, packed_seq=True),
+            padding_mask=None if self.at_hand.valid is None else self.at_hand.valid[None],
             packed_seq_params=PackedSeqParams(
                 "thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
             ),

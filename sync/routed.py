@@ -1,0 +1,52 @@
+"""Which experts vLLM's routers choose for each token of each request, recorded inside the worker.
+
+vLLM's own recording needs its newer model runner, which does not run on a CPU. Its routers offer what they choose to a callback; after a
+step the rows of all layers are dealt out to the requests of the batch, in its order.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class RoutedExpertsRecord:
+    """Records from now on, for as long as the model runner lives."""
+
+    def __init__(self, runner: Any, routers: Iterable[tuple[int, Any]], num_layers: int) -> None:
+        """`routers`: (layer, vLLM's router)."""
+        self._runner, self._num_layers = runner, num_layers
+        self._step: dict[int, torch.Tensor] = {}
+        self._held: dict[str, list[np.ndarray]] = {}
+        for layer, router in routers:
+            router.set_capture_fn(partial(self._step.__setitem__, layer))
+        self._execute = runner.execute_model
+        runner.execute_model = self._executed
+
+    def take(self, request: str) -> list[np.ndarray]:
+        """[n, layers, k] int16 each, of the request's tokens in order; the request is forgotten."""
+        return self._held.pop(request, [])
+
+    def _executed(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        self._step.clear()
+        out = self._execute(scheduled, *args, **kwargs)
+        if self._step:
+            self._deal(scheduled.num_scheduled_tokens)
+        return out
+
+    def _deal(self, num_tokens: dict[str, int]) -> None:
+        """A request that was pushed out and is computed again keeps what was recorded when its tokens were sampled."""
+        some = next(iter(self._step.values()))
+        chosen = np.zeros((len(some), self._num_layers, some.shape[1]), np.int16)
+        for layer, ids in self._step.items():
+            chosen[:, layer] = ids.numpy()
+        batch, row = self._runner.input_batch, 0
+        for place, request in enumerate(batch.req_ids):
+            count, begin = num_tokens.get(request, 0), int(batch.num_computed_tokens_cpu[place])
+            held = self._held.setdefault(request, [])
+            known = sum(len(part) for part in held)
+            assert begin <= known, f"request {request} skips from token {known} to {begin}: a prefix cache is on"
+            held.append(chosen[row + known - begin : row + count])
+            row += count
