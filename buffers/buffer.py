@@ -471,8 +471,7 @@ class Buffer:
         elif step == self._config.run.steps:
             who = f"the run waits for {self._evaluations.pending} evaluation prompts"
         elif learner_waits:
-            probe = f"an engine's parity probe of version {self.book.version}; " if probes else ""
-            who = f"the learner waits: {probe}{self.book.waiting_for(step, starts)}"
+            who = "the learner waits: " + "an engine's parity probe; " * probes + self.book.waiting_for(step, starts)
         else:
             who = f"the learner trains step {step}; {num_asking} generators wait for {budget}"
         told = STARTING if starts and starts in who else "waiting"

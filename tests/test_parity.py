@@ -219,7 +219,7 @@ def test_a_probe_reaches_the_learner_off_the_ledger_and_only_that_of_the_newest_
     engine = Parrot()
     run.publish(0)
     waiting = next_probe(run)
-    assert isinstance(waiting, m.NotYet) and "parity probe of version 0" in waiting.waiting_for
+    assert isinstance(waiting, m.NotYet) and "an engine's parity probe" in waiting.waiting_for
     number = run.client.post(m.NextProbe(wait_s=30.0))
     probe_of(run, engine, "an older life's")
     probe_of(run, engine, "w0", "first")
