@@ -20,7 +20,7 @@ beside() { # NAME COMMAND...: starts it, in a process group of its own, which ta
 }
 
 servers=(tests/test_{bad_weights,chaos,closed,fuzz,heartbeat,scoring,sync,transports}.py)
-ranks=(tests/test_{checkpoint,export,families,fsdp,learner,lora,megatron,models,same_numbers,step,stream,vllm_engine,world}.py)
+ranks=(tests/test_{checkpoint,export,families,fsdp,learner,lora,megatron,mixtures,models,parity,same_numbers,shards,step,stream,vllm_engine,world}.py)
 ruff check .
 ruff format --check .
 beside "types" mypy

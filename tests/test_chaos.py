@@ -21,11 +21,11 @@ SEED = 1
 
 @pytest.fixture(scope="module")
 def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What 25 kills and one of each other fault have left."""
+    """What 15 kills and one of each other fault have left."""
     folder = tmp_path_factory.mktemp("chaos")
     harness = Harness(folder, SEED, long_log=4000)
-    harness.run(25)
-    assert harness.kills.total() >= 25
+    harness.run(15)
+    assert harness.kills.total() >= 15
     assert {"server", "server at a rotation", "server while it recovers"} < set(harness.kills)
     assert {"second opener", "full disk", "stall"} <= set(harness.faults)
     assert all(process.poll() is not None for process in harness.processes.values())
