@@ -143,7 +143,7 @@ class LearnerConfig:
     """Optimizer updates in a step; must divide `groups_per_step`."""
     tokens_per_microbatch: int = 16384
     """Packed tokens that one forward pass holds at most; a longer sequence goes alone."""
-    lr: float = 1e-4
+    lr: float = 2e-4
     """Peak learning rate of AdamW."""
     warmup_steps: int = 10
     """Steps over which the learning rate rises linearly from zero."""

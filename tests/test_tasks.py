@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from configs.load import load
 from generators.task import Prompt, Score
 from generators.tasks import load_task
 from generators.tasks.sorting import Task
@@ -111,6 +113,14 @@ def test_a_task_may_live_anywhere() -> None:
 def test_a_task_that_cannot_be_is_refused(name: str, args: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_task(name, args)
+
+
+def test_the_tiny_model_is_made_for_tasks_that_come_with_solutions_only() -> None:
+    with pytest.raises(
+        ValueError,
+        match="model.path must be a folder for a task without solved questions .* tiny with task.name=test_tasks:Echo",
+    ):
+        train.resolve_model(load(["task.name=test_tasks:Echo"]))
 
 
 def test_the_tiny_model_loads_with_stock_transformers_and_starts_where_learning_is_possible(tiny_model: Path) -> None:
