@@ -4,14 +4,10 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import xxhash
 from reasoning_gym.arithmetic.basic_arithmetic import BasicArithmeticDataset, BasicArithmeticDatasetConfig
 
 from generators.task import Prompt, Score
-
-NUM_BUCKETS = 8
-"""Questions are divided by a hash of their text: bucket 0 is held out, so that `eval` never shares one with `train`."""
-MAX_DRAWS = 10_000
+from generators.tasks._questions import draw_entry
 
 
 class Task:
@@ -27,7 +23,7 @@ class Task:
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
         entry = self._draw(split, random.Random(f"{seed}/{split}/{index}"))
-        return Prompt(entry["question"], entry)
+        return Prompt(_question(entry), entry)
 
     def score(self, prompt: Prompt, response: str) -> Score:
         correct = float(self._questions.score_answer(response.strip(), prompt.entry) == 1.0)
@@ -38,14 +34,11 @@ class Task:
         rng = random.Random(seed)
         while True:
             entry = self._draw(split, rng)
-            yield entry["question"], entry["answer"]
+            yield _question(entry), entry["answer"]
 
     def _draw(self, split: str, rng: random.Random) -> dict[str, Any]:
-        if split not in ("train", "eval"):
-            raise ValueError(f"split must be train or eval, got {split!r}")
-        for _ in range(MAX_DRAWS):
-            entry = self._questions[rng.randrange(1 << 40)]
-            held_out = xxhash.xxh3_64_intdigest(entry["question"].encode()) % NUM_BUCKETS == 0
-            if held_out == (split == "eval"):
-                return entry
-        raise ValueError(f"task.args must leave questions for {split}, found none in {MAX_DRAWS} draws")
+        return draw_entry(self._questions, _question, split, rng)
+
+
+def _question(entry: dict[str, Any]) -> str:
+    return str(entry["question"])

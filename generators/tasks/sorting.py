@@ -7,14 +7,10 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import xxhash
 from reasoning_gym.algorithmic.number_sorting import NumberSortingConfig, NumberSortingDataset
 
 from generators.task import Prompt, Score
-
-NUM_BUCKETS = 8
-"""Questions are divided by a hash of their text: bucket 0 is held out, so that `eval` never shares one with `train`."""
-MAX_DRAWS = 10_000
+from generators.tasks._questions import draw_entry
 
 
 class Task:
@@ -46,14 +42,7 @@ class Task:
             yield _question(entry), _plain(entry["metadata"]["sorted_numbers"])
 
     def _draw(self, split: str, rng: random.Random) -> dict[str, Any]:
-        if split not in ("train", "eval"):
-            raise ValueError(f"split must be train or eval, got {split!r}")
-        for _ in range(MAX_DRAWS):
-            entry = self._questions[rng.randrange(1 << 40)]
-            held_out = xxhash.xxh3_64_intdigest(_question(entry).encode()) % NUM_BUCKETS == 0
-            if held_out == (split == "eval"):
-                return entry
-        raise ValueError(f"task.args must leave questions for {split}, found none in {MAX_DRAWS} draws")
+        return draw_entry(self._questions, _question, split, rng)
 
 
 def _question(entry: dict[str, Any]) -> str:
