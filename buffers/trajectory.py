@@ -120,6 +120,8 @@ def _decode(view: memoryview) -> tuple[pa.RecordBatch, memoryview, list[list[int
     """(batch, body of the message, [offset, length] of each buffer)."""
     try:
         body, buffers = check_record_batch(view, _LAYOUT)
+        if len(buffers) != _NUM_BUFFERS:  # pyarrow does not look for the last one, where the last column is empty
+            raise BadMessage(f"{_NUM_BUFFERS} buffers are needed, got {len(buffers)}")
         batch = pa.ipc.read_record_batch(pa.py_buffer(view), SCHEMA)
         batch.validate(full=True)
     except (BadMessage, pa.ArrowException, OSError, ValueError) as error:
@@ -320,8 +322,9 @@ def _by_group(operation: np.ufunc, values: np.ndarray, starts: np.ndarray) -> np
     return np.array([np.count_nonzero(part) if operation is np.add else operation.reduce(part) for part in parts])
 
 
-def _first_buffers() -> dict[str, int]:
-    """Where each column's buffers begin among those of a record batch (Arrow format: depth first, validity before data)."""
+def _place_buffers() -> tuple[dict[str, int], int]:
+    """(where each column's buffers begin among those of a record batch, how many there are): Arrow format, depth first,
+    validity before data."""
 
     def count(kind: pa.DataType) -> int:
         if pa.types.is_list(kind):
@@ -330,8 +333,8 @@ def _first_buffers() -> dict[str, int]:
             return 2 + 1 + count(kind.key_type) + count(kind.item_type)
         return 3 if pa.types.is_string(kind) else 2
 
-    counts = [count(column.type) for column in SCHEMA]
-    return dict(zip(SCHEMA.names, itertools.accumulate(counts, initial=0), strict=False))
+    *starts, total = itertools.accumulate((count(column.type) for column in SCHEMA), initial=0)
+    return dict(zip(SCHEMA.names, starts, strict=True)), total
 
 
-_FIRST_BUFFER = _first_buffers()
+_FIRST_BUFFER, _NUM_BUFFERS = _place_buffers()

@@ -221,7 +221,16 @@ def buffers_of(data: bytes) -> list[list[int]]:
     return check_record_batch(memoryview(data))[1]
 
 
+def counts_buffers(more: int) -> bytes:
+    """The valid message, whose metadata counts so many more buffers than it has (or fewer)."""
+    count = len(buffers_of(VALID))
+    first = struct.pack("<qq", *buffers_of(VALID)[0])
+    place = VALID.index(struct.pack("<I", count) + first)
+    return VALID[:place] + struct.pack("<I", count + more) + VALID[place + 4 :]
+
+
 HOSTILE = {
+    "one buffer less than the schema has, that of an empty column": counts_buffers(-1),
     "a body that claims to be huge when decompressed": compressed(to_batch(group_of(LEASE))).to_pybytes(),
     "a schema": SCHEMA.serialize().to_pybytes(),
     "random bytes": random.Random(0).randbytes(5000),
