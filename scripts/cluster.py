@@ -1,12 +1,14 @@
 """The Ray cluster of a run: one of its own, without what only a cluster for many needs, or the one at `cluster.address`."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import newborn
+import no_agent
 from nursery import FOLDER, Stage, nursery
 
 from configs.learner import LearnerKind
@@ -14,6 +16,7 @@ from configs.schema import Config, EngineKind
 from generators import tasks
 
 WORKER = Path(newborn.__file__)
+NO_AGENT = Path(no_agent.__file__)
 HAS_NVIDIA = Path("/dev/nvidiactl")
 LATE_IN_VLLM = ["vllm.v1.worker.cpu_worker", "vllm.model_executor.model_loader", "vllm.model_executor.models.registry"]
 """What an engine imports when it is made."""
@@ -21,9 +24,14 @@ LATE_IN_VLLM = ["vllm.v1.worker.cpu_worker", "vllm.model_executor.model_loader",
 
 def import_ahead(config: Config) -> AbstractContextManager[None]:
     """Begins to import what the roles need. Not for another cluster's workers, nor beside GPUs: a device that was looked at before
-    a fork cannot be used after it."""
-    if config.cluster.address is not None or HAS_NVIDIA.exists():
+    a fork cannot be used after it. Who starts many runs may have a nursery for all of them: then it is used as it is."""
+    if config.cluster.address is not None or HAS_NVIDIA.exists() or FOLDER in os.environ:
         return nullcontext()
+    return nursery(stages(config))
+
+
+def stages(config: Config) -> dict[str, Stage]:
+    """What each stage of a nursery imports for a run."""
     learner = ["learners.learner", "buffers.client"]
     match config.learner.engine:
         case LearnerKind.fsdp:
@@ -43,13 +51,11 @@ def import_ahead(config: Config) -> AbstractContextManager[None]:
             if (Path(tasks.__path__[0]) / f"{config.task.name}.py").is_file():  # of another nobody knows what it starts
                 generator += [f"generators.tasks.{config.task.name}"]
     worker = ["ray._private.workers.default_worker", "roles"]
-    return nursery(
-        {
-            "buffer": Stage(["buffers.server"], worker),
-            "learner": Stage(learner, worker),
-            "generator": Stage([], [*worker, *generator]),
-        }
-    )
+    return {
+        "buffer": Stage(["buffers.server"], worker),
+        "learner": Stage(learner, worker),
+        "generator": Stage([], [*worker, *generator]),
+    }
 
 
 def stage(name: str) -> dict[str, Any]:
@@ -84,14 +90,29 @@ def cluster(config: Config) -> Iterator[None]:
 
 
 def start_node(num_cpus: int) -> Any:
-    """What `ray.init(address="local")` starts, less the dashboard, the log monitor and the autoscaler's monitor: 3 s of a
-    processor, and none of them has anything to do here."""
+    """What `ray.init(address="local")` starts, less the dashboard and its agent, the log monitor and the autoscaler's monitor: 5 s
+    of a processor, and none of them has anything to do here."""
+    from ray._private import services
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
     class QuietNode(Node):
         def start_api_server(self, **options: Any) -> None:
             pass
+
+        def start_raylet(self, *arguments: Any, **options: Any) -> None:
+            agent = f"--dashboard_agent_command={sys.executable} -S {NO_AGENT} {self._session_dir} {self._node_id}"
+            start = services.start_ray_process
+
+            def start_quietly(command: list[str], *others: Any, **more: Any) -> Any:
+                command = [agent if part.startswith("--dashboard_agent_command=") else part for part in command]
+                return start(command, *others, **more)
+
+            services.start_ray_process = start_quietly
+            try:
+                super().start_raylet(*arguments, **options)
+            finally:
+                services.start_ray_process = start
 
     return QuietNode(
         RayParams(

@@ -17,15 +17,13 @@ PANELS = {
 
 def draw_curves(folder: Path, evaluations: Sequence[dict[str, Any]]) -> Path:
     """Draws the run in `folder`; `evaluations` as in its summary. Returns the picture. Raises OSError when it cannot be written."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     known = set(events.Tags()["scalars"])
-    figure, (reward, *others) = plt.subplots(1, 1 + len(PANELS), figsize=(5.5 * (1 + len(PANELS)), 4))
+    figure = Figure(figsize=(5.5 * (1 + len(PANELS)), 4))
+    reward, *others = figure.subplots(1, 1 + len(PANELS))
     if "reward/mean" in known:
         _draw_line(reward, events, "reward/mean", f"sampled, mean of {SMOOTHED} steps", "C0")
     if evaluations:
@@ -43,7 +41,6 @@ def draw_curves(folder: Path, evaluations: Sequence[dict[str, Any]]) -> Path:
     figure.tight_layout()
     path = folder / "curves.png"
     figure.savefig(path, dpi=110)
-    plt.close(figure)
     return path
 
 

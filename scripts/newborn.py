@@ -11,6 +11,8 @@ import sys
 CONTEXT = "--serialized-runtime-env-context="
 STAGE = "SLIPSTREAM_STAGE"
 """Environment variable that an actor asks for: the stage of the nursery that has its imports."""
+NAMED = "worker "
+"""How the name of this process begins; the worker's number follows."""
 
 
 def main(arguments: list[str]) -> None:
@@ -26,10 +28,12 @@ def main(arguments: list[str]) -> None:
         nursery.connect(f"{os.environ['SLIPSTREAM_NURSERY']}/{added.get(STAGE, 'buffer')}")
         socket.send_fds(nursery, [b" "], [0, 1, 2])
         nursery.sendall(json.dumps(asked).encode() + b"\n")
-        is_born = nursery.recv(1) != b""
+        worker = nursery.recv(32).decode()
     except OSError:
-        is_born = False
-    if is_born:
+        worker = ""
+    if worker:
+        with open("/proc/self/comm", "w") as name:
+            name.write(f"{NAMED}{worker}")  # who looks for the processes of a run finds the worker too
         nursery.recv(1)  # nothing comes: the connection ends with the worker
         return
     import ray._private.workers.setup_worker as setup

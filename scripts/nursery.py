@@ -104,7 +104,7 @@ def serve(plan: Sequence[tuple[int, Sequence[str], Sequence[str]]], start: Mappi
                 replace_environment(asked["environment"] | by_imports)
                 os.chdir(asked["folder"])
                 sys.argv = asked["arguments"]
-                connection.sendall(b"!")
+                connection.sendall(str(os.getpid()).encode())
                 connection.detach()  # it closes with this process
                 return str(sys.argv[0])
         for file in files:

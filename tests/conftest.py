@@ -145,8 +145,25 @@ def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="session")
+def shared_nursery() -> Iterator[None]:
+    """The imports of all kinds of runs but Ray's, once: runs that are started while it lasts fork their workers from it."""
+    from cluster import stages
+    from nursery import Stage, nursery
+
+    from configs.load import load
+
+    ahead = {name: stage.ahead for name, stage in stages(load([])).items()} | {"generator": ["engines_ahead"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        nest = nursery({name: Stage(modules, []) for name, modules in ahead.items()})
+        nest.__enter__()
+    yield
+    nest.__exit__(None, None, None)
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+def start(tmp_path: Path, shared_nursery: None) -> Iterator[Callable[..., Started]]:
     runs: list[Started] = []
 
     def begin(*overrides: str, outputs: Path = tmp_path) -> Started:

@@ -4,14 +4,16 @@ Times here are patience, long enough for a machine that does five other things: 
 """
 
 import contextlib
+import itertools
 import json
 import os
 import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import newborn
 import psutil
 import xxhash
 
@@ -26,23 +28,30 @@ SIMULATED = [
 class Started:
     """A run under way."""
 
-    def __init__(self, outputs: Path, *overrides: str) -> None:
+    def __init__(self, outputs: Path, *overrides: str, environment: Mapping[str, str] | None = None) -> None:
         self.folder = outputs / "run"
         named = [] if any(o.startswith("run.resume") for o in overrides) else ["run.name=run"]
         command = ["scripts/launch.sh", f"run.outputs={outputs}", *named, *overrides]
         self.hosts_the_run = "role=generators" not in overrides
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
         self.seen: set[psutil.Process] = set()
 
     def descendants(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             self.seen |= set(psutil.Process(self.process.pid).children(recursive=True))
+        for process in list(self.seen):  # workers are children of the nursery, which may be another's
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if (name := process.name()).startswith(newborn.NAMED):
+                    self.seen.add(psutil.Process(int(name.removeprefix(newborn.NAMED))))
         return [p for p in self.seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
     def wait_for(self, holds: Callable[[], bool], what: str, timeout_s: float = 300) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline, looks = time.monotonic() + timeout_s, itertools.count()
         while not holds():
-            self.descendants()
+            if next(looks) % 10 == 0:  # it takes as long as a role's step
+                self.descendants()
             assert self.process.poll() is None, f"the run ended before {what}:\n{self.process.stdout.read()}"  # type: ignore[union-attr]
             assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
             time.sleep(0.1)

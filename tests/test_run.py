@@ -1,5 +1,6 @@
 """Whole runs, as a user starts them: real processes, and for the main job real vLLM and real Ray."""
 
+import os
 import re
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import export
 import pytest
 import torch
+from nursery import FOLDER
 from runs import ROOT, SIMULATED, Started, assert_accounts_close
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -34,8 +36,9 @@ SUMMARY = {
 
 @pytest.fixture(scope="module")
 def main_job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[tuple[Started, str]]:
-    """A smoke run in which a generator was killed, and what it printed."""
-    run = Started(tmp_path_factory.mktemp("main"), "+experiment=smoke")
+    """A smoke run in which a generator was killed, and what it printed. As a user's, it has a nursery of its own."""
+    environment = {name: value for name, value in os.environ.items() if name != FOLDER}
+    run = Started(tmp_path_factory.mktemp("main"), "+experiment=smoke", environment=environment)
     try:
         run.wait_for(lambda: run.steps() >= 3, "third step")
         run.roles("GeneratorRole")[0].send_signal(signal.SIGKILL)
