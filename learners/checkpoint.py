@@ -10,13 +10,18 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
 
 from configs.disk import DiskFull, disk_full
-from learners.engine import Write
-from learners.world import World
+
+if TYPE_CHECKING:  # the driver looks for checkpoints, and importing torch would take it seconds
+    from learners.world import World
+
+Write = Callable[[Path], None]
+"""Writes a copy of an engine's state into a folder."""
 
 CHUNK_BYTES = 1 << 24
 LOOK_S = 1.0
@@ -66,9 +71,9 @@ class Checkpoint:
 class Writer:
     """Writes checkpoints into `folder/step_<k>` in a thread, one at a time, and keeps the newest `keep`. One on each rank."""
 
-    def __init__(self, folder: Path, keep: int, world: World | None = None) -> None:
+    def __init__(self, folder: Path, keep: int, world: "World") -> None:
         """`world`: of all ranks, which nothing else uses."""
-        self._folder, self._keep, self._world = folder, keep, world or World()
+        self._folder, self._keep, self._world = folder, keep, world
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[CheckpointManifest] | None = None
         self._temporary = folder

@@ -11,14 +11,12 @@ from typing import Protocol
 
 import torch
 
+from learners.checkpoint import Write
 from learners.packing import Packed
 from sync.stream import Part
 
 LossFn = Callable[[torch.Tensor, torch.Tensor, Packed], torch.Tensor]
 """(logprobs or values [T], entropy [T], microbatch) -> scalar: this microbatch's part of a sum whose denominator is global."""
-
-Write = Callable[[Path], None]
-"""Writes a copy of an engine's state into a folder."""
 
 
 class Kind(StrEnum):

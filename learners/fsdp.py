@@ -27,7 +27,8 @@ from configs.learner import Accumulate, Attention, FsdpConfig, LoraConfig, LoraP
 from configs.schema import Dtype
 from learners import lora as adapters
 from learners.attention import choose_attention
-from learners.engine import Kind, LossFn, Share, Write
+from learners.checkpoint import Write
+from learners.engine import Kind, LossFn, Share
 from learners.heads import LogprobHead, ValueHead
 from learners.packing import Packed, padded_to
 from learners.routing import Balance, ForwardPass, check_replay, watch_routers

@@ -71,7 +71,7 @@ class Learner:
         self._publisher, self._rank, self._incarnation = publisher, rank, incarnation
         self._world, self._meter = world or World(), meter or Meter(cuda=False)
         self._feed = Feed(client, self._world, self._wait_on)
-        self._writer = checkpoint.Writer(folder / "checkpoints", config.learner.keep_checkpoints, writers)
+        self._writer = checkpoint.Writer(folder / "checkpoints", config.learner.keep_checkpoints, writers or World())
         self.step = first_step
         """Steps trained, which is also the version held."""
         self._probes = probes

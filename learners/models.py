@@ -15,7 +15,8 @@ from configs.learner import LearnerKind, LoraConfig
 from configs.schema import Config
 from learners import flops
 from learners import lora as adapters
-from learners.engine import Elsewhere, Engine, Kind, Write
+from learners.checkpoint import Write
+from learners.engine import Elsewhere, Engine, Kind
 from learners.packing import Cost
 from learners.world import TIMEOUT, World, open_store
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from learners.engine import LossFn, Share, Write
+from learners.checkpoint import Write
+from learners.engine import LossFn, Share
 from learners.packing import Packed
 from sync.stream import Part
 

@@ -89,9 +89,10 @@ def cluster(config: Config) -> Iterator[None]:
             node.kill_all_processes(check_alive=False, allow_graceful=True)
 
 
-def start_node(num_cpus: int) -> Any:
-    """What `ray.init(address="local")` starts, less the dashboard and its agent, the log monitor and the autoscaler's monitor: 5 s
-    of a processor, and none of them has anything to do here."""
+def start_node(num_cpus: int, num_gpus: int | None = None, address: str | None = None) -> Any:
+    """A node with so many processors and GPUs (None: those that there are), of the cluster at `address` or of a new one. It is what
+    `ray.init(address="local")` starts, less the dashboard and its agent, the log monitor and the autoscaler's monitor: 5 s of a
+    processor, and none of them has anything to do here."""
     from ray._private import services
     from ray._private.node import Node
     from ray._private.parameter import RayParams
@@ -116,8 +117,9 @@ def start_node(num_cpus: int) -> Any:
 
     return QuietNode(
         RayParams(
-            num_cpus=num_cpus, object_store_memory=80 << 20, include_dashboard=False, include_log_monitor=False, no_monitor=True,
+            num_cpus=num_cpus, num_gpus=num_gpus, object_store_memory=80 << 20, include_dashboard=False,
+            include_log_monitor=False, no_monitor=True, gcs_address=address,
             setup_worker_path=str(WORKER) if FOLDER in os.environ else None,
         ),
-        head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True,
+        head=address is None, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=address is None,
     )  # fmt: skip

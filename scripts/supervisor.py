@@ -21,6 +21,7 @@ from answers import Answers
 from roles import Failure, RoleFailed, died, free_port
 
 from configs.schema import Config
+from learners import checkpoint
 
 SETTLE_S = 1.0
 """After the first sign of a failure, how long to look for an earlier one: the ranks that noticed must not be taken for its cause."""
@@ -154,8 +155,6 @@ class LearnerRanks:
 
     def newest_checkpoint(self) -> int | None:
         """Its step."""
-        from learners import checkpoint  # here: importing torch takes seconds, the roles start meanwhile
-
         newest = checkpoint.latest(self._folder / "checkpoints")
         return None if newest is None else newest.manifest.step
 

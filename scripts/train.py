@@ -55,7 +55,7 @@ from configs.disk import DiskFull, is_disk_full
 from configs.learner import LearnerKind
 from configs.schema import Config, EngineKind, Role
 from generators.tasks import load_task
-from learners import families
+from learners import checkpoint, families
 from learners.memory import plan
 from sync.folders import sweep
 
@@ -127,11 +127,9 @@ def prepare(config: Config) -> tuple[Config, Path, int | None]:
     """The run's folder and the step to resume from (0: the run has no checkpoint yet); makes the tiny model. Raises ValueError for
     what cannot be."""
     if config.run.resume is not None:
-        from learners.checkpoint import latest
-
         folder = Path(config.run.resume)
         claim_run(folder, "run.resume")
-        newest = latest(folder / "checkpoints")
+        newest = checkpoint.latest(folder / "checkpoints")
         if newest is None and (found := sorted((folder / "checkpoints").glob("step_*"))):
             raise ValueError(
                 f"run.resume must hold a whole checkpoint, or none at all to go on from the beginning, got {folder}, whose "

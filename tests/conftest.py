@@ -58,7 +58,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Starts what takes long and is needed later, beside the tests that come first."""
     if session.config.option.collectonly:
         return
-    if "ranks" in sys.modules:
+    if "ranks" in sys.modules and session.config.option.markexpr != "whole_run":
         sys.modules["ranks"].warm_up()
     if any("tiny_model" in getattr(item, "fixturenames", ()) for item in session.items):
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -154,6 +154,7 @@ def shared_nursery() -> Iterator[None]:
     from configs.load import load
 
     ahead = {name: stage.ahead for name, stage in stages(load([])).items()} | {"generator": ["engines_ahead"]}
+    ahead["buffer"] = [*ahead["buffer"], "faults"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         nest = nursery({name: Stage(modules, []) for name, modules in ahead.items()})

@@ -42,7 +42,7 @@ def write(folder: Path) -> None:
 
 
 def written(folder: Path, *steps: int, keep: int = 2) -> None:
-    writer = checkpoint.Writer(folder, keep)
+    writer = checkpoint.Writer(folder, keep, World())
     for step in steps:
         writer.begin(manifest(step), write)
     assert writer.written(wait=True) is not None
@@ -68,7 +68,7 @@ def test_a_wait_for_a_checkpoint_shows_that_it_gets_on_and_only_then(
             with open(folder / "engine" / "weights", "ab") as file:
                 file.write(b"more")
 
-    writer = checkpoint.Writer(tmp_path, 2)
+    writer = checkpoint.Writer(tmp_path, 2, World())
     writer.begin(manifest(1), write_slowly)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(writer.written, wait=True, moved=shown.release)
@@ -100,11 +100,12 @@ import os, signal, sys
 from pathlib import Path
 from configs.load import load
 from learners import checkpoint
+from learners.world import World
 def write(folder):
     (folder / "engine").mkdir()
     (folder / "engine" / "weights").write_bytes(b"half of the w")
     os.kill(os.getpid(), signal.SIGKILL)
-writer = checkpoint.Writer(Path(sys.argv[1]), 2)
+writer = checkpoint.Writer(Path(sys.argv[1]), 2, World())
 writer.begin(checkpoint.CheckpointManifest(7, "life", 0), write)
 writer.written(wait=True)
 """
@@ -137,7 +138,7 @@ def test_an_error_in_the_thread_reaches_the_loop(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         raise OSError("no space left on device")
 
-    writer = checkpoint.Writer(tmp_path, 2)
+    writer = checkpoint.Writer(tmp_path, 2, World())
     writer.begin(manifest(1), fail)
     with pytest.raises(OSError, match="no space left"):
         writer.begin(manifest(2), write)
@@ -153,7 +154,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
         release.wait()
         write(folder)
 
-    writer = checkpoint.Writer(tmp_path, 2)
+    writer = checkpoint.Writer(tmp_path, 2, World())
     assert writer.begin(manifest(1), slow) is None
     assert writer.written() is None and steps(tmp_path) == []
     release.set()
@@ -249,7 +250,7 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before_and_no_remains(tm
             state["weights"] = torch.ones(1 << 20)
             save(folder)
 
-        writer = checkpoint.Writer(disk / "checkpoints", 2)
+        writer = checkpoint.Writer(disk / "checkpoints", 2, World())
         writer.begin(manifest(1), save)
         for step, part in ((2, fill), (3, save_much)):
             writer.written(wait=True)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import roles
 import torch
-from nursery import FOLDER
 from runs import SIMULATED, Started, assert_accounts_close
 from test_step import configured
 
@@ -79,7 +78,6 @@ def test_a_generator_whose_device_fails_is_started_again(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(FAULT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    monkeypatch.delenv(FOLDER)  # the nursery of all tests has imported without the fault
     run = start(*SIMULATED, "run.steps=10")
     status, said = run.finish()
     assert status == 0, said

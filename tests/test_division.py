@@ -218,7 +218,8 @@ def test_gpus_of_other_nodes_do_not_count() -> None:
 FAKE = """
 import os, sys, time, ray
 from configs.load import load
-from ray.cluster_utils import Cluster
+from cluster import start_node
+from nursery import Stage, nursery
 from roles import Places, RoleFailed
 
 class Probe:
@@ -230,22 +231,24 @@ def probe(places, place):
 def visible(*actors):
     return ray.get([actor.visible.remote() for actor in actors])
 
-cluster = Cluster(initialize_head=True, head_node_args=dict(num_gpus=2, num_cpus=5, include_dashboard=False))
-cluster.add_node(num_gpus=8, num_cpus=8)
-ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-places = Places(load(["learner.ranks=2", "generators.count=1", "learner.gpus=0.3333"]))
-actors = [probe(places, place) for place in places.division.all]
-print(*visible(*actors))
-ray.kill(actors[0])
-print(*visible(probe(places, places.division.ranks[0])))
-try:
-    Places(load(["generators.count=1"]), patience_s=1.0)
-except RoleFailed as error:
-    print(error)
-on_cpu = Places(load(["learner.gpus=0", "generators.count=0"]))
-print(repr(*visible(probe(on_cpu, on_cpu.division.ranks[0]))))
-ray.shutdown()
-cluster.shutdown()
+with nursery({"buffer": Stage([], ["ray._private.workers.default_worker"])}):
+    nodes = [start_node(num_cpus=5, num_gpus=2)]
+    nodes.append(start_node(num_cpus=8, num_gpus=8, address=nodes[0].gcs_address))
+    ray.init(address=nodes[0].gcs_address, log_to_driver=False, logging_level="ERROR")
+    places = Places(load(["learner.ranks=2", "generators.count=1", "learner.gpus=0.3333"]))
+    actors = [probe(places, place) for place in places.division.all]
+    print(*visible(*actors))
+    ray.kill(actors[0])
+    print(*visible(probe(places, places.division.ranks[0])))
+    try:
+        Places(load(["generators.count=1"]), patience_s=1.0)
+    except RoleFailed as error:
+        print(error)
+    on_cpu = Places(load(["learner.gpus=0", "generators.count=0"]))
+    print(repr(*visible(probe(on_cpu, on_cpu.division.ranks[0]))))
+    ray.shutdown()
+    for node in reversed(nodes):
+        node.kill_all_processes(check_alive=False, allow_graceful=True)
 """
 
 

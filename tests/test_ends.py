@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nursery import FOLDER
 from runs import SIMULATED, Started, assert_accounts_close
 
 SENTENCE = "there must be room for what is written, got none"
@@ -47,7 +46,6 @@ def test_an_error_that_another_life_would_meet_again_ends_the_run_with_its_sente
         (tmp_path / role / "sitecustomize.py").write_text(head + fault)
         with monkeypatch.context() as patch:
             patch.setenv("PYTHONPATH", str(tmp_path / role), prepend=os.pathsep)
-            patch.delenv(FOLDER)  # the nursery of all tests has imported without the fault
             few = ["run.steps=30", "learner.checkpoint_every=3", "generators.count=1"]
             runs[role] = start(*SIMULATED, *few, outputs=tmp_path / role)
     for run in runs.values():

@@ -133,9 +133,10 @@ def test_a_nursery_ends_with_its_driver(folder: Path) -> None:
     driver.stdout.close()
 
 
-def test_a_driver_that_finds_the_tiny_model_never_imports_torch() -> None:
+def test_a_driver_that_finds_the_tiny_model_or_a_checkpoint_never_imports_torch() -> None:
     code = (
-        "import sys, train; from learners import tiny_cache; tiny_cache.Path.exists = lambda path: True\n"
+        "import sys, train; from learners import checkpoint; assert checkpoint.latest(train.Path('nowhere')) is None\n"
+        "from learners import tiny_cache; tiny_cache.Path.exists = lambda path: True\n"
         "tiny_cache.tiny_model(iter([('1 + 1', '2')])); assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
     )
     root = Path(newborn.__file__).parents[1]

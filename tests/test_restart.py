@@ -11,6 +11,8 @@ import psutil
 import pytest
 import ray
 import torch
+from cluster import cluster as in_cluster
+from nursery import FOLDER, Stage, nursery
 from roles import RoleFailed
 from runs import SIMULATED, Started, assert_accounts_close
 from safetensors.torch import load_file
@@ -126,12 +128,10 @@ def test_the_learner_begins_again_where_there_is_no_checkpoint_and_goes_on_from_
 def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # so that workers find this file
-        ray.init(
-            address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20,
-            logging_level="ERROR",
-        )  # fmt: skip
-        yield
-        ray.shutdown()
+        patch.delenv(FOLDER, raising=False)
+        imports = ["ray._private.workers.default_worker", "roles", "scripted"]
+        with nursery({"buffer": Stage([], imports)}), in_cluster(load([])):
+            yield
 
 
 class Play:

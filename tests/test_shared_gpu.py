@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import train
-from ray.cluster_utils import Cluster
+from cluster import start_node
 from runs import SIMULATED, Started, assert_accounts_close
 
 from configs.sizes import sizes_of
@@ -23,13 +23,13 @@ def test_a_generator_on_the_learners_gpu_starts_after_the_learner_and_the_run_en
     start: Callable[..., Started],
 ) -> None:
     """One GPU, which Ray is told of and which does not exist; the roles compute nothing."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_gpus": 1, "num_cpus": 4, "include_dashboard": False})
+    node = start_node(num_cpus=4, num_gpus=1)
     try:
-        shares = ["learner.gpus=0.5", "generators.gpus=0.5", f"cluster.address={cluster.address}"]
+        shares = ["learner.gpus=0.5", "generators.gpus=0.5", f"cluster.address={node.gcs_address}"]
         run = start(*SIMULATED, *shares, "run.steps=5")
         status, said = run.finish()
     finally:
-        cluster.shutdown()
+        node.kill_all_processes(check_alive=False, allow_graceful=True)
     assert status == 0, said
     assert "GPU 0: learner-0 (45 % of memory), generator-0 (45 % of memory)" in said
     assert "the learner has loaded: the generators that share its GPU start" in said

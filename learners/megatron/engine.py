@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from configs.schema import Dtype
-from learners.engine import Kind, LossFn, Share, Write
+from learners.checkpoint import Write
+from learners.engine import Kind, LossFn, Share
 from learners.megatron import stand_ins
 from learners.megatron.checkpoint import KEYS, Header, Place, Saved, Slice, write
 from learners.megatron.model import Model, Sizes, problems, transformer_config

@@ -1,0 +1,22 @@
+"""Puts faults into workers that are forked: a `sitecustomize.py` on their PYTHONPATH is imported before their role, as a new
+process would have done at its start."""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+
+class BeforeRoles:
+    """A finder of modules that finds none."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name == "roles":
+            for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+                if folder and Path(folder, "sitecustomize.py").exists():
+                    sys.modules.pop("sitecustomize", None)
+                    sys.path.insert(0, folder)
+                    importlib.import_module("sitecustomize")
+
+
+sys.meta_path.insert(0, BeforeRoles())  # type: ignore[arg-type]
