@@ -1,5 +1,6 @@
 """What several test files share: models, batches that look like a generator's, and whole runs."""
 
+import gc
 import os
 import random
 import subprocess
@@ -58,6 +59,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Starts what takes long and is needed later, beside the tests that come first."""
     if session.config.option.collectonly:
         return
+    gc.collect()
+    gc.freeze()  # libraries of half a million objects, which no collection need look at again
     if "ranks" in sys.modules and session.config.option.markexpr != "whole_run":
         sys.modules["ranks"].warm_up()
     if any("tiny_model" in getattr(item, "fixturenames", ()) for item in session.items):

@@ -231,7 +231,7 @@ def probe(places, place):
 def visible(*actors):
     return ray.get([actor.visible.remote() for actor in actors])
 
-with nursery({"buffer": Stage([], ["ray._private.workers.default_worker"])}):
+with nursery({"learner": Stage([], ["ray._private.workers.default_worker"])}):
     nodes = [start_node(num_cpus=5, num_gpus=2)]
     nodes.append(start_node(num_cpus=8, num_gpus=8, address=nodes[0].gcs_address))
     ray.init(address=nodes[0].gcs_address, log_to_driver=False, logging_level="ERROR")
