@@ -107,7 +107,7 @@ class Harness:
             for name in self.names:
                 self.start(name)
             self.wait_for(None, {"step trained": is_trained})
-            for strike in strikes[-6:]:  # each once at least
+            for strike in dict.fromkeys(strikes):  # each once at least
                 strike()
                 self.notice_the_dead()
             while self.kills.total() < num_kills:

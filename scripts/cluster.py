@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import agent
 import newborn
-import no_agent
 from nursery import FOLDER, Stage, nursery
 
 from configs.learner import LearnerKind
@@ -16,7 +16,9 @@ from configs.schema import Config, EngineKind
 from generators import tasks
 
 WORKER = Path(newborn.__file__)
-NO_AGENT = Path(no_agent.__file__)
+AGENT = Path(agent.__file__)
+DASHBOARD_AGENT, OTHER_AGENT = "--dashboard_agent_command=", "--runtime_env_agent_command="
+"""Arguments of a raylet."""
 HAS_NVIDIA = Path("/dev/nvidiactl")
 LATE_IN_VLLM = ["vllm.v1.worker.cpu_worker", "vllm.model_executor.model_loader", "vllm.model_executor.models.registry"]
 """What an engine imports when it is made."""
@@ -102,11 +104,15 @@ def start_node(num_cpus: int, num_gpus: int | None = None, address: str | None =
             pass
 
         def start_raylet(self, *arguments: Any, **options: Any) -> None:
-            agent = f"--dashboard_agent_command={sys.executable} -S {NO_AGENT} {self._session_dir} {self._node_id}"
+            own = f"{sys.executable} -S {AGENT} {self._session_dir} {self._node_id}"
             start = services.start_ray_process
 
             def start_quietly(command: list[str], *others: Any, **more: Any) -> Any:
-                command = [agent if part.startswith("--dashboard_agent_command=") else part for part in command]
+                for place, part in enumerate(command):
+                    if part.startswith(DASHBOARD_AGENT):
+                        command[place] = f"{DASHBOARD_AGENT}{own}"
+                    elif part.startswith(OTHER_AGENT):
+                        command[place] = f"{OTHER_AGENT}{own} {part.removeprefix(OTHER_AGENT)}"
                 return start(command, *others, **more)
 
             services.start_ray_process = start_quietly

@@ -69,6 +69,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else nanobind reports as leaks what the end of the interpreter does not collect
     for process in making:
         process.kill()
         process.wait()

@@ -1,0 +1,24 @@
+"""Ray's processes of a run, however it ends."""
+
+import os
+import time
+
+import psutil
+from cluster import AGENT, start_node
+
+
+def test_agents_end_with_a_raylet_that_is_killed() -> None:
+    node = start_node(num_cpus=1)
+    try:
+        (raylet,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]
+        deadline = time.monotonic() + 60
+        agents: list[psutil.Process] = []
+        while len(agents) != 2 or sum(str(AGENT) in one.cmdline() for one in agents) != 1:
+            assert time.monotonic() < deadline, f"no agents: {agents}"
+            time.sleep(0.1)
+            agents = raylet.children()
+        os.kill(raylet.pid, 9)
+        _, alive = psutil.wait_procs(agents, timeout=10)
+        assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        node.kill_all_processes(check_alive=False, allow_graceful=True)
