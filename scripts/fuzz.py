@@ -49,6 +49,7 @@ ENDLESS_EVERY = 250_000
 """Messages between two that do not end. The first comes at once: what a server has needed for one, it keeps for the next."""
 MEMORY_MIB = 64
 """A server may hold so much more at the end than after a tenth of the messages."""
+LEASE_S = 3
 KEYED_SHARE, LEAST_KEYED = 100, 600
 """One in so many messages, again, goes to servers with keys: a handshake takes as long as a hundred messages. At least so many do."""
 
@@ -58,7 +59,7 @@ def configure(keys: Path | None) -> Config:
         [
             *([] if keys is None else [f"buffer.keys={keys}"]),
             "generators.engine=simulated", "learner.engine=simulated", "eval.prompts=2", "eval.every=50", "run.steps=1000000",
-            "learner.groups_per_step=4", f"learner.samples_per_prompt={SAMPLES}", f"staleness.max_versions={STALENESS}", "buffer.lease_s=3",
+            "learner.groups_per_step=4", f"learner.samples_per_prompt={SAMPLES}", f"staleness.max_versions={STALENESS}", f"buffer.lease_s={LEASE_S}",
             "buffer.max_attempts=1000", "buffer.max_quarantined=1000000000", "buffer.watchdog_s=600", "buffer.retention=checkpoints",
             "buffer.segment_mb=4",
         ]
@@ -288,13 +289,24 @@ def judge_honest(console: Console, processes: Processes) -> list[str]:
     return [f"the honest were stopped: {done}"] if process.returncode or not done or lazy else []
 
 
+def settled(client: BufferClient) -> m.Status:
+    """The status once the leases of those who have gone have expired: nothing changes by itself any more."""
+    status, since = client.call(m.Watch(after=2**63 - 1, wait_s=0.0), m.News).status, time.monotonic()
+    while time.monotonic() - since < 2 * LEASE_S:
+        time.sleep(0.2)
+        newer = client.call(m.Watch(after=2**63 - 1, wait_s=0.0), m.News).status
+        if newer.groups != status.groups:
+            status, since = newer, time.monotonic()
+    return status
+
+
 def judge_buffer(console: Console, processes: Processes, address: str, keys: Path | None) -> list[str]:
     """The ledger closes, and the journal is recovered to the same."""
     client = connect(address, keys, KeyRole.watcher)
     problems = []
     console.print("refused by the buffer:", client.call(m.Watch(after=2**63 - 1, wait_s=0.0), m.News).status.refused)
     problems += judge_honest(console, processes)
-    before = client.call(m.Watch(after=2**63 - 1, wait_s=0.0), m.News).status
+    before = settled(client)
     client.close()
     processes.stop("buffer")
     client = connect(processes.start("buffer"), keys, KeyRole.watcher)

@@ -1,5 +1,7 @@
 """What several test files share: models, batches that look like a generator's, and whole runs."""
 
+import atexit
+import contextlib
 import gc
 import os
 import random
@@ -13,6 +15,8 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: as in the generators, whose bits are compared
 
+from nests import nursery_for_all
+from nursery import FOLDER
 from runs import Started
 
 from buffers.trajectory import Trajectory
@@ -60,6 +64,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly:
         return
     gc.collect()
+    atexit.register(gc.unfreeze)  # else nanobind reports as leaks what the end of the interpreter does not collect
     gc.freeze()  # libraries of half a million objects, which no collection need look at again
     if "ranks" in sys.modules and session.config.option.markexpr != "whole_run":
         sys.modules["ranks"].warm_up()
@@ -69,7 +74,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # else nanobind reports as leaks what the end of the interpreter does not collect
     for process in making:
         process.kill()
         process.wait()
@@ -151,20 +155,9 @@ def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_nursery() -> Iterator[None]:
-    """The imports of all kinds of runs but Ray's, once: runs that are started while it lasts fork their workers from it."""
-    from cluster import stages
-    from nursery import Stage, nursery
-
-    from configs.load import load
-
-    ahead = {name: stage.ahead for name, stage in stages(load([])).items()} | {"generator": ["engines_ahead"]}
-    ahead["buffer"] = [*ahead["buffer"], "faults"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        nest = nursery({name: Stage(modules, []) for name, modules in ahead.items()})
-        nest.__enter__()
-    yield
-    nest.__exit__(None, None, None)
+    """Runs that are started while it lasts fork their workers from one nursery: tests/rows.py's, or one that is made here."""
+    with contextlib.nullcontext() if FOLDER in os.environ else nursery_for_all():
+        yield
 
 
 @pytest.fixture

@@ -25,7 +25,8 @@ _context.set_forkserver_preload(["warm"])
 
 def warm_up() -> None:
     """Starts the server, which imports beside whatever this process does meanwhile. Nothing if it runs."""
-    with patch.dict(os.environ, {"PYTHONPATH": str(Path(__file__).parent)}):
+    quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    with patch.dict(os.environ, {"PYTHONPATH": str(Path(__file__).parent), **quiet}):
         multiprocessing.forkserver.ensure_running()
 
 

@@ -1,0 +1,5 @@
+"""The last stage of the tests' nursery."""
+
+from nests import import_engines
+
+import_engines()
