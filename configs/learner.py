@@ -147,6 +147,11 @@ class LearnerConfig:
     """Peak learning rate of AdamW."""
     warmup_steps: int = 10
     """Steps over which the learning rate rises linearly from zero."""
+    lr_end: float = 1.0
+    """Share of `lr` that is left after `decay_steps`; 1: it does not fall."""
+    decay_steps: int | None = None
+    """Steps, counted from the first, over which it falls linearly, once it has risen. None: the `run.steps` that the run began with, also
+    where it goes on to more."""
     weight_decay: float = 0.0
     betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
     max_grad_norm: float = 1.0
@@ -178,6 +183,7 @@ class LearnerConfig:
                 "learner.minibatches": self.minibatches,
                 "learner.tokens_per_microbatch": self.tokens_per_microbatch,
                 "learner.lr": self.lr,
+                "learner.decay_steps": self.decay_steps,
                 "learner.max_grad_norm": self.max_grad_norm,
                 "learner.threads": self.threads,
                 "learner.checkpoint_every": self.checkpoint_every,
@@ -186,7 +192,7 @@ class LearnerConfig:
                 "learner.gpu_memory_fraction": self.gpu_memory_fraction,
             }
         )
-        found += within_one(**{"learner.gpu_memory_fraction": self.gpu_memory_fraction})
+        found += within_one(**{"learner.gpu_memory_fraction": self.gpu_memory_fraction, "learner.lr_end": self.lr_end})
         found += gpu_share("learner.gpus", self.gpus, most=1)
         found += not_negative(**{"learner.max_restarts": self.max_restarts})
         found += self.fsdp.problems() + self.megatron.problems() + self.lora.problems() + self.moe.problems()
@@ -199,6 +205,8 @@ class LearnerConfig:
             found.append(f"learner.betas must be two numbers in [0, 1), got {list(self.betas)}")
         if self.warmup_steps < 0:
             found.append(f"learner.warmup_steps must be >= 0, got {self.warmup_steps}")
+        if self.lr_end < 0:
+            found.append(f"learner.lr_end must be >= 0, got {self.lr_end}")
         return found
 
     @property

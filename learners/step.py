@@ -339,8 +339,13 @@ class Trainer:
         return plan
 
     def _rate(self, lr: float, step: int) -> float:
-        warmup = self._config.learner.warmup_steps
-        return lr * min(1.0, (step + 1) / warmup if warmup else 1.0)
+        """Rises over `warmup_steps`, and falls from there to the end of `decay_steps`."""
+        learner = self._config.learner
+        warmup, decay = learner.warmup_steps, learner.decay_steps or self._config.run.steps
+        if step + 1 < warmup:
+            return lr * (step + 1) / warmup
+        fallen = min(1.0, (step + 1 - warmup) / max(1, decay - warmup))
+        return lr * (1.0 - (1.0 - learner.lr_end) * fallen)
 
     def _divide(self, engine: Engine, batch: Batch, rows: list[int]) -> tuple[Sequence[Packed], Plan]:
         share, budget = engine.share, self._config.learner.tokens_per_microbatch

@@ -171,6 +171,7 @@ def prepare(config: Config) -> tuple[Config, Path, int | None]:
     config = dataclasses.replace(
         config,
         task=dataclasses.replace(config.task, size=size),
+        learner=dataclasses.replace(config.learner, decay_steps=config.learner.decay_steps or config.run.steps),
         run=dataclasses.replace(config.run, name=name),
         model=dataclasses.replace(config.model, path=str(model)),
     )

@@ -286,6 +286,22 @@ def test_the_policys_warmup_begins_when_its_critic_has_been_trained_ahead(
     assert rates == pytest.approx([0.0, 0.25e-4, 0.5e-4, 1e-4, 1e-4])
 
 
+def test_the_learning_rate_rises_then_falls_linearly_to_its_end_and_stays_there(
+    stock: Stock, drifted: Path, batch: Batch
+) -> None:
+    for decay, steps in (("learner.decay_steps=14", "run.steps=240"), ("run.steps=14", "run.steps=14")):
+        config = configured(drifted, "algo=grpo", "learner.warmup_steps=4", "learner.lr_end=0.2", decay, steps)
+        trainer = Trainer(config, stock.models(config))
+        rates = [trainer._rate(1e-4, step) for step in (0, 2, 3, 8, 13, 14, 500)]
+        assert rates == pytest.approx([0.25e-4, 0.75e-4, 1e-4, 0.6e-4, 0.2e-4, 0.2e-4, 0.2e-4])
+    short = configured(drifted, "algo=grpo", "learner.warmup_steps=4", "learner.lr_end=0.2", "run.steps=2")
+    assert [Trainer(short, stock.models(short))._rate(1e-4, step) for step in (0, 2, 3, 4)] == pytest.approx(
+        [0.25e-4, 0.75e-4, 1e-4, 0.2e-4]
+    )
+    metrics, _ = trainer.train(batch, STEP)
+    assert metrics["optimizer/lr"] == trainer._rate(1e-4, STEP)
+
+
 def test_the_critic_learns_from_a_sequence_as_often_as_it_counts(stock: Stock, drifted: Path, batch: Batch) -> None:
     config = configured(drifted, *COMPOSITIONS["ppo"])
     weights = (torch.arange(batch.num_sequences) % 3 > 0).float()
