@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: as in the generators, whose bits are compared
 
@@ -23,6 +24,11 @@ from buffers.trajectory import Trajectory
 
 ROOT = Path(__file__).parents[1]
 
+
+ROWS = "SLIPSTREAM_TEST_ROWS"
+"""Set where tests/rows.py has started these tests, and makes the tiny model."""
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 MAKE_TINY = """
 from generators.tasks.sorting import Task
@@ -68,7 +74,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # libraries of half a million objects, which no collection need look at again
     if "ranks" in sys.modules and session.config.option.markexpr != "whole_run":
         sys.modules["ranks"].warm_up()
-    if any("tiny_model" in getattr(item, "fixturenames", ()) for item in session.items):
+    if ROWS not in os.environ and any("tiny_model" in getattr(item, "fixturenames", ()) for item in session.items):
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         making.append(subprocess.Popen([sys.executable, "-c", MAKE_TINY], cwd=ROOT, **quiet))
 

@@ -4,6 +4,7 @@ from it.
 python tests/rows.py      the last row says as it goes what it has to say, the others at the end; one failure fails the whole
 """
 
+import contextlib
 import multiprocessing.util
 import os
 import shutil
@@ -47,6 +48,22 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
+def make_tiny_model() -> int:
+    """The process that makes it beside the tests that need none. Where it fails, the first test that needs it will say why."""
+    from generators.tasks.sorting import Task
+    from learners import tiny_cache
+
+    if process := os.fork():
+        return process
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        tiny_cache.tiny_model(Task().solved("train", seed=0))
+    finally:
+        os._exit(0)
+
+
 def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # as conftest.py does, which comes after the imports here
     sys.path += [str(ROOT), str(ROOT / "scripts")]
@@ -56,6 +73,8 @@ def main() -> int:
         import pytest
         import warm  # noqa: F401
 
+        os.environ["SLIPSTREAM_TEST_ROWS"] = "1"
+        making = make_tiny_model()
         said, rows = Path(tempfile.mkdtemp()), {}
         for name, arguments in ROWS.items():
             if (process := os.fork()) == 0:
@@ -70,6 +89,8 @@ def main() -> int:
             rows[name] = process
 
         def stop(number: int, frame: FrameType | None) -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(making, signal.SIGKILL)
             for process in rows.values():
                 os.killpg(process, signal.SIGINT)
 

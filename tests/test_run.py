@@ -1,4 +1,5 @@
-"""Whole runs, as a user starts them: real processes, and for the main job real vLLM and real Ray."""
+"""Whole runs, as a user starts them: real processes, and for the main job real vLLM and real Ray. It comes last: the tiny model is made
+meanwhile."""
 
 import os
 import re
@@ -32,97 +33,6 @@ SUMMARY = {
         "digest_checks", "digest_mismatches",
     },
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def main_job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[tuple[Started, str]]:
-    """A smoke run in which a generator was killed, and what it printed. As a user's, it has a nursery of its own."""
-    environment = {name: value for name, value in os.environ.items() if name != FOLDER}
-    run = Started(tmp_path_factory.mktemp("main"), "+experiment=smoke", environment=environment)
-    try:
-        run.wait_for(lambda: run.steps() >= 3, "third step")
-        run.roles("GeneratorRole")[0].send_signal(signal.SIGKILL)
-        code, out = run.finish()
-        assert code == 0, out
-        yield run, out
-    finally:
-        run.kill() if run.process.poll() is None else None
-
-
-def test_the_main_job_learns_survives_a_killed_generator_and_accounts_for_every_token(
-    main_job: tuple[Started, str],
-) -> None:
-    run, out = main_job
-    summary = run.summary()
-    assert {key: set(value) if isinstance(value, dict) else None for key, value in summary.items()} == SUMMARY
-    assert (summary["status"], summary["mode"], summary["steps"]) == ("finished", "async", 40)
-    assert_accounts_close(summary)
-    assert summary["reward"]["last"] > summary["reward"]["first"] + 0.1
-    assert summary["weights"]["digest_mismatches"] == 0 and summary["weights"]["updates"] > 10
-    assert summary["staleness"]["bound"] == 2 and summary["staleness"]["mean"] > 0, "it was asynchronous"
-    first, last = summary["evaluations"]
-    assert (first["version"], last["version"], last["n"]) == (0, 40, 64)
-    assert first["ci95"][0] < first["reward"] < first["ci95"][1] and last["reward"] <= 1
-    assert re.search(
-        rf"held-out reward {first['reward']:.3f} ± 0\.\d+ \(version 0\) → {last['reward']:.3f} ± .*, of 64 prompts", out
-    )
-    assert (run.folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    start_s = [
-        summary["start_s"][what] for what in ("imports", "cluster", "buffer", "learner", "first_group", "first_step")
-    ]
-    assert start_s[0] > 0 and start_s == sorted(start_s) and start_s[-1] < summary["wall_s"] + 60
-    assert f"first step {start_s[-1]:.1f} s after the command (imports {start_s[0]:.1f}, cluster" in out
-    logs = {path.name for path in (run.folder / "logs").iterdir()}
-    assert logs == {"buffer.log", "learner-0.log", "generator-0.log", "generator-1.log"}
-    assert "parity probe" in (run.folder / "logs" / "learner-0.log").read_text()
-    for name in ("config.yaml", "journal", "checkpoints/step_40/manifest.json"):
-        assert (run.folder / name).exists()
-    events = EventAccumulator(str(run.folder / "tensorboard"))
-    events.Reload()
-    assert len(events.Scalars("reward/mean")) == 40 and len(events.Scalars("eval/reward")) == 2
-    assert {"staleness/mean", "throughput/trained_tokens_per_s", "offpolicy/ess"} <= set(events.Tags()["scalars"])
-    run.assert_nothing_left()
-
-
-def test_the_run_is_trained_again_from_its_journal_to_the_same_bits(main_job: tuple[Started, str]) -> None:
-    run, _ = main_job
-    command = ["scripts/replay.sh", str(run.folder)]
-    study = ["--to-step", "3", "algo=rloo", "learner.lr=1e-3"]
-    pipes = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    both = [subprocess.Popen([*command, *arguments], **pipes) for arguments in ([], study)]
-    same, other = (process.communicate(timeout=300)[0] for process in both)
-    assert both[0].returncode == 0 and "bit for bit the same as the run in its checkpoints of steps 40" in same, same
-    assert both[1].returncode == 0 and "trained 3 steps" in other, other
-    checkpoint = next((run.folder / "replays" / "same" / "checkpoints" / "step_40" / "engine").glob("*.safetensors"))
-    tensors = load_file(checkpoint)
-    tensors[min(tensors)].view(torch.uint8).flatten()[0] ^= 1
-    save_file(tensors, checkpoint)
-    from replay import compare
-
-    steps, different = compare(run.folder, run.folder / "replays" / "same")
-    assert steps == [40] and different == [f"step 40: {min(tensors)}"], "a single bit is noticed"
-
-
-def test_a_checkpoint_is_exported_as_a_model_that_transformers_loads(
-    main_job: tuple[Started, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, _ = main_job
-    command = ["scripts/export.sh", str(run.folder), str(tmp_path / "model")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "step 40 of" in done.stdout, done.stdout + done.stderr
-    held = load_file(next((run.folder / "checkpoints" / "step_40" / "engine").glob("*.safetensors")))
-    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
-    assert {f"model.{name}" for name in weights} == {name for name in held if name.startswith("model.")}
-    assert all(torch.equal(tensor, held[f"model.{name}"]) for name, tensor in weights.items())
-    assert AutoTokenizer.from_pretrained(tmp_path / "model").encode("3 7")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
-    refused = {
-        (str(tmp_path / "model"),): "the folder must be new or empty",
-        (str(tmp_path / "other"), "--step", "7"): "--step must be one of [40] (the checkpoints kept), got 7",
-    }
-    for arguments, message in refused.items():
-        assert export.main([str(run.folder), *arguments]) == 2
-        assert message in capsys.readouterr().err
 
 
 def test_a_run_that_is_stopped_in_whatever_way_leaves_no_process_and_goes_on(start: Callable[..., Started]) -> None:
@@ -244,3 +154,94 @@ def test_a_role_that_fails_ends_the_run_with_its_traceback(start: Callable[..., 
     assert code == 1 and "learner-0 has died" in out and "The run has failed" in out
     assert run.summary()["status"] == "failed"
     run.assert_nothing_left()
+
+
+@pytest.fixture(scope="module")
+def main_job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[tuple[Started, str]]:
+    """A smoke run in which a generator was killed, and what it printed. As a user's, it has a nursery of its own."""
+    environment = {name: value for name, value in os.environ.items() if name != FOLDER}
+    run = Started(tmp_path_factory.mktemp("main"), "+experiment=smoke", environment=environment)
+    try:
+        run.wait_for(lambda: run.steps() >= 3, "third step")
+        run.roles("GeneratorRole")[0].send_signal(signal.SIGKILL)
+        code, out = run.finish()
+        assert code == 0, out
+        yield run, out
+    finally:
+        run.kill() if run.process.poll() is None else None
+
+
+def test_the_main_job_learns_survives_a_killed_generator_and_accounts_for_every_token(
+    main_job: tuple[Started, str],
+) -> None:
+    run, out = main_job
+    summary = run.summary()
+    assert {key: set(value) if isinstance(value, dict) else None for key, value in summary.items()} == SUMMARY
+    assert (summary["status"], summary["mode"], summary["steps"]) == ("finished", "async", 40)
+    assert_accounts_close(summary)
+    assert summary["reward"]["last"] > summary["reward"]["first"] + 0.1
+    assert summary["weights"]["digest_mismatches"] == 0 and summary["weights"]["updates"] > 10
+    assert summary["staleness"]["bound"] == 2 and summary["staleness"]["mean"] > 0, "it was asynchronous"
+    first, last = summary["evaluations"]
+    assert (first["version"], last["version"], last["n"]) == (0, 40, 64)
+    assert first["ci95"][0] < first["reward"] < first["ci95"][1] and last["reward"] <= 1
+    assert re.search(
+        rf"held-out reward {first['reward']:.3f} ± 0\.\d+ \(version 0\) → {last['reward']:.3f} ± .*, of 64 prompts", out
+    )
+    assert (run.folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    start_s = [
+        summary["start_s"][what] for what in ("imports", "cluster", "buffer", "learner", "first_group", "first_step")
+    ]
+    assert start_s[0] > 0 and start_s == sorted(start_s) and start_s[-1] < summary["wall_s"] + 60
+    assert f"first step {start_s[-1]:.1f} s after the command (imports {start_s[0]:.1f}, cluster" in out
+    logs = {path.name for path in (run.folder / "logs").iterdir()}
+    assert logs == {"buffer.log", "learner-0.log", "generator-0.log", "generator-1.log"}
+    assert "parity probe" in (run.folder / "logs" / "learner-0.log").read_text()
+    for name in ("config.yaml", "journal", "checkpoints/step_40/manifest.json"):
+        assert (run.folder / name).exists()
+    events = EventAccumulator(str(run.folder / "tensorboard"))
+    events.Reload()
+    assert len(events.Scalars("reward/mean")) == 40 and len(events.Scalars("eval/reward")) == 2
+    assert {"staleness/mean", "throughput/trained_tokens_per_s", "offpolicy/ess"} <= set(events.Tags()["scalars"])
+    run.assert_nothing_left()
+
+
+def test_the_run_is_trained_again_from_its_journal_to_the_same_bits(main_job: tuple[Started, str]) -> None:
+    run, _ = main_job
+    command = ["scripts/replay.sh", str(run.folder)]
+    study = ["--to-step", "3", "algo=rloo", "learner.lr=1e-3"]
+    pipes = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    both = [subprocess.Popen([*command, *arguments], **pipes) for arguments in ([], study)]
+    same, other = (process.communicate(timeout=300)[0] for process in both)
+    assert both[0].returncode == 0 and "bit for bit the same as the run in its checkpoints of steps 40" in same, same
+    assert both[1].returncode == 0 and "trained 3 steps" in other, other
+    checkpoint = next((run.folder / "replays" / "same" / "checkpoints" / "step_40" / "engine").glob("*.safetensors"))
+    tensors = load_file(checkpoint)
+    tensors[min(tensors)].view(torch.uint8).flatten()[0] ^= 1
+    save_file(tensors, checkpoint)
+    from replay import compare
+
+    steps, different = compare(run.folder, run.folder / "replays" / "same")
+    assert steps == [40] and different == [f"step 40: {min(tensors)}"], "a single bit is noticed"
+
+
+def test_a_checkpoint_is_exported_as_a_model_that_transformers_loads(
+    main_job: tuple[Started, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = main_job
+    command = ["scripts/export.sh", str(run.folder), str(tmp_path / "model")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "step 40 of" in done.stdout, done.stdout + done.stderr
+    held = load_file(next((run.folder / "checkpoints" / "step_40" / "engine").glob("*.safetensors")))
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert {f"model.{name}" for name in weights} == {name for name in held if name.startswith("model.")}
+    assert all(torch.equal(tensor, held[f"model.{name}"]) for name, tensor in weights.items())
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").encode("3 7")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    refused = {
+        (str(tmp_path / "model"),): "the folder must be new or empty",
+        (str(tmp_path / "other"), "--step", "7"): "--step must be one of [40] (the checkpoints kept), got 7",
+    }
+    for arguments, message in refused.items():
+        assert export.main([str(run.folder), *arguments]) == 2
+        assert message in capsys.readouterr().err
