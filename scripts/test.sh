@@ -11,7 +11,7 @@ cd "$root"
 ruff check .
 ruff format --check .
 said=$(mktemp) failed=()
-trap 'kill $(jobs -p) 2>/dev/null; wait; rm -f "$said"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true; wait; rm -f "$said"' EXIT
 mypy >"$said" 2>&1 &
 types=$!
 python tests/rows.py || failed+=("tests")
