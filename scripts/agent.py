@@ -1,4 +1,5 @@
-"""What a raylet starts for its agents, which then end with it: Ray's own outlive a killed raylet by a minute, looking for its cluster.
+"""A raylet starts its agents through this file, so that they end with it: Ray's own outlive a killed raylet by a minute, and look for
+its cluster.
 
     python -S scripts/agent.py SESSION_FOLDER NODE            stands in for the dashboard agent
     python -S scripts/agent.py SESSION_FOLDER NODE COMMAND... becomes that agent
@@ -14,7 +15,7 @@ import sys
 
 PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
 UNUSED = "-1"
-"""What Ray's own agent writes for what it does not serve (`--minimal`)."""
+"""Ray's own agent writes this for what it does not serve (`--minimal`)."""
 SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2); it outlasts an exec."""
 

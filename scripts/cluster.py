@@ -29,11 +29,11 @@ def import_ahead(config: Config) -> AbstractContextManager[None]:
     a fork cannot be used after it. Who starts many runs may have a nursery for all of them: then it is used as it is."""
     if config.cluster.address is not None or HAS_NVIDIA.exists() or FOLDER in os.environ:
         return nullcontext()
-    return nursery(stages(config))
+    return nursery(nursery_stages(config))
 
 
-def stages(config: Config) -> dict[str, Stage]:
-    """What each stage of a nursery imports for a run."""
+def nursery_stages(config: Config) -> dict[str, Stage]:
+    """The stages of a nursery, with the imports that a run needs."""
     learner = ["learners.learner", "buffers.client"]
     match config.learner.engine:
         case LearnerKind.fsdp:

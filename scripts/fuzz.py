@@ -50,6 +50,7 @@ ENDLESS_EVERY = 250_000
 MEMORY_MIB = 64
 """A server may hold so much more at the end than after a tenth of the messages."""
 LEASE_S = 3
+"""`buffer.lease_s` of the runs that are attacked."""
 KEYED_SHARE, LEAST_KEYED = 100, 600
 """One in so many messages, again, goes to servers with keys: a handshake takes as long as a hundred messages. At least so many do."""
 
@@ -289,12 +290,16 @@ def judge_honest(console: Console, processes: Processes) -> list[str]:
     return [f"the honest were stopped: {done}"] if process.returncode or not done or lazy else []
 
 
-def settled(client: BufferClient) -> m.Status:
-    """The status once the leases of those who have gone have expired: nothing changes by itself any more."""
-    status, since = client.call(m.Watch(after=2**63 - 1, wait_s=0.0), m.News).status, time.monotonic()
+def status_of(client: BufferClient) -> m.Status:
+    return client.call(m.Watch(after=2**63 - 1, wait_s=0.0), m.News).status
+
+
+def wait_until_settled(client: BufferClient) -> m.Status:
+    """Returns the status once the leases of those who have gone have expired: nothing changes by itself any more."""
+    status, since = status_of(client), time.monotonic()
     while time.monotonic() - since < 2 * LEASE_S:
         time.sleep(0.2)
-        newer = client.call(m.Watch(after=2**63 - 1, wait_s=0.0), m.News).status
+        newer = status_of(client)
         if newer.groups != status.groups:
             status, since = newer, time.monotonic()
     return status
@@ -304,13 +309,13 @@ def judge_buffer(console: Console, processes: Processes, address: str, keys: Pat
     """The ledger closes, and the journal is recovered to the same."""
     client = connect(address, keys, KeyRole.watcher)
     problems = []
-    console.print("refused by the buffer:", client.call(m.Watch(after=2**63 - 1, wait_s=0.0), m.News).status.refused)
+    console.print("refused by the buffer:", status_of(client).refused)
     problems += judge_honest(console, processes)
-    before = settled(client)
+    before = wait_until_settled(client)
     client.close()
     processes.stop("buffer")
     client = connect(processes.start("buffer"), keys, KeyRole.watcher)
-    after = client.call(m.Watch(after=2**63 - 1, wait_s=0.0), m.News).status
+    after = status_of(client)
     client.close()
     for when, status in (("before", before), ("after", after)):
         console.print(f"the ledger {when} a restart, at step {status.step}:", status.tokens, status.groups)

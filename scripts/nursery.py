@@ -58,11 +58,14 @@ def nursery(stages: Mapping[str, Stage]) -> Iterator[None]:
         )
         for listener in listeners.values():
             listener.close()
+        outer = os.environ.get(FOLDER)
         os.environ[FOLDER] = folder
         try:
             yield
         finally:
             del os.environ[FOLDER]
+            if outer is not None:
+                os.environ[FOLDER] = outer
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
 

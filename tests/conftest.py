@@ -16,7 +16,7 @@ from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: as in the generators, whose bits are compared
 
-from nests import nursery_for_all
+from nests import ROWS, nursery_for_all
 from nursery import FOLDER
 from runs import Started
 
@@ -25,8 +25,6 @@ from buffers.trajectory import Trajectory
 ROOT = Path(__file__).parents[1]
 
 
-ROWS = "SLIPSTREAM_TEST_ROWS"
-"""Set where tests/rows.py has started these tests, and makes the tiny model."""
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cluster import stages
+from cluster import nursery_stages
 from nursery import Stage, nursery
 
 from configs.load import load
 
+ROWS = "SLIPSTREAM_TEST_ROWS"
+"""Environment variable of tests that rows.py has started: it makes the tiny model for them."""
 SIMULATED = ["generators.engine=simulated", "learner.engine=simulated"]
 RAY = ("ray._private.workers.default_worker", "roles")
 """Ray remembers the raylet of its first import, and these imports serve runs of many raylets."""
@@ -19,7 +21,7 @@ RAY = ("ray._private.workers.default_worker", "roles")
 
 @contextmanager
 def nursery_for_all() -> Iterator[None]:
-    ahead = {name: stage.ahead for name, stage in stages(load([])).items()}
+    ahead = {name: stage.ahead for name, stage in nursery_stages(load([])).items()}
     ahead |= {"buffer": [*ahead["buffer"], "faults"], "generator": ["import_engines"]}
     nest = nursery({name: Stage(modules, []) for name, modules in ahead.items()})
     path = os.environ.get("PYTHONPATH", "")
@@ -36,7 +38,7 @@ def import_engines() -> None:
     """What generators need, but without Ray, for which vLLM looks."""
     sys.modules["ray"] = None  # type: ignore[assignment]
     for overrides in ([], SIMULATED):
-        for module in stages(load(overrides))["generator"].asked:
+        for module in nursery_stages(load(overrides))["generator"].asked:
             if module not in RAY:
                 importlib.import_module(module)
     del sys.modules["ray"]

@@ -67,20 +67,21 @@ def make_tiny_model() -> int:
 def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # as conftest.py does, which comes after the imports here
     sys.path += [str(ROOT), str(ROOT / "scripts")]
-    from nests import nursery_for_all
+    import nests
+    from nursery import FOLDER
 
-    with nursery_for_all():  # it imports beside this process, which imports what tests need
+    with nests.nursery_for_all():  # it imports beside this process, which imports what tests need
         import pytest
         import warm  # noqa: F401
 
-        os.environ["SLIPSTREAM_TEST_ROWS"] = "1"
+        os.environ[nests.ROWS] = "1"
         making = make_tiny_model()
         said, rows = Path(tempfile.mkdtemp()), {}
         for name, arguments in ROWS.items():
             if (process := os.fork()) == 0:
                 os.setpgid(0, 0)  # Ctrl-C comes once, from `stop`
                 if "whole" not in name:
-                    del os.environ["SLIPSTREAM_NURSERY"]
+                    del os.environ[FOLDER]
                 if name != LAST:
                     out = os.open(said / name, os.O_WRONLY | os.O_CREAT)
                     os.dup2(out, 1)
