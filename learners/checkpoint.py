@@ -109,8 +109,8 @@ class Writer:
     def _num_bytes(self) -> int:
         """Written and read again so far of the checkpoint under way."""
         sizes = 0
-        for path in self._temporary.rglob("*"):
-            with contextlib.suppress(OSError):  # renamed meanwhile
+        with contextlib.suppress(OSError):  # the folder is renamed or removed meanwhile
+            for path in self._temporary.rglob("*"):
                 sizes += path.stat().st_size
         return sizes + self._num_digested
 

@@ -147,6 +147,21 @@ def test_an_error_in_the_thread_reaches_the_loop(tmp_path: Path) -> None:
     assert steps(tmp_path) == [2]
 
 
+def test_a_folder_that_vanishes_while_its_size_is_looked_at_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def come_and_go(folder: Path) -> None:
+        for _ in range(1000):
+            shutil.rmtree(folder)
+            folder.mkdir()
+        write(folder)
+
+    monkeypatch.setattr(checkpoint, "LOOK_S", 0)
+    writer = checkpoint.Writer(tmp_path, 2, World())
+    writer.begin(manifest(1), come_and_go)
+    assert writer.written(wait=True) is not None
+
+
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     release = threading.Event()
 
