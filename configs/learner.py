@@ -147,7 +147,7 @@ class LearnerConfig:
     """Peak learning rate of AdamW."""
     warmup_steps: int = 10
     """Steps over which the learning rate rises linearly from zero."""
-    lr_end: float = 1.0
+    lr_end: float = 0.1
     """Share of `lr` that is left after `decay_steps`; 1: it does not fall."""
     decay_steps: int | None = None
     """Steps, counted from the first, over which it falls linearly, once it has risen. None: the `run.steps` that the run began with, also

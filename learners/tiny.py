@@ -1,6 +1,6 @@
 """The tiny model: a Qwen3 of 0.1 M parameters with its own tokenizer, so that everything runs on a laptop without a hub.
 
-It is warm-started on solved questions by supervised training, which is stopped as soon as a sampled answer is right three
+It is warm-started on solved questions by supervised training, which is stopped as soon as a sampled answer is right four
 times in ten. So reinforcement learning begins with a policy that is mostly wrong, and makes it mostly right on questions
 that it never saw.
 
@@ -25,7 +25,7 @@ from learners.tiny_cache import SEED
 
 EOS = "<|end|>"
 HIDDEN, LAYERS, VOCABULARY = 64, 2, 320
-BATCH, LEARNING_RATE, WARMUP, STEPS, TARGET = 128, 3e-3, 20, 1500, 0.30
+BATCH, LEARNING_RATE, WARMUP, STEPS, TARGET = 128, 3e-3, 20, 1500, 0.40
 LOOK_EVERY = 5
 """Steps between two measurements of what a sampled answer is worth."""
 IGNORED = -100

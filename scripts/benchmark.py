@@ -1,36 +1,52 @@
 """Asynchronous against on-policy training on the same work.
 
-    scripts/benchmark.sh [--setting simulated|real|both] [--seeds N] [--steps N] [--json FILE] [--png FILE]
+    scripts/benchmark.sh [--setting simulated|throttled|real|all] [--seeds N] [--steps N] [--folder FOLDER]
 
-`real` trains the tiny model with vLLM on this machine. Where generators and learner share two cores, overlap has little to
-give: both sides compete for the same arithmetic. `simulated` shows the overlap itself: engine and learner keep time (so many
-tokens a second) and use no CPU, while leases, buffer, sockets, weights and Ray are the real ones. Both sides are balanced,
-lengths are lognormal. `of bound` is the share of max(generation, training): the time that the slower side alone would need for
-the tokens of the measured steps, divided by the time they took. The first and the last steps, in which the pipeline fills and
-drains, are not measured.
+`simulated` shows the overlap alone: engine and learner keep time (so many tokens a second) and use no CPU, while leases,
+buffer, sockets, weights and Ray are the real ones. Both sides are balanced, lengths are lognormal. `of bound` is the share of
+max(generation, training): the time that the slower side alone would need for the tokens of the measured steps, divided by
+the time they took. The first and the last steps, in which the pipeline fills and drains, are not measured.
+
+`throttled` is real: vLLM samples, the learner trains, lengths have a long tail. Each side has hardware of its own: the two
+take turns of some milliseconds and are stopped in between (scripts/turns.py), in both modes alike.
+
+`real` has no such turns: generators and learner compete for the cores of this machine. On two of them overlap has little to give.
+
+Tables and intervals go to the console, pictures and every run's figures to --folder.
 """
 
 import argparse
 import json
+import math
 import platform
 import re
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from intervals import interval
 from rich.console import Console
 from rich.table import Table
+from turns import Turns
 
 ROOT = Path(__file__).parents[1]
+SETTINGS = ("simulated", "throttled", "real")
 GROUPS, SAMPLES, STALENESS = 8, 2, 3
 RATE, MEAN_TOKENS = 100, 150
 SLOTS = (STALENESS + 1) * GROUPS * SAMPLES
 WARM_UP, DRAIN = 6, 4
-TARGET = 0.6
+TARGETS = {"real": 0.8, "throttled": 0.65}
+"""Held-out rewards that the time to is measured."""
+GENERATORS_SHARE = 0.64
+"""Of the time, in `throttled`: so much that both sides need about as long for a step."""
+PERIOD_S = 0.02
+"""In which both sides have their turn."""
 
 SIMULATED = [
     "generators.engine=simulated", "learner.engine=simulated", "eval.prompts=0", "generators.count=2",
@@ -39,6 +55,13 @@ SIMULATED = [
     f"generators.simulated.tokens_per_s={RATE}", f"generators.simulated.mean_tokens={MEAN_TOKENS}",
     f"generators.simulated.train_tokens_per_s={GROUPS * SAMPLES * RATE}",
 ]  # fmt: skip
+
+
+ON_POLICY, ASYNC = "on-policy", "async S=2"
+THROTTLED = [
+    "task.args={numbers:4,longest:24}", "sampling.max_tokens=32", "generators.count=1", "eval.every=20", "eval.prompts=256",
+]  # fmt: skip
+"""Half of the lists are of 4 or 5 numbers, one in forty of 24."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +86,26 @@ class Result:
     idle_generators: float
     staleness_mean: float
     staleness_max: int
-    seconds_to_reward: float | None
+    generators_share: float | None
+    """Of the time, as it was measured; None where nobody takes turns."""
     curve: list[tuple[float, float]]
-    """(seconds, reward) of each step."""
+    """(seconds, sampled reward) of each step, a mean of five."""
+    held_out: list[tuple[int, float, float]]
+    """(version, seconds until it was there, reward) of each evaluation."""
+
+    @property
+    def seconds_to_target(self) -> float | None:
+        """Between two evaluations the reward is taken to rise evenly."""
+        target = TARGETS.get(self.setting, math.inf)
+        for (_, before, low), (_, after, high) in pairwise(self.held_out):
+            if low < target <= high:
+                return before + (after - before) * (target - low) / (high - low)
+        return None
 
 
 def cases(setting: str, steps: int | None) -> list[Case]:
     found = []
-    if setting in ("simulated", "both"):
+    if setting in ("simulated", "all"):
         for cv, on_late in ((0.5, "wait"), (1.0, "mask")):
             lengths = f"generators.simulated.cv={cv}"
             waits = (lengths, "mode=on_policy")
@@ -81,9 +116,10 @@ def cases(setting: str, steps: int | None) -> list[Case]:
             found.append(
                 Case("simulated", f"async S={STALENESS} {on_late}, CV {cv}", (*SIMULATED, *overlaps), steps or 60)
             )
-    if setting in ("real", "both"):
-        for name, overrides in (("on-policy", ("mode=on_policy",)), ("async S=2", ())):
-            found.append(Case("real", name, (*overrides, "eval.prompts=0"), steps or 100))
+    for real, overrides, usual in (("throttled", THROTTLED, 120), ("real", ["eval.every=20"], 160)):
+        if setting in (real, "all"):
+            found.append(Case(real, ON_POLICY, (*overrides, "mode=on_policy"), steps or usual))
+            found.append(Case(real, ASYNC, (*overrides, "staleness.max_versions=2"), steps or usual))
     return found
 
 
@@ -92,9 +128,16 @@ def measure(case: Case, seed: int, outputs: Path) -> Result:
     name = re.sub(r"[^\w.]+", "-", f"{case.setting} {case.name} {seed}")
     command = [sys.executable, str(ROOT / "scripts/train.py"), f"run.outputs={outputs}", f"run.name={name}"]
     command += [f"run.seed={seed}", f"run.steps={case.steps}", "learner.checkpoint_every=1000000", *case.overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        turns = Turns(run.pid, GENERATORS_SHARE, PERIOD_S) if case.setting == "throttled" else None
+        try:
+            with turns or nullcontext():
+                said, _ = run.communicate()
+        except BaseException:
+            run.terminate()
+            raise
+    if run.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{said[-3000:]}")
     summary = json.loads((outputs / name / "summary.json").read_text())
     scalars = read_scalars(outputs / name / "tensorboard", ("time/seconds", "length/mean", "reward/mean"))
     seconds, lengths, rewards = (scalars[key] for key in ("time/seconds", "length/mean", "reward/mean"))
@@ -114,8 +157,12 @@ def measure(case: Case, seed: int, outputs: Path) -> Result:
         idle_generators=summary["idle"]["generators"],
         staleness_mean=summary["staleness"]["mean"],
         staleness_max=summary["staleness"]["max"],
-        seconds_to_reward=next((t for t, r in zip(seconds, averaged, strict=True) if r >= TARGET), None),
+        generators_share=turns.measured_share if turns else None,
         curve=list(zip(seconds, averaged, strict=True)),
+        held_out=[
+            (found["version"], seconds[found["version"] - 1] if found["version"] else 0.0, found["reward"])
+            for found in summary["evaluations"]
+        ],
     )
 
 
@@ -131,9 +178,10 @@ def tables(results: list[Result]) -> list[Table]:
     found = []
     for setting in dict.fromkeys(result.setting for result in results):
         table = Table(title=f"{setting}, means over seeds", title_justify="left")
+        last = "of\nbound" if setting == "simulated" else "held out\nat the end"
         for column in (
-            "", "steps/s", "tok/s\ngenerated", "tok/s\ntrained", "of\nbound", "masked", "idle\nlearner", "idle\ngenerators",
-            "staleness\nmean (max)", f"s to\nreward {TARGET}",
+            "", "steps/s", "tok/s\ngenerated", "tok/s\ntrained", "masked", "idle\nlearner", "idle\ngenerators",
+            "staleness\nmean (max)", last, f"s to\n{TARGETS.get(setting, '')}",
         ):  # fmt: skip
             table.add_column(column, justify="left" if not column else "right", no_wrap=True)
         mine = [result for result in results if result.setting == setting]
@@ -144,73 +192,108 @@ def tables(results: list[Result]) -> list[Table]:
 
 
 def row(runs: list[Result]) -> list[str]:
-    def average(key: str) -> float | None:
-        values = [getattr(run, key) for run in runs]
-        return None if None in values else mean(values)
+    def average(key: str) -> float:
+        return mean(getattr(run, key) for run in runs)
 
-    share, reached = average("share_of_bound"), average("seconds_to_reward")
+    reached = [run.seconds_to_target for run in runs]
+    times = [seconds for seconds in reached if seconds is not None]
     return [
         f"{average('steps_per_s'):.2f}",
         f"{average('generated_tokens_per_s'):,.0f}",
         f"{average('trained_tokens_per_s'):,.0f}",
-        "–" if share is None else f"{share:.3f}",
         f"{average('masked_share'):.1%}",
         f"{average('idle_learner'):.0%}",
         f"{average('idle_generators'):.0%}",
         f"{average('staleness_mean'):.2f} ({max(run.staleness_max for run in runs)})",
-        "–" if reached is None or runs[0].setting == "simulated" else f"{reached:.0f}",
+        f"{average('share_of_bound'):.3f}"
+        if runs[0].share_of_bound
+        else f"{mean(run.held_out[-1][2] for run in runs):.3f}",
+        f"{mean(times):.0f}" if len(times) == len(runs) else "–",
     ]
 
 
-def plot(results: list[Result], path: Path) -> None:
+def comparison(results: list[Result], setting: str) -> list[str]:
+    """What asynchrony gives in a setting with real training: seed by seed, with 95 % intervals of the means."""
+    pairs = [
+        (before, after)
+        for before in results for after in results
+        if (before.setting, before.name, after.setting, after.name) == (setting, ON_POLICY, setting, ASYNC)
+        and before.seed == after.seed
+    ]  # fmt: skip
+    faster = [after.steps_per_s / before.steps_per_s for before, after in pairs]
+    lines = [f"steps a second, asynchronous / on-policy: {_plus_minus(faster)}"]
+    times = [(before.seconds_to_target, after.seconds_to_target) for before, after in pairs]
+    sooner = [before / after for before, after in times if before is not None and after is not None]
+    if len(sooner) == len(pairs):
+        lines.append(f"held-out reward {TARGETS[setting]}, sooner by: {_plus_minus(sooner)}")
+    lost = [mean(x[2] - y[2] for x, y in zip(a.held_out[1:], b.held_out[1:], strict=True)) for a, b in pairs]
+    lines.append(
+        f"held-out reward that a version loses for being trained on stale tokens, mean over versions: {_plus_minus(lost)}"
+    )
+    shares = [share for pair in pairs for run in pair if (share := run.generators_share) is not None]
+    if shares:
+        lines.append(
+            f"share of the time that generators had: {min(shares):.3f} to {max(shares):.3f}, in turns of "
+            f"{1e3 * PERIOD_S * GENERATORS_SHARE:.0f} ms; the learner had the rest"
+        )
+    return lines
+
+
+def _plus_minus(values: list[float]) -> str:
+    center, half = interval(values)
+    return f"{center:.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}") + f" ({len(values)} seeds)"
+
+
+COLORS = {ON_POLICY: "#7570b3", ASYNC: "#d95f02"}
+
+
+def plot(results: list[Result], setting: str, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    settings = list(dict.fromkeys(result.setting for result in results))
-    figure, axes = plt.subplots(1, len(settings), figsize=(6.5 * len(settings), 4), squeeze=False)
-    for axis, setting in zip(axes[0], settings, strict=True):
-        mine = [result for result in results if result.setting == setting]
-        names = list(dict.fromkeys(result.name for result in mine))
-        if setting == "simulated":
-            shares = [mean(r.share_of_bound or 0.0 for r in mine if r.name == name) for name in names]
-            bars = axis.barh(
-                names[::-1], shares[::-1], color=["#d95f02" if "async" in n else "#7570b3" for n in names[::-1]]
-            )
-            axis.bar_label(bars, fmt="%.2f", padding=3)
-            axis.axvline(1.0, color="black", linestyle=":", linewidth=1)
-            axis.set(
-                xlim=(0, 1.15), xlabel="share of max(generation, training)", title="simulated: steps against the bound"
-            )
-        else:
-            for name, color in zip(names, ("#7570b3", "#d95f02"), strict=False):
-                for number, result in enumerate(r for r in mine if r.name == name):
-                    axis.plot(*zip(*result.curve, strict=True), color=color, label=None if number else name, alpha=0.8)
-            axis.set(
-                xlabel="seconds since version 0",
-                ylabel="reward (mean of 5 steps)",
-                title="real: tiny model, vLLM, this machine",
-            )
-            axis.legend()
+    names = list(dict.fromkeys(result.name for result in results))
+    if setting == "simulated":
+        figure, axis = plt.subplots(figsize=(6.5, 4))
+        shares = [mean(r.share_of_bound or 0.0 for r in results if r.name == name) for name in names]
+        colors = [COLORS[ASYNC if "async" in name else ON_POLICY] for name in names]
+        bars = axis.barh(names[::-1], shares[::-1], color=colors[::-1])
+        axis.bar_label(bars, fmt="%.2f", padding=3)
+        axis.axvline(1.0, color="black", linestyle=":", linewidth=1)
+        axis.set(
+            xlim=(0, 1.15), xlabel="share of max(generation, training)", title="simulated: steps against the bound"
+        )
+    else:
+        figure, (by_time, by_step) = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+        for name in names:
+            for number, result in enumerate(r for r in results if r.name == name):
+                style = {"color": COLORS[name], "label": None if number else name, "alpha": 0.8, "marker": "."}
+                versions, seconds, rewards = zip(*result.held_out, strict=True)
+                by_time.plot(seconds, rewards, **style)
+                by_step.plot(versions, rewards, **style)
+        by_time.axhline(TARGETS[setting], color="black", linestyle=":", linewidth=1)
+        by_time.set(xlabel="seconds since the first step began", ylabel="held-out reward", title=f"{setting}: by time")
+        by_step.set(xlabel="version", title="by training steps")
+        by_time.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--setting", choices=("simulated", "real", "both"), default="both")
+    parser.add_argument("--setting", choices=(*SETTINGS, "all"), default="all")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each case, interleaved (default 3)")
-    parser.add_argument("--steps", type=int, help="steps of a run (default: simulated 60, real 100)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every run's figures")
-    parser.add_argument("--png", type=Path, default=Path("benchmark.png"), metavar="FILE")
+    parser.add_argument("--steps", type=int, help="steps of a run (default: simulated 60, throttled 120, real 160)")
+    parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "benchmark", help="for pictures and figures")
     arguments = parser.parse_args()
     if arguments.seeds < 1 or (arguments.steps is not None and arguments.steps <= WARM_UP + DRAIN):
         parser.error(
             f"--seeds must be at least 1 and --steps above {WARM_UP + DRAIN}, got {arguments.seeds} and {arguments.steps}"
         )
-    console, results = Console(width=None if sys.stdout.isatty() else 120), []
+    console, results = Console(width=None if sys.stdout.isatty() else 130), []
     work = [(case, seed) for seed in range(arguments.seeds) for case in cases(arguments.setting, arguments.steps)]
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="slipstream-benchmark-") as outputs:
         for number, (case, seed) in enumerate(work, 1):
             console.print(
@@ -219,11 +302,15 @@ def main() -> int:
             results.append(measure(case, seed, Path(outputs)))
     for table in tables(results):
         console.print(table)
-    plot(results, arguments.png)
-    console.print(f"plot: {arguments.png}")
-    if arguments.json:
-        machine: dict[str, Any] = {"machine": platform.platform(), "processor": platform.processor()}
-        arguments.json.write_text(json.dumps(machine | {"runs": [asdict(result) for result in results]}, indent=1))
+    machine: dict[str, Any] = {"machine": platform.platform(), "processor": platform.processor()}
+    for setting in dict.fromkeys(result.setting for result in results):
+        mine = [result for result in results if result.setting == setting]
+        if setting != "simulated":
+            console.print(f"{setting}:", *comparison(mine, setting), sep="\n  ")
+        plot(mine, setting, arguments.folder / f"{setting}.png")
+        figures = json.dumps(machine | {"runs": [asdict(result) for result in mine]}, indent=1)
+        (arguments.folder / f"{setting}.json").write_text(figures)
+        console.print(f"picture and figures: {arguments.folder / setting}.png, .json")
     return 0
 
 

@@ -116,7 +116,7 @@ def trainer(work: Work, engine: Timed) -> Step:
     num = work.batch.num_sequences
     config = configs.load([
         f"model.path={work.path}", "algo=grpo", "algo.aggregation=token_mean", "eval.prompts=0",
-        f"learner.lr={LR}", "learner.warmup_steps=0", f"learner.tokens_per_microbatch={work.budget}", f"learner.groups_per_step={num // GROUP}",
+        f"learner.lr={LR}", "learner.lr_end=1", "learner.minibatches=1", "learner.warmup_steps=0", f"learner.tokens_per_microbatch={work.budget}", f"learner.groups_per_step={num // GROUP}",
         f"learner.samples_per_prompt={GROUP}", f"sampling.max_tokens={max(work.lengths)}",
         f"generators.max_model_len={max(work.lengths) + 1}",
     ])  # fmt: skip

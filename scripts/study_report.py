@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import mean
 
 import study_staleness as study
+from intervals import interval
 
 BEGIN, END = "<!-- study: begin -->", "<!-- study: end -->"
 
@@ -67,7 +68,7 @@ def _cell(runs: list["study.Outcome"]) -> str:
     lost = len(runs) - len(rewards)
     if not rewards:
         return f"{lost} of {lost} ended in a gradient that is not finite" if lost else ""
-    value = "{:.3f} ± {:.3f}".format(*study.interval(rewards))
+    value = "{:.3f} ± {:.3f}".format(*interval(rewards))
     return value + (f" ({lost} ended in a gradient that is not finite)" if lost else "")
 
 
@@ -83,16 +84,14 @@ def plot(outcomes: list["study.Outcome"], path: Path) -> None:
     colors = dict(zip(algorithms, ("#666666", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e"), strict=False))
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.6))
     for number, algorithm in enumerate(algorithms):
-        points = [
-            (place, study.interval(_rewards(cells.get((algorithm, str(lag)), [])))) for place, lag in enumerate(lags)
-        ]
+        points = [(place, interval(_rewards(cells.get((algorithm, str(lag)), [])))) for place, lag in enumerate(lags)]
         shift = (number - len(algorithms) / 2) * 0.06
         left.errorbar(
             [place + shift for place, _ in points], [value for _, (value, _) in points], [width for _, (_, width) in points],
             label=algorithm, color=colors[algorithm], marker="o", markersize=4, capsize=3, linewidth=1.2,
         )  # fmt: skip
         if controlled := cells.get((algorithm, "ess")):
-            value, width = study.interval(_rewards(controlled))
+            value, width = interval(_rewards(controlled))
             left.errorbar(
                 [len(lags) + shift], [value], [width], color=colors[algorithm], marker="D", capsize=3, linestyle="none"
             )

@@ -17,12 +17,13 @@ from collections import deque
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
+from intervals import interval
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -33,11 +34,9 @@ from configs.load import load
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "outputs" / "staleness.jsonl"
 HELD_OUT = 1024
-T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""Student's t for a two-sided 95 % interval, by the number of seeds."""
 
 COMMON = [
-    "learner.groups_per_step=16", "learner.samples_per_prompt=8", "learner.minibatches=2", "learner.warmup_steps=5",
+    "learner.groups_per_step=16", "learner.samples_per_prompt=8", "learner.minibatches=2", "learner.warmup_steps=5", "learner.lr_end=1",
     "learner.tokens_per_microbatch=65536", "algo.accept_uncorrected=true",
     "algo.aggregation=sequence_mean_token_mean",
 ]  # fmt: skip
@@ -210,13 +209,6 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         for algorithm in options.algorithms if algorithm in CONTROLLED and max(options.lags) > 1 for seed in range(options.seeds)
     ]  # fmt: skip
     return plain + controlled
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Mean, and half the width of its 95 % interval."""
-    if len(values) < 2:
-        return mean(values), float("nan")
-    return mean(values), T95[min(len(values), max(T95))] * stdev(values) / len(values) ** 0.5
 
 
 def cells(outcomes: list[Outcome]) -> dict[tuple[str, str], list[Outcome]]:

@@ -31,7 +31,7 @@ from learners.step import loglinear
 
 Columns = dict[str, Tensor]
 PRESETS: dict[str, AlgoConfig] = {
-    path.stem: OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AlgoConfig), OmegaConf.load(path)))
+    path.stem: OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AlgoConfig), OmegaConf.load(path).algo))
     for path in sorted(FOLDER.glob("algo/*.yaml"))
 }  # type: ignore[misc]  # fmt: skip
 

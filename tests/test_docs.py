@@ -30,7 +30,14 @@ def run(code: str) -> str:
 def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps of a small run, in which a group failed and others were rejected for equal rewards."""
     folder = tmp_path_factory.mktemp("run") / "journal"
-    small = ["learner.groups_per_step=3", "learner.samples_per_prompt=2", "run.steps=4", "eval.prompts=0", "algo=dapo"]
+    small = [
+        "learner.groups_per_step=3",
+        "learner.samples_per_prompt=2",
+        "run.steps=4",
+        "eval.prompts=0",
+        "algo=dapo",
+        "learner.minibatches=1",
+    ]
     buffer = Buffer(load(small), folder)
     for step in range(2):
         buffer.publish(step, f"w{step}")

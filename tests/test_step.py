@@ -102,7 +102,8 @@ def configured(model: Path, *overrides: str) -> Config:
     """Gradients are not clipped, so that their scale shows."""
     return load([
         f"model.path={model}", f"learner.groups_per_step={GROUPS}", f"learner.samples_per_prompt={SAMPLES}",
-        f"sampling.max_tokens={LONGEST}", "learner.lr=1e-4", "learner.warmup_steps=0", "learner.max_grad_norm=1e6", *overrides,
+        f"sampling.max_tokens={LONGEST}", "learner.lr=1e-4", "learner.warmup_steps=0", "learner.lr_end=1", "learner.max_grad_norm=1e6",
+        "algo=grpo", "learner.minibatches=1", *overrides,
     ])  # fmt: skip
 
 

@@ -5,6 +5,7 @@ Two million questions of six digits exist, so a model that answers those it neve
 
 import random
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from reasoning_gym.algorithmic.number_sorting import NumberSortingConfig, NumberSortingDataset
@@ -16,14 +17,22 @@ from generators.tasks._questions import draw_entry
 class Task:
     name = "sorting"
 
-    def __init__(self, numbers: int = 6, low: int = 0, high: int = 9) -> None:
-        """`numbers` whole numbers from `low` to `high`, both included."""
+    def __init__(self, numbers: int = 6, low: int = 0, high: int = 9, longest: int | None = None) -> None:
+        """`numbers` whole numbers from `low` to `high`, both included. With `longest` some lists are longer, up to that: their
+        lengths have a long tail (Pareto's with α = 2, so half of the lists are of fewer than 1.5 × `numbers`)."""
+        if longest is not None and longest < numbers:
+            raise ValueError(f"longest must be at least numbers, got {longest} and {numbers}")
+        self._numbers, self._low, self._high, self._longest = numbers, low, high, longest
+        self._lists = cache(self._lists_of)
+        self._lists(numbers)  # refuses what the library refuses
+
+    def _lists_of(self, count: int) -> NumberSortingDataset:
         config = NumberSortingConfig(
-            min_numbers=numbers, max_numbers=numbers, min_decimals=0, max_decimals=0, min_value=low - 0.5, max_value=high + 0.5,
-            seed=0, size=1,
+            min_numbers=count, max_numbers=count, min_decimals=0, max_decimals=0,
+            min_value=self._low - 0.5, max_value=self._high + 0.5, seed=0, size=1,
         )  # fmt: skip
         config.validate()
-        self._questions = NumberSortingDataset(config)
+        return NumberSortingDataset(config)
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
         entry = self._draw(split, random.Random(f"{seed}/{split}/{index}"))
@@ -42,7 +51,10 @@ class Task:
             yield _question(entry), _plain(entry["metadata"]["sorted_numbers"])
 
     def _draw(self, split: str, rng: random.Random) -> dict[str, Any]:
-        return draw_entry(self._questions, _question, split, rng)
+        count = self._numbers
+        if self._longest is not None:
+            count = min(self._longest, int(count * rng.paretovariate(2)))
+        return draw_entry(self._lists(count), _question, split, rng)
 
 
 def _question(entry: dict[str, Any]) -> str:

@@ -1,0 +1,83 @@
+"""Hardware of its own for each side of a run, on any machine: generators and learner have the processors by turns.
+
+While one side has its turn the other is stopped (SIGSTOP). So neither ever takes from the other, whatever cores, caches and
+memory they share: each behaves as if it had a machine that is as fast as its share of the time, whether the other one
+works or waits. The buffer, Ray and the driver are never stopped.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Event, Thread
+from types import TracebackType
+
+import psutil
+
+SIDES = ("ray::GeneratorRole", "ray::LearnerRole")
+"""How the processes of each side are called."""
+LOOK_S = 2.0
+"""How often new processes are looked for."""
+
+
+class Turns:
+    """For as long as its context is open, the roles of a run take turns. Whoever is killed while it holds this leaves one side stopped."""
+
+    def __init__(self, driver: int, share: float, period_s: float) -> None:
+        """`driver`: the process that started the run. `share`: of the time for generators, in (0, 1); the learner has the rest.
+        `period_s`: seconds in which both have their turn."""
+        self._driver, self._turns_s = driver, (share * period_s, (1 - share) * period_s)
+        self._over = Event()
+        self._thread = Thread(target=self._alternate, daemon=True, name="turns")
+        self._had_s = [0.0, 0.0]
+
+    @property
+    def measured_share(self) -> float:
+        """Of the time that generators have had so far."""
+        return self._had_s[0] / (sum(self._had_s) or 1.0)
+
+    def __enter__(self) -> "Turns":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _alternate(self) -> None:
+        sides = find_sides(self._driver)
+        looked = switched = time.monotonic()
+        try:
+            while not self._over.is_set():
+                for side, turn_s in enumerate(self._turns_s):
+                    _each(psutil.Process.suspend, sides[1 - side])
+                    _each(psutil.Process.resume, sides[side])
+                    time.sleep(turn_s)
+                    if side == 1 and time.monotonic() - looked > LOOK_S:
+                        sides, looked = find_sides(self._driver), time.monotonic()
+                    now = time.monotonic()
+                    self._had_s[side] += now - switched
+                    switched = now
+        finally:
+            for side in (0, 1):
+                _each(psutil.Process.resume, sides[side])
+
+
+def find_sides(driver: int) -> list[list[psutil.Process]]:
+    """The living processes of the run's generators, and those of its learner."""
+    found: list[list[psutil.Process]] = [[] for _ in SIDES]
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(driver).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                title = " ".join(process.cmdline())
+                for side, name in zip(found, SIDES, strict=True):
+                    if title.startswith(name):
+                        side.append(process)
+    return found
+
+
+def _each(signal: Callable[[psutil.Process], None], processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            signal(process)
