@@ -1,7 +1,8 @@
-"""The parity probe, between an engine and the learner: what has been sampled of a learner's first version, kept until it is asked for.
+"""The parity probe, between an engine and the learner: what has been sampled of a learner's first version, and of some later ones,
+kept until it is asked for.
 
     publish ─▶ an engine takes the version up, and samples sequences of many lengths ─▶ SubmitProbe ─▶ kept here
-                                          the learner compares, before its first step ◀── NextProbe ◀──┘
+                                          the learner compares, before the next step ◀─── NextProbe ◀──┘
 
 A probe trains nothing: it is in no lease, in no journal and not on the ledger.
 """
@@ -30,6 +31,12 @@ def probe_lengths(config: Config) -> list[int]:
 def num_sampled(length: int) -> int:
     """How many tokens at the end of a sequence are sampled; the others are drawn from a seed."""
     return min(MAX_SAMPLED, length // 2)
+
+
+def is_probed(config: Config, version: int) -> bool:
+    """Is this version probed wherever it stands in a life of the learner?"""
+    every = config.learner.parity_every
+    return every > 0 and version > 0 and version % every == 0 and config.bound > 0
 
 
 class Probes:

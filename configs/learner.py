@@ -169,6 +169,9 @@ class LearnerConfig:
     parity_tolerance: float | None = None
     """Largest difference of a token's log-probability between generator and learner that counts as rounding; the mean must be below a
     tenth of it (`learners/parity.py`). None: 1e-3 for float32, 1 for bfloat16, over the sampling temperature where that is below 1."""
+    parity_every: int = 50
+    """Steps between parity probes of an asynchronous run, for which the learner waits as long as an engine takes to sample 32 tokens;
+    0: only before the first step. At S = 0 every step compares its own tokens."""
     gpus: float | None = None
     """GPUs of one rank; None divides what the driver's host has between generators and learner (docs/learner.md); 0: the CPU."""
     gpu_memory_fraction: float | None = None
@@ -194,7 +197,7 @@ class LearnerConfig:
         )
         found += within_one(**{"learner.gpu_memory_fraction": self.gpu_memory_fraction, "learner.lr_end": self.lr_end})
         found += gpu_share("learner.gpus", self.gpus, most=1)
-        found += not_negative(**{"learner.max_restarts": self.max_restarts})
+        found += not_negative(**{"learner.max_restarts": self.max_restarts, "learner.parity_every": self.parity_every})
         found += self.fsdp.problems() + self.megatron.problems() + self.lora.problems() + self.moe.problems()
         found = found or self._of_engine()
         if self.minibatches > 0 and self.groups_per_step % self.minibatches:

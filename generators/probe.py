@@ -10,7 +10,7 @@ from pathlib import Path
 
 from buffers import messages as m
 from buffers.client import BufferClient
-from buffers.probe import num_sampled, probe_lengths
+from buffers.probe import is_probed, num_sampled, probe_lengths
 from buffers.trajectory import Trajectory, encode, to_batch
 from buffers.vocabulary import ANY, read_vocabulary
 from configs.schema import Config, EngineKind
@@ -24,8 +24,8 @@ FEW = 256
 
 
 class ParityProbe:
-    """An engine's probe of the first version that it takes up of each life of the learner. It is driven by the generator's loop, and
-    stands outside the ledger, as evaluation does."""
+    """An engine's probe of the first version that it takes up of each life of the learner, and of those that are probed in any case. It
+    is driven by the generator's loop, and stands outside the ledger, as evaluation does."""
 
     def __init__(self, config: Config, generator: str) -> None:
         self._config, self._generator = config, generator
@@ -34,14 +34,15 @@ class ParityProbe:
         self._done: dict[int, Completion] = {}
         self._began_at = 0.0
 
-    def begin(self, engine: Engine, weights: str, life: str) -> None:
-        """Puts the probe into the engine, which has taken up `weights`, if they are the first of this life of the learner."""
-        if life == self._life or self._config.generators.engine is EngineKind.simulated:
+    def begin(self, engine: Engine, weights: str, life: str, version: int) -> None:
+        """Puts the probe into the engine, which has taken up `weights`, if they are to be probed."""
+        is_due = life != self._life or is_probed(self._config, version)
+        if not is_due or self._config.generators.engine is EngineKind.simulated:
             return
         engine.abort([_name(place) for place in range(len(self._prompts))])
         known, seed = read_vocabulary(Path(self._config.model.path)), self._config.run.seed
         vocabulary = known if known < ANY else FEW
-        drawn = random.Random(f"parity probe {seed}")
+        drawn = random.Random(f"parity probe {seed} {version}")
         lengths = probe_lengths(self._config)
         self._prompts = [[drawn.randrange(vocabulary) for _ in range(n - num_sampled(n))] for n in lengths]
         self._life, self._weights, self._done, self._began_at = life, weights, {}, time.time()
@@ -49,7 +50,7 @@ class ParityProbe:
             engine.add(
                 Sample(
                     id=_name(place), prompt=prompt, max_tokens=length - len(prompt), forced=True,
-                    seed=sample_seed(seed, "probe", 0, place),
+                    seed=sample_seed(seed, "probe", version, place),
                 )
             )  # fmt: skip
 

@@ -240,7 +240,7 @@ class Generator:
         self._totals.updates += 1
         self._totals.update_bytes += manifest.num_bytes
         self._preparer.submit(self._settle)
-        self._probe.begin(self._engine, weights, _life(weights))
+        self._probe.begin(self._engine, weights, _life(weights), manifest.version)
 
     def _prepare(self, weights: str) -> "tuple[str, Future[Snapshot | Broadcast]]":
         """Fetches and verifies the snapshot beside the engine. One that is under way for an older version is taken up first: else no

@@ -24,6 +24,7 @@ from buffers import messages as m
 from buffers.client import Taken
 from buffers.connections import watch_small_requests
 from buffers.keys import open_door
+from buffers.probe import is_probed
 from buffers.trajectory import decode
 from configs.learner import LearnerKind, LoraPublish
 from configs.schema import Config, Transport
@@ -75,6 +76,8 @@ class Learner:
         self.step = first_step
         """Steps trained, which is also the version held."""
         self._probes = probes
+        self._probed: dict[str, float] = {}
+        """Figures of the newest probe, until the next step reports them."""
         self._began, self._say, self._activity = time.monotonic(), say, ""
         trainer.moved = self._go_on
         trainer.watch = self._watch = ParityWatch(config) if probes else None
@@ -95,12 +98,16 @@ class Learner:
                 metrics, num_trained = self._trainer.train(batch, self.step)
                 metrics["memory/peak_gib"] = self._peak_gib()
                 metrics |= {} if self._writer.took_s is None else {"time/checkpoint_s": self._writer.took_s}
+                metrics |= self._probed
+                self._probed = {}
                 self.step += 1
                 self._publish()
                 self._report(num_trained, metrics)
                 self._saved()
                 if self.step % self._config.learner.checkpoint_every == 0:
                     saved = self._save()
+                if self._probes and self.step < self._config.run.steps and is_probed(self._config, self.step):
+                    self._probe()
             if saved != self.step:
                 self._save()
             self._saved(wait=True)
@@ -219,7 +226,7 @@ class Learner:
         if rows:
             probe = from_arrow(pa.Table.from_batches([decode(rows)]))
             self._turn_to("comparing the parity probe")
-            check_probe(probe, self._trainer.logprobs(probe), self._config, self.step)
+            self._probed = check_probe(probe, self._trainer.logprobs(probe), self._config, self.step)
 
     def _probe_rows(self) -> bytes:
         """The probe, on every rank, after the first has got it; empty when the run was told to stop. Generators may come late, so ranks

@@ -1,6 +1,7 @@
 """Parity: generators and learner must say the same of the same tokens under the same weights, or training is wrong.
 
-Two looks, one rule. The *probe*, before the first step of each life of the learner: an engine has sampled sequences of every length up to
+Two looks, one rule. The *probe*, before the first step of each life of the learner and, in an asynchronous run, every `learner.parity_every`
+steps: an engine has sampled sequences of every length up to
 `generators.max_model_len` (`buffers.probe`), and the learner computes them packed, as it trains. The *watch*, at every step: the batch's
 fresh tokens, of which the step's own forward pass says what the learner has to say.
 
@@ -109,8 +110,8 @@ def check_parity(
     )
 
 
-def check_probe(probe: Batch, learner: Tensor, config: Config, version: int) -> None:
-    """`learner` [T]: its log-probabilities of the probe's tokens. Raises ParityError. In float32 no token may be an outlier: there are
+def check_probe(probe: Batch, learner: Tensor, config: Config, version: int) -> dict[str, float]:
+    """The probe's figures. `learner` [T]: its log-probabilities of the probe's tokens. Raises ParityError. In float32 no token may be an outlier: there are
     few of them, and one look."""
     difference = compare(learner, probe.behavior_logprobs, probe.sampled)
     outliers = 0 if config.model.dtype is Dtype.float32 else FEW
@@ -120,6 +121,7 @@ def check_probe(probe: Batch, learner: Tensor, config: Config, version: int) -> 
         "parity probe of version %d: %d tokens in sequences of up to %d, largest difference %.2e, mean %.2e",
         version, found["parity/tokens"], longest, found["parity/max"], found["parity/mean"],
     )  # fmt: skip
+    return {"parity/probe_max": found["parity/max"], "parity/probe_mean": found["parity/mean"]}
 
 
 class ParityWatch:

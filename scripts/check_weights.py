@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from check_machine import MIB
+from check_machine import MIB, NotHere, num_gpus
 from check_models import make_model
 
 
@@ -74,37 +74,53 @@ def transport_tcp(with_keys: bool) -> str:
             publisher.close()
 
 
-def publish_on_gpu(model: Path, folder: Path, say: Any, wait: Any) -> None:
-    """In a process of its own, as the learner is: handles of CUDA IPC are for others."""
+def publish_on_gpu(model: Path, folder: Path, by_nccl: bool, say: Any, wait: Any) -> None:
+    """In a process of its own, as the learner is: handles of CUDA IPC are for others, and so is a group of NCCL."""
     import torch
     from safetensors.torch import load_file
 
     from sync.publisher import Publisher
     from sync.stream import parts
+    from sync.subscriber import announce
     from sync.transports.cuda_ipc import DeviceCopy, gpu_uuid
+    from sync.transports.server import SnapshotServer
 
     device = torch.device("cuda", torch.cuda.current_device())
-    publisher = Publisher(folder, "check", device=DeviceCopy(folder, gpu_uuid(), device, always=True))
     gpu = {name: tensor.cuda() for name, tensor in load_file(model / "model.safetensors").items()}
-    say.put(publisher.announcement(publisher.publish(0, parts(gpu))))
+    copy = None if by_nccl else DeviceCopy(folder, gpu_uuid(), device, always=True)
+    server = SnapshotServer(folder, nccl=True) if by_nccl else None
+    publisher = Publisher(folder, "check", device=copy, server=server)
+    manifest = publisher.publish(0, parts(gpu))
+    say.put(announce(manifest, server.address) if server is not None else publisher.announcement(manifest))
     wait.get()
     publisher.close()
 
 
-def transport_cuda_ipc() -> str:
-    """Weights from a learner's GPU to an engine on the same one."""
+def transport_on_gpu(by_nccl: bool) -> str:
+    """Weights from a learner's GPU to an engine: on the same one by CUDA IPC, on the next one by NCCL."""
+    if by_nccl and num_gpus() < 2:
+        raise NotHere("NCCL takes two GPUs, found 1")
     with tempfile.TemporaryDirectory() as folder:
         context, model, where = mp.get_context("spawn"), make_model(Path(folder) / "model"), Path(folder) / "weights"
         say, wait = context.Queue(), context.Queue()
-        learner = context.Process(target=publish_on_gpu, args=(model, where, say, wait))
+        learner = context.Process(target=publish_on_gpu, args=(model, where, by_nccl, say, wait))
+        before = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if by_nccl:  # as Ray gives each rank its own
+            os.environ["CUDA_VISIBLE_DEVICES"] = "1" if before is None else before.split(",")[1]
         learner.start()
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
         from generators.vllm_engine import VllmEngine
         from sync.subscriber import Subscriber
+        from sync.transports.fetcher import Fetcher
 
         served = VllmEngine(
-            str(model), dtype="float32", max_model_len=64, max_sequences=8, gpu_memory_fraction=0.2, transfer="ipc"
-        )
-        snapshot = Subscriber().prepare(say.get())
+            str(model), dtype="float32", max_model_len=64, max_sequences=8, gpu_memory_fraction=0.2,
+            transfer="nccl" if by_nccl else "ipc",
+        )  # fmt: skip
+        subscriber = Subscriber(Fetcher(Path(folder) / "fetched"), broadcast=True) if by_nccl else Subscriber()
+        snapshot = subscriber.prepare(say.get())
         served.load(snapshot)
         held = served.held_digests(snapshot.manifest)
         wait.put("done")

@@ -20,7 +20,7 @@ from check_machine import (
     shared_memory,
 )
 from check_models import engine, learner, ranks
-from check_weights import transport_cuda_ipc, transport_on_host, transport_tcp
+from check_weights import transport_on_gpu, transport_on_host, transport_tcp
 
 CHECKS = [
     Check("packages", python_packages),
@@ -47,5 +47,6 @@ CHECKS = [
     Check("weights, disk", partial(transport_on_host, False)),
     Check("weights, TCP", partial(transport_tcp, False)),
     Check("weights, TCP with keys", partial(transport_tcp, True)),
-    Check("weights, CUDA IPC", transport_cuda_ipc, gpu=True, deadline_s=180),
+    Check("weights, CUDA IPC", partial(transport_on_gpu, False), gpu=True, deadline_s=180),
+    Check("weights, NCCL", partial(transport_on_gpu, True), gpu=True, deadline_s=180),
 ]  # fmt: skip

@@ -121,6 +121,21 @@ def ending_with_its_device() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def named_shortage_of_engine() -> Iterator[None]:
+    """Says in one sentence, as a ValueError, that an engine's GPU has too little memory, whenever that is found."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        text = str(error).partition("\n")[0]
+        raise ValueError(
+            "an engine must fit into its GPU (a smaller generators.gpu_memory_fraction leaves more beside the cache, and generators.max_sequences "
+            f"and max_model_len make less of it necessary), got: {text}"
+        ) from error
+
+
+@contextlib.contextmanager
 def heartbeat(client: BufferClient, name: str) -> Iterator[HeartbeatThread]:
     """The buffer hears of a rank of the learner. One that ends well says farewell; one that fails is heard of no more."""
     heart = HeartbeatThread(client, partial(m.Alive, role=name), "loading the model")
@@ -152,7 +167,7 @@ class GeneratorRole(Role):
     def run(self, address: str, name: str, seed: int, keys: str | None, place: Placement) -> None:
         from generators.worker import join
 
-        with ending_with_its_device(), logged():
+        with ending_with_its_device(), logged(), named_shortage_of_engine():
             # Kept: an engine that is let go of computes for two seconds.
             self.generator = join(address, name, seed, keys, place.memory, place.is_shared)
             self.generator.run()

@@ -72,6 +72,24 @@ def test_an_error_of_the_device_is_told_from_others(error: RuntimeError, expecte
     assert roles.is_device_error(error) == expected
 
 
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), torch.AcceleratorError("CUDA error: out of memory")],
+)
+def test_an_engine_that_runs_out_of_memory_says_so_in_one_sentence_and_is_not_started_again(
+    error: RuntimeError,
+) -> None:
+    with (
+        pytest.raises(ValueError, match="^an engine must fit into its GPU .*, got: CUDA .*memory[^\n]*$"),
+        roles.ending_with_its_device(),
+        roles.logged(),
+        roles.named_shortage_of_engine(),
+    ):
+        raise error
+    with pytest.raises(RuntimeError, match="another"), roles.named_shortage_of_engine():
+        raise RuntimeError("another")
+
+
 @pytest.mark.timeout(300)
 def test_a_generator_whose_device_fails_is_started_again(
     start: Callable[..., Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

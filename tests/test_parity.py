@@ -190,15 +190,15 @@ def run(tmp_path: Path) -> Iterator[Harness]:
 
 def probe_of(run: Harness, engine: Parrot, weights: str, name: str = "g") -> None:
     probe = ParityProbe(run.server._config, name)
-    probe.begin(engine, weights, "life")  # type: ignore[arg-type]
+    probe.begin(engine, weights, "life", 0)  # type: ignore[arg-type]
     for completion in engine.finish():
         probe.take(completion, run.client)
 
 
 def test_an_engine_is_probed_once_a_life_of_the_learner_with_forced_samples_of_known_tokens(run: Harness) -> None:
     probe, engine = ParityProbe(run.server._config, "g"), Parrot()
-    for life in ("first", "first", "second"):
-        probe.begin(engine, "w0", life)  # type: ignore[arg-type]
+    for life, version in (("first", 0), ("first", 1), ("second", 0)):
+        probe.begin(engine, "w0", life, version)  # type: ignore[arg-type]
     half = len(engine.asked) // 2
     assert half == len(probe_lengths(run.server._config)) and len(engine.aborted) == half, "one under way is given up"
     assert [sample.prompt for sample in engine.asked[:half]] == [sample.prompt for sample in engine.asked[half:]]
@@ -206,8 +206,26 @@ def test_an_engine_is_probed_once_a_life_of_the_learner_with_forced_samples_of_k
     assert lengths == probe_lengths(run.server._config) and lengths[0] == 40
     assert all(sample.forced and 0 <= min(sample.prompt) <= max(sample.prompt) < 50 for sample in engine.asked)
     simulated = ParityProbe(load([*PROBED, "generators.engine=simulated", "learner.engine=simulated"]), "g")
-    simulated.begin(engine, "w0", "third")  # type: ignore[arg-type]
+    simulated.begin(engine, "w0", "third", 50)  # type: ignore[arg-type]
     assert len(engine.asked) == 2 * half
+
+
+@pytest.mark.parametrize(
+    ("overrides", "probed"),
+    [((), [0, 50]), (("learner.parity_every=3",), [0, 3, 6]), (("learner.parity_every=0",), [0]), (("mode=on_policy",), [0])],
+)  # fmt: skip
+def test_later_versions_are_probed_now_and_then_each_with_tokens_of_its_own(
+    tmp_path: Path, overrides: tuple[str, ...], probed: list[int]
+) -> None:
+    config, engine = load([*PROBED, *overrides, f"model.path={tmp_path}"]), Parrot()
+    probe, found, prompts = ParityProbe(config, "g"), [], []
+    for version in (0, 1, 3, 4, 6, 50):
+        probe.begin(engine, f"w{version}", "life", version)  # type: ignore[arg-type]
+        if engine.asked:
+            found.append(version)
+            prompts.append(engine.asked[0].prompt)
+            engine.asked.clear()
+    assert found == probed and len({tuple(prompt) for prompt in prompts}) == len(probed)
 
 
 def next_probe(run: Harness, wait_s: float = 0.0) -> bytes | m.Reply:

@@ -160,7 +160,9 @@ def test_a_role_that_fails_ends_the_run_with_its_traceback(start: Callable[..., 
 def main_job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[tuple[Started, str]]:
     """A smoke run in which a generator was killed, and what it printed. As a user's, it has a nursery of its own."""
     environment = {name: value for name, value in os.environ.items() if name != FOLDER}
-    run = Started(tmp_path_factory.mktemp("main"), "+experiment=smoke", environment=environment)
+    run = Started(
+        tmp_path_factory.mktemp("main"), "+experiment=smoke", "learner.parity_every=10", environment=environment
+    )
     try:
         run.wait_for(lambda: run.steps() >= 3, "third step")
         run.roles("GeneratorRole")[0].send_signal(signal.SIGKILL)
@@ -202,6 +204,10 @@ def test_the_main_job_learns_survives_a_killed_generator_and_accounts_for_every_
     events = EventAccumulator(str(run.folder / "tensorboard"))
     events.Reload()
     assert len(events.Scalars("reward/mean")) == 40 and len(events.Scalars("eval/reward")) == 2
+    probed = {event.step: event.value for event in events.Scalars("parity/probe_max")}
+    assert len(probed) == 4 and all(0 <= value < 1e-3 for value in probed.values()), (
+        "before the first step and every 10"
+    )
     assert {"staleness/mean", "throughput/trained_tokens_per_s", "offpolicy/ess"} <= set(events.Tags()["scalars"])
     run.assert_nothing_left()
 
