@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from benchmark import ASYNC, ON_POLICY, Result, comparison, tables
+from benchmark import ASYNC, ON_POLICY, TARGETS, Result, comparison, tables
 
 BEFORE = Result(
     setting="throttled", name=ON_POLICY, seed=0, steps_per_s=1.0, generated_tokens_per_s=10.0, trained_tokens_per_s=10.0,
@@ -13,6 +13,11 @@ BEFORE = Result(
 AFTER = replace(
     BEFORE, name=ASYNC, steps_per_s=1.8, held_out=[(0, 0.0, 0.4), (20, 10.0, 0.58), (40, 20.0, 0.78)], generators_share=0.51
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TARGETS, "throttled", 0.7)
 
 
 def test_the_time_to_a_reward_is_read_between_two_evaluations() -> None:
