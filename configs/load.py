@@ -78,9 +78,10 @@ def study(folder: Path, overrides: Sequence[str]) -> Config:
             continue
         if not (FOLDER / group / f"{name}.yaml").is_file() or group != "algo":
             raise ValueError(f"a study takes algo=NAME and single keys, got {override!r}")
-        preset = OmegaConf.load(FOLDER / group / f"{name}.yaml")
         del saved["algo"]
-        saved = OmegaConf.merge(saved, preset)
+        merged = OmegaConf.merge(saved, OmegaConf.load(FOLDER / group / f"{name}.yaml"))
+        assert isinstance(merged, DictConfig)
+        saved = merged
     config = check(_merge(saved, OmegaConf.from_dotlist(single)))
     for key in ("learner.groups_per_step", "learner.samples_per_prompt", "model.path"):
         before, now = OmegaConf.select(saved, key), OmegaConf.select(OmegaConf.structured(config), key)

@@ -10,7 +10,7 @@ the time they took. The first and the last steps, in which the pipeline fills an
 `throttled` is real: vLLM samples, the learner trains, lengths have a long tail. Each side has hardware of its own: the two
 take turns of some milliseconds and are stopped in between (scripts/turns.py), in both modes alike.
 
-`real` has no such turns: generators and learner compete for the cores of this machine. On two of them overlap has little to give.
+`real` is the default run: generators and learner compete for the cores of this machine. On two of them overlap has little to give.
 
 Tables and intervals go to the console, pictures and every run's figures to --folder.
 """
@@ -23,6 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -86,6 +87,8 @@ class Result:
     idle_generators: float
     staleness_mean: float
     staleness_max: int
+    wall_s: float
+    """From the command to its end."""
     generators_share: float | None
     """Of the time, as it was measured; None where nobody takes turns."""
     curve: list[tuple[float, float]]
@@ -116,7 +119,7 @@ def cases(setting: str, steps: int | None) -> list[Case]:
             found.append(
                 Case("simulated", f"async S={STALENESS} {on_late}, CV {cv}", (*SIMULATED, *overlaps), steps or 60)
             )
-    for real, overrides, usual in (("throttled", THROTTLED, 160), ("real", ["eval.every=20"], 160)):
+    for real, overrides, usual in (("throttled", THROTTLED, 160), ("real", ["eval.every=20"], 240)):
         if setting in (real, "all"):
             found.append(Case(real, ON_POLICY, (*overrides, "mode=on_policy"), steps or usual))
             found.append(Case(real, ASYNC, (*overrides, "staleness.max_versions=2"), steps or usual))
@@ -128,6 +131,7 @@ def measure(case: Case, seed: int, outputs: Path) -> Result:
     name = re.sub(r"[^\w.]+", "-", f"{case.setting} {case.name} {seed}")
     command = [sys.executable, str(ROOT / "scripts/train.py"), f"run.outputs={outputs}", f"run.name={name}"]
     command += [f"run.seed={seed}", f"run.steps={case.steps}", "learner.checkpoint_every=1000000", *case.overrides]
+    began = time.monotonic()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         turns = Turns(run.pid, GENERATORS_SHARE, PERIOD_S) if case.setting == "throttled" else None
         try:
@@ -157,6 +161,7 @@ def measure(case: Case, seed: int, outputs: Path) -> Result:
         idle_generators=summary["idle"]["generators"],
         staleness_mean=summary["staleness"]["mean"],
         staleness_max=summary["staleness"]["max"],
+        wall_s=time.monotonic() - began,
         generators_share=turns.measured_share if turns else None,
         curve=list(zip(seconds, averaged, strict=True)),
         held_out=[
@@ -181,7 +186,7 @@ def tables(results: list[Result]) -> list[Table]:
         last = "of\nbound" if setting == "simulated" else "held out\nat the end"
         for column in (
             "", "steps/s", "tok/s\ngenerated", "tok/s\ntrained", "masked", "idle\nlearner", "idle\ngenerators",
-            "staleness\nmean (max)", last, f"s to\n{TARGETS.get(setting, '')}",
+            "staleness\nmean (max)", last, f"s to\n{TARGETS.get(setting, '')}", "whole\ncommand, s",
         ):  # fmt: skip
             table.add_column(column, justify="left" if not column else "right", no_wrap=True)
         mine = [result for result in results if result.setting == setting]
@@ -209,6 +214,7 @@ def row(runs: list[Result]) -> list[str]:
         if runs[0].share_of_bound
         else f"{mean(run.held_out[-1][2] for run in runs):.3f}",
         f"{mean(times):.0f}" if len(times) == len(runs) else "–",
+        f"{average('wall_s'):.0f}",
     ]
 
 
@@ -284,7 +290,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setting", choices=(*SETTINGS, "all"), default="all")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each case, interleaved (default 3)")
-    parser.add_argument("--steps", type=int, help="steps of a run (default: simulated 60, else 160)")
+    parser.add_argument("--steps", type=int, help="steps of a run (default: simulated 60, throttled 160, real 240)")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "benchmark", help="for pictures and figures")
     arguments = parser.parse_args()
     if arguments.seeds < 1 or (arguments.steps is not None and arguments.steps <= WARM_UP + DRAIN):
