@@ -82,7 +82,7 @@ class RunConfig:
     """Start anew in a folder that already holds a run (the old one is deleted)."""
     resume: str | None = None
     """Folder of a run to continue from its newest checkpoint, or from the beginning where it has none; the run goes on in that folder."""
-    steps: int = 240
+    steps: int = 320
     """Steps to train: each consumes `groups_per_step` groups and publishes one new version."""
     seed: int = 0
     """Seeds the prompt order, every sampled trajectory and the learner."""

@@ -119,7 +119,7 @@ def cases(setting: str, steps: int | None) -> list[Case]:
             found.append(
                 Case("simulated", f"async S={STALENESS} {on_late}, CV {cv}", (*SIMULATED, *overlaps), steps or 60)
             )
-    for real, overrides, usual in (("throttled", THROTTLED, 160), ("real", ["eval.every=20"], 240)):
+    for real, overrides, usual in (("throttled", THROTTLED, 160), ("real", ["eval.every=20"], 320)):
         if setting in (real, "all"):
             found.append(Case(real, ON_POLICY, (*overrides, "mode=on_policy"), steps or usual))
             found.append(Case(real, ASYNC, (*overrides, "staleness.max_versions=2"), steps or usual))
@@ -290,7 +290,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setting", choices=(*SETTINGS, "all"), default="all")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each case, interleaved (default 3)")
-    parser.add_argument("--steps", type=int, help="steps of a run (default: simulated 60, throttled 160, real 240)")
+    parser.add_argument("--steps", type=int, help="steps of a run (default: simulated 60, throttled 160, real 320)")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "benchmark", help="for pictures and figures")
     arguments = parser.parse_args()
     if arguments.seeds < 1 or (arguments.steps is not None and arguments.steps <= WARM_UP + DRAIN):

@@ -281,7 +281,7 @@ def test_a_group_that_fails_for_good_is_quarantined_with_its_error_and_the_run_g
 
 
 def test_dynamic_sampling_refills_groups_whose_rewards_are_all_equal(harness: Callable[..., Harness]) -> None:
-    run = harness("staleness.max_versions=0", "algo=dapo")
+    run = harness("staleness.max_versions=0", "algo=dapo", "learner.minibatches=1")
     run.publish(0)
     first, second = run.ask()
     mixed = [group_of(second)[0], group_of(second, reward=0.0)[1]]

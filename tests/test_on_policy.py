@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 STEPS, GROUPS, SAMPLES = 4, 8, 4
 SAME = [
     "mode=on_policy", f"run.steps={STEPS}", f"learner.groups_per_step={GROUPS}", f"learner.samples_per_prompt={SAMPLES}",
-    "generators.count=1", "eval.prompts=0", "learner.lr=1e-3", "learner.warmup_steps=0",
+    "generators.count=1", "eval.prompts=0", "learner.lr=1e-3", "learner.warmup_steps=0", "learner.lr_end=1",
 ]  # fmt: skip
 
 
