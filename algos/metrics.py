@@ -37,14 +37,15 @@ def sums(
     unscaled = correction
     if algo.normalise_weights:
         unscaled = correction_weights(algo, tokens.proximal - tokens.behavior, mask, tokens.sequence)
+    weight = correction * _own_weight(algo, tokens) if algo.loss.corrects else correction
     columns = {
         "tokens": mask,
         "entropy": entropy,
         "clipped": _has_no_gradient(algo, tokens),
         "truncated": (unscaled >= algo.correction_range[1]) & (correction > 0) & truncates,
         "dropped": correction == 0,
-        "weight": correction,
-        "weight_squared": correction.square(),
+        "weight": weight,
+        "weight_squared": weight.square(),
         "ratio": log_ratio.exp(),
         "rho": rho,
         "rho_squared": rho.square(),
@@ -68,19 +69,30 @@ def sums(
     first = torch.zeros(count, dtype=torch.float64, device=mask.device)
     trained = first.index_add(0, tokens.sequence, mask.double()) > 0
     whole = first.index_copy(0, tokens.sequence, sequence_sum(ell, mask, tokens.sequence))[trained]
-    weight = clamped(whole).exp()
-    for name, value in (("sequences", trained), ("sequence_rho", weight), ("sequence_rho_squared", weight.square())):
+    product = clamped(whole).exp()
+    for name, value in (("sequences", trained), ("sequence_rho", product), ("sequence_rho_squared", product.square())):
         found[name] = value.double().sum()
     return found
 
 
 def _has_no_gradient(algo: AlgoConfig, tokens: Tokens) -> Tensor:
     """[T] Where the surrogate has no gradient although there is an advantage: the clip, or the gate, has taken effect."""
+    return (_gradient(algo, tokens) == 0) & (tokens.advantages != 0)
+
+
+def _own_weight(algo: AlgoConfig, tokens: Tokens) -> Tensor:
+    """[T] By what a surrogate that corrects by itself weighs A ∇ log π; 0 where not trained."""
+    signs = torch.where(tokens.advantages < 0, -1.0, 1.0)
+    return _gradient(algo, replace(tokens, advantages=signs)).abs() * tokens.mask
+
+
+def _gradient(algo: AlgoConfig, tokens: Tokens) -> Tensor:
+    """[T] of the surrogate, with respect to log π_θ."""
     with torch.enable_grad():
         leaf = tokens.logprobs.detach().requires_grad_()
         objective = SURROGATES[algo.surrogate](replace(tokens, logprobs=leaf), algo.loss)
         (gradient,) = torch.autograd.grad(objective.sum(), leaf)
-    return (gradient == 0) & (tokens.advantages != 0)
+    return gradient
 
 
 def summarize(sums: dict[str, Tensor]) -> dict[str, float]:

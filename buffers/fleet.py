@@ -18,7 +18,7 @@ MAX_NAMED = 4
 GONE_S = 10.0
 """A role that has not been heard of for longer is not at work, whatever it said last."""
 IDLE = ("waiting", "sampling")
-"""How activities begin that are no work of their own: what a generator has sampled is counted in tokens."""
+"""How activities begin that are no work of their own: what a generator's engine has sampled is counted in tokens."""
 JOINED, STARTING = "joined", "starting the engine"
 """Activities of a generator that is not ready yet: it has not been heard of since it joined, or its engine starts."""
 
@@ -66,12 +66,12 @@ class Fleet:
         self.hear(generator, m.Alive(role=generator, activity=JOINED), now)
 
     def report(self, beat: m.Heartbeat, now: float) -> bool:
-        """Takes in a generator's heartbeat; true if it has sampled since its last."""
+        """Takes in a generator's heartbeat; true if its engine has sampled since its last."""
         generator = beat.generator
         self.hear(generator, beat, now)
         if generator not in self._lives:
             self._begin_life(generator)
-        moved = beat.report.sampled_tokens > self._lives[generator].sampled_tokens
+        moved = beat.report.decoded_tokens != self._lives[generator].decoded_tokens
         self._lives[generator] = beat.report
         self._lives.move_to_end(generator)
         is_ready = beat.activity not in (JOINED, STARTING) and generator not in self._ready

@@ -311,6 +311,10 @@ class AlgoConfig:
         return self.normalise_weights or self.surrogate == "m2po"
 
     @property
+    def _rejects(self) -> bool:
+        return self.rejection.estimator is not None
+
+    @property
     def is_corrected(self) -> bool:
         """Does the loss weigh tokens for having been sampled by another policy?"""
         if self.loss.corrects or self.advantage is Advantage.vtrace:
@@ -349,6 +353,20 @@ class AlgoConfig:
             found.append(
                 "algo.correction must be none for algo.advantage=vtrace (its advantages are weighed by π / μ already), got "
                 f"{self.correction}"
+            )
+        if self.advantage is Advantage.vtrace and self.loss.corrects:
+            found.append(
+                "algo.surrogate must not weigh tokens by π / μ itself for algo.advantage=vtrace (its advantages are weighed already; "
+                f"ppo does not), got {self.surrogate}"
+            )
+        if self.surrogate in ("topr", "dppo", "aipo") and self.proximal is not Proximal.recompute and not self._rejects:
+            found.append(
+                f"algo.proximal must be left alone for algo.surrogate={self.surrogate} (it knows no proximal policy), got {self.proximal}"
+            )
+        if self.proximal is Proximal.behavior and self._rejects:
+            found.append(
+                "algo.rejection.estimator must be null for algo.proximal=behavior (the two policies it compares are one), got "
+                f"{self.rejection.estimator}"
             )
         shaped = [name for name in ("normalise", "overlong_share") if getattr(self.reward, name)]
         if self.advantage is Advantage.remax and shaped:

@@ -38,6 +38,12 @@ def _compose(overrides: tuple[str, ...]) -> DictConfig:
             raise ValueError(_explain(error, overrides)) from error
 
 
+def resumed_folder(overrides: Sequence[str]) -> Path | None:
+    """The folder of the run that the overrides resume; None where they begin one."""
+    said = [override.partition("=")[2] for override in overrides if override.partition("=")[0] == "run.resume"]
+    return Path(said[-1]) if said and said[-1] not in ("", "null") else None
+
+
 def parse(text: str) -> Config:
     """A `config.yaml` that a run has written."""
     return check(_merge(OmegaConf.create(text)))
@@ -48,6 +54,8 @@ def resume(folder: Path, overrides: Sequence[str]) -> Config:
     path = folder / "config.yaml"
     if not path.is_file():
         raise ValueError(f"run.resume must be the folder of a run, got {folder} without a config.yaml")
+    if problems := _unknown(overrides):
+        raise ValueError("\n".join(problems))
     saved = OmegaConf.create(path.read_text())
     if groups := [
         o for o in overrides if "." not in o.partition("=")[0] and o.partition("=")[0] not in ("mode", "role")
@@ -78,16 +86,26 @@ def study(folder: Path, overrides: Sequence[str]) -> Config:
             continue
         if not (FOLDER / group / f"{name}.yaml").is_file() or group != "algo":
             raise ValueError(f"a study takes algo=NAME and single keys, got {override!r}")
-        del saved["algo"]
-        merged = OmegaConf.merge(saved, OmegaConf.load(FOLDER / group / f"{name}.yaml"))
-        assert isinstance(merged, DictConfig)
-        saved = merged
+        own, other = _preset(saved.algo.name), _preset(name)
+        saved["algo"] = other.algo
+        for key in ("lr", "minibatches"):  # what the run has as its preset has it
+            if saved.learner[key] == own.learner[key]:
+                saved.learner[key] = other.learner[key]
     config = check(_merge(saved, OmegaConf.from_dotlist(single)))
     for key in ("learner.groups_per_step", "learner.samples_per_prompt", "model.path"):
         before, now = OmegaConf.select(saved, key), OmegaConf.select(OmegaConf.structured(config), key)
         if before != now:
             raise ValueError(f"{key} must stay {before} (the recorded data is made so), got {now}")
     return config
+
+
+def _preset(name: str) -> DictConfig:
+    """What stands in the preset's file over the defaults; the defaults where there is none of this name."""
+    path = FOLDER / "algo" / f"{name}.yaml"
+    said = OmegaConf.load(path) if path.is_file() else OmegaConf.create()
+    merged = OmegaConf.merge(OmegaConf.structured(Config), said)
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 def _merge(saved: DictConfig | ListConfig, *more: DictConfig) -> DictConfig | ListConfig:

@@ -9,11 +9,15 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
-from configs.algorithms import Advantage, AlgoConfig
+from configs.algorithms import Advantage, AlgoConfig, Proximal
 from configs.learner import CriticPlace, LearnerConfig, LearnerKind, LoraPublish, PlacementConfig
 from configs.rules import gpu_share, positive, within_one
+
+LARGE_RATE = 1e-4
+"""Above it a learning rate is told of, unless it is for the tiny model or for adapters."""
 
 Mode = StrEnum("Mode", {"async": "async", "on_policy": "on_policy"})
 """`on_policy` is the synchronous baseline: S = 0, whatever `staleness.max_versions` says; same code."""
@@ -446,6 +450,19 @@ class Config:
 
     def warnings(self) -> list[str]:
         """What is allowed and may surprise, one sentence each."""
+        algo, learner, found = self.algo, self.learner, []
+        if not Path(self.model.path).name.startswith("tiny") and learner.lora.rank is None and learner.lr > LARGE_RATE:
+            found.append(
+                f"learner.lr={learner.lr:g} is a rate for the tiny model, far above what whole pretrained models bear (1e-6 to 1e-5 is usual)"
+            )
+        if algo.surrogate in ("ppo", "gspo") and algo.proximal is Proximal.recompute and learner.minibatches == 1:
+            found.append(
+                f"learner.minibatches=1: the clip of algo.surrogate={algo.surrogate} never acts, for it begins where the policy is "
+                "(4 in presets; algo=dppo acts in the first update)"
+            )
+        return found + self._staleness_warnings()
+
+    def _staleness_warnings(self) -> list[str]:
         algo = self.algo
         if self.bound <= algo.tolerates:
             return []

@@ -84,8 +84,15 @@ class ToprConfig(SurrogateConfig):
 class DppoConfig(SurrogateConfig):
     corrects: ClassVar[bool] = True
     low: float = 0.2
-    """δ_low: how far a token's probability may have fallen."""
+    """δ_low: how far a token's probability may have fallen; at most 1, which is no bound."""
     high: float = 0.2
+
+    def problems(self, section: str) -> list[str]:
+        return SurrogateConfig.problems(self, section) + [
+            f"{section}.{name} must be at most 1 (a probability moves no further), got {value}"
+            for name, value in (("low", self.low), ("high", self.high))
+            if value > 1
+        ]
 
 
 @dataclass(kw_only=True, slots=True)

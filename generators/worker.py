@@ -27,6 +27,7 @@ from buffers.connections import watch_small_requests
 from buffers.fleet import STARTING
 from buffers.heartbeat import HEARTBEAT_S, HeartbeatThread
 from buffers.keys import has_door, open_door, show_key
+from buffers.probe import probe_lengths
 from buffers.trajectory import GREEDY, Trajectory, to_batch
 from configs import load as configs
 from configs.algorithms import Advantage
@@ -207,6 +208,7 @@ class Generator:
     def _report(self) -> m.GeneratorReport:
         self._totals.version, self._totals.alive_s = self._held_version, self._clock() - self._started_at
         self._totals.abandoned_scores = self._scores.num_abandoned
+        self._totals.decoded_tokens = self._totals.sampled_tokens + sum(self._engine.progress().values())
         return self._totals
 
     def _ask(self) -> None:
@@ -472,7 +474,7 @@ def make_engine(config: Config, seed: int, shares_gpu: bool = False) -> Engine:
         config.model.path,
         dtype=config.model.dtype,
         max_model_len=config.generators.max_model_len,
-        max_sequences=config.generators.max_sequences,
+        max_sequences=config.generators.max_sequences + len(probe_lengths(config)),  # a probe waits for no rollout
         kv_cache_mb=config.generators.kv_cache_mb,
         prefix_cache=config.generators.prefix_cache,
         kv_cache=config.sync.kv_cache,

@@ -24,7 +24,7 @@ Write = Callable[[Path], None]
 """Writes a copy of an engine's state into a folder."""
 
 CHUNK_BYTES = 1 << 24
-LOOK_S = 1.0
+LOOK_S, HEAR_S = 1.0, 10.0
 """How often a wait looks whether it gets on."""
 
 
@@ -78,7 +78,7 @@ class Writer:
         self._under_way: Future[CheckpointManifest] | None = None
         self._temporary = folder
         """Where the one under way is written."""
-        self._num_digested = 0
+        self._num_digested = self._num_told = 0
         self.took_s: float | None = None
         """Seconds that the last one took to be written; None before there is one."""
 
@@ -131,9 +131,7 @@ class Writer:
         try:
             self._together(begin)
             self._together(lambda: write(temporary))
-            if first:
-                manifest = msgspec.structs.replace(manifest, files=_digests(temporary, self._digested))
-                finish(self._folder, temporary, manifest, self._keep)
+            manifest = self._completed(manifest)
         except BaseException as error:  # torch's CheckpointException is no Exception
             if first:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -141,6 +139,27 @@ class Writer:
                 raise _no_room(self._folder) from error
             raise
         self.took_s = time.monotonic() - began
+        return manifest
+
+    def _completed(self, manifest: CheckpointManifest) -> CheckpointManifest:
+        """The first rank reads all that was written again, and completes the checkpoint. The others wait for that outside of collectives,
+        whose time-out a large one would outlast."""
+        before, self._num_told = f"checkpoint {self._num_told}", self._num_told + 1
+        name, said = f"checkpoint {self._num_told}", b"complete"
+        if self._world.rank == 0:
+            try:
+                manifest = msgspec.structs.replace(manifest, files=_digests(self._temporary, self._digested))
+                finish(self._folder, self._temporary, manifest, self._keep)
+            except BaseException as error:
+                said = f"{type(error).__name__}: {error}".encode()
+                raise
+            finally:
+                self._world.tell(name, said, instead_of=before)
+            return manifest
+        while (told := self._world.hear(name, HEAR_S)) is None:
+            pass
+        if told != said:
+            raise RuntimeError(f"rank 0 could not complete the checkpoint: {told.decode()}")
         return manifest
 
     def _digested(self, num_bytes: int) -> None:

@@ -33,6 +33,7 @@ from learners.heads import LogprobHead, ValueHead
 from learners.packing import Packed, padded_to
 from learners.routing import Balance, ForwardPass, check_replay, watch_routers
 from learners.shards import sharded_like
+from learners.world import wait_for_first_rank
 from sync.stream import BUCKET_BYTES, Part, parts, stream
 
 
@@ -145,7 +146,9 @@ class FsdpEngine:
             torch.manual_seed(0)  # a critic's head and adapters are drawn at random
             if dist.get_rank() == 0:
                 model = auto.from_pretrained(path, config=config, **options)
+                wait_for_first_rank()
             else:
+                wait_for_first_rank()
                 with torch.device("meta"):
                     model = auto.from_config(config, **options)
             if self._lora is not None:

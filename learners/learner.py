@@ -78,6 +78,9 @@ class Learner:
         self._probes = probes
         self._probed: dict[str, float] = {}
         """Figures of the newest probe, until the next step reports them."""
+        self._told = ""
+        """What the first rank has told the others last."""
+        self._first_step = first_step
         self._began, self._say, self._activity = time.monotonic(), say, ""
         trainer.moved = self._go_on
         trainer.watch = self._watch = ParityWatch(config) if probes else None
@@ -106,7 +109,7 @@ class Learner:
                 self._saved()
                 if self.step % self._config.learner.checkpoint_every == 0:
                     saved = self._save()
-                if self._probes and self.step < self._config.run.steps and is_probed(self._config, self.step):
+                if self._probes and is_probed(self._config, self.step):
                     self._probe()
             if saved != self.step:
                 self._save()
@@ -226,11 +229,14 @@ class Learner:
         if rows:
             probe = from_arrow(pa.Table.from_batches([decode(rows)]))
             self._turn_to("comparing the parity probe")
-            self._probed = check_probe(probe, self._trainer.logprobs(probe), self._config, self.step)
+            self._probed = check_probe(
+                probe, self._trainer.logprobs(probe), self._config, self.step, again=self.step > self._first_step
+            )
 
     def _probe_rows(self) -> bytes:
         """The probe, on every rank, after the first has got it; empty when the run was told to stop. Generators may come late, so ranks
         wait outside of collectives."""
+        name = f"parity probe of version {self.step}"
         if self._world.rank == 0:
             ask = m.NextProbe(wait_s=PATIENCE_S)
             reply, rows = self._client.exchange(ask, wait_s=PATIENCE_S)
@@ -238,9 +244,10 @@ class Learner:
                 self._wait_on(f"waiting: {reply.waiting_for}")
                 reply, rows = self._client.exchange(ask, wait_s=PATIENCE_S)
             found = b"" if isinstance(reply, m.Over) else bytes(rows[0])
-            self._world.tell("parity probe", found)
+            self._world.tell(name, found, instead_of=self._told)
+            self._told = name
             return found
-        while (told := self._world.hear("parity probe", PATIENCE_S)) is None:
+        while (told := self._world.hear(name, PATIENCE_S)) is None:
             self._wait_on("waiting: for the first rank, which waits for the parity probe")
         return told
 

@@ -4,6 +4,8 @@ Engines have process groups of their own (torch's default group, and what they m
 ranks of different pools (the policy's, the critic's) can meet, and so that a thread can write a checkpoint meanwhile.
 """
 
+import contextlib
+import itertools
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -77,6 +79,20 @@ class World:
 
     def barrier(self) -> None:
         self.add(torch.zeros(1))
+
+
+_met = itertools.count()
+
+
+def wait_for_first_rank() -> None:
+    """Returns on each rank of torch's default group once its first one has called this, however long that takes: a collective has a
+    time-out, which the load of a large model would outlast."""
+    store, name = dist.distributed_c10d._get_default_store(), f"first rank {next(_met)}"
+    if dist.get_rank() == 0:
+        store.set(name, b"there")
+    while not store.check([name]):
+        with contextlib.suppress(dist.DistStoreError):
+            store.wait([name], timedelta(seconds=10))
 
 
 def open_store(rendezvous: str, rank: int, size: int) -> dist.Store:

@@ -20,6 +20,7 @@ import json
 import math
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -250,6 +251,14 @@ def _plus_minus(values: list[float]) -> str:
     return f"{center:.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}") + f" ({len(values)} seeds)"
 
 
+def write_figures(results: list[Result], folder: Path) -> None:
+    """After each run: one that fails costs no other."""
+    machine: dict[str, Any] = {"machine": platform.platform(), "processor": platform.processor()}
+    for setting in dict.fromkeys(result.setting for result in results):
+        mine = [asdict(result) for result in results if result.setting == setting]
+        (folder / f"{setting}.json").write_text(json.dumps(machine | {"runs": mine}, indent=1))
+
+
 COLORS = {ON_POLICY: "#7570b3", ASYNC: "#d95f02"}
 
 
@@ -297,6 +306,8 @@ def main() -> int:
         parser.error(
             f"--seeds must be at least 1 and --steps above {WARM_UP + DRAIN}, got {arguments.seeds} and {arguments.steps}"
         )
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: nothing stays stopped
+        signal.signal(ending, lambda number, frame: sys.exit(128 + number))
     console, results = Console(width=None if sys.stdout.isatty() else 130), []
     work = [(case, seed) for seed in range(arguments.seeds) for case in cases(arguments.setting, arguments.steps)]
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -306,16 +317,14 @@ def main() -> int:
                 f"run {number} of {len(work)}: {case.setting}, {case.name}, seed {seed}, {case.steps} steps ..."
             )
             results.append(measure(case, seed, Path(outputs)))
+            write_figures(results, arguments.folder)
     for table in tables(results):
         console.print(table)
-    machine: dict[str, Any] = {"machine": platform.platform(), "processor": platform.processor()}
     for setting in dict.fromkeys(result.setting for result in results):
         mine = [result for result in results if result.setting == setting]
         if setting != "simulated":
             console.print(f"{setting}:", *comparison(mine, setting), sep="\n  ")
         plot(mine, setting, arguments.folder / f"{setting}.png")
-        figures = json.dumps(machine | {"runs": [asdict(result) for result in mine]}, indent=1)
-        (arguments.folder / f"{setting}.json").write_text(figures)
         console.print(f"picture and figures: {arguments.folder / setting}.png, .json")
     return 0
 

@@ -106,9 +106,8 @@ def main(arguments: list[str]) -> int:
         return 0
     overrides = [argument for argument in arguments if argument != "--cfg"]
     try:
-        config = configs.load(overrides)
-        if config.run.resume is not None:
-            config = configs.resume(Path(config.run.resume), overrides)
+        resumed = configs.resumed_folder(overrides)
+        config = configs.load(overrides) if resumed is None else configs.resume(resumed, overrides)
         if "--cfg" in arguments:
             print(configs.to_yaml(config), end="")
             return 0

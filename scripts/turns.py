@@ -6,7 +6,7 @@ works or waits. The buffer, Ray and the driver are never stopped.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from threading import Event, Thread
 from types import TracebackType
@@ -29,6 +29,9 @@ class Turns:
         self._over = Event()
         self._thread = Thread(target=self._alternate, daemon=True, name="turns")
         self._had_s = [0.0, 0.0]
+        self._seen: set[psutil.Process] = set()
+        """All that may have been stopped."""
+        self._error: Exception | None = None
 
     @property
     def measured_share(self) -> float:
@@ -44,9 +47,11 @@ class Turns:
     ) -> None:
         self._over.set()
         self._thread.join()
+        if self._error is not None and error is None:
+            raise self._error
 
     def _alternate(self) -> None:
-        sides = find_sides(self._driver)
+        sides = self._find_sides()
         looked = switched = time.monotonic()
         try:
             while not self._over.is_set():
@@ -55,13 +60,19 @@ class Turns:
                     _each(psutil.Process.resume, sides[side])
                     time.sleep(turn_s)
                     if side == 1 and time.monotonic() - looked > LOOK_S:
-                        sides, looked = find_sides(self._driver), time.monotonic()
+                        sides, looked = self._find_sides(), time.monotonic()
                     now = time.monotonic()
                     self._had_s[side] += now - switched
                     switched = now
+        except Exception as error:  # told by the thread that waits
+            self._error = error
         finally:
-            for side in (0, 1):
-                _each(psutil.Process.resume, sides[side])
+            _each(psutil.Process.resume, self._seen)
+
+    def _find_sides(self) -> list[list[psutil.Process]]:
+        sides = find_sides(self._driver)
+        self._seen |= {process for side in sides for process in side}
+        return sides
 
 
 def find_sides(driver: int) -> list[list[psutil.Process]]:
@@ -77,7 +88,7 @@ def find_sides(driver: int) -> list[list[psutil.Process]]:
     return found
 
 
-def _each(signal: Callable[[psutil.Process], None], processes: list[psutil.Process]) -> None:
+def _each(signal: Callable[[psutil.Process], None], processes: Iterable[psutil.Process]) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             signal(process)

@@ -674,6 +674,16 @@ def test_a_generator_that_connects_anew_is_served_once(harness: Callable[..., Ha
     new.close()
 
 
+def test_an_engine_that_samples_has_moved_although_no_sample_has_ended() -> None:
+    fleet = Fleet()
+
+    def has_moved(decoded: int) -> bool:
+        report = m.GeneratorReport(decoded_tokens=decoded)
+        return fleet.report(m.Heartbeat(generator="g", progress={}, report=report), 0.0)
+
+    assert [has_moved(decoded) for decoded in (0, 5, 9, 9, 4, 4)] == [False, True, True, False, True, False]
+
+
 def test_totals_stay_right_when_there_are_more_generators_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("buffers.fleet.MAX_GENERATORS", 4)
     fleet = Fleet()

@@ -7,12 +7,16 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
 from safetensors.torch import save_file
@@ -21,6 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
+import learners.world
 from configs.disk import DiskFull
 from configs.load import load
 from learners import checkpoint
@@ -242,6 +247,50 @@ def test_a_checkpoint_of_two_ranks_is_of_its_moment_and_goes_on_with_any_number(
         if number == 2:
             assert torch.equal(gone_on[name], tensor), name
         torch.testing.assert_close(gone_on[name], tensor, atol=1e-4, rtol=0)
+
+
+def checkpointed_slowly(world: World, folder: Path) -> list[int]:
+    """Two checkpoints one after the other, whose completion takes the first rank longer than a collective may take."""
+    learners.world.TIMEOUT = timedelta(seconds=2)
+    digests = checkpoint._digests
+
+    def slow(*arguments: Any) -> dict[str, checkpoint.File]:
+        time.sleep(4)
+        return digests(*arguments)
+
+    checkpoint._digests = slow
+    writers = World(world.rank, world.size, dist.FileStore(str(folder / "writers"), world.size))
+    writer, found = checkpoint.Writer(folder / "checkpoints", 2, writers), []
+    for step in (1, 2):
+        done = writer.begin(manifest(step), write if world.rank == 0 else lambda folder: None)
+        found += [] if done is None else [done.step]
+    last = writer.written(wait=True)
+    return [*found, -1 if last is None else last.step]
+
+
+def test_a_checkpoint_that_takes_longer_than_a_collective_may_is_waited_for(tmp_path: Path) -> None:
+    assert on_ranks(2, checkpointed_slowly, tmp_path, tmp_path) == [[1, 2], [1, 2]]
+    assert steps(tmp_path / "checkpoints") == [1, 2]
+
+
+def failing_to_complete(world: World, folder: Path) -> str:
+    def fail(*arguments: Any) -> dict[str, checkpoint.File]:
+        raise OSError("the disk is gone")
+
+    checkpoint._digests = fail
+    writer = checkpoint.Writer(folder / "checkpoints", 2, world)
+    writer.begin(manifest(1), write if world.rank == 0 else lambda folder: None)
+    try:
+        writer.written(wait=True)
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_checkpoint_that_cannot_be_completed_is_told_on_every_rank(tmp_path: Path) -> None:
+    first, second = on_ranks(2, failing_to_complete, tmp_path, tmp_path)
+    assert first == "the disk is gone"
+    assert second == "rank 0 could not complete the checkpoint: OSError: the disk is gone"
 
 
 def test_a_full_disk_is_named_and_leaves_the_checkpoint_before_and_no_remains(tmp_path: Path) -> None:

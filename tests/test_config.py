@@ -66,6 +66,10 @@ REFUSED = {
     "sampling.top_p=0.9": "unless sampling.accept_truncation_bias=true, got 0.9, -1 and 0.0",
     "sampling.temperature=0": "sampling.temperature must be a finite number above 0, got 0.0",
     "learner.ranks=600": r"learner.groups_per_step × learner.samples_per_prompt must be at least learner.minibatches × the shares of a batch \(600 with .* got 64 × 8 and 4 × 600",
+    "algo.surrogate=dppo algo.correction=none algo.advantage=vtrace": "algo.surrogate must not weigh tokens .*algo.advantage=vtrace .*got dppo",
+    "algo.surrogate=dppo algo.correction=none algo.proximal=behavior": "algo.proximal must be left alone for algo.surrogate=dppo .*got behavior",
+    "algo.surrogate=cispo algo.correction=none algo.proximal=behavior algo.rejection.estimator=k2": "algo.rejection.estimator must be null for algo.proximal=behavior .*got k2",
+    "algo.surrogate=dppo algo.correction=none algo.dppo.low=1.5": "algo.dppo.low must be at most 1 .*got 1.5",
     "learner.parity_every=-1": "learner.parity_every must be a finite number of at least 0, got -1",
     "learner.fsdp.replicas=2": "learner.fsdp.replicas must divide learner.ranks, got 2 and 1",
     "learner.ranks=2 learner.fsdp.sequence_parallel=4": "sequence_parallel must divide learner.ranks, got 4 and 2",
@@ -215,7 +219,6 @@ ACCEPTED = [
     "algo.surrogate=cispo algo.proximal=behavior algo.correction=none",
     "algo.surrogate=cispo algo.proximal=behavior",
     "algo.surrogate=gspo algo.proximal=behavior algo.correction=none",
-    "algo.surrogate=topr algo.proximal=behavior algo.correction=none",
     "algo.correction=none algo.accept_uncorrected=true",
     "algo.proximal=behavior algo.accept_uncorrected=true",
     "algo.proximal=behavior mode=on_policy",
@@ -328,6 +331,56 @@ def test_a_resumed_run_keeps_what_its_journal_depends_on(tmp_path: Path) -> None
         resume(tmp_path, ["learner.groups_per_step=32"])
     with pytest.raises(ValueError, match="must be the folder of a run"):
         resume(tmp_path / "absent", [])
+
+
+def test_a_resumed_run_takes_what_suits_it_and_not_the_default_preset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import train
+
+    (tmp_path / "config.yaml").write_text(to_yaml(load(["algo=grpo", "generators.max_model_len=2048"])))
+    overrides = [f"run.resume={tmp_path}", "algo.ppo.clip_high=0.28", "sampling.max_tokens=512"]
+    assert train.main(["--cfg", *overrides]) == 0
+    assert "clip_high: 0.28" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="run.stpes must be a configuration key .nearest: run.steps"):
+        resume(tmp_path, ["run.stpes=3"])
+
+
+@pytest.mark.parametrize(
+    ("before", "then", "lr", "minibatches"),
+    [
+        ("algo=grpo", "algo=dppo", 6e-4, 1),
+        ("algo=dppo", "algo=grpo", 2e-4, 4),
+        ("algo=grpo learner.lr=1e-6 learner.minibatches=8", "algo=dppo", 1e-6, 8),
+        ("algo=grpo", "algo=dppo learner.lr=1e-5", 1e-5, 1),
+        ("algo=grpo algo.name=mine", "algo=dppo", 6e-4, 4),
+    ],
+)
+def test_a_study_has_the_presets_rate_and_minibatches_unless_the_run_had_its_own(
+    tmp_path: Path, before: str, then: str, lr: float, minibatches: int
+) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(load(before.split())))
+    studied = study(tmp_path, then.split())
+    assert (studied.algo.surrogate, studied.learner.lr, studied.learner.minibatches) == (
+        "dppo" if "dppo" in then else "ppo", lr, minibatches,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warning"),
+    [
+        (["model.path=/models/Qwen3"], r"learner.lr=0.0006 is a rate for the tiny model"),
+        (["model.path=/models/Qwen3", "learner.lr=1e-6"], None),
+        (["model.path=/models/Qwen3", "learner.lora.rank=8"], None),
+        (["model.path=/home/me/.cache/tiny-12ab"], None),
+        (["algo=grpo", "learner.minibatches=1"], r"learner.minibatches=1: the clip of algo.surrogate=ppo never acts"),
+    ],
+)
+def test_a_rate_for_the_tiny_model_and_a_clip_that_never_acts_are_told_of(
+    overrides: list[str], warning: str | None
+) -> None:
+    found = load(overrides).warnings()
+    assert len(found) == (warning is not None) and all(re.match(warning or "", line) for line in found)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,16 @@
 """What the FSDP2 engine keeps to besides the mathematics of one update (`test_learner.py`): heads, dropout, dtypes, shards."""
 
+import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import on_ranks
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -14,6 +20,7 @@ from learners import heads
 from learners.attention import choose_attention
 from learners.fsdp import FsdpEngine
 from learners.packing import Batch, Packed, microbatches, pack
+from learners.world import World
 from sync.stream import collect
 
 SIZES = dict(
@@ -242,3 +249,21 @@ def test_a_checkpoint_holds_nothing_but_safetensors(qwen3: Path, packed: list[Pa
     engine.update(packed, mean_logprob, 1e-2)
     engine.snapshot()(tmp_path / "engine")
     assert {path.suffix for path in (tmp_path / "engine").rglob("*") if path.is_file()} == {".safetensors"}
+
+
+def loaded_slowly(world: World, folder: Path) -> float:
+    """Seconds until the engine is there, where the first rank reads the model for longer than a collective may take."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+    read, began = AutoModelForCausalLM.from_pretrained, time.monotonic()
+
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        time.sleep(5)
+        return read(*arguments, **options)
+
+    with patch.object(AutoModelForCausalLM, "from_pretrained", slowly):
+        FsdpEngine(folder)
+    return time.monotonic() - began
+
+
+def test_a_model_that_takes_longer_to_read_than_a_collective_may_is_waited_for(qwen3: Path, tmp_path: Path) -> None:
+    assert min(on_ranks(2, loaded_slowly, tmp_path / "two", qwen3)) >= 5

@@ -329,6 +329,18 @@ def test_remax_makes_whole_groups_and_their_baselines_in_an_engine_that_has_just
     assert status.generators["g0"].sampled_tokens > status.tokens.total, "greedy ones stand outside the ledger"
 
 
+def test_a_generator_tells_of_the_tokens_of_samples_that_have_not_ended(start: Callable[..., Rig]) -> None:
+    rig = start("generators.max_model_len=9000", "sampling.max_tokens=8000")
+    rig.generators[0]._engine = SimulatedEngine(tokens_per_s=50, slots=16, mean_tokens=5000, cv=0)
+    rig.publish(0)
+    deadline = time.monotonic() + 20
+    while not (report := rig.client.call(m.Watch(after=0, wait_s=0.0), m.News).status.generators["g0"]).decoded_tokens:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert report.sampled_tokens == 0
+    rig.close()
+
+
 class Scripted:
     """An engine whose `steps` say which samples end; a greedy one has 100 tokens, the others one, two, ..."""
 

@@ -89,6 +89,13 @@ def is_clipped(surrogate: str, row: dict[str, float]) -> bool:
     }[surrogate]
 
 
+def own_weight(surrogate: str, row: dict[str, float]) -> float:
+    if surrogate != "dppo":
+        return 1.0
+    is_kept = row["moved"] >= -0.1 if row["advantages"] < 0 else row["moved"] <= 0.15
+    return min(row["rho"], 20.0) * is_kept
+
+
 def weight(kind: Correction, w: float) -> float:
     return {"none": 1.0, "token_tis": min(w, CAP), "icepop": w if FLOOR <= w <= CAP else 0.0}[kind]
 
@@ -118,6 +125,7 @@ def test_the_figures_of_a_step_equal_their_definitions(seed: int, surrogate: str
             "dropped": row["weight"] == 0,
             "truncated": kind == "token_tis" and row["w"] >= CAP,
             "k3": row["rho"] - 1 - row["ell"],
+            "used": row["weight"] * own_weight(surrogate, row),
         }
     whole = {number: math.exp(sum(r["ell"] for r in table if r["sequence"] == number))
              for number in {r["sequence"] for r in table}}  # fmt: skip
@@ -127,7 +135,7 @@ def test_the_figures_of_a_step_equal_their_definitions(seed: int, surrogate: str
         "policy/clip_fraction": mean([r["clipped"] for r in table]),
         "policy/ratio_mean": mean([r["s" if surrogate == "gspo" else "r"] for r in table]),
         "policy/kl_reference": mean([r["gap"] ** 2 / 2 for r in table]),
-        "offpolicy/ess": ess([r["weight"] for r in table]),
+        "offpolicy/ess": ess([r["used"] for r in table]),
         "offpolicy/ess_token": ess([r["rho"] for r in table]),
         "offpolicy/ess_sequence": ess(list(whole.values())),
         "offpolicy/chi2": mean([r["rho"] ** 2 for r in table]) - 1,
@@ -135,7 +143,7 @@ def test_the_figures_of_a_step_equal_their_definitions(seed: int, surrogate: str
         "offpolicy/kl_k1": mean([-r["ell"] for r in table]),
         "offpolicy/kl_k2": mean([r["ell"] ** 2 / 2 for r in table]),
         "offpolicy/kl_k3": mean([r["k3"] for r in table]),
-        "offpolicy/weight_mean": mean([r["weight"] for r in table]),
+        "offpolicy/weight_mean": mean([r["used"] for r in table]),
         "offpolicy/truncated_fraction": mean([r["truncated"] for r in table]),
         "offpolicy/dropped_fraction": mean([r["dropped"] for r in table]),
     }

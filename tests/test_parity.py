@@ -177,7 +177,7 @@ class Parrot:
         ]  # fmt: skip
 
 
-PROBED = [*SMALL, "generators.max_model_len=40", "learner.groups_per_step=4"]
+PROBED = [*SMALL, "generators.max_model_len=40", "learner.groups_per_step=4", "run.steps=60"]
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def test_later_versions_are_probed_now_and_then_each_with_tokens_of_its_own(
 ) -> None:
     config, engine = load([*PROBED, *overrides, f"model.path={tmp_path}"]), Parrot()
     probe, found, prompts = ParityProbe(config, "g"), [], []
-    for version in (0, 1, 3, 4, 6, 50):
+    for version in (0, 1, 3, 4, 6, 50, 60, 100):
         probe.begin(engine, f"w{version}", "life", version)  # type: ignore[arg-type]
         if engine.asked:
             found.append(version)
@@ -312,6 +312,38 @@ def rows_of(folder: Path, trainer: Trainer, spoiled: float = 0.0) -> list[Trajec
     first = found[3].sampled.index(True)
     found[3].logprobs[first] -= spoiled
     return found
+
+
+class Probed:
+    """A buffer with a probe for each time that it is asked."""
+
+    def __init__(self, probes: list[bytes]) -> None:
+        self.probes = probes
+
+    def exchange(self, request: m.Request, *, wait_s: float = 0.0) -> tuple[m.Reply, list[memoryview]]:
+        return m.Part(), [memoryview(self.probes.pop(0))]
+
+
+def probed_twice(world: World, model: Path, folder: Path) -> list[float]:
+    """The largest differences of two probes, one after the other, of different sequences."""
+    config = configured(model, f"learner.ranks={world.size}")
+    trainer = Trainer(config, load_models(config), world)
+    good = rows_of(model, trainer)
+    probes = [bytes(memoryview(encode(to_batch(rows)))) for rows in (good, good[4:])]
+    learner = Learner(
+        config, folder, Probed(probes), trainer, None, world, rank=world.rank, first_step=STEP, probes=True
+    )  # type: ignore[arg-type]  # fmt: skip
+    found = []
+    for step in (STEP, STEP + 1):
+        learner.step = step
+        learner._probe()
+        found.append(learner._probed["parity/probe_max"])
+    return found
+
+
+def test_every_rank_hears_of_each_probe_in_turn(fixed_model: Path, tmp_path: Path) -> None:
+    for found in on_ranks(2, probed_twice, tmp_path / "two", fixed_model, tmp_path):
+        assert max(found) < 1e-4
 
 
 def error_of(function: Callable[[], Any]) -> str:

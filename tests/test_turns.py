@@ -3,7 +3,9 @@
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
 
 import psutil
 import pytest
@@ -56,6 +58,39 @@ def test_nobody_stays_stopped_when_the_turns_are_over(roles: tuple[int, list[psu
         stopped = [p.status() for _ in range(50) for p in (generator, learner) if not time.sleep(0.005)]
     assert psutil.STATUS_STOPPED in stopped
     assert all(process.status() != psutil.STATUS_STOPPED for process in (generator, learner))
+
+
+def test_nobody_stays_stopped_when_the_driver_has_died_or_the_turns_fail(
+    roles: tuple[int, list[psutil.Process]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, (generator, learner, _) = roles
+    monkeypatch.setattr(turns, "LOOK_S", 0.05)
+    try:
+        with turns.Turns(driver, 0.5, 0.02):
+            time.sleep(0.1)
+            psutil.Process(driver).kill()
+            time.sleep(0.3)
+        assert all(process.status() != psutil.STATUS_STOPPED for process in (generator, learner))
+        monkeypatch.setattr(turns, "find_sides", lambda driver: [[generator], [learner]])
+        monkeypatch.setattr(turns, "_each", failing(turns._each))
+        with pytest.raises(PermissionError, match="not yours"), turns.Turns(driver, 0.5, 0.02):
+            time.sleep(0.3)
+        assert all(process.status() != psutil.STATUS_STOPPED for process in (generator, learner))
+    finally:
+        for process in roles[1]:
+            process.kill()
+
+
+def failing(each: Callable[..., None]) -> Callable[..., None]:
+    """As `each`, but the fifth call fails."""
+    calls = count()
+
+    def call(*arguments: Any) -> None:
+        if next(calls) == 5:
+            raise PermissionError("not yours")
+        each(*arguments)
+
+    return call
 
 
 def test_a_side_that_has_died_or_is_not_there_yet_is_no_error(roles: tuple[int, list[psutil.Process]]) -> None:
