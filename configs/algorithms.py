@@ -359,9 +359,10 @@ class AlgoConfig:
                 "algo.surrogate must not weigh tokens by π / μ itself for algo.advantage=vtrace (its advantages are weighed already; "
                 f"ppo does not), got {self.surrogate}"
             )
-        if self.surrogate in ("topr", "dppo", "aipo") and self.proximal is not Proximal.recompute and not self._rejects:
+        if self.surrogate in ("topr", "dppo", "aipo") and self.proximal is Proximal.loglinear and not self._rejects:
             found.append(
-                f"algo.proximal must be left alone for algo.surrogate={self.surrogate} (it knows no proximal policy), got {self.proximal}"
+                f"algo.proximal must not be loglinear for algo.surrogate={self.surrogate} (it knows no proximal policy; behavior saves the "
+                "forward pass for one), got loglinear"
             )
         if self.proximal is Proximal.behavior and self._rejects:
             found.append(

@@ -39,9 +39,9 @@ def _compose(overrides: tuple[str, ...]) -> DictConfig:
 
 
 def resumed_folder(overrides: Sequence[str]) -> Path | None:
-    """The folder of the run that the overrides resume; None where they begin one."""
+    """The folder of the run that the overrides resume; None where they begin one. What they say is checked by `resume`, not here."""
     said = [override.partition("=")[2] for override in overrides if override.partition("=")[0] == "run.resume"]
-    return Path(said[-1]) if said and said[-1] not in ("", "null") else None
+    return Path(said[-1].strip("'\"")) if said and said[-1] != "null" else None
 
 
 def parse(text: str) -> Config:
@@ -61,7 +61,7 @@ def resume(folder: Path, overrides: Sequence[str]) -> Config:
         o for o in overrides if "." not in o.partition("=")[0] and o.partition("=")[0] not in ("mode", "role")
     ]:
         raise ValueError(f"a resumed run takes single keys only, got {groups}")
-    config = check(_merge(saved, OmegaConf.from_dotlist(list(overrides))))
+    config = check(_changed(_merge(saved), overrides))
     for key in ("run.seed", "task.name", "learner.groups_per_step", "learner.samples_per_prompt"):
         before, now = OmegaConf.select(saved, key), OmegaConf.select(OmegaConf.structured(config), key)
         if before != now:
@@ -91,7 +91,7 @@ def study(folder: Path, overrides: Sequence[str]) -> Config:
         for key in ("lr", "minibatches"):  # what the run has as its preset has it
             if saved.learner[key] == own.learner[key]:
                 saved.learner[key] = other.learner[key]
-    config = check(_merge(saved, OmegaConf.from_dotlist(single)))
+    config = check(_changed(_merge(saved), single))
     for key in ("learner.groups_per_step", "learner.samples_per_prompt", "model.path"):
         before, now = OmegaConf.select(saved, key), OmegaConf.select(OmegaConf.structured(config), key)
         if before != now:
@@ -108,10 +108,18 @@ def _preset(name: str) -> DictConfig:
     return merged
 
 
-def _merge(saved: DictConfig | ListConfig, *more: DictConfig) -> DictConfig | ListConfig:
-    """What a run has written, and what is said on top. Raises ValueError for a file that another version has written."""
+def _changed(saved: DictConfig | ListConfig, overrides: Sequence[str]) -> DictConfig | ListConfig:
+    """With single keys on top. Raises ValueError for what has not the type of its key."""
     try:
-        return OmegaConf.merge(OmegaConf.structured(Config), saved, *more)
+        return OmegaConf.merge(saved, OmegaConf.from_dotlist(list(overrides)))
+    except OmegaConfBaseException as error:
+        raise ValueError(_explain(error, overrides)) from error
+
+
+def _merge(saved: DictConfig | ListConfig) -> DictConfig | ListConfig:
+    """What a run has written. Raises ValueError for a file that another version has written."""
+    try:
+        return OmegaConf.merge(OmegaConf.structured(Config), saved)
     except OmegaConfBaseException as error:
         raise ValueError(
             f"a run's config.yaml must be of this version of Slipstream, got one with {_explain(error, [])}"

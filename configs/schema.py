@@ -451,7 +451,8 @@ class Config:
     def warnings(self) -> list[str]:
         """What is allowed and may surprise, one sentence each."""
         algo, learner, found = self.algo, self.learner, []
-        if not Path(self.model.path).name.startswith("tiny") and learner.lora.rank is None and learner.lr > LARGE_RATE:
+        is_real = learner.engine is not LearnerKind.simulated and not Path(self.model.path).name.startswith("tiny")
+        if is_real and learner.lora.rank is None and learner.lr > LARGE_RATE:
             found.append(
                 f"learner.lr={learner.lr:g} is a rate for the tiny model, far above what whole pretrained models bear (1e-6 to 1e-5 is usual)"
             )

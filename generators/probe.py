@@ -34,6 +34,11 @@ class ParityProbe:
         self._done: dict[int, Completion] = {}
         self._began_at = 0.0
 
+    @property
+    def num_unfinished(self) -> int:
+        """Samples of a probe that the engine has not finished."""
+        return len(self._prompts) - len(self._done)
+
     def begin(self, engine: Engine, weights: str, life: str, version: int) -> None:
         """Puts the probe into the engine, which has taken up `weights`, if they are to be probed."""
         is_due = life != self._life or is_probed(self._config, version)

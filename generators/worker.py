@@ -214,7 +214,7 @@ class Generator:
     def _ask(self) -> None:
         each = self._config.learner.samples_per_prompt + self._makes_baselines
         backlog = max(0, len(self._scoring) * each - self._config.generators.max_sequences)  # if scoring cannot keep up
-        used = self._engine.num_unfinished + len(self._waiting) * each + backlog
+        used = self._engine.num_unfinished - self._probe.num_unfinished + len(self._waiting) * each + backlog
         count = (self._config.generators.max_sequences - used) // each
         if self._asked is None and count > 0:
             self._asked = self._client.post(m.Ask(generator=self.name, count=count, wait_s=5.0))

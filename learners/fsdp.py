@@ -148,9 +148,9 @@ class FsdpEngine:
                 model = auto.from_pretrained(path, config=config, **options)
                 wait_for_first_rank()
             else:
-                wait_for_first_rank()
                 with torch.device("meta"):
                     model = auto.from_config(config, **options)
+                wait_for_first_rank()
             if self._lora is not None:
                 adapters.inject(model, self._lora)
         if layout.liger:

@@ -82,6 +82,8 @@ class World:
 
 
 _met = itertools.count()
+LOOK_S = 10.0
+"""How often a rank looks whether the first one is still there."""
 
 
 def wait_for_first_rank() -> None:
@@ -91,8 +93,8 @@ def wait_for_first_rank() -> None:
     if dist.get_rank() == 0:
         store.set(name, b"there")
     while not store.check([name]):
-        with contextlib.suppress(dist.DistStoreError):
-            store.wait([name], timedelta(seconds=10))
+        with contextlib.suppress(RuntimeError):  # the time-out has a class of its own in some stores only
+            store.wait([name], timedelta(seconds=LOOK_S))
 
 
 def open_store(rendezvous: str, rank: int, size: int) -> dist.Store:

@@ -307,7 +307,8 @@ def main() -> int:
             f"--seeds must be at least 1 and --steps above {WARM_UP + DRAIN}, got {arguments.seeds} and {arguments.steps}"
         )
     for ending in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: nothing stays stopped
-        signal.signal(ending, lambda number, frame: sys.exit(128 + number))
+        if signal.getsignal(ending) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(ending, lambda number, frame: sys.exit(128 + number))
     console, results = Console(width=None if sys.stdout.isatty() else 130), []
     work = [(case, seed) for seed in range(arguments.seeds) for case in cases(arguments.setting, arguments.steps)]
     arguments.folder.mkdir(parents=True, exist_ok=True)

@@ -108,6 +108,8 @@ def main(arguments: list[str]) -> int:
     try:
         resumed = configs.resumed_folder(overrides)
         config = configs.load(overrides) if resumed is None else configs.resume(resumed, overrides)
+        if resumed is None and config.run.resume is not None:
+            raise ValueError(f"run.resume must be said as run.resume=FOLDER, got {' '.join(overrides)}")
         if "--cfg" in arguments:
             print(configs.to_yaml(config), end="")
             return 0

@@ -71,7 +71,9 @@ class Turns:
 
     def _find_sides(self) -> list[list[psutil.Process]]:
         sides = find_sides(self._driver)
-        self._seen |= {process for side in sides for process in side}
+        found = {process for side in sides for process in side}
+        _each(psutil.Process.resume, self._seen - found)  # they take no turns any more
+        self._seen |= found
         return sides
 
 

@@ -251,11 +251,11 @@ def test_a_checkpoint_of_two_ranks_is_of_its_moment_and_goes_on_with_any_number(
 
 def checkpointed_slowly(world: World, folder: Path) -> list[int]:
     """Two checkpoints one after the other, whose completion takes the first rank longer than a collective may take."""
-    learners.world.TIMEOUT = timedelta(seconds=2)
+    learners.world.TIMEOUT = timedelta(seconds=4)
     digests = checkpoint._digests
 
     def slow(*arguments: Any) -> dict[str, checkpoint.File]:
-        time.sleep(4)
+        time.sleep(6)
         return digests(*arguments)
 
     checkpoint._digests = slow

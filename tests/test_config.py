@@ -67,7 +67,7 @@ REFUSED = {
     "sampling.temperature=0": "sampling.temperature must be a finite number above 0, got 0.0",
     "learner.ranks=600": r"learner.groups_per_step × learner.samples_per_prompt must be at least learner.minibatches × the shares of a batch \(600 with .* got 64 × 8 and 4 × 600",
     "algo.surrogate=dppo algo.correction=none algo.advantage=vtrace": "algo.surrogate must not weigh tokens .*algo.advantage=vtrace .*got dppo",
-    "algo.surrogate=dppo algo.correction=none algo.proximal=behavior": "algo.proximal must be left alone for algo.surrogate=dppo .*got behavior",
+    "algo.surrogate=dppo algo.correction=none algo.proximal=loglinear": "algo.proximal must not be loglinear for algo.surrogate=dppo .*got loglinear",
     "algo.surrogate=cispo algo.correction=none algo.proximal=behavior algo.rejection.estimator=k2": "algo.rejection.estimator must be null for algo.proximal=behavior .*got k2",
     "algo.surrogate=dppo algo.correction=none algo.dppo.low=1.5": "algo.dppo.low must be at most 1 .*got 1.5",
     "learner.parity_every=-1": "learner.parity_every must be a finite number of at least 0, got -1",
@@ -219,6 +219,7 @@ ACCEPTED = [
     "algo.surrogate=cispo algo.proximal=behavior algo.correction=none",
     "algo.surrogate=cispo algo.proximal=behavior",
     "algo.surrogate=gspo algo.proximal=behavior algo.correction=none",
+    "algo.surrogate=topr algo.proximal=behavior algo.correction=none",
     "algo.correction=none algo.accept_uncorrected=true",
     "algo.proximal=behavior algo.accept_uncorrected=true",
     "algo.proximal=behavior mode=on_policy",
@@ -344,6 +345,26 @@ def test_a_resumed_run_takes_what_suits_it_and_not_the_default_preset(
     assert "clip_high: 0.28" in capsys.readouterr().out
     with pytest.raises(ValueError, match="run.stpes must be a configuration key .nearest: run.steps"):
         resume(tmp_path, ["run.stpes=3"])
+    with pytest.raises(ValueError, match="^learner.lr: Value 'abc' of type 'str' could not be converted to Float"):
+        resume(tmp_path, ["learner.lr=abc"])
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("run.resume=", "run.resume must be the folder of a run, got "),
+        ("run.resume='/no/such run'", "run.resume must be the folder of a run, got /no/such run"),
+        ("++run.resume=/no/such", "run.resume must be said as run.resume=FOLDER"),
+        ("run={resume:/no/such}", "run.resume must be said as run.resume=FOLDER"),
+    ],
+)
+def test_no_spelling_of_a_folder_begins_a_run_of_the_defaults_in_it(
+    said: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import train
+
+    assert train.main([said]) == 2
+    assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -373,6 +394,7 @@ def test_a_study_has_the_presets_rate_and_minibatches_unless_the_run_had_its_own
         (["model.path=/models/Qwen3", "learner.lr=1e-6"], None),
         (["model.path=/models/Qwen3", "learner.lora.rank=8"], None),
         (["model.path=/home/me/.cache/tiny-12ab"], None),
+        (["model.path=simulated", "learner.engine=simulated", "generators.engine=simulated"], None),
         (["algo=grpo", "learner.minibatches=1"], r"learner.minibatches=1: the clip of algo.surrogate=ppo never acts"),
     ],
 )

@@ -14,6 +14,7 @@ from ranks import on_ranks
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+import learners.world
 from configs.learner import Attention
 from configs.schema import Dtype
 from learners import heads
@@ -253,11 +254,12 @@ def test_a_checkpoint_holds_nothing_but_safetensors(qwen3: Path, packed: list[Pa
 
 def loaded_slowly(world: World, folder: Path) -> float:
     """Seconds until the engine is there, where the first rank reads the model for longer than a collective may take."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4), dist.group.WORLD)
+    learners.world.LOOK_S = 1.0
     read, began = AutoModelForCausalLM.from_pretrained, time.monotonic()
 
     def slowly(*arguments: Any, **options: Any) -> Any:
-        time.sleep(5)
+        time.sleep(8)
         return read(*arguments, **options)
 
     with patch.object(AutoModelForCausalLM, "from_pretrained", slowly):
@@ -266,4 +268,4 @@ def loaded_slowly(world: World, folder: Path) -> float:
 
 
 def test_a_model_that_takes_longer_to_read_than_a_collective_may_is_waited_for(qwen3: Path, tmp_path: Path) -> None:
-    assert min(on_ranks(2, loaded_slowly, tmp_path / "two", qwen3)) >= 5
+    assert min(on_ranks(2, loaded_slowly, tmp_path / "two", qwen3)) >= 8
