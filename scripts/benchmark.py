@@ -309,7 +309,7 @@ def main() -> int:
     for ending in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: nothing stays stopped
         if signal.getsignal(ending) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(ending, lambda number, frame: sys.exit(128 + number))
-    console, results = Console(width=None if sys.stdout.isatty() else 130), []
+    console, results = Console(width=None if sys.stdout.isatty() else 150), []
     work = [(case, seed) for seed in range(arguments.seeds) for case in cases(arguments.setting, arguments.steps)]
     arguments.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="slipstream-benchmark-") as outputs:
