@@ -116,7 +116,9 @@ def topr(tokens: Tokens, config: ToprConfig) -> Tensor:
 
 @surrogate
 def dppo(tokens: Tokens, config: DppoConfig) -> Tensor:
-    """Divergence PPO with the binary total variation (DPPO; Qi et al., 2026): a token counts as long as its probability has moved little.
+    """Divergence PPO with the binary total variation (DPPO; Qi et al., 2026).
+
+    A token counts as long as its probability has moved little:
 
     keep = π_θ − μ ≤ δ_high where A > 0, π_θ − μ ≥ −δ_low elsewhere;  L = −keep sg(min(π_θ / μ, 20)) A log π_θ. It carries its
     own correction.

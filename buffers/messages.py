@@ -119,9 +119,9 @@ class GeneratorReport(Struct):
     idle_s: Seconds = 0.0
     alive_s: Seconds = 0.0
     sampled_tokens: Total = 0
-    """Of samples that have ended."""
+    """Tokens of samples that have ended."""
     decoded_tokens: Total = 0
-    """The same, and those that the engine has sampled so far of others, probes included: it changes as long as the engine gets on."""
+    """The same and those of samples under way, probes included: the number changes as long as the engine gets on."""
     updates: Total = 0
     """Versions taken up."""
     update_bytes: Total = 0

@@ -100,7 +100,7 @@ def study(folder: Path, overrides: Sequence[str]) -> Config:
 
 
 def _preset(name: str) -> DictConfig:
-    """What stands in the preset's file over the defaults; the defaults where there is none of this name."""
+    """The defaults under the preset's file; the defaults alone where there is none of this name."""
     path = FOLDER / "algo" / f"{name}.yaml"
     said = OmegaConf.load(path) if path.is_file() else OmegaConf.create()
     merged = OmegaConf.merge(OmegaConf.structured(Config), said)
@@ -117,7 +117,7 @@ def _changed(saved: DictConfig | ListConfig, overrides: Sequence[str]) -> DictCo
 
 
 def _merge(saved: DictConfig | ListConfig) -> DictConfig | ListConfig:
-    """What a run has written. Raises ValueError for a file that another version has written."""
+    """The configuration that a run has written. Raises ValueError for a file of another version."""
     try:
         return OmegaConf.merge(OmegaConf.structured(Config), saved)
     except OmegaConfBaseException as error:

@@ -79,7 +79,7 @@ class Learner:
         self._probed: dict[str, float] = {}
         """Figures of the newest probe, until the next step reports them."""
         self._told = ""
-        """What the first rank has told the others last."""
+        """Name of the first rank's last message to the others."""
         self._first_step = first_step
         self._began, self._say, self._activity = time.monotonic(), say, ""
         trainer.moved = self._go_on

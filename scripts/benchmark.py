@@ -46,7 +46,7 @@ WARM_UP, DRAIN = 6, 4
 TARGETS = {"real": 0.8, "throttled": 0.6}
 """Held-out rewards that the time to is measured."""
 GENERATORS_SHARE = 0.64
-"""Of the time, in `throttled`: so much that both sides need about as long for a step."""
+"""Share of the time in `throttled`, with which both sides need about as long for a step."""
 PERIOD_S = 0.02
 """In which both sides have their turn."""
 
@@ -91,7 +91,7 @@ class Result:
     wall_s: float
     """From the command to its end."""
     generators_share: float | None
-    """Of the time, as it was measured; None where nobody takes turns."""
+    """Their share of the time, measured; None where nobody takes turns."""
     curve: list[tuple[float, float]]
     """(seconds, sampled reward) of each step, a mean of five."""
     held_out: list[tuple[int, float, float]]
@@ -220,12 +220,11 @@ def row(runs: list[Result]) -> list[str]:
 
 
 def comparison(results: list[Result], setting: str) -> list[str]:
-    """What asynchrony gives in a setting with real training: seed by seed, with 95 % intervals of the means."""
+    """Asynchronous against on-policy runs of one setting with real training, seed by seed, with 95 % intervals of the means."""
     pairs = [
         (before, after)
         for before in results for after in results
-        if (before.setting, before.name, after.setting, after.name) == (setting, ON_POLICY, setting, ASYNC)
-        and before.seed == after.seed
+        if (before.name, after.name) == (ON_POLICY, ASYNC) and before.seed == after.seed
     ]  # fmt: skip
     faster = [after.steps_per_s / before.steps_per_s for before, after in pairs]
     lines = [f"steps a second, asynchronous / on-policy: {_plus_minus(faster)}"]

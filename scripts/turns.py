@@ -35,7 +35,7 @@ class Turns:
 
     @property
     def measured_share(self) -> float:
-        """Of the time that generators have had so far."""
+        """Share of the time that generators have had so far."""
         return self._had_s[0] / (sum(self._had_s) or 1.0)
 
     def __enter__(self) -> "Turns":
