@@ -136,8 +136,12 @@ ADVANTAGES: dict[Advantage, Function] = {
     Advantage.rloo: lambda s, algo: rloo(s.rewards, s.groups)[s.sequence],
     Advantage.opmd: lambda s, algo: opmd(s.rewards, s.groups, algo.opmd.tau)[s.sequence],
     Advantage.remax: lambda s, algo: remax(s.rewards, s.greedy)[s.sequence],
-    Advantage.reinforce_pp: lambda s, algo: reinforce_pp(discounted(s.token_rewards, s.sampled, s.offsets), s.mask),
-    Advantage.reinforce_pp_baseline: lambda s, algo: reinforce_pp(dr_grpo(s.rewards, s.groups)[s.sequence], s.mask),
+    Advantage.reinforce_pp: lambda s, algo: reinforce_pp(
+        discounted(s.token_rewards, s.sampled, s.offsets), s.mask
+    ),
+    Advantage.reinforce_pp_baseline: lambda s, algo: reinforce_pp(
+        dr_grpo(s.rewards, s.groups)[s.sequence], s.mask
+    ),
     Advantage.prime: lambda s, algo: whitened(_prime(s, algo), s.mask),
     Advantage.gae: lambda s, algo: _gae_advantages(s, algo),
     Advantage.vtrace: lambda s, algo: _vtrace(s, algo)[0],
@@ -176,7 +180,15 @@ def _lam(s: Samples, algo: AlgoConfig) -> float | Tensor:
 def _vtrace(s: Samples, algo: AlgoConfig) -> tuple[Tensor, Tensor]:
     v = algo.vtrace
     return vtrace(
-        s.token_rewards, _given(s.values), _given(s.log_ratio), s.sampled, s.offsets, v.gamma, v.lam, v.rho_bar, v.c_bar
+        s.token_rewards,
+        _given(s.values),
+        _given(s.log_ratio),
+        s.sampled,
+        s.offsets,
+        v.gamma,
+        v.lam,
+        v.rho_bar,
+        v.c_bar,
     )
 
 

@@ -89,7 +89,9 @@ def off_policy_weights(
     `log_ratio` [T] is log π_p − log μ, 0 where not trained. Where `algo.needs_minibatch`, all columns must be of the whole minibatch.
     """
     log_ratio = torch.where(mask, log_ratio.detach(), 0.0)
-    weights = correction_weights(algo, log_ratio, mask, sequence) * rejection(log_ratio, mask, sequence, algo.rejection)
+    weights = correction_weights(algo, log_ratio, mask, sequence) * rejection(
+        log_ratio, mask, sequence, algo.rejection
+    )
     if algo.surrogate == "m2po":
         weights = weights * second_moment_mask(log_ratio, advantages, mask, algo.m2po.threshold)
     return normalised(weights, mask) if algo.normalise_weights else weights

@@ -43,7 +43,9 @@ ESTIMATORS: dict[Estimator, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def adapted_coefficient(coefficient: float, kl: float, target: float, num_samples: int, horizon: int = 10_000) -> float:
+def adapted_coefficient(
+    coefficient: float, kl: float, target: float, num_samples: int, horizon: int = 10_000
+) -> float:
     """The KL's coefficient for the next step (Ziegler et al., 2019): β · (1 + clip(KL / target − 1, ± 0.2) · samples / horizon)."""
     error = min(0.2, max(-0.2, kl / target - 1))
     return coefficient * (1 + error * num_samples / horizon)

@@ -48,7 +48,9 @@ def policy_loss(
         advantages=kept(advantages), mask=mask, sequence=sequence,
     )  # fmt: skip
     if correction is None:
-        correction = off_policy_weights(algo, tokens.proximal - tokens.behavior, tokens.advantages, mask, sequence)
+        correction = off_policy_weights(
+            algo, tokens.proximal - tokens.behavior, tokens.advantages, mask, sequence
+        )
     correction = kept(correction)
     objective = SURROGATES[algo.surrogate](tokens, algo.loss)
     penalty = torch.zeros_like(objective)

@@ -24,7 +24,12 @@ QUANTILES = {"q01": 0.01, "q50": 0.5, "q99": 0.99}
 
 
 def sums(
-    algo: AlgoConfig, tokens: Tokens, correction: Tensor, entropy: Tensor, penalty: Tensor, staleness: Tensor | None
+    algo: AlgoConfig,
+    tokens: Tokens,
+    correction: Tensor,
+    entropy: Tensor,
+    penalty: Tensor,
+    staleness: Tensor | None,
 ) -> dict[str, Tensor]:
     """Of a microbatch: columns [buckets of staleness], bins, and numbers. All columns [T] are 0 where not trained."""
     mask = tokens.mask
@@ -70,7 +75,11 @@ def sums(
     trained = first.index_add(0, tokens.sequence, mask.double()) > 0
     whole = first.index_copy(0, tokens.sequence, sequence_sum(ell, mask, tokens.sequence))[trained]
     product = clamped(whole).exp()
-    for name, value in (("sequences", trained), ("sequence_rho", product), ("sequence_rho_squared", product.square())):
+    for name, value in (
+        ("sequences", trained),
+        ("sequence_rho", product),
+        ("sequence_rho_squared", product.square()),
+    ):
         found[name] = value.double().sum()
     return found
 

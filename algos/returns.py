@@ -107,7 +107,9 @@ def turn_gae(
     total = total.index_add(0, turn[mask], rewards[mask].double())
     summed = torch.zeros_like(values, dtype=torch.float64).masked_scatter(first, total)
     found = gae(summed, values.double(), first, offsets, gamma, lam)
-    advantages, returns = (torch.where(mask, column[first][turn], 0.0) if len(total) else column for column in found)
+    advantages, returns = (
+        torch.where(mask, column[first][turn], 0.0) if len(total) else column for column in found
+    )
     return advantages.to(values.dtype), returns.to(values.dtype)
 
 

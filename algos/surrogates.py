@@ -77,7 +77,9 @@ def gspo(tokens: Tokens, config: GspoConfig) -> Tensor:
     s_i = e^(mean over the sequence of log π_θ / π_p);  s_it = min(sg(s_i) π_θ / sg(π_θ), e^10), without a gradient where it is cut;
     L = max(−A s, −A clip(s, 1 − ε_low, 1 + ε_high)). The ranges are of sequences: 3e-4 and 4e-4 in the paper.
     """
-    log_ratio = sequence_mean(clamped(tokens.logprobs - tokens.proximal).detach(), tokens.mask, tokens.sequence)
+    log_ratio = sequence_mean(
+        clamped(tokens.logprobs - tokens.proximal).detach(), tokens.mask, tokens.sequence
+    )
     own = tokens.logprobs - tokens.logprobs.detach()
     ratio = (log_ratio + own).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
     return _clipped(ratio, tokens.advantages, config.clip_low, config.clip_high, None)
@@ -89,7 +91,12 @@ def cispo(tokens: Tokens, config: CispoConfig) -> Tensor:
 
     No token is dropped: what is clipped is its weight.
     """
-    weight = clamped(tokens.logprobs - tokens.proximal).detach().exp().clamp(1 - config.clip_low, 1 + config.clip_high)
+    weight = (
+        clamped(tokens.logprobs - tokens.proximal)
+        .detach()
+        .exp()
+        .clamp(1 - config.clip_low, 1 + config.clip_high)
+    )
     return -weight * tokens.advantages * tokens.logprobs
 
 
@@ -179,4 +186,6 @@ def opmd(tokens: Tokens, config: OpmdConfig) -> Tensor:
 
 def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None) -> Tensor:
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
-    return loss if dual is None else torch.where(advantages < 0, torch.minimum(loss, -advantages * dual), loss)
+    return (
+        loss if dual is None else torch.where(advantages < 0, torch.minimum(loss, -advantages * dual), loss)
+    )

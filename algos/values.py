@@ -17,7 +17,9 @@ def value_loss(
     """
     values, before, targets = (torch.where(mask, column, 0.0) for column in (values, before, targets))
     plain = (values - targets).square()
-    clipped = plain if clip is None else (torch.clamp(values, before - clip, before + clip) - targets).square()
+    clipped = (
+        plain if clip is None else (torch.clamp(values, before - clip, before + clip) - targets).square()
+    )
     loss = 0.5 * (torch.where(mask, weights, 0.0) * torch.maximum(plain, clipped)).sum()
     with torch.no_grad():
         columns = {
@@ -35,7 +37,15 @@ def value_loss(
 
 def summarize_values(sums: dict[str, Tensor]) -> dict[str, float]:
     """`docs/metrics.md`. The explained variance is 1 − E(V − R)² / Var R; 0 where all targets are equal."""
-    names = ("value_tokens", "value_error", "value_clipped", "value", "target", "target_squared", "value_loss")
+    names = (
+        "value_tokens",
+        "value_error",
+        "value_clipped",
+        "value",
+        "target",
+        "target_squared",
+        "value_loss",
+    )
     total = {name: float(sums[name]) for name in names}
     n = max(total["value_tokens"], 1.0)
     variance = total["target_squared"] / n - (total["target"] / n) ** 2
@@ -72,7 +82,9 @@ def implicit_reward_loss(
     share = torch.where(mask, 1 / length.clamp(min=1), 0.0)  # so that each sequence counts once
     logits = sequence_sum(rewards, mask, sequence)
     outcomes = torch.where(mask, outcomes, 0.0).to(logits.dtype)
-    loss = (share * F.binary_cross_entropy_with_logits(logits, outcomes, reduction="none")).sum() / num_sequences
+    loss = (
+        share * F.binary_cross_entropy_with_logits(logits, outcomes, reduction="none")
+    ).sum() / num_sequences
     with torch.no_grad():
         right = (logits > 0) == (outcomes > 0.5)
         sums = {

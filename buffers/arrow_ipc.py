@@ -40,7 +40,9 @@ class Layout:
         )
 
 
-def check_record_batch(message: memoryview, usual: Layout | None = None) -> tuple[memoryview, list[list[int]]]:
+def check_record_batch(
+    message: memoryview, usual: Layout | None = None
+) -> tuple[memoryview, list[list[int]]]:
     """(body, [offset, length] of each buffer in it). Raises BadMessage unless the message is one uncompressed record batch
     without nulls whose buffers lie inside it.
 

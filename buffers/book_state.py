@@ -58,10 +58,14 @@ def apply_event(book: LeaseBook, event: e.AnyEvent, now: float) -> None:
 def reopen_lost_places(book: LeaseBook) -> None:
     """For a log that has lost lines: places whose groups are lost go to fresh ones, and steps that were handed lost
     groups are chosen anew."""
-    whole = {step: one for step, one in book.scripted.items() if all(number in book.pool for number in one.groups)}
+    whole = {
+        step: one for step, one in book.scripted.items() if all(number in book.pool for number in one.groups)
+    }
     book.scripted = {step: one for step, one in whole.items() if step >= book.num_consumed}
     used_up = {use.number: use.group for uses, _ in book.trained.values() for use in uses}
-    early = [g.due for number, g in used_up.items() if number not in book.groups and g.due >= book.num_consumed]
+    early = [
+        g.due for number, g in used_up.items() if number not in book.groups and g.due >= book.num_consumed
+    ]
     held = Counter([*(group.due for group in book.groups.values()), *early])
     unfinished = Counter(group.due for group in book.groups.values() if group.content is None)
     book.places.reopen_missing(book.num_consumed, held, unfinished, book.terms.on_late is OnLate.mask)
@@ -70,7 +74,10 @@ def reopen_lost_places(book: LeaseBook) -> None:
 def export_book(book: LeaseBook) -> BookState:
     """All that the book holds, for `restore_book`."""
     used_up = {
-        use.number: use.group for uses, _ in book.trained.values() for use in uses if use.number not in book.groups
+        use.number: use.group
+        for uses, _ in book.trained.values()
+        for use in uses
+        if use.number not in book.groups
     }
     return BookState(
         version=book.version,
@@ -110,14 +117,18 @@ def restore_book(book: LeaseBook, state: BookState, now: float) -> None:
     book.next_group = state.next_group
     book.places.restore_state(state.places)
     book.lost = sorted(
-        (group.due, number) for number, group in book.groups.items() if not group.attempts and group.content is None
+        (group.due, number)
+        for number, group in book.groups.items()
+        if not group.attempts and group.content is None
     )
     book.scripted = {step: Handout(groups, weights) for step, (groups, weights) in state.scripted.items()}
     known = {**{one.number: restore_group(one) for one in state.retired}, **book.groups}
     for step in state.trained:
         done = step.trained
         rows = zip(done.groups, done.trained, done.excluded, step.first, strict=True)
-        uses = [Use(number, known[number], trained, excluded, first) for number, trained, excluded, first in rows]
+        uses = [
+            Use(number, known[number], trained, excluded, first) for number, trained, excluded, first in rows
+        ]
         book.trained[done.step] = (uses, done)
     book.floor_step = state.floor_step
     book.ledger.restore_state(state.ledger)

@@ -36,7 +36,16 @@ from buffers.samplers import load_sampler
 from buffers.segments import Reader, join_slices, read_bytes, segment_path
 from buffers.staleness import count
 from buffers.state import State
-from buffers.trajectory import SCHEMA_VERSION, Checked, Expected, Facts, Malformed, check_groups, divide_groups, encode
+from buffers.trajectory import (
+    SCHEMA_VERSION,
+    Checked,
+    Expected,
+    Facts,
+    Malformed,
+    check_groups,
+    divide_groups,
+    encode,
+)
 from buffers.vocabulary import read_routing, read_vocabulary
 from buffers.watchdog import Stuck, Watchdog
 from configs.schema import Config, OnLate, Retention
@@ -64,7 +73,9 @@ class Buffer:
         self._vocabulary = read_vocabulary(Path(config.model.path))
         self._routing = read_routing(Path(config.model.path), config.learner.moe.router_replay)
         self.ledger = Ledger()
-        self._lease_ids = itertools.count(secrets.randbits(30) << 32)  # no lease of an earlier life has such a number
+        self._lease_ids = itertools.count(
+            secrets.randbits(30) << 32
+        )  # no lease of an earlier life has such a number
         self._terms = terms = make_terms(config)
         self._silent = True
         sampler = load_sampler(config.buffer.sampler, config.buffer.sampler_args)
@@ -104,7 +115,9 @@ class Buffer:
         """Goes on from what the journal holds. Nothing in it is changed before all is known to fit."""
         began, now = time.monotonic(), self._clock()
         found = self.journal.recover()
-        self.weights = rebuild_book(self.book, self._evaluations, found, self._terms, now, self._request_evaluation)
+        self.weights = rebuild_book(
+            self.book, self._evaluations, found, self._terms, now, self._request_evaluation
+        )
         if resume_step is not None:
             self.book.check_rewind(resume_step)
         damaged = find_damaged_groups(self.book, found, self._reader)
@@ -136,7 +149,9 @@ class Buffer:
         done = self.journal.start_commit()
         if self.journal.wants_rotation(count_entries(self.book), now=self._state_due):
             self._state_due = False
-            self.journal.rotate(self._export_state(), keep_logs=self._config.buffer.retention is Retention.all)
+            self.journal.rotate(
+                self._export_state(), keep_logs=self._config.buffer.retention is Retention.all
+            )
         return done
 
     def close(self, *, in_good_order: bool = True) -> None:
@@ -224,7 +239,9 @@ class Buffer:
             self.refuse("malformed group", f"from {generator}: {error}")
             for place in wanted:
                 self.fail(leases[place], 0, str(error))
-        stored = iter(() if found is None else self._store(generator, [leases[place] for place in wanted], data, found))
+        stored = iter(
+            () if found is None else self._store(generator, [leases[place] for place in wanted], data, found)
+        )
         return [
             next(stored, "failed") if place in wanted else self._in_vain(lease, spent.get(place, 0))
             for place, lease in enumerate(leases)
@@ -298,7 +315,10 @@ class Buffer:
                 self._note(e.Scored(sweep.version, score.reward, score.num_prompts, time.time()))
                 self.scores.append(score)
                 log.info(
-                    "version %d scores %.3f on %d held-out prompts", sweep.version, score.reward, score.num_prompts
+                    "version %d scores %.3f on %d held-out prompts",
+                    sweep.version,
+                    score.reward,
+                    score.num_prompts,
                 )
         return "accepted"
 
@@ -310,7 +330,9 @@ class Buffer:
     def fail(self, lease: int, num_tokens: int, error: str, *, revoked: bool = False) -> str:
         if self._evaluations.owns(lease):
             self._evaluations.fail(lease)
-        elif self.book.find(lease) is not None:  # what is said of an unknown lease is not worth a line in the journal
+        elif (
+            self.book.find(lease) is not None
+        ):  # what is said of an unknown lease is not worth a line in the journal
             held = self.book.lease_of(lease)
             outcome = self.book.fail(lease, max(0, num_tokens), error, counts=not revoked)
             if held is not None and outcome != "over":
@@ -351,7 +373,8 @@ class Buffer:
         """What step `step` trains, or None while some of it is missing. Raises Refusal for a step that is trained already."""
         if step < self.book.num_consumed:
             raise Refusal(
-                "wrong step", f"step must be {self.book.num_consumed} or later (or say Rewind first), got {step}"
+                "wrong step",
+                f"step must be {self.book.num_consumed} or later (or say Rewind first), got {step}",
             )
         return self.book.ready(step, self._clock()) if step == self.book.num_consumed else None
 
@@ -368,7 +391,9 @@ class Buffer:
 
     def report_damaged(self, groups: Sequence[int]) -> int:
         """A learner found these groups damaged. Those that the buffer finds so too are replaced; returns how many."""
-        damaged = [n for n in set(groups) if n in self.book.pool and not self._reader.is_intact(self.book.content(n))]
+        damaged = [
+            n for n in set(groups) if n in self.book.pool and not self._reader.is_intact(self.book.content(n))
+        ]
         for number in damaged:
             self._reject_damaged(number)
         return len(damaged)
@@ -389,23 +414,30 @@ class Buffer:
         handout = self.next(request.step)
         if handout is None:
             raise Refusal("wrong step", f"consumed step must be the one handed out, got {request.step}")
-        counts = [count(self.book.content(g).tokens_by_version(), request.step, self._bound) for g in handout.groups]
+        counts = [
+            count(self.book.content(g).tokens_by_version(), request.step, self._bound) for g in handout.groups
+        ]
         staleness: Counter[int] = Counter()
         for _, _, by_staleness in counts:
             staleness.update(by_staleness)
         trained, excluded = [c[0] for c in counts], [c[1] for c in counts]
         if sum(trained) != request.num_trained:
             raise Refusal(
-                "wrong count", f"num_trained must be {sum(trained)} at step {request.step}, got {request.num_trained}"
+                "wrong count",
+                f"num_trained must be {sum(trained)} at step {request.step}, got {request.num_trained}",
             )
         if sum(excluded) and self._config.staleness.on_late is not OnLate.mask:
-            log.error("step %d: %d tokens were beyond the bound and masked: a defect", request.step, sum(excluded))
+            log.error(
+                "step %d: %d tokens were beyond the bound and masked: a defect", request.step, sum(excluded)
+            )
         self.book.consume(
             e.Trained(
                 request.step, handout.groups, trained, excluded, dict(sorted(staleness.items())), handout.weights, time.time()
             )
         )  # fmt: skip
-        assert self.ledger.closes(), f"the ledger does not close after step {request.step}: {vars(self.ledger)}"
+        assert self.ledger.closes(), (
+            f"the ledger does not close after step {request.step}: {vars(self.ledger)}"
+        )
         self._watchdog.moved_at = self._clock()
         self.reached.setdefault("first_step", time.time())
         self._learner_idle = (request.idle_s, request.alive_s)
@@ -434,7 +466,9 @@ class Buffer:
         """The learner goes on from the checkpoint of `step`. Raises ValueError for a step that cannot be gone back to."""
         self.book.rewind(step)
         self._evaluations.clear()
-        self.scores = [score for score in self.scores if score.version < step]  # `step` itself is published again
+        self.scores = [
+            score for score in self.scores if score.version < step
+        ]  # `step` itself is published again
         self._watchdog.moved_at = self._clock()
         log.info("rewound to step %d; %d complete groups wait to be trained", step, len(self.book.pool))
 
@@ -448,7 +482,11 @@ class Buffer:
             self._lost(group, outcome, "lease expired")
         self._evaluations.expire(now)
         for group in self.book.cancel_stragglers(now):
-            log.warning("group %d held its step for %s s: cancelled", group, self._config.staleness.straggler_timeout_s)
+            log.warning(
+                "group %d held its step for %s s: cancelled",
+                group,
+                self._config.staleness.straggler_timeout_s,
+            )
         if self._quarantined_in_a_row >= self._config.buffer.max_quarantined:
             group, error = next(reversed(self.book.quarantine.last.items()))
             times = f"{self._quarantined_in_a_row} groups in a row have failed {self._config.buffer.max_attempts} times each"
@@ -471,7 +509,11 @@ class Buffer:
         elif step == self._config.run.steps:
             who = f"the run waits for {self._evaluations.pending} evaluation prompts"
         elif learner_waits:
-            who = "the learner waits: " + "an engine's parity probe; " * probes + self.book.waiting_for(step, starts)
+            who = (
+                "the learner waits: "
+                + "an engine's parity probe; " * probes
+                + self.book.waiting_for(step, starts)
+            )
         else:
             who = f"the learner trains step {step}; {num_asking} generators wait for {budget}"
         told = STARTING if starts and starts in who else "waiting"

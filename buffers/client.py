@@ -119,7 +119,12 @@ class BufferClient:
     """Not thread-safe: one client a thread."""
 
     def __init__(
-        self, address: str, *, timeout_s: float = 60.0, keys: str | None = None, role: KeyRole = KeyRole.generator
+        self,
+        address: str,
+        *,
+        timeout_s: float = 60.0,
+        keys: str | None = None,
+        role: KeyRole = KeyRole.generator,
     ) -> None:
         """`keys` is the folder that `buffer.keys` names, and `role` says whose key it is to show. Raises ValueError when the
         folder does not hold what is needed."""
@@ -137,7 +142,9 @@ class BufferClient:
         if keys is not None:
             show_key(self._socket, Path(keys), role)
         self._broken_since: float | None = None
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(CONNECTED | REFUSED | BROKEN | ABSENT)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
+            CONNECTED | REFUSED | BROKEN | ABSENT
+        )
         self._socket.connect(address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -177,7 +184,9 @@ class BufferClient:
         try:
             self._socket.send_multipart(frames, copy=len(frames) < 3)
         except zmq.Again as error:
-            raise BufferGone(f"the buffer at {self.address} takes no more messages for {self._timeout_s} s") from error
+            raise BufferGone(
+                f"the buffer at {self.address} takes no more messages for {self._timeout_s} s"
+            ) from error
 
     def receive(self, wait_s: float) -> Iterator[Answer]:
         """Answers that are there; waits up to `wait_s` for the first."""
@@ -208,7 +217,9 @@ class BufferClient:
             self._broken_since = None
             if event & ABSENT:
                 continue
-            if self._connected:  # again: another life of the buffer, which knows nothing of what was under way
+            if (
+                self._connected
+            ):  # again: another life of the buffer, which knows nothing of what was under way
                 for number in list(self._unanswered):
                     self._send(number)
             self._connected = True
@@ -316,7 +327,9 @@ class BufferClient:
                     )
                 data[begin : begin + len(part)] = part
             if time.monotonic() - heard_at > self._timeout_s:
-                raise BufferGone(f"no part of a batch from the buffer at {self.address} in {self._timeout_s:.0f} s")
+                raise BufferGone(
+                    f"no part of a batch from the buffer at {self.address} in {self._timeout_s:.0f} s"
+                )
         return data
 
     def close(self) -> None:
@@ -335,9 +348,13 @@ def hand_in(client: BufferClient, generator: str, leases: list[int], groups: pa.
     except TooLarge as error:
         half, rows = len(leases) // 2, groups.num_rows // len(leases)
         if half:
-            first = groups.take(pa.array(range(half * rows)))  # a copy: a slice would travel with bytes of the others
+            first = groups.take(
+                pa.array(range(half * rows))
+            )  # a copy: a slice would travel with bytes of the others
             hand_in(client, generator, leases[:half], first)
-            hand_in(client, generator, leases[half:], groups.take(pa.array(range(half * rows, groups.num_rows))))
+            hand_in(
+                client, generator, leases[half:], groups.take(pa.array(range(half * rows, groups.num_rows)))
+            )
             return
         log.error("lease %d: %s", leases[0], error)
         sampled = int(np.count_nonzero(flat(groups, "sampled")))

@@ -43,7 +43,12 @@ TRIMS = 20
 """Looks after the end of a connection at which freed memory is given back."""
 UNREAD_S, UNREAD_BYTES = 60.0, 1 << 20
 """More answers than that, of which a client has taken nothing for so long, cost it the connection."""
-KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 15, zmq.TCP_KEEPALIVE_INTVL: 5, zmq.TCP_KEEPALIVE_CNT: 3}
+KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 15,
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+}
 """The kernel asks a connection that is silent for 15 s, three times, whether there is another side."""
 
 _numbers = itertools.count()

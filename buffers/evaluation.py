@@ -114,7 +114,9 @@ class Evaluations:
 
     def release(self, generator: str) -> None:
         """Gives up what an earlier life of `generator` held."""
-        for lease_id in [lease_id for lease_id, leased in self._leased.items() if leased.generator == generator]:
+        for lease_id in [
+            lease_id for lease_id, leased in self._leased.items() if leased.generator == generator
+        ]:
             self.fail(lease_id)
 
     def take_done(self) -> list[Sweep]:

@@ -135,7 +135,9 @@ def _parse_files(journal: Path, first: int) -> list[ParsedFile]:
     for parsed, following in zip(files, files[1:], strict=False):
         began = following.began
         if began is not None and began.previous == parsed.number and began.previous_bytes < parsed.size:
-            limited = parse_log_file(journal, parsed.number, began.previous_bytes)  # what follows was never the log's
+            limited = parse_log_file(
+                journal, parsed.number, began.previous_bytes
+            )  # what follows was never the log's
             parsed.lines, parsed.bad, parsed.size = limited.lines, limited.bad, limited.size
     return files
 
@@ -150,7 +152,9 @@ def _last_whole_line(files: Sequence[ParsedFile]) -> Place:
     return max((parsed.lines[-1].end for parsed in files if parsed.lines), default=(-1, 0))
 
 
-def _find_damage(journal: Path, first: int, before: ParsedFile | None, parsed: ParsedFile) -> tuple[Place, str] | None:
+def _find_damage(
+    journal: Path, first: int, before: ParsedFile | None, parsed: ParsedFile
+) -> tuple[Place, str] | None:
     """(where, what) of the first thing that is wrong with a file, as the next after `before`."""
     began = parsed.began
     if parsed.bad and (began is None or parsed.bad[0] == 0):

@@ -126,7 +126,9 @@ def free_name(path: Path) -> Path:
 
 def numbers_in(folder: Path, suffix: str) -> list[int]:
     """Of the files `<number><suffix>`, in order. Whatever else lies there is somebody's own."""
-    return sorted(int(path.stem) for path in folder.glob(f"*{suffix}") if re.fullmatch(r"[0-9]{6,}", path.stem))
+    return sorted(
+        int(path.stem) for path in folder.glob(f"*{suffix}") if re.fullmatch(r"[0-9]{6,}", path.stem)
+    )
 
 
 def boot_id() -> str:

@@ -109,7 +109,9 @@ class Fleet:
     def is_at_work(self, now: float, stalled_s: float) -> bool:
         """True when a role that is heard of does something that others wait for, and has got on with it within `stalled_s`."""
         return any(
-            now - heard.at <= GONE_S and now - heard.moved_at <= stalled_s and not heard.activity.startswith(IDLE)
+            now - heard.at <= GONE_S
+            and now - heard.moved_at <= stalled_s
+            and not heard.activity.startswith(IDLE)
             for heard in self._heard.values()
         )
 

@@ -83,11 +83,15 @@ def export_attempt(attempt: Attempt) -> AttemptState:
 
 
 def restore_attempt(state: AttemptState, now: float, lease_s: float) -> Attempt:
-    return Attempt(state.lease, state.group, state.generator, now + lease_s, now, state.num_tokens, state.fate)
+    return Attempt(
+        state.lease, state.group, state.generator, now + lease_s, now, state.num_tokens, state.fate
+    )
 
 
 def export_group(number: int, group: Group) -> GroupState:
-    return GroupState(number, group.due, group.num_failures, group.uses, sorted(group.attempts), group.content)
+    return GroupState(
+        number, group.due, group.num_failures, group.uses, sorted(group.attempts), group.content
+    )
 
 
 def restore_group(state: GroupState) -> Group:
@@ -154,7 +158,9 @@ class Terms:
 
     def due(self, place: int) -> int:
         """The step at which a place falls due."""
-        return 0 if place < self.groups_per_step else 1 + (place - self.groups_per_step) // self.fresh_per_step
+        return (
+            0 if place < self.groups_per_step else 1 + (place - self.groups_per_step) // self.fresh_per_step
+        )
 
     def num_places_through(self, due: int) -> int:
         """Places that fall due at this step or before it."""

@@ -95,7 +95,10 @@ class Journal:
         """Dropped segments that are deleted when a state that does without them is on the disk."""
         self._lines: list[bytes] = []
         self._broken = False
-        self._disk, self._background = ThreadPoolExecutor(1, "journal"), ThreadPoolExecutor(1, "journal-state")
+        self._disk, self._background = (
+            ThreadPoolExecutor(1, "journal"),
+            ThreadPoolExecutor(1, "journal-state"),
+        )
         self._state_written: Future[None] = Future()
         self._state_written.set_result(None)
 
@@ -119,7 +122,9 @@ class Journal:
         if self._syncs:
             sync_folder(self.folder)
         state.next_segment, state.open_segment = self._next_segment, None
-        are_many = len(state_numbers(self.folder)) >= MANY_STATES  # of lives that ended before they could rotate
+        are_many = (
+            len(state_numbers(self.folder)) >= MANY_STATES
+        )  # of lives that ended before they could rotate
         write_state(self.folder, self._number, encode_state(state), sync=self._syncs or are_many)
         for old in obsolete_states(state_numbers(self.folder)) if are_many else ():
             state_path(self.folder, old).unlink()
@@ -153,10 +158,14 @@ class Journal:
         self._log_size = 0
         self._folders_unsynced.add(log_folder(self.folder))
         at = max(time.time(), self.began_at)
-        began = e.Began(self._number, *previous, self._next_segment, state.terms, str(self._durability), boot_id(), at)
+        began = e.Began(
+            self._number, *previous, self._next_segment, state.terms, str(self._durability), boot_id(), at
+        )
         self._lines.insert(0, e.encode(began))
         self._write_lines()
-        if self._syncs:  # so that a hole in what follows is known for one: the first line says how the file is written
+        if (
+            self._syncs
+        ):  # so that a hole in what follows is known for one: the first line says how the file is written
             sync_file(self._log, path)
             sync_folder(log_folder(self.folder))
         self._lines_since = self._bytes_since = 0
@@ -202,7 +211,9 @@ class Journal:
             files.append((self._log, log_path(self.folder, self._number)))
         done: Future[None] = Future()
         if self._syncs:
-            done = self._disk.submit(self._sync, files, self._folders_unsynced, (self._number, self._log_size))
+            done = self._disk.submit(
+                self._sync, files, self._folders_unsynced, (self._number, self._log_size)
+            )
             self._folders_unsynced = set()
         else:
             done.set_result(None)
@@ -265,7 +276,9 @@ class Journal:
             self._write_state, self._number, encode_state(state), touched, doomed, keep_logs
         )
 
-    def _write_state(self, number: int, state: bytes, touched: set[Path], doomed: list[Path], keep_logs: bool) -> None:
+    def _write_state(
+        self, number: int, state: bytes, touched: set[Path], doomed: list[Path], keep_logs: bool
+    ) -> None:
         """In a thread. The state vouches for the groups that it names, so they are on the disk before it is."""
         if self._broken:
             return
@@ -274,7 +287,9 @@ class Journal:
                 sync_path(path)
             sync_folder(self.folder)
             sync_folder(log_folder(self.folder))
-        write_state(self.folder, number, state, sync=True)  # whatever the durability: what it replaces is deleted now
+        write_state(
+            self.folder, number, state, sync=True
+        )  # whatever the durability: what it replaces is deleted now
         for path in doomed:
             self.discard_file(path)
         for old in obsolete_states(state_numbers(self.folder)):
@@ -316,7 +331,11 @@ class Journal:
 
     def closed_segments(self) -> set[int]:
         """Those that are in the folder and not written any more."""
-        return segment_numbers(self.folder) - self._dropped - ({self._segment.number} if self._segment else set())
+        return (
+            segment_numbers(self.folder)
+            - self._dropped
+            - ({self._segment.number} if self._segment else set())
+        )
 
     def _close_segment(self) -> None:
         if self._segment is not None:
@@ -353,7 +372,9 @@ def is_here(folder: Path, mark: str) -> bool:
 def read_groups(folder: Path) -> Iterator[pa.RecordBatch]:
     """Every group in the journal, in the order of acceptance. Raises DamagedGroup."""
     reader = Reader(folder)
-    dropped = {number for event in read_events(folder) if isinstance(event, e.Dropped) for number in event.segments}
+    dropped = {
+        number for event in read_events(folder) if isinstance(event, e.Dropped) for number in event.segments
+    }
     for event in read_events(folder):
         if isinstance(event, e.Accepted) and event.segment not in dropped:
             yield reader.read(event)

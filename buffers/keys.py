@@ -66,7 +66,9 @@ SPEAKERS: dict[type[m.Struct], frozenset[KeyRole]] = {
 """Who may say what to a buffer that has keys. A message that is not here may be said by nobody."""
 
 
-WEIGHTS_SPEAKERS: dict[str, frozenset[KeyRole]] = dict.fromkeys(("Get", "Route", "Enlist", "Send"), frozenset({G}))
+WEIGHTS_SPEAKERS: dict[str, frozenset[KeyRole]] = dict.fromkeys(
+    ("Get", "Route", "Enlist", "Send"), frozenset({G})
+)
 """Who may say what to a server of weights, by the name of the request: hosts that generate fetch them, and hand them on."""
 
 
@@ -105,7 +107,9 @@ def _role_and_name(client: str) -> tuple[str, str]:
     role, _, name = client.partition(":")
     name = name or role
     if role not in list(KeyRole) or "/" in name or name == "server":
-        raise ValueError(f"a client must read ROLE or ROLE:NAME with one of {', '.join(KeyRole)}, got {client!r}")
+        raise ValueError(
+            f"a client must read ROLE or ROLE:NAME with one of {', '.join(KeyRole)}, got {client!r}"
+        )
     return role, name
 
 
@@ -129,7 +133,9 @@ def _load_pair(folder: Path, name: str) -> tuple[bytes, bytes]:
             f"buffer.keys must hold secrets that only their owner can read (chmod 600), got {path} with {mode:o}"
         )
     if secret is None:
-        raise ValueError(f"buffer.keys must hold a secret key in {path.name}, got a file without one in {folder}")
+        raise ValueError(
+            f"buffer.keys must hold a secret key in {path.name}, got a file without one in {folder}"
+        )
     return public, secret
 
 
@@ -216,7 +222,9 @@ class Door:
     def check(self) -> None:
         """Raises RuntimeError, from its cause, when the thread has died: to be asked again and again by whoever owns the socket."""
         if self._error is not None:
-            raise RuntimeError("the thread that lets clients in has died: nobody can connect") from self._error
+            raise RuntimeError(
+                "the thread that lets clients in has died: nobody can connect"
+            ) from self._error
 
     def close(self) -> None:
         self._running = False
@@ -249,7 +257,9 @@ class Door:
         ):  # the 1st, 2nd, 4th, 8th: a flood of them does not fill the log
             who = address.decode(errors="replace")
             log.warning(
-                "refused keys that are not allowed (%d times by now), the last one from %s", self._num_refused, who
+                "refused keys that are not allowed (%d times by now), the last one from %s",
+                self._num_refused,
+                who,
             )
         return [version, number, b"400", b"this key is not allowed", b"", b""]
 

@@ -47,7 +47,9 @@ class LeaseBook:
         note: Callable[[e.AnyEvent], None] = lambda event: None,
     ) -> None:
         self.terms = terms
-        self.lag = terms.max_versions  # groups are admitted this far ahead of the newest version: the bound, or less
+        self.lag = (
+            terms.max_versions
+        )  # groups are admitted this far ahead of the newest version: the bound, or less
         self.ledger = ledger
         self.version = -1
         """Newest published version."""
@@ -189,7 +191,9 @@ class LeaseBook:
         group.attempts.clear()
         self.pool[attempt.group] = group
         self.bytes_held += content.size
-        self.newest_version = max(self.newest_version, content.newest)  # where the line that published it is lost
+        self.newest_version = max(
+            self.newest_version, content.newest
+        )  # where the line that published it is lost
         self._changed = True
         self.places.fill_place(group.due)
         self._note(content)
@@ -315,17 +319,25 @@ class LeaseBook:
         rows, weights = draw(self._sampler, contents, uses, self.terms.groups_per_step, rng)
         chosen = sorted((pool[row], weight) for row, weight in zip(rows, weights, strict=True))
         unweighted = all(weight == 1.0 for weight in weights)
-        return Handout([number for number, _ in chosen], [] if unweighted else [weight for _, weight in chosen])
+        return Handout(
+            [number for number, _ in chosen], [] if unweighted else [weight for _, weight in chosen]
+        )
 
     def _evict(self, step: int) -> None:
         """Lets go of groups that the bound forbids from now on: a sampler (or a former one), `max_uses`, a repair leave such."""
-        in_order, promised, retired = isinstance(self._sampler, Fifo) and self.terms.max_uses == 1, self._promised(), []
+        in_order, promised, retired = (
+            isinstance(self._sampler, Fifo) and self.terms.max_uses == 1,
+            self._promised(),
+            [],
+        )
         if in_order and self.terms.on_late is OnLate.mask:
             return
         for number, group in list(self.pool.items()):
             content = self.content(number)
             version = content.newest if self.terms.on_late is OnLate.mask else content.oldest
-            is_left = not in_order or group.due < step  # one that is due is trained, and what is late of it is named
+            is_left = (
+                not in_order or group.due < step
+            )  # one that is due is trained, and what is late of it is named
             if is_left and version < step - self.terms.max_versions and number not in promised:
                 if group.uses:
                     self.retire_group(number)
@@ -461,7 +473,9 @@ class LeaseBook:
     def _revoke_beyond(self, step: int) -> None:
         """Takes back leases that version `step` does not admit: their generators will fall behind the floor."""
         open_groups = {number: group for number, group in self.groups.items() if group.accepted is None}
-        beyond = {n for n, group in open_groups.items() if not admits(group.due, step, self.terms.max_versions)}
+        beyond = {
+            n for n, group in open_groups.items() if not admits(group.due, step, self.terms.max_versions)
+        }
         for attempt in [attempt for attempt in self.attempts.values() if attempt.group in beyond]:
             self._lose(attempt, f"the learner went back to step {step}", False)
         for attempt in self.dead.values():
@@ -474,12 +488,16 @@ class LeaseBook:
         missing = [a for a in attempts if a.group in self.groups and self.groups[a.group].due <= step]
         at_hand = sum(group.due <= step or self.terms.on_late is OnLate.mask for group in self.pool.values())
         have = f"step {step} has {at_hand} of {self.terms.groups_per_step} groups"
-        return f"{have}; {name_holders(missing) if missing else nobody or 'no generator holds a lease for it'}"
+        return (
+            f"{have}; {name_holders(missing) if missing else nobody or 'no generator holds a lease for it'}"
+        )
 
     def check_rewind(self, step: int) -> None:
         """Raises ValueError for a step that is not between the oldest kept checkpoint and the newest trained step."""
         if not self.floor_step <= step <= self.num_consumed:
-            raise ValueError(f"step must be in {self.floor_step}..{self.num_consumed} to rewind to, got {step}")
+            raise ValueError(
+                f"step must be in {self.floor_step}..{self.num_consumed} to rewind to, got {step}"
+            )
 
     def adopt_terms(self, terms: Terms) -> None:
         """From now on the book is kept by these."""

@@ -65,7 +65,12 @@ class Ledger:
 
     def export_state(self) -> LedgerState:
         return LedgerState(
-            self.generated, self.leased, dict(self.tokens), dict(self.groups), dict(self.staleness), self.replayed
+            self.generated,
+            self.leased,
+            dict(self.tokens),
+            dict(self.groups),
+            dict(self.staleness),
+            self.replayed,
         )
 
     def restore_state(self, state: LedgerState) -> None:

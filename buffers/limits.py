@@ -13,7 +13,9 @@ from configs.schema import Config
 
 def longest_group(config: Config) -> int:
     """The most tokens that one lease can sample."""
-    return config.learner.samples_per_prompt * max(config.sampling.max_tokens, config.generators.max_model_len)
+    return config.learner.samples_per_prompt * max(
+        config.sampling.max_tokens, config.generators.max_model_len
+    )
 
 
 def check_bounds(request: m.Request, buffer: Buffer, config: Config) -> None:

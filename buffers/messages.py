@@ -465,7 +465,21 @@ Request = (
     Join | Leave | Ask | Heartbeat | Alive | Submit | SubmitProbe | Evaluated | Fail | Locate | Next | NextProbe | Read | Damaged | Publish
     | Consumed | Checkpointed | Rewind | Finish | Watch | Stop
 )  # fmt: skip
-Reply = Welcome | Work | Standing | Receipt | Located | Batch | Part | Replaced | NotYet | Over | Done | News | Refused
+Reply = (
+    Welcome
+    | Work
+    | Standing
+    | Receipt
+    | Located
+    | Batch
+    | Part
+    | Replaced
+    | NotYet
+    | Over
+    | Done
+    | News
+    | Refused
+)
 
 encoder = msgspec.msgpack.Encoder()
 request_decoder = msgspec.msgpack.Decoder(Request)

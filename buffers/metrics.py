@@ -56,14 +56,22 @@ def families(status: m.Status) -> Iterator[Metric]:
         "slipstream_groups_quarantined": ("Groups that failed for good", status.num_quarantined),
         "slipstream_tokens_replayed": ("Tokens trained again, beyond their first time", status.replayed),
         "slipstream_weight_digest_checks": ("Comparisons of weights with a manifest", status.digest_checks),
-        "slipstream_weight_fetched_bytes": ("Bytes of weights that came over a network", status.fetched_bytes),
+        "slipstream_weight_fetched_bytes": (
+            "Bytes of weights that came over a network",
+            status.fetched_bytes,
+        ),
         "slipstream_scores_abandoned": ("Scores that hung and were given up", status.abandoned_scores),
-        "slipstream_weight_digest_mismatches": ("Weight updates that did not verify", status.digest_mismatches),
+        "slipstream_weight_digest_mismatches": (
+            "Weight updates that did not verify",
+            status.digest_mismatches,
+        ),
     }
     for name, (text, value) in plain.items():
         yield GaugeMetricFamily(name, text, value=value)
     for unit, account in (("tokens", status.tokens), ("groups", status.groups)):
-        ledger = GaugeMetricFamily(f"slipstream_ledger_{unit}", f"The ledger, in {unit}, by fate", labels=["fate"])
+        ledger = GaugeMetricFamily(
+            f"slipstream_ledger_{unit}", f"The ledger, in {unit}, by fate", labels=["fate"]
+        )
         fates = {
             "trained": account.trained,
             "masked": account.masked,
@@ -73,19 +81,27 @@ def families(status: m.Status) -> Iterator[Metric]:
         for fate, amount in fates.items():
             ledger.add_metric([fate], amount)
         yield ledger
-    staleness = GaugeMetricFamily("slipstream_trained_tokens", "Trained tokens by staleness", labels=["staleness"])
+    staleness = GaugeMetricFamily(
+        "slipstream_trained_tokens", "Trained tokens by staleness", labels=["staleness"]
+    )
     for versions, tokens in status.staleness.items():
         staleness.add_metric([str(versions)], tokens)
     yield staleness
-    refused = CounterMetricFamily("slipstream_refused_messages", "Messages refused, by reason", labels=["reason"])
+    refused = CounterMetricFamily(
+        "slipstream_refused_messages", "Messages refused, by reason", labels=["reason"]
+    )
     for reason, amount in status.refused.items():
         refused.add_metric([reason], amount)
     yield refused
-    lag = GaugeMetricFamily("slipstream_generator_version", "Version that a generator holds", labels=["generator"])
+    lag = GaugeMetricFamily(
+        "slipstream_generator_version", "Version that a generator holds", labels=["generator"]
+    )
     for generator, report in status.generators.items():
         lag.add_metric([generator], report.version)
     yield lag
-    heard = GaugeMetricFamily("slipstream_role_last_heard_seconds", "Since a role's last heartbeat", labels=["role"])
+    heard = GaugeMetricFamily(
+        "slipstream_role_last_heard_seconds", "Since a role's last heartbeat", labels=["role"]
+    )
     for name, role in status.roles.items():
         heard.add_metric([name], role.last_heard_s)
     yield heard

@@ -42,7 +42,9 @@ class Reply:
     """The leases that it gives: they are taken back where it cannot be delivered."""
 
 
-def deal(asks: Sequence[Parked[m.Ask]], room: int, lease: Callable[[str], m.Lease | None]) -> list[list[m.Lease]]:
+def deal(
+    asks: Sequence[Parked[m.Ask]], room: int, lease: Callable[[str], m.Lease | None]
+) -> list[list[m.Lease]]:
     """Deals what may be leased (`room` at most) to all who ask, evenly; those who get nothing are the last. `lease` gives a lease
     to the generator of this name, or None when there is no more."""
     share = max(1, room // len(asks))  # in a row: groups that come together are stored and read together

@@ -66,7 +66,9 @@ class Places:
     def _num_places(self, due: int) -> int:
         return self.terms.num_places(due) + self._extra[due]
 
-    def reopen_missing(self, first: int, held: Counter[int], unfinished: Counter[int], overtakes: bool) -> int:
+    def reopen_missing(
+        self, first: int, held: Counter[int], unfinished: Counter[int], overtakes: bool
+    ) -> int:
         """For a log that has lost lines: frees the places, due from step `first` on, that no group has, and counts the
         filled ones anew. Else the steps would wait for those groups for ever. Returns how many places were freed.
 

@@ -69,7 +69,9 @@ def read_journal(folder: Path) -> Recovery:
     written = {schema_version(segment_path(folder, number)) for number in present} - {None, SCHEMA_VERSION}
     if written:
         raise ValueError(f"the journal must have schema version {SCHEMA_VERSION}, got {written} in {folder}")
-    in_question = present if state is None else {n for n in present if n >= state.next_segment or n in found.ends}
+    in_question = (
+        present if state is None else {n for n in present if n >= state.next_segment or n in found.ends}
+    )
     found.unclosed = {n for n in in_question if not is_closed(segment_path(folder, n))}
     found.next_segment = 1 + max([*found.ends, *found.dropped, *present, found.next_segment - 1])
     return found
@@ -128,4 +130,6 @@ def rebuild_book(
 def find_damaged_groups(book: LeaseBook, found: Recovery, reader: Reader) -> list[int]:
     """Complete groups in doubt whose bytes are lost indeed. Others are checked whenever they are read."""
     contents = {number: book.content(number) for number in book.pool}
-    return [number for number, one in contents.items() if found.is_in_doubt(one) and not reader.is_intact(one)]
+    return [
+        number for number, one in contents.items() if found.is_in_doubt(one) and not reader.is_intact(one)
+    ]

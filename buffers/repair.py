@@ -66,7 +66,9 @@ class _Repair:
     def __init__(self, journal: Journal, folder: Path) -> None:
         self._journal, self._folder = journal, folder
         self._number, self._state = read_newest_state(folder)
-        self._files = [parse_log_file(folder, number) for number in log_numbers(folder) if number >= self._number]
+        self._files = [
+            parse_log_file(folder, number) for number in log_numbers(folder) if number >= self._number
+        ]
         self._report = Report()
         self._orphans: dict[int, e.Accepted] = {}
         self._training_known = True
@@ -94,7 +96,9 @@ class _Repair:
         self._orphans = {one.group: one for one in self._find_orphans(lines)}
         for one in self._orphans.values():
             found.ends[one.segment] = max(found.ends.get(one.segment, 0), one.offset + one.size)
-        found.unclosed = {n for n in found.ends if n in present and not is_closed(segment_path(self._folder, n))}
+        found.unclosed = {
+            n for n in found.ends if n in present and not is_closed(segment_path(self._folder, n))
+        }
         mended = [self._mend(parsed) for parsed in self._files]
         for number in sorted(self._orphans):
             self._complete(number)
@@ -182,7 +186,9 @@ class _Repair:
             one = batch.slice(row, terms.samples_per_prompt)
             wanted = Expected(*(one.column(name)[0].as_py() for name in ("group", "due", "prompt_id")))
             alone = encode(pa.concat_batches([one])) if batch.num_rows > one.num_rows else message
-            verdict = check_groups(alone, [wanted], num_samples=one.num_rows, newest_version=2**31 - 1).verdicts[0]
+            verdict = check_groups(
+                alone, [wanted], num_samples=one.num_rows, newest_version=2**31 - 1
+            ).verdicts[0]
             if isinstance(verdict, Facts):
                 yield e.Accepted(
                     lease=-1, group=wanted.group, due=wanted.due, prompt=wanted.prompt, segment=segment, offset=offset,
@@ -199,11 +205,15 @@ class _Repair:
         match event:
             case e.Leased(group=number):
                 self._grant_before(number)
-                if number == book.next_group or (number in book.groups and book.groups[number].content is None):
+                if number == book.next_group or (
+                    number in book.groups and book.groups[number].content is None
+                ):
                     self._redo(event)
             case e.Accepted():
                 self._accept(event)
-            case e.Duplicate(lease=lease, tokens=tokens) if lease in book.attempts:  # why it came too late is lost
+            case e.Duplicate(lease=lease, tokens=tokens) if (
+                lease in book.attempts
+            ):  # why it came too late is lost
                 if not self._complete(book.attempts[lease].group):
                     self._redo(e.Failed(lease, tokens, LOST_LEASE, 0.0, counts=False))
                 else:
@@ -211,7 +221,9 @@ class _Repair:
             case e.Retired(groups=groups):
                 self._redo(e.Retired([number for number in groups if number in book.pool]))
             case e.Handed():
-                if event.step >= book.num_consumed and all([self._complete(number) for number in event.groups]):
+                if event.step >= book.num_consumed and all(
+                    [self._complete(number) for number in event.groups]
+                ):
                     self._redo(event)
             case e.Trained():
                 self._train(event)
@@ -294,10 +306,17 @@ class _Repair:
         handout = book.scripted.get(step)
         if handout is None or any(number not in book.pool for number in handout.groups):
             return False
-        counts = [count(book.content(n).tokens_by_version(), step, book.terms.max_versions) for n in handout.groups]
+        counts = [
+            count(book.content(n).tokens_by_version(), step, book.terms.max_versions) for n in handout.groups
+        ]
         staleness = sum((Counter(by_staleness) for _, _, by_staleness in counts), Counter[int]())
         trained = e.Trained(
-            step, handout.groups, [c[0] for c in counts], [c[1] for c in counts], dict(staleness), handout.weights
+            step,
+            handout.groups,
+            [c[0] for c in counts],
+            [c[1] for c in counts],
+            dict(staleness),
+            handout.weights,
         )
         self._redo(trained)
         self._report.saved.append(f"step {step}: its line is lost, it was trained as it was handed out")
@@ -309,7 +328,9 @@ class _Repair:
         report = self._report
         report.step = self._book.num_consumed
         before = len(self._book.places.freed)
-        self._redo(e.Repaired(report.step, sorted(report.lost_groups), [*report.damage, *report.saved, *report.lost]))
+        self._redo(
+            e.Repaired(report.step, sorted(report.lost_groups), [*report.damage, *report.saved, *report.lost])
+        )
         if reopened := len(self._book.places.freed) - before:
             report.lost.append(f"{reopened} places had lost their groups, which are made anew")
 

@@ -81,7 +81,9 @@ class Prioritized:
         if column not in known:
             raise ValueError(f"column must be one of {known}, got {column!r}")
         if not (alpha >= 0 and 0 <= beta <= 1 and epsilon > 0):
-            raise ValueError(f"alpha must be >= 0, beta in [0, 1], epsilon > 0, got {alpha}, {beta}, {epsilon}")
+            raise ValueError(
+                f"alpha must be >= 0, beta in [0, 1], epsilon > 0, got {alpha}, {beta}, {epsilon}"
+            )
         self._column, self._alpha, self._beta, self._epsilon = column, alpha, beta, epsilon
 
     def choose(self, candidates: Candidates, count: int, rng: np.random.Generator) -> Choice:
@@ -125,13 +127,17 @@ def load_sampler(name: str, args: Mapping[str, Any]) -> Sampler:
     module, _, class_name = name.partition(":")
     if not class_name:
         if name not in SAMPLERS:
-            raise ValueError(f"buffer.sampler must be one of {sorted(SAMPLERS)}, or read module:Class, got {name!r}")
+            raise ValueError(
+                f"buffer.sampler must be one of {sorted(SAMPLERS)}, or read module:Class, got {name!r}"
+            )
         sampler_class: Any = SAMPLERS[name]
     else:
         try:
             sampler_class = getattr(importlib.import_module(module), class_name)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"buffer.sampler must name a class that can be imported, got {name!r}: {error}") from error
+            raise ValueError(
+                f"buffer.sampler must name a class that can be imported, got {name!r}: {error}"
+            ) from error
     try:
         return sampler_class(**args)
     except (TypeError, ValueError) as error:
@@ -151,7 +157,9 @@ def draw(
     }
     choice = sampler.choose(Candidates(uses=np.array(uses), **columns), count, rng)
     rows, weights = np.asarray(choice.rows), np.asarray(choice.weights, dtype=float)
-    distinct = len(rows) == count == len(set(rows.tolist())) and rows.min() >= 0 and rows.max() < len(contents)
+    distinct = (
+        len(rows) == count == len(set(rows.tolist())) and rows.min() >= 0 and rows.max() < len(contents)
+    )
     if not (distinct and len(weights) == count and np.isfinite(weights).all() and (weights >= 0).all()):
         raise ValueError(
             f"buffer.sampler must choose {count} distinct rows of {len(contents)}, with finite weights >= 0, got rows "

@@ -135,7 +135,9 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._maps: dict[int, pa.Buffer] = {}
-        self._last: tuple[tuple[int, int, int], pa.RecordBatch] | None = None  # groups that came together lie together
+        self._last: tuple[tuple[int, int, int], pa.RecordBatch] | None = (
+            None  # groups that came together lie together
+        )
 
     def read(self, content: e.Accepted | Slice) -> pa.RecordBatch:
         """Raises DamagedGroup when the bytes are not those that were written."""
@@ -164,7 +166,9 @@ class Reader:
     def _map_bytes(self, segment: int, offset: int, size: int) -> pa.Buffer | None:
         """The bytes there, mapped; None when the file does not reach so far."""
         path = segment_path(self._folder, segment)
-        if not path.exists() or path.stat().st_size < offset + size:  # also of what is mapped: pages that are gone kill
+        if (
+            not path.exists() or path.stat().st_size < offset + size
+        ):  # also of what is mapped: pages that are gone kill
             return None
         mapped = self._maps.get(segment)
         if mapped is None or mapped.size < offset + size:

@@ -122,7 +122,9 @@ class BufferServer:
                 self._door.close()
             self._context.term()
             raise
-        self._change = int(1e9 * self.buffer.journal.began_at)  # and up: a later life counts on from a higher number
+        self._change = int(
+            1e9 * self.buffer.journal.began_at
+        )  # and up: a later life counts on from a higher number
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         log.info("the buffer answers at %s", self.address)
 
@@ -217,7 +219,9 @@ class BufferServer:
                 self._check_key(self._door, user, request, frames[2])
             check_bounds(request, self.buffer, self._config)
         except m.Undecodable as error:
-            self._answer(sender, number[: m.MAX_NUMBER_BYTES], self.buffer.refuse("malformed message", str(error)))
+            self._answer(
+                sender, number[: m.MAX_NUMBER_BYTES], self.buffer.refuse("malformed message", str(error))
+            )
             return
         except Refusal as refusal:
             self._answer(sender, number, self.buffer.refuse(refusal.reason, str(refusal)))
@@ -247,17 +251,22 @@ class BufferServer:
         roles = door.roles_of(user)
         if not roles:
             self._connections.shut_down(descriptor_of(frame))
-            raise Refusal("revoked key", f"{type(request).__name__} with key {user}, which is not allowed any more")
+            raise Refusal(
+                "revoked key", f"{type(request).__name__} with key {user}, which is not allowed any more"
+            )
         if not may_say(roles, request):
             raise Refusal(
-                "forbidden", f"{type(request).__name__} must not be said with the key of a {' and '.join(roles)}"
+                "forbidden",
+                f"{type(request).__name__} must not be said with the key of a {' and '.join(roles)}",
             )
 
     def _bury_learners(self, but: bytes) -> None:
         """Another life of the learner begins. What the one before has sent and nobody has read yet must not reach it."""
         self._dead |= self._learners - {but}
         self._learners &= {but}
-        self._parked.forget(lambda parked: isinstance(parked.request, FROM_LEARNER) and parked.sender in self._dead)
+        self._parked.forget(
+            lambda parked: isinstance(parked.request, FROM_LEARNER) and parked.sender in self._dead
+        )
 
     def _park(self, sender: bytes, number: bytes, request: Waits, user: str) -> None:
         if not self._parked.has_room(sender):
@@ -274,7 +283,9 @@ class BufferServer:
         match request:
             case m.Submit():
                 if len(payload) != 1:
-                    raise Refusal("malformed group", f"a submission must carry one Arrow frame, got {len(payload)}")
+                    raise Refusal(
+                        "malformed group", f"a submission must carry one Arrow frame, got {len(payload)}"
+                    )
                 verdicts = buffer.submit(request.generator, request.leases, request.schema, payload[0])
                 return m.Receipt(leases=request.leases, verdicts=verdicts)
             case m.SubmitProbe():
@@ -328,7 +339,9 @@ class BufferServer:
         for parked in self._parked.take_asks(generator, but):
             self._answer(parked.sender, parked.number, self._work([]))
 
-    def _answer(self, sender: bytes, number: bytes, reply: m.Reply, payload: list[bytes] | None = None) -> None:
+    def _answer(
+        self, sender: bytes, number: bytes, reply: m.Reply, payload: list[bytes] | None = None
+    ) -> None:
         leases = reply.leases if isinstance(reply, m.Work) else []
         frames = [sender, number, m.encoder.encode(reply), *(payload or [])]
         self._outbox_bytes += sum(map(len, frames))
@@ -344,7 +357,9 @@ class BufferServer:
                 self._socket.send_multipart(reply.frames, zmq.NOBLOCK, copy=len(reply.frames) < 4)
                 self._connections.count_sent(reply.frames)
             except zmq.Again:
-                self.buffer.refuse("unread answers", f"{SEND_HIGH_WATER_MARK} answers wait for a client to read them")
+                self.buffer.refuse(
+                    "unread answers", f"{SEND_HIGH_WATER_MARK} answers wait for a client to read them"
+                )
                 self._take_back(reply.leases)
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
@@ -353,7 +368,9 @@ class BufferServer:
 
     def _take_back(self, leases: list[m.Lease]) -> None:
         for lease in leases:
-            self.buffer.fail(lease.id, 0, "its generator had gone before the lease could reach it", revoked=True)
+            self.buffer.fail(
+                lease.id, 0, "its generator had gone before the lease could reach it", revoked=True
+            )
 
     def _send_committed(self) -> None:
         """Sends the answers of turns that are durable; waits for the disk when too many wait for it."""
@@ -377,7 +394,9 @@ class BufferServer:
         for num_bytes in self._connections.shut_down_unfinished(drained=self._drained):
             self.buffer.refuse("unfinished message", f"{num_bytes:,} bytes of a message that does not end")
         for num_bytes in self._connections.shut_down_deaf():
-            self.buffer.refuse("unread answers", f"{num_bytes:,} bytes of answers that a client does not take")
+            self.buffer.refuse(
+                "unread answers", f"{num_bytes:,} bytes of answers that a client does not take"
+            )
         for _ in range(self._connections.shut_down_surplus()):
             self.buffer.refuse(
                 "too many connections", "half of the file descriptors that this process may have are taken"
@@ -441,7 +460,9 @@ class BufferServer:
             self._answer_parked(parked, m.Over(reason=self.buffer.stopping or ""))
         elif handout is not None:
             slices = self.buffer.slices(handout)
-            reply = m.Batch(step=parked.request.step, groups=handout.groups, slices=slices, weights=handout.weights)
+            reply = m.Batch(
+                step=parked.request.step, groups=handout.groups, slices=slices, weights=handout.weights
+            )
             self._answer_parked(parked, reply)
         elif now >= parked.deadline:
             self._answer_parked(parked, m.NotYet(waiting_for=self._waiting_for()))
@@ -485,4 +506,6 @@ class BufferServer:
     def _waiting_for(self) -> str:
         parked = self._parked
         waits = bool(parked.nexts or parked.probes)
-        return self.buffer.waiting_for(learner_waits=waits, probes=bool(parked.probes), num_asking=len(parked.asks))
+        return self.buffer.waiting_for(
+            learner_waits=waits, probes=bool(parked.probes), num_asking=len(parked.asks)
+        )

@@ -136,7 +136,9 @@ def read_state(journal: Path, number: int) -> State | None:
         try:
             return _decoder.decode(memoryview(data)[head:])
         except msgspec.DecodeError as error:
-            raise ValueError(f"{path} must be of this version of Slipstream, got one that is not: {error}") from error
+            raise ValueError(
+                f"{path} must be of this version of Slipstream, got one that is not: {error}"
+            ) from error
     log.error("%s does not match its checksum and is passed over", path)
     return None
 

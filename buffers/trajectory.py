@@ -120,7 +120,9 @@ def _decode(view: memoryview) -> tuple[pa.RecordBatch, memoryview, list[list[int
     """(batch, body of the message, [offset, length] of each buffer)."""
     try:
         body, buffers = check_record_batch(view, _LAYOUT)
-        if len(buffers) != _NUM_BUFFERS:  # pyarrow does not look for the last one, where the last column is empty
+        if (
+            len(buffers) != _NUM_BUFFERS
+        ):  # pyarrow does not look for the last one, where the last column is empty
             raise BadMessage(f"{_NUM_BUFFERS} buffers are needed, got {len(buffers)}")
         batch = pa.ipc.read_record_batch(pa.py_buffer(view), SCHEMA)
         batch.validate(full=True)
@@ -201,7 +203,9 @@ def check_groups(
     try:
         if not np.isfinite(batch.column("rewards").items.to_numpy(zero_copy_only=False)).all():
             raise Malformed("rewards must be finite, and some component is NaN or infinite")
-        facts = list(_check(body, buffers, expected, num_samples, newest_version, longest, vocabulary, routing))
+        facts = list(
+            _check(body, buffers, expected, num_samples, newest_version, longest, vocabulary, routing)
+        )
         return Checked(batch, [*facts], is_aligned(view, buffers))
     except Malformed as error:
         if len(expected) == 1:
@@ -239,7 +243,10 @@ def _check(
     identity = np.array([(one.group, one.due, one.prompt) for one in expected]).T.repeat(num_samples, axis=1)
     for name, wanted in zip(("group", "due", "prompt_id"), identity, strict=True):
         must(part(name, 1, 8 * n) == wanted.tobytes(), f"column `{name}` must hold {wanted[0]}")
-    must(part("sample", 1, 8 * n) == _sample_numbers(num_groups, num_samples), f"samples must be 0..{num_samples - 1}")
+    must(
+        part("sample", 1, 8 * n) == _sample_numbers(num_groups, num_samples),
+        f"samples must be 0..{num_samples - 1}",
+    )
     offsets = np.frombuffer(part("tokens", 1, 4 * (n + 1)), np.int32)
     must(offsets[0] == 0 and (offsets[1:] > offsets[:-1]).all(), "a trajectory must hold at least one token")
     must((offsets[1:] - offsets[:-1]).max() <= longest, f"a trajectory must hold at most {longest} tokens")
@@ -247,7 +254,10 @@ def _check(
         must(part(name, 1, 4 * (n + 1)) == offsets.tobytes(), f"`{name}` must be as long as `tokens`")
     of_experts, width = part("experts", 1, 4 * (n + 1)), routing.per_token
     lengths = "hold nothing" if width == 0 else f"hold {width} for each token"
-    must((np.frombuffer(of_experts, np.int32) == offsets.astype(np.int64) * width).all(), f"`experts` must {lengths}")
+    must(
+        (np.frombuffer(of_experts, np.int32) == offsets.astype(np.int64) * width).all(),
+        f"`experts` must {lengths}",
+    )
     experts = np.frombuffer(part("experts", 3, 2 * width * int(offsets[-1])), np.int16)
     bounds = f"experts must be in -1..{routing.num_experts - 1}"
     must(not len(experts) or -1 <= experts.min() <= experts.max() < routing.num_experts, bounds)
@@ -261,7 +271,10 @@ def _check(
     must(highest <= 1e-3, "logprobs must be <= 0 (but for rounding)")
     versions = np.frombuffer(part("versions", 3, 4 * total), np.int32)
     sampled = versions >= 0
-    found, bits = np.packbits(sampled, bitorder="little").tobytes(), part("sampled", 3, -(-total // 8)).tobytes()
+    found, bits = (
+        np.packbits(sampled, bitorder="little").tobytes(),
+        part("sampled", 3, -(-total // 8)).tobytes(),
+    )
     last = 0xFF >> (-total % 8)  # the bits of the last byte that speak of tokens
     same = found[:-1] == bits[:-1] and found[-1] == bits[-1] & last
     must(same, "versions must be >= 0 where sampled, and only there")
@@ -274,13 +287,20 @@ def _check(
     if int(unsigned.min()) == newest:
         spans = [(newest, newest)] * num_groups
     else:
-        ends = (_by_group(np.minimum, unsigned, starts).tolist(), _by_group(np.maximum, versions, starts).tolist())
+        ends = (
+            _by_group(np.minimum, unsigned, starts).tolist(),
+            _by_group(np.maximum, versions, starts).tolist(),
+        )
         spans = list(zip(*ends, strict=True))
-    rewards = np.frombuffer(part("reward", 1, 4 * n), np.float32).reshape(num_groups, num_samples).astype(float)
+    rewards = (
+        np.frombuffer(part("reward", 1, 4 * n), np.float32).reshape(num_groups, num_samples).astype(float)
+    )
     means = rewards.sum(1) / num_samples
     must(np.isfinite(means).all(), "reward must be finite, and some is NaN or infinite")
     deviations = np.where(
-        rewards.max(1) > rewards.min(1), np.sqrt(np.square(rewards - means[:, None]).sum(1) / num_samples), 0.0
+        rewards.max(1) > rewards.min(1),
+        np.sqrt(np.square(rewards - means[:, None]).sum(1) / num_samples),
+        0.0,
     )
     stops = [*starts[1:].tolist(), total]
     for number, (mean, deviation) in enumerate(zip(means.tolist(), deviations.tolist(), strict=True)):
@@ -298,7 +318,9 @@ def divide_groups(
     """(message with the wanted groups alone, sampled tokens of each of the others). Raises Malformed."""
     batch = decode(data)
     if batch.num_rows != num_groups * num_samples:
-        raise Malformed(f"{num_groups} groups must have {num_groups * num_samples} rows, got {batch.num_rows}")
+        raise Malformed(
+            f"{num_groups} groups must have {num_groups * num_samples} rows, got {batch.num_rows}"
+        )
     groups = [batch.slice(place * num_samples, num_samples) for place in range(num_groups)]
     kept = [group for place, group in enumerate(groups) if place in wanted] or [batch.slice(0, 0)]
     spent = {
@@ -319,7 +341,9 @@ def _by_group(operation: np.ufunc, values: np.ndarray, starts: np.ndarray) -> np
     if len(values) < LONG * len(starts):
         return operation.reduceat(values, starts, dtype=np.int64 if operation is np.add else None)
     parts = np.split(values, starts[1:])  # one by one uses vector instructions, which `reduceat` does not
-    return np.array([np.count_nonzero(part) if operation is np.add else operation.reduce(part) for part in parts])
+    return np.array(
+        [np.count_nonzero(part) if operation is np.add else operation.reduce(part) for part in parts]
+    )
 
 
 def _place_buffers() -> tuple[dict[str, int], int]:

@@ -24,9 +24,13 @@ def read_routing(model: Path, is_recorded: bool) -> Routing:
     if not is_recorded:
         return Routing()
     layers, per_token = _read(model, "num_hidden_layers"), _read(model, "num_experts_per_tok")
-    experts = _read(model, "num_experts") or _read(model, "num_local_experts") or _read(model, "n_routed_experts")
+    experts = (
+        _read(model, "num_experts") or _read(model, "num_local_experts") or _read(model, "n_routed_experts")
+    )
     if not (layers and per_token and experts):
-        raise ValueError(f"learner.moe.router_replay must be false for a model without experts, got true with {model}")
+        raise ValueError(
+            f"learner.moe.router_replay must be false for a model without experts, got true with {model}"
+        )
     return Routing(layers * per_token, experts)
 
 

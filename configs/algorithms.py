@@ -339,7 +339,9 @@ class AlgoConfig:
                 "algo.horizon": self.horizon,
             }
         )
-        found += not_negative(**{"algo.entropy_coef": self.entropy_coef, "algo.imitation_coef": self.imitation_coef})
+        found += not_negative(
+            **{"algo.entropy_coef": self.entropy_coef, "algo.imitation_coef": self.imitation_coef}
+        )
         found += self.loss.problems(f"algo.{self.surrogate}")
         for part in (self.kl, self.reward, self.critic, self.gae, self.vtrace, self.prime):
             found += part.problems()
@@ -359,7 +361,11 @@ class AlgoConfig:
                 "algo.surrogate must not weigh tokens by π / μ itself for algo.advantage=vtrace (its advantages are weighed already; "
                 f"ppo does not), got {self.surrogate}"
             )
-        if self.surrogate in ("topr", "dppo", "aipo") and self.proximal is Proximal.loglinear and not self._rejects:
+        if (
+            self.surrogate in ("topr", "dppo", "aipo")
+            and self.proximal is Proximal.loglinear
+            and not self._rejects
+        ):
             found.append(
                 f"algo.proximal must not be loglinear for algo.surrogate={self.surrogate} (it knows no proximal policy; behavior saves the "
                 "forward pass for one), got loglinear"
@@ -402,7 +408,8 @@ class AlgoConfig:
         """A problem for each section that was changed and plays no part: its parameters were meant for something."""
         uses_critic = self.advantage.needs_critic
         parts = {
-            name: (name == self.surrogate or name == self.advantage, f"algo.surrogate={name}") for name in _SURROGATES
+            name: (name == self.surrogate or name == self.advantage, f"algo.surrogate={name}")
+            for name in _SURROGATES
         } | {
             "critic": (uses_critic, "algo.advantage=gae or vtrace"),
             "gae": (self.advantage is Advantage.gae, "algo.advantage=gae"),
@@ -424,7 +431,9 @@ class AlgoConfig:
         ]
         drops = self.correction in (Correction.icepop, Correction.sequence_mask, Correction.geometric_mask)
         weighs = (
-            self.correction is not Correction.none or self.rejection.estimator is not None or self.surrogate == "m2po"
+            self.correction is not Correction.none
+            or self.rejection.estimator is not None
+            or self.surrogate == "m2po"
         )
         without_effect = {
             "algo.correction_cap": (

@@ -54,7 +54,10 @@ class FsdpConfig:
 
     def problems(self) -> list[str]:
         return positive(
-            **{"learner.fsdp.replicas": self.replicas, "learner.fsdp.sequence_parallel": self.sequence_parallel}
+            **{
+                "learner.fsdp.replicas": self.replicas,
+                "learner.fsdp.sequence_parallel": self.sequence_parallel,
+            }
         )
 
 
@@ -195,9 +198,13 @@ class LearnerConfig:
                 "learner.gpu_memory_fraction": self.gpu_memory_fraction,
             }
         )
-        found += within_one(**{"learner.gpu_memory_fraction": self.gpu_memory_fraction, "learner.lr_end": self.lr_end})
+        found += within_one(
+            **{"learner.gpu_memory_fraction": self.gpu_memory_fraction, "learner.lr_end": self.lr_end}
+        )
         found += gpu_share("learner.gpus", self.gpus, most=1)
-        found += not_negative(**{"learner.max_restarts": self.max_restarts, "learner.parity_every": self.parity_every})
+        found += not_negative(
+            **{"learner.max_restarts": self.max_restarts, "learner.parity_every": self.parity_every}
+        )
         found += self.fsdp.problems() + self.megatron.problems() + self.lora.problems() + self.moe.problems()
         found = found or self._of_engine()
         if self.minibatches > 0 and self.groups_per_step % self.minibatches:

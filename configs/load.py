@@ -32,7 +32,9 @@ def _compose(overrides: tuple[str, ...]) -> DictConfig:
             # The arguments of a task or a sampler are open-ended: Hydra wants a `++` where the schema cannot know the key.
             return compose(
                 "config",
-                overrides=[f"++{o}" if o.startswith(("task.args", "buffer.sampler_args")) else o for o in overrides],
+                overrides=[
+                    f"++{o}" if o.startswith(("task.args", "buffer.sampler_args")) else o for o in overrides
+                ],
             )
         except (HydraException, OmegaConfBaseException) as error:
             raise ValueError(_explain(error, overrides)) from error
@@ -40,7 +42,9 @@ def _compose(overrides: tuple[str, ...]) -> DictConfig:
 
 def resumed_folder(overrides: Sequence[str]) -> Path | None:
     """The folder of the run that the overrides resume; None where they begin one. What they say is checked by `resume`, not here."""
-    said = [override.partition("=")[2] for override in overrides if override.partition("=")[0] == "run.resume"]
+    said = [
+        override.partition("=")[2] for override in overrides if override.partition("=")[0] == "run.resume"
+    ]
     return Path(said[-1].strip("'\"")) if said and said[-1] != "null" else None
 
 

@@ -98,7 +98,9 @@ class RunConfig:
         if self.seed < 0:
             found.append(f"run.seed must be >= 0, got {self.seed}")
         if self.overwrite and self.resume is not None:
-            found.append(f"run.overwrite must be false when run.resume is set, got true with run.resume={self.resume}")
+            found.append(
+                f"run.overwrite must be false when run.resume is set, got true with run.resume={self.resume}"
+            )
         return found
 
 
@@ -140,7 +142,9 @@ class StalenessConfig:
     def problems(self) -> list[str]:
         found = positive(**{"staleness.straggler_timeout_s": self.straggler_timeout_s})
         if not 0 < self.ess_target < 1:
-            found.append(f"staleness.ess_target must be in (0, 1) (0.9 is the default), got {self.ess_target}")
+            found.append(
+                f"staleness.ess_target must be in (0, 1) (0.9 is the default), got {self.ess_target}"
+            )
         if self.max_versions < 0:
             found.append(f"staleness.max_versions must be >= 0, got {self.max_versions}")
         if (self.on_late is OnLate.cancel) != (self.straggler_timeout_s is not None):
@@ -211,7 +215,9 @@ class BufferConfig:
         )
         if self.address.startswith("ipc://") and len(self.address) > len("ipc://"):
             return found
-        return found + address_problems("buffer.address", self.address, self.keys, "tcp://HOST:PORT or ipc://PATH")
+        return found + address_problems(
+            "buffer.address", self.address, self.keys, "tcp://HOST:PORT or ipc://PATH"
+        )
 
 
 def address_problems(field: str, address: str, keys: str | None, form: str = "tcp://HOST:PORT") -> list[str]:
@@ -451,12 +457,18 @@ class Config:
     def warnings(self) -> list[str]:
         """What is allowed and may surprise, one sentence each."""
         algo, learner, found = self.algo, self.learner, []
-        is_real = learner.engine is not LearnerKind.simulated and not Path(self.model.path).name.startswith("tiny")
+        is_real = learner.engine is not LearnerKind.simulated and not Path(self.model.path).name.startswith(
+            "tiny"
+        )
         if is_real and learner.lora.rank is None and learner.lr > LARGE_RATE:
             found.append(
                 f"learner.lr={learner.lr:g} is a rate for the tiny model, far above what whole pretrained models bear (1e-6 to 1e-5 is usual)"
             )
-        if algo.surrogate in ("ppo", "gspo") and algo.proximal is Proximal.recompute and learner.minibatches == 1:
+        if (
+            algo.surrogate in ("ppo", "gspo")
+            and algo.proximal is Proximal.recompute
+            and learner.minibatches == 1
+        ):
             found.append(
                 f"learner.minibatches=1: the clip of algo.surrogate={algo.surrogate} never acts, for it begins where the policy is "
                 "(4 in presets; algo=dppo acts in the first update)"
@@ -521,7 +533,8 @@ class Config:
                 f"staleness.max_versions={self.bound}",
             ),
             (
-                learner.groups_per_step * learner.samples_per_prompt < learner.num_shares * learner.minibatches,
+                learner.groups_per_step * learner.samples_per_prompt
+                < learner.num_shares * learner.minibatches,
                 "learner.groups_per_step × learner.samples_per_prompt must be at least learner.minibatches × the shares of a batch "
                 f"({learner.num_shares} with these learner.ranks: each trains a sequence or more), got {learner.groups_per_step} × "
                 f"{learner.samples_per_prompt} and {learner.minibatches} × {learner.num_shares}",
@@ -577,7 +590,8 @@ class Config:
                 f"samples of a prompt; reinforce_pp, remax, gae and vtrace do not), got {learner.samples_per_prompt}",
             ),
             (
-                learner.engine is LearnerKind.simulated and (algo.advantage.needs_critic or algo.needs_reference),
+                learner.engine is LearnerKind.simulated
+                and (algo.advantage.needs_critic or algo.needs_reference),
                 "learner.engine must be fsdp or megatron where a critic or a reference policy is needed (algo=grpo without a KL penalty needs "
                 f"neither), got {learner.engine} with algo.advantage={algo.advantage}, algo.kl.loss_coef={algo.kl.loss_coef} and "
                 f"algo.kl.reward_coef={algo.kl.reward_coef}",

@@ -34,7 +34,9 @@ class PpoConfig(SurrogateConfig):
     def problems(self, section: str) -> list[str]:
         found = SurrogateConfig.problems(self, section)
         if self.dual_clip is not None and self.dual_clip <= 1:
-            found.append(f"{section}.dual_clip must be > 1 (3 is usual), or null for no bound, got {self.dual_clip}")
+            found.append(
+                f"{section}.dual_clip must be > 1 (3 is usual), or null for no bound, got {self.dual_clip}"
+            )
         if 0 < max(self.clip_low, self.clip_high) < 0.01:
             found.append(
                 f"{section}.clip_low and clip_high must be at least 0.01, for they are of single tokens (0.2 is usual; "

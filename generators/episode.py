@@ -32,14 +32,18 @@ class TextEpisodes:
 
     def __init__(self, task: Task, tokenizer: Any) -> None:
         self._task, self._tokenizer = task, tokenizer
-        self._lock = threading.Lock()  # of the tokenizer: no other promise is made of using one from two threads
+        self._lock = (
+            threading.Lock()
+        )  # of the tokenizer: no other promise is made of using one from two threads
 
     def open(self, lease: Lease) -> Opening:
         prompt = self._task.prompt(lease.split, lease.index, lease.seed)
         with self._lock:
             if self._tokenizer.chat_template:
                 turns = [{"role": "user", "content": prompt.text}]
-                tokens = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+                tokens = self._tokenizer.apply_chat_template(
+                    turns, add_generation_prompt=True, return_dict=False
+                )
             else:
                 tokens = self._tokenizer.encode(prompt.text)
         return Opening(prompt, list(tokens))
@@ -54,7 +58,9 @@ class SimulatedEpisodes:
     """For the simulated engine: prompts of eight tokens, and rewards by the toss of a coin."""
 
     def open(self, lease: Lease) -> Opening:
-        return Opening(Prompt(f"simulated {lease.index}", random.Random(f"{lease.seed} {lease.index}")), [0] * 8)
+        return Opening(
+            Prompt(f"simulated {lease.index}", random.Random(f"{lease.seed} {lease.index}")), [0] * 8
+        )
 
     def score(self, opening: Opening, tokens: list[int]) -> Score:
         return Score(float(opening.prompt.entry.random() < 0.5))

@@ -34,7 +34,12 @@ def sample_seed(run_seed: int, split: str, group: int, sample: int) -> int:
 
 
 def trajectory(
-    group: Group, sample: int, completion: Completion, score: Score, baseline: dict[str, float], generator: str
+    group: Group,
+    sample: int,
+    completion: Completion,
+    score: Score,
+    baseline: dict[str, float],
+    generator: str,
 ) -> Trajectory:
     prompt = group.opening.tokens
     return Trajectory(

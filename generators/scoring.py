@@ -58,7 +58,9 @@ class Job:
 class ScoringPool:
     """`submit`, `collect` and `forget` are for one thread, the engine's loop."""
 
-    def __init__(self, num_threads: int, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, num_threads: int, timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`timeout_s`: how long one call may take, from the moment that a thread begins it."""
         self._timeout_s, self._clock = timeout_s, clock
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -172,7 +174,9 @@ def checked(score: Any) -> Score:
 
 def _number(what: str, value: Any) -> float:
     """Anything that says of itself that it is one number: of Python, numpy or torch."""
-    if isinstance(value, str | bytes | bytearray) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+    if isinstance(value, str | bytes | bytearray) or not (
+        hasattr(value, "__float__") or hasattr(value, "__index__")
+    ):
         raise ValueError(f"{what} must be a number, got {_shown(value)}")
     try:
         number = float(value)

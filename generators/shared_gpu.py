@@ -10,13 +10,18 @@ OVERHEAD_BYTES = 2 << 30
 """What CUDA, its graphs, the kernels' workspaces and the digests of an update need beside."""
 
 
-def kv_cache_bytes(sizes: Sizes, *, budget: float, element_bytes: int, max_sequences: int, tokens_per_step: int) -> int:
+def kv_cache_bytes(
+    sizes: Sizes, *, budget: float, element_bytes: int, max_sequences: int, tokens_per_step: int
+) -> int:
     """What the weights, one layer's activations, the sampler's logits and the overhead leave of `budget` bytes. Raises ValueError if that
     is nothing."""
     parts = {
         "weights": element_bytes * sizes.parameters,
         "activations": element_bytes * tokens_per_step * sizes.activations,
-        "logits": 3 * 4 * max_sequences * sizes.vocabulary,  # as they come, as they are sampled from, and sorted
+        "logits": 3
+        * 4
+        * max_sequences
+        * sizes.vocabulary,  # as they come, as they are sampled from, and sorted
         "overhead": OVERHEAD_BYTES,
     }
     left = budget - sum(parts.values())

@@ -73,7 +73,9 @@ class SimulatedEngine:
     def abort(self, ids: list[str]) -> list[Completion]:
         now, unwanted = self._advance(), set(ids)
         running = [decoding for decoding in self._decoding if decoding.sample.id in unwanted]
-        aborted = [self._completion(decoding, self._num_decoded(decoding, now), "abort") for decoding in running]
+        aborted = [
+            self._completion(decoding, self._num_decoded(decoding, now), "abort") for decoding in running
+        ]
         aborted += [_completion(sample, [], "abort") for sample in self._waiting if sample.id in unwanted]
         aborted += [completion for completion in self._ended if completion.id in unwanted]
         self._ended = [completion for completion in self._ended if completion.id not in unwanted]
@@ -150,5 +152,9 @@ def _completion(sample: Sample, versions: list[int], finish_reason: str) -> Comp
     """A completion with a token for each version."""
     count = len(versions)
     return Completion(
-        id=sample.id, tokens=[TOKEN] * count, logprobs=[0.0] * count, versions=versions, finish_reason=finish_reason
+        id=sample.id,
+        tokens=[TOKEN] * count,
+        logprobs=[0.0] * count,
+        versions=versions,
+        finish_reason=finish_reason,
     )

@@ -145,7 +145,9 @@ class VllmEngine:
             if kv_cache_mb is not None:
                 platform["kv_cache_memory_bytes"] = kv_cache_mb << 20
             platform["enable_return_routed_experts"] = record_experts
-            platform["moe_backend"] = "triton"  # others keep a mixture's experts in layouts that cannot be attested
+            platform["moe_backend"] = (
+                "triton"  # others keep a mixture's experts in layouts that cannot be attested
+            )
         for name, value in float32_environment(dtype).items():
             os.environ.setdefault(name, value)
         config = EngineArgs(
@@ -165,7 +167,9 @@ class VllmEngine:
             **platform,
         ).create_engine_config()
         if shares_gpu and kv_cache_mb is None:
-            budget = config.cache_config.gpu_memory_utilization * torch.cuda.get_device_properties(0).total_memory
+            budget = (
+                config.cache_config.gpu_memory_utilization * torch.cuda.get_device_properties(0).total_memory
+            )
             config.cache_config.kv_cache_memory_bytes = _kv_cache_bytes(config, budget)
         self._core = InprocClient(config, Executor.get_class(config), log_stats=False)
         self._core.collective_rpc("prepare_model")
@@ -210,7 +214,9 @@ class VllmEngine:
     def step(self) -> list[Completion]:
         if not self._running:
             return []
-        assert self.version is not None, "weights are not what was published: load must succeed before the next step"
+        assert self.version is not None, (
+            "weights are not what was published: load must succeed before the next step"
+        )
         outputs = self._core.get_output()
         version = int(outputs.weight_version or self.version)
         finished = []
@@ -337,5 +343,7 @@ def float32_environment(dtype: str) -> dict[str, str]:
 
 def _end_of_sequence(model_config: Any) -> list[int]:
     """End-of-sequence ids of the model's generation config (where it has none: of its config)."""
-    ids = model_config.try_get_generation_config().get("eos_token_id", model_config.hf_text_config.eos_token_id)
+    ids = model_config.try_get_generation_config().get(
+        "eos_token_id", model_config.hf_text_config.eos_token_id
+    )
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)

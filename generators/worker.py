@@ -113,7 +113,9 @@ class Generator:
             raise
         finally:
             self._heart.close()  # first: nothing of it may come after the farewell
-            self._client.post(m.Heartbeat(generator=self.name, progress=self._progress(), report=self._report()))
+            self._client.post(
+                m.Heartbeat(generator=self.name, progress=self._progress(), report=self._report())
+            )
             self._client.post(m.Leave(generator=self.name, error=error))
             self._scores.close()
             self._preparer.shutdown(cancel_futures=True)
@@ -182,11 +184,17 @@ class Generator:
         """Answers come over two connections: the older may be read last."""
         self._ended = self._ended or reply.ended
         if reply.version >= 0 and reply.change >= self._change:
-            self._newest, self._change = (reply.version, reply.weights), reply.change  # a rewind makes it a lower one
+            self._newest, self._change = (
+                (reply.version, reply.weights),
+                reply.change,
+            )  # a rewind makes it a lower one
 
     def _tell(self) -> None:
         """Tells the heartbeat which leases to renew, before anything that may take long."""
-        now, leases = self._clock(), frozenset([lease.id for lease in self._waiting] + [*self._groups, *self._scoring])
+        now, leases = (
+            self._clock(),
+            frozenset([lease.id for lease in self._waiting] + [*self._groups, *self._scoring]),
+        )
         if leases == self._told and now - self._told_at < HEARTBEAT_S:
             return
         self._told_at, self._told = now, leases
@@ -213,7 +221,9 @@ class Generator:
 
     def _ask(self) -> None:
         each = self._config.learner.samples_per_prompt + self._makes_baselines
-        backlog = max(0, len(self._scoring) * each - self._config.generators.max_sequences)  # if scoring cannot keep up
+        backlog = max(
+            0, len(self._scoring) * each - self._config.generators.max_sequences
+        )  # if scoring cannot keep up
         used = self._engine.num_unfinished - self._probe.num_unfinished + len(self._waiting) * each + backlog
         count = (self._config.generators.max_sequences - used) // each
         if self._asked is None and count > 0:
@@ -236,7 +246,10 @@ class Generator:
         except FileNotFoundError as error:  # gone: a newer one has replaced it; or not to be had for now
             log.info("%s cannot be taken up: %s", weights, error)
             if self._newest[1] == weights:
-                self._newest = (self._held_version, self._held)  # the next heartbeat's answer says what is newest then
+                self._newest = (
+                    self._held_version,
+                    self._held,
+                )  # the next heartbeat's answer says what is newest then
             return
         self._held = weights
         self._totals.updates += 1
@@ -281,7 +294,9 @@ class Generator:
             self._totals.digest_mismatches += 1
             log.error("%s; pulling it again", error)
             again = self._preparing = (weights, self._preparer.submit(self._bring, weights, again=True))
-            while not again[1].done():  # nothing may be sampled meanwhile: the engine may hold what nobody published
+            while not again[
+                1
+            ].done():  # nothing may be sampled meanwhile: the engine may hold what nobody published
                 self._heart.say(*self._fetching())
                 wait([again[1]], HEARTBEAT_S)
             self._preparing = None
@@ -311,7 +326,9 @@ class Generator:
         which = f"prompt {lease.index} of task {lease.task}"
         try:
             opening = self._episodes.open(lease)
-        except BaseException as error:  # a task is user code: whatever it raises fails this group, not the run
+        except (
+            BaseException
+        ) as error:  # a task is user code: whatever it raises fails this group, not the run
             self._fail(lease, 0, f"{which} could not be begun", describe(error), error)
             return
         try:
@@ -387,7 +404,9 @@ class Generator:
             for sample in range(lease.num_samples)
         ]
 
-    def _fail(self, lease: m.Lease, num_tokens: int, what: str, error: str, raised: BaseException | None) -> None:
+    def _fail(
+        self, lease: m.Lease, num_tokens: int, what: str, error: str, raised: BaseException | None
+    ) -> None:
         log.error("%s: %s", what, error, exc_info=raised)
         self._client.post(m.Fail(generator=self.name, lease=lease.id, num_tokens=num_tokens, error=error))
 
@@ -402,7 +421,9 @@ class Generator:
         group = self._groups.pop(lease_id, None) or self._scoring.pop(lease_id, None)
         num_tokens = 0
         if group is not None:
-            unfinished = [f"{lease_id}/{s}" for s in range(self._num_samples(group.lease)) if s not in group.done]
+            unfinished = [
+                f"{lease_id}/{s}" for s in range(self._num_samples(group.lease)) if s not in group.done
+            ]
             aborted = self._engine.abort(unfinished)
             self._totals.sampled_tokens += sum(len(completion.tokens) for completion in aborted)
             num_tokens = group.num_tokens([*aborted, *group.done.values()])
@@ -423,7 +444,12 @@ def heartbeat(client: BufferClient, name: str) -> HeartbeatThread:
 
 
 def join(
-    address: str, name: str, seed: int, keys: str | None, gpu_memory: float | None = None, shares_gpu: bool = False
+    address: str,
+    name: str,
+    seed: int,
+    keys: str | None,
+    gpu_memory: float | None = None,
+    shares_gpu: bool = False,
 ) -> Generator:
     """Joins the run whose buffer answers at `address`: its configuration decides model, task and sampling; `gpu_memory`, the share of
     its GPU that the engine may take, and whether others are on that GPU are matters of this host."""
@@ -433,7 +459,9 @@ def join(
     config.generators.gpu_memory_fraction = gpu_memory
     try:
         engine, episodes = make_engine(config, seed, shares_gpu), make_episodes(config)
-        return Generator(name, config, client, engine, episodes, make_subscriber(config, address, keys), heart)
+        return Generator(
+            name, config, client, engine, episodes, make_subscriber(config, address, keys), heart
+        )
     except BaseException as error:
         heart.close()
         client.post(m.Leave(generator=name, error=describe(error)))
@@ -468,13 +496,16 @@ def make_engine(config: Config, seed: int, shares_gpu: bool = False) -> Engine:
             mean_tokens=simulated.mean_tokens,
             cv=simulated.cv,
         )
-    from generators.vllm_engine import VllmEngine  # here, because importing vLLM takes seconds and changes torch
+    from generators.vllm_engine import (
+        VllmEngine,
+    )  # here, because importing vLLM takes seconds and changes torch
 
     return VllmEngine(
         config.model.path,
         dtype=config.model.dtype,
         max_model_len=config.generators.max_model_len,
-        max_sequences=config.generators.max_sequences + len(probe_lengths(config)),  # a probe waits for no rollout
+        max_sequences=config.generators.max_sequences
+        + len(probe_lengths(config)),  # a probe waits for no rollout
         kv_cache_mb=config.generators.kv_cache_mb,
         prefix_cache=config.generators.prefix_cache,
         kv_cache=config.sync.kv_cache,
@@ -486,7 +517,9 @@ def make_engine(config: Config, seed: int, shares_gpu: bool = False) -> Engine:
         gpu_memory_fraction=config.generators.gpu_memory_fraction,
         shares_gpu=shares_gpu,
         record_experts=config.learner.moe.router_replay,
-        transfer={Transport.auto: "ipc", Transport.cuda_ipc: "ipc", Transport.nccl: "nccl"}.get(config.sync.transport),
+        transfer={Transport.auto: "ipc", Transport.cuda_ipc: "ipc", Transport.nccl: "nccl"}.get(
+            config.sync.transport
+        ),
     )
 
 
@@ -497,4 +530,6 @@ def make_episodes(config: Config) -> Episodes:
 
     from generators.tasks import load_task
 
-    return TextEpisodes(load_task(config.task.name, config.task.args), AutoTokenizer.from_pretrained(config.model.path))
+    return TextEpisodes(
+        load_task(config.task.name, config.task.args), AutoTokenizer.from_pretrained(config.model.path)
+    )

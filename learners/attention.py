@@ -25,19 +25,24 @@ BLOCK = 1024
 """Queries whose scores exist at the same time, at most, where a layer has a window or a cap."""
 UNKNOWN = ("s_aux", "position_bias", "indices", "block_indices")
 """What transformers hands to the attention of some families and no function here applies."""
-CAPLESS = (
-    "learner.attention must be packed_sdpa or flash_attention_2 for a model that caps its scores (at {}), got varlen"
-)
+CAPLESS = "learner.attention must be packed_sdpa or flash_attention_2 for a model that caps its scores (at {}), got varlen"
 
 
 def _causal(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     """Causal attention of n sequences side by side. [n, heads, L, d] -> [n, heads, L, d]."""
     length = query.shape[2]
     if softcap is None and (window is None or window >= length):
         grouped = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     window, parts = min(window or length, length), []
     block = min(window, BLOCK)
@@ -74,7 +79,9 @@ def packed_sdpa(
     lengths = cu_seq_lens_q.diff().tolist()
     parts = [
         _causal(q, k, v, scaling, sliding_window, softcap)
-        for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+        for q, k, v in zip(
+            query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
+        )
     ]
     return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
 
@@ -136,7 +143,9 @@ def varlen(
     if softcap is not None:
         raise ValueError(CAPLESS.format(softcap))
     q, k, v = (packed[0].transpose(0, 1).contiguous() for packed in (query, key, value))
-    before = -1 if sliding_window is None else sliding_window - 1  # the kernel counts tokens before the query's own
+    before = (
+        -1 if sliding_window is None else sliding_window - 1
+    )  # the kernel counts tokens before the query's own
     out = varlen_attn(
         q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, window_size=(before, 0), scale=scaling,
         enable_gqa=q.shape[1] != k.shape[1],
@@ -246,7 +255,9 @@ for _name, _function in (("packed_sdpa", padded_sdpa), ("varlen", varlen), ("uly
     AttentionMaskInterface.register(_name, _mask)
 
 
-def choose_attention(wanted: Attention, device: torch.device, dtype: Dtype, softcap: float | None = None) -> Attention:
+def choose_attention(
+    wanted: Attention, device: torch.device, dtype: Dtype, softcap: float | None = None
+) -> Attention:
     """What `auto` stands for here. `softcap`: the model's cap of attention scores. Raises ValueError for a kernel that this device or
     dtype has not, or that caps no scores."""
     flash = device.type == "cuda" and dtype is Dtype.bfloat16

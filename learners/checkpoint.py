@@ -90,7 +90,9 @@ class Writer:
         self._under_way = self._thread.submit(self._write, manifest, write)
         return before
 
-    def written(self, *, wait: bool = False, moved: Callable[[], None] = lambda: None) -> CheckpointManifest | None:
+    def written(
+        self, *, wait: bool = False, moved: Callable[[], None] = lambda: None
+    ) -> CheckpointManifest | None:
         """The manifest of a checkpoint that has become complete, once. Raises what has gone wrong while it was written: DiskFull where
         there was no room. What had been written of it is removed, and the checkpoints before stay as they were.
 
@@ -173,7 +175,9 @@ class Writer:
             action()
         except BaseException as error:
             failed = error
-        told = self._world.gather(f"{type(failed).__name__}: {failed}".encode() if failed is not None else b"")
+        told = self._world.gather(
+            f"{type(failed).__name__}: {failed}".encode() if failed is not None else b""
+        )
         if failed is not None:
             raise failed
         for rank, text in enumerate(told):

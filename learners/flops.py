@@ -26,9 +26,13 @@ def attention_flops(config: Any, lengths: Sequence[int]) -> float:
 def matrix_parameters(config: Any) -> int:
     """Those that multiply each token: layers and head, of a mixture its router and the experts that a token goes to."""
     if config.model_type not in ("llama", "qwen2", "qwen3", "qwen3_moe"):
-        raise ValueError(f"model_type must be llama, qwen2, qwen3 or qwen3_moe to be counted, got {config.model_type}")
+        raise ValueError(
+            f"model_type must be llama, qwen2, qwen3 or qwen3_moe to be counted, got {config.model_type}"
+        )
     if getattr(config, "use_sliding_window", False):
-        raise ValueError("use_sliding_window must be false: attention is counted over whole sequences, got true")
+        raise ValueError(
+            "use_sliding_window must be false: attention is counted over whole sequences, got true"
+        )
     hidden, dim = config.hidden_size, head_dim(config)
     attention = 2 * hidden * dim * (config.num_attention_heads + config.num_key_value_heads)
     dense = 3 * hidden * config.intermediate_size

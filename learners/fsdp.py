@@ -80,7 +80,9 @@ class FsdpEngine:
         if activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             for layer in layers:
-                layer.training = True  # the layer's own flag, not its children's: layers checkpoint only in training
+                layer.training = (
+                    True  # the layer's own flag, not its children's: layers checkpoint only in training
+                )
         if layout.compile:
             for layer in layers:
                 layer.compile(dynamic=True)
@@ -94,14 +96,18 @@ class FsdpEngine:
         if router_replay:
             check_replay(model.config)
         watch_routers(model, self._balance, self._pass)
-        self._shard(model, layers, torch.bfloat16 if cuda and dtype is Dtype.bfloat16 else None, layout.cpu_offload)
+        self._shard(
+            model, layers, torch.bfloat16 if cuda and dtype is Dtype.bfloat16 else None, layout.cpu_offload
+        )
         self._writers = dist.new_group(backend="gloo")  # for a thread that writes a checkpoint
         self._model = model
         self._named = dict(model.named_parameters())
         self._published_names = {name: self._published_name(name) for name in self._named}
         if kind is Kind.frozen:
             model.requires_grad_(False)
-        self._trained = {name: parameter for name, parameter in self._named.items() if parameter.requires_grad}
+        self._trained = {
+            name: parameter for name, parameter in self._named.items() if parameter.requires_grad
+        }
         if not self._trained:
             return
         self._optimizer = torch.optim.AdamW(
@@ -122,9 +128,13 @@ class FsdpEngine:
         world, rank = dist.get_world_size(), dist.get_rank()
         for field, size in (("replicas", layout.replicas), ("sequence_parallel", layout.sequence_parallel)):
             if world % size:
-                raise ValueError(f"learner.fsdp.{field} must divide the ranks of the engine ({world}), got {size}")
+                raise ValueError(
+                    f"learner.fsdp.{field} must divide the ranks of the engine ({world}), got {size}"
+                )
         shape = (world,) if layout.replicas == 1 else (layout.replicas, world // layout.replicas)
-        self._mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
+        self._mesh = init_device_mesh(
+            self._device.type, shape, mesh_dim_names=("replica", "shard")[-len(shape) :]
+        )
         ranks = layout.sequence_parallel
         self.share = Share(rank // ranks, world // ranks, speaks=rank % ranks == 0, multiple=ranks)
         self._sequence_group: dist.ProcessGroup | None = None
@@ -134,14 +144,19 @@ class FsdpEngine:
     def _build(self, path: str | Path, kind: Kind, layout: FsdpConfig) -> Any:
         """The model, whole on rank 0 and without memory elsewhere."""
         auto, sizes = (
-            (AutoModelForTokenClassification, {"num_labels": 1}) if kind is Kind.critic else (AutoModelForCausalLM, {})
+            (AutoModelForTokenClassification, {"num_labels": 1})
+            if kind is Kind.critic
+            else (AutoModelForCausalLM, {})
         )
         config = AutoConfig.from_pretrained(path, **sizes)
         if (ranks := layout.sequence_parallel) > 1 and config.num_attention_heads % ranks:
             raise ValueError(
                 f"learner.fsdp.sequence_parallel must divide the attention heads ({config.num_attention_heads}), got {ranks}"
             )
-        options = {"dtype": torch.float32, "attn_implementation": "ulysses" if ranks > 1 else str(self._attention)}
+        options = {
+            "dtype": torch.float32,
+            "attn_implementation": "ulysses" if ranks > 1 else str(self._attention),
+        }
         with torch.random.fork_rng():
             torch.manual_seed(0)  # a critic's head and adapters are drawn at random
             if dist.get_rank() == 0:
@@ -156,7 +171,9 @@ class FsdpEngine:
         if layout.liger:
             from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-            _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+            _apply_liger_kernel_to_instance(
+                model=model, cross_entropy=False, fused_linear_cross_entropy=False
+            )
         return model
 
     def _shard(self, model: Any, layers: list[nn.Module], compute: torch.dtype | None, offload: bool) -> None:
@@ -165,19 +182,25 @@ class FsdpEngine:
         whole = {name: tensor.detach() for name, tensor in tensors.items()} if dist.get_rank() == 0 else {}
         model.to(device="meta")
         model.tie_weights()  # a move unties them
-        where: OffloadPolicy = CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if offload else OffloadPolicy()
+        where: OffloadPolicy = (
+            CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if offload else OffloadPolicy()
+        )
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
         # All modules reshard after a forward pass, the root too: one left gathered by a forward without backward would go on
         # computing with the weights from before the next update.
         for module in (*layers, model):
-            fully_shard(module, mesh=self._mesh, mp_policy=precision, offload_policy=where, reshard_after_forward=True)
+            fully_shard(
+                module, mesh=self._mesh, mp_policy=precision, offload_policy=where, reshard_after_forward=True
+            )
         model.to_empty(device="cpu" if offload else self._device)
         model.tie_weights()
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
             shape = {"size": tensor.shape, "dtype": tensor.dtype, "device": self._device}
             source = whole.pop(name).to(self._device) if dist.get_rank() == 0 else torch.empty(**shape)
             if isinstance(tensor, DTensor):
-                tensor.to_local().detach().copy_(distribute_tensor(source, self._mesh, tensor.placements).to_local())
+                tensor.to_local().detach().copy_(
+                    distribute_tensor(source, self._mesh, tensor.placements).to_local()
+                )
             else:
                 dist.broadcast(source, 0)
                 tensor.copy_(source)
@@ -194,7 +217,9 @@ class FsdpEngine:
         extra = {} if group is None else {"inner": str(self._attention), "sequence_group": group}
         self._pass.begin(packed, row, mine, self._model.config, self._replays, self._device)
         cu_seqlens = row.cu_seqlens.to(self._device)
-        self._head.ask(sources=(targets - 1 - start).to(self._device), targets=packed.tokens[targets].to(self._device))
+        self._head.ask(
+            sources=(targets - 1 - start).to(self._device), targets=packed.tokens[targets].to(self._device)
+        )
         out = self._model(
             input_ids=row.tokens[mine].to(self._device)[None],
             position_ids=row.positions[mine].to(self._device)[None],
@@ -205,7 +230,9 @@ class FsdpEngine:
             max_length_k=row.max_seqlen,
             **extra,
         ).logits[0]
-        spread = torch.zeros(len(packed.tokens), 2, device=out.device).index_copy(0, targets.to(out.device), out)
+        spread = torch.zeros(len(packed.tokens), 2, device=out.device).index_copy(
+            0, targets.to(out.device), out
+        )
         if group is not None:
             spread = _Whole.apply(spread, group)
         return tuple(spread.cpu().unbind(-1))
@@ -225,7 +252,9 @@ class FsdpEngine:
             is_last = number == len(microbatches) - 1
             self._model.set_requires_gradient_sync(is_last or self._accumulate is Accumulate.reduce)
             logprobs, entropy = self._forward(packed)
-            (loss_fn(logprobs, entropy, packed) * world).backward()  # FSDP averages over ranks, the loss is a sum
+            (
+                loss_fn(logprobs, entropy, packed) * world
+            ).backward()  # FSDP averages over ranks, the loss is a sum
         self._balance.end()
         grad_norm = self._clip()
         for group in self._optimizer.param_groups:
@@ -270,7 +299,9 @@ class FsdpEngine:
         """Parameters in the published dtype, and the buffers that belong to the model in their own (a router's correction bias, float32)."""
         if self._lora is not None and self._lora.publish is LoraPublish.adapter:
             for name, parameter in self._trained.items():
-                yield from stream(adapters.published_name(name), parameter.detach(), torch.float32, self._bucket_bytes)
+                yield from stream(
+                    adapters.published_name(name), parameter.detach(), torch.float32, self._bucket_bytes
+                )
             return
         merged = adapters.merged(self._model) if self._lora is not None else {}
         for name, parameter in self._named.items():

@@ -66,7 +66,9 @@ class _Logprobs(torch.autograd.Function):
             if grad_entropy is None:
                 d = logp.exp_().mul_(-grad[rows, None])
             else:
-                factor = (logp + entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(grad[rows, None]).neg_()
+                factor = (
+                    (logp + entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(grad[rows, None]).neg_()
+                )
                 d = logp.exp_().mul_(factor)
             d.scatter_add_(1, targets[rows, None], grad[rows, None])
             if slope is not None:
@@ -95,7 +97,9 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left.float(), right.float())
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, cap: float | None) -> Tensor:
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, cap: float | None
+) -> Tensor:
     logits = F.linear(hidden, weight, bias).float()
     if temperature != 1.0:
         logits.div_(temperature)
@@ -122,7 +126,9 @@ def chunked_logprobs(
     Products in the dtype of `hidden`, everything after in float32.
     Shapes: hidden [K, H], weight [V, H], bias [V], targets [K] int64 -> [K], [K] float32.
     """
-    found: tuple[Tensor, Tensor] = _Logprobs.apply(hidden, weight, bias, targets, temperature, entropy_gradient, cap)
+    found: tuple[Tensor, Tensor] = _Logprobs.apply(
+        hidden, weight, bias, targets, temperature, entropy_gradient, cap
+    )
     return found
 
 
@@ -174,10 +180,19 @@ def logit_curve(model: Any) -> tuple[float, float | None]:
     It is measured: between families, names and meanings in the configuration differ. Nothing but what follows the head is computed.
     Raises ValueError for a model that does anything else.
     """
-    base, head, points = model.base_model, model.get_output_embeddings(), torch.tensor(POINTS, dtype=torch.float64)
+    base, head, points = (
+        model.base_model,
+        model.get_output_embeddings(),
+        torch.tensor(POINTS, dtype=torch.float64),
+    )
     base.forward, head.forward = lambda *_, **__: _Hidden(), lambda _: points[None, None].clone()
     try:
-        found = type(model).forward(model, input_ids=torch.zeros(1, 1, dtype=torch.long)).logits.flatten().double()
+        found = (
+            type(model)
+            .forward(model, input_ids=torch.zeros(1, 1, dtype=torch.long))
+            .logits.flatten()
+            .double()
+        )
     finally:
         del base.forward, head.forward
     scale, cap = float((found[0] / points[0]).float()), float(found[-1])
@@ -218,5 +233,7 @@ class ValueHead:
         self._sources = sources
 
     def _forward(self, hidden: Tensor) -> Tensor:
-        values = F.linear(hidden[0].index_select(0, self._sources), self._head.weight, self._head.bias).float()[:, 0]
+        values = F.linear(
+            hidden[0].index_select(0, self._sources), self._head.weight, self._head.bias
+        ).float()[:, 0]
         return torch.stack([values[None], torch.zeros_like(values)[None]], -1)

@@ -48,7 +48,7 @@ log = logging.getLogger("slipstream.learner")
 
 
 class Source(Protocol):
-    """What a learner asks for batches and tells of its progress: a `BufferClient`, or a recording (`scripts/replay.py`)."""
+    """What a learner asks for batches and tells of its progress: a `BufferClient`, or a recording (`scripts/slipstream/replay.py`)."""
 
     def next(self, step: int, wait_s: float) -> Taken | m.NotYet | m.Over: ...
 
@@ -72,7 +72,9 @@ class Learner:
         self._publisher, self._rank, self._incarnation = publisher, rank, incarnation
         self._world, self._meter = world or World(), meter or Meter(cuda=False)
         self._feed = Feed(client, self._world, self._wait_on)
-        self._writer = checkpoint.Writer(folder / "checkpoints", config.learner.keep_checkpoints, writers or World())
+        self._writer = checkpoint.Writer(
+            folder / "checkpoints", config.learner.keep_checkpoints, writers or World()
+        )
         self.step = first_step
         """Steps trained, which is also the version held."""
         self._probes = probes
@@ -148,7 +150,9 @@ class Learner:
 
     def _finish(self) -> None:
         self._turn_to("waiting for the last evaluation")
-        while isinstance(reply := self._client.exchange(m.Finish(wait_s=PATIENCE_S), wait_s=PATIENCE_S)[0], m.NotYet):
+        while isinstance(
+            reply := self._client.exchange(m.Finish(wait_s=PATIENCE_S), wait_s=PATIENCE_S)[0], m.NotYet
+        ):
             log.info("waiting: %s", reply.waiting_for)
 
     def _publish(self) -> None:
@@ -160,7 +164,9 @@ class Learner:
                 pass
             return
         manifest = self._publisher.publish(self.step, self._weights())
-        self._client.call(m.Publish(version=self.step, weights=self._publisher.announcement(manifest)), m.Done)
+        self._client.call(
+            m.Publish(version=self.step, weights=self._publisher.announcement(manifest)), m.Done
+        )
 
     def _weights(self) -> Iterator[Part]:
         """The policy's, a part at a time; each one shows that the publication gets on."""
@@ -198,7 +204,11 @@ class Learner:
             str(self._config.learner.engine),
         )
         self._tell(self._writer.begin(manifest, self._trainer.models.snapshot(), self._go_on))
-        log.info("checkpoint of step %d begun: training has waited %.2f s for it", self.step, time.monotonic() - began)
+        log.info(
+            "checkpoint of step %d begun: training has waited %.2f s for it",
+            self.step,
+            time.monotonic() - began,
+        )
         return self.step
 
     def _saved(self, *, wait: bool = False) -> None:
@@ -230,7 +240,11 @@ class Learner:
             probe = from_arrow(pa.Table.from_batches([decode(rows)]))
             self._turn_to("comparing the parity probe")
             self._probed = check_probe(
-                probe, self._trainer.logprobs(probe), self._config, self.step, again=self.step > self._first_step
+                probe,
+                self._trainer.logprobs(probe),
+                self._config,
+                self.step,
+                again=self.step > self._first_step,
             )
 
     def _probe_rows(self) -> bytes:
@@ -261,7 +275,9 @@ def ledger(client: Source) -> checkpoint.Account | None:
     return checkpoint.Account(tokens.total, tokens.trained, tokens.masked)
 
 
-def check_checkpoint(manifest: checkpoint.CheckpointManifest, config: Config, now: checkpoint.Account | None) -> None:
+def check_checkpoint(
+    manifest: checkpoint.CheckpointManifest, config: Config, now: checkpoint.Account | None
+) -> None:
     """Is it of this run? `now`: the buffer's ledger, which has gone back to the checkpoint's step. Raises ValueError."""
     if manifest.engine != config.learner.engine:
         raise ValueError(

@@ -50,7 +50,9 @@ def inject(model: Any, lora: LoraConfig) -> None:
     from peft import inject_adapter_in_model
 
     head = model.get_output_embeddings()
-    linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head]
+    linear = [
+        name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head
+    ]
     targets = linear
     if lora.targets != "all-linear":
         wanted = [target.strip() for target in lora.targets.split(",")]
@@ -62,7 +64,9 @@ def inject(model: Any, lora: LoraConfig) -> None:
         targets = [name for name in linear if any(_ends_with(name, target) for target in wanted)]
     assert lora.rank is not None, "without a rank there are no adapters"
     # The full names: peft's own matching would take a head or an expert that ends alike.
-    inject_adapter_in_model(PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets), model, ADAPTER)
+    inject_adapter_in_model(
+        PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets), model, ADAPTER
+    )
 
 
 def _ends_with(name: str, target: str) -> bool:
@@ -106,7 +110,9 @@ def merged(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     """By the name of each adapted matrix W [out, in]: how to make W + B A · alpha / rank, sharded as W is."""
 
     def merge(layer: Any) -> Tensor:
-        weight, a, b = (x.weight.detach() for x in (layer.base_layer, layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]))
+        weight, a, b = (
+            x.weight.detach() for x in (layer.base_layer, layer.lora_A[ADAPTER], layer.lora_B[ADAPTER])
+        )
         if not isinstance(weight, DTensor):
             return merge_into(weight, a, b, layer.scaling[ADAPTER])
         rows = merge_into(weight.to_local(), a.full_tensor(), b.to_local(), layer.scaling[ADAPTER])

@@ -47,7 +47,9 @@ class Models:
         """Collective. Raises ValueError, and loads nothing, where a model is missing."""
         trained = self._trained()
         if missing := [name for name in trained if not (folder / name).is_dir()]:
-            raise ValueError(f"the checkpoint must hold a {missing[0]} for this algorithm, got {folder} without one")
+            raise ValueError(
+                f"the checkpoint must hold a {missing[0]} for this algorithm, got {folder} without one"
+            )
         for name, engine in trained.items():
             engine.load(folder / name)
 
@@ -71,7 +73,9 @@ def make_models(config: Config, rank: int, rendezvous: str) -> tuple[Models, Wor
     if cuda:
         torch.cuda.set_per_process_memory_fraction(config.learner.gpu_memory_fraction or 1.0)
     ranks, total = config.learner.ranks, config.num_learner_ranks
-    pool, own_rank, size = (Pool.policy, rank, ranks) if rank < ranks else (Pool.critic, rank - ranks, total - ranks)
+    pool, own_rank, size = (
+        (Pool.policy, rank, ranks) if rank < ranks else (Pool.critic, rank - ranks, total - ranks)
+    )
     if total == ranks:
         pool = Pool.all
     store = open_store(rendezvous, rank, total)
@@ -118,9 +122,13 @@ def load_models(config: Config, pool: Pool = Pool.all) -> Models:
     return Models(
         policy=policy,
         critic=when(
-            algo.advantage.needs_critic, Pool.critic, lambda: make_engine(config, Kind.critic, algo.critic.path)
+            algo.advantage.needs_critic,
+            Pool.critic,
+            lambda: make_engine(config, Kind.critic, algo.critic.path),
         ),
-        reward_model=when(algo.advantage is Advantage.prime, Pool.policy, lambda: make_engine(config, Kind.policy)),
+        reward_model=when(
+            algo.advantage is Advantage.prime, Pool.policy, lambda: make_engine(config, Kind.policy)
+        ),
         reference=when(algo.needs_reference, Pool.policy, reference),
         cost=cost_of(config.model.path),
     )
@@ -148,7 +156,9 @@ def make_engine(
         return MegatronEngine(path or config.model.path, **common, **dataclasses.asdict(learner.megatron))
     from learners.fsdp import FsdpEngine
 
-    return FsdpEngine(path or config.model.path, **common, attention=learner.attention, layout=learner.fsdp, lora=lora)
+    return FsdpEngine(
+        path or config.model.path, **common, attention=learner.attention, layout=learner.fsdp, lora=lora
+    )
 
 
 def cost_of(path: str) -> Cost:

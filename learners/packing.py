@@ -106,7 +106,9 @@ def _experts(table: pa.Table, num_tokens: int) -> Tensor | None:
 def _column(table: pa.Table, name: str) -> Tensor:
     """[T] all values of a list column, in the table's memory if that is one piece."""
     column = table.column(name)
-    return torch.from_dlpack((column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()).flatten())
+    return torch.from_dlpack(
+        (column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()).flatten()
+    )
 
 
 def _component(table: pa.Table, name: str) -> Tensor:

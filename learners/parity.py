@@ -120,7 +120,9 @@ def check_probe(
     """
     difference = compare(learner, probe.behavior_logprobs, probe.sampled)
     outliers = 0 if config.model.dtype is Dtype.float32 and not again else FEW
-    check_parity(difference, learner, probe, tolerance_of(config), outliers, f"the parity probe of version {version}")
+    check_parity(
+        difference, learner, probe, tolerance_of(config), outliers, f"the parity probe of version {version}"
+    )
     found, longest = difference.metrics(), int(np.diff(probe.offsets).max())
     log.info(
         "parity probe of version %d: %d tokens in sequences of up to %d, largest difference %.2e, mean %.2e",
@@ -140,7 +142,9 @@ class ParityWatch:
         """Unix time in seconds, on the first rank, from which on engines could hold the version held. A version of the same number that
         an earlier life has published need not be the same to the last bit; nor need a replay's."""
 
-    def see(self, batch: Batch, learner: Tensor, known: Tensor, version: int, since: float) -> dict[str, float]:
+    def see(
+        self, batch: Batch, learner: Tensor, known: Tensor, version: int, since: float
+    ) -> dict[str, float]:
         """The step's figures. `learner` [T]: log-probabilities under the version held, where `known` [T]; `since`: the first rank's
         `published_at`. Raises ParityError."""
         if batch.started_at is None:
@@ -150,5 +154,7 @@ class ParityWatch:
         number = len(difference.values)
         if self._judges and (number >= MIN_TOKENS or not difference.values.isfinite().all()):
             outliers = FEW + number // 100
-            check_parity(difference, learner, batch, self._tolerance, outliers, f"the batch of step {version}")
+            check_parity(
+                difference, learner, batch, self._tolerance, outliers, f"the batch of step {version}"
+            )
         return difference.metrics()

@@ -68,7 +68,9 @@ class Balance:
         """Of the last update: `docs/metrics.md`. Empty where there are no routers."""
 
     def begin(self, device: torch.device) -> None:
-        self._loads, self._probabilities = (torch.zeros(self._shape, dtype=torch.float64, device=device) for _ in "fP")
+        self._loads, self._probabilities = (
+            torch.zeros(self._shape, dtype=torch.float64, device=device) for _ in "fP"
+        )
         self._watches, self._trains = self._known, False
 
     def counted(self) -> None:
@@ -97,7 +99,9 @@ class Balance:
                 "moe/load_min": float(even.amin(1).mean()),
             }
 
-    def route(self, layer: int, logits: Tensor, chosen: Tensor, scores: Tensor, valid: Tensor | None = None) -> Tensor:
+    def route(
+        self, layer: int, logits: Tensor, chosen: Tensor, scores: Tensor, valid: Tensor | None = None
+    ) -> Tensor:
         """Scores, with this pass's part of the loss attached while training.
 
         Shapes: logits [T, E], chosen [T, k] int64 or [T, E] bool, scores any, valid [T] bool (False: padding) -> as scores.
@@ -113,7 +117,9 @@ class Balance:
         summed = probabilities.sum(0)
         if self._watches:
             kept = chosen if valid is None else chosen[valid]
-            load = kept.sum(0) if kept.dtype is torch.bool else kept.flatten().bincount(minlength=self._shape[1])
+            load = (
+                kept.sum(0) if kept.dtype is torch.bool else kept.flatten().bincount(minlength=self._shape[1])
+            )
             self._loads[layer] += load.detach()
             self._probabilities[layer] += summed.detach()
         if not trains:
@@ -175,7 +181,9 @@ def watch_routers(model: Any, balance: Balance, at_hand: ForwardPass) -> None:
 
 
 def _hook(layer: int, config: Any, balance: Balance, at_hand: ForwardPass) -> Callable[..., Any]:
-    def hook(module: Any, inputs: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def hook(
+        module: Any, inputs: Any, outputs: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logits, scores, chosen = outputs
         if at_hand.experts is not None:
             weights, chosen = replayed(config, logits, chosen, at_hand.experts[:, layer])

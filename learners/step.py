@@ -21,7 +21,13 @@ from algos.corrections import off_policy_weights
 from algos.loss import policy_loss
 from algos.metrics import summarize
 from algos.rewards import filtered, normalised, soft_overlong_penalty, with_kl
-from algos.values import implicit_reward_loss, implicit_rewards, summarize_rewards, summarize_values, value_loss
+from algos.values import (
+    implicit_reward_loss,
+    implicit_rewards,
+    summarize_rewards,
+    summarize_values,
+    value_loss,
+)
 from buffers.staleness import trainable
 from configs.algorithms import Advantage, Aggregation, Proximal
 from configs.schema import Config
@@ -91,7 +97,9 @@ class Trainer:
                 loss = self._policy_loss(given, rows, len(parts), of_policy)
                 if self.watch is not None and not plans:  # the weights are those of the version held, as yet
                     loss, noted_rows = _noting(loss, noted), rows
-                plans.append(self._update(self.models.policy, batch, rows, loss, learner.lr, own_step, of_policy))
+                plans.append(
+                    self._update(self.models.policy, batch, rows, loss, learner.lr, own_step, of_policy)
+                )
         metrics = _describe(batch, given.within, step)
         metrics |= {"optimizer/lr": self._rate(learner.lr, own_step) if plans else 0.0}
         if plans:
@@ -135,7 +143,9 @@ class Trainer:
 
     def _prepare(self, batch: Batch, step: int) -> Prepared:
         algo, sequence = self._algo, batch.sequence
-        within = torch.from_numpy(trainable(batch.versions.numpy(), batch.sampled.numpy(), step, self._config.bound))
+        within = torch.from_numpy(
+            trainable(batch.versions.numpy(), batch.sampled.numpy(), step, self._config.bound)
+        )
         mask = within & ~batch.truncated[sequence] if algo.reward.overlong_filter else within
         proximal = self._proximal(batch)
         reference = self._infer(self.models.reference, batch) if self.models.reference is not None else None
@@ -288,7 +298,12 @@ class Trainer:
         algo = self._algo
         horizon = self._config.sampling.max_tokens if algo.horizon is None else algo.horizon
         weights = token_weights(
-            algo.aggregation, given.mask & inside, given.sequence, given.batch.num_sequences, horizon, given.counts
+            algo.aggregation,
+            given.mask & inside,
+            given.sequence,
+            given.batch.num_sequences,
+            horizon,
+            given.counts,
         )
         per_sequence = algo.aggregation is not Aggregation.token_mean
         return weights * (num_parts if per_sequence else 1)
@@ -300,14 +315,18 @@ class Trainer:
             now = self._infer(self.models.policy, given.batch, rows)
         assert now is not None
         log_ratio = now - given.batch.behavior_logprobs
-        return off_policy_weights(self._algo, log_ratio, given.advantages, given.mask & inside, given.sequence)
+        return off_policy_weights(
+            self._algo, log_ratio, given.advantages, given.mask & inside, given.sequence
+        )
 
     def _imitation(self, given: Prepared, inside: Tensor) -> Tensor:
         """[T] 1 / their number for the tokens of a minibatch's good samples, 0 for others."""
         good = given.mask & inside & (given.batch.rewards > self._algo.imitation_above)[given.sequence]
         return _token_mean(given, good)
 
-    def _critic_loss(self, given: Prepared, rows: list[int], sums: Sums) -> Callable[[Tensor, Tensor, Packed], Tensor]:
+    def _critic_loss(
+        self, given: Prepared, rows: list[int], sums: Sums
+    ) -> Callable[[Tensor, Tensor, Packed], Tensor]:
         mask = given.mask & _inside(given, rows)
         weights = _token_mean(given, mask)
         before, targets = given.values, given.targets
@@ -315,7 +334,9 @@ class Trainer:
 
         def loss_fn(values: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
             at = packed.index
-            loss, found = value_loss(values, before[at], targets[at], mask[at], weights[at], self._algo.critic.clip)
+            loss, found = value_loss(
+                values, before[at], targets[at], mask[at], weights[at], self._algo.critic.clip
+            )
             _add(sums, found)
             return loss
 

@@ -35,14 +35,18 @@ def make(solved: Iterator[tuple[str, str]], texts: list[str], seed: int, folder:
     """Writes the model and its tokenizer into `folder`. `texts`: what the tokenizer is made for."""
     print(f"Making the tiny model in {folder.parent}: once, about half a minute ...", file=sys.stderr)
     began, num_threads = time.monotonic(), torch.get_num_threads()
-    torch.set_num_threads(1)  # nothing here is large enough for two, and two wait for each other on a busy machine
+    torch.set_num_threads(
+        1
+    )  # nothing here is large enough for two, and two wait for each other on a busy machine
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         tokenizer = _tokenizer(texts)
         model = _model(tokenizer.eos_token_id)
         _warm_start(model, tokenizer, solved)
     torch.set_num_threads(num_threads)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     print(f"The tiny model is ready ({time.monotonic() - began:.0f} s).", file=sys.stderr)
@@ -87,7 +91,9 @@ def _model(eos: int) -> Qwen3ForCausalLM:
     )
 
 
-def _warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, solved: Iterator[tuple[str, str]]) -> None:
+def _warm_start(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, solved: Iterator[tuple[str, str]]
+) -> None:
     """Fits right answers until the reward of a sampled one is TARGET, on questions that are not fitted."""
     check, score = _encode(tokenizer, list(islice(solved, 512))), 0.0
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)

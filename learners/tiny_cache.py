@@ -26,7 +26,9 @@ def tiny_model(solved: Iterator[tuple[str, str]], cache: Path | None = None) -> 
     Raises ValueError if SLIPSTREAM_TINY_SEED is set to anything but a whole number.
     """
     seed = _seed()
-    cache = cache or Path(os.environ.get("SLIPSTREAM_CACHE", Path.home() / ".cache" / "slipstream")) / "models"
+    cache = (
+        cache or Path(os.environ.get("SLIPSTREAM_CACHE", Path.home() / ".cache" / "slipstream")) / "models"
+    )
     sample = list(islice(solved, 2000))
     recipe = f"{RECIPE.read_text()}{sample[:100]}{seed}"
     folder = cache / f"tiny-{xxhash.xxh3_64_hexdigest(recipe.encode())}"

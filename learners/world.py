@@ -41,11 +41,15 @@ class World:
         if self._group is None:
             return sums
         shapes: dict[str, list[int]] = {}
-        for told in self.gather(msgspec.json.encode({name: list(value.shape) for name, value in sums.items()})):
+        for told in self.gather(
+            msgspec.json.encode({name: list(value.shape) for name, value in sums.items()})
+        ):
             shapes |= msgspec.json.decode(told, type=dict[str, list[int]])
         names = sorted(shapes)
         mine = [sums[name].double() if name in sums else torch.zeros(shapes[name]).double() for name in names]
-        parts = self.add(torch.cat([value.reshape(-1) for value in mine])).split([value.numel() for value in mine])
+        parts = self.add(torch.cat([value.reshape(-1) for value in mine])).split(
+            [value.numel() for value in mine]
+        )
         return {name: part.view(shapes[name]) for name, part in zip(names, parts, strict=True)}
 
     def gather(self, message: bytes) -> list[bytes]:

@@ -4,4 +4,4 @@
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare
-exec python "$(dirname "$0")/benchmark.py" "$@"
+exec python "$root/scripts/bench/benchmark.py" "$@"

@@ -3,4 +3,4 @@
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare
-exec python "$(dirname "$0")/benchmark_buffer.py" "$@"
+exec python "$root/scripts/bench/benchmark_buffer.py" "$@"

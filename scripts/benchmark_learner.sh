@@ -4,4 +4,4 @@ set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare peers
 export KINETO_LOG_LEVEL=6 # torch's profiler, which records the memory, is silent
-exec python "$(dirname "$0")/benchmark_learner.py" "$@"
+exec python "$root/scripts/bench/benchmark_learner.py" "$@"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# How long a buffer takes to go on after a SIGKILL, by the length of its run. See scripts/benchmark_recovery.py --help.
+# How long a buffer takes to go on after a SIGKILL, by the length of its run. See scripts/bench/benchmark_recovery.py --help.
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare
-exec python "$root/scripts/benchmark_recovery.py" "$@"
+exec python "$root/scripts/bench/benchmark_recovery.py" "$@"

@@ -5,6 +5,6 @@ set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare
 if [ "${1:-}" = relays ]; then
-    exec python "$(dirname "$0")/benchmark_relays.py" "${@:2}"
+    exec python "$root/scripts/bench/benchmark_relays.py" "${@:2}"
 fi
-exec python "$(dirname "$0")/benchmark_sync.py" "$@"
+exec python "$root/scripts/bench/benchmark_sync.py" "$@"

@@ -3,4 +3,4 @@
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare
-exec python "$(dirname "$0")/chaos.py" "$@"
+exec python "$root/scripts/bench/chaos.py" "$@"

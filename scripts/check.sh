@@ -5,4 +5,4 @@
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare
-exec python "$(dirname "$0")/check.py" "$@"
+exec python -P -m slipstream.check "$@"

@@ -3,4 +3,4 @@
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare
-exec python "$(dirname "$0")/export.py" "$@"
+exec python -P -m slipstream.export "$@"

@@ -3,4 +3,4 @@
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare
-exec python "$(dirname "$0")/fuzz.py" "$@"
+exec python "$root/scripts/bench/fuzz.py" "$@"

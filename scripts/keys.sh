@@ -3,4 +3,4 @@
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare
-exec python "$(dirname "$0")/keys.py" "$@"
+exec python -P -m slipstream.keys "$@"

@@ -18,4 +18,4 @@ for argument in "$@"; do
   esac
 done
 prepare ${extras[@]+"${extras[@]}"}
-exec python "$(dirname "$0")/train.py" "$@"
+exec python -P -m slipstream.train "$@"

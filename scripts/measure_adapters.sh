@@ -3,4 +3,4 @@
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare
-exec python "$(dirname "$0")/measure_adapters.py" "$@"
+exec python "$root/scripts/bench/measure_adapters.py" "$@"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Saves what can be saved of a damaged journal, and lists the rest. See scripts/repair.py --help.
+# Saves what can be saved of a damaged journal, and lists the rest. See scripts/slipstream/repair.py --help.
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare
-exec python "$root/scripts/repair.py" "$@"
+exec python -P -m slipstream.repair "$@"

@@ -3,4 +3,4 @@
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare
-exec python "$(dirname "$0")/study_staleness.py" "$@"
+exec python "$root/scripts/bench/study_staleness.py" "$@"

@@ -105,7 +105,9 @@ def element_places(rows: int, columns: int, dtype: torch.dtype, pack: Pack) -> T
         packed = pack(words.view(dtype).view(1, rows, columns)).contiguous().view(-1).view(word)
         found |= (packed.long() & ((1 << bits) - 1)) << shift
     if not torch.equal(found.sort().values, numbers):
-        raise RuntimeError(f"vLLM must keep experts as a new order of their elements, got another form for {dtype}")
+        raise RuntimeError(
+            f"vLLM must keep experts as a new order of their elements, got another form for {dtype}"
+        )
     places = torch.empty_like(numbers)
     places[found] = numbers
     return places.view(rows, columns)

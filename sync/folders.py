@@ -51,7 +51,13 @@ def make_private(folder: Path) -> None:
 def check_private(folder: Path) -> None:
     """Raises ValueError unless the folder is this user's, and only this user may write to it."""
     found = folder.lstat()
-    kind = "a link" if stat.S_ISLNK(found.st_mode) else "a folder" if stat.S_ISDIR(found.st_mode) else "no folder"
+    kind = (
+        "a link"
+        if stat.S_ISLNK(found.st_mode)
+        else "a folder"
+        if stat.S_ISDIR(found.st_mode)
+        else "no folder"
+    )
     if kind != "a folder" or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise ValueError(
             f"{folder} must be a folder that belongs to user {os.geteuid()} and that nobody else may write to, got {kind} "

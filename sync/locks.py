@@ -95,4 +95,7 @@ def acquire(file: int, path: Path, kind: int, patience_s: float | None = None) -
 
 
 def _holder(file: int) -> str:
-    return os.pread(file, 200, 0).decode(errors="replace").partition("\n")[0] or "a process that has not said its name"
+    return (
+        os.pread(file, 200, 0).decode(errors="replace").partition("\n")[0]
+        or "a process that has not said its name"
+    )

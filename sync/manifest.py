@@ -88,11 +88,18 @@ def parse_manifest(data: bytes | bytearray, where: str, name: str, digest: str =
     another version's, contradicts itself, or does not have the `digest` that was announced, if one was."""
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
-    except (ValueError, RecursionError) as error:  # msgspec's errors, text that is not UTF-8, nesting without end
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # msgspec's errors, text that is not UTF-8, nesting without end
         raise DigestMismatch(f"{where} is not a manifest: {error}") from None
     if name != f"v{manifest.version}-{manifest.incarnation}":
-        raise DigestMismatch(f"{where} is the manifest of version {manifest.version} of {manifest.incarnation[:80]!r}")
-    dtypes = {entry.dtype for entry in manifest.tensors} | ({manifest.adapter.dtype} if manifest.adapter else set())
+        raise DigestMismatch(
+            f"{where} is the manifest of version {manifest.version} of {manifest.incarnation[:80]!r}"
+        )
+    dtypes = {entry.dtype for entry in manifest.tensors} | (
+        {manifest.adapter.dtype} if manifest.adapter else set()
+    )
     if unknown := dtypes - SAFETENSORS_DTYPES.keys():
         raise DigestMismatch(f"{where} has tensors of a kind that there is not: {sorted(unknown)[:3]}")
     if whole_digest(manifest.tensors, manifest.adapter) != manifest.digest:

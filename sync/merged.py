@@ -44,7 +44,13 @@ class MergedFolder:
                     retire(older)
                 for suffix in PASSING:  # of a process that was killed
                     _remove(folder, f"*{suffix}")
-                put(folder, self._writer, manifest.version, manifest.incarnation, self._slowly(whole(adapters)))
+                put(
+                    folder,
+                    self._writer,
+                    manifest.version,
+                    manifest.incarnation,
+                    self._slowly(whole(adapters)),
+                )
             made = Snapshot(read_manifest(local))
         made.attest()
         made.checks += adapters.checks

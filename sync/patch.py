@@ -138,7 +138,9 @@ def make_patch(base: Snapshot, new: Snapshot, path: Path) -> bool:
     return True
 
 
-def apply_patches(base: Manifest, patches: Sequence[Path], progress: Callable[[], None] = lambda: None) -> None:
+def apply_patches(
+    base: Manifest, patches: Sequence[Path], progress: Callable[[], None] = lambda: None
+) -> None:
     """Writes over the file of `base` what the patches say, one after the other. The caller verifies what comes out. `progress` is
     called now and then.
 
@@ -158,7 +160,10 @@ def apply_patches(base: Manifest, patches: Sequence[Path], progress: Callable[[]
                     raise DigestMismatch(f"{patch.name} is for the base {names.get('base')}, this is {held}")
                 for name in {key.rpartition(".")[0] for key in parts.keys()}:  # noqa: SIM118
                     _overwrite(
-                        data, snapshot, name, *(parts.get_tensor(f"{name}.{part}") for part in ("indices", "values"))
+                        data,
+                        snapshot,
+                        name,
+                        *(parts.get_tensor(f"{name}.{part}") for part in ("indices", "values")),
                     )
                     progress()
                 held = names.get("version", "")

@@ -147,7 +147,12 @@ class Publisher:
         for left in self.folder.iterdir():
             if SNAPSHOT.fullmatch(left.name) or left.name == OWNER:
                 left.unlink()
-        for file in (*model.glob("*.json"), *model.glob("*.jinja"), *model.glob("*.txt"), *model.glob("*.model")):
+        for file in (
+            *model.glob("*.json"),
+            *model.glob("*.jinja"),
+            *model.glob("*.txt"),
+            *model.glob("*.model"),
+        ):
             if not file.name.endswith(".index.json"):
                 shutil.copy(file, self.folder)
 
@@ -164,7 +169,9 @@ def _own(folder: Path) -> int:
             with owner.open("rb") as previous:
                 acquire(previous.fileno(), owner, fcntl.LOCK_EX, SWEPT_S)
         except LockTimedOut as error:
-            raise ValueError(f"sync.folder must not be in use by another run, got {folder}: {error}") from None
+            raise ValueError(
+                f"sync.folder must not be in use by another run, got {folder}: {error}"
+            ) from None
         except FileNotFoundError:
             pass
         # Locked before it bears its name: a sweep never sees an owner that is about to be locked.

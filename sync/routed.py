@@ -47,6 +47,8 @@ class RoutedExpertsRecord:
             count, begin = num_tokens.get(request, 0), int(batch.num_computed_tokens_cpu[place])
             held = self._held.setdefault(request, [])
             known = sum(len(part) for part in held)
-            assert begin <= known, f"request {request} skips from token {known} to {begin}: a prefix cache is on"
+            assert begin <= known, (
+                f"request {request} skips from token {known} to {begin}: a prefix cache is on"
+            )
             held.append(chosen[row + known - begin : row + count])
             row += count

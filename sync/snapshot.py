@@ -83,7 +83,9 @@ class SnapshotWriter:
         except OSError as error:
             if not is_disk_full(error):
                 raise
-            for _ in counted:  # to know how much there would have been, and because every rank takes part in it
+            for (
+                _
+            ) in counted:  # to know how much there would have been, and because every rank takes part in it
                 pass
             path.unlink(missing_ok=True)
             path.with_suffix(".moving").unlink(missing_ok=True)
@@ -114,7 +116,9 @@ class SnapshotWriter:
                     at += raw.nbytes
                     digested.result()
                 assert at == size, f"{name} {part.shape} was published with {at} of {size} bytes"
-                entries[name] = TensorEntry(name, dtype_name(part.elements.dtype), part.shape, digest.hexdigest())
+                entries[name] = TensorEntry(
+                    name, dtype_name(part.elements.dtype), part.shape, digest.hexdigest()
+                )
                 places[name] = (begin, begin + size)
         wanted = _lay_out(places)
         header = _header(entries, wanted)
@@ -223,7 +227,9 @@ class Snapshot:
             self._stat = os.fstat(file)
             num_bytes = self._stat.st_size
             if num_bytes != manifest.num_bytes or not num_bytes:
-                raise DigestMismatch(f"{manifest.path} has {num_bytes} bytes, its manifest says {manifest.num_bytes}")
+                raise DigestMismatch(
+                    f"{manifest.path} has {num_bytes} bytes, its manifest says {manifest.num_bytes}"
+                )
             self._map = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
         finally:
             os.close(file)
@@ -239,16 +245,23 @@ class Snapshot:
             raise DigestMismatch(f"{self.manifest.path} is not a snapshot: {error}") from None
         absent = {entry.name for entry in self.manifest.tensors}.symmetric_difference(header)
         if absent:
-            raise DigestMismatch(f"{self.manifest.path} and its manifest differ in the tensors {sorted(absent)[:3]}")
+            raise DigestMismatch(
+                f"{self.manifest.path} and its manifest differ in the tensors {sorted(absent)[:3]}"
+            )
         places = {}
         for entry in self.manifest.tensors:
             found = header[entry.name]
             begin, end = (first + offset for offset in found.data_offsets)
             size = math.prod(entry.shape) * getattr(torch, entry.dtype).itemsize
-            if (found.dtype, found.shape) != (SAFETENSORS_DTYPES[entry.dtype], entry.shape) or end - begin != size:
+            if (found.dtype, found.shape) != (
+                SAFETENSORS_DTYPES[entry.dtype],
+                entry.shape,
+            ) or end - begin != size:
                 raise DigestMismatch(f"{entry.name} is {found} in {self.manifest.path}, not {entry}")
             if not first <= begin <= end <= len(self._map):
-                raise DigestMismatch(f"{entry.name} must lie within {self.manifest.path}, got bytes {begin} to {end}")
+                raise DigestMismatch(
+                    f"{entry.name} must lie within {self.manifest.path}, got bytes {begin} to {end}"
+                )
             places[entry.name] = (begin, end)
         return places
 

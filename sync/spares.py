@@ -41,7 +41,9 @@ def put(
     entries = writer.write(unfinished, parts)
     num_bytes = unfinished.stat().st_size
     unfinished.rename(path)
-    manifest = Manifest(version, incarnation, str(path), num_bytes, entries, whole_digest(entries, adapter), adapter)
+    manifest = Manifest(
+        version, incarnation, str(path), num_bytes, entries, whole_digest(entries, adapter), adapter
+    )
     try:
         put_manifest(manifest, path.with_suffix(".json"))
     except DiskFull:

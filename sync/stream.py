@@ -41,7 +41,9 @@ def collect(parts: Iterable[Part]) -> dict[str, torch.Tensor]:
     return {name: torch.cat(pieces[name]).view(shape) for name, shape in shapes.items()}
 
 
-def stream(name: str, tensor: torch.Tensor, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Part]:
+def stream(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[Part]:
     """The tensor in `dtype`, in parts of at most `bucket_bytes`, on rank 0; nothing elsewhere.
 
     A collective of the ranks that hold a DTensor, on its mesh. Extra memory: one part.
@@ -51,14 +53,18 @@ def stream(name: str, tensor: torch.Tensor, dtype: torch.dtype, bucket_bytes: in
         return
     mesh = tensor.device_mesh
     sharded = [
-        dim for dim, place in enumerate(tensor.placements) if not isinstance(place, Replicate) and mesh.size(dim) > 1
+        dim
+        for dim, place in enumerate(tensor.placements)
+        if not isinstance(place, Replicate) and mesh.size(dim) > 1
     ]
     if [tensor.placements[dim] for dim in sharded] == [Shard(0)]:
         group = mesh.get_group(sharded[0])
         if 0 in dist.get_process_group_ranks(group):  # the others hold replicas of what these hold
             yield from _rows(name, tensor, group, dtype, bucket_bytes)
         return
-    whole = tensor.full_tensor() if sharded else tensor.to_local()  # sharded in a way that leaves no rows together
+    whole = (
+        tensor.full_tensor() if sharded else tensor.to_local()
+    )  # sharded in a way that leaves no rows together
     if dist.get_rank() == 0:
         yield from stream(name, whole, dtype, bucket_bytes)
 
@@ -89,4 +95,6 @@ def _rows(
 
 def _pieces(tensor: torch.Tensor, dtype: torch.dtype, bucket_bytes: int) -> Iterator[torch.Tensor]:
     """[n] each; at least one, if it is an empty one."""
-    return (piece.to(dtype) for piece in tensor.detach().reshape(-1).split(max(1, bucket_bytes // dtype.itemsize)))
+    return (
+        piece.to(dtype) for piece in tensor.detach().reshape(-1).split(max(1, bucket_bytes // dtype.itemsize))
+    )

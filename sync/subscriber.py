@@ -156,7 +156,9 @@ def parse(announced: str) -> Announced:
     """Raises TransferFailed when it is none, as in a journal that was written by an older program."""
     fields = announced.split("#", 3)
     if len(fields) != 4 or not DIGEST.fullmatch(fields[2]) or not MANIFEST.fullmatch(Path(fields[3]).name):
-        raise TransferFailed(f"weights must be announced as ADDRESS#HOST#DIGEST#MANIFEST, got {announced[:200]!r}")
+        raise TransferFailed(
+            f"weights must be announced as ADDRESS#HOST#DIGEST#MANIFEST, got {announced[:200]!r}"
+        )
     return Announced(*fields)
 
 

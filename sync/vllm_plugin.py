@@ -82,7 +82,9 @@ class WeightSync:
         model = self.model_runner.get_model()
         packed = [name for name, parameter in model.named_parameters() if not parameter.numel()]
         if packed:
-            raise RuntimeError(f"vLLM has packed weights away, they cannot be updated nor attested: {packed[:3]}")
+            raise RuntimeError(
+                f"vLLM has packed weights away, they cannot be updated nor attested: {packed[:3]}"
+            )
         list(_expert_layers(model))
         for module in model.modules():
             if hasattr(module, "cpu_linear"):
@@ -96,7 +98,9 @@ class WeightSync:
         model = self.model_runner.get_model()
         runners = [module for module in model.modules() if isinstance(module, MoERunner)]
         if not runners:
-            raise RuntimeError("learner.moe.router_replay must be false for a model without experts, got true")
+            raise RuntimeError(
+                "learner.moe.router_replay must be false for a model without experts, got true"
+            )
         layers = self.model_runner.model_config.get_total_num_hidden_layers()
         routers = ((runner.layer_id, runner.router) for runner in runners)
         self._routed_experts = RoutedExpertsRecord(self.model_runner, routers, layers)
@@ -110,7 +114,11 @@ class WeightSync:
         what was published or does not fit the model; EngineMismatch, the parameters in an unknown state, when they do not end
         up with the published digests.
         """
-        held = self._load_snapshot(source, mapped) if isinstance(source, Snapshot) else self._load_broadcast(source)
+        held = (
+            self._load_snapshot(source, mapped)
+            if isinstance(source, Snapshot)
+            else self._load_broadcast(source)
+        )
         expect_digests(source.manifest, held, "the engine", EngineMismatch)
 
     def _load_snapshot(self, snapshot: Snapshot, mapped: bool) -> dict[str, str]:
@@ -129,7 +137,9 @@ class WeightSync:
                 with on_device(snapshot.manifest, gpu_uuid()) as update:
                     if update is None:
                         model.load_weights(snapshot.tensors())
-                        for module in _latent_attentions(model).values():  # what it derives of kv_b_proj, in place
+                        for module in _latent_attentions(
+                            model
+                        ).values():  # what it derives of kv_b_proj, in place
                             module.process_weights_after_loading(module.kv_b_proj.weight.dtype)
                     else:
                         layout = self._receive(snapshot.manifest, update)
@@ -186,7 +196,9 @@ class Trainer:
         group = NCCLTrainerInitInfo(
             master_address=host, master_port=port, world_size=2, packed=torch.cuda.is_available(), rank=0
         )
-        self._engine = NCCLTrainerWeightTransferEngine.trainer_init(group, client=SelfDriven(), source=SnapshotSource())
+        self._engine = NCCLTrainerWeightTransferEngine.trainer_init(
+            group, client=SelfDriven(), source=SnapshotSource()
+        )
         self.moved_at = time.monotonic()
         """When the last tensor was taken to be sent."""
 
@@ -224,7 +236,10 @@ class SnapshotSource(WeightSource):
 
     def metadata(self) -> list[ParamMeta]:
         assert self._snapshot is not None
-        return [ParamMeta(e.name, getattr(torch, e.dtype), tuple(e.shape)) for e in self._snapshot.manifest.tensors]
+        return [
+            ParamMeta(e.name, getattr(torch, e.dtype), tuple(e.shape))
+            for e in self._snapshot.manifest.tensors
+        ]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         assert self._snapshot is not None
@@ -245,7 +260,9 @@ class Layout:
             for part in parts
         }
         self._entries = {entry.name: entry for entry in manifest.tensors}
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied head under both its names
+        self._parameters = dict(
+            model.named_parameters(remove_duplicate=False)
+        )  # a tied head under both its names
         vocabulary = {
             f"{name}.weight": module.org_vocab_size
             for name, module in model.named_modules(remove_duplicate=False)
@@ -279,7 +296,9 @@ class Layout:
             and rows.get(id(parameter), 0) != vocabulary.get(name, len(parameter) if parameter.dim() else 1)
         ]
         if lacking:
-            raise DigestMismatch(f"version {manifest.version} does not fill parameters of the engine: {lacking[:3]}")
+            raise DigestMismatch(
+                f"version {manifest.version} does not fill parameters of the engine: {lacking[:3]}"
+            )
         self._parts = [
             (parameter, sorted(parts[id(parameter)], key=lambda name: self._places[name][1]))
             for parameter in {id(parameter): parameter for parameter in self._parameters.values()}.values()
@@ -289,7 +308,8 @@ class Layout:
     def fits(self, manifest: Manifest) -> bool:
         """Has this manifest the same tensors, whatever is in them?"""
         return len(manifest.tensors) == len(self._entries) and all(
-            (known := self._entries.get(entry.name)) and (known.dtype, known.shape) == (entry.dtype, entry.shape)
+            (known := self._entries.get(entry.name))
+            and (known.dtype, known.shape) == (entry.dtype, entry.shape)
             for entry in manifest.tensors
         )
 
@@ -322,11 +342,17 @@ class Layout:
 
     def digests(self) -> dict[str, str]:
         experts = {name: (place, self._matrices(place)) for name, place in self._experts.items()}
-        views = {name: place.read(matrices) for name, (place, matrices) in experts.items() if place.elements is None}
+        views = {
+            name: place.read(matrices)
+            for name, (place, matrices) in experts.items()
+            if place.elements is None
+        }
         held = tensor_digests({name: self._view(name) for name in self._places} | views)
         copies = experts.keys() - views.keys()  # one after the other: together they are as large as the model
         held |= {name: tensor_digest(experts[name][0].read(experts[name][1])) for name in copies}
-        for module in self._latent.values():  # attention reads the derived matrices: they are what must be right
+        for (
+            module
+        ) in self._latent.values():  # attention reads the derived matrices: they are what must be right
             name = next(name for name, p in self._parameters.items() if p is module.kv_b_proj.weight)
             held |= tensor_digests({name: _underived(module)})
         return held
@@ -340,7 +366,9 @@ class Layout:
     def _write(self, name: str, source: torch.Tensor) -> str:
         """Copies one tensor to where it belongs; returns the digest of what is there."""
         place = self._experts.get(name)
-        return _copy(source, self._view(name)) if place is None else place.write(self._matrices(place), source)
+        return (
+            _copy(source, self._view(name)) if place is None else place.write(self._matrices(place), source)
+        )
 
     def _matrices(self, place: ExpertPlace) -> torch.Tensor:
         return self._parameters[place.parameter].data
@@ -410,7 +438,11 @@ def _expert_layers(model: nn.Module) -> Iterator[ExpertLayer]:
         kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
         backend = getattr(method, "unquantized_backend", None)
         isa = getattr(kernel, "isa", None)
-        if backend is UnquantizedMoeBackend.CPU and isa is not None and not getattr(kernel, "_use_zentorch", False):
+        if (
+            backend is UnquantizedMoeBackend.CPU
+            and isa is not None
+            and not getattr(kernel, "_use_zentorch", False)
+        ):
             pack = partial(cpu_prepack_moe_weight, isa=isa)
         elif backend in (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.CPU):
             pack = None

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from check_machine import Check, NotHere
+from slipstream.check_machine import Check, NotHere
 
 
 def works() -> str:

@@ -17,10 +17,10 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: as in the generators, whose bits are compared
 
 from nests import ROWS, nursery_for_all
-from nursery import FOLDER
 from runs import Started
 
 from buffers.trajectory import Trajectory
+from slipstream.nursery import FOLDER
 
 ROOT = Path(__file__).parents[1]
 
@@ -60,7 +60,11 @@ def may_start_runs(path: Path) -> bool:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Where only whole runs are wanted, files that have none are not imported: that takes long."""
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    return True if is_test and config.option.markexpr == "whole_run" and not may_start_runs(collection_path) else None
+    return (
+        True
+        if is_test and config.option.markexpr == "whole_run" and not may_start_runs(collection_path)
+        else None
+    )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -68,11 +72,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly:
         return
     gc.collect()
-    atexit.register(gc.unfreeze)  # else nanobind reports as leaks what the end of the interpreter does not collect
+    atexit.register(
+        gc.unfreeze
+    )  # else nanobind reports as leaks what the end of the interpreter does not collect
     gc.freeze()  # libraries of half a million objects, which no collection need look at again
     if "ranks" in sys.modules and session.config.option.markexpr != "whole_run":
         sys.modules["ranks"].warm_up()
-    if ROWS not in os.environ and any("tiny_model" in getattr(item, "fixturenames", ()) for item in session.items):
+    if ROWS not in os.environ and any(
+        "tiny_model" in getattr(item, "fixturenames", ()) for item in session.items
+    ):
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         making.append(subprocess.Popen([sys.executable, "-c", MAKE_TINY], cwd=ROOT, **quiet))
 
@@ -183,7 +191,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1.5 MB, which can be made larger."""
     place = tmp_path / "disk"
     place.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "none", place]).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "none", place]).returncode
+    ):
         pytest.skip("mounting a small file system needs more rights than this user has")
     yield place
     subprocess.run(["umount", "-l", place], check=True)

@@ -11,7 +11,7 @@ class BeforeRoles:
     """A finder of modules that finds none."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
-        if name == "roles":
+        if name == "slipstream.roles":
             for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
                 if folder and Path(folder, "sitecustomize.py").exists():
                     sys.modules.pop("sitecustomize", None)

@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cluster import nursery_stages
-from nursery import Stage, nursery
-
 from configs.load import load
+from slipstream.cluster import nursery_stages
+from slipstream.nursery import Stage, nursery
 
 ROWS = "SLIPSTREAM_TEST_ROWS"
 """Environment variable of tests that rows.py has started: it makes the tiny model for them."""
 SIMULATED = ["generators.engine=simulated", "learner.engine=simulated"]
-RAY = ("ray._private.workers.default_worker", "roles")
+RAY = ("ray._private.workers.default_worker", "slipstream.roles")
 """Ray remembers the raylet of its first import, and these imports serve runs of many raylets."""
 
 
@@ -25,7 +24,9 @@ def nursery_for_all() -> Iterator[None]:
     ahead |= {"buffer": [*ahead["buffer"], "faults"], "generator": ["import_engines"]}
     nest = nursery({name: Stage(modules, []) for name, modules in ahead.items()})
     path = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = f"{Path(__file__).parent}{os.pathsep}{path}"  # for this process of the nursery alone
+    os.environ["PYTHONPATH"] = (
+        f"{Path(__file__).parent}{os.pathsep}{path}"  # for this process of the nursery alone
+    )
     nest.__enter__()
     os.environ["PYTHONPATH"] = path
     try:

@@ -81,7 +81,9 @@ def _rank(
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=number)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=number
+        )
         world = World(rank, number, dist.FileStore(str(folder / "world"), number))
         torch.save(function(world, *args), folder / f"{rank}.pt")
         dist.barrier()

@@ -66,9 +66,10 @@ def make_tiny_model() -> int:
 
 def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # as conftest.py does, which comes after the imports here
-    sys.path += [str(ROOT), str(ROOT / "scripts")]
+    sys.path += [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts/bench")]
     import nests
-    from nursery import FOLDER
+
+    from slipstream.nursery import FOLDER
 
     with nests.nursery_for_all():  # it imports beside this process, which imports what tests need
         import pytest
@@ -97,7 +98,9 @@ def main() -> int:
 
         signal.signal(signal.SIGINT, stop)
         signal.signal(signal.SIGTERM, stop)
-        failed = [name for name, process in rows.items() if os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])]
+        failed = [
+            name for name, process in rows.items() if os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        ]
     for name in rows:
         if name != LAST:
             print(f"{name}:\n{(said / name).read_text()}", flush=True)

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import newborn
 import psutil
 import xxhash
+
+from slipstream import newborn
 
 ROOT = Path(__file__).parents[1]
 SIMULATED = [

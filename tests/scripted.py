@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from roles import Failure
+from slipstream.roles import Failure
 
 
 class ScriptedRole:
@@ -18,7 +18,9 @@ class ScriptedRole:
     def pid(self) -> int:
         return os.getpid()
 
-    def run(self, config: Any, script: Path, address: str, rank: int, rendezvous: str, step: int | None) -> Any:
+    def run(
+        self, config: Any, script: Path, address: str, rank: int, rendezvous: str, step: int | None
+    ) -> Any:
         match (script / self.name).read_text():
             case "train":
                 time.sleep(60)
@@ -27,11 +29,15 @@ class ScriptedRole:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "raise":
                 (script / "lost").touch()
-                return Failure("RuntimeError: out of memory", " has failed:\na traceback", final=False, at=1.0)
+                return Failure(
+                    "RuntimeError: out of memory", " has failed:\na traceback", final=False, at=1.0
+                )
             case "notice":
                 while not (script / "lost").exists():
                     time.sleep(0.01)
-                return Failure("RuntimeError: connection reset", " has failed:\na traceback", final=False, at=2.0)
+                return Failure(
+                    "RuntimeError: connection reset", " has failed:\na traceback", final=False, at=2.0
+                )
             case "refuse":
                 (script / "lost").touch()
                 return Failure("ValueError: the task is wrong", ": the task is wrong", final=True, at=1.0)

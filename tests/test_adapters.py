@@ -25,7 +25,9 @@ from sync.subscriber import Subscriber, announce
 from sync.transports.cuda_ipc import DeviceCopy
 
 SCALING = 1.5
-ADAPTED = [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in ("self_attn.k_proj", "mlp.down_proj")]
+ADAPTED = [
+    f"model.layers.{layer}.{name}" for layer in (0, 1) for name in ("self_attn.k_proj", "mlp.down_proj")
+]
 
 
 def adapters(seed: int, base: dict[str, Tensor], rank: int = 4) -> dict[str, Tensor]:
@@ -116,9 +118,14 @@ def test_a_host_makes_the_whole_model_once_for_all_its_engines(
         for version in range(3):
             new = adapters(version, model[1])
             manifest = publisher.publish(version, parts(new))
-            taken = list(pool.map(lambda one: one.prepare(announce(manifest)), [subscriber() for _ in range(4)]))  # noqa: B023
+            announced, joined = announce(manifest), [subscriber() for _ in range(4)]
+            taken = list(pool.map(Subscriber.prepare, joined, itertools.repeat(announced)))
             for snapshot in taken:
-                assert snapshot.attested and snapshot.manifest.version == version and snapshot.manifest.adapter is None
+                assert (
+                    snapshot.attested
+                    and snapshot.manifest.version == version
+                    and snapshot.manifest.adapter is None
+                )
                 expect(snapshot, whole(model[1], new))
             assert len({snapshot.manifest.path for snapshot in taken}) == 1
     assert next(made) == 3
@@ -130,7 +137,9 @@ def test_the_base_may_be_in_many_files_and_in_another_dtype(tmp_path: Path, shar
     base = make_model(folder, torch.bfloat16, shard)
     if shard == "5GB":  # a tied head in the file is not served
         held = load_file(folder / "model.safetensors")
-        save_file(held | {"lm_head.weight": held["model.embed_tokens.weight"].clone()}, folder / "model.safetensors")
+        save_file(
+            held | {"lm_head.weight": held["model.embed_tokens.weight"].clone()}, folder / "model.safetensors"
+        )
     for dtype in ("float32", "bfloat16"):
         publisher = Publisher(tmp_path / dtype, "life", adapter=describe(folder, dtype, SCALING))
         new, subscriber = adapters(0, base), Subscriber()
@@ -232,7 +241,9 @@ def test_damaged_adapters_and_a_damaged_scaling_are_never_merged(
         read_manifest(locator)
 
 
-def test_a_whole_model_that_was_damaged_is_made_again(publisher: Publisher, subscriber: Join, model: Model) -> None:
+def test_a_whole_model_that_was_damaged_is_made_again(
+    publisher: Publisher, subscriber: Join, model: Model
+) -> None:
     new = adapters(0, model[1])
     manifest = publisher.publish(0, parts(new))
     path = Path(subscriber().prepare(announce(manifest)).manifest.path)
@@ -247,7 +258,9 @@ def test_a_whole_model_that_was_damaged_is_made_again(publisher: Publisher, subs
 
 
 def test_in_the_end_a_folder_on_disk_is_the_whole_model(tmp_path: Path, model: Model) -> None:
-    publisher = Publisher(tmp_path / "disk", "life", model=model[0], adapter=describe(model[0], "float32", SCALING))
+    publisher = Publisher(
+        tmp_path / "disk", "life", model=model[0], adapter=describe(model[0], "float32", SCALING)
+    )
     new = adapters(5, model[1])
     for version in (4, 5):
         publisher.publish(version, parts(adapters(version, model[1])))

@@ -70,7 +70,9 @@ def test_leave_one_out_is_dr_grpo_times_n_over_n_minus_one(groups: list[list[flo
 
 @settings(deadline=None)
 @given(rewards_and_sizes)
-def test_the_soft_baseline_lies_between_the_mean_and_the_best_and_comes_to_both(groups: list[list[float]]) -> None:
+def test_the_soft_baseline_lies_between_the_mean_and_the_best_and_comes_to_both(
+    groups: list[list[float]],
+) -> None:
     rewards, numbers = flat(groups)
     best = torch.tensor([max(groups[number // 7]) for number in numbers.tolist()])
     torch.testing.assert_close(opmd(rewards, numbers, 1e6), dr_grpo(rewards, numbers), atol=1e-4, rtol=0)
@@ -80,7 +82,11 @@ def test_the_soft_baseline_lies_between_the_mean_and_the_best_and_comes_to_both(
 
 
 def test_the_baseline_of_remax_is_the_greedy_response() -> None:
-    assert remax(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0.25, 0.25, 1.0])).tolist() == [0.75, -0.25, -0.5]
+    assert remax(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0.25, 0.25, 1.0])).tolist() == [
+        0.75,
+        -0.25,
+        -0.5,
+    ]
 
 
 def whitened_reference(values: list[float], mask: list[bool]) -> list[float]:
@@ -154,7 +160,9 @@ ALGOS = {
     **{name.value: AlgoConfig(advantage=name) for name in Advantage},
     "opmd, other tau": AlgoConfig(advantage=Advantage.opmd, opmd=OpmdConfig(tau=0.2)),
     "prime, discounted": AlgoConfig(advantage=Advantage.prime, prime=PrimeConfig(gamma=0.9)),
-    "gae by turn": AlgoConfig(advantage=Advantage.gae, gae=GaeConfig(span=Span.turn, whiten=False, gamma=0.9, lam=0.8)),
+    "gae by turn": AlgoConfig(
+        advantage=Advantage.gae, gae=GaeConfig(span=Span.turn, whiten=False, gamma=0.9, lam=0.8)
+    ),
     "gae by length": AlgoConfig(advantage=Advantage.gae, gae=GaeConfig(length_alpha=0.5, critic_lam=1.0)),
     "vtrace, other bars": AlgoConfig(
         advantage=Advantage.vtrace, vtrace=VtraceConfig(gamma=0.9, lam=0.8, rho_bar=1.5, c_bar=0.7)
@@ -223,7 +231,9 @@ def test_what_is_not_sampled_cannot_matter_to_an_advantage_even_when_it_is_nan(n
     algo = ALGOS[name]
     for seed in range(5):
         dirty = Case(seed).samples
-        clean = dataclasses.replace(dirty, **{c: torch.where(dirty.sampled, getattr(dirty, c), 7.0) for c in COLUMNS})
+        clean = dataclasses.replace(
+            dirty, **{c: torch.where(dirty.sampled, getattr(dirty, c), 7.0) for c in COLUMNS}
+        )
         found = [ADVANTAGES[algo.advantage](s, algo)[dirty.sampled] for s in (dirty, clean)]
         assert found[0].isfinite().all() and torch.equal(*found)
         if algo.advantage.needs_critic:
@@ -267,7 +277,10 @@ def test_equal_rewards_a_group_of_one_and_nothing_to_train_give_finite_advantage
         alone = ADVANTAGES[algo.advantage](dataclasses.replace(s, groups=torch.arange(7)), algo)
         assert alone.tolist() == pytest.approx([0.0] * len(alone), abs=1e-6)
     if name in ("reinforce_pp", "reinforce_pp_baseline", "gae", "gae by length"):
-        assert ADVANTAGES[algo.advantage](dataclasses.replace(s, mask=zeros.bool()), algo).tolist() == zeros.tolist()
+        assert (
+            ADVANTAGES[algo.advantage](dataclasses.replace(s, mask=zeros.bool()), algo).tolist()
+            == zeros.tolist()
+        )
 
 
 def test_a_log_ratio_without_bound_gives_finite_advantages_and_targets() -> None:

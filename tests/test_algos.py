@@ -47,7 +47,9 @@ def test_corrections_bound_pi_over_mu_and_not_its_inverse() -> None:
         assert weights.isfinite().all()
 
 
-def scalar_ppo(logprob: float, proximal: float, advantage: float, low: float, high: float, dual: float) -> float:
+def scalar_ppo(
+    logprob: float, proximal: float, advantage: float, low: float, high: float, dual: float
+) -> float:
     ratio = math.exp(logprob - proximal)
     loss = max(-advantage * ratio, -advantage * min(max(ratio, 1 - low), 1 + high))
     return min(loss, -advantage * dual) if advantage < 0 else loss
@@ -74,7 +76,9 @@ def case(num_tokens: int = 24) -> Columns:
     columns["advantages"] = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
     columns["mask"] = torch.rand(num_tokens, generator=generator) < 0.6
     columns["sequence"] = torch.arange(num_tokens) // 4
-    columns["weights"] = token_weights(Aggregation.token_mean, columns["mask"], columns["sequence"], 6).double()
+    columns["weights"] = token_weights(
+        Aggregation.token_mean, columns["mask"], columns["sequence"], 6
+    ).double()
     columns["imitation"] = torch.rand(num_tokens, generator=generator, dtype=torch.float64)
     columns["staleness"] = torch.randint(0, 20, (num_tokens,), generator=generator)
     return columns
@@ -86,7 +90,9 @@ def without(columns: Columns, *names: str) -> Columns:
 
 def scalar_weight(correction: str, columns: Columns, t: int) -> float:
     ratio = math.exp(columns["proximal_logprobs"][t] - columns["behavior_logprobs"][t])
-    return {"none": 1.0, "token_tis": min(ratio, 2.0), "icepop": ratio if 0.5 <= ratio <= 2 else 0.0}[correction]
+    return {"none": 1.0, "token_tis": min(ratio, 2.0), "icepop": ratio if 0.5 <= ratio <= 2 else 0.0}[
+        correction
+    ]
 
 
 @pytest.mark.parametrize("correction", ["none", "token_tis", "icepop"])
@@ -98,7 +104,11 @@ def test_the_loss_passes_gradcheck_and_equals_a_sum_over_scalars(correction: str
     expected, values = 0.0, logprobs.tolist()
     for t in columns["mask"].nonzero()[:, 0].tolist():
         row = (values[t], float(columns["proximal_logprobs"][t]), float(columns["advantages"][t]))
-        expected += scalar_weight(correction, columns, t) * scalar_ppo(*row, 0.2, 0.2, 3.0) / int(columns["mask"].sum())
+        expected += (
+            scalar_weight(correction, columns, t)
+            * scalar_ppo(*row, 0.2, 0.2, 3.0)
+            / int(columns["mask"].sum())
+        )
     assert policy_loss(algo, logprobs=logprobs, **columns)[0].item() == pytest.approx(expected, rel=1e-6)
 
 
@@ -143,8 +153,13 @@ def test_decoupled_ppo_whose_proximal_policy_is_the_behaviour_is_ppo_on_its_rati
     columns["proximal_logprobs"] = columns["behavior_logprobs"]
     c = {name: column.tolist() for name, column in columns.items()}
     trained = columns["mask"].nonzero()[:, 0].tolist()
-    rows = [scalar_ppo(c["logprobs"][t], c["behavior_logprobs"][t], c["advantages"][t], 0.2, 0.2, 3.0) for t in trained]
-    assert float(policy_loss(AlgoConfig(correction=kind), **columns)[0]) == pytest.approx(sum(rows) / len(rows))
+    rows = [
+        scalar_ppo(c["logprobs"][t], c["behavior_logprobs"][t], c["advantages"][t], 0.2, 0.2, 3.0)
+        for t in trained
+    ]
+    assert float(policy_loss(AlgoConfig(correction=kind), **columns)[0]) == pytest.approx(
+        sum(rows) / len(rows)
+    )
 
 
 def test_gspo_of_sequences_of_one_token_is_ppo_without_dual_clip() -> None:
@@ -284,7 +299,9 @@ def test_the_order_of_sequences_cannot_matter(algo: AlgoConfig) -> None:
 @pytest.mark.parametrize("size", [0, 24])
 @pytest.mark.parametrize("algo", ALGOS.values(), ids=ALGOS)
 def test_an_empty_mask_gives_zero_and_never_nan(algo: AlgoConfig, size: int) -> None:
-    columns = {name: column[:size] for name, column in case().items()} | {"mask": torch.zeros(size, dtype=torch.bool)}
+    columns = {name: column[:size] for name, column in case().items()} | {
+        "mask": torch.zeros(size, dtype=torch.bool)
+    }
     columns["weights"] = token_weights(Aggregation.token_mean, columns["mask"], columns["sequence"], 6)
     leaf = columns["logprobs"].clone().requires_grad_()
     loss, sums = policy_loss(algo, **columns | {"logprobs": leaf})
@@ -332,7 +349,11 @@ def test_aggregation_weights_are_what_their_names_say() -> None:
 
 @settings(deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.lists(st.floats(-2, 2), min_size=1, max_size=4)), min_size=1, max_size=5),
+    st.lists(
+        st.tuples(st.integers(0, 3), st.lists(st.floats(-2, 2), min_size=1, max_size=4)),
+        min_size=1,
+        max_size=5,
+    ),
     st.sampled_from(list(Aggregation)),
 )
 def test_a_sequence_that_counts_several_times_is_as_good_as_several_sequences(
@@ -358,7 +379,9 @@ def test_a_sequence_that_counts_several_times_is_as_good_as_several_sequences(
     st.lists(st.lists(st.tuples(st.floats(-2, 2), st.booleans()), max_size=6), min_size=1, max_size=5),
     st.integers(1, 9),
 )
-def test_aggregation_is_a_mean_of_means_or_of_sums(sequences: list[list[tuple[float, bool]]], horizon: int) -> None:
+def test_aggregation_is_a_mean_of_means_or_of_sums(
+    sequences: list[list[tuple[float, bool]]], horizon: int
+) -> None:
     losses = torch.tensor([x for tokens in sequences for x, _ in tokens])
     mask = torch.tensor([m for tokens in sequences for _, m in tokens], dtype=torch.bool)
     sequence = torch.tensor([i for i, tokens in enumerate(sequences) for _ in tokens], dtype=torch.int64)

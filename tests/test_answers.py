@@ -15,9 +15,9 @@ never.bind(f"{folder}/generator")
 never.listen()  # who asks this stage of the nursery for a worker waits for ever
 os.environ["SLIPSTREAM_NURSERY"] = folder
 
-from answers import Answers
-from cluster import cluster, stage
-from roles import RoleFailed
+from slipstream.answers import Answers
+from slipstream.cluster import cluster, stage
+from slipstream.roles import RoleFailed
 
 class Up:
     def pid(self):
@@ -56,7 +56,9 @@ def test_a_worker_that_never_comes_up_is_named_within_a_minute_with_what_it_wait
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(tmp_path / "silent.py")]
     with (tmp_path / "errors").open("w") as errors:  # a file, whose end no agent of Ray's holds up
-        ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=300)
+        ran = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=300
+        )
     assert ran.returncode == 0, (tmp_path / "errors").read_text()
     early, named, once, end = ran.stdout.splitlines()
     assert early == "44.0" and once == "299.0"
@@ -65,6 +67,7 @@ def test_a_worker_that_never_comes_up_is_named_within_a_minute_with_what_it_wait
         in named
     )
     assert (
-        "PENDING_CREATION" in named and "stopped has been placed, and has not answered for 46 s: its process" in named
+        "PENDING_CREATION" in named
+        and "stopped has been placed, and has not answered for 46 s: its process" in named
     )
     assert "learner-0" not in named and end.startswith("stopped must answer within 300 s: its process ")

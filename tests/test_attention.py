@@ -35,8 +35,12 @@ def flash_attn_varlen_func(
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("more", [{}, {"sliding_window": 5}, {"softcap": 3.0}, {"sliding_window": 4, "softcap": 3.0}])
-def test_ulysses_computes_its_heads_by_flash_attention(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "more", [{}, {"sliding_window": 5}, {"softcap": 3.0}, {"sliding_window": 4, "softcap": 3.0}]
+)
+def test_ulysses_computes_its_heads_by_flash_attention(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernel = ModuleType("flash_attn")
     kernel.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", kernel)
@@ -44,7 +48,12 @@ def test_ulysses_computes_its_heads_by_flash_attention(more: dict[str, Any], mon
     layer.config, layer.is_causal = SimpleNamespace(_attn_implementation="ulysses"), True
     torch.manual_seed(0)
     query, key, value = torch.randn(1, 4, 30, 8), torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8)
-    lengths = {"cu_seq_lens_q": CU_SEQLENS, "cu_seq_lens_k": CU_SEQLENS, "max_length_q": 18, "max_length_k": 18}
+    lengths = {
+        "cu_seq_lens_q": CU_SEQLENS,
+        "cu_seq_lens_k": CU_SEQLENS,
+        "max_length_q": 18,
+        "max_length_k": 18,
+    }
     found, _ = ALL_ATTENTION_FUNCTIONS["ulysses"](
         layer, query, key, value, more.get("sliding_window"), inner=str(Attention.flash_attention_2),
         sequence_group=dist.group.WORLD, **lengths, **more,

@@ -136,7 +136,9 @@ def test_a_message_of_many_frames_is_refused_and_a_large_one_ends_its_connection
     stranger.send(tcp.encode(Get("v0-life.json", 0, 10)))
     assert isinstance(tcp.replies.decode(stranger.recv()), Refused)
     assert isinstance(tcp.replies.decode(stranger.recv_multipart()[0]), Chunk)
-    stranger.send(b"x" * (tcp.MAX_REQUEST_BYTES + 1))  # libzmq cuts the line; the socket connects again by itself
+    stranger.send(
+        b"x" * (tcp.MAX_REQUEST_BYTES + 1)
+    )  # libzmq cuts the line; the socket connects again by itself
     deadline = time.monotonic() + 30
     while not stranger.poll(200) and time.monotonic() < deadline:
         stranger.send(tcp.encode(Get("v0-life.json", 0, 10)))
@@ -223,7 +225,8 @@ def test_a_server_with_keys_sees_a_revoked_key_on_an_open_connection_and_the_dea
     publisher = Publisher(folder, "life", server=server)
     name = Path(publisher.publish(0, parts(weights(0))).path).name
     show = {
-        role: lambda socket, role=role: show_key(socket, keys, role) for role in (KeyRole.generator, KeyRole.learner)
+        role: lambda socket, role=role: show_key(socket, keys, role)
+        for role in (KeyRole.generator, KeyRole.learner)
     }
     puller, stranger = Puller(show[KeyRole.generator]), Puller(show[KeyRole.learner])
     assert puller.read(server.address, name, 1 << 20, 20.0)
@@ -242,7 +245,9 @@ def test_a_server_with_keys_sees_a_revoked_key_on_an_open_connection_and_the_dea
     server._thread.join(20)
     with pytest.raises(RuntimeError, match="has died") as ended:
         publisher.check()
-    assert ended.value.__cause__ is not None and isinstance(ended.value.__cause__.__cause__, ZeroDivisionError)
+    assert ended.value.__cause__ is not None and isinstance(
+        ended.value.__cause__.__cause__, ZeroDivisionError
+    )
     for one in (puller, stranger, publisher):
         one.close()
 
@@ -287,7 +292,9 @@ def test_a_file_put_in_the_place_of_a_sealed_one_is_noticed(publisher: Publisher
         Subscriber().prepare(announce(manifest))
 
 
-@pytest.mark.parametrize("announced", ["", "w", "/dev/shm/x/v0-life.json", "a#b#c#d", f"##{'0' * 32}#/etc/passwd"])
+@pytest.mark.parametrize(
+    "announced", ["", "w", "/dev/shm/x/v0-life.json", "a#b#c#d", f"##{'0' * 32}#/etc/passwd"]
+)
 def test_what_is_no_announcement_is_a_version_that_is_not_to_be_had(announced: str) -> None:
     with pytest.raises(TransferFailed, match="must be announced as"):
         Subscriber().prepare(announced)
@@ -344,7 +351,9 @@ def test_folders_without_owner_are_swept_when_they_are_old_and_unlocked_and_ours
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("empty", "claimed", "locked", "young", "users")
-    empty, claimed, locked, young, users = made = [folder.with_name(f"{folder.name}-{name}") for name in names]
+    empty, claimed, locked, young, users = made = [
+        folder.with_name(f"{folder.name}-{name}") for name in names
+    ]
     for one in made:
         one.mkdir()
     (claimed / "owner.4711").touch()
@@ -453,7 +462,9 @@ def test_who_is_stopped_while_it_verifies_does_not_stop_the_others(
     manifest = publisher.publish(0, parts(weights(0)))
     monkeypatch.setattr(locks, "PATIENCE_S", 0.5)
     monkeypatch.setattr("sync.snapshot.boot_id", lambda: "here")
-    with hold(Path(manifest.path).with_suffix(".here"), "verifies version 0"):  # another descriptor: as another process
+    with hold(
+        Path(manifest.path).with_suffix(".here"), "verifies version 0"
+    ):  # another descriptor: as another process
         found = Subscriber().prepare(announce(manifest))
     assert isinstance(found, Snapshot) and found.checks == 1
     assert re.search(rf"locked by process {os.getpid()}, which verifies version 0, .*for itself", caplog.text)
@@ -489,7 +500,9 @@ def test_a_relay_hands_on_what_has_come_while_it_still_fetches(publisher: Publis
     together = False
     try:  # servers that a failure leaves open would hold up whoever collects their contexts
         with ThreadPoolExecutor(6) as pool:
-            under_way = [pool.submit(one.prepare, elsewhere(publisher, manifest, slow.address)) for one in hosts]
+            under_way = [
+                pool.submit(one.prepare, elsewhere(publisher, manifest, slow.address)) for one in hosts
+            ]
             while not any(one.done() for one in under_way):
                 come = sorted(record_of(one._fetcher) for one in hosts if one._fetcher)
                 together |= come[0] > 0 and come[-1] < manifest.num_bytes
@@ -530,7 +543,9 @@ def test_a_dead_relay_is_asked_once_and_nobody_is_sent_there_again(
         )
         for n in range(2)
     ]  # fmt: skip
-    hosts = [Subscriber(Fetcher(tmp_path / f"far-{n}", patience_s=1.0), relay=SnapshotServer) for n in range(2)]
+    hosts = [
+        Subscriber(Fetcher(tmp_path / f"far-{n}", patience_s=1.0), relay=SnapshotServer) for n in range(2)
+    ]
     try:
         addresses = []
         announced = elsewhere(publisher, publisher.publish(0, parts(weights(0))))
@@ -590,7 +605,9 @@ def test_a_relay_that_sends_a_byte_now_and_then_is_passed_over(publisher: Publis
     puller.ask(address, Enlist(name, f"tcp://127.0.0.1:{port}"), 20.0)
     far = Fetcher(tmp_path / "far", serve_at="tcp://127.0.0.1:1", timeout_s=2)
     far.fetch(address, Path(manifest.locator).name)
-    assert asked and far.bytes_received >= manifest.num_bytes - 100, "the publisher itself was asked for the rest"
+    assert asked and far.bytes_received >= manifest.num_bytes - 100, (
+        "the publisher itself was asked for the rest"
+    )
     far.close()
     puller.close()
     ended.set()
@@ -598,7 +615,9 @@ def test_a_relay_that_sends_a_byte_now_and_then_is_passed_over(publisher: Publis
     relay.close(linger=0)
 
 
-def test_a_relay_that_hands_on_damaged_bytes_costs_its_children_one_fetch(publisher: Publisher, tmp_path: Path) -> None:
+def test_a_relay_that_hands_on_damaged_bytes_costs_its_children_one_fetch(
+    publisher: Publisher, tmp_path: Path
+) -> None:
     relay = Subscriber(Fetcher(tmp_path / "relay"), relay=Damaging)
     child = Subscriber(Fetcher(tmp_path / "child"), relay=SnapshotServer)
     for version in range(2):
@@ -622,7 +641,9 @@ class Narrow(SnapshotServer):
         return reply, payload
 
 
-def test_on_a_slow_link_less_is_asked_for_at_a_time_and_what_comes_counts(publisher: Publisher, tmp_path: Path) -> None:
+def test_on_a_slow_link_less_is_asked_for_at_a_time_and_what_comes_counts(
+    publisher: Publisher, tmp_path: Path
+) -> None:
     manifest = publisher.publish(0, parts(weights(0, rows=100)))
     narrow = Narrow(publisher.folder)
     narrow.rate = 20_000  # a chunk of 64 kB takes longer than anybody waits
@@ -644,9 +665,13 @@ def test_on_a_slow_link_less_is_asked_for_at_a_time_and_what_comes_counts(publis
     narrow.close()
 
 
-def test_the_record_of_a_fetcher_killed_when_it_was_done_is_not_believed(publisher: Publisher, tmp_path: Path) -> None:
+def test_the_record_of_a_fetcher_killed_when_it_was_done_is_not_believed(
+    publisher: Publisher, tmp_path: Path
+) -> None:
     far = Subscriber(Fetcher(tmp_path / "far"))
-    for version in range(4):  # from the third on there is a spare, in whose memory the next version is fetched
+    for version in range(
+        4
+    ):  # from the third on there is a spare, in whose memory the next version is fetched
         manifest = publisher.publish(version, parts(weights(version)))
         if version == 3:
             stem = tmp_path / "far" / "v3-life"
@@ -664,7 +689,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Of 4 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(disk)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(disk)], capture_output=True
+    ).returncode:
         pytest.skip("there is no right here to mount a file system")
     yield disk
     subprocess.run(["umount", "-l", str(disk)], check=True)
@@ -673,7 +700,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 MEGABYTE = torch.ones(1 << 18)
 
 
-def test_a_publication_without_room_is_named_and_leaves_the_versions_before_in_service(small_disk: Path) -> None:
+def test_a_publication_without_room_is_named_and_leaves_the_versions_before_in_service(
+    small_disk: Path,
+) -> None:
     publisher = Publisher(small_disk / "weights", "life")
     before = publisher.publish(0, parts({"a": MEGABYTE}))
     with pytest.raises(
@@ -681,7 +710,9 @@ def test_a_publication_without_room_is_named_and_leaves_the_versions_before_in_s
     ):
         publisher.publish(1, parts({name: MEGABYTE for name in "abcdef"}))
     assert same(Subscriber().prepare(announce(before)), {"a": MEGABYTE})  # type: ignore[arg-type]
-    assert not [path for path in publisher.folder.iterdir() if path.name.startswith("v1")], "no remains take room"
+    assert not [path for path in publisher.folder.iterdir() if path.name.startswith("v1")], (
+        "no remains take room"
+    )
     again = publisher.publish(2, parts({"a": MEGABYTE, "b": MEGABYTE}))
     assert same(Subscriber().prepare(announce(again)), {"a": MEGABYTE, "b": MEGABYTE})  # type: ignore[arg-type]
     publisher.close()
@@ -710,7 +741,10 @@ def test_a_patch_without_room_leaves_nothing(publisher: Publisher, monkeypatch: 
     while publisher._server._patches.route("v0-life", "v1-life") is None:
         time.sleep(0.01)
     assert publisher._server._patches.route("v0-life", "v1-life") == []
-    assert {path.suffix for path in publisher.folder.glob("v*")} == {".safetensors", ".json"} and manifest.version == 1
+    assert {path.suffix for path in publisher.folder.glob("v*")} == {
+        ".safetensors",
+        ".json",
+    } and manifest.version == 1
 
 
 def test_many_relays_are_two_chains_and_a_lost_one_is_bridged(publisher: Publisher) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+
 from benchmark import ASYNC, ON_POLICY, TARGETS, Result, comparison, tables
 
 BEFORE = Result(
@@ -29,7 +30,9 @@ def test_the_time_to_a_reward_is_read_between_two_evaluations() -> None:
 def test_modes_are_compared_seed_by_seed_with_an_interval() -> None:
     other = [replace(BEFORE, seed=1), replace(AFTER, seed=1, steps_per_s=2.0)]
     rates, sooner, lost, turns = comparison([BEFORE, AFTER, *other], "throttled")
-    assert rates == "steps a second, asynchronous / on-policy: 1.900 ± 1.271 (2 seeds)"  # 12.706 × 0.1414 / √2
+    assert (
+        rates == "steps a second, asynchronous / on-policy: 1.900 ± 1.271 (2 seeds)"
+    )  # 12.706 × 0.1414 / √2
     assert sooner.endswith("0.7, sooner by: 1.875 ± 0.000 (2 seeds)")
     assert lost.endswith("mean over versions: 0.020 ± 0.000 (2 seeds)")
     assert "0.500 to 0.510" in turns

@@ -5,12 +5,15 @@ import json
 from importlib.util import find_spec
 from typing import Any
 
-import benchmark_learner as benchmark
 import pytest
 import torch
 
+import benchmark_learner as benchmark
+
 WITH_TRL = all(find_spec(name) for name in ("trl", "datasets"))
-TINY = argparse.Namespace(layers=2, hidden=64, vocab=300, sequences=16, mean_tokens=20, cv=1.0, budget=200, seed=0)
+TINY = argparse.Namespace(
+    layers=2, hidden=64, vocab=300, sequences=16, mean_tokens=20, cv=1.0, budget=200, seed=0
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +49,17 @@ def test_the_tables_are_printed_and_can_be_written(
     measured: tuple[Any, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     work, found = measured
-    found = found | {"steps": benchmark.summarize(work, found), "padding": benchmark.padding(work), "large": {}}
+    found = found | {
+        "steps": benchmark.summarize(work, found),
+        "padding": benchmark.padding(work),
+        "large": {},
+    }
     found |= {"head": benchmark.head(64, 300, 16), "head_of": "64 x 16 to 300"}
     benchmark.report(work, found, "here")
     printed = capsys.readouterr().out
-    assert all(name in printed for name in (*found["seconds"], *found["shares"], "log_softmax", "over the bare loop"))
+    assert all(
+        name in printed for name in (*found["seconds"], *found["shares"], "log_softmax", "over the bare loop")
+    )
     assert all(0 < row["mfu"] < 1 for row in found["steps"].values())
     assert all(0 < share < 1 for share in found["padding"].values())
     assert json.loads(json.dumps(found))["steps"]["Trainer.train"]["tokens_per_s"] > 0

@@ -53,7 +53,11 @@ def unbounded(kind: inspect.Type, path: str) -> Iterator[str]:
         case inspect.StrType() | inspect.BytesType():
             if kind.max_length is None:
                 yield path
-        case inspect.ListType(item_type=item) | inspect.VarTupleType(item_type=item) | inspect.SetType(item_type=item):
+        case (
+            inspect.ListType(item_type=item)
+            | inspect.VarTupleType(item_type=item)
+            | inspect.SetType(item_type=item)
+        ):
             if kind.max_length is None:
                 yield path
             yield from unbounded(item, f"{path}[]")
@@ -109,7 +113,9 @@ def send(address: str, *bodies: bytes) -> list[m.Reply]:
         stranger.close()
 
 
-@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a", b"\x81\x01"], ids=["lists", "maps", "maps of ints"])
+@pytest.mark.parametrize(
+    "opening", [b"\x91", b"\x81\xa1a", b"\x81\x01"], ids=["lists", "maps", "maps of ints"]
+)
 @pytest.mark.parametrize("depth", [1_000, 60_000])
 def test_deep_nesting_in_a_field_that_nobody_knows_is_refused(
     harness: Callable[..., Harness], opening: bytes, depth: int
@@ -159,10 +165,19 @@ def extreme(lease: int, value: Any) -> list[dict[str, Any]]:
         {"type": "Checkpointed", "step": 0, "oldest": value},
         {"type": "Rewind", "step": value},
         {"type": "Evaluated", "generator": "x", "lease": lease, "reward": value},
-        {"type": "Consumed", "step": 0, "num_trained": value, "idle_s": value, "alive_s": 1.0, "metrics": {"m": value}},
+        {
+            "type": "Consumed",
+            "step": 0,
+            "num_trained": value,
+            "idle_s": value,
+            "alive_s": 1.0,
+            "metrics": {"m": value},
+        },
         {"type": "Watch", "after": value, "wait_s": 0.0},
         {"type": "Watch", "after": 0, "wait_s": value} if value != 2**31 else {"type": "Locate"},
-        {"type": "Ask", "generator": "x", "count": value, "wait_s": 0.0} if abs(value) > 2**14 else {"type": "Locate"},
+        {"type": "Ask", "generator": "x", "count": value, "wait_s": 0.0}
+        if abs(value) > 2**14
+        else {"type": "Locate"},
         {"type": "Publish", "version": value, "weights": "w"},
     ]
 
@@ -172,7 +187,9 @@ def test_a_lease_cannot_have_more_tokens_than_it_can_sample(harness: Callable[..
     run.publish(0)
     lease, *_ = run.ask()
     most = 2 * 100
-    with pytest.raises(RefusedByBuffer, match=f"num_tokens of a lease must be at most {most}, got {most + 1}"):
+    with pytest.raises(
+        RefusedByBuffer, match=f"num_tokens of a lease must be at most {most}, got {most + 1}"
+    ):
         run.client.call(m.Fail(generator="g", lease=lease.id, num_tokens=most + 1, error="e"), m.Receipt)
     with pytest.raises(RefusedByBuffer, match=f"progress of a lease must be at most {most}, got {most + 1}"):
         beat = m.Heartbeat(generator="g", progress={lease.id: most + 1}, report=m.GeneratorReport())
@@ -258,7 +275,9 @@ def verdicts(client: BufferClient, count: int) -> dict[int, str]:
     return found
 
 
-def test_a_request_with_four_million_leases_is_refused_and_nothing_is_logged(harness: Callable[..., Harness]) -> None:
+def test_a_request_with_four_million_leases_is_refused_and_nothing_is_logged(
+    harness: Callable[..., Harness],
+) -> None:
     run = harness()
     run.publish(0)
     log = run.server.buffer.journal.folder
@@ -353,7 +372,9 @@ def test_honest_traffic_is_never_taken_for_an_unfinished_message(
     loan = Loan()
     for fd, connection in run.server._connections._open.items():
         acked, received = loan.ask_kernel(fd, connection)
-        assert abs(received - connection.num_read) < 500 and abs(connection.num_sent - acked) < 500, connection
+        assert abs(received - connection.num_read) < 500 and abs(connection.num_sent - acked) < 500, (
+            connection
+        )
         assert connection.num_read > 100_000
     loan.close()
 
@@ -408,7 +429,9 @@ def test_leases_do_not_go_to_a_generator_that_has_gone(harness: Callable[..., Ha
     assert run.status().num_quarantined == 0
 
 
-@pytest.mark.parametrize("farewell", [m.Leave(generator="g"), m.Join(generator="g")], ids=["leaves", "joins again"])
+@pytest.mark.parametrize(
+    "farewell", [m.Leave(generator="g"), m.Join(generator="g")], ids=["leaves", "joins again"]
+)
 def test_what_a_generator_asked_in_an_earlier_life_is_forgotten(
     harness: Callable[..., Harness], farewell: m.Request
 ) -> None:
@@ -423,7 +446,9 @@ def test_what_a_generator_asked_in_an_earlier_life_is_forgotten(
     run.client.exchange(farewell)
     run.publish(0)
     run.client.call(m.Watch(after=0, wait_s=0.2), m.News)
-    assert [lease.group for lease in run.client.call(m.Ask(generator="h", count=9, wait_s=0.0), m.Work).leases] == [
+    assert [
+        lease.group for lease in run.client.call(m.Ask(generator="h", count=9, wait_s=0.0), m.Work).leases
+    ] == [
         0,
         1,
     ]
@@ -553,7 +578,9 @@ def test_nobody_answers_the_evaluation_prompts_of_another(harness: Callable[...,
     assert score.reward == 3.4e38, "as large as a score may be, and from whom it was asked"
 
 
-def test_what_is_said_of_an_unknown_lease_is_not_worth_a_line_in_the_journal(harness: Callable[..., Harness]) -> None:
+def test_what_is_said_of_an_unknown_lease_is_not_worth_a_line_in_the_journal(
+    harness: Callable[..., Harness],
+) -> None:
     run = harness()
     run.publish(0)
     (lease,) = run.ask(1)
@@ -569,7 +596,9 @@ def test_what_is_said_of_an_unknown_lease_is_not_worth_a_line_in_the_journal(har
     assert size() == before and run.status().tokens.total == 0
 
 
-def test_a_lease_of_steps_that_were_undone_is_remembered_and_cannot_come_in(harness: Callable[..., Harness]) -> None:
+def test_a_lease_of_steps_that_were_undone_is_remembered_and_cannot_come_in(
+    harness: Callable[..., Harness],
+) -> None:
     """What its generator still says of it counts once: 3 tokens by its heartbeat, 5 in the end."""
     run = harness("staleness.max_versions=1", "generators.max_model_len=100")
     for version in range(3):
@@ -589,9 +618,11 @@ def test_a_lease_of_steps_that_were_undone_is_remembered_and_cannot_come_in(harn
     assert run.status().tokens.total == before + 2 and run.submit(late) == "duplicate"
 
 
-def test_a_step_without_the_mean_reward_does_not_end_the_run(harness: Callable[..., Harness], tmp_path: Path) -> None:
-    from console import Console
-    from record import Record
+def test_a_step_without_the_mean_reward_does_not_end_the_run(
+    harness: Callable[..., Harness], tmp_path: Path
+) -> None:
+    from slipstream.console import Console
+    from slipstream.record import Record
 
     run = harness()
     run.publish(0)
@@ -651,7 +682,11 @@ def test_a_token_that_the_model_does_not_know_is_refused_at_the_door_also_after_
 
 def test_the_vocabulary_is_as_large_as_the_model_says(tmp_path: Path) -> None:
     assert read_vocabulary(tmp_path) == 2**31, "no model at all"
-    for told, size in (('{"vocab_size": 320}', 320), ('{"text_config": {"vocab_size": 7}}', 7), ("{}", 2**31)):
+    for told, size in (
+        ('{"vocab_size": 320}', 320),
+        ('{"text_config": {"vocab_size": 7}}', 7),
+        ("{}", 2**31),
+    ):
         (tmp_path / "config.json").write_text(told)
         assert read_vocabulary(tmp_path) == size
 
@@ -684,7 +719,9 @@ def test_an_engine_that_samples_has_moved_although_no_sample_has_ended() -> None
     assert [has_moved(decoded) for decoded in (0, 5, 9, 9, 4, 4)] == [False, True, True, False, True, False]
 
 
-def test_totals_stay_right_when_there_are_more_generators_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_totals_stay_right_when_there_are_more_generators_than_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("buffers.fleet.MAX_GENERATORS", 4)
     fleet = Fleet()
     for beat in range(5):

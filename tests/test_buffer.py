@@ -116,7 +116,9 @@ def test_groups_flow_from_lease_to_batch_and_the_ledger_closes(harness: Callable
 
 
 @pytest.mark.parametrize("budget", ["max_groups", "max_tokens", "max_bytes"])
-def test_a_budget_holds_back_what_the_step_at_hand_does_not_need(harness: Callable[..., Harness], budget: str) -> None:
+def test_a_budget_holds_back_what_the_step_at_hand_does_not_need(
+    harness: Callable[..., Harness], budget: str
+) -> None:
     run = harness("staleness.max_versions=3", f"buffer.{budget}=1")
     run.publish(0)
     (first,) = run.ask(1)
@@ -139,7 +141,9 @@ def test_what_one_sender_sends_is_handled_in_its_order(harness: Callable[..., Ha
     )
     run.client.call(m.Leave(generator="g", error="was stopped"), m.Done)
     status = run.status()
-    assert status.tokens.total == 4 and status.groups.rejected["failed"] == 5, "what was sent before leaving counts"
+    assert status.tokens.total == 4 and status.groups.rejected["failed"] == 5, (
+        "what was sent before leaving counts"
+    )
     assert lease.group not in status.quarantined
 
 
@@ -154,12 +158,15 @@ def test_whoever_only_asks_does_not_wait_behind_those_who_submit(
     monkeypatch.setattr(
         run.server.buffer, "submit", lambda *args: (order.append("submit"), time.sleep(0.1), submit(*args))[2]
     )  # type: ignore[func-returns-value]
-    monkeypatch.setattr(run.server.buffer, "waiting_for", lambda **kw: (order.append("watch"), waiting_for(**kw))[1])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(
+        run.server.buffer, "waiting_for", lambda **kw: (order.append("watch"), waiting_for(**kw))[1]
+    )  # type: ignore[func-returns-value]
     other = BufferClient(run.server.address, timeout_s=5.0)
     other.call(m.Locate(), m.Located)  # is connected
     for lease in run.ask():
         run.client.post(
-            m.Submit(generator="g", leases=[lease.id], schema=SCHEMA_VERSION), encode(to_batch(group_of(lease)))
+            m.Submit(generator="g", leases=[lease.id], schema=SCHEMA_VERSION),
+            encode(to_batch(group_of(lease))),
         )
     other.call(m.Watch(after=0, wait_s=0.0), m.News)
     assert order.index("watch") < 4, order
@@ -214,7 +221,9 @@ def test_a_buffer_that_is_started_again_goes_on_and_clients_send_again_what_has_
     answers = {}
     while waiting not in answers:
         answers |= {answer.number: answer.reply for answer in run.client.receive(5.0)}
-    assert answers[waiting] == m.Receipt(leases=[second.id], verdicts=["accepted"]), "the lease is still its own"
+    assert answers[waiting] == m.Receipt(leases=[second.id], verdicts=["accepted"]), (
+        "the lease is still its own"
+    )
     assert again.train(0) == [0, 1]
     after = again.status()
     assert (after.version, after.groups.total) == (before.version, before.groups.total) == (0, 4)
@@ -237,11 +246,17 @@ MALFORMED = {
     "another group's": lambda lease: encode(to_batch(group_of(lease, group=99))),
     "too few samples": lambda lease: encode(to_batch(group_of(lease)[:1])),
     "a reward that is NaN": lambda lease: encode(to_batch(group_of(lease, reward=float("nan")))),
-    "logprobs that are infinite": lambda lease: encode(to_batch(group_of(lease, logprobs=[0.0, -float("inf"), -1.0]))),
+    "logprobs that are infinite": lambda lease: encode(
+        to_batch(group_of(lease, logprobs=[0.0, -float("inf"), -1.0]))
+    ),
     "logprobs of another length": lambda lease: encode(to_batch(group_of(lease, logprobs=[0.0, -1.0]))),
-    "a first token that was sampled": lambda lease: encode(to_batch(group_of(lease, sampled=[True, True, True]))),
+    "a first token that was sampled": lambda lease: encode(
+        to_batch(group_of(lease, sampled=[True, True, True]))
+    ),
     "a version not yet published": lambda lease: encode(to_batch(group_of(lease, version=3))),
-    "no tokens": lambda lease: encode(to_batch(group_of(lease, tokens=[], sampled=[], logprobs=[], versions=[]))),
+    "no tokens": lambda lease: encode(
+        to_batch(group_of(lease, tokens=[], sampled=[], logprobs=[], versions=[]))
+    ),
     "another schema": lambda lease: encode(pa.RecordBatch.from_pydict({"group": [lease.group]})),
     "compressed": lambda lease: compressed(to_batch(group_of(lease))),
     "a schema instead of a batch": lambda lease: SCHEMA.serialize(),
@@ -249,7 +264,9 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("damage", MALFORMED)
-def test_a_broken_group_is_refused_counted_and_made_again(harness: Callable[..., Harness], damage: str) -> None:
+def test_a_broken_group_is_refused_counted_and_made_again(
+    harness: Callable[..., Harness], damage: str
+) -> None:
     run = harness("staleness.max_versions=0")
     run.publish(0)
     first, second = run.ask()
@@ -289,7 +306,10 @@ def test_dynamic_sampling_refills_groups_whose_rewards_are_all_equal(harness: Ca
     assert run.submit(second, encode(to_batch(mixed))) == "accepted"
     (refill,) = run.ask()
     assert (refill.group, refill.due) == (2, 0)
-    assert run.submit(refill, encode(to_batch([group_of(refill)[0], group_of(refill, reward=0.0)[1]]))) == "accepted"
+    assert (
+        run.submit(refill, encode(to_batch([group_of(refill)[0], group_of(refill, reward=0.0)[1]])))
+        == "accepted"
+    )
     assert run.train(0) == [1, 2]
     assert run.status().tokens.rejected["zero_variance"] == 4
 
@@ -333,7 +353,9 @@ def test_a_wait_without_end_is_named_and_ends_the_run(harness: Callable[..., Har
 def still(tmp_path: Path) -> Iterator[tuple[Buffer, list[float]]]:
     """A buffer whose learner has a batch to train, its clock, and a watchdog that ends the run after 20 s without movement."""
     clock = [0.0]
-    buffer = Buffer(load([*SMALL, "buffer.watchdog_s=10", "buffer.stalled_s=100"]), tmp_path, clock=lambda: clock[0])
+    buffer = Buffer(
+        load([*SMALL, "buffer.watchdog_s=10", "buffer.stalled_s=100"]), tmp_path, clock=lambda: clock[0]
+    )
     buffer.publish(0, "w0")
     yield buffer, clock
     buffer.close()
@@ -344,9 +366,12 @@ def beat(activity: str, still_s: float = 0.0) -> m.Alive:
 
 
 @pytest.mark.parametrize(
-    "activity", ["training step 0", "loading the model", "publishing version 0", "writing the last checkpoint"]
+    "activity",
+    ["training step 0", "loading the model", "publishing version 0", "writing the last checkpoint"],
 )
-def test_work_of_any_length_is_no_hang_as_long_as_it_gets_on(still: tuple[Buffer, list[float]], activity: str) -> None:
+def test_work_of_any_length_is_no_hang_as_long_as_it_gets_on(
+    still: tuple[Buffer, list[float]], activity: str
+) -> None:
     buffer, clock = still
     for second in range(3600):
         clock[0] = float(second)
@@ -370,14 +395,18 @@ def test_what_stands_still_though_its_heart_beats_is_named_and_ends_the_run(
     with pytest.raises(Stuck) as stuck:
         for second in range(1000):
             clock[0] = float(second)
-            buffer.fleet.hear("learner-0", beat(activity, second if still_for_s is None else still_for_s), clock[0])
+            buffer.fleet.hear(
+                "learner-0", beat(activity, second if still_for_s is None else still_for_s), clock[0]
+            )
             buffer.tick()
     assert clock[0] == pytest.approx(expected_s, abs=2)
     if still_for_s is None:
         assert f"learner-0: training step 0 for {clock[0]:.0f} s" in str(stuck.value)
 
 
-def test_work_of_a_role_that_is_not_heard_of_any_more_is_not_waited_for(still: tuple[Buffer, list[float]]) -> None:
+def test_work_of_a_role_that_is_not_heard_of_any_more_is_not_waited_for(
+    still: tuple[Buffer, list[float]],
+) -> None:
     buffer, clock = still
     buffer.fleet.hear("learner-0", beat("training step 0"), 0.0)
     with pytest.raises(Stuck, match=r"learner-0: not heard of for \d+ s \(then: training step 0\)"):
@@ -405,7 +434,9 @@ def test_evaluation_is_leased_first_averaged_and_kept_off_the_ledger(harness: Ca
     assert news.status.groups.total == 1
 
 
-def test_a_generator_that_leaves_or_comes_back_frees_all_its_leases_at_once(harness: Callable[..., Harness]) -> None:
+def test_a_generator_that_leaves_or_comes_back_frees_all_its_leases_at_once(
+    harness: Callable[..., Harness],
+) -> None:
     run = harness("eval.prompts=1", "staleness.max_versions=0", "buffer.max_attempts=9")
     run.publish(0)
     for farewell, answer in ((m.Leave(generator="g"), m.Done), (m.Join(generator="g"), m.Welcome)):
@@ -437,7 +468,9 @@ def test_a_restart_at_a_checkpoint_hands_out_the_same_groups_and_the_same_ledger
     again.publish(2)
     after = again.status()
     assert after.tokens.trained == before.tokens.trained and after.groups.trained == before.groups.trained
-    assert [lease.group for lease in again.ask()] == [6, 7], "4 is in the journal, 5 is leased, as it was before"
+    assert [lease.group for lease in again.ask()] == [6, 7], (
+        "4 is in the journal, 5 is leased, as it was before"
+    )
     again.client.call(m.Leave(generator="g"), m.Done)
     assert [lease.group for lease in again.ask()] == [5, 6, 7]
 

@@ -1,4 +1,4 @@
-"""Processes are killed at random, and nothing is lost: the short form of `scripts/chaos.py`, and proof that its audit can fail."""
+"""Processes are killed at random, and nothing is lost: the short form of `scripts/bench/chaos.py`, and proof that its audit can fail."""
 
 import json
 import re
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from audit import Audit, audit, bring_back
-from chaos import Harness
-from chaos_roles import configure, train
 
 from buffers import events as e
 from buffers import messages as m
 from buffers.event_log import read_events
+from chaos import Harness
+from slipstream_bench.audit import Audit, audit, bring_back
+from slipstream_bench.chaos_roles import configure, train
 
 SEED = 1
 
@@ -151,7 +151,9 @@ def forget_a_lease(folder: Path) -> str:
     ],
 )  # fmt: skip
 def test_the_audit_names_what_is_wrong(survivor: Path, tmp_path: Path, doctor: Callable[[Path], str]) -> None:
-    shutil.copytree(survivor, tmp_path / "copy", ignore=shutil.ignore_patterns("socket", "second", "log_alone"))
+    shutil.copytree(
+        survivor, tmp_path / "copy", ignore=shutil.ignore_patterns("socket", "second", "log_alone")
+    )
     wrong = doctor(tmp_path / "copy")
     found = audited(tmp_path / "copy")
     assert any(re.search(wrong, text) for text in found.wrong), found.wrong

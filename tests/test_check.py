@@ -10,13 +10,12 @@ from io import StringIO
 from pathlib import Path
 
 import broken_checks
-import check
-import check_machine
-import checks
 import psutil
 import pytest
-from check import KILLED, Outcome, facts, report, run_check
 from rich.console import Console
+
+from slipstream import check, check_machine, checks
+from slipstream.check import KILLED, Outcome, facts, report, run_check
 
 TESTS = Path(__file__).parent
 BROKEN = {one.name: one for one in broken_checks.CHECKS}
@@ -43,7 +42,9 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
         ("exits", Outcome.failed, "its process ended with exit code 3"),
     ],
 )
-def test_a_check_ends_with_an_outcome_and_words_however_it_ends(name: str, outcome: Outcome, words: str) -> None:
+def test_a_check_ends_with_an_outcome_and_words_however_it_ends(
+    name: str, outcome: Outcome, words: str
+) -> None:
     found = run_check(BROKEN[name], "broken_checks")
     assert (found.outcome, found.words) == (outcome, words)
     assert ("before the end" in found.report) == (name == "raises")
@@ -79,7 +80,10 @@ def test_who_is_told_to_stop_leaves_no_process_and_shows_what_is_known(number: s
     said, _ = driver.communicate(timeout=60)
     if number != signal.SIGKILL:
         assert driver.returncode == KILLED
-        assert "1 ok, 0 failed, 0 not possible here, 2 not tried" in said and "as it should [in brackets]" in said
+        assert (
+            "1 ok, 0 failed, 0 not possible here, 2 not tried" in said
+            and "as it should [in brackets]" in said
+        )
     wait_until(lambda: not sleepers(), None)
 
 

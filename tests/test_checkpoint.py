@@ -135,7 +135,9 @@ def test_a_file_that_is_not_what_was_written_is_named(harm: str, tmp_path: Path)
         path.unlink()
     else:
         path.write_bytes(b"weighty" if harm == "changed" else b"weight")
-    with pytest.raises(checkpoint.Damaged, match=f"{path} must be the file that was written .7 bytes, .* got"):
+    with pytest.raises(
+        checkpoint.Damaged, match=f"{path} must be the file that was written .7 bytes, .* got"
+    ):
         checkpoint.verify(folder)
 
 
@@ -189,7 +191,9 @@ def test_a_checkpoint_of_another_engine_or_another_run_is_refused() -> None:
     check_checkpoint(held, config, None)
     with pytest.raises(ValueError, match="at step 3 50 tokens were trained and 1 masked, .* has 49 and 1"):
         check_checkpoint(held, config, checkpoint.Account(90, 49, 1))
-    with pytest.raises(ValueError, match="learner.engine must be megatron, which wrote the checkpoint, got fsdp"):
+    with pytest.raises(
+        ValueError, match="learner.engine must be megatron, which wrote the checkpoint, got fsdp"
+    ):
         check_checkpoint(msgspec.structs.replace(held, engine="megatron"), config, None)
 
 
@@ -296,14 +300,18 @@ def test_a_checkpoint_that_cannot_be_completed_is_told_on_every_rank(tmp_path: P
 def test_a_full_disk_is_named_and_leaves_the_checkpoint_before_and_no_remains(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(disk)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(disk)], capture_output=True
+    ).returncode:
         pytest.skip("there is no right here to mount a file system")
     try:
         state = {"weights": torch.ones(1 << 18)}  # 1 MB
 
         def save(folder: Path) -> None:
             (folder / "engine").mkdir()
-            dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(folder / "engine"), save_distributed=True))
+            dcp.save(
+                state, storage_writer=HuggingFaceStorageWriter(str(folder / "engine"), save_distributed=True)
+            )
             save_file(state, folder / "engine" / "random")
 
         def fill(folder: Path) -> None:

@@ -25,7 +25,16 @@ from buffers.client import BufferClient, BufferGone, KeysRefused
 from buffers.journal import read_groups
 from buffers.keys import KeyRole, make_keys
 from buffers.server import BufferServer
-from buffers.trajectory import SCHEMA, SCHEMA_VERSION, Expected, Facts, Malformed, check_groups, encode, to_batch
+from buffers.trajectory import (
+    SCHEMA,
+    SCHEMA_VERSION,
+    Expected,
+    Facts,
+    Malformed,
+    check_groups,
+    encode,
+    to_batch,
+)
 from configs.load import load
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +46,16 @@ LEASE = m.Lease(id=1, split="train", task="t", index=0, seed=0, group=0, due=0, 
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    command = [sys.executable, "scripts/keys.py", str(tmp_path / "keys"), "generator", "operator", "generator:friend"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "slipstream.keys",
+        str(tmp_path / "keys"),
+        "generator",
+        "operator",
+        "generator:friend",
+    ]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "server.key_secret" in out and f"buffer.keys={tmp_path / 'keys'}" in out
     return tmp_path / "keys"
@@ -48,7 +66,9 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., BufferServer]]:
     running: list[tuple[BufferServer, threading.Thread]] = []
 
     def start(*overrides: str) -> BufferServer:
-        server = BufferServer(load([*SMALL, *overrides]), tmp_path / f"journal-{len(running)}", config_text="text")
+        server = BufferServer(
+            load([*SMALL, *overrides]), tmp_path / f"journal-{len(running)}", config_text="text"
+        )
         running.append((server, threading.Thread(target=server.run)))
         running[-1][1].start()
         return server
@@ -76,7 +96,9 @@ def test_only_clients_with_an_allowed_key_are_let_in(
     assert welcome(address, str(keys)) == "text"
     make_keys(tmp_path / "others", ["generator"])
     (tmp_path / "others" / "server.key").write_bytes((keys / "server.key").read_bytes())
-    with pytest.raises(KeysRefused, match=f"buffer.keys must hold a key that the buffer at {address} lets in"):
+    with pytest.raises(
+        KeysRefused, match=f"buffer.keys must hold a key that the buffer at {address} lets in"
+    ):
         welcome(address, str(tmp_path / "others"))
     for stranger in (None, str(impostor(tmp_path / "impostor", keys))):
         with pytest.raises((KeysRefused, BufferGone)):
@@ -123,7 +145,9 @@ def wiretap(port: int) -> tuple[bytearray, int]:
     return seen, int(listener.getsockname()[1])
 
 
-def test_secrets_are_for_their_owner_and_are_not_made_twice(keys: Path, serve: Callable[..., BufferServer]) -> None:
+def test_secrets_are_for_their_owner_and_are_not_made_twice(
+    keys: Path, serve: Callable[..., BufferServer]
+) -> None:
     assert keys.stat().st_mode & 0o777 == 0o700
     secrets = sorted(keys.glob("*.key_secret"))
     assert [path.name for path in secrets] == [
@@ -137,17 +161,22 @@ def test_secrets_are_for_their_owner_and_are_not_made_twice(keys: Path, serve: C
     assert allowed == ["generator/friend.key", "generator/generator.key", "operator/operator.key"]
     before = [path.read_bytes() for path in secrets]
     assert (
-        make_keys(keys, ["generator", "generator:friend"]) == [] and [path.read_bytes() for path in secrets] == before
+        make_keys(keys, ["generator", "generator:friend"]) == []
+        and [path.read_bytes() for path in secrets] == before
     )
     secrets[-1].chmod(0o644)
-    with pytest.raises(ValueError, match=r"only their owner can read \(chmod 600\), got .*server.key_secret with 644"):
+    with pytest.raises(
+        ValueError, match=r"only their owner can read \(chmod 600\), got .*server.key_secret with 644"
+    ):
         serve(f"buffer.keys={keys}")
 
 
 def test_missing_keys_are_named_with_the_command_that_makes_them(
     tmp_path: Path, serve: Callable[..., BufferServer]
 ) -> None:
-    with pytest.raises(ValueError, match=r"buffer.keys must be a folder with server.key_secret \(`scripts/keys.sh"):
+    with pytest.raises(
+        ValueError, match=r"buffer.keys must be a folder with server.key_secret \(`scripts/keys.sh"
+    ):
         serve(f"buffer.keys={tmp_path}/nowhere")
     with pytest.raises(ValueError, match="buffer.keys must be a folder with generator.key_secret"):
         BufferClient("tcp://127.0.0.1:1", keys=str(tmp_path / "nowhere"))
@@ -165,7 +194,10 @@ def obeys_all_rules(batch: pa.RecordBatch, group: int, newest: int) -> bool:
         length = len(row["tokens"])
         assert length >= 1 and all(len(row[name]) == length for name in ("sampled", "logprobs", "versions"))
         assert not row["sampled"][0] and all(token >= 0 for token in row["tokens"])
-        assert all((version >= 0) == sampled for version, sampled in zip(row["versions"], row["sampled"], strict=True))
+        assert all(
+            (version >= 0) == sampled
+            for version, sampled in zip(row["versions"], row["sampled"], strict=True)
+        )
         assert all(version <= newest for version in row["versions"]) and np.isfinite(row["reward"])
         assert all(np.isfinite(logprob) and logprob <= 1e-3 for logprob in row["logprobs"])
     return any(any(row["sampled"]) for row in rows)
@@ -187,7 +219,9 @@ def mutate(changes: list[tuple[int, str, int]], data: bytes = VALID) -> bytes:
             case "byte":
                 changed[place] = value % 256
             case "int":
-                struct.pack_into("<i", changed, min(place // 4 * 4, len(data) - 4), (value + 2**31) % 2**32 - 2**31)
+                struct.pack_into(
+                    "<i", changed, min(place // 4 * 4, len(data) - 4), (value + 2**31) % 2**32 - 2**31
+                )
             case "long":
                 struct.pack_into("<q", changed, min(place // 8 * 8, len(data) - 8), value)
     return bytes(changed)
@@ -312,7 +346,8 @@ def test_a_run_goes_on_while_strangers_send_whatever_they_like(tmp_path: Path) -
     tokens, groups = status.tokens, status.groups
     assert tokens.total == tokens.trained + tokens.masked + sum(tokens.rejected.values()) + tokens.in_flight
     assert (
-        groups.total == groups.trained + sum(groups.rejected.values()) + groups.in_flight and groups.trained == 2 * step
+        groups.total == groups.trained + sum(groups.rejected.values()) + groups.in_flight
+        and groups.trained == 2 * step
     )
     client.close()
     stranger.close()

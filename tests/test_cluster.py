@@ -4,7 +4,8 @@ import os
 import time
 
 import psutil
-from cluster import AGENT, start_node
+
+from slipstream.cluster import AGENT, start_node
 
 
 def test_agents_end_with_a_raylet_that_is_killed() -> None:

@@ -24,7 +24,9 @@ def test_every_experiment_composes(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_accepted_bears_its_name_and_is_the_defaults_with_what_its_file_says(name: str) -> None:
+def test_every_preset_is_accepted_bears_its_name_and_is_the_defaults_with_what_its_file_says(
+    name: str,
+) -> None:
     config = load([f"algo={name}"])
     assert config.algo.name == name and config.bound > 0 and config.warnings() == []
     said = OmegaConf.load(FOLDER / "algo" / f"{name}.yaml")
@@ -337,7 +339,7 @@ def test_a_resumed_run_keeps_what_its_journal_depends_on(tmp_path: Path) -> None
 def test_a_resumed_run_takes_what_suits_it_and_not_the_default_preset(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import train
+    from slipstream import train
 
     (tmp_path / "config.yaml").write_text(to_yaml(load(["algo=grpo", "generators.max_model_len=2048"])))
     overrides = [f"run.resume={tmp_path}", "algo.ppo.clip_high=0.28", "sampling.max_tokens=512"]
@@ -345,7 +347,9 @@ def test_a_resumed_run_takes_what_suits_it_and_not_the_default_preset(
     assert "clip_high: 0.28" in capsys.readouterr().out
     with pytest.raises(ValueError, match="run.stpes must be a configuration key .nearest: run.steps"):
         resume(tmp_path, ["run.stpes=3"])
-    with pytest.raises(ValueError, match="^learner.lr: Value 'abc' of type 'str' could not be converted to Float"):
+    with pytest.raises(
+        ValueError, match="^learner.lr: Value 'abc' of type 'str' could not be converted to Float"
+    ):
         resume(tmp_path, ["learner.lr=abc"])
 
 
@@ -361,7 +365,7 @@ def test_a_resumed_run_takes_what_suits_it_and_not_the_default_preset(
 def test_no_spelling_of_a_folder_begins_a_run_of_the_defaults_in_it(
     said: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import train
+    from slipstream import train
 
     assert train.main([said]) == 2
     assert why in capsys.readouterr().err
@@ -395,7 +399,10 @@ def test_a_study_has_the_presets_rate_and_minibatches_unless_the_run_had_its_own
         (["model.path=/models/Qwen3", "learner.lora.rank=8"], None),
         (["model.path=/home/me/.cache/tiny-12ab"], None),
         (["model.path=simulated", "learner.engine=simulated", "generators.engine=simulated"], None),
-        (["algo=grpo", "learner.minibatches=1"], r"learner.minibatches=1: the clip of algo.surrogate=ppo never acts"),
+        (
+            ["algo=grpo", "learner.minibatches=1"],
+            r"learner.minibatches=1: the clip of algo.surrogate=ppo never acts",
+        ),
     ],
 )
 def test_a_rate_for_the_tiny_model_and_a_clip_that_never_acts_are_told_of(
@@ -409,15 +416,21 @@ def test_a_rate_for_the_tiny_model_and_a_clip_that_never_acts_are_told_of(
     ("overrides", "message"),
     [
         (["run.stpes=3"], "run.stpes must be a configuration key (nearest: run.steps"),
-        (["model.path=/no/such/model"], "model.path must be a Hugging Face model folder or `tiny`, got /no/such/model"),
-        (["task.name=nope"], "task.name must be one of ['arithmetic', 'sorting'], or read module:Class, got 'nope'"),
+        (
+            ["model.path=/no/such/model"],
+            "model.path must be a Hugging Face model folder or `tiny`, got /no/such/model",
+        ),
+        (
+            ["task.name=nope"],
+            "task.name must be one of ['arithmetic', 'sorting'], or read module:Class, got 'nope'",
+        ),
         (["task.args.numbers=0"], "task.args must suit Task of generators.tasks.sorting, got {'numbers': 0}"),
     ],
 )
 def test_the_command_says_what_is_wrong_and_leaves_nothing_behind(
     tmp_path: Path, overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import train
+    from slipstream import train
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -431,7 +444,7 @@ def test_the_command_says_what_is_wrong_and_leaves_nothing_behind(
 
 
 def test_the_command_ends_with_status_two_when_it_is_told_what_cannot_be(tmp_path: Path) -> None:
-    command = [sys.executable, "scripts/train.py", f"run.outputs={tmp_path}", "run.stpes=3"]
+    command = [sys.executable, "-P", "-m", "slipstream.train", f"run.outputs={tmp_path}", "run.stpes=3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "nearest: run.steps" in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
@@ -443,7 +456,10 @@ def test_the_command_ends_with_status_two_when_it_is_told_what_cannot_be(tmp_pat
         ([], None),
         (["buffer.address=tcp://10.0.0.7:5555", "buffer.keys=keys"], "tcp://10.0.0.7:0"),
         (["buffer.address=tcp://10.0.0.7:5555", "buffer.keys=keys", "sync.transport=disk"], None),
-        (["buffer.address=tcp://10.0.0.7:5555", "buffer.keys=keys", "sync.address=tcp://n7:6000"], "tcp://n7:6000"),
+        (
+            ["buffer.address=tcp://10.0.0.7:5555", "buffer.keys=keys", "sync.address=tcp://n7:6000"],
+            "tcp://n7:6000",
+        ),
         (["sync.transport=tcp"], "tcp://127.0.0.1:0"),
         (["sync.transport=shared_memory"], None),
         (["buffer.address=ipc:///tmp/buffer"], None),

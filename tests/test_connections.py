@@ -82,7 +82,11 @@ def test_the_memory_of_messages_that_do_not_end_is_given_back() -> None:
                     stranger.sendall(frame)
             stranger.close()
             assert server.stdout.readline() == "ended\n"
-        until(lambda: memory().rss < before + (24 << 20), f"{(memory().rss - before) >> 20} MiB are kept", within_s=10)
+        until(
+            lambda: memory().rss < before + (24 << 20),
+            f"{(memory().rss - before) >> 20} MiB are kept",
+            within_s=10,
+        )
     finally:
         server.kill()
         server.wait()
@@ -91,7 +95,11 @@ def test_the_memory_of_messages_that_do_not_end_is_given_back() -> None:
 def test_the_limit_on_all_unfinished_messages_holds_while_a_flood_lasts() -> None:
     """The server never comes to the end of what has come; nobody sends more than a message may have."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    server, flooder, large = context.socket(zmq.ROUTER), context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    server, flooder, large = (
+        context.socket(zmq.ROUTER),
+        context.socket(zmq.DEALER),
+        context.socket(zmq.DEALER),
+    )
     limits = {"max_message": 64 << 20, "max_waiting": 4, "max_total": 30 << 20, "max_unread": 1 << 30}
     server.setsockopt(zmq.RCVHWM, 4)
     connections = Connections(server, encrypted=False, **limits)
@@ -158,7 +166,9 @@ def test_more_connections_than_a_process_may_have_do_not_stop_the_buffer(tmp_pat
         assert newcomer.call(m.Ask(generator="g", count=1, wait_s=5.0), m.Work).leases
         until(lambda: psutil.Process(server.pid).num_fds() < 160, "file descriptors are free again")
         refused = honest.call(m.Watch(after=0, wait_s=0.0), m.News).status.refused
-        assert refused["too many connections"] >= 400 and server.poll() is None, (tmp_path / "log").read_text()
+        assert refused["too many connections"] >= 400 and server.poll() is None, (
+            tmp_path / "log"
+        ).read_text()
         honest.close()
         newcomer.close()
     finally:
@@ -223,7 +233,9 @@ def test_learners_whose_connection_has_ended_are_forgotten(harness: Callable[...
             run.client.call(m.Rewind(step=0), m.Done)
             run.publish(0)
         learner.close()
-    until(lambda: len(run.server._learners | run.server._dead) <= 2, "only those who are there are remembered")
+    until(
+        lambda: len(run.server._learners | run.server._dead) <= 2, "only those who are there are remembered"
+    )
     until(lambda: not run.server._connections._gone, "and nobody who is gone")
 
 
@@ -321,6 +333,8 @@ def test_weights_are_for_keys_of_generators(
         assert asker.poll(20_000)
         reply = tcp.replies.decode(asker.recv_multipart()[0])
         said = f"{type(request).__name__} must not be said with the key of a {role}"
-        assert (isinstance(reply, tcp.Refused) and said in reply.reason) == (role is not KeyRole.generator), reply
+        assert (isinstance(reply, tcp.Refused) and said in reply.reason) == (role is not KeyRole.generator), (
+            reply
+        )
     assert server.refused["forbidden"] == (0 if role is KeyRole.generator else len(REQUESTS))
     asker.close(linger=0)

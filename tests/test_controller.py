@@ -32,7 +32,9 @@ def test_the_lag_stays_within_the_bound_and_moves_the_right_way(
 
 
 @given(target, bounds)
-def test_it_climbs_to_the_bound_while_nothing_is_lost_and_falls_to_zero_when_all_is(wanted: float, bound: int) -> None:
+def test_it_climbs_to_the_bound_while_nothing_is_lost_and_falls_to_zero_when_all_is(
+    wanted: float, bound: int
+) -> None:
     for found, end in ((1.0, bound), (0.0, 0)):
         lag, since = first_lag(bound), 0
         for _ in range(400):
@@ -66,8 +68,15 @@ def step(buffer: Buffer, number: int, found: float) -> int:
 
 @pytest.mark.parametrize("controller", ["fixed", "ess"])
 def test_the_buffer_admits_what_the_controller_says(tmp_path: Path, controller: str) -> None:
-    overrides = ["learner.groups_per_step=2", "learner.samples_per_prompt=2", "run.steps=60", "eval.prompts=0"]
-    buffer = Buffer(load([*overrides, "staleness.max_versions=4", f"staleness.controller={controller}"]), tmp_path)
+    overrides = [
+        "learner.groups_per_step=2",
+        "learner.samples_per_prompt=2",
+        "run.steps=60",
+        "eval.prompts=0",
+    ]
+    buffer = Buffer(
+        load([*overrides, "staleness.max_versions=4", f"staleness.controller={controller}"]), tmp_path
+    )
     for number in range(30):
         step(buffer, number, 1.0)
     assert buffer.book.lag == 4
@@ -77,7 +86,9 @@ def test_the_buffer_admits_what_the_controller_says(tmp_path: Path, controller: 
     leased = [step(buffer, number, 0.2) for number in range(50, 55)]
     assert leased == ([2] * 5), "a step's worth a step either way"
     admitted = [record.metrics["staleness/admitted"] for record in buffer.records]
-    assert admitted[0] == (4.0 if controller == "fixed" else 1.0) and buffer.status("").admitted == admitted[-1]
+    assert (
+        admitted[0] == (4.0 if controller == "fixed" else 1.0) and buffer.status("").admitted == admitted[-1]
+    )
     staleness = [max(0, k) for k in buffer.ledger.staleness]
     assert max(staleness) <= 4
     buffer.close()

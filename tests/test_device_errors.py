@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import roles
 import torch
 from runs import SIMULATED, Started, assert_accounts_close
 from test_step import configured
 
 from learners import learner
+from slipstream import roles
 
 CUDA_ERROR = "CUDA error: an illegal memory access was encountered"
 FAULT = f"""
@@ -32,7 +32,11 @@ heapq.heappop = fails
 @pytest.mark.parametrize(
     ("error", "final", "says"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), True, "must fit into its GPU"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."),
+            True,
+            "must fit into its GPU",
+        ),
         (torch.AcceleratorError("CUDA error: out of memory"), True, "must fit into its GPU"),
         (torch.AcceleratorError(CUDA_ERROR), False, "has failed:\nTraceback"),
     ],
@@ -74,7 +78,10 @@ def test_an_error_of_the_device_is_told_from_others(error: RuntimeError, expecte
 
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), torch.AcceleratorError("CUDA error: out of memory")],
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+    ],
 )
 def test_an_engine_that_runs_out_of_memory_says_so_in_one_sentence_and_is_not_started_again(
     error: RuntimeError,
@@ -99,6 +106,8 @@ def test_a_generator_whose_device_fails_is_started_again(
     run = start(*SIMULATED, "run.steps=10")
     status, said = run.finish()
     assert status == 0, said
-    assert (tmp_path / "failed").exists() and CUDA_ERROR in (run.folder / "logs" / "generator-0.log").read_text()
+    assert (tmp_path / "failed").exists() and CUDA_ERROR in (
+        run.folder / "logs" / "generator-0.log"
+    ).read_text()
     assert_accounts_close(run.summary())
     run.assert_nothing_left()

@@ -38,7 +38,9 @@ def test_a_device_finds_the_hosts_digest_for_each_dtype_and_size(dtype: str) -> 
         tensors[f"{size} bytes"] = (data & 1 if kind is torch.bool else data).view(kind)
     tensors["a scalar"] = torch.ones((), dtype=kind)
     tensors["rows from the middle of an odd matrix"] = tensors[f"{SIZES[-1]} bytes"][3:].view(-1, 1)[1:]
-    tensors["not contiguous"] = random_bytes(64 * 48 * kind.itemsize).bitwise_and(1).view(kind).view(64, 48).t()
+    tensors["not contiguous"] = (
+        random_bytes(64 * 48 * kind.itemsize).bitwise_and(1).view(kind).view(64, 48).t()
+    )
     found = device_digests(tensors)
     assert found == {name: tensor_digest(tensor) for name, tensor in tensors.items()}
     assert found["not contiguous"] == chunk_by_chunk(bytes(raw_bytes(tensors["not contiguous"])))

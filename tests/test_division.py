@@ -9,9 +9,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from division import Division, Placement, Wishes, divide, wishes
 
 from configs.load import load
+from slipstream.role_placement import Division, Placement, Wishes, divide, wishes
 
 GPUS = (0, 1, 2, 3, 4, 7, 8, 16)
 SHARES = (
@@ -66,16 +66,22 @@ def is_possible(num_gpus: int, elsewhere: int, wanted: Wishes) -> bool:
 
 
 def check(num_gpus: int, wanted: Wishes, division: Division) -> None:
-    assert (len(division.ranks), len(division.engines)) == (wanted.ranks, wanted.engines), "every process has a place"
+    assert (len(division.ranks), len(division.engines)) == (wanted.ranks, wanted.engines), (
+        "every process has a place"
+    )
     share, memory, together = defaultdict(float), defaultdict(float), defaultdict(set)
     for place in division.all:
         assert all(0 <= gpu < num_gpus for gpu in place.gpus) and len(set(place.gpus)) == len(place.gpus)
         assert bool(place.gpus) == bool(place.share) == (place.memory is not None)
         assert math.isclose(place.share * 10_000, round(place.share * 10_000)), "as Ray counts"
         assert place.share == 1 or len(place.gpus) <= 1, "no part of several"
-        others = [other for other in division.all if other is not place and place.gpus and other.gpus == place.gpus]
+        others = [
+            other for other in division.all if other is not place and place.gpus and other.gpus == place.gpus
+        ]
         assert place.is_shared == (len(others) > 0)
-        assert place.beside_rank == any(other in division.ranks for other in others) or place in division.ranks
+        assert (
+            place.beside_rank == any(other in division.ranks for other in others) or place in division.ranks
+        )
         for gpu in place.gpus:
             share[gpu] += place.share
             memory[gpu] += place.memory or 0
@@ -130,7 +136,11 @@ def test_the_defaults_work_with_any_number_of_gpus(num_gpus: int) -> None:
     ("num_gpus", "overrides", "expected"),
     [
         (0, "", ""),
-        (1, "", "GPU 0: learner-0 (30 % of memory), generator-0 (30 % of memory), generator-1 (30 % of memory)"),
+        (
+            1,
+            "",
+            "GPU 0: learner-0 (30 % of memory), generator-0 (30 % of memory), generator-1 (30 % of memory)",
+        ),
         (1, "generators.count=1", "GPU 0: learner-0 (45 % of memory), generator-0 (45 % of memory)"),
         (
             1,
@@ -197,12 +207,18 @@ def test_the_division_is_the_one_that_was_drawn_by_hand(num_gpus: int, overrides
             "learner.gpu_memory_fraction=0.5 generators.gpu_memory_fraction=0.3",
             r"generators.count must be at most 1 = 1 × 1 .* got 2: .* learner.gpu_memory_fraction = 0.5",
         ),
-        ({"here": 4}, "generators.gpus=2", r"generators.count × generators.gpus must be at most 3 .* got 2 × 2"),
+        (
+            {"here": 4},
+            "generators.gpus=2",
+            r"generators.count × generators.gpus must be at most 3 .* got 2 × 2",
+        ),
         ({"here": 0}, "learner.gpus=1", r"got 1.0 and None with 0 GPUs here and none elsewhere"),
         ({"here": 0, "there": 8}, "", r"got None and None with 0 GPUs here and 8 on node there"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_arithmetic(gpus: dict[str, int], overrides: str, message: str) -> None:
+def test_what_does_not_fit_is_refused_with_the_arithmetic(
+    gpus: dict[str, int], overrides: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         divide(gpus, "here", wishes(load(overrides.split())))
 
@@ -210,17 +226,17 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(gpus: dict[str, int], 
 def test_gpus_of_other_nodes_do_not_count() -> None:
     wanted = Wishes(ranks=1, engines=1)
     assert divide({"here": 1, "there": 8}, "here", wanted) == divide({"here": 1}, "here", wanted)
-    assert divide({"here": 0, "there": 8}, "here", Wishes(ranks=1, engines=1, rank_gpus=0, engine_gpus=0)).ranks == (
-        Placement(),
-    )
+    assert divide(
+        {"here": 0, "there": 8}, "here", Wishes(ranks=1, engines=1, rank_gpus=0, engine_gpus=0)
+    ).ranks == (Placement(),)
 
 
 FAKE = """
 import os, sys, time, ray
 from configs.load import load
-from cluster import start_node
-from nursery import Stage, nursery
-from roles import Places, RoleFailed
+from slipstream.cluster import start_node
+from slipstream.nursery import Stage, nursery
+from slipstream.roles import Places, RoleFailed
 
 class Probe:
     def visible(self): return os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -256,7 +272,10 @@ def test_ray_puts_every_process_on_its_gpu_of_the_drivers_node_and_what_finds_no
     tmp_path: Path,
 ) -> None:
     (tmp_path / "fake.py").write_text(FAKE)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     command = [sys.executable, str(tmp_path / "fake.py")]
     with (tmp_path / "errors").open("w") as errors:  # a file, whose end no agent of Ray's holds up
@@ -266,6 +285,7 @@ def test_ray_puts_every_process_on_its_gpu_of_the_drivers_node_and_what_finds_no
     of_rank_0, of_rank_1, of_engine = first_life.split()
     assert {of_rank_0, of_rank_1} == {"0", "1"} and of_engine == of_rank_0 == second_life
     assert (
-        "learner-0, generator-0 must be placed within 1 s, and wait for 2 CPUs (2 free) and 2 GPUs (0 free)" in unplaced
+        "learner-0, generator-0 must be placed within 1 s, and wait for 2 CPUs (2 free) and 2 GPUs (0 free)"
+        in unplaced
     )
     assert on_cpu == "''", "it sees no GPU"

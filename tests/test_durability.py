@@ -74,7 +74,9 @@ class Disk:
             self.bytes[inode] = self._read(inode)
             return
         with os.scandir(file) as entries:
-            self.names[inode] = {entry.name: self._hold(f"/proc/self/fd/{file}/{entry.name}") for entry in entries}
+            self.names[inode] = {
+                entry.name: self._hold(f"/proc/self/fd/{file}/{entry.name}") for entry in entries
+            }
 
     def _hold(self, path: str) -> int:
         opened = os.open(path, os.O_RDONLY)
@@ -237,7 +239,9 @@ def test_a_loss_of_power_at_any_moment_costs_nothing_that_was_acknowledged(
         folder, known = rng.choice(images)
 
 
-def test_what_is_committed_first_is_kept_with_the_folders_that_it_lies_in(tmp_path: Path, quick: None) -> None:
+def test_what_is_committed_first_is_kept_with_the_folders_that_it_lies_in(
+    tmp_path: Path, quick: None
+) -> None:
     folder = tmp_path / "journal"
     folder.mkdir()
     config = load([*SETTINGS, "buffer.durability=fsync"])
@@ -267,7 +271,9 @@ def test_segments_go_when_a_state_that_forgets_them_is_on_the_disk_and_not_befor
     monkeypatch.setattr(os, "replace", watch)
     buffer = Buffer(load([*SETTINGS, "buffer.retention=checkpoints"]), tmp_path / "journal")
     live(buffer, 0, 6)
-    dropped = [set(event.segments) for event in read_events(tmp_path / "journal") if isinstance(event, e.Dropped)]
+    dropped = [
+        set(event.segments) for event in read_events(tmp_path / "journal") if isinstance(event, e.Dropped)
+    ]
     assert dropped and all(any(numbers <= then for then in present) for numbers in dropped)
     monkeypatch.setattr(journal_module, "write_state", fail)
     buffer.publish(6, "w6")
@@ -292,7 +298,9 @@ def test_the_segment_that_a_state_found_open_is_closed_though_nothing_came_after
     expected = set(buffer.book.pool)
     buffer.close()
     found = read_journal(killed)
-    assert found.state is not None and not any(isinstance(line.event, e.Accepted) for line in found.tail.lines)
+    assert found.state is not None and not any(
+        isinstance(line.event, e.Accepted) for line in found.tail.lines
+    )
     with open(killed / "000000.arrow", "ab") as file:
         file.write(b"torn" * 10)
     again = Buffer(config, killed)
@@ -301,7 +309,9 @@ def test_the_segment_that_a_state_found_open_is_closed_though_nothing_came_after
         and (killed / f"000000.arrow.cut-{found.ends[0]}").read_bytes() == b"torn" * 10
     )
     reader = Reader(killed)
-    assert set(again.book.pool) == expected and all(reader.is_intact(again.book.content(group)) for group in expected)
+    assert set(again.book.pool) == expected and all(
+        reader.is_intact(again.book.content(group)) for group in expected
+    )
     again.close()
 
 
@@ -321,7 +331,9 @@ def test_what_the_disk_may_have_lost_is_looked_at_when_a_journal_is_opened_and_n
         shutil.copy(tmp_path / "journal/000000.arrow", folder)
     looked: set[int] = set()
     is_intact = Reader.is_intact
-    monkeypatch.setattr(Reader, "is_intact", lambda self, one: (looked.add(one.group), is_intact(self, one))[1])
+    monkeypatch.setattr(
+        Reader, "is_intact", lambda self, one: (looked.add(one.group), is_intact(self, one))[1]
+    )
     again = Buffer(config, folder)
     assert looked == (set() if (segment, boot) == ("closed", "same") else waiting)
     again.close()

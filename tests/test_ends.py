@@ -63,7 +63,11 @@ def test_an_error_that_another_life_would_meet_again_ends_the_run_with_its_sente
 def test_a_run_that_fills_its_disk_says_where_and_goes_on_when_there_is_room(
     small_disk: Path, start: Callable[..., Started]
 ) -> None:
-    fast = ["generators.simulated.mean_tokens=100", "generators.simulated.tokens_per_s=20000", "generators.count=1"]
+    fast = [
+        "generators.simulated.mean_tokens=100",
+        "generators.simulated.tokens_per_s=20000",
+        "generators.count=1",
+    ]
     run = start(
         *SIMULATED, *fast, "generators.simulated.train_tokens_per_s=200000", "run.steps=3000", "learner.checkpoint_every=2",
         outputs=small_disk,
@@ -72,7 +76,8 @@ def test_a_run_that_fills_its_disk_says_where_and_goes_on_when_there_is_room(
     status, said = run.finish()
     assert status == 1 and "Traceback" not in said, said
     assert re.search(
-        rf"\n(\S+: )?the disk of {run.folder}/\S+ must have room for [\d,]+ bytes more, got [\d,]+ bytes free", said
+        rf"\n(\S+: )?the disk of {run.folder}/\S+ must have room for [\d,]+ bytes more, got [\d,]+ bytes free",
+        said,
     )
     run.assert_nothing_left()
     subprocess.run(["mount", "-o", "remount,size=100m", small_disk], check=True)

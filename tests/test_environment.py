@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PYTHON = """#!/bin/bash
 case "$*" in
-  *scripts/train.py*) flock --nonblock "$SLIPSTREAM_VENV/.slipstream-lock" true && echo "runs with: ${@:2}" ;;
+  *scripts/slipstream/train.py*) flock --nonblock "$SLIPSTREAM_VENV/.slipstream-lock" true && echo "runs with: ${@:2}" ;;
 esac
 """
 UV = """#!/bin/bash
@@ -32,11 +32,18 @@ def venv(tmp_path: Path) -> Path:
 def launch(venv: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "SLIPSTREAM_VENV": str(venv)}
     return subprocess.run(
-        ["scripts/launch.sh", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30
+        ["scripts/launch.sh", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=30,
     )
 
 
-def test_the_environment_is_made_once_whatever_the_arguments_and_its_lock_is_free_during_the_run(venv: Path) -> None:
+def test_the_environment_is_made_once_whatever_the_arguments_and_its_lock_is_free_during_the_run(
+    venv: Path,
+) -> None:
     for arguments in (["run.steps=1"], ["role=generators"], ["run.steps=1"]):
         done = launch(venv, *arguments)
         assert (done.returncode, done.stdout) == (0, f"runs with: {arguments[0]}\n"), done.stderr

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from export import export
 from ranks import on_ranks
 from test_same_numbers import LENGTHS, made, make_batch
 from torch import Tensor
@@ -20,6 +19,7 @@ from learners.engine import Kind
 from learners.models import make_engine
 from learners.packing import Packed, pack
 from learners.world import World
+from slipstream.export import export
 
 SHARDED = {
     "fsdp 2": (2, {}),
@@ -85,7 +85,10 @@ def test_an_export_is_the_policy_for_transformers_and_for_the_other_engine(
     expected = on_ranks(ranks, trained, tmp_path / "train", config, run)[0]
     assert on_ranks(1, exported, tmp_path / "export", run, tmp_path / "model") == [2]
 
-    stock, batch = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager"), make_batch()
+    stock, batch = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager"),
+        make_batch(),
+    )
     found = torch.zeros(len(batch.tokens))
     for start, end in zip(batch.offsets, batch.offsets[1:], strict=False):
         tokens = batch.tokens[start:end]
@@ -97,7 +100,9 @@ def test_an_export_is_the_policy_for_transformers_and_for_the_other_engine(
     is_megatron = config.learner.engine is LearnerKind.megatron
     other = LearnerConfig() if is_megatron else replace(LearnerConfig(), engine=LearnerKind.megatron)
     further = replace(config, model=replace(config.model, path=str(tmp_path / "model")), learner=other)
-    torch.testing.assert_close(on_ranks(1, inferred, tmp_path / "other", further)[0], expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        on_ranks(1, inferred, tmp_path / "other", further)[0], expected, atol=1e-5, rtol=0
+    )
 
 
 def exported(world: World, run: Path, folder: Path) -> int:

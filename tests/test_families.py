@@ -100,9 +100,13 @@ FAMILIES = {
 def made(name: str, folder: Path) -> Path:
     family, seed = FAMILIES[name], torch.Generator().manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.model_type, **SIZES | family.sizes))
-    for parameter in model.parameters():  # far from initial values, where norms are 1, biases 0 and logits small
+    for (
+        parameter
+    ) in model.parameters():  # far from initial values, where norms are 1, biases 0 and logits small
         parameter.data += (0.2 if parameter.ndim > 1 else 0.1) * torch.randn(parameter.shape, generator=seed)
-    for buffer in (buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")):
+    for buffer in (
+        buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")
+    ):
         buffer += 0.3 * torch.randn(buffer.shape, generator=seed)
     model.save_pretrained(folder)
     return folder
@@ -167,13 +171,17 @@ def compare(found: Found, expected: Found) -> None:
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_trains_on_the_log_probabilities_and_gradients_of_hugging_face(name: str, tmp_path: Path) -> None:
+def test_a_family_trains_on_the_log_probabilities_and_gradients_of_hugging_face(
+    name: str, tmp_path: Path
+) -> None:
     folder = made(name, tmp_path)
     expected = reference(folder)
     compare(trained(None, folder), expected)
     for field in FAMILIES[name].matters:
         without = reference(folder, **{field: 99 if field == "sliding_window" else WITHOUT.get(field)})
-        assert (without.logprobs - expected.logprobs).abs().max() > 0.05, f"the table would not notice {field}"
+        assert (without.logprobs - expected.logprobs).abs().max() > 0.05, (
+            f"the table would not notice {field}"
+        )
 
 
 def test_the_families_that_are_named_are_those_of_the_table() -> None:
@@ -192,12 +200,17 @@ def test_ranks_that_share_a_sequence_keep_to_its_window_and_its_caps(tmp_path: P
 # ---- the attention functions, one by one
 
 
-def dense(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int, cap: float | None) -> Tensor:
+def dense(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int, cap: float | None
+) -> Tensor:
     """By one [T, T] mask of all that a token may not see."""
     key, value = (x.repeat_interleave(2, 1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
-    sequence, place = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)), torch.arange(sum(lengths))
+    sequence, place = (
+        torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
+        torch.arange(sum(lengths)),
+    )
     distance = place[:, None] - place
     seen = (distance >= 0) & (distance < window) & (sequence[:, None] == sequence)
     return (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ value).transpose(1, 2)
@@ -225,9 +238,13 @@ def test_attention_sees_a_window_of_its_own_sequence_and_caps_its_scores(
     lengths, seed = [11, 1, 6, 16], torch.Generator().manual_seed(0)
     query, key, value = (2 * torch.randn(1, heads, sum(lengths), 8, generator=seed) for heads in (4, 2, 2))
     cu = torch.tensor([0, *lengths]).cumsum(0).int()
-    call = partial(attend, None, query, key, value, None, cu_seq_lens_q=cu, max_length_q=16, sliding_window=window)
+    call = partial(
+        attend, None, query, key, value, None, cu_seq_lens_q=cu, max_length_q=16, sliding_window=window
+    )
     if attend is varlen and cap is not None:
-        with pytest.raises(ValueError, match=r"learner.attention must be packed_sdpa or .* \(at 1.5\), got varlen"):
+        with pytest.raises(
+            ValueError, match=r"learner.attention must be packed_sdpa or .* \(at 1.5\), got varlen"
+        ):
             call(softcap=cap)
         return
     torch.testing.assert_close(call(softcap=cap)[0], dense(query, key, value, lengths, window or 99, cap))
@@ -237,7 +254,9 @@ def test_a_kernel_that_caps_no_scores_is_neither_taken_nor_chosen_for_a_model_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu, dtype = torch.device("cuda"), Dtype.bfloat16
-    with pytest.raises(ValueError, match=r"learner.attention must be .* caps its scores \(at 50.0\), got varlen"):
+    with pytest.raises(
+        ValueError, match=r"learner.attention must be .* caps its scores \(at 50.0\), got varlen"
+    ):
         choose_attention(Attention.varlen, gpu, dtype, 50.0)
     for found, capped in ((None, Attention.packed_sdpa), (object(), Attention.flash_attention_2)):
         monkeypatch.setattr(attention, "find_spec", lambda name, found=found: found)
@@ -275,8 +294,12 @@ def test_attention_sinks_are_refused_and_not_left_out() -> None:
     query, key, value = torch.randn(3, 1, 4, 5, 8).unbind()
     more = {"cu_seq_lens_q": torch.tensor([0, 5]), "max_length_q": 5, "sliding_window": None}
     for name in ("packed_sdpa", "varlen", "ulysses"):
-        with pytest.raises(ValueError, match="must not ask their attention for s_aux, .* got s_aux in Linear"):
-            ALL_ATTENTION_FUNCTIONS[name](torch.nn.Linear(1, 1), query, key, value, None, s_aux=torch.zeros(4), **more)
+        with pytest.raises(
+            ValueError, match="must not ask their attention for s_aux, .* got s_aux in Linear"
+        ):
+            ALL_ATTENTION_FUNCTIONS[name](
+                torch.nn.Linear(1, 1), query, key, value, None, s_aux=torch.zeros(4), **more
+            )
 
 
 def test_a_model_that_changes_its_logits_in_a_way_of_its_own_is_refused_at_the_start() -> None:
@@ -301,4 +324,7 @@ def test_a_family_that_has_not_been_compared_starts_with_a_note(tmp_path: Path) 
         (tmp_path / "config.json").write_text(f'{{"model_type": "{family}"}}')
         found.append(families.note(load([f"model.path={tmp_path}"])))
     assert found[0] is None and found[1] is not None
-    assert "phi (model_type of model.path) is not among the families held to Hugging Face's numbers: llama," in found[1]
+    assert (
+        "phi (model_type of model.path) is not among the families held to Hugging Face's numbers: llama,"
+        in found[1]
+    )

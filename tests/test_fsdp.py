@@ -45,9 +45,9 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tied_with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("phi")
-    PhiForCausalLM(PhiConfig(**SIZES, tie_word_embeddings=True, resid_pdrop=0.5, embd_pdrop=0.5)).save_pretrained(
-        folder
-    )
+    PhiForCausalLM(
+        PhiConfig(**SIZES, tie_word_embeddings=True, resid_pdrop=0.5, embd_pdrop=0.5)
+    ).save_pretrained(folder)
     return folder
 
 
@@ -94,7 +94,9 @@ def test_logprobs_and_entropy_are_those_after_temperature(qwen3: Path, packed: l
         for start, end in zip(part.cu_seqlens.tolist(), part.cu_seqlens.tolist()[1:], strict=False):
             tokens = part.tokens[start:end]
             with torch.no_grad():
-                expected = (model(tokens[None], use_cache=False).logits[0, :-1].double() / 0.7).log_softmax(-1)
+                expected = (model(tokens[None], use_cache=False).logits[0, :-1].double() / 0.7).log_softmax(
+                    -1
+                )
             picked = expected.gather(-1, tokens[1:, None])[:, 0]
             torch.testing.assert_close(logprobs[start + 1 : end].double(), picked, atol=1e-5, rtol=0)
             torch.testing.assert_close(
@@ -105,7 +107,10 @@ def test_logprobs_and_entropy_are_those_after_temperature(qwen3: Path, packed: l
 
 def test_entropy_carries_no_gradient(qwen3: Path, packed: list[Packed]) -> None:
     assert (
-        FsdpEngine(qwen3).update(packed, lambda logprobs, entropy, part: entropy.sum() + 0 * logprobs.sum(), 1e-3) == 0
+        FsdpEngine(qwen3).update(
+            packed, lambda logprobs, entropy, part: entropy.sum() + 0 * logprobs.sum(), 1e-3
+        )
+        == 0
     )
 
 
@@ -138,7 +143,9 @@ def test_the_head_has_the_gradients_of_a_plain_log_softmax(
         h, w, b = (x.clone().double().requires_grad_() for x in (hidden, weight, bias))
         if grads is found:
             h, w, b = (x.detach().float().requires_grad_() for x in (h, w, b))
-            logprobs, entropy = heads.chunked_logprobs(h, w, b if with_bias else None, targets, 0.7, entropy_gradient)
+            logprobs, entropy = heads.chunked_logprobs(
+                h, w, b if with_bias else None, targets, 0.7, entropy_gradient
+            )
             assert entropy.requires_grad == entropy_gradient
         else:
             scores = ((h @ w.t() + (b if with_bias else 0)) / 0.7).log_softmax(-1)
@@ -150,7 +157,9 @@ def test_the_head_has_the_gradients_of_a_plain_log_softmax(
         torch.testing.assert_close(ours.double(), plain, atol=1e-4, rtol=1e-4)
 
 
-def test_the_gradient_of_the_head_does_not_lose_digits_over_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gradient_of_the_head_does_not_lose_digits_over_many_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 40 * 16)
     rng = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(shape, generator=rng).bfloat16() for shape in ((148 * 16, 8), (40, 8)))
@@ -163,7 +172,9 @@ def test_the_gradient_of_the_head_does_not_lose_digits_over_many_chunks(monkeypa
     assert error < 0.004, "rounded once"
 
 
-def test_a_forward_pass_before_an_update_leaves_no_stale_weights_behind(qwen3: Path, packed: list[Packed]) -> None:
+def test_a_forward_pass_before_an_update_leaves_no_stale_weights_behind(
+    qwen3: Path, packed: list[Packed]
+) -> None:
     looked, blind = FsdpEngine(qwen3), FsdpEngine(qwen3)
     for _ in range(2):
         looked.infer(packed)
@@ -186,11 +197,16 @@ def test_training_is_the_same_to_the_bit_each_time_and_dropout_is_off(
 
 
 @pytest.mark.parametrize("model", ["qwen3", "tied_with_dropout"])
-def test_weights_bear_the_names_and_values_of_the_model_file(model: str, request: pytest.FixtureRequest) -> None:
+def test_weights_bear_the_names_and_values_of_the_model_file(
+    model: str, request: pytest.FixtureRequest
+) -> None:
     from safetensors.torch import load_file
 
     folder = request.getfixturevalue(model)
-    stored, published = load_file(folder / "model.safetensors"), weights_of(FsdpEngine(folder, dtype=Dtype.bfloat16))
+    stored, published = (
+        load_file(folder / "model.safetensors"),
+        weights_of(FsdpEngine(folder, dtype=Dtype.bfloat16)),
+    )
     assert published.keys() == stored.keys()
     assert all(torch.equal(tensor, stored[name].to(torch.bfloat16)) for name, tensor in published.items())
 
@@ -238,14 +254,18 @@ def test_packed_sequences_cannot_see_each_other(attention: Attention, qwen3: Pat
 
 
 def test_a_kernel_that_cannot_run_here_is_refused_at_the_start(qwen3: Path) -> None:
-    with pytest.raises(ValueError, match="learner.attention must be auto or packed_sdpa .* got varlen on cpu"):
+    with pytest.raises(
+        ValueError, match="learner.attention must be auto or packed_sdpa .* got varlen on cpu"
+    ):
         FsdpEngine(qwen3, attention=Attention.varlen)
     gpu = torch.device("cuda")
     assert choose_attention(Attention.auto, gpu, Dtype.float32) is Attention.packed_sdpa
     assert choose_attention(Attention.auto, gpu, Dtype.bfloat16) is not Attention.packed_sdpa
 
 
-def test_a_checkpoint_holds_nothing_but_safetensors(qwen3: Path, packed: list[Packed], tmp_path: Path) -> None:
+def test_a_checkpoint_holds_nothing_but_safetensors(
+    qwen3: Path, packed: list[Packed], tmp_path: Path
+) -> None:
     engine = FsdpEngine(qwen3)
     engine.update(packed, mean_logprob, 1e-2)
     engine.snapshot()(tmp_path / "engine")
@@ -267,5 +287,7 @@ def loaded_slowly(world: World, folder: Path) -> float:
     return time.monotonic() - began
 
 
-def test_a_model_that_takes_longer_to_read_than_a_collective_may_is_waited_for(qwen3: Path, tmp_path: Path) -> None:
+def test_a_model_that_takes_longer_to_read_than_a_collective_may_is_waited_for(
+    qwen3: Path, tmp_path: Path
+) -> None:
     assert min(on_ranks(2, loaded_slowly, tmp_path / "two", qwen3)) >= 8

@@ -10,8 +10,10 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_nothing_that_is_sent_stops_a_server_or_is_noticed_by_the_honest(tmp_path: Path) -> None:
-    command = [sys.executable, "scripts/fuzz.py", "--messages", "3000", "--folder", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"})
+    command = [sys.executable, "scripts/bench/fuzz.py", "--messages", "3000", "--folder", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"}
+    )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     for server in ("buffer", "weights"):
         for kind in ("nesting", "a field out of bounds"):

@@ -133,11 +133,16 @@ def test_a_task_that_raises_and_a_reward_that_is_nan_are_quarantined_and_the_run
         5: "TimeoutError: the judge is away",
     }
     assert status.groups.rejected["failed"] == 6, "each was tried twice"
-    assert status.tokens.total == status.tokens.trained + sum(status.tokens.rejected.values()) + status.tokens.in_flight
+    assert (
+        status.tokens.total
+        == status.tokens.trained + sum(status.tokens.rejected.values()) + status.tokens.in_flight
+    )
 
 
 @pytest.mark.parametrize("in_flight", [True, False])
-def test_staleness_stays_within_the_bound_with_two_generators(start: Callable[..., Rig], in_flight: bool) -> None:
+def test_staleness_stays_within_the_bound_with_two_generators(
+    start: Callable[..., Rig], in_flight: bool
+) -> None:
     rig = start("staleness.max_versions=2", f"sync.in_flight={in_flight}", "run.steps=8", count=2)
     for step in range(8):
         rig.publish(step)
@@ -182,7 +187,9 @@ def test_a_task_that_always_fails_ends_the_run_with_its_error(tmp_path: Path) ->
     publisher.close()
 
 
-def test_a_generator_leaves_when_its_buffer_has_been_silent_for_as_long_as_a_lease_lasts(tmp_path: Path) -> None:
+def test_a_generator_leaves_when_its_buffer_has_been_silent_for_as_long_as_a_lease_lasts(
+    tmp_path: Path,
+) -> None:
     config = load([*BASE, "buffer.lease_s=0.4"])
     server = BufferServer(config, tmp_path)
     client = BufferClient(server.address, timeout_s=10.0)
@@ -197,7 +204,9 @@ def test_a_generator_leaves_when_its_buffer_has_been_silent_for_as_long_as_a_lea
     server.close()
 
 
-def test_an_engine_that_takes_longer_to_build_than_a_lease_lasts_is_no_silence_of_the_buffers(tmp_path: Path) -> None:
+def test_an_engine_that_takes_longer_to_build_than_a_lease_lasts_is_no_silence_of_the_buffers(
+    tmp_path: Path,
+) -> None:
     config = load([*BASE, "buffer.lease_s=2"])
     server, stop = serve(config, tmp_path)
     client, own = (BufferClient(server.address, timeout_s=10.0) for _ in range(2))
@@ -253,7 +262,9 @@ class Refusing(SimulatedEngine):
     def load(self, source: Snapshot | Broadcast) -> None:
         if self.times:
             self.times -= 1
-            raise EngineMismatch("version 0: 1 of 1 tensors in the engine do not have the published digest: w")
+            raise EngineMismatch(
+                "version 0: 1 of 1 tensors in the engine do not have the published digest: w"
+            )
         super().load(source)
 
 
@@ -326,7 +337,9 @@ def test_remax_makes_whole_groups_and_their_baselines_in_an_engine_that_has_just
     baselines = [dict(row["rewards"])[GREEDY] for row in rows]
     assert baselines[::2] == baselines[1::2] and set(baselines) == {0.0, 1.0}
     assert status.tokens.total == status.tokens.trained == sum(sum(row["sampled"]) for row in rows)
-    assert status.generators["g0"].sampled_tokens > status.tokens.total, "greedy ones stand outside the ledger"
+    assert status.generators["g0"].sampled_tokens > status.tokens.total, (
+        "greedy ones stand outside the ledger"
+    )
 
 
 def test_a_generator_tells_of_the_tokens_of_samples_that_have_not_ended(start: Callable[..., Rig]) -> None:
@@ -334,7 +347,9 @@ def test_a_generator_tells_of_the_tokens_of_samples_that_have_not_ended(start: C
     rig.generators[0]._engine = SimulatedEngine(tokens_per_s=50, slots=16, mean_tokens=5000, cv=0)
     rig.publish(0)
     deadline = time.monotonic() + 20
-    while not (report := rig.client.call(m.Watch(after=0, wait_s=0.0), m.News).status.generators["g0"]).decoded_tokens:
+    while not (
+        report := rig.client.call(m.Watch(after=0, wait_s=0.0), m.News).status.generators["g0"]
+    ).decoded_tokens:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert report.sampled_tokens == 0
@@ -376,7 +391,9 @@ class Scripted:
     def _end(self, sample: str, reason: str) -> Completion:
         n = self._num_tokens(sample)
         del self.samples[sample]
-        return Completion(id=sample, tokens=[1] * n, logprobs=[0.0] * n, versions=[0] * n, finish_reason=reason)
+        return Completion(
+            id=sample, tokens=[1] * n, logprobs=[0.0] * n, versions=[0] * n, finish_reason=reason
+        )
 
 
 class Recorded:
@@ -393,7 +410,9 @@ class Recorded:
 
     def receive(self, wait_s: float) -> list[Answer]:
         said = [type(said) for said in self.said]
-        if len(self.answers) == 1 and any(said.count(kind) < self.expected.count(kind) for kind in self.expected):
+        if len(self.answers) == 1 and any(
+            said.count(kind) < self.expected.count(kind) for kind in self.expected
+        ):
             time.sleep(0.001)
             return []
         return [Answer(0, self.answers.pop(0), [])]
@@ -428,12 +447,22 @@ def test_the_greedy_sample_of_remax_is_scored_and_counted_nowhere_and_evaluation
     def lease(number: int, split: str = "train") -> m.Lease:
         samples = 2 if split == "train" else 1
         return m.Lease(
-            id=number, split=split, task="t", index=number, seed=0, group=number, due=0, floor=0, num_samples=samples
+            id=number,
+            split=split,
+            task="t",
+            index=number,
+            seed=0,
+            group=number,
+            due=0,
+            floor=0,
+            num_samples=samples,
         )
 
     work = m.Work(leases=[lease(6, "eval"), lease(7), lease(8), lease(9)], version=0, weights="")
     standing = m.Standing(revoked=[], version=0, weights="")
-    revoked, over = (m.Standing(revoked=r, version=0, weights="", ended=e) for r, e in (([7], False), ([], True)))
+    revoked, over = (
+        m.Standing(revoked=r, version=0, weights="", ended=e) for r, e in (([7], False), ([], True))
+    )
     client = Recorded([work, standing, standing, revoked, over])
     engine = Scripted([[], ["6/0", "7/2", "7/0", "8/2"], ["8/0", "8/1", "9/0", "9/1", "9/2"]])
     ticks = itertools.count()
@@ -454,11 +483,16 @@ def test_the_greedy_sample_of_remax_is_scored_and_counted_nowhere_and_evaluation
         "four of three leave room for one of 16"
     )
     assert client.progress[:2] == [{6: 0, 7: 0, 8: 0, 9: 0}, {6: 1, 7: 3, 8: 3, 9: 3}]
-    assert {6: 1, 7: 3, 8: 3, 9: 3} | client.progress[2] == {6: 1, 7: 3, 8: 3, 9: 3}, "6 may have been scored by now"
+    assert {6: 1, 7: 3, 8: 3, 9: 3} | client.progress[2] == {6: 1, 7: 3, 8: 3, 9: 3}, (
+        "6 may have been scored by now"
+    )
     failed = {said.lease: (said.num_tokens, said.revoked) for said in client.said if isinstance(said, m.Fail)}
     assert failed == {7: (3, True), 9: (3, False)}
     ((first, second),) = client.groups
-    assert [row["sample"] for row in (first, second)] == [0, 1] and [first["reward"], second["reward"]] == [1.0, 2.0]
+    assert [row["sample"] for row in (first, second)] == [0, 1] and [first["reward"], second["reward"]] == [
+        1.0,
+        2.0,
+    ]
     assert first["rewards"] == second["rewards"] == [(GREEDY, 100.0)]
     assert [said.reward for said in client.said if isinstance(said, m.Evaluated)] == [1.0]
 

@@ -47,7 +47,10 @@ def give_transfer_engine(rig: Rig, backend: str) -> None:
 
     worker = rig.engine._core.engine_core.model_executor.driver_worker.worker
     worker.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
-        WeightTransferConfig(backend=backend), worker.vllm_config, worker.device, worker.model_runner.get_model()
+        WeightTransferConfig(backend=backend),
+        worker.vllm_config,
+        worker.device,
+        worker.model_runner.get_model(),
     )
 
 
@@ -104,7 +107,9 @@ def test_an_engine_on_the_learners_gpu_asks_for_the_devices_copy_and_gets_it(
         assert len(list(rig.publisher.folder.glob("*.ipc"))) == 1, "only the newest is on the device"
 
 
-def test_a_copy_that_an_engine_is_reading_is_not_written_over(rig: Rig, ipc: dict[bytes, torch.Tensor]) -> None:
+def test_a_copy_that_an_engine_is_reading_is_not_written_over(
+    rig: Rig, ipc: dict[bytes, torch.Tensor]
+) -> None:
     rig.load(0)
     held = rig.load(1)
     with cuda_ipc.on_device(held, GPU) as update:
@@ -114,7 +119,9 @@ def test_a_copy_that_an_engine_is_reading_is_not_written_over(rig: Rig, ipc: dic
         assert all(torch.equal(ipc[handle], tensor) for handle, tensor in before.items())
     rig.engine.load(Snapshot(manifest))
     assert serves(rig, manifest), "through shared memory"
-    assert serves(rig, rig.load(1)) and list(rig.publisher.folder.glob("*.ipc")), "and then again from the device"
+    assert serves(rig, rig.load(1)) and list(rig.publisher.folder.glob("*.ipc")), (
+        "and then again from the device"
+    )
 
 
 def test_a_wrong_byte_on_the_device_is_found_out(rig: Rig, ipc: dict[bytes, torch.Tensor]) -> None:
@@ -127,7 +134,9 @@ def test_a_wrong_byte_on_the_device_is_found_out(rig: Rig, ipc: dict[bytes, torc
     assert serves(rig, rig.load(0))
 
 
-def test_copies_are_made_for_engines_of_the_same_gpu_only(tmp_path: Path, ipc: dict[bytes, torch.Tensor]) -> None:
+def test_copies_are_made_for_engines_of_the_same_gpu_only(
+    tmp_path: Path, ipc: dict[bytes, torch.Tensor]
+) -> None:
     (tmp_path / "gpu-another").touch()
     device = DeviceCopy(tmp_path, GPU, torch.device("cpu"))
     assert [part.name for part in device.tee(parts({"a": torch.ones(3)}))] == ["a"] and not device._tensors
@@ -138,7 +147,9 @@ def test_what_is_offered_is_on_the_device_wherever_the_learner_holds_it(
 ) -> None:
     """With `cpu_offload` the parts are in the host's memory, which CUDA IPC cannot share. A tensor of another shape is shared anew."""
     shared: list[torch.Tensor] = []
-    monkeypatch.setattr(cuda_ipc, "reduce_tensor", lambda tensor: (None, (shared.append(tensor), len(shared))))
+    monkeypatch.setattr(
+        cuda_ipc, "reduce_tensor", lambda tensor: (None, (shared.append(tensor), len(shared)))
+    )
     device = DeviceCopy(tmp_path, GPU, torch.device("meta"), always=True)
     for version, size in enumerate((3, 3, 4)):
         list(device.tee(parts({"a": torch.ones(size), "b": torch.ones(2)})))
@@ -146,7 +157,9 @@ def test_what_is_offered_is_on_the_device_wherever_the_learner_holds_it(
     assert [(tensor.device.type, len(tensor)) for tensor in shared] == [("meta", 3), ("meta", 2), ("meta", 4)]
 
 
-def test_an_engine_that_shares_its_gpu_is_told_how_much_kv_to_keep(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_shares_its_gpu_is_told_how_much_kv_to_keep(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from generators import vllm_engine
     from generators.vllm_engine import VllmEngine
 
@@ -158,12 +171,16 @@ def test_an_engine_that_shares_its_gpu_is_told_how_much_kv_to_keep(rig: Rig, mon
 
     def told(**more: Any) -> Any:
         with pytest.raises(Told) as caught:
-            VllmEngine(str(model), dtype="bfloat16", max_model_len=160, max_sequences=32, shares_gpu=True, **more)
+            VllmEngine(
+                str(model), dtype="bfloat16", max_model_len=160, max_sequences=32, shares_gpu=True, **more
+            )
         return caught.value.args[0]
 
     model = rig.publisher.folder.parent / "model"
     monkeypatch.setattr(vllm_engine, "InprocClient", core)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80 << 30))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80 << 30)
+    )
     config = told()
     expected = kv_cache_bytes(
         sizes_of(json.loads((model / "config.json").read_text())), budget=config.cache_config.gpu_memory_utilization * (80 << 30),
@@ -171,7 +188,9 @@ def test_an_engine_that_shares_its_gpu_is_told_how_much_kv_to_keep(rig: Rig, mon
     )  # fmt: skip
     assert config.cache_config.kv_cache_memory_bytes == expected > 60 << 30
     assert told(kv_cache_mb=16).cache_config.kv_cache_memory_bytes == 16 << 20, "or as much as the user says"
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=1 << 30))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=1 << 30)
+    )
     with pytest.raises(ValueError, match="generators.gpu_memory_fraction must leave room for KV"):
         VllmEngine(str(model), dtype="bfloat16", max_model_len=160, max_sequences=32, shares_gpu=True)
 
@@ -263,7 +282,9 @@ def test_a_receiver_that_dies_in_a_broadcast_does_not_hold_the_learners_device(
     while not link.broken:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert links.send(Send(Path(manifest.path).stem, "0" * 16)).fresh, "who comes back gets a group of its own"
+    assert links.send(Send(Path(manifest.path).stem, "0" * 16)).fresh, (
+        "who comes back gets a group of its own"
+    )
     links.close()
     publisher.close()
 

@@ -129,14 +129,18 @@ def test_a_pull_of_weights_that_takes_several_leases_and_stalls_loses_none_while
     assert taken.groups == [0, 1, 2, 3] and not rig.status().quarantined  # type: ignore[union-attr]
 
 
-def test_a_pull_in_which_nothing_comes_keeps_its_leases_until_it_counts_as_stalled(start: Callable[..., Rig]) -> None:
+def test_a_pull_in_which_nothing_comes_keeps_its_leases_until_it_counts_as_stalled(
+    start: Callable[..., Rig],
+) -> None:
     rig, pulling = start("buffer.stalled_s=5"), Pulling(bytes_come_in=False)
     rig.publish(0)
     rig.generate(engine(), pulling)
     status = rig.wait_for(lambda status: "g" in status.roles and status.roles["g"].for_s > 3)
     assert not status.quarantined and status.groups.in_flight, "longer than a lease lasts"
     status = rig.wait_for(lambda status: status.quarantined)
-    assert any(re.match(r"stalled: fetching version 0 for \d+ s", error) for error in status.quarantined.values())
+    assert any(
+        re.match(r"stalled: fetching version 0 for \d+ s", error) for error in status.quarantined.values()
+    )
     pulling.end.set()
 
 
@@ -161,13 +165,17 @@ def test_a_loop_that_hangs_loses_its_leases_though_its_heart_beats_and_goes_on_w
     if not status.quarantined:  # it may have begun to load before it had leases
         assert status.roles["g"].activity == "loading version 0"
         status = rig.wait_for(lambda status: status.quarantined)
-    assert any(re.match(r"stalled: loading version 0 for \d+ s", error) for error in status.quarantined.values())
+    assert any(
+        re.match(r"stalled: loading version 0 for \d+ s", error) for error in status.quarantined.values()
+    )
     hanging.end.set()
     assert rig.client.next(0, wait_s=50.0).groups, "others fill the places, or itself"  # type: ignore[union-attr]
     client.close()
 
 
-def test_a_generator_beats_while_its_engine_starts(start: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generator_beats_while_its_engine_starts(
+    start: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig, going = start(), threading.Event()
 
     def slowly(config: object, seed: int, shares_gpu: bool) -> SimulatedEngine:
@@ -183,7 +191,9 @@ def test_a_generator_beats_while_its_engine_starts(start: Callable[..., Rig], mo
     rig.wait_for(lambda status: status.roles["g"].activity == "waiting for leases")
 
 
-def test_the_wait_for_a_batch_names_the_generators_states_until_all_are_ready(start: Callable[..., Rig]) -> None:
+def test_the_wait_for_a_batch_names_the_generators_states_until_all_are_ready(
+    start: Callable[..., Rig],
+) -> None:
     rig = start("generators.count=2")
     buffer = rig.server.buffer
 
@@ -223,7 +233,9 @@ def test_an_engine_that_starts_while_others_work_is_named(start: Callable[..., R
     )
     rig.client.call(m.Join(generator="b"), m.Welcome)
     rig.client.call(beat, m.Standing)
-    status = rig.wait_for(lambda status: "b: starting the engine for 60 s" in status.waiting_for or status.groups.total)
+    status = rig.wait_for(
+        lambda status: "b: starting the engine for 60 s" in status.waiting_for or status.groups.total
+    )
     assert status.waiting_for.count("starting the engine") == 1, "it is named once"
 
 
@@ -241,7 +253,9 @@ def test_an_engine_that_cannot_start_ends_its_heartbeat_and_says_why(
     assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
 
 
-def test_a_role_that_is_not_heard_of_is_named_and_one_that_has_said_farewell_is_not(start: Callable[..., Rig]) -> None:
+def test_a_role_that_is_not_heard_of_is_named_and_one_that_has_said_farewell_is_not(
+    start: Callable[..., Rig],
+) -> None:
     rig = start()
     hearts = [
         HeartbeatThread(rig.client.another(), partial(m.Alive, role=f"learner-{rank}"), "loading the model")
@@ -253,7 +267,9 @@ def test_a_role_that_is_not_heard_of_is_named_and_one_that_has_said_farewell_is_
     hearts[0].close()
     hearts[1].close(m.Alive(role="learner-1", activity="leaving", ended=True))
     status = rig.wait_for(
-        lambda status: re.search(r"learner-0: not heard of for \d+ s \(then: training step 3\)", status.waiting_for)
+        lambda status: re.search(
+            r"learner-0: not heard of for \d+ s \(then: training step 3\)", status.waiting_for
+        )
     )
     assert list(status.roles) == ["learner-0"]
     (told,) = [family for family in families(status) if family.name == "slipstream_role_last_heard_seconds"]
@@ -261,8 +277,13 @@ def test_a_role_that_is_not_heard_of_is_named_and_one_that_has_said_farewell_is_
     assert sample.labels == {"role": "learner-0"} and sample.value > beats.HEARTBEAT_S
 
 
-def test_a_heartbeat_that_comes_after_its_generator_has_left_does_not_bring_it_back(start: Callable[..., Rig]) -> None:
-    rig, beat = start(), m.Heartbeat(generator="g", progress={}, report=m.GeneratorReport(), activity="sampling")
+def test_a_heartbeat_that_comes_after_its_generator_has_left_does_not_bring_it_back(
+    start: Callable[..., Rig],
+) -> None:
+    rig, beat = (
+        start(),
+        m.Heartbeat(generator="g", progress={}, report=m.GeneratorReport(), activity="sampling"),
+    )
     for request, known in (
         (m.Join(generator="g"), True), (beat, True), (m.Leave(generator="g"), False), (beat, False),
         (m.Join(generator="g"), True), (beat, True),
@@ -288,7 +309,9 @@ def test_a_buffer_that_is_away_is_not_sent_more_and_more(monkeypatch: pytest.Mon
     heart.close()
 
 
-def test_of_answers_over_two_connections_the_older_does_not_take_a_generator_back(start: Callable[..., Rig]) -> None:
+def test_of_answers_over_two_connections_the_older_does_not_take_a_generator_back(
+    start: Callable[..., Rig],
+) -> None:
     rig = start()
     generator = Generator("g", rig.config, rig.client.another(), engine(), SimulatedEpisodes())
     newer = m.Work(leases=[], version=6, weights="v6", change=12)

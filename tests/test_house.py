@@ -19,13 +19,13 @@ MAY_IMPORT = {
 ONLY_IN = {
     "vllm": {"generators/vllm_engine.py", "sync/vllm_plugin.py"},
     "ray": {
-        "scripts/answers.py",
-        "scripts/train.py",
-        "scripts/cluster.py",
-        "scripts/newborn.py",
-        "scripts/roles.py",
-        "scripts/supervisor.py",
-        "scripts/benchmark_peers.py",
+        "scripts/slipstream/answers.py",
+        "scripts/slipstream/train.py",
+        "scripts/slipstream/cluster.py",
+        "scripts/slipstream/newborn.py",
+        "scripts/slipstream/roles.py",
+        "scripts/slipstream/supervisor.py",
+        "scripts/bench/slipstream_bench/buffer_peers.py",
     },
 }
 
@@ -68,7 +68,9 @@ def test_nothing_from_outside_is_unpickled_or_evaluated() -> None:
     for folder in (*MAY_IMPORT, "scripts"):
         for path in (ROOT / folder).rglob("*.py"):
             assert not imports(path) & {"pickle", "cloudpickle", "dill", "marshal"}, path
-            calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+            calls = [
+                node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+            ]
             assert not [f for f in calls if isinstance(f, ast.Name) and f.id in ("eval", "exec")], path
 
 
@@ -76,4 +78,6 @@ def test_every_file_holds_one_concept() -> None:
     for folder in (*MAY_IMPORT, "scripts"):
         for path in (ROOT / folder).rglob("*.py"):
             if path.name != "schema.py":
-                assert len(path.read_text().splitlines()) <= 500, f"{path.relative_to(ROOT)} holds two concepts"
+                assert len(path.read_text().splitlines()) <= 500, (
+                    f"{path.relative_to(ROOT)} holds two concepts"
+                )

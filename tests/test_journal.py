@@ -126,7 +126,9 @@ def check_with_stock_readers(folder: Path) -> None:
     (path,) = folder.glob("*.arrow")
     file = pa.ipc.open_file(str(path))
     assert file.schema == SCHEMA and file.num_record_batches == 5
-    assert all(file.get_batch(number).equals(group(number, 3 + number)) for number in range(5)), "in any order"
+    assert all(file.get_batch(number).equals(group(number, 3 + number)) for number in range(5)), (
+        "in any order"
+    )
     data = pyarrow.dataset.dataset(str(folder), format="arrow", exclude_invalid_files=True)
     assert data.count_rows() == 10
     frame = polars.read_ipc(path)
@@ -205,7 +207,10 @@ def test_what_users_keep_beside_the_journals_files_is_theirs(tmp_path: Path) -> 
     """A run that lives looks into its folders as well, where retention wants to know what is there."""
     journal, _ = open_journal(tmp_path)
     write(journal, 0)
-    theirs = [tmp_path / name for name in ("best.arrow", "000000 (copy).arrow", "log/notes.jsonl", "state/old.state")]
+    theirs = [
+        tmp_path / name
+        for name in ("best.arrow", "000000 (copy).arrow", "log/notes.jsonl", "state/old.state")
+    ]
     for path in theirs:
         path.write_text("theirs")
     assert journal.closed_segments() == set()
@@ -264,14 +269,18 @@ def test_a_log_hurt_anywhere_is_cut_at_its_tail_or_refused_by_place_and_nothing_
     fsync = b'"durability":"fsync"' in whole
     if more_follows and not (fsync and line_start >= last_synced(torn)):
         before = contents(tmp_path)
-        with pytest.raises(DamagedLog, match=rf"got damage at byte {line_start} of .*{victim.name}.*repair.sh"):
+        with pytest.raises(
+            DamagedLog, match=rf"got damage at byte {line_start} of .*{victim.name}.*repair.sh"
+        ):
             open_journal(tmp_path)[0].close()
         assert contents(tmp_path) == before, "a journal that is refused is not touched"
         return
     journal, told = open_journal(tmp_path)
     kept = {event.group for event in events(tmp_path) if isinstance(event, Accepted)}
     lines_before = whole[:place].count(b"\n") if kind != "cut" or hurt.endswith(b"\n") else hurt.count(b"\n")
-    assert len(kept) >= (9 if victim.name.startswith("000001") else 0) + max(0, lines_before - 10), "before the damage"
+    assert len(kept) >= (9 if victim.name.startswith("000001") else 0) + max(0, lines_before - 10), (
+        "before the damage"
+    )
     if told:
         aside = b"".join(path.read_bytes() for path in sorted(tmp_path.rglob("*.cut-*")))
         assert hurt[line_start:] in aside, "what was cut is kept beside"
@@ -284,7 +293,10 @@ def test_a_log_hurt_anywhere_is_cut_at_its_tail_or_refused_by_place_and_nothing_
 
 def last_synced(folder: Path) -> int:
     """Where the last file of the log is known to be on the disk, as it says itself."""
-    return max((event.end for event in read_events(folder) if isinstance(event, Synced) and event.log == 1), default=0)
+    return max(
+        (event.end for event in read_events(folder) if isinstance(event, Synced) and event.log == 1),
+        default=0,
+    )
 
 
 def test_a_hole_in_what_was_not_synced_is_a_torn_tail_however_much_follows_it(tmp_path: Path) -> None:
@@ -332,7 +344,9 @@ def test_a_damaged_state_is_passed_over_for_the_one_before(torn: Path, tmp_path:
     data[len(data) // 2] ^= 1
     newest.write_bytes(data)
     found = read_journal(tmp_path)
-    assert found.state is not None and len([x for x in found.tail.lines if isinstance(x.event, Accepted)]) == 18
+    assert (
+        found.state is not None and len([x for x in found.tail.lines if isinstance(x.event, Accepted)]) == 18
+    )
 
 
 def test_no_number_of_a_segment_is_used_again_whatever_is_dropped(tmp_path: Path) -> None:
@@ -352,7 +366,9 @@ def test_no_number_of_a_segment_is_used_again_whatever_is_dropped(tmp_path: Path
         assert not list(tmp_path.glob("*.arrow")), "all were dropped, the newest too"
 
 
-def test_a_bit_that_rots_in_a_closed_segment_is_found_when_the_group_is_read(torn: Path, tmp_path: Path) -> None:
+def test_a_bit_that_rots_in_a_closed_segment_is_found_when_the_group_is_read(
+    torn: Path, tmp_path: Path
+) -> None:
     shutil.copytree(torn, tmp_path, dirs_exist_ok=True)
     event = next(event for event in read_events(tmp_path) if isinstance(event, Accepted))
     path = tmp_path / "000000.arrow"
@@ -377,13 +393,17 @@ def test_every_event_survives_the_log() -> None:
     assert [e.decode(e.encode(event)) for event in events] == events
 
 
-def test_a_hole_behind_the_first_line_of_a_file_is_a_torn_tail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hole_behind_the_first_line_of_a_file_is_a_torn_tail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Power is lost before the first commit to a new file of the log is on the disk: what was synced is there, a later
     page is there, and what lies between is not."""
     synced: dict[Path, int] = {}
     sync = journal_module.sync_file
     monkeypatch.setattr(
-        journal_module, "sync_file", lambda file, path: (sync(file, path), synced.update({path: path.stat().st_size}))
+        journal_module,
+        "sync_file",
+        lambda file, path: (sync(file, path), synced.update({path: path.stat().st_size})),
     )
     journal, _ = open_journal(tmp_path / "j", Durability.fsync)
     path = tmp_path / "j/log/000000.jsonl"

@@ -108,7 +108,9 @@ def test_a_generators_key_cannot_publish_stop_or_rewind(connect: Connect, served
         with pytest.raises(RefusedByBuffer, match="must not be said with the key of a generator"):
             generator.exchange(request)
     status = operator.call(m.Watch(after=0, wait_s=0.0), m.News).status
-    assert status.version == -1 and status.refused == {"forbidden": 3} and served.server.buffer.stopping is None
+    assert (
+        status.version == -1 and status.refused == {"forbidden": 3} and served.server.buffer.stopping is None
+    )
 
 
 def test_a_key_that_is_deleted_is_shut_out_within_a_second_on_open_connections_too(
@@ -163,7 +165,9 @@ def test_when_the_authenticator_dies_nobody_gets_in_and_the_server_ends_with_its
     assert isinstance(served.error, RuntimeError) and "a disk has gone" in str(served.error.__cause__)
 
 
-def test_a_socket_whose_authenticator_is_dead_lets_nobody_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_whose_authenticator_is_dead_lets_nobody_in(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     server, client = context.socket(zmq.ROUTER), zmq.Context.instance().socket(zmq.DEALER)
     for socket in (server, client):
@@ -205,10 +209,16 @@ def test_a_run_with_keys_is_one_command_and_a_machine_joins_it_with_a_generators
     run.wait_for(lambda: run.steps() >= 1, "first step", timeout_s=180)
     address = re.search(r"tcp://\S+", (run.folder / "logs" / "buffer.log").read_text())
     assert address is not None
-    joined = start("role=generators", "generators.count=1", f"buffer.address={address[0]}", f"buffer.keys={machine}")
+    joined = start(
+        "role=generators", "generators.count=1", f"buffer.address={address[0]}", f"buffer.keys={machine}"
+    )
 
     def makers() -> set[str]:
-        return {name for batch in read_groups(run.folder / "journal") for name in batch.column("generator").to_pylist()}
+        return {
+            name
+            for batch in read_groups(run.folder / "journal")
+            for name in batch.column("generator").to_pylist()
+        }
 
     run.wait_for(lambda: len(makers()) == 2, "group from the machine that joined", timeout_s=150)
     (folder / "allowed" / "generator" / "machine.key").unlink()
@@ -222,11 +232,16 @@ def test_a_run_with_keys_is_one_command_and_a_machine_joins_it_with_a_generators
 
 
 def test_generators_whose_buffer_refuses_them_end_with_a_sentence(
-    served: Served, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    served: Served,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The key is taken away between two questions of the command that has started them."""
     import ray
-    import train
+
+    from slipstream import train
 
     def wait(refs: list[object], timeout: float) -> tuple[list[object], list[object]]:
         (folder / "allowed" / "generator" / "generator.key").unlink(missing_ok=True)
@@ -236,7 +251,11 @@ def test_generators_whose_buffer_refuses_them_end_with_a_sentence(
     monkeypatch.setattr(ray, "wait", wait)
     monkeypatch.setattr(train, "cluster", lambda config: contextlib.nullcontext())
     monkeypatch.setattr(train.Fleet, "_launch", lambda self: {"a reference": self._names[0]})
-    overrides = [f"buffer.address={served.server.address}", f"buffer.keys={folder}", f"run.outputs={tmp_path}"]
+    overrides = [
+        f"buffer.address={served.server.address}",
+        f"buffer.keys={folder}",
+        f"run.outputs={tmp_path}",
+    ]
     fleet = train.Fleet(load([*SMALL, *overrides]), train.Signals())
     assert fleet.drive() == 1
     assert re.search("revoked|not allowed any more|must hold a key", capsys.readouterr().err)

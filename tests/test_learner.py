@@ -61,8 +61,13 @@ def test_arrow_columns_become_flat_tensors(batch: Batch, trajectories: list[Traj
     assert batch.groups.tolist() == [row.group for row in trajectories]
 
 
-def test_a_batch_knows_what_was_cut_off_and_what_the_greedy_response_earned(trajectories: list[Trajectory]) -> None:
-    nan, found = float("nan"), [{GREEDY: 0.5, "format": 1.0}, {"format": 1.0}, {}, {"format": 0.0, GREEDY: -2.0}]
+def test_a_batch_knows_what_was_cut_off_and_what_the_greedy_response_earned(
+    trajectories: list[Trajectory],
+) -> None:
+    nan, found = (
+        float("nan"),
+        [{GREEDY: 0.5, "format": 1.0}, {"format": 1.0}, {}, {"format": 0.0, GREEDY: -2.0}],
+    )
     reasons = ["length", "stop", "length", "abort"]
     rows = [
         replace(row, rewards=rewards, finish_reason=reason)
@@ -80,7 +85,9 @@ def test_a_plan_holds_every_row_once_within_budget_and_equally_many_for_each_ran
     shares = plan(np.array(lengths), budget, num_ranks).shares
     assert sorted(row for share in shares for rows in share for row in rows) == list(range(len(lengths)))
     assert len({len(share) for share in shares}) == 1 and all(rows for share in shares for rows in share)
-    crowded = [rows for share in shares for rows in share if len(rows) > 1 and sum(lengths[r] for r in rows) > budget]
+    crowded = [
+        rows for share in shares for rows in share if len(rows) > 1 and sum(lengths[r] for r in rows) > budget
+    ]
     assert not crowded or len(shares[0]) == len(lengths) // num_ranks, "over budget only where rows run out"
 
 
@@ -113,7 +120,9 @@ def test_logprobs_equal_one_forward_a_sequence(
 
 
 @pytest.mark.parametrize("budget", [10_000, 40])
-def test_an_update_equals_plain_pytorch(engine: FsdpEngine, fixed_model: Path, batch: Batch, budget: int) -> None:
+def test_an_update_equals_plain_pytorch(
+    engine: FsdpEngine, fixed_model: Path, batch: Batch, budget: int
+) -> None:
     weights = torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(0))
     model = AutoModelForCausalLM.from_pretrained(fixed_model)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)

@@ -284,14 +284,20 @@ def test_without_adapters_the_base_answers_to_the_bit_also_after_training(
 ) -> None:
     row, found = ROWS[name], runs(name)[0]
     base, frozen = on_ranks(row.ranks, untrained, tmp_path / "ranks", row, made(row.model, folder))[0]
-    assert found.frozen.keys() == frozen.keys() and all(torch.equal(found.frozen[key], frozen[key]) for key in frozen)
+    assert found.frozen.keys() == frozen.keys() and all(
+        torch.equal(found.frozen[key], frozen[key]) for key in frozen
+    )
     assert all(torch.equal(logprobs, base) for logprobs in found.base)
     assert (found.logprobs - base).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_what_is_published_is_a_file_of_stock_peft_or_the_model_that_peft_makes_of_it(
-    name: str, folder: Path, references: Callable[[Row], Outcome], runs: Callable[[str], list[Found]], tmp_path: Path
+    name: str,
+    folder: Path,
+    references: Callable[[Row], Outcome],
+    runs: Callable[[str], list[Found]],
+    tmp_path: Path,
 ) -> None:
     row, found = ROWS[name], runs(name)[0]
     save_file(found.adapters, tmp_path / "adapter_model.safetensors")
@@ -313,7 +319,8 @@ def test_adapters_are_drawn_the_same_on_any_number_of_ranks(runs: Callable[[str]
 
 
 @pytest.mark.parametrize(
-    ("targets", "wrong"), [("q_prj", "q_prj"), ("q_proj,", ""), ("v_proj, lm_head", "lm_head"), ("norm", "norm")]
+    ("targets", "wrong"),
+    [("q_prj", "q_prj"), ("q_proj,", ""), ("v_proj, lm_head", "lm_head"), ("norm", "norm")],
 )
 def test_targets_that_name_no_linear_layer_are_refused(folder: Path, targets: str, wrong: str) -> None:
     rule = r"learner.lora.targets must be all-linear or names .*\(down_proj, .*, v_proj\), "
@@ -323,7 +330,8 @@ def test_targets_that_name_no_linear_layer_are_refused(folder: Path, targets: st
 
 def test_recomputed_activations_change_nothing(folder: Path) -> None:
     engines = [
-        make_engine(made("qwen3", folder), LoraConfig(rank=RANK), activation_checkpointing=on) for on in (False, True)
+        make_engine(made("qwen3", folder), LoraConfig(rank=RANK), activation_checkpointing=on)
+        for on in (False, True)
     ]
     first, second = ([update(engine, World(), share_of(engine))[1] for _ in range(2)] for engine in engines)
     assert first == pytest.approx(second, rel=1e-6)

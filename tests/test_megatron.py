@@ -107,7 +107,9 @@ def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor], s
 
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe"])
-def test_an_update_is_hugging_faces_own(name: str, num_microbatches: int, folder: Path, tmp_path: Path) -> None:
+def test_an_update_is_hugging_faces_own(
+    name: str, num_microbatches: int, folder: Path, tmp_path: Path
+) -> None:
     engine, parts = MegatronEngine(folder / name, **OPTIONS), parts_of({1: 70, 3: 30}[num_microbatches])
     assert len(parts) == num_microbatches
     model = AutoModelForCausalLM.from_pretrained(folder / name, attn_implementation="eager")
@@ -217,7 +219,13 @@ def lives(folder: Path, alone: Callable[[str], Any]) -> Callable[[str], list[dic
         model, ranks, options = LAYOUTS[name]
         alone(model)
         return on_ranks(
-            ranks, life, folder / f"{name}, ranks", folder / model, options, folder / model / "single", folder / name
+            ranks,
+            life,
+            folder / f"{name}, ranks",
+            folder / model,
+            options,
+            folder / model / "single",
+            folder / name,
         )
 
     return live
@@ -255,7 +263,9 @@ def test_packed_sequences_do_not_see_each_other(name: str, lives: Lives) -> None
 
 
 @layouts
-def test_a_snapshot_holds_what_was_when_it_was_taken_whatever_is_trained_meanwhile(name: str, lives: Lives) -> None:
+def test_a_snapshot_holds_what_was_when_it_was_taken_whatever_is_trained_meanwhile(
+    name: str, lives: Lives
+) -> None:
     found = lives(name)[0]
     assert same(found["resumed"], found["stepped"]) and not same(found["after"], found["stepped"])
 
@@ -298,7 +308,9 @@ def heads_of(world: World, model: Path, options: dict[str, Any]) -> dict[str, An
     found["weights"] = collect(engine.weights())
     frozen = MegatronEngine(model, kind=Kind.frozen, **OPTIONS, **options)
     found["frozen"] = frozen.infer(parts)
-    found["buffers"] = [parameter.requires_grad for parameter in frozen._model.parameters()] + [hasattr(frozen, "_ddp")]
+    found["buffers"] = [parameter.requires_grad for parameter in frozen._model.parameters()] + [
+        hasattr(frozen, "_ddp")
+    ]
     found["without"] = frozen_entropy(MegatronEngine(model, **OPTIONS, **options), parts)
     critic = MegatronEngine(model, kind=Kind.critic, **OPTIONS, **options)
     found["values"] = critic.infer(parts)
@@ -324,7 +336,9 @@ def squared_error(values: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
 
 @pytest.fixture(scope="module")
 def divided_heads(folder: Path) -> dict[str, Any]:
-    ranks = on_ranks(4, heads_of, folder / "heads", folder / "qwen3", {"tensor_parallel": 2, "pipeline_parallel": 2})
+    ranks = on_ranks(
+        4, heads_of, folder / "heads", folder / "qwen3", {"tensor_parallel": 2, "pipeline_parallel": 2}
+    )
     assert [found["speaks"] for found in ranks] == [False, False, True, False]
     return ranks[2] | {"weights": ranks[0]["weights"]}
 
@@ -350,7 +364,9 @@ def test_a_critic_is_the_one_that_fsdp_makes(divided_heads: dict[str, Any], fold
             torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
             assert found.abs().max() > 0.01
         if key == "values":
-            assert critic.update(parts, squared_error, LR) == pytest.approx(divided_heads["critic's norm"], rel=1e-5)
+            assert critic.update(parts, squared_error, LR) == pytest.approx(
+                divided_heads["critic's norm"], rel=1e-5
+            )
 
 
 def test_a_frozen_model_says_what_it_says_without_gradients_or_optimizer(
@@ -401,7 +417,9 @@ def test_activation_checkpointing_computes_each_layer_again_in_the_backward_pass
 
 
 def test_what_megatron_cannot_have_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="model_type .* must be one of llama, qwen2, qwen3, qwen3_moe .* got phi"):
+    with pytest.raises(
+        ValueError, match="model_type .* must be one of llama, qwen2, qwen3, qwen3_moe .* got phi"
+    ):
         MegatronEngine(folder / "phi")
     with pytest.raises(ValueError, match="expert_parallel must be 1 for a model without experts, got 2"):
         MegatronEngine(folder / "qwen3", expert_parallel=2)

@@ -87,8 +87,12 @@ def test_what_makes_the_plan_smaller_does(fixed_model: Path) -> None:
     offloaded = changed(config, fsdp=replace(config.learner.fsdp, cpu_offload=True))
     assert parts(offloaded, cuda=True)["optimizer"] == 0 < parts(offloaded)["optimizer"]
     assert parts(configured(fixed_model, "algo=ppo"))["optimizer"] == 2 * base["optimizer"]
-    assert parts(configured(fixed_model, "algo=ppo", "placement.critic=own"))["optimizer"] == base["optimizer"]
-    assert parts(configured(fixed_model, "algo=grpo", "algo.kl.loss_coef=0.1"))["weights"] == 2 * base["weights"]
+    assert (
+        parts(configured(fixed_model, "algo=ppo", "placement.critic=own"))["optimizer"] == base["optimizer"]
+    )
+    assert (
+        parts(configured(fixed_model, "algo=grpo", "algo.kl.loss_coef=0.1"))["weights"] == 2 * base["weights"]
+    )
 
 
 def test_the_plan_counts_what_stands_between_shards_and_whole_tensors(fixed_model: Path) -> None:
@@ -99,12 +103,16 @@ def test_the_plan_counts_what_stands_between_shards_and_whole_tensors(fixed_mode
         parts(configured(fixed_model, "algo=grpo", "learner.ranks=2", f"learner.fsdp.accumulate={choice}"))
         for choice in ("reduce", "whole")
     )
-    assert one["gathered"] == 4 * (ends + layer) and two["gathered"] == 4 * (ends + layer + max(ends, 2 * layer))
+    assert one["gathered"] == 4 * (ends + layer) and two["gathered"] == 4 * (
+        ends + layer + max(ends, 2 * layer)
+    )
     assert two["reduced"] == 8 * max(ends, layer), "gradients, and the buffer that sends them"
     assert whole["gradients"] == 2 * two["gradients"] == one["gradients"], "of two ranks"
     low_rank = parts(configured(fixed_model, "algo=grpo", "learner.lora.rank=2"))
     assert 20 * low_rank["reduced"] < one["reduced"] and low_rank["head"] == one["head"] - 4 * 320 * 64
-    assert parts(configured(fixed_model, "algo=ppo"))["gradients"] == one["gradients"], "one model after the other"
+    assert parts(configured(fixed_model, "algo=ppo"))["gradients"] == one["gradients"], (
+        "one model after the other"
+    )
 
 
 def test_gradients_that_stay_whole_are_on_the_gpu_whatever_is_offloaded(fixed_model: Path) -> None:
@@ -146,7 +154,8 @@ def test_what_does_not_fit_into_the_gpu_is_named_with_the_plan(fixed_model: Path
     config = configured(fixed_model, "algo=grpo")
     with (
         pytest.raises(
-            ValueError, match="must fit into its GPU .*got: CUDA out of memory. .*Planned: memory of a learner rank"
+            ValueError,
+            match="must fit into its GPU .*got: CUDA out of memory. .*Planned: memory of a learner rank",
         ),
         named_shortage(config),
     ):

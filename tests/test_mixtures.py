@@ -79,7 +79,9 @@ def published(world: World, folder: Path) -> dict[str, list[Weights]]:
         engine = FsdpEngine(folder / family)
         weights = [collect(engine.weights())]
         for _ in range(3):
-            engine.update([pack(lesson(), [0, 1])], lambda logprobs, entropy, packed: -logprobs.sum() / 48, 1e-2)
+            engine.update(
+                [pack(lesson(), [0, 1])], lambda logprobs, entropy, packed: -logprobs.sum() / 48, 1e-2
+            )
         found[family] = [*weights, collect(engine.weights())]
         engine._publish_dtype = torch.bfloat16
         found[family].append(collect(engine.weights()))
@@ -156,7 +158,9 @@ def routed(
         chosen[layer] = outputs[2].sort(-1).values
 
     hooks = [
-        layer.mlp.gate.register_forward_hook(lambda module, inputs, outputs, number=number: keep(number, outputs))
+        layer.mlp.gate.register_forward_hook(
+            lambda module, inputs, outputs, number=number: keep(number, outputs)
+        )
         for number, layer in enumerate(model.model.layers)
         if hasattr(layer.mlp, "gate")
     ]
@@ -214,13 +218,17 @@ def test_one_changed_number_of_an_expert_changes_the_digest_of_its_tensor_alone(
 ) -> None:
     rig = rigs(family)
     manifest = rig.load(0)
-    assert all(len(found) == 1 for found in (changed_by(rig, manifest, leaf) for leaf in ("w13_weight", "w2_weight")))
+    assert all(
+        len(found) == 1 for found in (changed_by(rig, manifest, leaf) for leaf in ("w13_weight", "w2_weight"))
+    )
     rig.load(0)
     assert rig.wrong(manifest) == []
 
 
 def changed_by(rig: Rig, manifest: Manifest, leaf: str) -> list[str]:
-    parameter = next(data for name, data in rig.parameters().items() if "layers.1" in name and name.endswith(leaf))
+    parameter = next(
+        data for name, data in rig.parameters().items() if "layers.1" in name and name.endswith(leaf)
+    )
     place = parameter[2].nonzero()[0]  # what is zero may be padding
     parameter[(2, *place)] += 1e-3
     wrong = rig.wrong(manifest)
@@ -229,7 +237,9 @@ def changed_by(rig: Rig, manifest: Manifest, leaf: str) -> list[str]:
     return wrong
 
 
-def test_a_routers_correction_bias_is_published_in_float32_taken_up_and_attested(rigs: Callable[[str], Rig]) -> None:
+def test_a_routers_correction_bias_is_published_in_float32_taken_up_and_attested(
+    rigs: Callable[[str], Rig],
+) -> None:
     rig = rigs("deepseek_v3")
     assert {weights[BIAS].dtype for weights in rig.learner} == {torch.float32}
     assert {tensor.dtype for name, tensor in rig.learner[2].items() if name != BIAS} == {torch.bfloat16}
@@ -258,7 +268,9 @@ def test_what_latent_attention_derives_of_a_matrix_is_attested_with_it(rigs: Cal
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_kernels_order_of_elements_is_found_and_anything_but_an_order_is_refused(dtype: torch.dtype) -> None:
+def test_a_kernels_order_of_elements_is_found_and_anything_but_an_order_is_refused(
+    dtype: torch.dtype,
+) -> None:
     rows, columns = 320, 300  # more elements than a bfloat16's 16 bits can number
     order = torch.randperm(rows * columns, generator=torch.Generator().manual_seed(0))
 
@@ -268,5 +280,7 @@ def test_a_kernels_order_of_elements_is_found_and_anything_but_an_order_is_refus
     matrix = torch.randn(rows, columns).to(dtype)
     places = element_places(rows, columns, dtype, pack)
     assert torch.equal(pack(matrix[None]).view(-1)[places], matrix)
-    with pytest.raises(RuntimeError, match="must keep experts as a new order of their elements, got another form for"):
+    with pytest.raises(
+        RuntimeError, match="must keep experts as a new order of their elements, got another form for"
+    ):
         element_places(rows, columns, dtype, lambda matrix: matrix.clamp(max=0))

@@ -46,7 +46,9 @@ def states(models: Models) -> dict[str, dict[str, Tensor]]:
 def differs(before: dict[str, Tensor], engine: Engine) -> bool:
     """Are the weights others than before?"""
     now = state_of(engine)
-    return not all(torch.equal(now[name], value) for name, value in before.items() if name.startswith("model."))
+    return not all(
+        torch.equal(now[name], value) for name, value in before.items() if name.startswith("model.")
+    )
 
 
 # ---- the critic
@@ -98,7 +100,9 @@ def test_vtrace_trusts_what_the_policy_would_do_more_often_and_mistrusts_what_it
     assert (advantages(trainer.logprobs(batch) + 5).abs() < 0.05).all()
 
 
-def test_the_critic_starts_from_a_model_of_its_own_when_it_is_given_one(fixed_model: Path, tmp_path: Path) -> None:
+def test_the_critic_starts_from_a_model_of_its_own_when_it_is_given_one(
+    fixed_model: Path, tmp_path: Path
+) -> None:
     from transformers import AutoModelForTokenClassification
 
     model = AutoModelForTokenClassification.from_pretrained(fixed_model, num_labels=1)
@@ -151,7 +155,9 @@ def test_a_checkpoint_without_a_critic_is_refused_by_an_algorithm_that_has_one(
     load_models(configured(fixed_model, "algo=grpo")).snapshot()(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["engine"]
     for algo, missing in (("ppo", "critic"), ("prime", "reward_model")):
-        with pytest.raises(ValueError, match=f"must hold a {missing} for this algorithm, got {tmp_path} without one"):
+        with pytest.raises(
+            ValueError, match=f"must hold a {missing} for this algorithm, got {tmp_path} without one"
+        ):
             load_models(configured(fixed_model, f"algo={algo}")).load(tmp_path)
 
 
@@ -214,14 +220,18 @@ def test_the_coefficient_rises_while_the_policy_is_further_off_than_its_target_a
     before = trainer.kl_coef
     metrics, _ = trainer.train(batch, STEP)
     assert (
-        trainer.kl_coef == metrics["policy/kl_coef"] == pytest.approx(before * (1 + error * batch.num_sequences / 240))
+        trainer.kl_coef
+        == metrics["policy/kl_coef"]
+        == pytest.approx(before * (1 + error * batch.num_sequences / 240))
     )
 
 
 # ---- the implicit reward model
 
 
-def test_the_implicit_reward_model_learns_outcomes_and_says_nothing_before(fixed_model: Path, batch: Batch) -> None:
+def test_the_implicit_reward_model_learns_outcomes_and_says_nothing_before(
+    fixed_model: Path, batch: Batch
+) -> None:
     config = configured(fixed_model, "algo=prime", "algo.prime.lr=2e-3", "learner.lr=1e-5")
     trainer = Trainer(config, load_models(config))
     reward_model, reference = trainer.models.reward_model, trainer.models.reference

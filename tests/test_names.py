@@ -18,5 +18,8 @@ context.destroy(linger=0)
 
 def test_the_names_of_peers_cannot_be_guessed() -> None:
     """Whoever bears the next one aborts a server: see `hide_names`."""
-    runs = [subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True) for _ in range(2)]
+    runs = [
+        subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
     assert len({run.stdout for run in runs} | {"006b8b4567\n"}) == 3

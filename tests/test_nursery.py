@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import newborn
 import psutil
 import pytest
-from nursery import Stage, nursery
+
+from slipstream import newborn
+from slipstream.nursery import Stage, nursery
 
 SHOW = """
 import json, os, sys
@@ -79,7 +80,9 @@ def test_a_worker_has_the_files_folder_arguments_and_environment_of_who_asks_and
         assert err == "complaint\n" and asking.returncode == 0
         assert worker["arguments"] == ["--a", "b c"] and worker["name"] == "__main__"
         assert worker["folder"] == str(folder) and worker["environment"]["SET_BY_RAYLET"] == "yes"
-        assert (worker["environment"].get("SET_BY_IMPORT") == "yes") == (stage is not None), "imports may set some too"
+        assert (worker["environment"].get("SET_BY_IMPORT") == "yes") == (stage is not None), (
+            "imports may set some too"
+        )
         assert worker["imported"] == imported and worker["pid"] != asking.pid, "forked"
         groups.add(worker["group"])
     assert len(groups) == 4, "a raylet kills a worker with its process group"
@@ -111,7 +114,9 @@ def test_where_a_stage_has_ended_ray_starts_its_own_worker(stages: None, folder:
     assert worker["imported"] == [] and worker["arguments"] == ["--a"], (
         "the stage had a thread, which a fork would lack"
     )
-    assert worker["environment"][newborn.STAGE] == "generator", "Ray's own start takes the environment from the context"
+    assert worker["environment"][newborn.STAGE] == "generator", (
+        "Ray's own start takes the environment from the context"
+    )
 
 
 def test_a_nursery_ends_with_its_driver(folder: Path) -> None:
@@ -120,7 +125,9 @@ def test_a_nursery_ends_with_its_driver(folder: Path) -> None:
         "with nursery({'buffer': Stage(['colorsys'], []), 'learner': Stage(['wave'], [])}): print('up', flush=True); time.sleep(600)"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(newborn.__file__).parent)}
-    driver = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True
+    )
     assert driver.stdout is not None and driver.stdout.readline() == "up\n"
     (first,) = psutil.Process(driver.pid).children()
     driver.send_signal(signal.SIGKILL)
@@ -135,11 +142,13 @@ def test_a_nursery_ends_with_its_driver(folder: Path) -> None:
 
 def test_a_driver_that_finds_the_tiny_model_or_a_checkpoint_never_imports_torch() -> None:
     code = (
-        "import sys, train; from learners import checkpoint; assert checkpoint.latest(train.Path('nowhere')) is None\n"
+        "import sys; from slipstream import train; from learners import checkpoint; assert checkpoint.latest(train.Path('nowhere')) is None\n"
         "from learners import tiny_cache; tiny_cache.Path.exists = lambda path: True\n"
         "tiny_cache.tiny_model(iter([('1 + 1', '2')])); assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
     )
     root = Path(newborn.__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'scripts'}"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr

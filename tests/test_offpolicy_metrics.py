@@ -166,9 +166,13 @@ def test_the_figures_of_a_step_equal_their_definitions(seed: int, surrogate: str
 @pytest.mark.parametrize("staleness", range(20))
 def test_each_staleness_has_its_bucket(staleness: int) -> None:
     columns = case(0) | {"staleness": torch.full((60,), staleness)}
-    shares = {name: value for name, value in figures(AlgoConfig(), columns).items() if name.endswith("/share")}
+    shares = {
+        name: value for name, value in figures(AlgoConfig(), columns).items() if name.endswith("/share")
+    }
     wanted = (
-        {0: "0", 1: "1", 2: "2_3", 3: "2_3"} | dict.fromkeys(range(4, 8), "4_7") | dict.fromkeys(range(8, 16), "8_15")
+        {0: "0", 1: "1", 2: "2_3", 3: "2_3"}
+        | dict.fromkeys(range(4, 8), "4_7")
+        | dict.fromkeys(range(8, 16), "8_15")
     )
     assert shares == {f"staleness_{wanted.get(staleness, '16_up')}/share": 1.0}
 
@@ -194,7 +198,8 @@ def test_quantiles_of_ratios_lie_in_the_bins_of_those_of_the_whole_list(log_rati
     found, edges = summarize(sums), LOG_RATIO_EDGES
     for name, share in QUANTILES.items():
         low, high = (
-            float(torch.quantile(ell.clamp(-20, 20), share, interpolation=side)) for side in ("lower", "higher")
+            float(torch.quantile(ell.clamp(-20, 20), share, interpolation=side))
+            for side in ("lower", "higher")
         )
         least, most = edges[(edges[1:-1] <= low).sum()], edges[(edges[1:-1] <= high).sum() + 1]
         assert math.exp(least) * (1 - 1e-9) <= found[f"offpolicy/ratio_{name}"] <= math.exp(most) * (1 + 1e-9)
@@ -202,7 +207,10 @@ def test_quantiles_of_ratios_lie_in_the_bins_of_those_of_the_whole_list(log_rati
 
 def test_the_bins_of_log_ratios_are_fine_around_zero_and_a_quarter_wide_beyond() -> None:
     columns = case(5, num_tokens=4000)
-    columns |= {"mask": torch.ones(4000, dtype=torch.bool), "behavior_logprobs": columns["behavior_logprobs"] + 0.2}
+    columns |= {
+        "mask": torch.ones(4000, dtype=torch.bool),
+        "behavior_logprobs": columns["behavior_logprobs"] + 0.2,
+    }
     found = figures(AlgoConfig(), columns)
     ell = columns["logprobs"] - columns["behavior_logprobs"]
     for name, share in QUANTILES.items():
@@ -219,7 +227,15 @@ def test_where_all_policies_are_equal_nothing_is_off_policy(surrogate: str, kind
     found = figures(AlgoConfig(surrogate=surrogate, correction=kind, rejection=drop), columns)
     for name in ("ess", "ess_token", "ess_sequence", "weight_mean"):
         assert found[f"offpolicy/{name}"] == pytest.approx(1)
-    for name in ("kl_k1", "kl_k2", "kl_k3", "chi2", "chi2_sequence", "truncated_fraction", "dropped_fraction"):
+    for name in (
+        "kl_k1",
+        "kl_k2",
+        "kl_k3",
+        "chi2",
+        "chi2_sequence",
+        "truncated_fraction",
+        "dropped_fraction",
+    ):
         assert found[f"offpolicy/{name}"] == pytest.approx(0, abs=1e-12)
     for name in QUANTILES:
         assert found[f"offpolicy/ratio_{name}"] == pytest.approx(1, abs=1e-5)
@@ -262,23 +278,33 @@ def test_what_is_normalised_has_the_same_effective_sample_size_and_a_mean_of_one
     columns = case(0)
     plain, normalised = (figures(algo_of("ppo", normalise_weights=n), columns) for n in (False, True))
     assert normalised["offpolicy/ess"] == pytest.approx(plain["offpolicy/ess"])
-    assert normalised["offpolicy/weight_mean"] == pytest.approx(1) != pytest.approx(plain["offpolicy/weight_mean"])
+    assert (
+        normalised["offpolicy/weight_mean"]
+        == pytest.approx(1)
+        != pytest.approx(plain["offpolicy/weight_mean"])
+    )
 
 
 @pytest.mark.parametrize("surrogate", ["ppo", "gspo", "dppo", "m2po"])
 @pytest.mark.parametrize(
     "parts", [[[0, 1, 2], [3, 4], [5, 6, 7, 8]], [[n] for n in range(9)], [[8, 3, 0, 5, 1, 7, 2, 4, 6]]]
 )
-def test_the_sums_of_microbatches_in_any_order_are_those_of_the_whole(surrogate: str, parts: list[list[int]]) -> None:
+def test_the_sums_of_microbatches_in_any_order_are_those_of_the_whole(
+    surrogate: str, parts: list[list[int]]
+) -> None:
     columns, algo = case(2), algo_of(surrogate, Correction.sequence_tis)
     ell = columns["proximal_logprobs"] - columns["behavior_logprobs"]
-    columns["correction"] = off_policy_weights(algo, ell, columns["advantages"], columns["mask"], columns["sequence"])
+    columns["correction"] = off_policy_weights(
+        algo, ell, columns["advantages"], columns["mask"], columns["sequence"]
+    )
     whole = policy_loss(algo, **columns)[1]
     pieces = []
     for part in parts:
         index = torch.cat([(columns["sequence"] == number).nonzero()[:, 0] for number in part])
         piece = {name: column[index] for name, column in columns.items()}
-        piece["sequence"] = torch.tensor([part.index(n) for n in piece["sequence"].tolist()], dtype=torch.int64)
+        piece["sequence"] = torch.tensor(
+            [part.index(n) for n in piece["sequence"].tolist()], dtype=torch.int64
+        )
         pieces.append(policy_loss(algo, **piece)[1])
     added = {name: sum(sums[name] for sums in pieces) for name in whole}
     for name, value in whole.items():
@@ -332,5 +358,7 @@ def test_k1_of_the_figures_estimates_the_divergence_of_the_behaviour() -> None:
         entropy=zeros, sequence=torch.arange(8),
     )  # fmt: skip
     found = summarize(sums)
-    assert found["offpolicy/kl_k1"] == pytest.approx(exact) and found["offpolicy/kl_k3"] == pytest.approx(exact)
+    assert found["offpolicy/kl_k1"] == pytest.approx(exact) and found["offpolicy/kl_k3"] == pytest.approx(
+        exact
+    )
     assert found["offpolicy/chi2"] == pytest.approx(float((policy**2 / behavior).sum()) - 1)

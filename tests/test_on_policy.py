@@ -97,7 +97,15 @@ def process_group(rendezvous: Path) -> Iterator[None]:
 @pytest.mark.whole_run
 @pytest.mark.timeout(900)
 def test_the_pipeline_at_s_zero_is_the_synchronous_loop_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "scripts/train.py", f"run.outputs={tmp_path}", "run.name=run", *SAME]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "slipstream.train",
+        f"run.outputs={tmp_path}",
+        "run.name=run",
+        *SAME,
+    ]
     run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     torch.set_num_threads(1)
     try:

@@ -58,7 +58,9 @@ def rule(differences: list[float], dtype: Dtype = Dtype.float32, outliers: int =
     generator = torch.full((len(differences),), -2.0)
     learner = generator + torch.tensor(differences)
     return agrees(
-        compare(learner, generator, torch.ones(len(differences), dtype=torch.bool)).values, tolerance, outliers
+        compare(learner, generator, torch.ones(len(differences), dtype=torch.bool)).values,
+        tolerance,
+        outliers,
     )
 
 
@@ -140,7 +142,9 @@ def test_a_step_with_few_fresh_tokens_is_measured_and_not_judged(batch: Batch) -
 
 
 @given(st.integers(2, 1 << 17), st.integers(1, 200))
-def test_a_probe_has_a_sequence_of_full_length_shorter_ones_and_one_for_each_share(longest: int, ranks: int) -> None:
+def test_a_probe_has_a_sequence_of_full_length_shorter_ones_and_one_for_each_share(
+    longest: int, ranks: int
+) -> None:
     config = replace(
         DEFAULT, generators=replace(DEFAULT.generators, max_model_len=longest), learner=replace(DEFAULT.learner, ranks=ranks)
     )  # fmt: skip
@@ -195,16 +199,24 @@ def probe_of(run: Harness, engine: Parrot, weights: str, name: str = "g") -> Non
         probe.take(completion, run.client)
 
 
-def test_an_engine_is_probed_once_a_life_of_the_learner_with_forced_samples_of_known_tokens(run: Harness) -> None:
+def test_an_engine_is_probed_once_a_life_of_the_learner_with_forced_samples_of_known_tokens(
+    run: Harness,
+) -> None:
     probe, engine = ParityProbe(run.server._config, "g"), Parrot()
     for life, version in (("first", 0), ("first", 1), ("second", 0)):
         probe.begin(engine, "w0", life, version)  # type: ignore[arg-type]
     half = len(engine.asked) // 2
-    assert half == len(probe_lengths(run.server._config)) and len(engine.aborted) == half, "one under way is given up"
-    assert [sample.prompt for sample in engine.asked[:half]] == [sample.prompt for sample in engine.asked[half:]]
+    assert half == len(probe_lengths(run.server._config)) and len(engine.aborted) == half, (
+        "one under way is given up"
+    )
+    assert [sample.prompt for sample in engine.asked[:half]] == [
+        sample.prompt for sample in engine.asked[half:]
+    ]
     lengths = [len(sample.prompt) + sample.max_tokens for sample in engine.asked[:half]]
     assert lengths == probe_lengths(run.server._config) and lengths[0] == 40
-    assert all(sample.forced and 0 <= min(sample.prompt) <= max(sample.prompt) < 50 for sample in engine.asked)
+    assert all(
+        sample.forced and 0 <= min(sample.prompt) <= max(sample.prompt) < 50 for sample in engine.asked
+    )
     simulated = ParityProbe(load([*PROBED, "generators.engine=simulated", "learner.engine=simulated"]), "g")
     simulated.begin(engine, "w0", "third", 50)  # type: ignore[arg-type]
     assert len(engine.asked) == 2 * half
@@ -244,7 +256,11 @@ def test_a_probe_reaches_the_learner_off_the_ledger_and_only_that_of_the_newest_
     probe_of(run, engine, "w0", "second")
     answer = next(a for _ in range(300) for a in run.client.receive(0.1) if a.number == number)
     rows = decode(answer.payload[0]).to_pylist()
-    assert {row["generator"] for row in rows} == {"first"} and rows[0]["tokens"][-1] == 0 and rows[3]["tokens"][-1] == 3
+    assert (
+        {row["generator"] for row in rows} == {"first"}
+        and rows[0]["tokens"][-1] == 0
+        and rows[3]["tokens"][-1] == 3
+    )
     assert [len(row["tokens"]) for row in rows] == probe_lengths(run.server._config)
     assert all(set(row["versions"]) == {-1, 0} for row in rows)
     run.publish(1)
@@ -262,7 +278,9 @@ def test_a_probe_reaches_the_learner_off_the_ledger_and_only_that_of_the_newest_
         ({"versions": [-1, 1]}, "versions must be in 0..0"),
     ],
 )  # fmt: skip
-def test_what_is_no_probe_is_refused_and_the_next_one_is_taken(run: Harness, change: dict[str, Any], why: str) -> None:
+def test_what_is_no_probe_is_refused_and_the_next_one_is_taken(
+    run: Harness, change: dict[str, Any], why: str
+) -> None:
     run.publish(0)
     good = Trajectory(
         group=0, sample=0, due=0, prompt_id=0, task="t", tokens=[1, 2], sampled=[False, True], logprobs=[0.0, -1.0],
@@ -298,7 +316,9 @@ class Buffered:
     def exchange(self, request: m.Request, *, wait_s: float = 0.0) -> tuple[m.Reply, list[memoryview]]:
         assert isinstance(request, m.NextProbe)
         self.asked += 1
-        return (m.NotYet(waiting_for="engines"), []) if self.asked == 1 else (m.Part(), [memoryview(self.rows)])
+        return (
+            (m.NotYet(waiting_for="engines"), []) if self.asked == 1 else (m.Part(), [memoryview(self.rows)])
+        )
 
 
 def rows_of(folder: Path, trainer: Trainer, spoiled: float = 0.0) -> list[Trajectory]:
@@ -308,7 +328,9 @@ def rows_of(folder: Path, trainer: Trainer, spoiled: float = 0.0) -> list[Trajec
     for row in rows:
         logprobs, at = learner[at : at + len(row.tokens)].tolist(), at + len(row.tokens)
         versions = [STEP if sampled else -1 for sampled in row.sampled]
-        found.append(replace(row, logprobs=logprobs, versions=versions, started_at=2.0, generator=f"g{row.group}"))
+        found.append(
+            replace(row, logprobs=logprobs, versions=versions, started_at=2.0, generator=f"g{row.group}")
+        )
     first = found[3].sampled.index(True)
     found[3].logprobs[first] -= spoiled
     return found
@@ -371,7 +393,9 @@ def judged(world: World, model: Path, folder: Path) -> tuple[str, str, str]:
     return clean, wrong, error_of(lambda: trainer.train(batch_of(half), STEP))
 
 
-def test_a_wrong_token_ends_the_run_on_every_rank_in_the_same_words(fixed_model: Path, tmp_path: Path) -> None:
+def test_a_wrong_token_ends_the_run_on_every_rank_in_the_same_words(
+    fixed_model: Path, tmp_path: Path
+) -> None:
     two = on_ranks(2, judged, tmp_path / "two", fixed_model, tmp_path)
     assert two[0] == two[1] and not two[0][0]
     _, wrong, half = two[0]
@@ -402,7 +426,10 @@ def test_each_step_measures_its_fresh_tokens_by_its_own_forward_pass(
     trainer = Trainer(config, load_models(config))
     batch = batch_of(rows_of(fixed_model, trainer))
     stale = replace(
-        batch, versions=torch.where(batch.sampled & (batch.groups % 2 == 1)[batch.sequence], STEP - 1, batch.versions)
+        batch,
+        versions=torch.where(
+            batch.sampled & (batch.groups % 2 == 1)[batch.sequence], STEP - 1, batch.versions
+        ),
     )
     assert "parity/tokens" not in trainer.train(stale, STEP)[0]
     trainer = Trainer(config, load_models(config))  # as the rows have it: the policy has moved

@@ -47,7 +47,9 @@ def submit(buffer: Buffer, lease: m.Lease, version: int, num_tokens: int = 3) ->
     return buffer.submit("g", [lease.id], SCHEMA_VERSION, data)[0]
 
 
-def live(buffer: Buffer, first: int, last: int, *, checkpoint_every: int = 2, keep: int = 1, tokens: int = 3) -> None:
+def live(
+    buffer: Buffer, first: int, last: int, *, checkpoint_every: int = 2, keep: int = 1, tokens: int = 3
+) -> None:
     """Steps `first` to `last` - 1 are published, made and trained; the groups due after the last are made as well."""
     for step in range(first, last):
         buffer.publish(step, f"w{step}")
@@ -70,7 +72,9 @@ def kill(buffer: Buffer, into: Path) -> Path:
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["closed", "killed"])
-def test_retention_and_any_number_of_restarts_lose_no_group(tmp_path: Path, config: Config, dies: bool) -> None:
+def test_retention_and_any_number_of_restarts_lose_no_group(
+    tmp_path: Path, config: Config, dies: bool
+) -> None:
     folder, step = tmp_path / "journal", 0
     dropping = load([*SETTINGS, "buffer.retention=checkpoints"])
     for life in range(4):
@@ -84,7 +88,11 @@ def test_retention_and_any_number_of_restarts_lose_no_group(tmp_path: Path, conf
         buffer.close()
         again = Buffer(dropping, folder)
         after = export_book(again.book)
-        assert (after.groups, after.num_consumed, after.ledger) == (before.groups, before.num_consumed, before.ledger)
+        assert (after.groups, after.num_consumed, after.ledger) == (
+            before.groups,
+            before.num_consumed,
+            before.ledger,
+        )
         again.close()
     assert {path.stem for path in folder.glob("*.arrow")} != set() and not (folder / "000000.arrow").exists()
     assert not (folder / "log/000000.jsonl").exists(), "of the log too, only what recovery may need is kept"
@@ -117,7 +125,11 @@ def test_the_log_rotates_by_itself_and_recovery_reads_only_the_tail(
     buffer.close()
     number, state = read_newest_state(folder)
     assert number > 5 and state is not None and len(state.book.groups) < 20
-    tail = sum(path.read_bytes().count(b"\n") for path in (folder / "log").glob("*.jsonl") if int(path.stem) >= number)
+    tail = sum(
+        path.read_bytes().count(b"\n")
+        for path in (folder / "log").glob("*.jsonl")
+        if int(path.stem) >= number
+    )
     assert tail < 150 < sum(1 for _ in read_events(folder)), "the history is there, and is not read"
     again = Buffer(config, folder)
     assert again.book.num_consumed == 40 and again.ledger.closes()
@@ -213,7 +225,11 @@ def harness(tmp_path: Path) -> Iterator[Callable[..., Harness]]:
 @pytest.mark.parametrize("remote", [False, True], ids=["mapped", "fetched"])
 @pytest.mark.parametrize("on_late", [OnLate.wait, OnLate.mask])
 def test_a_group_whose_bytes_have_changed_is_never_delivered_and_a_fresh_one_takes_its_place(
-    harness: Callable[..., Harness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool, on_late: OnLate
+    harness: Callable[..., Harness],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    remote: bool,
+    on_late: OnLate,
 ) -> None:
     if remote:
         monkeypatch.setattr("buffers.client.is_here", lambda folder, mark: False)
@@ -321,19 +337,25 @@ def test_a_log_with_a_rotten_line_refuses_to_open_is_repaired_and_the_run_goes_o
         Buffer(config, folder)
     report = repair_journal(folder)
     assert report.damage and report.step <= step
-    assert (folder / "log/000000.jsonl.damaged").read_bytes() == b"".join(lines), "what was damaged stays beside"
+    assert (folder / "log/000000.jsonl.damaged").read_bytes() == b"".join(lines), (
+        "what was damaged stays beside"
+    )
     shutil.copytree(folder, tmp_path / "log_alone")
     shutil.rmtree(tmp_path / "log_alone/state")
     again, other = Buffer(config, folder), Buffer(config, tmp_path / "log_alone")
     assert export_book(again.book) == export_book(other.book), "the mended log tells what the repair has done"
     other.close()
     assert again.ledger.closes() and again.book.num_consumed == report.step
-    kept = set(again.book.groups) | {g for uses, _ in again.book.trained.values() for g in [use.number for use in uses]}
+    kept = set(again.book.groups) | {
+        g for uses, _ in again.book.trained.values() for g in [use.number for use in uses]
+    }
     lost = acknowledged - kept
     assert lost <= report.lost_groups, "what is lost is listed"
     again.rewind(0)
     live(again, 0, step + 4, checkpoint_every=100)
-    assert again.ledger.closes() and again.book.num_consumed == step + 4, "no step waits for a group that is lost"
+    assert again.ledger.closes() and again.book.num_consumed == step + 4, (
+        "no step waits for a group that is lost"
+    )
     again.close()
     assert repair_journal(folder).damage == [], "once is enough"
 
@@ -393,7 +415,9 @@ def test_a_torn_segment_costs_the_groups_in_it_and_no_other(tmp_path: Path, conf
 
 
 @pytest.mark.parametrize("durability", ["os", "fsync"])
-def test_a_full_disk_is_named_and_the_run_goes_on_after_room_is_made(small_disk: Path, durability: str) -> None:
+def test_a_full_disk_is_named_and_the_run_goes_on_after_room_is_made(
+    small_disk: Path, durability: str
+) -> None:
     config = load([*SETTINGS, f"buffer.durability={durability}"])
     buffer = Buffer(config, small_disk / "journal")
     ballast = small_disk / "ballast"
@@ -401,7 +425,8 @@ def test_a_full_disk_is_named_and_the_run_goes_on_after_room_is_made(small_disk:
     acknowledged: list[int] = []
     step = 0
     with pytest.raises(
-        DiskFull, match=rf"the disk of {small_disk}.* must have room for [\d,]+ bytes more, got [\d,]+ bytes free"
+        DiskFull,
+        match=rf"the disk of {small_disk}.* must have room for [\d,]+ bytes more, got [\d,]+ bytes free",
     ):
         for step in range(1000):
             buffer.publish(step, f"w{step}")
@@ -543,13 +568,14 @@ def test_no_step_waits_after_a_repair_for_groups_whose_due_steps_are_lost(tmp_pa
         spread = [replace(row, reward=float(i * (lease.group != 2))) for i, row in enumerate(group_of(lease))]
         data = memoryview(encode(to_batch(spread))).cast("B")
         assert (
-            buffer.submit("g", [lease.id], SCHEMA_VERSION, data)[0] == ["accepted", "zero_variance"][lease.group == 2]
+            buffer.submit("g", [lease.id], SCHEMA_VERSION, data)[0]
+            == ["accepted", "zero_variance"][lease.group == 2]
         )
     fresh = buffer.lease("g")
     assert fresh is not None and fresh.due == 0
-    data = memoryview(encode(to_batch([replace(row, reward=float(i)) for i, row in enumerate(group_of(fresh))]))).cast(
-        "B"
-    )
+    data = memoryview(
+        encode(to_batch([replace(row, reward=float(i)) for i, row in enumerate(group_of(fresh))]))
+    ).cast("B")
     buffer.submit("g", [fresh.id], SCHEMA_VERSION, data)
     for step in range(2):
         if step:

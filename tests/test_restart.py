@@ -11,13 +11,9 @@ import psutil
 import pytest
 import ray
 import torch
-from cluster import cluster as in_cluster
-from nursery import FOLDER, Stage, nursery
-from roles import RoleFailed
 from runs import SIMULATED, Started, assert_accounts_close
 from safetensors.torch import load_file
 from scripted import ScriptedRole
-from supervisor import LearnerRanks, Loss
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_buffer import SMALL, Harness
 
@@ -25,6 +21,10 @@ from buffers import messages as m
 from buffers.client import BufferClient, RefusedByBuffer
 from configs.load import load
 from learners import checkpoint
+from slipstream.cluster import cluster as in_cluster
+from slipstream.nursery import FOLDER, Stage, nursery
+from slipstream.roles import RoleFailed
+from slipstream.supervisor import LearnerRanks, Loss
 
 SYNCHRONOUS = [
     "mode=on_policy", "learner.ranks=2", "generators.count=1", "learner.groups_per_step=8", "learner.samples_per_prompt=4",
@@ -66,13 +66,20 @@ def test_a_run_that_lost_a_rank_and_then_its_driver_ends_with_the_bits_of_one_th
     for started in (left_alone, run, again):
         started.assert_nothing_left()
     printed = run.process.stdout.read()  # type: ignore[union-attr]
-    assert re.search(r"learner-1 has died: the learner goes on from step [246] \(restart 1 of 3\)", printed), printed
+    assert re.search(
+        r"learner-1 has died: the learner goes on from step [246] \(restart 1 of 3\)", printed
+    ), printed
     summary = again.summary()
     assert (summary["status"], summary["steps"], summary["restarts"]) == ("finished", 10, {"learner": 1})
     assert summary["groups"]["trained"] == 10 * 8
     assert_accounts_close(summary)
     assert_every_step_is_recorded_once(
-        again, 10, "critic/loss", "critic/explained_variance", "policy/kl_reference", "staleness_0/clip_fraction"
+        again,
+        10,
+        "critic/loss",
+        "critic/explained_variance",
+        "policy/kl_reference",
+        "staleness_0/clip_fraction",
     )
     assert {path.name for path in (run.folder / "checkpoints" / "step_10").iterdir()} == {
         "manifest.json",
@@ -90,7 +97,11 @@ def last_tensors(run: Path) -> dict[str, torch.Tensor]:
     newest = checkpoint.latest(run / "checkpoints")
     assert newest is not None and newest.manifest.step == 10
     files = newest.folder.rglob("*.safetensors")
-    return {f"{file.relative_to(run)} {name}": tensor for file in files for name, tensor in load_file(file).items()}
+    return {
+        f"{file.relative_to(run)} {name}": tensor
+        for file in files
+        for name, tensor in load_file(file).items()
+    }
 
 
 def test_the_learner_begins_again_where_there_is_no_checkpoint_and_goes_on_from_one_where_there_is(
@@ -109,7 +120,8 @@ def test_the_learner_begins_again_where_there_is_no_checkpoint_and_goes_on_from_
     code, out = run.finish()
     assert code == 0, out
     assert (
-        "learner-0 has died: the learner goes on from the beginning: there is no checkpoint yet (restart 1 of 3)" in out
+        "learner-0 has died: the learner goes on from the beginning: there is no checkpoint yet (restart 1 of 3)"
+        in out
     )
     assert "learner-0 has died: the learner goes on from step 8 (restart 2 of 3)" in out
     assert "finished after 2 restarts of the learner" in out
@@ -129,7 +141,7 @@ def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # so that workers find this file
         patch.delenv(FOLDER, raising=False)
-        imports = ["ray._private.workers.default_worker", "roles", "scripted"]
+        imports = ["ray._private.workers.default_worker", "slipstream.roles", "scripted"]
         with nursery({"buffer": Stage([], imports)}), in_cluster(load([])):
             yield
 
@@ -154,7 +166,9 @@ class Play:
     def end(self) -> None:
         processes = [rank.process for rank in self.ranks._ranks if rank.process is not None]
         self.ranks.kill()
-        assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+        assert not any(
+            process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes
+        )
 
 
 @pytest.mark.parametrize(
@@ -210,7 +224,11 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 
 
 def test_what_a_dead_learner_has_sent_does_not_reach_the_life_after_it(harness: Harness) -> None:
-    dead, driver, learner = harness.client, BufferClient(harness.server.address), BufferClient(harness.server.address)
+    dead, driver, learner = (
+        harness.client,
+        BufferClient(harness.server.address),
+        BufferClient(harness.server.address),
+    )
     harness.publish(0)
     waiting = dead.post(m.Next(step=0, wait_s=30.0))
     driver.call(m.Rewind(step=0), m.Done)
@@ -221,12 +239,16 @@ def test_what_a_dead_learner_has_sent_does_not_reach_the_life_after_it(harness: 
     leases = harness.client.call(m.Ask(generator="g", count=100, wait_s=0.2), m.Work).leases
     assert [harness.submit(lease) for lease in leases if lease.split == "train"]
     assert isinstance(learner.next(0, wait_s=5.0), object)
-    assert not [answer for answer in dead.receive(0.3) if answer.number == waiting], "nobody waits for it any more"
+    assert not [answer for answer in dead.receive(0.3) if answer.number == waiting], (
+        "nobody waits for it any more"
+    )
     learner.close()
     driver.close()
 
 
-def test_evaluations_of_a_version_that_was_undone_are_asked_again_and_stay_off_the_ledger(harness: Harness) -> None:
+def test_evaluations_of_a_version_that_was_undone_are_asked_again_and_stay_off_the_ledger(
+    harness: Harness,
+) -> None:
     harness.publish(0)
     before = [lease for lease in harness.ask(2) if lease.split == "eval"]
     assert len(before) == 2, "two of the two prompts"

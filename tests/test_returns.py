@@ -10,7 +10,13 @@ from torch import Tensor
 
 from algos import rewards as shaping
 from algos.returns import discounted, gae, length_adaptive_lambda, turn_gae, turns, vtrace
-from algos.values import implicit_reward_loss, implicit_rewards, summarize_rewards, summarize_values, value_loss
+from algos.values import (
+    implicit_reward_loss,
+    implicit_rewards,
+    summarize_rewards,
+    summarize_values,
+    value_loss,
+)
 
 
 class Case:
@@ -24,7 +30,8 @@ class Case:
         self.mask = torch.rand(total, generator=rng) < 0.6
         self.sequence = torch.repeat_interleave(torch.arange(5), lengths)
         self.rewards, self.values, self.log_ratio = (
-            torch.where(self.mask, torch.randn(total, generator=rng, dtype=torch.float64), math.nan) for _ in range(3)
+            torch.where(self.mask, torch.randn(total, generator=rng, dtype=torch.float64), math.nan)
+            for _ in range(3)
         )
 
     def sequences(self) -> list[list[int]]:
@@ -75,7 +82,9 @@ def test_discounted_returns_equal_their_sum(seed: int, gamma: float) -> None:
     case, expected = Case(seed), {}
     for tokens in case.sequences():
         for i, t in enumerate(tokens):
-            expected[t] = sum(gamma ** (j - i) * float(case.rewards[tokens[j]]) for j in range(i, len(tokens)))
+            expected[t] = sum(
+                gamma ** (j - i) * float(case.rewards[tokens[j]]) for j in range(i, len(tokens))
+            )
     expect(discounted(case.rewards, case.mask, case.offsets, gamma), expected)
 
 
@@ -104,7 +113,9 @@ def test_vtrace_equals_its_equation(seed: int, gamma: float, lam: float, bars: t
         for s, t in enumerate(tokens):
             targets[t] = target[s]
             advantages[t] = min(rho_bar, ratio[s]) * (reward[s] + gamma * target[s + 1] - value[s])
-    found = vtrace(case.rewards, case.values, case.log_ratio, case.mask, case.offsets, gamma, lam, rho_bar, c_bar)
+    found = vtrace(
+        case.rewards, case.values, case.log_ratio, case.mask, case.offsets, gamma, lam, rho_bar, c_bar
+    )
     expect(found[0], advantages)
     expect(found[1], targets)
 
@@ -115,8 +126,12 @@ def test_vtrace_on_policy_is_the_return_and_gae_at_lambda_one_too(seed: int, gam
     case = Case(seed)
     same = torch.where(case.mask, 0.0, math.nan).double()
     returns = discounted(case.rewards, case.mask, case.offsets, gamma)
-    torch.testing.assert_close(vtrace(case.rewards, case.values, same, case.mask, case.offsets, gamma)[1], returns)
-    torch.testing.assert_close(gae(case.rewards, case.values, case.mask, case.offsets, gamma, 1.0)[1], returns)
+    torch.testing.assert_close(
+        vtrace(case.rewards, case.values, same, case.mask, case.offsets, gamma)[1], returns
+    )
+    torch.testing.assert_close(
+        gae(case.rewards, case.values, case.mask, case.offsets, gamma, 1.0)[1], returns
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -171,7 +186,9 @@ def test_lambda_by_sequence_is_each_sequences_own() -> None:
     case = Case(11)
     lengths = torch.tensor([len(tokens) for tokens in case.sequences()])
     lam = length_adaptive_lambda(lengths, alpha=0.5)
-    assert lam.tolist() == pytest.approx([min(1, max(0, 1 - 1 / (0.5 * max(1, n)))) for n in lengths.tolist()])
+    assert lam.tolist() == pytest.approx(
+        [min(1, max(0, 1 - 1 / (0.5 * max(1, n)))) for n in lengths.tolist()]
+    )
     together = gae(case.rewards, case.values, case.mask, case.offsets, 1.0, lam)[0]
     for number, tokens in enumerate(case.sequences()):
         alone = gae(case.rewards, case.values, case.mask, case.offsets, 1.0, float(lam[number]))[0]
@@ -208,13 +225,19 @@ def test_lambda_of_a_short_sequence_is_not_negative() -> None:
 
 def test_the_overlong_penalty_begins_at_the_cache_and_ends_at_minus_one() -> None:
     lengths = torch.tensor([1, 80, 90, 99, 100, 120])
-    assert shaping.soft_overlong_penalty(lengths, 100, 20).tolist() == pytest.approx([0, 0, -0.5, -0.95, -1, -1])
+    assert shaping.soft_overlong_penalty(lengths, 100, 20).tolist() == pytest.approx(
+        [0, 0, -0.5, -0.95, -1, -1]
+    )
 
 
 def test_kl_in_the_reward_is_charged_token_by_token_and_the_score_comes_last() -> None:
     mask = torch.tensor([False, True, True, False, True])
     shaped = shaping.with_kl(
-        torch.tensor([1.0, 2.0]), torch.tensor([math.nan, 0.1, 0.2, math.nan, 0.3]), 0.5, mask, torch.tensor([2, 4])
+        torch.tensor([1.0, 2.0]),
+        torch.tensor([math.nan, 0.1, 0.2, math.nan, 0.3]),
+        0.5,
+        mask,
+        torch.tensor([2, 4]),
     )
     assert shaped.tolist() == pytest.approx([0, -0.05, 0.9, 0, 1.85])
 
@@ -222,7 +245,9 @@ def test_kl_in_the_reward_is_charged_token_by_token_and_the_score_comes_last() -
 def test_normalised_rewards_have_mean_zero_and_equal_ones_give_zero() -> None:
     rewards = torch.tensor([1.0, 2, 3, 10])
     found = shaping.normalised(rewards)
-    assert float(found.mean()) == pytest.approx(0, abs=1e-6) and float(found.square().mean()) == pytest.approx(1)
+    assert float(found.mean()) == pytest.approx(0, abs=1e-6) and float(
+        found.square().mean()
+    ) == pytest.approx(1)
     assert shaping.normalised(rewards, clip=1.0).abs().max() <= 1
     assert shaping.normalised(torch.full((3,), 0.3)).tolist() == [0, 0, 0]
 
@@ -246,7 +271,10 @@ def columns(seed: int, num_tokens: int = 20) -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(seed)
     sequence = torch.sort(torch.randint(0, 6, (num_tokens,), generator=rng)).values
     mask = (torch.rand(num_tokens, generator=rng) < 0.7) & (sequence != 2)
-    found = {name: torch.randn(num_tokens, generator=rng, dtype=torch.float64) for name in ("x", "before", "targets")}
+    found = {
+        name: torch.randn(num_tokens, generator=rng, dtype=torch.float64)
+        for name in ("x", "before", "targets")
+    }
     found["outcomes"] = torch.tensor([0.0, 0.6, 1, 0, 0.25, 1]).double()[sequence]
     found["weights"] = torch.rand(num_tokens, generator=rng, dtype=torch.float64)
     return {name: torch.where(mask, column, math.nan) for name, column in found.items()} | {
@@ -294,7 +322,11 @@ def test_the_loss_of_values_equals_its_equation(seed: int, clip: float | None) -
 def test_the_loss_of_implicit_rewards_is_the_cross_entropy_of_their_sum(seed: int) -> None:
     c, expected, right, told = columns(seed), 0.0, 0, 0
     assert implicit_rewards(c["x"], c["before"], 0.3)[c["mask"]].tolist() == pytest.approx(
-        [0.3 * (x - y) for x, y, m in zip(c["x"].tolist(), c["before"].tolist(), c["mask"].tolist(), strict=True) if m]
+        [
+            0.3 * (x - y)
+            for x, y, m in zip(c["x"].tolist(), c["before"].tolist(), c["mask"].tolist(), strict=True)
+            if m
+        ]
     )
     for number in range(6):
         tokens = [t for t in range(20) if c["mask"][t] and c["sequence"][t] == number]
@@ -321,7 +353,9 @@ def test_losses_of_values_and_rewards_pass_gradcheck(name: str) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_is_not_sampled_cannot_matter_to_a_value_or_reward_even_when_it_is_nan(name: str) -> None:
     dirty = columns(1)
-    clean = {key: torch.where(dirty["mask"], c, 0.5) if c.is_floating_point() else c for key, c in dirty.items()}
+    clean = {
+        key: torch.where(dirty["mask"], c, 0.5) if c.is_floating_point() else c for key, c in dirty.items()
+    }
     leaves, found = [], []
     for c in (dirty, clean):
         leaves.append(c["x"].clone().requires_grad_())

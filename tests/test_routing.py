@@ -89,7 +89,9 @@ def test_a_replayed_choice_has_the_routers_own_weights_and_its_gradient() -> Non
     torch.testing.assert_close(weights, logits.gather(1, used).softmax(-1))
     weights[:, 0].sum().backward()
     assert (
-        logits.grad is not None and (logits.grad[0, [0, 6]] != 0).all() and logits.grad[0, own[0]].count_nonzero() <= 2
+        logits.grad is not None
+        and (logits.grad[0, [0, 6]] != 0).all()
+        and logits.grad[0, own[0]].count_nonzero() <= 2
     )
 
 
@@ -98,11 +100,17 @@ def test_a_model_without_experts_and_settings_that_lose_records_are_refused(tmp_
     with pytest.raises(ValueError, match="router_replay must be false for a model without experts, got true"):
         read_routing(tmp_path, True)
     assert read_routing(tmp_path, False) == Routing()
-    (tmp_path / "config.json").write_text('{"num_hidden_layers": 3, "num_experts_per_tok": 2, "n_routed_experts": 8}')
+    (tmp_path / "config.json").write_text(
+        '{"num_hidden_layers": 3, "num_experts_per_tok": 2, "n_routed_experts": 8}'
+    )
     assert read_routing(tmp_path, True) == Routing(6, 8)
-    with pytest.raises(ValueError, match="generators.prefix_cache must be false with learner.moe.router_replay"):
+    with pytest.raises(
+        ValueError, match="generators.prefix_cache must be false with learner.moe.router_replay"
+    ):
         load(["learner.moe.router_replay=true", "generators.prefix_cache=true"])
-    with pytest.raises(ValueError, match="router_replay must be false with learner.activation_checkpointing and"):
+    with pytest.raises(
+        ValueError, match="router_replay must be false with learner.activation_checkpointing and"
+    ):
         load([
             "learner.moe.router_replay=true", "learner.activation_checkpointing=true", "learner.engine=megatron",
             "learner.ranks=2", "learner.megatron.pipeline_parallel=2",

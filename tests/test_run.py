@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import export
 import pytest
 import torch
-from nursery import FOLDER
 from runs import ROOT, SIMULATED, Started, assert_accounts_close
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffers.journal import read_groups
+from slipstream import export
+from slipstream.nursery import FOLDER
 
 SUMMARY = {
     "mode": None, "status": None, "steps": None, "version": None, "wall_s": None, "restarts": {"learner"},
@@ -35,7 +35,9 @@ SUMMARY = {
 }  # fmt: skip
 
 
-def test_a_run_that_is_stopped_in_whatever_way_leaves_no_process_and_goes_on(start: Callable[..., Started]) -> None:
+def test_a_run_that_is_stopped_in_whatever_way_leaves_no_process_and_goes_on(
+    start: Callable[..., Started],
+) -> None:
     """One run in four lives: stopped in a step of 7 s, while its learner starts again, by a user without patience, and finished."""
     controlled = "staleness.controller=ess"
     run = start(*SIMULATED, controlled, "generators.simulated.train_tokens_per_s=45", "run.steps=1000")
@@ -106,17 +108,23 @@ def lost() -> Iterator[subprocess.Popen[str]]:
 def test_generators_join_a_run_and_leave_it_and_what_a_killed_driver_leaves_goes_on_without_a_checkpoint(
     start: Callable[..., Started], lost: subprocess.Popen[str]
 ) -> None:
-    speed = (
-        "generators.simulated.train_tokens_per_s"  # about a step a second: without a checkpoint all are trained again
+    speed = "generators.simulated.train_tokens_per_s"  # about a step a second: without a checkpoint all are trained again
+    run = start(
+        *SIMULATED, f"{speed}=400", "run.steps=1000", "buffer.lease_s=3", "learner.checkpoint_every=1000"
     )
-    run = start(*SIMULATED, f"{speed}=400", "run.steps=1000", "buffer.lease_s=3", "learner.checkpoint_every=1000")
     run.wait_for(lambda: run.steps() >= 1, "first step")
     address = re.search(r"tcp://\S+", (run.folder / "logs" / "buffer.log").read_text())
     assert address is not None
-    fleets = [start("role=generators", "generators.count=1", f"buffer.address={address[0]}") for _ in range(2)]
+    fleets = [
+        start("role=generators", "generators.count=1", f"buffer.address={address[0]}") for _ in range(2)
+    ]
 
     def recorded(column: str) -> set[object]:
-        return {value for batch in read_groups(run.folder / "journal") for value in batch.column(column).to_pylist()}
+        return {
+            value
+            for batch in read_groups(run.folder / "journal")
+            for value in batch.column(column).to_pylist()
+        }
 
     run.wait_for(lambda: len(recorded("generator")) == 3, "group from either fleet")
     fleets[0].process.send_signal(signal.SIGINT)
@@ -161,7 +169,10 @@ def main_job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iter
     """A smoke run in which a generator was killed, and what it printed. As a user's, it has a nursery of its own."""
     environment = {name: value for name, value in os.environ.items() if name != FOLDER}
     run = Started(
-        tmp_path_factory.mktemp("main"), "+experiment=smoke", "learner.parity_every=10", environment=environment
+        tmp_path_factory.mktemp("main"),
+        "+experiment=smoke",
+        "learner.parity_every=10",
+        environment=environment,
     )
     try:
         run.wait_for(lambda: run.steps() >= 3, "third step")
@@ -188,11 +199,13 @@ def test_the_main_job_learns_survives_a_killed_generator_and_accounts_for_every_
     assert (first["version"], last["version"], last["n"]) == (0, 40, 64)
     assert first["ci95"][0] < first["reward"] < first["ci95"][1] and last["reward"] <= 1
     assert re.search(
-        rf"held-out reward {first['reward']:.3f} ± 0\.\d+ \(version 0\) → {last['reward']:.3f} ± .*, of 64 prompts", out
+        rf"held-out reward {first['reward']:.3f} ± 0\.\d+ \(version 0\) → {last['reward']:.3f} ± .*, of 64 prompts",
+        out,
     )
     assert (run.folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
     start_s = [
-        summary["start_s"][what] for what in ("imports", "cluster", "buffer", "learner", "first_group", "first_step")
+        summary["start_s"][what]
+        for what in ("imports", "cluster", "buffer", "learner", "first_group", "first_step")
     ]
     assert start_s[0] > 0 and start_s == sorted(start_s) and start_s[-1] < summary["wall_s"] + 60
     assert f"first step {start_s[-1]:.1f} s after the command (imports {start_s[0]:.1f}, cluster" in out
@@ -208,7 +221,9 @@ def test_the_main_job_learns_survives_a_killed_generator_and_accounts_for_every_
     assert len(probed) == 4 and all(0 <= value < 1e-3 for value in probed.values()), (
         "before the first step and every 10"
     )
-    assert {"staleness/mean", "throughput/trained_tokens_per_s", "offpolicy/ess"} <= set(events.Tags()["scalars"])
+    assert {"staleness/mean", "throughput/trained_tokens_per_s", "offpolicy/ess"} <= set(
+        events.Tags()["scalars"]
+    )
     run.assert_nothing_left()
 
 
@@ -219,13 +234,17 @@ def test_the_run_is_trained_again_from_its_journal_to_the_same_bits(main_job: tu
     pipes = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     both = [subprocess.Popen([*command, *arguments], **pipes) for arguments in ([], study)]
     same, other = (process.communicate(timeout=300)[0] for process in both)
-    assert both[0].returncode == 0 and "bit for bit the same as the run in its checkpoints of steps 40" in same, same
+    assert (
+        both[0].returncode == 0 and "bit for bit the same as the run in its checkpoints of steps 40" in same
+    ), same
     assert both[1].returncode == 0 and "trained 3 steps" in other, other
-    checkpoint = next((run.folder / "replays" / "same" / "checkpoints" / "step_40" / "engine").glob("*.safetensors"))
+    checkpoint = next(
+        (run.folder / "replays" / "same" / "checkpoints" / "step_40" / "engine").glob("*.safetensors")
+    )
     tensors = load_file(checkpoint)
     tensors[min(tensors)].view(torch.uint8).flatten()[0] ^= 1
     save_file(tensors, checkpoint)
-    from replay import compare
+    from slipstream.replay import compare
 
     steps, different = compare(run.folder, run.folder / "replays" / "same")
     assert steps == [40] and different == [f"step 40: {min(tensors)}"], "a single bit is noticed"

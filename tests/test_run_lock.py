@@ -5,11 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
-import train
 from runs import SIMULATED
 
 from buffers.journal import lock_journal
 from configs import load as configs
+from slipstream import train
 
 
 @pytest.fixture

@@ -174,7 +174,9 @@ def replaying(model: Any, recorded: Tensor | None) -> Callable[[int, int], None]
         return logits, weights, chosen
 
     for number, layer in enumerate(model.model.layers if recorded is not None else ()):
-        layer.mlp.gate.register_forward_hook(lambda module, inputs, outputs, number=number: hook(number, outputs))
+        layer.mlp.gate.register_forward_hook(
+            lambda module, inputs, outputs, number=number: hook(number, outputs)
+        )
     return lambda start, end: span.__setitem__(slice(None), [start, end])
 
 
@@ -191,7 +193,9 @@ def balance_of(router_logits: list[Tensor], recorded: Tensor | None) -> tuple[Te
                 used = recorded[token].view(2, 2)[layer]
             for expert in used.tolist():
                 load[expert] += 1 / (2 * num_tokens)
-        losses.append(num_experts * sum(load[i] * probabilities[:, i].sum() / num_tokens for i in range(num_experts)))
+        losses.append(
+            num_experts * sum(load[i] * probabilities[:, i].sum() / num_tokens for i in range(num_experts))
+        )
         loads.append(load * num_experts)
     loss, load = torch.stack(losses), torch.stack(loads)
     figures = {
@@ -216,7 +220,9 @@ def reference(folder: Path, balance: float, replay: bool) -> Outcome:
         routers.append(out.router_logits if mixture else ())
         scores = (out.logits[0, :-1] / TEMPERATURE).log_softmax(-1)
         found = torch.cat([torch.zeros(1), scores.gather(-1, tokens[1:, None])[:, 0]])
-        loss = loss_of(found, batch.behavior_logprobs[start:end], torch.arange(int(end - start)), advantages[start:end])
+        loss = loss_of(
+            found, batch.behavior_logprobs[start:end], torch.arange(int(end - start)), advantages[start:end]
+        )
         loss.backward(retain_graph=True)
         logprobs[start:end] = found.detach()
         total += float(loss.detach())
@@ -228,7 +234,9 @@ def reference(folder: Path, balance: float, replay: bool) -> Outcome:
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM))
     optimizer.step()
     model.save_pretrained(folder / f"stepped-{balance}-{replay}")  # by the names that files have
-    return Outcome(total, norm, logprobs, published(folder / f"stepped-{balance}-{replay}"), gradients, routing)
+    return Outcome(
+        total, norm, logprobs, published(folder / f"stepped-{balance}-{replay}"), gradients, routing
+    )
 
 
 def published(folder: Path) -> dict[str, Tensor]:

@@ -38,7 +38,9 @@ def contents(c: Candidates) -> list[Accepted]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(["fifo", "freshest", "prioritized", "reward_balanced"]), st.integers(1, 40), st.data())
-def test_every_sampler_chooses_distinct_rows_and_the_same_again(name: str, num: int, data: st.DataObject) -> None:
+def test_every_sampler_chooses_distinct_rows_and_the_same_again(
+    name: str, num: int, data: st.DataObject
+) -> None:
     count, pool = data.draw(st.integers(1, num)), candidates(num)
     first, again = (
         draw(load_sampler(name, {}), contents(pool), pool.uses.tolist(), count, np.random.default_rng([3, 7]))
@@ -87,13 +89,19 @@ def test_reward_balanced_takes_turns_among_the_bins() -> None:
             {},
             "buffer.sampler must name a class that can be imported, got 'no_such_module:Sampler'",
         ),
-        ("prioritized", {"column": "beauty"}, "buffer.sampler_args must suit prioritized, .*column must be one of"),
+        (
+            "prioritized",
+            {"column": "beauty"},
+            "buffer.sampler_args must suit prioritized, .*column must be one of",
+        ),
         ("prioritized", {"beta": 2}, r"beta in \[0, 1\]"),
         ("reward_balanced", {"bins": 0}, "bins must be at least 1, got 0"),
         ("fifo", {"speed": 1}, "buffer.sampler_args must suit fifo, got {'speed': 1}"),
     ],
 )
-def test_a_sampler_that_cannot_be_is_refused_by_name(name: str, args: dict[str, object], message: str) -> None:
+def test_a_sampler_that_cannot_be_is_refused_by_name(
+    name: str, args: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         load_sampler(name, args)
 
@@ -126,11 +134,15 @@ def a_step(folder: Path, *overrides: str) -> Buffer:
             logprobs=[0.0] + [-1.0] * n,
             versions=[-1] + [0] * n,
         )
-        assert buffer.submit("g", [lease.id], SCHEMA_VERSION, memoryview(encode(to_batch(rows)))) == ["accepted"]
+        assert buffer.submit("g", [lease.id], SCHEMA_VERSION, memoryview(encode(to_batch(rows)))) == [
+            "accepted"
+        ]
     return buffer
 
 
-def test_a_sampler_of_your_own_chooses_and_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampler_of_your_own_chooses_and_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_samplers.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_samplers", raising=False)
@@ -160,7 +172,10 @@ def test_a_group_is_trained_up_to_max_uses_and_half_as_many_are_made(tmp_path: P
         buffer.next(step + 1)  # opens places where too few are left
         while (lease := buffer.lease("g")) is not None:
             buffer.submit(
-                "g", [lease.id], SCHEMA_VERSION, memoryview(encode(to_batch(group_of(lease, version=step + 1))))
+                "g",
+                [lease.id],
+                SCHEMA_VERSION,
+                memoryview(encode(to_batch(group_of(lease, version=step + 1)))),
             )
     assert max(uses.values()) == 2 and len(uses) < 6 * 4
     status = buffer.status("")
@@ -172,7 +187,11 @@ def test_a_group_is_trained_up_to_max_uses_and_half_as_many_are_made(tmp_path: P
 def test_weights_of_a_sampler_reach_the_batch(tmp_path: Path) -> None:
     buffer = a_step(tmp_path, "buffer.sampler=prioritized", "buffer.sampler_args.column=tokens")
     handout = buffer.next(0)
-    assert handout is not None and len(handout.weights) == 4 and max(handout.weights) == 1.0 > min(handout.weights)
+    assert (
+        handout is not None
+        and len(handout.weights) == 4
+        and max(handout.weights) == 1.0 > min(handout.weights)
+    )
     buffer.close()
     again = Buffer(load(["learner.groups_per_step=4", "learner.samples_per_prompt=2", "run.steps=9", "eval.prompts=0",
                          "staleness.max_versions=1", "buffer.sampler=freshest"]), tmp_path)  # fmt: skip

@@ -235,7 +235,9 @@ def test_whatever_a_score_raises_fails_its_group_and_its_thread_goes_on(
     pool.submit(1, [score], "a prompt")
     pool.submit(2, [fine], "a prompt")
     found = collect(pool, 2)
-    assert found[1].error is not None and found[1].error.startswith(error) and len(found[1].error) <= MAX_ERROR
+    assert (
+        found[1].error is not None and found[1].error.startswith(error) and len(found[1].error) <= MAX_ERROR
+    )
     assert found[2].error is None and not pool.num_abandoned
 
 
@@ -256,20 +258,34 @@ def test_whatever_a_score_raises_fails_its_group_and_its_thread_goes_on(
         (Score(1.0, {"length": -1e39}), "components['length'] must be within ± 3.4e38"),
         (Score(1.0, [1.0]), "components must be a dict of numbers by name, got [1.0]"),  # type: ignore[arg-type]
         (Score(1.0, {str(i): 0.0 for i in range(65)}), "components must be at most 64, got 65"),
-        (Score(1.0, {"x" * 201: 0.0}), "names of components must be text of at most 200 characters…, got 'xxx"),
+        (
+            Score(1.0, {"x" * 201: 0.0}),
+            "names of components must be text of at most 200 characters…, got 'xxx",
+        ),
         (Score(1.0, {7: 0.0}), "names of components must be text…, got 7"),  # type: ignore[dict-item]
         (Score(1.0, {"\ud800": 0.0}), "names of components must be text"),
         (Score(1.0, {GREEDY: 0.0}), "names of components must be text… other than 'greedy', got 'greedy'"),
     ],
 )
-def test_a_score_that_a_trajectory_cannot_hold_is_refused_with_field_rule_and_value(score: Score, error: str) -> None:
+def test_a_score_that_a_trajectory_cannot_hold_is_refused_with_field_rule_and_value(
+    score: Score, error: str
+) -> None:
     with pytest.raises(ValueError) as raised:
         checked(score)
     assert all(part in str(raised.value) for part in error.split("…"))
 
 
 def test_numbers_of_every_kind_are_taken_for_what_they_are() -> None:
-    for number in (True, 1, 1.0, np.float32(1), np.bool_(True), np.int64(1), torch.tensor(1.0), torch.tensor(1)):
+    for number in (
+        True,
+        1,
+        1.0,
+        np.float32(1),
+        np.bool_(True),
+        np.int64(1),
+        torch.tensor(1.0),
+        torch.tensor(1),
+    ):
         found = checked(Score(number, {"a": number}))  # type: ignore[arg-type, dict-item]
         assert found == Score(1.0, {"a": 1.0}) and type(found.reward) is type(found.components["a"]) is float
     assert describe(ValueError("plain")) == "ValueError: plain"
@@ -350,13 +366,17 @@ def train(
     return trained, status
 
 
-def test_a_task_that_hangs_exits_and_scores_nonsense_costs_its_groups_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_task_that_hangs_exits_and_scores_nonsense_costs_its_groups_and_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
     trained, status = train(
         tmp_path, Unruly(), lambda status: status.abandoned_scores == 1, "generators.score_timeout_s=2"
     )
     assert len(trained) == len(set(trained)) == 12 and not {1, 2, 3, 5, 6} & set(trained)
     errors = dict(status.quarantined)
-    assert errors.pop(2).startswith("TimeoutError: a score must take at most 2 s (generators.score_timeout_s), got ")
+    assert errors.pop(2).startswith(
+        "TimeoutError: a score must take at most 2 s (generators.score_timeout_s), got "
+    )
     assert errors == {
         1: "SystemExit: no prompt",
         3: "SystemExit: 1",
@@ -364,15 +384,22 @@ def test_a_task_that_hangs_exits_and_scores_nonsense_costs_its_groups_and_the_ru
         6: "ValueError: components['judge'] must be a number, got None",
     }
     assert status.abandoned_scores == 1 and status.generators["g"].abandoned_scores == 1
-    assert status.tokens.total == status.tokens.trained + sum(status.tokens.rejected.values()) + status.tokens.in_flight
+    assert (
+        status.tokens.total
+        == status.tokens.trained + sum(status.tokens.rejected.values()) + status.tokens.in_flight
+    )
 
 
 def test_an_engine_that_has_nothing_to_do_while_scores_are_under_way_is_idle(tmp_path: Path) -> None:
-    trained, status = train(tmp_path, Slow(), lambda status: status.generator_idle > 0.5, "staleness.max_versions=0")
+    trained, status = train(
+        tmp_path, Slow(), lambda status: status.generator_idle > 0.5, "staleness.max_versions=0"
+    )
     assert len(trained) == 12, "12 groups take 5 s to score, and far less to sample"
 
 
-def test_scores_run_side_by_side_in_as_many_threads_as_are_asked_for(make: Callable[..., ScoringPool]) -> None:
+def test_scores_run_side_by_side_in_as_many_threads_as_are_asked_for(
+    make: Callable[..., ScoringPool],
+) -> None:
     met = threading.Barrier(4)
 
     def meet() -> Score:
@@ -386,7 +413,9 @@ def test_scores_run_side_by_side_in_as_many_threads_as_are_asked_for(make: Calla
 
 
 def test_threads_and_deadline_must_be_above_zero() -> None:
-    with pytest.raises(ValueError, match=r"generators.score_timeout_s must be a finite number above 0, got 0.0"):
+    with pytest.raises(
+        ValueError, match=r"generators.score_timeout_s must be a finite number above 0, got 0.0"
+    ):
         load(["generators.score_timeout_s=0"])
     with pytest.raises(ValueError, match=r"generators.score_threads must be a finite number above 0, got -1"):
         load(["generators.score_threads=-1"])

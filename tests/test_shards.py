@@ -31,8 +31,14 @@ def offloaded(local: Tensor) -> DTensor:
 def test_the_copy_of_a_checkpoint_stays_on_the_host() -> None:
     local = torch.arange(6.0).view(3, 2)
     copy = fsdp._copy(offloaded(local))
-    assert isinstance(copy, DTensor) and copy.device_mesh.device_type == "cuda" and copy.placements == (Shard(0),)
-    assert copy.shape == (3, 2) and copy.to_local().device.type == "cpu" and torch.equal(copy.to_local(), local)
+    assert (
+        isinstance(copy, DTensor)
+        and copy.device_mesh.device_type == "cuda"
+        and copy.placements == (Shard(0),)
+    )
+    assert (
+        copy.shape == (3, 2) and copy.to_local().device.type == "cpu" and torch.equal(copy.to_local(), local)
+    )
     assert copy.to_local().data_ptr() != local.data_ptr(), "training goes on while it is written"
 
 
@@ -43,7 +49,9 @@ def test_adapters_are_merged_where_the_shards_are(monkeypatch: pytest.MonkeyPatc
     (layer,) = [layer for _, layer in lora._layers(model)]
     nn.init.normal_(layer.lora_B[lora.ADAPTER].weight)
     plain = {name: merge() for name, merge in lora.merged(model).items()}
-    monkeypatch.setattr(DTensor, "full_tensor", lambda tensor: tensor.to_local())  # one rank: nothing to gather
+    monkeypatch.setattr(
+        DTensor, "full_tensor", lambda tensor: tensor.to_local()
+    )  # one rank: nothing to gather
     for part in (layer.base_layer, layer.lora_A[lora.ADAPTER], layer.lora_B[lora.ADAPTER]):
         part.weight = nn.Parameter(offloaded(part.weight.detach()))
     (found,) = [merge() for merge in lora.merged(model).values()]
@@ -57,11 +65,17 @@ def test_adapters_are_merged_where_the_shards_are(monkeypatch: pytest.MonkeyPatc
 def accumulated(world: World, folder: Path) -> dict[tuple[Accumulate, int], tuple[int, dict[str, Tensor]]]:
     """By choice and number of microbatches: elements of whole gradients that a rank holds when the last microbatch begins, and
     what the step makes of the weights."""
-    return {(choice, number): _step(world, folder, choice, number) for choice in Accumulate for number in (1, 3)}
+    return {
+        (choice, number): _step(world, folder, choice, number) for choice in Accumulate for number in (1, 3)
+    }
 
 
 def _step(world: World, folder: Path, choice: Accumulate, number: int) -> tuple[int, dict[str, Tensor]]:
-    engine, batch, held = make_engine(Row("fsdp", 2, options={"accumulate": choice}), folder), make_batch(), [0]
+    engine, batch, held = (
+        make_engine(Row("fsdp", 2, options={"accumulate": choice}), folder),
+        make_batch(),
+        [0],
+    )
     advantages, mine = advantages_of(batch), list(range(len(batch.offsets) - 1))[engine.share.index :: 2]
 
     def loss_fn(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
@@ -74,7 +88,9 @@ def _step(world: World, folder: Path, choice: Accumulate, number: int) -> tuple[
 
 def _whole_gradients(model: nn.Module) -> int:
     groups = [
-        module._get_fsdp_state()._fsdp_param_groups for module in model.modules() if isinstance(module, FSDPModule)
+        module._get_fsdp_state()._fsdp_param_groups
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
     ]
     held = [
         parameter
@@ -97,4 +113,6 @@ def test_gradients_are_sharded_after_each_microbatch_unless_they_are_to_stay_who
             (Accumulate.reduce, 1): 0, (Accumulate.reduce, 3): 0, (Accumulate.whole, 1): 0, (Accumulate.whole, 3): parameters,
         }  # fmt: skip
     for name, expected in weights[Accumulate.reduce, 1][1].items():
-        assert torch.equal(weights[Accumulate.whole, 1][1][name], expected), f"with one microbatch bit for bit: {name}"
+        assert torch.equal(weights[Accumulate.whole, 1][1][name], expected), (
+            f"with one microbatch bit for bit: {name}"
+        )

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import train
-from cluster import start_node
 from runs import SIMULATED, Started, assert_accounts_close
 
 from configs.sizes import sizes_of
 from generators.shared_gpu import OVERHEAD_BYTES, kv_cache_bytes
+from slipstream import train
+from slipstream.cluster import start_node
 
 QWEN3_8B: dict[str, Any] = dict(
     hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, intermediate_size=12288,

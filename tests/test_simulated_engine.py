@@ -33,7 +33,9 @@ def snapshot(version: int) -> Snapshot:
     return held
 
 
-def make(clock: Time, *, slots: int = 2, rate: float = 10.0, mean: float = 20.0, cv: float = 0.0) -> SimulatedEngine:
+def make(
+    clock: Time, *, slots: int = 2, rate: float = 10.0, mean: float = 20.0, cv: float = 0.0
+) -> SimulatedEngine:
     engine = SimulatedEngine(
         tokens_per_s=rate, slots=slots, mean_tokens=mean, cv=cv, clock=clock.clock, sleep=clock.sleep
     )
@@ -157,7 +159,8 @@ def test_lengths_have_the_stated_mean_and_spread_and_follow_from_the_seed() -> N
         for i in range(5000):
             engine.add(sample(i))
         return [
-            len(completion.tokens) for _, completion in sorted(run_dry(engine, clock).values(), key=lambda d: d[1].id)
+            len(completion.tokens)
+            for _, completion in sorted(run_dry(engine, clock).values(), key=lambda d: d[1].id)
         ]
 
     first = lengths()

@@ -142,8 +142,12 @@ class World:
             self.book.expire(self.now)
             self.book.cancel_stragglers(self.now)
             assert self.ledger.closes()
-            held = sum(group.content.tokens for group in self.book.pool.values() if group.content and not group.uses)
-            assert held <= self.ledger.tokens["in_flight"] and min(self.ledger.tokens.values(), default=0) >= 0
+            held = sum(
+                group.content.tokens for group in self.book.pool.values() if group.content and not group.uses
+            )
+            assert (
+                held <= self.ledger.tokens["in_flight"] and min(self.ledger.tokens.values(), default=0) >= 0
+            )
             if self.step == self.terms.steps:
                 return
         raise AssertionError(f"no end after {max_ticks} events: {self.book.waiting_for(self.step)}")
@@ -209,7 +213,9 @@ class World:
         if handout is None:
             return
         assert len(handout.groups) == self.terms.groups_per_step == len(set(handout.groups))
-        assert handout == self.expected.pop(self.step, handout), "a step that was undone is handed out as it was"
+        assert handout == self.expected.pop(self.step, handout), (
+            "a step that was undone is handed out as it was"
+        )
         if self.rng.random() < 0.2:
             self.expected[self.step] = handout  # nothing comes back: it will be asked for again
             return
@@ -220,11 +226,15 @@ class World:
             mask = trainable(versions, np.ones(len(versions), bool), self.step, self.terms.max_versions)
             stale += [self.step - int(v) for v in versions[mask]]
             late += int((~mask).sum())
-            counts.append(count(self.book.content(group).tokens_by_version(), self.step, self.terms.max_versions))
+            counts.append(
+                count(self.book.content(group).tokens_by_version(), self.step, self.terms.max_versions)
+            )
             assert counts[-1][:2] == (int(mask.sum()), int((~mask).sum()))
         staleness = sum((Counter(by_staleness) for _, _, by_staleness in counts), Counter())
         trained, excluded = [c[0] for c in counts], [c[1] for c in counts]
-        self.book.consume(Trained(self.step, handout.groups, trained, excluded, dict(staleness), handout.weights))
+        self.book.consume(
+            Trained(self.step, handout.groups, trained, excluded, dict(staleness), handout.weights)
+        )
         self.history.append(Step(handout, stale, late))
         self.publish(self.step)
         if self.rng.random() < 0.3:
@@ -237,16 +247,28 @@ class World:
                 self.expected[step] = self.history[step].handout
             del self.history[self.checkpoint :]
             self.book.rewind(self.checkpoint)
-            assert self.book.lease("g", self.now) is None, "nothing is leased before a version is published again"
+            assert self.book.lease("g", self.now) is None, (
+                "nothing is leased before a version is published again"
+            )
             self.publish(self.checkpoint)  # generators hold what the dead learner published, until they pull
 
     def crash_buffer(self, generator: FakeGenerator) -> None:
         if self.rng.random() < 0.05:
             before = self.book
             self.new_book()
-            for name in ("num_consumed", "version", "quarantine", "num_rejected", "trained_twice", "bytes_held"):
+            for name in (
+                "num_consumed",
+                "version",
+                "quarantine",
+                "num_rejected",
+                "trained_twice",
+                "bytes_held",
+            ):
                 assert getattr(self.book, name) == getattr(before, name), name
-            assert self.book.groups.keys() == before.groups.keys() and self.book.pool.keys() == before.pool.keys()
+            assert (
+                self.book.groups.keys() == before.groups.keys()
+                and self.book.pool.keys() == before.pool.keys()
+            )
             assert self.book.ledger.groups == before.ledger.groups, "every lease has the fate it had"
             assert self.book.ledger.staleness == before.ledger.staleness
             for fate in ("trained", "masked", "late", "zero_variance", "unsampled"):
@@ -280,7 +302,8 @@ def described(book: LeaseBook) -> dict[str, object]:
         attempt[3] = 0
     generated, leased, tokens, groups, *rest = state.pop("ledger")
     kept = {
-        fate: tokens.get(fate, 0) for fate in ("trained", "masked", "late", "zero_variance", "unsampled", "damaged")
+        fate: tokens.get(fate, 0)
+        for fate in ("trained", "masked", "late", "zero_variance", "unsampled", "damaged")
     }
     return state | {"ledger": [leased, {fate: n for fate, n in groups.items() if n}, kept, *rest]}
 
@@ -450,7 +473,9 @@ def test_an_epoch_leases_every_prompt_once_in_an_order_of_its_own(size: int) -> 
     assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
     assert size == 1 or epochs[0] != epochs[1]
     again = PromptOrder(size, seed=3)
-    assert [again.index(group) for group in range(2 * size, 3 * size)] == epochs[2], "whatever was asked for before"
+    assert [again.index(group) for group in range(2 * size, 3 * size)] == epochs[2], (
+        "whatever was asked for before"
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -476,7 +501,9 @@ def test_a_budget_holds_back_what_is_not_needed_yet_and_never_the_step_at_hand()
     first = tight.lease("g", 0.0)
     assert first is not None
     tight.heartbeat("g", {first.id: 5}, 0.0)
-    assert [lease.due for lease in iter(lambda: tight.lease("g", 0.0), None)] == [0], "the step itself is always made"
+    assert [lease.due for lease in iter(lambda: tight.lease("g", 0.0), None)] == [0], (
+        "the step itself is always made"
+    )
 
 
 def test_memory_stays_flat_however_many_groups_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,12 @@ class Stock:
 
     def models(self, config: Config) -> Models:
         algo = config.algo
-        key = (algo.advantage.needs_critic, algo.advantage == "prime", algo.needs_reference, algo.entropy_coef > 0)
+        key = (
+            algo.advantage.needs_critic,
+            algo.advantage == "prime",
+            algo.needs_reference,
+            algo.entropy_coef > 0,
+        )
         if key not in self._made:
             models = load_models(config)
             if models.reference is not None:
@@ -153,9 +158,15 @@ class Stock:
         trainer = Trainer(config, self.models(config), world)
         metrics, num_trained = trainer.train(batch, STEP)
         metrics = {
-            name: value for name, value in metrics.items() if not name.startswith(("time/", "throughput/", "packing/"))
+            name: value
+            for name, value in metrics.items()
+            if not name.startswith(("time/", "throughput/", "packing/"))
         }
-        return metrics, num_trained, {name: state_of(engine) for name, engine in trainer.models._trained().items()}
+        return (
+            metrics,
+            num_trained,
+            {name: state_of(engine) for name, engine in trainer.models._trained().items()},
+        )
 
 
 def assert_same(found: Outcome, expected: Outcome) -> None:
@@ -169,7 +180,11 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
     assert found[0] == pytest.approx(expected[0], rel=2e-4, abs=2e-6) and found[1] == expected[1]
     for model, state in expected[2].items():
         other = found[2][model]
-        moments = {name.removeprefix("exp_avg."): value for name, value in state.items() if name.startswith("exp_avg.")}
+        moments = {
+            name.removeprefix("exp_avg."): value
+            for name, value in state.items()
+            if name.startswith("exp_avg.")
+        }
         largest = max(float(value.abs().max()) for value in moments.values())
         assert largest > 0
         apart = []
@@ -248,9 +263,15 @@ def test_a_step_in_many_microbatches_is_the_same_as_in_one(
 
 
 @pytest.mark.parametrize("name", ["ppo", "vapo"])
-def test_a_step_without_a_trained_token_changes_nothing(name: str, stock: Stock, drifted: Path, batch: Batch) -> None:
+def test_a_step_without_a_trained_token_changes_nothing(
+    name: str, stock: Stock, drifted: Path, batch: Batch
+) -> None:
     config = configured(
-        drifted, *COMPOSITIONS[name], "algo.kl.reward_coef=0.02", "algo.kl.target=0.5", "staleness.on_late=mask"
+        drifted,
+        *COMPOSITIONS[name],
+        "algo.kl.reward_coef=0.02",
+        "algo.kl.target=0.5",
+        "staleness.on_late=mask",
     )
     models = stock.models(config)
     trainer = Trainer(config, models)
@@ -268,7 +289,9 @@ def test_a_step_without_a_trained_token_changes_nothing(name: str, stock: Stock,
 def copied(models: Models) -> dict[tuple[str, str], Tensor]:
     """The state of every trained model, optimizers included."""
     engines = models._trained().items()
-    return {(model, key): value.clone() for model, engine in engines for key, value in state_of(engine).items()}
+    return {
+        (model, key): value.clone() for model, engine in engines for key, value in state_of(engine).items()
+    }
 
 
 def test_the_policys_warmup_begins_when_its_critic_has_been_trained_ahead(
@@ -291,7 +314,9 @@ def test_the_learning_rate_rises_then_falls_linearly_to_its_end_and_stays_there(
     stock: Stock, drifted: Path, batch: Batch
 ) -> None:
     for decay, steps in (("learner.decay_steps=14", "run.steps=240"), ("run.steps=14", "run.steps=14")):
-        config = configured(drifted, "algo=grpo", "learner.warmup_steps=4", "learner.lr_end=0.2", decay, steps)
+        config = configured(
+            drifted, "algo=grpo", "learner.warmup_steps=4", "learner.lr_end=0.2", decay, steps
+        )
         trainer = Trainer(config, stock.models(config))
         rates = [trainer._rate(1e-4, step) for step in (0, 2, 3, 8, 13, 14, 500)]
         assert rates == pytest.approx([0.25e-4, 0.75e-4, 1e-4, 0.6e-4, 0.2e-4, 0.2e-4, 0.2e-4])
@@ -303,12 +328,16 @@ def test_the_learning_rate_rises_then_falls_linearly_to_its_end_and_stays_there(
     assert metrics["optimizer/lr"] == trainer._rate(1e-4, STEP)
 
 
-def test_the_critic_learns_from_a_sequence_as_often_as_it_counts(stock: Stock, drifted: Path, batch: Batch) -> None:
+def test_the_critic_learns_from_a_sequence_as_often_as_it_counts(
+    stock: Stock, drifted: Path, batch: Batch
+) -> None:
     config = configured(drifted, *COMPOSITIONS["ppo"])
     weights = (torch.arange(batch.num_sequences) % 3 > 0).float()
     critic = stock.outcome(config, replace(batch, weights=weights))[2]["critic"]
     rescaled = stock.outcome(config, replace(batch, weights=4 * weights))[2]["critic"]
-    assert all(torch.equal(rescaled[name], value) for name, value in critic.items()), "a mean knows what it divides by"
+    assert all(torch.equal(rescaled[name], value) for name, value in critic.items()), (
+        "a mean knows what it divides by"
+    )
     unweighted = stock.outcome(config, batch)[2]["critic"]
     assert not all(torch.equal(unweighted[name], value) for name, value in critic.items())
 
@@ -322,7 +351,9 @@ def test_a_step_shows_at_each_microbatch_that_it_gets_on(stock: Stock, drifted: 
     assert len(shown) >= 3 * of_all > 9, "values, the critic's update and the policy's"
 
 
-@pytest.mark.parametrize("name", [name for name in COMPOSITIONS if name != "grpo_with_everything"])  # it draws by place
+@pytest.mark.parametrize(
+    "name", [name for name in COMPOSITIONS if name != "grpo_with_everything"]
+)  # it draws by place
 def test_the_order_of_groups_and_of_samples_within_a_minibatch_does_not_matter(
     name: str, whole: dict[str, Outcome], stock: Stock, drifted: Path, rows: list[Trajectory]
 ) -> None:
@@ -363,12 +394,17 @@ def test_a_step_on_two_ranks_is_the_same_as_on_one(
     assert_same((metrics, num_trained, states), whole[name])
 
 
-def test_rejection_drops_the_responses_that_are_apart_and_no_others(whole: dict[str, Outcome], batch: Batch) -> None:
+def test_rejection_drops_the_responses_that_are_apart_and_no_others(
+    whole: dict[str, Outcome], batch: Batch
+) -> None:
     """`responses` puts a ratio of e^0.3 into the last response of each group: k3 is 0.05 there, and at most 0.012 elsewhere."""
     sample = torch.arange(batch.num_sequences)[batch.sequence] % SAMPLES
     learned = batch.sampled & ~batch.truncated[batch.sequence]
     share = float((learned & (sample == SAMPLES - 1)).sum() / learned.sum())
-    assert whole["grpo_with_everything"][0]["offpolicy/dropped_fraction"] == pytest.approx(share) and 0.1 < share < 0.5
+    assert (
+        whole["grpo_with_everything"][0]["offpolicy/dropped_fraction"] == pytest.approx(share)
+        and 0.1 < share < 0.5
+    )
 
 
 # ---- what the parts promise
@@ -379,7 +415,11 @@ def test_rewards_are_shaped_before_they_become_advantages(stock: Stock, drifted:
     rewards = batch.rewards + (-(lengths - 6) / 6).clamp(-1, 0)
     rewards = ((rewards - rewards.mean()) / rewards.std(correction=0)).clamp(-0.9, 0.9)
     config = configured(
-        drifted, "algo=dr_grpo", "algo.reward.overlong_share=0.5", "algo.reward.normalise=true", "algo.reward.clip=0.9"
+        drifted,
+        "algo=dr_grpo",
+        "algo.reward.overlong_share=0.5",
+        "algo.reward.normalise=true",
+        "algo.reward.clip=0.9",
     )
     given = Trainer(config, stock.models(config))._prepare(batch, STEP)
     torch.testing.assert_close(given.advantages, dr_grpo(rewards, batch.groups)[batch.sequence])
@@ -499,7 +539,9 @@ def test_a_sequence_counts_as_often_as_it_was_drawn_and_not_at_all_if_it_was_not
     assert_equal(stock.outcome(configured(drifted, "algo=grpo"), replace(batch, weights=counts)), found)
 
 
-def test_all_ranks_and_all_repetitions_of_a_step_draw_the_same(stock: Stock, drifted: Path, batch: Batch) -> None:
+def test_all_ranks_and_all_repetitions_of_a_step_draw_the_same(
+    stock: Stock, drifted: Path, batch: Batch
+) -> None:
     def draw(step: int, *overrides: str, rank: int = 0) -> list[float]:
         torch.manual_seed(rank + 1)
         config = configured(drifted, "algo=grpo", "algo.reward.filter_power=1", *overrides)
@@ -515,7 +557,9 @@ def test_what_was_cut_off_does_not_matter_to_the_update_and_is_still_counted(
     name: str, whole: dict[str, Outcome], stock: Stock, drifted: Path, batch: Batch
 ) -> None:
     algo = composed(drifted, name).algo
-    config = replace(composed(drifted, name), algo=replace(algo, reward=replace(algo.reward, overlong_filter=True)))
+    config = replace(
+        composed(drifted, name), algo=replace(algo, reward=replace(algo.reward, overlong_filter=True))
+    )
     found = stock.outcome(config, batch)
     poison = stock.outcome(config, poisoned(batch, batch.truncated, behavior=math.nan))
     assert_equal(poison, found)
@@ -533,7 +577,11 @@ def asked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(
     ("composition", "passes"),
-    [("algo=grpo algo.proximal=loglinear", 0), ("algo=grpo", 1), ("algo=m2po", 3)],  # m2po's mask: of each minibatch
+    [
+        ("algo=grpo algo.proximal=loglinear", 0),
+        ("algo=grpo", 1),
+        ("algo=m2po", 3),
+    ],  # m2po's mask: of each minibatch
 )
 def test_loglinear_trains_minibatches_without_a_forward_pass_before(
     composition: str, passes: int, stock: Stock, drifted: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch
@@ -554,7 +602,10 @@ def test_loglinear_lies_between_behaviour_and_current_policy_by_staleness(
     fresh = replace(batch, versions=torch.where(batch.sampled, STEP, -1).int())
     loglinear_step, behavior_step = (
         stock.outcome(
-            configured(drifted, "algo=grpo", "mode=on_policy", f"algo.proximal={kind}", "learner.minibatches=2"), fresh
+            configured(
+                drifted, "algo=grpo", "mode=on_policy", f"algo.proximal={kind}", "learner.minibatches=2"
+            ),
+            fresh,
         )
         for kind in ("loglinear", "behavior")
     )
@@ -566,5 +617,7 @@ def test_remax_without_the_reward_of_a_greedy_response_is_refused_with_the_group
 ) -> None:
     config = configured(drifted, "algo=remax")
     missing = replace(batch, greedy=batch.greedy.masked_fill(batch.groups >= 3, math.nan))
-    with pytest.raises(ValueError, match="algo.advantage=remax needs the reward of a greedy response .* group 3$"):
+    with pytest.raises(
+        ValueError, match="algo.advantage=remax needs the reward of a greedy response .* group 3$"
+    ):
         Trainer(config, stock.models(config)).train(missing, STEP)

@@ -49,7 +49,9 @@ def stream_all(ranks: World) -> None:
                 if rank == 0:
                     assert torch.equal(collect(got)[name], whole.to(dtype)), (case, name, dtype)
     large = DTensor.from_local(torch.full((LARGE[0] // world, LARGE[1]), float(rank)), flat, [Shard(0)])
-    for _ in stream("large", large, torch.bfloat16, 1 << 20):  # what sockets and allocators need the first time
+    for _ in stream(
+        "large", large, torch.bfloat16, 1 << 20
+    ):  # what sockets and allocators need the first time
         pass
     before, most = resident_bytes(), 0
     for _ in stream("large", large, torch.bfloat16, 1 << 20):
@@ -64,6 +66,8 @@ def test_every_way_of_sharding_comes_out_whole_and_a_bucket_at_a_time(tmp_path: 
 def test_a_tensor_that_is_not_sharded_is_not_copied() -> None:
     whole = torch.randn(100, 100)
     got = list(stream("a", whole, torch.float32, BUCKET))
-    assert all(part.elements.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in got)
+    assert all(
+        part.elements.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in got
+    )
     assert len(got) == 10 and torch.equal(collect(got)["a"], whole)
     assert torch.equal(collect(parts({"a": whole}))["a"], whole)

@@ -160,7 +160,9 @@ def test_each_surrogate_equals_its_equation(name: str, seed: int) -> None:
     found = run(name, tokens)
     trained = tokens.mask.tolist()
     expected = [loss(row) for row in rows(tokens)]
-    assert found[tokens.mask].tolist() == pytest.approx([e for e, m in zip(expected, trained, strict=True) if m])
+    assert found[tokens.mask].tolist() == pytest.approx(
+        [e for e, m in zip(expected, trained, strict=True) if m]
+    )
     (gradient,) = torch.autograd.grad(torch.where(tokens.mask, found, 0.0).sum(), tokens.logprobs)
     if derivative is not None:
         expected = [derivative(row) if m else 0.0 for row, m in zip(rows(tokens), trained, strict=True)]
@@ -206,7 +208,9 @@ def test_a_sequence_moves_as_one_in_gspo_and_alone_it_is_ppo() -> None:
     tokens = make(5, spread=0.005)
     wide = GspoConfig(clip_low=0.5, clip_high=0.5)
     (gradient,) = torch.autograd.grad(run("gspo", tokens, wide)[tokens.mask].sum(), tokens.logprobs)
-    expected = [-row["s"] * row["a"] if m else 0.0 for row, m in zip(rows(tokens), tokens.mask.tolist(), strict=True)]
+    expected = [
+        -row["s"] * row["a"] if m else 0.0 for row, m in zip(rows(tokens), tokens.mask.tolist(), strict=True)
+    ]
     assert gradient.tolist() == pytest.approx(expected)
     alone = dataclasses.replace(make(6), sequence=torch.arange(24))
     by_token = run("ppo", alone, PpoConfig(clip_low=0.2, clip_high=0.2, dual_clip=None))
@@ -256,7 +260,9 @@ def test_on_policy_every_surrogate_has_the_gradient_of_reinforce() -> None:
 
 @pytest.mark.parametrize("other", [math.inf, -math.inf])
 @pytest.mark.parametrize("name", CASES)
-def test_a_token_that_the_other_policy_never_or_surely_samples_has_a_finite_loss(name: str, other: float) -> None:
+def test_a_token_that_the_other_policy_never_or_surely_samples_has_a_finite_loss(
+    name: str, other: float
+) -> None:
     tokens = make(2)
     far = torch.where(tokens.mask, other, 0.0).double()
     loss = run(name, dataclasses.replace(tokens, proximal=far, behavior=far))
@@ -265,7 +271,9 @@ def test_a_token_that_the_other_policy_never_or_surely_samples_has_a_finite_loss
 
 
 def test_the_ratio_of_a_sequence_is_at_most_e_to_the_tenth() -> None:
-    tokens = dataclasses.replace(make(2), proximal=torch.full((24,), -math.inf), advantages=torch.full((24,), -1.0))
+    tokens = dataclasses.replace(
+        make(2), proximal=torch.full((24,), -math.inf), advantages=torch.full((24,), -1.0)
+    )
     torch.testing.assert_close(
         run("gspo", tokens)[tokens.mask], torch.full((int(tokens.mask.sum()),), math.exp(10.0)).double()
     )
@@ -327,7 +335,9 @@ def middle(values: list[float]) -> float:
 
 @pytest.mark.parametrize("estimator", Estimator)
 @pytest.mark.parametrize("level", Level)
-def test_rejection_drops_what_its_estimate_puts_above_the_threshold(estimator: Estimator, level: Level) -> None:
+def test_rejection_drops_what_its_estimate_puts_above_the_threshold(
+    estimator: Estimator, level: Level
+) -> None:
     for seed in range(4):
         tokens = make(seed)
         log_ratio = (tokens.proximal - tokens.behavior).detach()
@@ -336,19 +346,30 @@ def test_rejection_drops_what_its_estimate_puts_above_the_threshold(estimator: E
         estimates = {t: estimate_reference(config, tokens, log_ratio.tolist(), t) for t in trained}
         config.threshold = middle([round(value, 9) for value in estimates.values()])
         found = rejection(log_ratio, tokens.mask, tokens.sequence, config)
-        assert [float(found[t]) for t in trained] == [float(estimates[t] <= config.threshold) for t in trained]
+        assert [float(found[t]) for t in trained] == [
+            float(estimates[t] <= config.threshold) for t in trained
+        ]
         assert {float(found[t]) for t in trained} == {0.0, 1.0}
 
 
 def test_no_estimator_rejects_nothing() -> None:
-    log_ratio, mask, sequence = torch.tensor([9.0, -9.0]), torch.ones(2, dtype=torch.bool), torch.tensor([0, 1])
-    assert rejection(log_ratio, mask, sequence, RejectionConfig(estimator=None, threshold=1e-9)).tolist() == [1, 1]
+    log_ratio, mask, sequence = (
+        torch.tensor([9.0, -9.0]),
+        torch.ones(2, dtype=torch.bool),
+        torch.tensor([0, 1]),
+    )
+    assert rejection(log_ratio, mask, sequence, RejectionConfig(estimator=None, threshold=1e-9)).tolist() == [
+        1,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("surrogate", ["ppo", "m2po"])
 @pytest.mark.parametrize("kind", Correction)
-def test_off_policy_weights_are_the_product_of_their_parts(kind: Correction, surrogate: str, normalise: bool) -> None:
+def test_off_policy_weights_are_the_product_of_their_parts(
+    kind: Correction, surrogate: str, normalise: bool
+) -> None:
     """correction × rejection × M2PO's mask, divided by the mean over trained tokens."""
     for seed in range(4):
         tokens = make(seed)
@@ -367,7 +388,9 @@ def test_off_policy_weights_are_the_product_of_their_parts(kind: Correction, sur
         ]  # fmt: skip
         mean = sum(expected) / len(expected)
         found = off_policy_weights(algo, log_ratio, tokens.advantages, tokens.mask, tokens.sequence)
-        assert found[tokens.mask].tolist() == pytest.approx([w / mean if normalise and mean else w for w in expected])
+        assert found[tokens.mask].tolist() == pytest.approx(
+            [w / mean if normalise and mean else w for w in expected]
+        )
         assert not found.requires_grad
         dirty = [torch.where(tokens.mask, column, math.nan) for column in (log_ratio, tokens.advantages)]
         assert torch.equal(
@@ -377,7 +400,11 @@ def test_off_policy_weights_are_the_product_of_their_parts(kind: Correction, sur
 
 def test_bounds_are_of_pi_over_mu_and_not_of_its_inverse() -> None:
     """π / μ = 4 in both tokens: above 3, not below 1/3."""
-    ell, mask, sequence = torch.full((2,), math.log(4.0)), torch.ones(2, dtype=torch.bool), torch.tensor([0, 1])
+    ell, mask, sequence = (
+        torch.full((2,), math.log(4.0)),
+        torch.ones(2, dtype=torch.bool),
+        torch.tensor([0, 1]),
+    )
     for correction in (corrections.sequence_mask, corrections.geometric_mask):
         assert correction(ell, mask, sequence, 0.1, 3.0).tolist() == [0, 0]
         assert correction(ell, mask, sequence, 0.5, 5.0).tolist() == [1, 1]
@@ -394,8 +421,12 @@ def test_where_the_policies_are_equal_every_weight_is_one() -> None:
             for estimator in (None, *Estimator):
                 drop = RejectionConfig(estimator=estimator, level=level, threshold=1e-9)
                 for surrogate in ("ppo", "m2po"):
-                    algo = AlgoConfig(surrogate=surrogate, correction=kind, rejection=drop, normalise_weights=True)
-                    found = off_policy_weights(algo, torch.zeros(24), tokens.advantages, tokens.mask, tokens.sequence)
+                    algo = AlgoConfig(
+                        surrogate=surrogate, correction=kind, rejection=drop, normalise_weights=True
+                    )
+                    found = off_policy_weights(
+                        algo, torch.zeros(24), tokens.advantages, tokens.mask, tokens.sequence
+                    )
                     assert found[tokens.mask].tolist() == [1.0] * int(tokens.mask.sum())
 
 
@@ -409,7 +440,10 @@ def test_infinite_log_ratios_and_empty_masks_give_finite_weights() -> None:
                     for surrogate in ("ppo", "m2po"):
                         drop = RejectionConfig(estimator=estimator, level=level)
                         algo = AlgoConfig(
-                            surrogate=surrogate, correction=kind, rejection=drop, normalise_weights=estimator is None
+                            surrogate=surrogate,
+                            correction=kind,
+                            rejection=drop,
+                            normalise_weights=estimator is None,
                         )
                         weights = off_policy_weights(algo, infinite, advantages, mask, sequence)
                         assert weights.isfinite().all() and (weights >= 0).all()
@@ -421,7 +455,11 @@ def test_infinite_log_ratios_and_empty_masks_give_finite_weights() -> None:
 
 
 def test_nothing_to_weigh_is_allowed() -> None:
-    empty, mask, sequence = torch.zeros(0), torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int64)
+    empty, mask, sequence = (
+        torch.zeros(0),
+        torch.zeros(0, dtype=torch.bool),
+        torch.zeros(0, dtype=torch.int64),
+    )
     for kind in Correction:
         for level in Level:
             drop = RejectionConfig(estimator=Estimator.k3, level=level)
@@ -462,7 +500,9 @@ def test_kl_estimators_have_the_values_and_the_gradients_that_are_stated() -> No
     exact = (log_pi.exp() * (log_pi - reference)).sum()
     forward = (reference.exp() * (reference - log_pi)).sum()
     expected = {name: (pi * getattr(kl, name)(log_pi, reference)).sum() for name in ("k1", "k2", "k3")}
-    assert expected["k1"].item() == pytest.approx(exact.item()) and expected["k3"].item() == pytest.approx(exact.item())
+    assert expected["k1"].item() == pytest.approx(exact.item()) and expected["k3"].item() == pytest.approx(
+        exact.item()
+    )
     torch.testing.assert_close(gradient(expected["k1"]), torch.zeros(4, dtype=torch.float64))
     torch.testing.assert_close(gradient(expected["k2"]), gradient(exact))
     torch.testing.assert_close(gradient(expected["k3"]), gradient(forward))

@@ -68,7 +68,10 @@ def test_the_snapshot_is_a_stock_safetensors_file(publisher: Publisher) -> None:
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["float32", "bfloat16", "uint8", "int64"]), st.lists(st.integers(0, 5), max_size=3))
+        st.tuples(
+            st.sampled_from(["float32", "bfloat16", "uint8", "int64"]),
+            st.lists(st.integers(0, 5), max_size=3),
+        )
     ),
     st.integers(8, 400),
 )
@@ -181,7 +184,13 @@ def test_the_newest_versions_are_kept_and_a_mapped_one_outlives_its_file(publish
         publisher.publish(version, parts(weights(version)))
     files = {file.name for file in publisher.folder.iterdir()}
     spare = {"v1-first.spare", "v1-first.was"}  # memory for the version to come
-    assert files - spare == {"owner", "v2-first.json", "v2-first.safetensors", "v5-first.json", "v5-first.safetensors"}
+    assert files - spare == {
+        "owner",
+        "v2-first.json",
+        "v2-first.safetensors",
+        "v5-first.json",
+        "v5-first.safetensors",
+    }
     with pytest.raises(FileNotFoundError):
         read_manifest(first.locator)
     mapped.verify()
@@ -288,7 +297,9 @@ def test_folders_of_the_dead_are_swept_and_nothing_else_is(tmp_path: Path) -> No
     living.close()
 
 
-def test_parts_of_a_layer_that_engines_merge_lie_side_by_side_from_the_first_version_on(publisher: Publisher) -> None:
+def test_parts_of_a_layer_that_engines_merge_lie_side_by_side_from_the_first_version_on(
+    publisher: Publisher,
+) -> None:
     names = [
         f"model.layers.0.self_attn.{part}.{kind}"
         for part in ("q_proj", "k_proj", "v_proj")
@@ -316,7 +327,9 @@ def test_a_host_verifies_a_version_once_and_again_when_nobody_has_vouched_for_it
 ) -> None:
     manifest = publisher.publish(0, parts(weights(0)))
     verified = []
-    monkeypatch.setattr(Snapshot, "verify", lambda snapshot, progress: verified.append(snapshot.manifest.version))
+    monkeypatch.setattr(
+        Snapshot, "verify", lambda snapshot, progress: verified.append(snapshot.manifest.version)
+    )
     threads = [threading.Thread(target=Subscriber().prepare, args=[announce(manifest)]) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -328,7 +341,9 @@ def test_a_host_verifies_a_version_once_and_again_when_nobody_has_vouched_for_it
     assert verified == [0, 0]
     for version in (1, 2):
         publisher.publish(version, parts(weights(version)))
-    assert {path.suffix for path in publisher.folder.glob("v0-*")} <= {".spare", ".was"}, "seals go with their version"
+    assert {path.suffix for path in publisher.folder.glob("v0-*")} <= {".spare", ".was"}, (
+        "seals go with their version"
+    )
 
 
 def test_memory_is_used_again_only_when_nobody_has_it(publisher: Publisher) -> None:
@@ -341,7 +356,10 @@ def test_memory_is_used_again_only_when_nobody_has_it(publisher: Publisher) -> N
         if version == 8:  # another process
             script = "import sys, mmap; f = open(sys.argv[1], 'rb'); m = mmap.mmap(f.fileno(), 0, access=1); f.close(); print(flush=True); sys.stdin.read(); print(m[-64:].hex())"
             other = subprocess.Popen(
-                [sys.executable, "-c", script, manifest.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                [sys.executable, "-c", script, manifest.path],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             )
             assert other.stdout is not None and other.stdout.readline() == "\n"
             end = Path(manifest.path).read_bytes()[-64:].hex()

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,6 +18,7 @@ from generators.task import Prompt, Score
 from generators.tasks import load_task
 from generators.tasks.sorting import Task
 from learners import tiny, tiny_cache
+from slipstream import train
 
 
 class Echo:
@@ -104,10 +104,18 @@ def test_a_task_may_live_anywhere() -> None:
     ("name", "args", "message"),
     [
         ("nope", {}, r"task.name must be one of \['arithmetic', 'sorting'\].* got 'nope'"),
-        ("no.such.module:Task", {}, "task.name must name a class that can be imported, got 'no.such.module:Task'"),
+        (
+            "no.such.module:Task",
+            {},
+            "task.name must name a class that can be imported, got 'no.such.module:Task'",
+        ),
         (":x", {}, "task.name must name a class that can be imported, got ':x'"),
         ("os:path", {}, "task.name must name a class, got 'os:path', which is a module"),
-        ("arithmetic", {"digitz": 2}, "task.args must suit Task of generators.tasks.arithmetic, got {'digitz': 2}"),
+        (
+            "arithmetic",
+            {"digitz": 2},
+            "task.args must suit Task of generators.tasks.arithmetic, got {'digitz': 2}",
+        ),
     ],
 )
 def test_a_task_that_cannot_be_is_refused(name: str, args: dict[str, int], message: str) -> None:
@@ -123,8 +131,13 @@ def test_the_tiny_model_is_made_for_tasks_that_come_with_solutions_only() -> Non
         train.resolve_model(load(["task.name=test_tasks:Echo"]))
 
 
-def test_the_tiny_model_loads_with_stock_transformers_and_starts_where_learning_is_possible(tiny_model: Path) -> None:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+def test_the_tiny_model_loads_with_stock_transformers_and_starts_where_learning_is_possible(
+    tiny_model: Path,
+) -> None:
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tiny_model),
+        AutoTokenizer.from_pretrained(tiny_model),
+    )
     text = "Grüße, 12 + 7 \n 日本"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
@@ -132,7 +145,9 @@ def test_the_tiny_model_loads_with_stock_transformers_and_starts_where_learning_
     solved = list(islice(Task().solved("eval", 1), 256))
     with torch.no_grad():
         reward = tiny._sampled_reward(model, *tiny._encode(tokenizer, solved))
-    assert 0.15 <= reward <= 0.45, "the warm start ends by a measured score, whatever the seed and the processor"
+    assert 0.15 <= reward <= 0.45, (
+        "the warm start ends by a measured score, whatever the seed and the processor"
+    )
 
 
 @pytest.fixture
@@ -148,7 +163,9 @@ def hasty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str | No
     return make
 
 
-def test_another_seed_is_another_tiny_model_and_no_seed_is_seed_zero(hasty: Callable[[str | None], Path]) -> None:
+def test_another_seed_is_another_tiny_model_and_no_seed_is_seed_zero(
+    hasty: Callable[[str | None], Path],
+) -> None:
     none, zero, one, again = hasty(None), hasty("0"), hasty("1"), hasty("1")
     assert none == zero != one == again
     first, second = (load_file(folder / "model.safetensors") for folder in (zero, one))
@@ -157,7 +174,9 @@ def test_another_seed_is_another_tiny_model_and_no_seed_is_seed_zero(hasty: Call
 
 
 @pytest.mark.parametrize("seed", ["-1", "1.5", "two", "", "4294967296", "²"])
-def test_a_seed_of_the_tiny_model_that_is_no_seed_is_refused(hasty: Callable[[str | None], Path], seed: str) -> None:
+def test_a_seed_of_the_tiny_model_that_is_no_seed_is_refused(
+    hasty: Callable[[str | None], Path], seed: str
+) -> None:
     message = f"SLIPSTREAM_TINY_SEED must be a whole number from 0 to 4294967295, got '{seed}'"
     with pytest.raises(ValueError, match=re.escape(message)):
         hasty(seed)

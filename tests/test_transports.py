@@ -47,7 +47,11 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    sizes = {"model.embed.weight": (300, 256), "model.layers.0.mlp.weight": (400, 256), "model.norm.weight": (256,)}
+    sizes = {
+        "model.embed.weight": (300, 256),
+        "model.layers.0.mlp.weight": (400, 256),
+        "model.norm.weight": (256,),
+    }
     return {name: torch.randn(shape, generator=generator) for name, shape in sizes.items()}
 
 
@@ -169,7 +173,9 @@ def test_what_is_damaged_on_the_way_is_never_taken_for_what_was_published(
     server.fault = fault
     for _ in range(2):
         if fault == "truncate":  # a server may send less than was asked for; the rest is asked for again
-            assert same(arrived(far.subscriber.prepare(elsewhere(publisher, manifest, server.address))), weights(1))
+            assert same(
+                arrived(far.subscriber.prepare(elsewhere(publisher, manifest, server.address))), weights(1)
+            )
         else:
             with pytest.raises((DigestMismatch, TransferFailed)):
                 far.subscriber.prepare(elsewhere(publisher, manifest, server.address))
@@ -211,7 +217,9 @@ def test_of_adapters_a_host_fetches_the_adapters_and_hands_them_on(tmp_path: Pat
             found = list(pool.map(lambda one, where: one.subscriber.prepare(where), hosts, announced))
         for snapshot in found:
             whole = arrived(snapshot)
-            torch.testing.assert_close(whole["up.weight"], base["up.weight"] + 0.5 * matrices[1] @ matrices[0])
+            torch.testing.assert_close(
+                whole["up.weight"], base["up.weight"] + 0.5 * matrices[1] @ matrices[0]
+            )
             assert torch.equal(whole["norm.weight"], base["norm.weight"])
         for one in hosts:
             one.subscriber.settle()
@@ -228,9 +236,13 @@ def test_one_process_of_a_host_hands_on_for_all_and_another_takes_its_place(
     first.prepare(elsewhere(publisher, publisher.publish(0, parts(weights(0)))))
     second.prepare(elsewhere(publisher, publisher.publish(1, parts(weights(1)))))
     assert first._server is not None and second._server is None and publisher._server is not None
-    assert list(publisher._server._relays.values()) == 2 * [[first._server.address]], "the host is known by one address"
+    assert list(publisher._server._relays.values()) == 2 * [[first._server.address]], (
+        "the host is known by one address"
+    )
     first.close()
-    assert same(arrived(second.prepare(elsewhere(publisher, publisher.publish(2, parts(weights(2)))))), weights(2))
+    assert same(
+        arrived(second.prepare(elsewhere(publisher, publisher.publish(2, parts(weights(2)))))), weights(2)
+    )
     assert second._server is not None
     second.close()
     assert not folder.exists()
@@ -255,7 +267,9 @@ def test_a_relay_that_is_gone_or_wrong_is_passed_over(publisher: Publisher, host
     announced = elsewhere(publisher, manifest)
     with pytest.raises(DigestMismatch, match="1 of 3 tensors"):
         last.subscriber.prepare(announced)
-    assert same(arrived(last.subscriber.locate(announced, again=True)), weights(0)), "the publisher itself is asked"
+    assert same(arrived(last.subscriber.locate(announced, again=True)), weights(0)), (
+        "the publisher itself is asked"
+    )
     for relay in relays:
         assert relay.server is not None
         relay.server.close()
@@ -300,7 +314,9 @@ def chunks_in(folder: Path) -> int:
     return sum(path.stat().st_size // 16 for path in folder.glob("*.chunks"))
 
 
-def test_a_server_killed_in_the_middle_is_given_up_and_what_came_is_kept(publisher: Publisher, host: Make) -> None:
+def test_a_server_killed_in_the_middle_is_given_up_and_what_came_is_kept(
+    publisher: Publisher, host: Make
+) -> None:
     manifest = publisher.publish(0, parts(weights(0)))
     process, address = serve_slowly(publisher.folder)
     far = host(timeout_s=1.0)
@@ -343,7 +359,9 @@ def test_a_fetcher_killed_in_the_middle_is_followed_by_one_that_goes_on(
     assert far.fetcher.bytes_received <= manifest.num_bytes - 3 * tcp.CHUNK_BYTES
 
 
-def test_who_has_begun_may_end_when_the_version_is_gone_and_others_are_told(publisher: Publisher, host: Make) -> None:
+def test_who_has_begun_may_end_when_the_version_is_gone_and_others_are_told(
+    publisher: Publisher, host: Make
+) -> None:
     manifest = publisher.publish(0, parts(weights(0)))
     process, address = serve_slowly(publisher.folder)
     far, late = host(), host()
@@ -570,7 +588,9 @@ def test_a_learner_faster_than_its_patches_does_not_pile_them_up(
 
     monkeypatch.setattr("sync.patch.make_patch", slowly)
     far.subscriber.prepare(elsewhere(publisher, publisher.publish(0, parts(weights(0)))))
-    inodes = {os.stat(publisher.publish(version, parts(weights(version))).path).st_ino for version in range(1, 12)}
+    inodes = {
+        os.stat(publisher.publish(version, parts(weights(version))).path).st_ino for version in range(1, 12)
+    }
     going.set()
     manifest = publisher.publish(12, parts(weights(12)))
     assert same(arrived(far.subscriber.prepare(elsewhere(publisher, manifest))), weights(12))
@@ -643,10 +663,14 @@ def test_a_patch_is_lossless_and_idempotent_for_any_bits(
     kind = {4: np.uint32, 2: np.uint16}[dtype.itemsize]
     bits = {f"t{i}": rng.integers(0, np.iinfo(kind).max, rng.integers(1, 300), kind) for i in range(4)}
     try:
-        old = publisher.publish(0, parts({k: torch.from_numpy(v.copy()).view(dtype) for k, v in bits.items()}))
+        old = publisher.publish(
+            0, parts({k: torch.from_numpy(v.copy()).view(dtype) for k, v in bits.items()})
+        )
         for values in bits.values():  # NaN, infinity and -0 among them
             values[rng.random(len(values)) < 0.1] ^= kind(1 << rng.integers(0, 8 * dtype.itemsize))
-        new = publisher.publish(1, parts({k: torch.from_numpy(v.copy()).view(dtype) for k, v in bits.items()}))
+        new = publisher.publish(
+            1, parts({k: torch.from_numpy(v.copy()).view(dtype) for k, v in bits.items()})
+        )
         made, into = folder / "a.patch", folder / "into.safetensors"
         if not make_patch(Snapshot(old), Snapshot(new), made):
             return

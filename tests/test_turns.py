@@ -9,7 +9,8 @@ from typing import Any
 
 import psutil
 import pytest
-import turns
+
+from slipstream_bench import turns
 
 BURN = "import time; print(flush=True); exec('while True: pass')"
 DRIVER = f"""
@@ -28,7 +29,9 @@ for child in children:
 @pytest.fixture
 def roles() -> Iterator[tuple[int, list[psutil.Process]]]:
     """The driver, and a generator, a learner and a buffer, all of which compute without end."""
-    with subprocess.Popen([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as driver:
+    with subprocess.Popen(
+        [sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as driver:
         assert driver.stdout is not None
         yield driver.pid, [psutil.Process(int(pid)) for pid in driver.stdout.readline().split()]
 
@@ -93,7 +96,9 @@ def failing(each: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def test_a_side_that_has_died_or_is_not_there_yet_is_no_error(roles: tuple[int, list[psutil.Process]]) -> None:
+def test_a_side_that_has_died_or_is_not_there_yet_is_no_error(
+    roles: tuple[int, list[psutil.Process]],
+) -> None:
     driver, (generator, learner, _) = roles
     with turns.Turns(driver, 0.5, 0.02):
         generator.kill()

@@ -72,9 +72,16 @@ class Rig:
         self.models = [make_model(tied, seed, end) for seed in (0, 1)]
         self.models[0].save_pretrained(folder / "model")
         weights = load_file(folder / "model" / "model.safetensors")  # the names that belong in a file
-        self.weights: list[Weights] = [{name: model.state_dict()[name] for name in weights} for model in self.models]
+        self.weights: list[Weights] = [
+            {name: model.state_dict()[name] for name in weights} for model in self.models
+        ]
         self.engine = VllmEngine(
-            str(folder / "model"), dtype="float32", max_model_len=160, max_sequences=32, kv_cache_mb=16, **arguments
+            str(folder / "model"),
+            dtype="float32",
+            max_model_len=160,
+            max_sequences=32,
+            kv_cache_mb=16,
+            **arguments,
         )
         self.publisher = Publisher(folder / "weights", "x")
         self._version = -1
@@ -92,7 +99,9 @@ class Rig:
 
     def add(self, prompt: list[int], max_tokens: int, seed: int, greedy: bool = False) -> Sample:
         self._num_samples += 1
-        sample = Sample(id=f"s{self._num_samples}", prompt=prompt, max_tokens=max_tokens, seed=seed, greedy=greedy)
+        sample = Sample(
+            id=f"s{self._num_samples}", prompt=prompt, max_tokens=max_tokens, seed=seed, greedy=greedy
+        )
         self.engine.add(sample)
         return sample
 
@@ -210,11 +219,16 @@ def test_recomputed_kv_leaves_no_trace_of_the_old_version(recompute: Rig) -> Non
         tokens = sample.prompt + completion.tokens
         old, new = (recompute.forward(model, tokens[:-1]) for model in (0, 1))
         until = len(tokens) - len(sample.prompt)
-        assert recompute.difference(sample, completion, old[: len(sample.prompt) + held - 1], 0, held) < TOLERANCE
+        assert (
+            recompute.difference(sample, completion, old[: len(sample.prompt) + held - 1], 0, held)
+            < TOLERANCE
+        )
         assert recompute.difference(sample, completion, new, held, until) < TOLERANCE
 
 
-def adapters_of_a_learner(world: World, model: Path, sequences: list[list[int]]) -> tuple[Weights, list[torch.Tensor]]:
+def adapters_of_a_learner(
+    world: World, model: Path, sequences: list[list[int]]
+) -> tuple[Weights, list[torch.Tensor]]:
     """What the learner publishes after three updates, and its log-probabilities of the sequences' tokens."""
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     total, count = int(lengths.sum()), len(sequences)
@@ -226,7 +240,9 @@ def adapters_of_a_learner(world: World, model: Path, sequences: list[list[int]])
         greedy=torch.full((count,), float("nan")),
     )  # fmt: skip
     engine = FsdpEngine(model, temperature=0.7, lora=LoraConfig(rank=4, publish=LoraPublish.adapter))
-    lesson = replace(pack(batch, [0]), tokens=torch.arange(2, 2 + len(sequences[0])))  # the same, whatever was sampled
+    lesson = replace(
+        pack(batch, [0]), tokens=torch.arange(2, 2 + len(sequences[0]))
+    )  # the same, whatever was sampled
     for _ in range(3):
         engine.update([lesson], lambda logprobs, entropy, packed: -logprobs.sum() / 10, 1e-2)
     logprobs = engine.infer([pack(batch, range(count))])[0]
@@ -242,7 +258,9 @@ def test_adapters_alone_are_taken_up_in_flight_and_sampled_from_as_the_learner_h
     samples = [recompute.add(prompt, 30, seed=i) for i, prompt in enumerate(prompts(6))]
     for _ in range(10):
         assert recompute.engine.step() == []
-    publisher = Publisher(tmp_path / "weights", "x", adapter=describe(model, "float32", LoraConfig().alpha / 4))
+    publisher = Publisher(
+        tmp_path / "weights", "x", adapter=describe(model, "float32", LoraConfig().alpha / 4)
+    )
     subscriber = Subscriber()
     after = publisher.publish(before.version + 1, parts(adapters))
     whole = subscriber.prepare(announce(after))
@@ -255,14 +273,18 @@ def test_adapters_alone_are_taken_up_in_flight_and_sampled_from_as_the_learner_h
     publisher.close()
 
     sequences = [sample.prompt + done[sample.id].tokens for sample in samples]
-    [(again, logprobs)] = on_ranks(1, adapters_of_a_learner, tmp_path / "again", model, [[0] * 12, *sequences])
+    [(again, logprobs)] = on_ranks(
+        1, adapters_of_a_learner, tmp_path / "again", model, [[0] * 12, *sequences]
+    )
     assert all(torch.equal(again[name], adapters[name]) for name in adapters)
     for sample, sequence, learner in zip(samples, sequences, logprobs[1:], strict=True):
         completion = done[sample.id]
         assert completion.versions == [before.version] * 10 + [after.version] * 20
         sampled = torch.tensor(completion.logprobs[10:])
         assert (sampled - learner[-20:]).abs().max() < 1e-4
-        base = recompute.forward(0, sequence[:-1])[-20:].gather(1, torch.tensor(sequence[-20:])[:, None])[:, 0]
+        base = recompute.forward(0, sequence[:-1])[-20:].gather(1, torch.tensor(sequence[-20:])[:, None])[
+            :, 0
+        ]
         assert (sampled - base).abs().max() > 0.1
 
 
@@ -334,8 +356,14 @@ def test_weights_that_do_not_fit_the_model_are_refused_by_name(untied: Rig) -> N
     name = "model.layers.0.self_attn.k_proj.weight"
     wrong: list[tuple[Weights, str]] = [
         ({key: tensor for key, tensor in whole.items() if key != name}, "lacks .*k_proj"),
-        ({key: tensor for key, tensor in whole.items() if key != "lm_head.weight"}, "does not fill .*lm_head"),
-        ({key: tensor for key, tensor in whole.items() if "down_proj" not in key}, "does not fill .*down_proj"),
+        (
+            {key: tensor for key, tensor in whole.items() if key != "lm_head.weight"},
+            "does not fill .*lm_head",
+        ),
+        (
+            {key: tensor for key, tensor in whole.items() if "down_proj" not in key},
+            "does not fill .*down_proj",
+        ),
         (whole | {"model.layers.7.mlp.up_proj.bias": torch.zeros(3)}, "lacks .*gate_proj.bias"),
         (whole | {"model.extra.weight": torch.zeros(3)}, "no place for .*model.extra.weight"),
         (whole | {"lm_head.weight": whole["lm_head.weight"][:-1].clone()}, "does not fill .*lm_head"),
@@ -375,16 +403,23 @@ def test_an_engine_that_does_not_take_the_weights_is_found_out(
     assert tied.engine.held_digests(after) == {entry.name: entry.digest for entry in after.tensors}
 
 
-def test_weights_are_the_snapshots_own_memory_where_the_layout_allows_and_whole_without_its_file(untied: Rig) -> None:
+def test_weights_are_the_snapshots_own_memory_where_the_layout_allows_and_whole_without_its_file(
+    untied: Rig,
+) -> None:
     manifest = untied.load(0)
     model = untied.engine._core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
-    places = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if manifest.path in line]
+    places = [
+        line.split() for line in Path("/proc/self/maps").read_text().splitlines() if manifest.path in line
+    ]
     spans = [tuple(int(end, 16) for end in place[0].split("-")) for place in places]
     mapped = {
         name for name, parameter in model.named_parameters()
         if any(first <= parameter.data_ptr() < last for first, last in spans)
     }  # fmt: skip
-    assert {name for name, _ in model.named_parameters()} - mapped == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert {name for name, _ in model.named_parameters()} - mapped == {
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+    }
     Path(manifest.path).unlink()
     assert untied.engine.held_digests(manifest) == {entry.name: entry.digest for entry in manifest.tensors}
     with pytest.raises(FileNotFoundError):
@@ -395,7 +430,9 @@ def test_the_same_snapshot_may_be_taken_up_again(tied: Rig) -> None:
     snapshot = Snapshot(tied.publish(0))
     for _ in range(2):
         tied.engine.load(snapshot)
-    assert tied.engine.held_digests(snapshot.manifest) == {e.name: e.digest for e in snapshot.manifest.tensors}
+    assert tied.engine.held_digests(snapshot.manifest) == {
+        e.name: e.digest for e in snapshot.manifest.tensors
+    }
     sample = tied.add(prompts(1)[0], 5, seed=0)
     assert len(tied.finish()[sample.id].tokens) == 5
 
@@ -417,7 +454,9 @@ def test_a_folder_on_disk_is_a_model_folder_when_its_publisher_has_closed(tied: 
     again.close()
 
 
-def test_copied_weights_are_sampled_from_as_mapped_ones_are(tied: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_weights_are_sampled_from_as_mapped_ones_are(
+    tied: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
     for mapped in (True, False, True):
         monkeypatch.setattr(tied.engine, "_map_weights", mapped)
@@ -517,7 +556,9 @@ def test_float32_is_computed_in_float32_on_a_gpu_too(monkeypatch: pytest.MonkeyP
 
 def test_an_aborted_sample_returns_what_it_had_and_the_others_go_on(untied: Rig) -> None:
     untied.load(0)
-    samples = [untied.add(prompt, 25, seed=i) for i, prompt in enumerate(prompts(40))]  # 8 of them have to wait
+    samples = [
+        untied.add(prompt, 25, seed=i) for i, prompt in enumerate(prompts(40))
+    ]  # 8 of them have to wait
     for _ in range(10):
         assert untied.engine.step() == []
     held = untied.engine.progress()

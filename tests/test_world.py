@@ -108,7 +108,9 @@ class Buffer:
         return Taken(step, [0, 1, 2, 3, 4, 5], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], pa.Table.from_batches(halves))
 
 
-def fed(world: World, rows: list[Trajectory]) -> tuple[list[Batch], str, dict[int, int], list[str], list[bool]]:
+def fed(
+    world: World, rows: list[Trajectory]
+) -> tuple[list[Batch], str, dict[int, int], list[str], list[bool]]:
     buffer, log = Buffer(rows), []
     feed = Feed(buffer, world, log.append, host="one" if world.rank < 2 else "two")
     batches = [feed.next(0), feed.next(1)]
@@ -145,7 +147,9 @@ def test_each_host_fetches_a_batch_once_and_its_ranks_share_the_memory(
                 elif name == "experts":
                     assert held is None and expected is None, "no mixture"
                 else:
-                    torch.testing.assert_close(torch.as_tensor(held), torch.as_tensor(expected), equal_nan=True)
+                    torch.testing.assert_close(
+                        torch.as_tensor(held), torch.as_tensor(expected), equal_nan=True
+                    )
     assert found[0][0][0].weights.tolist() == [weight for weight in range(1, 7) for _ in range(2)]
     assert [asked for _, _, asked, _, _ in found] == [{0: 2, 1: 2, 2: 1}, {}, {0: 2, 1: 2}]
     assert found[0][3] == ["waiting: a moment"] * 2
@@ -168,7 +172,9 @@ def test_hosts_that_were_given_different_groups_do_not_train_them(
     trajectories: list[Trajectory], tmp_path: Path
 ) -> None:
     told = on_ranks(2, fed_differently, tmp_path / "two", trajectories)
-    assert set(told) == {"a damaged group of step 0 was replaced between the ranks of two hosts: the step begins anew"}
+    assert set(told) == {
+        "a damaged group of step 0 was replaced between the ranks of two hosts: the step begins anew"
+    }
 
 
 # ---- a critic of its own
@@ -179,7 +185,9 @@ def batch(fixed_model: Path) -> Batch:
     return batch_of(responses(fixed_model))
 
 
-def placed(world: World, config: Config, batch: Batch, folder: Path, checkpoint: Path) -> tuple[Outcome, list[str]]:
+def placed(
+    world: World, config: Config, batch: Batch, folder: Path, checkpoint: Path
+) -> tuple[Outcome, list[str]]:
     """A step; then a checkpoint, which is loaded and gives what it was made of."""
     dist.destroy_process_group()
     models, both, _ = make_models(config, world.rank, f"file://{folder}/pools")
@@ -208,17 +216,25 @@ def test_a_critic_of_its_own_trains_as_one_with_the_actor(
     metrics, num_trained = trainer.train(batch, STEP)
     expected = {name: state_of(engine) for name, engine in trainer.models._trained().items()}
 
-    apart = configured(fixed_model, *common, "placement.critic=own", "placement.critic_ranks=1", "learner.ranks=2")
+    apart = configured(
+        fixed_model, *common, "placement.critic=own", "placement.critic_ranks=1", "learner.ranks=2"
+    )
     assert apart.num_learner_ranks == 3
     (tmp_path / "ranks").mkdir()
     found = on_ranks(3, placed, tmp_path / "ranks", apart, batch, tmp_path / "ranks", tmp_path / "checkpoint")
     assert [sorted(held) for (_, _, held), _ in found] == [["engine"], ["engine"], ["critic"]]
     assert found[0][1] == ["critic", "engine"]
-    policy = {key: torch.cat([part, found[1][0][2]["engine"][key]]) for key, part in found[0][0][2]["engine"].items()}
+    policy = {
+        key: torch.cat([part, found[1][0][2]["engine"][key]])
+        for key, part in found[0][0][2]["engine"].items()
+    }
     for (told, count, _), _ in found:
         assert _without_times(told) == _without_times(found[0][0][0]) and count == num_trained
     states = {"engine": policy, "critic": found[2][0][2]["critic"]}
-    assert_same((_without_times(found[0][0][0]), num_trained, states), (_without_times(metrics), num_trained, expected))
+    assert_same(
+        (_without_times(found[0][0][0]), num_trained, states),
+        (_without_times(metrics), num_trained, expected),
+    )
 
 
 def _without_times(metrics: dict[str, float]) -> dict[str, float]:

@@ -25,5 +25,7 @@ torch.set_num_threads(1)
 get_checkpoint_conversion_mapping("qwen3")  # compiles hundreds of patterns, once a process
 configs.load.load([])  # reads the schema, once a process
 gc.collect()
-atexit.register(gc.unfreeze)  # else nanobind reports as leaks what the end of the interpreter does not collect
+atexit.register(
+    gc.unfreeze
+)  # else nanobind reports as leaks what the end of the interpreter does not collect
 gc.freeze()  # no collection of a rank looks at these objects, or copies their pages

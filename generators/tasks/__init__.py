@@ -19,10 +19,14 @@ def load_task(name: str, args: Mapping[str, Any]) -> Task:
     try:
         task_class = getattr(importlib.import_module(module), class_name)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ValueError(f"task.name must name a class that can be imported, got {name!r}: {error}") from error
+        raise ValueError(
+            f"task.name must name a class that can be imported, got {name!r}: {error}"
+        ) from error
     if not isinstance(task_class, type):
         raise ValueError(f"task.name must name a class, got {name!r}, which is a {type(task_class).__name__}")
     try:
         return task_class(**args)
     except (TypeError, ValueError, AssertionError) as error:
-        raise ValueError(f"task.args must suit {class_name} of {module}, got {dict(args)}: {error}") from error
+        raise ValueError(
+            f"task.args must suit {class_name} of {module}, got {dict(args)}: {error}"
+        ) from error

@@ -72,7 +72,9 @@ class Saved:
 
     def read(self, key: str, parameter: Parameter, place: Place) -> Tensor:
         """[end - start], float32. Raises ValueError when it is not all there."""
-        saved = {header.places[parameter.name].count for header in self._headers if parameter.name in header.places}
+        saved = {
+            header.places[parameter.name].count for header in self._headers if parameter.name in header.places
+        }
         if saved <= {place.count}:
             return self._elements(key, parameter.name, place)
         (count,) = saved
@@ -82,7 +84,9 @@ class Saved:
             for index in range(count)
         ]
         whole = self._names.whole(parameter.layout, shards)
-        return self._names.shard(parameter.layout, whole, place.index, place.count).reshape(-1)[place.start : place.end]
+        return self._names.shard(parameter.layout, whole, place.index, place.count).reshape(-1)[
+            place.start : place.end
+        ]
 
     def _elements(self, key: str, name: str, wanted: Place) -> Tensor:
         """Of a shard as it was written."""
@@ -97,7 +101,9 @@ class Saved:
                 out[start - wanted.start : end - wanted.start] = part
                 found += end - start
         if found != len(out):
-            raise ValueError(f"the checkpoint must hold all of {name}, got {self._folder} with {found} of {len(out)}")
+            raise ValueError(
+                f"the checkpoint must hold all of {name}, got {self._folder} with {found} of {len(out)}"
+            )
         return out
 
     def random(self, rank: int, ranks: int, sizes: Sizes) -> dict[str, Tensor]:
@@ -105,7 +111,11 @@ class Saved:
         if (ranks, sizes) != (self._headers[0].ranks, self._headers[0].sizes):
             return {}
         file, mark = self._files[rank], "random."
-        return {name.removeprefix(mark): file.get_tensor(name) for name in list(file.keys()) if name.startswith(mark)}
+        return {
+            name.removeprefix(mark): file.get_tensor(name)
+            for name in list(file.keys())
+            if name.startswith(mark)
+        }
 
 
 def _header(file: Any) -> Header:

@@ -12,7 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
@@ -42,7 +46,9 @@ def _join(sizes: Sizes) -> None:
         for field in Sizes.__slots__:
             wanted, made = getattr(sizes, field), getattr(_groups[0], field)
             if wanted != made:
-                raise ValueError(f"learner.megatron.{field} must be {made} as in the first engine, got {wanted}")
+                raise ValueError(
+                    f"learner.megatron.{field} must be {made} as in the first engine, got {wanted}"
+                )
         return
     mpu.destroy_model_parallel()
     mpu.initialize_model_parallel(
@@ -211,7 +217,9 @@ class MegatronEngine:
             first += parameter.expert // self._experts
         return list(range(first, first + self._count(parameter)))
 
-    def _schedule(self, model: nn.Module, microbatches: Sequence[Packed], step: Any, forward_only: bool) -> list[Any]:
+    def _schedule(
+        self, model: nn.Module, microbatches: Sequence[Packed], step: Any, forward_only: bool
+    ) -> list[Any]:
         """Runs Megatron's schedule, with `step` as its forward step; what that gave on the last stage, by microbatch."""
         return get_forward_backward_func()(
             forward_step_func=step,
@@ -260,7 +268,9 @@ class MegatronEngine:
                 raise FloatingPointError(f"the gradient norm must be finite, got {norm}: nothing was updated")
             main = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
             if norm > self._max_grad_norm:
-                torch._foreach_mul_([parameter.grad for parameter in main], self._max_grad_norm / (norm + 1e-6))
+                torch._foreach_mul_(
+                    [parameter.grad for parameter in main], self._max_grad_norm / (norm + 1e-6)
+                )
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step_with_ready_grads()
@@ -274,8 +284,13 @@ class MegatronEngine:
         for name, parameter in self._names.parameters.items():
             owners = self._owners(parameter)
             if dist.get_rank() == 0:
-                shards = [self._published(name) if owner == 0 else self._receive(parameter, owner) for owner in owners]
-                for source, whole in zip(parameter.sources, self._names.whole(parameter.layout, shards), strict=True):
+                shards = [
+                    self._published(name) if owner == 0 else self._receive(parameter, owner)
+                    for owner in owners
+                ]
+                for source, whole in zip(
+                    parameter.sources, self._names.whole(parameter.layout, shards), strict=True
+                ):
                     yield from stream(source, whole, self._publish_dtype, self._bucket_bytes)
             elif dist.get_rank() in owners:
                 dist.send(self._published(name), dst=0)
@@ -295,7 +310,9 @@ class MegatronEngine:
         for held in self._slices:
             if held.written:
                 places[held.parameter.name] = held.place
-                tensors |= {f"{key}.{held.parameter.name}": held.state[key].to("cpu", copy=True) for key in KEYS}
+                tensors |= {
+                    f"{key}.{held.parameter.name}": held.state[key].to("cpu", copy=True) for key in KEYS
+                }
         step = int(self._slices[0].state["step"]) if self._slices else 0
         header, rank = Header(dist.get_world_size(), self._sizes, step, places), dist.get_rank()
         return lambda folder: write(folder, rank, header, tensors)

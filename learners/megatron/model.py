@@ -44,7 +44,9 @@ class Sizes:
 def problems(config: Any, sizes: Sizes, world: int) -> list[str]:
     """Why this model cannot be divided so over `world` ranks, or not be built at all. `config`: Hugging Face's."""
     if config.model_type not in SUPPORTED:
-        return [f"model_type of model.path must be one of {', '.join(SUPPORTED)} (Megatron), got {config.model_type}"]
+        return [
+            f"model_type of model.path must be one of {', '.join(SUPPORTED)} (Megatron), got {config.model_type}"
+        ]
     tensor, pipeline, expert = sizes.tensor_parallel, sizes.pipeline_parallel, sizes.expert_parallel
     found = []
 
@@ -70,7 +72,9 @@ def problems(config: Any, sizes: Sizes, world: int) -> list[str]:
     if config.hidden_act != "silu":
         found.append(f"hidden_act of model.path must be silu, got {config.hidden_act}")
     if config.rope_parameters["rope_type"] not in ROPES:
-        found.append(f"rope_type of model.path must be one of {ROPES}, got {config.rope_parameters['rope_type']}")
+        found.append(
+            f"rope_type of model.path must be one of {ROPES}, got {config.rope_parameters['rope_type']}"
+        )
     if (part := config.rope_parameters.get("partial_rotary_factor", 1.0)) != 1.0:
         found.append(f"partial_rotary_factor of model.path must be 1, got {part}")
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
@@ -155,7 +159,13 @@ class Model(GPTModel):
     """One rank's part of the model. Between pipeline stages goes [T', 1, H]; T' is this rank's part of the padded tokens."""
 
     def __init__(
-        self, config: Any, transformer: TransformerConfig, *, critic: bool, temperature: float, entropy_gradient: bool
+        self,
+        config: Any,
+        transformer: TransformerConfig,
+        *,
+        critic: bool,
+        temperature: float,
+        entropy_gradient: bool,
     ) -> None:
         first, last = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
         super().__init__(
@@ -171,7 +181,9 @@ class Model(GPTModel):
         )
         rope = config.rope_parameters["rope_type"]
         if rope != "default":
-            self.rotary_pos_emb.inv_freq, _ = ROPE_INIT_FUNCTIONS[rope](config, self.rotary_pos_emb.inv_freq.device)
+            self.rotary_pos_emb.inv_freq, _ = ROPE_INIT_FUNCTIONS[rope](
+                config, self.rotary_pos_emb.inv_freq.device
+            )
         self._hugging_face, self.at_hand, self.replays = config, ForwardPass(), False
         self._temperature, self._entropy_gradient = temperature, entropy_gradient
         self.score: nn.Linear | None = None
@@ -191,7 +203,9 @@ class Model(GPTModel):
         padded = padded_to(packed, self.config.tensor_model_parallel_size)
         size = len(padded.tokens) // self.config.tensor_model_parallel_size
         start = mpu.get_tensor_model_parallel_rank() * size
-        self.at_hand.begin(packed, padded, slice(start, start + size), self._hugging_face, self.replays, device)
+        self.at_hand.begin(
+            packed, padded, slice(start, start + size), self._hugging_face, self.replays, device
+        )
         cu_seqlens, longest = padded.cu_seqlens.to(device), padded.max_seqlen
         hidden = self.embedding(padded.tokens.to(device)[None], None) if self.pre_process else None
         hidden = self.decoder(
@@ -208,7 +222,9 @@ class Model(GPTModel):
     def _head(self, hidden: Tensor, packed: Packed) -> Tensor:
         if self.config.sequence_parallel:
             # Backwards, every rank has the whole gradient of a value, but of a log-probability its own vocabulary's part.
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=self.score is None)
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=self.score is None
+            )
         targets = packed.targets
         hidden = hidden[:, 0].index_select(0, (targets - 1).to(hidden.device))
         if self.score is not None:
@@ -250,4 +266,6 @@ def vocab_parallel_logprobs(
     if len(hidden) <= size:
         return chunk(hidden, targets)
     parts = zip(hidden.split(size), targets.split(size), strict=True)
-    return torch.cat([checkpoint(chunk, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in parts])
+    return torch.cat(
+        [checkpoint(chunk, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in parts]
+    )

@@ -65,7 +65,9 @@ TE_NORMS = {
 SCORE = ("score.weight", "score.bias")
 """A critic's head; a language model's folder has none."""
 
-EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+))")
+EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+))"
+)
 
 
 class Files:
@@ -118,16 +120,24 @@ class Names:
             found.append(Parameter("output_layer.weight", ("lm_head.weight",), Layout.rows, last))
         self.parameters = {parameter.name: parameter for parameter in found}
         known = {source for parameter in found for source in parameter.sources} | {"lm_head.weight"}
-        if unknown := sorted(name for name in files.names - known if not name.endswith("rotary_emb.inv_freq")):
+        if unknown := sorted(
+            name for name in files.names - known if not name.endswith("rotary_emb.inv_freq")
+        ):
             raise ValueError(
                 f"model.path must hold no parameters but those that Megatron's model has, got {unknown[0]}"
             )
         if missing := sorted(known - files.names - {"lm_head.weight", *SCORE}):
-            raise ValueError(f"model.path must hold all parameters of its model, got none called {missing[0]}")
+            raise ValueError(
+                f"model.path must hold all parameters of its model, got none called {missing[0]}"
+            )
 
     def _layers(self, number: int, stages: int) -> Iterator[Parameter]:
         for layer in range(number):
-            stage, here, there = layer * stages // number, f"decoder.layers.{layer}.", f"model.layers.{layer}."
+            stage, here, there = (
+                layer * stages // number,
+                f"decoder.layers.{layer}.",
+                f"model.layers.{layer}.",
+            )
             for name, (layout, sources) in LAYER.items():
                 if there + sources[0] in self._files.names:
                     yield Parameter(here + name, tuple(there + source for source in sources), layout, stage)
@@ -157,7 +167,9 @@ class Names:
         """Shard `index` of `count`, from the file, in the file's dtype; None for the head of a critic that has none there."""
         if parameter.name in SCORE and parameter.name not in self._files.names:
             return None
-        return self.shard(parameter.layout, [self._files.read(name) for name in parameter.sources], index, count)
+        return self.shard(
+            parameter.layout, [self._files.read(name) for name in parameter.sources], index, count
+        )
 
     def shape(self, parameter: Parameter, count: int) -> torch.Size:
         """Of a shard, one of `count`."""

@@ -17,7 +17,11 @@ def watch_routers(model: Any, config: Any, balance: Balance) -> None:
 
 
 def _watched(
-    router: Any, routing: Callable[..., tuple[Tensor, Tensor]], config: Any, balance: Balance, at_hand: ForwardPass
+    router: Any,
+    routing: Callable[..., tuple[Tensor, Tensor]],
+    config: Any,
+    balance: Balance,
+    at_hand: ForwardPass,
 ) -> Callable[..., Any]:
     """`TopKRouter.routing`, which is where Megatron replays and attaches losses of its own, with ours.
 

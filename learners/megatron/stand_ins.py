@@ -71,7 +71,11 @@ class _CpuForCuda(TorchFunctionMode):
     """Megatron writes `device="cuda"` and `.cuda()`, and compares types with "torch.cuda.FloatTensor"."""
 
     def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
@@ -100,12 +104,20 @@ class RMSNorm(torch.nn.RMSNorm):
 class PackedAttention(MegatronModule):
     """Megatron's own, without TransformerEngine, refuses packed sequences."""
 
-    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any
+    ) -> None:
         super().__init__(config=config)
         self._scale = softmax_scale
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedSeqParams, **__: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_: Any,
+        packed_seq_params: PackedSeqParams,
+        **__: Any,
     ) -> Tensor:
         """[T, heads, d], [T, groups, d] twice -> [T, heads · d]."""
         from learners.attention import padded_sdpa, varlen

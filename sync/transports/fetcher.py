@@ -157,7 +157,9 @@ class Fetcher:
     def _whole(self, address: str, local: Path, manifest: Manifest, direct: bool) -> None:
         part, snapshot = local.with_suffix(".part"), local.with_suffix(".safetensors")
         if not part.exists():
-            local.with_suffix(".chunks").unlink(missing_ok=True)  # of a fetcher that was killed when it was done
+            local.with_suffix(".chunks").unlink(
+                missing_ok=True
+            )  # of a fetcher that was killed when it was done
             if (spare := find_spare(self.folder)) is not None:
                 Path(spare.path).rename(part)
         self._file(address, snapshot.name, manifest.num_bytes, direct=direct)
@@ -168,7 +170,10 @@ class Fetcher:
         if base is None:
             return False
         route = self._puller.ask(address, Route(local.stem, Path(base.path).stem), self._timeout_s)
-        if not isinstance(route, Patches) or not 0 < sum(size for _, size in route.files) <= WORTH * base.num_bytes:
+        if (
+            not isinstance(route, Patches)
+            or not 0 < sum(size for _, size in route.files) <= WORTH * base.num_bytes
+        ):
             return False
         for name, num_bytes in route.files:
             if not NAME.fullmatch(name):
@@ -214,7 +219,11 @@ class Fetcher:
         if not part.exists():
             chunks.unlink(missing_ok=True)
         try:
-            with open(part, "ab"), open(part, "r+b", buffering=0) as file, open(chunks, "a+b", buffering=0) as record:
+            with (
+                open(part, "ab"),
+                open(part, "r+b", buffering=0) as file,
+                open(chunks, "a+b", buffering=0) as record,
+            ):
                 record.truncate(come.read(record.fileno(), 0))
                 file.truncate(num_bytes)
 
@@ -233,11 +242,17 @@ class Fetcher:
             if is_disk_full(error):
                 raise disk_full(part, sum(end - begin for begin, end in come.missing(num_bytes))) from error
             raise
-        part.rename(self.folder / name)  # before its record goes: a relay that looks in between finds it whole
+        part.rename(
+            self.folder / name
+        )  # before its record goes: a relay that looks in between finds it whole
         chunks.unlink()
 
     def _pull_from_relays(
-        self, address: str, name: str, missing: Callable[[], list[Range]], keep: Callable[[int, memoryview], None]
+        self,
+        address: str,
+        name: str,
+        missing: Callable[[], list[Range]],
+        keep: Callable[[int, memoryview], None],
     ) -> None:
         """Brings what is missing from the relays that the publisher names, one after the other: all of it or, where they fail or
         there are none, less."""

@@ -139,7 +139,9 @@ class Broadcast:
 
     checks = 0
 
-    def __init__(self, manifest: Manifest, address: str, receiver: str, secure: Callable[[Any], Any] | None) -> None:
+    def __init__(
+        self, manifest: Manifest, address: str, receiver: str, secure: Callable[[Any], Any] | None
+    ) -> None:
         self.manifest = manifest
         self._address, self._receiver, self._secure = address, receiver, secure
 
@@ -153,12 +155,16 @@ class Broadcast:
             asking.connect(self._address)
             asking.send(msgspec.msgpack.encode(Send(Path(self.manifest.path).stem, self._receiver)))
             if asking.poll(int(1000 * timeout_s)):
-                with contextlib.suppress(ValueError, RecursionError):  # another reply, or none that can be read
+                with contextlib.suppress(
+                    ValueError, RecursionError
+                ):  # another reply, or none that can be read
                     return rendezvous.decode(asking.recv_multipart()[0])
         finally:
             asking.close(linger=0)
             context.term()
-        raise FileNotFoundError(f"version {self.manifest.version} is gone at {self._address}, or nobody answers there")
+        raise FileNotFoundError(
+            f"version {self.manifest.version} is gone at {self._address}, or nobody answers there"
+        )
 
 
 def make_receiver() -> str:

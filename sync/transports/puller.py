@@ -127,7 +127,9 @@ class Puller:
                 if came - judged_at > stall_s:
                     if num_bytes < least_bytes and (left or len(asked) > 1):
                         self.drop(address)
-                        raise Silent(f"only {num_bytes:,} bytes of {name} have come from {address} in {stall_s} s")
+                        raise Silent(
+                            f"only {num_bytes:,} bytes of {name} have come from {address} in {stall_s} s"
+                        )
                     judged_at, num_bytes = came, 0
                 end, come = asked.pop(reply.offset), reply.offset + len(data)
                 if come < end:

@@ -1,0 +1,410 @@
+"""How many groups a second go from producers through the buffer to a consumer, beside what else could carry them.
+
+    scripts/benchmark_buffer.sh [--seconds 6] [--only large|small] [--peers] [--long] [--json FILE]
+
+A group is 8 trajectories of 2,048 tokens (`large`) or of 64 (`small`). Producers and consumer are processes of their own; the
+consumer adds up all tokens of what it gets, so that every byte of them has come. `raw pyzmq` sends the same bytes from one
+process to another and keeps nothing: the limit. The buffer checks every group, writes it to disk, leases, acknowledges and accounts for
+it. `--peers` also measures Ray's object store with a queue actor, and TransferQueue (`pip install TransferQueue`).
+`--long` lets a million trajectories through, watching memory and speed; and connects 1,000 producers instead of 10.
+"""
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import platform
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import zmq
+from rich.console import Console
+from rich.table import Table
+
+from buffers import messages as m
+from buffers.client import BufferClient, Taken
+from buffers.server import BufferServer
+from buffers.trajectory import SCHEMA, SCHEMA_VERSION, Trajectory, encode, to_batch
+from configs.load import load
+from configs.schema import Config
+from slipstream_bench.buffer_peers import PEERS, measure_peer
+
+SAMPLES = 8
+spawn = multiprocessing.get_context("spawn")  # so that none begins with what this process has in memory
+say = Console(stderr=True)
+
+
+@dataclass(frozen=True)
+class Size:
+    name: str
+    num_tokens: int
+    per_message: int
+    """Groups in one submission."""
+    groups_per_step: int
+    num_producers: int
+    """Processes."""
+
+
+SIZES = {"large": Size("large", 2048, 8, 128, 3), "small": Size("small", 64, 32, 1024, 2)}
+
+
+def template(size: Size) -> pa.RecordBatch:
+    rng, n = np.random.default_rng(0), size.num_tokens
+    prompt = n // 4
+    rows = [
+        Trajectory(
+            group=0, sample=i, due=0, prompt_id=0, task="arithmetic", tokens=rng.integers(0, 1000, n).tolist(),
+            sampled=[j >= prompt for j in range(n)], logprobs=[-0.5 * (j >= prompt) for j in range(n)],
+            versions=[0 if j >= prompt else -1 for j in range(n)], reward=float(i % 2), rewards={"correct": 1.0},
+            finish_reason="stop", generator="producer", started_at=0.0, finished_at=1.0,
+        )
+        for i in range(SAMPLES)
+    ]  # fmt: skip
+    return to_batch(rows)
+
+
+def add_up(table: pa.Table | pa.RecordBatch) -> int:
+    column = table.column("tokens")
+    return sum(int(chunk.flatten().to_numpy().sum()) for chunk in getattr(column, "chunks", [column]))
+
+
+# ---- raw pyzmq
+
+
+def raw(size: Size, seconds: float, folder: Path) -> float:
+    """Groups a second from one process to another, read and added up."""
+    address = f"ipc://{folder}/raw"
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+    socket.bind(address)
+    with processes([(push, (size, address))]):
+        socket.recv()
+        began, num = time.perf_counter(), 0
+        while time.perf_counter() - began < seconds:
+            add_up(pa.ipc.read_record_batch(pa.py_buffer(socket.recv(copy=False).buffer), SCHEMA))
+            num += 1
+    socket.close(linger=0)
+    return num / seconds
+
+
+def push(size: Size, address: str) -> None:
+    socket = zmq.Context().socket(zmq.PUSH)
+    socket.connect(address)
+    data = encode(template(size))
+    while True:
+        socket.send(data, copy=False)
+
+
+def disk(size: Size, seconds: float, folder: Path) -> float:
+    """Groups a second that one process writes and syncs, 4 MB at a time, deleting files of 64 MB as the buffer does."""
+    data = encode(pa.concat_batches([template(size)] * size.per_message)).to_pybytes()
+    per_sync = max(1, (4 << 20) // len(data))
+    files: list[Path] = []
+    began, num = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        files.append(folder / f"{num}.bytes")
+        with open(files[-1], "wb", buffering=0) as file:
+            while file.tell() < 64 << 20 and time.perf_counter() - began < seconds:
+                for _ in range(per_sync):
+                    file.write(data)
+                os.fdatasync(file)
+                num += per_sync * size.per_message
+        if len(files) > 6:
+            files.pop(0).unlink()
+    return num / seconds
+
+
+# ---- the buffer
+
+
+def configure(size: Size, address: str, durability: str) -> Config:
+    return load(
+        [
+            "generators.max_model_len=4096",
+            "generators.engine=simulated", "learner.engine=simulated", "eval.prompts=0", f"buffer.address={address}",
+            f"learner.groups_per_step={size.groups_per_step}", f"learner.samples_per_prompt={SAMPLES}",
+            "run.steps=100000000", "staleness.max_versions=1000000", f"buffer.max_groups={16 * size.groups_per_step}",
+            f"buffer.durability={durability}", "buffer.segment_mb=64", "buffer.retention=checkpoints",
+        ]
+    )  # fmt: skip
+
+
+def serve(config: Config, folder: Path) -> None:
+    logging.disable()
+    server = BufferServer(config, folder)
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    server.run()
+
+
+class Producer:
+    """Keeps a few submissions and a question under way; makes groups by putting their numbers into a template."""
+
+    def __init__(self, name: str, size: Size, address: str, in_flight: int = 4) -> None:
+        self._name, self._size, self._in_flight = name, size, in_flight
+        whole = pa.concat_batches([template(size)] * size.per_message)
+        self._columns = [whole.column(i) for i in range(whole.num_columns)]
+        self.client = BufferClient(address, timeout_s=60.0)
+        self._leases: list[m.Lease] = []
+        self._asked: int | None = None
+        self._scarce = False  # no more leases to be had: what is at hand is sent
+        self._sent: dict[int, float] = {}
+        self.latencies: list[float] = []
+        self.over = False
+
+    def turn(self) -> None:
+        """Takes in the answers that are there, and sends all that may be sent."""
+        for answer in self.client.receive(0.0):
+            if isinstance(answer.reply, m.Work):
+                self._asked, self.over = None, answer.reply.ended
+                self._leases += answer.reply.leases
+                self._scarce = not answer.reply.leases
+            elif isinstance(answer.reply, m.Receipt):
+                self.latencies.append(time.perf_counter() - self._sent.pop(answer.number))
+        most = self._size.per_message
+        if self._asked is None and len(self._leases) < self._in_flight * most:
+            self._asked = self.client.post(
+                m.Ask(generator=self._name, count=self._in_flight * most, wait_s=0.3)
+            )
+        while len(self._sent) < self._in_flight and (
+            len(self._leases) >= most or (self._leases and self._scarce)
+        ):
+            mine, self._leases = self._leases[:most], self._leases[most:]
+            request = m.Submit(
+                generator=self._name, leases=[lease.id for lease in mine], schema=SCHEMA_VERSION
+            )
+            self._sent[self.client.post(request, self._groups(mine))] = time.perf_counter()
+
+    def _groups(self, leases: list[m.Lease]) -> pa.Buffer:
+        columns = [column.slice(0, SAMPLES * len(leases)) for column in self._columns]
+        for name, values in (
+            ("group", [lease.group for lease in leases]),
+            ("due", [lease.due for lease in leases]),
+            ("prompt_id", [lease.index for lease in leases]),
+        ):
+            columns[SCHEMA.get_field_index(name)] = pa.array(np.repeat(np.array(values), SAMPLES))
+        return encode(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+
+
+def produce(size: Size, address: str, names: list[str], latencies: Path | None = None) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    zmq.Context.instance().set(zmq.MAX_SOCKETS, 10_000)
+    producers = [Producer(name, size, address, in_flight=4 if len(names) == 1 else 1) for name in names]
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    try:
+        run_until_over(producers)
+    finally:
+        if latencies is not None:
+            latencies.write_text(
+                json.dumps([x for producer in producers for x in producer.latencies[-2_000:]])
+            )
+
+
+def run_until_over(producers: list[Producer]) -> None:
+    poller, by_socket = zmq.Poller(), {}
+    for producer in producers:
+        for one in producer.client.sockets:
+            poller.register(one, zmq.POLLIN)
+            by_socket[one] = producer
+        producer.turn()
+    while not all(producer.over for producer in producers):
+        for producer in {by_socket[one] for one, _ in poller.poll(1000)}:
+            producer.turn()
+
+
+@dataclass
+class Passed:
+    """What went through the buffer."""
+
+    groups_per_s: float
+    latencies_s: list[float]
+    rates: list[float]
+    """Groups a second in each tenth of the time."""
+    rss_mb: list[float]
+    """Of the server, at each tenth."""
+
+
+def through_the_buffer(
+    size: Size, durability: str, seconds: float, folder: Path, *, sockets: int = 1, groups: int | None = None
+) -> Passed:  # fmt: skip
+    """Runs server and producers (each process with so many sockets), and consumes until the time, or `groups`, are over."""
+    folder.mkdir()
+    address = f"ipc://{folder}/socket"
+    config = configure(size, address, durability)
+    work: list[tuple[Callable[..., None], tuple[Any, ...]]] = [(serve, (config, folder / "journal"))]
+    for number in range(size.num_producers):
+        names = [f"producer-{number}-{i}" for i in range(sockets)]
+        work.append((produce, (size, address, names, folder / f"latencies-{number}")))
+    with processes(work) as pids:
+        server = psutil.Process(pids[0])
+        client = BufferClient(address, timeout_s=120.0)
+        client.call(m.Publish(version=0, weights="w"), m.Done)
+        marks, step, ready = [], 0, 2 if groups is None else 16  # by then as much waits as may
+        sampled = SAMPLES * (size.num_tokens - size.num_tokens // 4) * size.groups_per_step
+        began = time.perf_counter()
+        while True:
+            taken = client.next(step, wait_s=60.0)
+            assert isinstance(taken, Taken), taken
+            add_up(taken.table)
+            consumed = m.Consumed(step=step, num_trained=sampled, idle_s=0.0, alive_s=1.0, metrics={})
+            for request in (consumed, m.Publish(version=step + 1, weights="w")):
+                client.post(request)
+            step += 1
+            if step % 16 == 0:
+                client.call(
+                    m.Checkpointed(step=step, oldest=step - 1), m.Done
+                )  # so that the disk does not fill up
+            if step == ready:
+                began = time.perf_counter()
+            if step >= ready:
+                marks.append((time.perf_counter() - began, step - ready, server.memory_info().rss / 1e6))
+            if (marks and groups is None and marks[-1][0] > seconds) or (
+                groups and (step - ready) * size.groups_per_step >= groups
+            ):
+                break
+        client.call(m.Stop(reason="done"), m.Done)
+        client.close()
+    latencies = [x for path in folder.glob("latencies-*") for x in json.loads(path.read_text())]
+    shutil.rmtree(folder)
+    tenths = [marks[round(i * (len(marks) - 1) / 10)] for i in range(11)]
+    rates = [
+        size.groups_per_step * (b[1] - a[1]) / max(1e-9, b[0] - a[0])
+        for a, b in zip(tenths, tenths[1:], strict=False)
+    ]
+    total = size.groups_per_step * (marks[-1][1] - marks[0][1]) / (marks[-1][0] - marks[0][0])
+    return Passed(total, latencies, rates, [mark[2] for mark in tenths])
+
+
+@contextmanager
+def processes(work: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> Iterator[list[int]]:
+    running = [spawn.Process(target=function, args=arguments, daemon=True) for function, arguments in work]
+    for process in running:
+        process.start()
+    try:
+        yield [process.pid or 0 for process in running]
+    finally:
+        for process in reversed(running):  # the server, which is first, ends last
+            process.terminate()
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+
+
+# ---- the run
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for size in (SIZES[name] for name in ([options.only] if options.only else SIZES)):
+        rates = found[size.name] = {}
+        say.print(f"{size.name}: raw pyzmq ...")
+        rates["raw pyzmq"] = raw(size, options.seconds, folder)
+        rates["the disk alone"] = disk(size, options.seconds, folder)
+        for durability in ("none", "os", "fsync"):
+            say.print(f"{size.name}: buffer, durability={durability} ...")
+            passed = through_the_buffer(size, durability, options.seconds, folder / durability)
+            rates[f"buffer, {durability}"] = passed.groups_per_s
+            rates[f"latency, {durability}"] = quantiles(passed.latencies_s)
+    if options.long:
+        small = SIZES["small"]
+        for sockets in (5, 500):
+            say.print(f"small: {2 * sockets} connected producers ...")
+            few = Size("small", 64, 8, 2048, 2)
+            passed = through_the_buffer(
+                few, "os", max(15.0, options.seconds), folder / "many", sockets=sockets
+            )
+            found["small"][f"{2 * sockets} producers"] = passed.groups_per_s
+        say.print("small: a million trajectories ...")
+        passed = through_the_buffer(small, "os", 0.0, folder / "long", groups=125_000)
+        found["small"]["a million trajectories"] = {"groups_per_s": passed.rates, "rss_mb": passed.rss_mb}
+    for size in (SIZES[name] for name in found):
+        for peer in PEERS if options.peers else ():  # last: they leave much running
+            say.print(f"{size.name}: {peer} ...")
+            data = encode(template(size)).to_pybytes()
+            found[size.name][peer] = measure_peer(peer, data, (SAMPLES, size.num_tokens), options.seconds)
+    return found
+
+
+def quantiles(latencies: list[float]) -> str:
+    ordered = sorted(latencies) or [float("nan")]
+    return (
+        f"{1e3 * median(ordered):.1f} ms median, {1e3 * ordered[int(0.99 * (len(ordered) - 1))]:.1f} ms p99"
+    )
+
+
+def bars(found: dict[str, dict[str, Any]]) -> Iterator[tuple[str, float, float]]:
+    """(what, ratio reached, ratio asked for)."""
+    asked = {"large": (("raw pyzmq", 0.5), ("Ray queue actor", 10), ("TransferQueue", 20)),
+             "small": (("Ray queue actor", 10), ("TransferQueue", 60))}  # fmt: skip
+    for size, rates in found.items():
+        for other, ratio in asked[size]:
+            if isinstance(rates.get(other), float):
+                yield f"{size}: os against {other}", rates["buffer, os"] / rates[other], ratio
+        yield f"{size}: fsync against os", rates["buffer, fsync"] / rates["buffer, os"], 0.7
+        if size == "large":
+            yield (
+                f"{size}: fsync against the disk alone",
+                rates["buffer, fsync"] / rates["the disk alone"],
+                0.7,
+            )
+    small = found.get("small", {})
+    if "1000 producers" in small:
+        yield "1,000 connected producers against 10", small["1000 producers"] / small["10 producers"], 0.9
+        long = small["a million trajectories"]["groups_per_s"]
+        yield "last tenth of a million against the first", long[-1] / long[0], 0.9
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement")
+    parser.add_argument("--only", choices=tuple(SIZES))
+    parser.add_argument("--peers", action="store_true", help="also Ray and TransferQueue")
+    parser.add_argument(
+        "--long", action="store_true", help="also a million trajectories, and 1,000 producers"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="slipstream-", dir="/var/tmp"))  # a disk, not memory
+    try:
+        found = measure(options, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    table = Table("", *found, title="groups a second", title_justify="left")
+    for name in dict.fromkeys(name for rates in found.values() for name in rates):
+        cells = [rates.get(name, "") for rates in found.values()]
+        table.add_row(name, *(f"{c:,.0f}" if isinstance(c, float) else describe(c) for c in cells))
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    for what, reached, wanted in bars(found):
+        verdict = "ok" if reached >= wanted else "[red]missed[/]"
+        console.print(f"{what}: {reached:.2f} × (asked for: {wanted}) {verdict}")
+    if options.json:
+        options.json.write_text(json.dumps({"machine": platform.platform(), "groups_per_s": found}, indent=1))
+    return 0
+
+
+def describe(cell: Any) -> str:
+    if isinstance(cell, dict):
+        rates, rss = cell["groups_per_s"], cell["rss_mb"]
+        return f"{rates[0]:,.0f} at first, {rates[-1]:,.0f} at last; server {rss[0]:.0f} → {rss[-1]:.0f} MB (max {max(rss):.0f})"
+    return str(cell)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""What the loss side of a step costs, for every preset, beside one log-softmax over a vocabulary for as many tokens.
+
+    scripts/benchmark_loss.sh [--tokens 65536] [--repeat 5] [--threads 1] [--json FILE]
+
+64 sequences of lognormal lengths, in groups of 8, all in one microbatch; an eighth of each is its prompt; random float32. Times are
+medians after a round that is left out: of the processor's time in one thread, so other programs count for little, else of the clock.
+
+    policy loss     `algos.loss.policy_loss`, forward and backward, its metrics included
+    its metrics     how much of that `algos.metrics.sums` takes
+    advantages      what `algo.advantage` names and, with a critic, the critic's targets
+    other           the aggregation's weights; off-policy weights of a whole minibatch, where an algorithm needs them; the losses of critic
+                    and implicit reward model, forward and backward
+    log-softmax     32,768 words, 4,096 tokens at a time (always the same ones: all would be 8 GiB), forward, and with the backward pass
+                    of a gradient that is given
+
+Memory is the most that a part, its arguments left out, has allocated and not given back at any moment of the first round: on a CPU by
+torch's profiler, which records each allocation; on a GPU by `torch.cuda.max_memory_allocated`.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Column, Table
+from torch import Tensor
+
+from algos import metrics
+from algos.advantages import ADVANTAGES, Samples, value_targets
+from algos.aggregation import token_weights
+from algos.corrections import off_policy_weights
+from algos.loss import policy_loss
+from algos.rewards import with_kl
+from algos.surrogates import Tokens
+from algos.values import implicit_reward_loss, value_loss
+from configs import load as configs
+from configs.algorithms import Advantage, Aggregation, AlgoConfig, GaeConfig, Span
+
+NUM_SEQUENCES, GROUP, HORIZON = 64, 8, 8_192
+VOCABULARY, CHUNK = 32_768, 4_096
+Actions = dict[str, Callable[[], Any]]
+say = Console(stderr=True)
+
+
+class Cost(NamedTuple):
+    ms: float
+    peak_mib: float
+
+
+def cost(action: Callable[[], Any], repeat: int) -> Cost:
+    cuda = torch.cuda.is_available()
+    clock = time.perf_counter if cuda or torch.get_num_threads() > 1 else time.thread_time
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        action()
+        peak = torch.cuda.max_memory_allocated() - before
+    else:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
+            action()
+        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        events.sort(key=lambda event: event.start_ns())
+        peak = max(itertools.accumulate((event.nbytes() for event in events), initial=0))
+    seconds = []
+    for _ in range(repeat):
+        wait()
+        began = clock()
+        action()
+        wait()
+        seconds.append(clock() - began)
+    return Cost(1e3 * median(seconds), peak / 2**20)
+
+
+class Step:
+    """A step's columns [T], random, as `learners.step` hands them to the loss side."""
+
+    def __init__(self, num_tokens: int) -> None:
+        torch.manual_seed(0)
+        shares = torch.randn(NUM_SEQUENCES).exp()
+        ends = (shares.cumsum(0) / shares.sum() * (num_tokens - 2 * NUM_SEQUENCES)).round().long()
+        ends += 2 * torch.arange(1, NUM_SEQUENCES + 1)  # two tokens at least: a prompt, a response
+        offsets = torch.cat([ends.new_zeros(1), ends])
+        sequence = torch.repeat_interleave(torch.arange(NUM_SEQUENCES), offsets.diff())
+        mask = torch.arange(num_tokens) >= (offsets[:-1] + (offsets.diff() // 8).clamp(min=1))[sequence]
+        logprobs = torch.rand(num_tokens).clamp(min=0.01).log()
+        self.proximal, self.behavior, self.reference = (
+            logprobs + spread * torch.randn(num_tokens) for spread in (0.01, 0.1, 0.3)
+        )
+        self.entropy, self.staleness = torch.rand(num_tokens), torch.randint(0, 9, (num_tokens,))
+        self.logprobs, self.values = logprobs.requires_grad_(), torch.randn(num_tokens).requires_grad_()
+        rewards = torch.randint(0, 2, (NUM_SEQUENCES,)).float()
+        self.samples = Samples(
+            rewards=rewards, token_rewards=with_kl(rewards, torch.zeros(num_tokens), 0.0, mask, ends - 1),
+            groups=torch.arange(NUM_SEQUENCES) // GROUP, offsets=offsets, sequence=sequence, sampled=mask, mask=mask,
+            greedy=torch.rand(NUM_SEQUENCES), values=self.values.detach(), log_ratio=self.proximal - self.behavior,
+            process_rewards=0.05 * torch.randn(num_tokens),
+        )  # fmt: skip
+
+    def choices(self) -> Actions:
+        """What presets choose from: every advantage and every aggregation."""
+        algos = {str(name): replace(AlgoConfig(), advantage=name) for name in Advantage}
+        algos["gae, span=turn"] = replace(algos["gae"], gae=GaeConfig(span=Span.turn))
+        found: Actions = {f"advantage={name}": partial(self.advantages, algo) for name, algo in algos.items()}
+        return found | {f"aggregation={kind}": partial(self.weights, kind) for kind in Aggregation}
+
+    def parts(self, algo: AlgoConfig) -> Actions:
+        """All that a preset has computed of a step."""
+        s, advantages, weights = self.samples, self.advantages(algo), self.weights(algo.aggregation)
+        correction = self.correction(algo, advantages)
+        tokens = Tokens(
+            logprobs=self.logprobs.detach(), proximal=self.proximal, behavior=self.behavior, advantages=advantages,
+            mask=s.mask, sequence=s.sequence,
+        )  # fmt: skip
+
+        def loss() -> None:
+            found = policy_loss(
+                algo, logprobs=self.logprobs, proximal_logprobs=self.proximal, behavior_logprobs=self.behavior,
+                advantages=advantages, mask=s.mask, weights=weights, entropy=self.entropy, sequence=s.sequence,
+                staleness=self.staleness, correction=correction if algo.needs_minibatch else None,
+                reference_logprobs=self.reference if algo.needs_reference else None,
+                imitation=weights if algo.imitation_coef else None,
+            )  # fmt: skip
+            torch.autograd.grad(found[0], self.logprobs)
+
+        @torch.no_grad()
+        def sums() -> None:
+            metrics.sums(
+                algo, tokens, correction, self.entropy, torch.zeros_like(self.entropy), self.staleness
+            )
+
+        found: Actions = {
+            "policy loss": loss,
+            "its metrics": sums,
+            "advantages": partial(self.advantages, algo),
+        }
+        found["weights"] = partial(self.weights, algo.aggregation)
+        if algo.needs_minibatch:
+            found["off-policy weights"] = partial(self.correction, algo, advantages)
+        if algo.advantage.needs_critic:
+            targets = value_targets(s, algo)
+            found |= {
+                "targets": partial(value_targets, s, algo),
+                "critic": partial(self.critic, targets, weights),
+            }
+        if algo.advantage is Advantage.prime:
+            found["reward model"] = self.reward_model
+        return found
+
+    def advantages(self, algo: AlgoConfig) -> Tensor:
+        return ADVANTAGES[algo.advantage](self.samples, algo)
+
+    def weights(self, kind: Aggregation) -> Tensor:
+        return token_weights(kind, self.samples.mask, self.samples.sequence, NUM_SEQUENCES, HORIZON)
+
+    def correction(self, algo: AlgoConfig, advantages: Tensor) -> Tensor:
+        s = self.samples
+        return off_policy_weights(algo, self.proximal - self.behavior, advantages, s.mask, s.sequence)
+
+    def critic(self, targets: Tensor, weights: Tensor) -> None:
+        loss, _ = value_loss(self.values, self.values.detach(), targets, self.samples.mask, weights, clip=0.2)
+        torch.autograd.grad(loss, self.values)
+
+    def reward_model(self) -> None:
+        s, outcomes = self.samples, self.samples.rewards[self.samples.sequence]
+        loss, _ = implicit_reward_loss(
+            self.logprobs, self.reference, outcomes, s.sampled, s.sequence, NUM_SEQUENCES, beta=0.05
+        )
+        torch.autograd.grad(loss, self.logprobs)
+
+
+def log_softmax(num_tokens: int) -> Actions:
+    logits, gradient = torch.randn(CHUNK, VOCABULARY, requires_grad=True), torch.ones(CHUNK, VOCABULARY)
+    chunks = [min(CHUNK, num_tokens - begin) for begin in range(0, num_tokens, CHUNK)]
+
+    @torch.no_grad()
+    def forward() -> None:
+        for size in chunks:
+            F.log_softmax(logits[:size], -1)
+
+    def both() -> None:
+        for size in chunks:
+            chunk = logits[:size]
+            torch.autograd.grad(F.log_softmax(chunk, -1), chunk, gradient[:size])
+
+    return {"log-softmax": forward, "log-softmax and backward": both}
+
+
+def report(found: dict[str, dict[str, Cost]], where: str) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    presets, yardstick = dict(found), found["log-softmax"]
+    words = f"log-softmax: float32, {VOCABULARY:,} words, {CHUNK:,} tokens at a time, always the same ones"
+    table = Table(where, "ms", "peak MiB", caption=words, caption_justify="left")
+    for name in ("choices", "log-softmax"):
+        for part, one in presets.pop(name).items():
+            table.add_row(part, f"{one.ms:,.2f}", f"{one.peak_mib:,.1f}")
+    console.print(table)
+    kinds = ("policy loss", "its metrics", "advantages", "other", "all")
+    columns = (*kinds, "peak MiB", *(f"all / {name}" for name in yardstick))
+    table = Table(Column("algo=", no_wrap=True), *columns, title="milliseconds", title_justify="left")
+    for name, parts in presets.items():
+        ms = {part: one.ms for part, one in parts.items()}
+        inner, advantages = ms.pop("its metrics"), ms["advantages"] + ms.get("targets", 0.0)
+        whole, peak = sum(ms.values()), max(one.peak_mib for one in parts.values())
+        cells = (ms["policy loss"], inner, advantages, whole - ms["policy loss"] - advantages, whole, peak)
+        table.add_row(
+            name, *(f"{c:,.1f}" for c in cells), *(f"{whole / one.ms:.2%}" for one in yardstick.values())
+        )
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=65_536)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    if options.tokens < 2 * NUM_SEQUENCES:
+        parser.error(f"--tokens must be at least {2 * NUM_SEQUENCES}, got {options.tokens}")
+    torch.set_num_threads(options.threads)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.set_default_device("cuda")
+    step = Step(options.tokens)
+    measured = {"log-softmax": log_softmax(options.tokens), "choices": step.choices()}
+    names = sorted(path.stem for path in (configs.FOLDER / "algo").glob("*.yaml"))
+    measured |= {name: step.parts(configs.load([f"algo={name}"]).algo) for name in names}
+    found: dict[str, dict[str, Cost]] = {}
+    for name, actions in measured.items():
+        say.print(f"{name} ...")
+        found[name] = {part: cost(action, options.repeat) for part, action in actions.items()}
+    device = (
+        torch.cuda.get_device_name()
+        if cuda
+        else f"CPU, threads: {options.threads}, load {os.getloadavg()[0]:.1f}"
+    )
+    report(found, f"{options.tokens:,} tokens, {device}")
+    if options.json:
+        named = {name: {part: one._asdict() for part, one in parts.items()} for name, parts in found.items()}
+        options.json.write_text(json.dumps(named, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""How much of a model's bfloat16 weights changes in a step of reinforcement learning, and what patches save, by learning rate.
+
+    scripts/measure_patches.sh [--steps 20] [--rates 1e-6 1e-5 ...]
+
+The tiny model on its arithmetic task, on-policy: 64 prompts of 8 samples a step, group-normalised advantages, the learner's own
+engine (AdamW over float32 master weights). Each step is published in bfloat16, and the patch from the version before is made
+and applied as hosts do. The first two steps, in which AdamW's averages are young, are left out of the means.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean
+
+import msgspec
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from algos.advantages import grpo
+from generators.tasks.arithmetic import Task
+from learners.fsdp import FsdpEngine
+from learners.packing import Batch, Packed, microbatches
+from learners.tiny_cache import tiny_model
+from sync.patch import apply_patches, make_patch
+from sync.publisher import Publisher
+from sync.snapshot import Snapshot
+from sync.stream import collect, stream
+
+PROMPTS, SAMPLES, YOUNG = 64, 8, 2
+
+
+def sample(
+    model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, weights: dict[str, Tensor], step: int
+) -> Batch:
+    """A step's trajectories under these weights."""
+    model.load_state_dict(weights, strict=False)
+    torch.manual_seed(step)
+    task, rows, rewards = Task(), [], []
+    for index in range(step * PROMPTS, (step + 1) * PROMPTS):
+        prompt = task.prompt("train", index, 0)
+        tokens = tokenizer(prompt.text, return_tensors="pt").input_ids
+        out = model.generate(tokens, do_sample=True, num_return_sequences=SAMPLES, max_new_tokens=8)
+        for row in out:
+            length = tokens.shape[1]
+            sampled = row[length:]
+            ends = (sampled == model.generation_config.eos_token_id).nonzero()
+            sampled = sampled[: int(ends[0]) + 1] if len(ends) else sampled
+            rows.append((row[: length + len(sampled)], length))
+            rewards.append(task.score(prompt, tokenizer.decode(sampled, skip_special_tokens=True)).reward)
+    lengths = torch.tensor([len(row) for row, _ in rows])
+    mask = torch.cat([torch.arange(len(row)) >= first for row, first in rows])
+    return Batch(
+        tokens=torch.cat([row for row, _ in rows]),
+        sampled=mask,
+        behavior_logprobs=torch.zeros(len(mask)),
+        versions=torch.where(mask, step, -1).int(),
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).numpy(),
+        rewards=torch.tensor(rewards),
+        groups=torch.arange(PROMPTS).repeat_interleave(SAMPLES),
+        weights=torch.ones(len(rows)),
+        truncated=torch.zeros(len(rows), dtype=torch.bool),
+        greedy=torch.full((len(rows),), float("nan")),
+    )
+
+
+def train(engine: FsdpEngine, batch: Batch, rate: float) -> None:
+    weights = grpo(batch.rewards, batch.groups)[batch.sequence] * batch.sampled / batch.sampled.sum()
+
+    def loss(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
+        return -(weights[packed.index] * logprobs).sum()
+
+    engine.update(microbatches(batch, range(batch.num_sequences), 1 << 14, 1, 0), loss, rate)
+
+
+def measure(rate: float, steps: int, folder: Path) -> tuple[float, float, float, float]:
+    """Shares that change, mean and largest; size of a patch as a share of a snapshot's; sampled reward at the end."""
+    path = tiny_model(Task().solved("train", seed=0))
+    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+    engine = FsdpEngine(path, betas=(0.9, 0.99))
+    publisher = Publisher(folder / "weights", "measured")
+    shares, sizes, rewards = [], [], []
+    before: Snapshot | None = None
+    for step in track(
+        range(steps + 1), f"learning rate {rate:g}", console=Console(stderr=True), transient=True
+    ):
+        held = collect(engine.weights())
+        published = (part for name, whole in held.items() for part in stream(name, whole, torch.bfloat16))
+        snapshot = Snapshot(publisher.publish(step, published))
+        if before is not None:
+            pairs = zip(before.tensors(), snapshot.tensors(), strict=True)
+            changed = sum(
+                int((old.view(torch.int16) != new.view(torch.int16)).sum()) for (_, old), (_, new) in pairs
+            )
+            shares.append(changed / sum(tensor.numel() for _, tensor in snapshot.tensors()))
+            sizes.append(patch(before, snapshot, folder))
+        before = snapshot
+        batch = sample(model, tokenizer, held, step)
+        rewards.append(float(batch.rewards.mean()))
+        train(engine, batch, rate)
+    publisher.close()
+    return mean(shares[YOUNG:]), max(shares[YOUNG:]), mean(sizes[YOUNG:]), mean(rewards[-5:])
+
+
+def patch(before: Snapshot, after: Snapshot, folder: Path) -> float:
+    """Its size as a share of the snapshot's, 1 where the whole is sent; what it makes of the version before is verified."""
+    path = folder / "patch"
+    if not make_patch(before, after, path):
+        return 1.0
+    into = folder / "patched.safetensors"
+    into.write_bytes(Path(before.manifest.path).read_bytes())
+    apply_patches(msgspec.structs.replace(before.manifest, path=str(into)), [path])
+    Snapshot(msgspec.structs.replace(after.manifest, path=str(into))).verify()
+    return path.stat().st_size / after.manifest.num_bytes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    rates = [1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3]
+    parser.add_argument("--rates", nargs="+", type=float, default=rates)
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    table = Table(
+        "learning rate",
+        "changed, mean",
+        "changed, most",
+        "patch / snapshot",
+        "bytes saved",
+        "reward at the end",
+    )
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+        for rate in options.rates:
+            share, most, size, reward = measure(rate, options.steps, Path(folder))
+            table.add_row(
+                f"{rate:g}", f"{share:.2%}", f"{most:.2%}", f"{size:.3f}", f"{1 - size:.0%}", f"{reward:.3f}"
+            )
+        dist.destroy_process_group()
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

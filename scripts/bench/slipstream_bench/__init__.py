@@ -1,0 +1,1 @@
+"""Shared parts of the benchmarks, studies and attacks in scripts/bench."""

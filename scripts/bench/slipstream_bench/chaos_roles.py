@@ -1,0 +1,259 @@
+"""The processes that `chaos.py` kills: a buffer server, producers that make groups, a consumer that plays the learner."""
+
+import argparse
+import dataclasses
+import errno
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import xxhash
+
+from buffers import files, journal
+from buffers import messages as m
+from buffers.buffer import Buffer
+from buffers.client import BufferClient, BufferGone, RefusedByBuffer
+from buffers.server import BufferServer
+from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode, flat, to_batch
+from configs.disk import DiskFull
+from configs.load import load
+from configs.schema import Config
+from slipstream import repair
+
+GROUPS, SAMPLES, STALENESS = 6, 2, 2
+KEEP_CHECKPOINTS, CHECKPOINT_EVERY = 2, 4
+LEASE_S, PROMPTS = 1.5, 50
+ROTATE_LINES, LONG_LOG = 400, 60_000
+FULL_DISK, REFUSED = 3, 4
+"""Exit statuses of a server whose disk is full, and of one that may not open the journal."""
+
+
+def configure(folder: Path, seed: int, on_late: str = "wait") -> Config:
+    late = {"cancel": ["staleness.straggler_timeout_s=1.0"]}.get(on_late, [])
+    return load(
+        [
+            *late, f"staleness.on_late={on_late}", "buffer.retention=checkpoints",
+            "generators.engine=simulated", "learner.engine=simulated", "eval.prompts=0", f"run.seed={seed}",
+            f"learner.groups_per_step={GROUPS}", f"learner.samples_per_prompt={SAMPLES}", "run.steps=1000000",
+            f"staleness.max_versions={STALENESS}", f"buffer.lease_s={LEASE_S}", "buffer.max_attempts=1000000", "buffer.segment_mb=1",
+            f"buffer.address=ipc://{folder}/socket", f"task.size={PROMPTS}",
+        ]
+    )  # fmt: skip
+
+
+def serve(config: Config, folder: Path, address: str | None = None) -> int:
+    """Runs the server; returns its exit status. `address`: another than the configured one."""
+    journal.ROTATE_LINES = ROTATE_LINES
+    keep_what_is_discarded(folder / "discarded")
+    let_the_disk_be_full(folder / "full")
+    if address is not None:
+        config = dataclasses.replace(config, buffer=dataclasses.replace(config.buffer, address=address))
+    try:
+        server = BufferServer(config, folder / "journal")
+        signal.signal(signal.SIGTERM, lambda *_: server.stop())
+        server.run()
+    except DiskFull as error:
+        print(f"server: {error}", file=sys.stderr)
+        return FULL_DISK
+    except ValueError as error:
+        print(f"server: {error}", file=sys.stderr)
+        return REFUSED
+    return 0
+
+
+def keep_what_is_discarded(folder: Path) -> None:
+    """What the journal deletes is out of its sight, and kept for the audit."""
+
+    def discard_file(self: journal.Journal, path: Path) -> None:
+        if path.exists():
+            place = folder / path.relative_to(self.folder)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(place)
+
+    journal.Journal.discard_file = discard_file  # type: ignore[method-assign]
+
+
+def let_the_disk_be_full(mark: Path) -> None:
+    """As long as `mark` exists, writes to the journal end in the middle, with ENOSPC."""
+    write = os.write
+
+    def write_if_there_is_room(file: int, data: bytes | memoryview) -> int:
+        if mark.exists() and file > 2:
+            if len(data) > 1:
+                write(file, data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data)
+
+    files.os = SimpleNamespace(**{**vars(os), "write": write_if_there_is_room})  # type: ignore[assignment]
+
+
+def write_long_log(config: Config, folder: Path, num_lines: int) -> None:
+    """A journal whose log is long and has no state but its first: leases that failed."""
+    journal.ROTATE_LINES = 10**9
+    logging.disable(logging.WARNING)
+    buffer = Buffer(config, folder / "journal")
+    buffer.publish(0, "long")
+    for number in range(num_lines // 2):
+        lease = buffer.lease("long")
+        assert lease is not None
+        buffer.fail(lease.id, 0, "it was never begun")
+        if number % 1000 == 0:
+            buffer.commit()
+    buffer.commit()
+    buffer.journal.close()
+
+
+def produce(config: Config, folder: Path, seed: int, name: str) -> None:
+    """Makes groups; writes down each that the buffer has acknowledged as accepted."""
+    rng = random.Random(f"{seed} {name} {time.time_ns()}")
+    client = BufferClient(config.buffer.address, timeout_s=30.0)
+    client.call(m.Join(generator=name), m.Welcome)
+    record = open(folder / f"{name}.acknowledged", "a", buffering=1)  # noqa: SIM115
+    waiting: dict[int, m.Lease] = {}  # leased, by lease
+    submitted: dict[int, list[m.Lease]] = {}  # by request
+    asked: int | None = None
+    version, beat_at = -1, 0.0
+    while True:
+        if asked is None and len(waiting) < 4:
+            asked = client.post(m.Ask(generator=name, count=4, wait_s=2.0))
+        if time.monotonic() - beat_at > 0.3:
+            beat_at = time.monotonic()
+            report = m.GeneratorReport(
+                version=version, alive_s=1
+            )  # fmt: skip
+            held = [*waiting, *(lease.id for leases in submitted.values() for lease in leases)]
+            client.post(m.Heartbeat(generator=name, progress=dict.fromkeys(held, 0), report=report))
+        for answer in client.receive(0.02):
+            match answer.reply:
+                case m.Work(leases=leases):
+                    asked = None if answer.number == asked else asked
+                    version = answer.reply.version
+                    waiting |= {lease.id: lease for lease in leases}
+                case m.Standing(revoked=revoked):
+                    version = answer.reply.version
+                    for lease in revoked:
+                        if waiting.pop(lease, None) is not None:
+                            client.post(
+                                m.Fail(
+                                    generator=name, lease=lease, num_tokens=0, error="revoked", revoked=True
+                                )
+                            )
+                case m.Receipt(leases=ids, verdicts=verdicts):
+                    mine = {lease.id: lease for lease in submitted.pop(answer.number, [])}
+                    for lease_id, verdict in zip(ids, verdicts, strict=True):
+                        if verdict == "accepted" and lease_id in mine:
+                            record.write(f"{lease_id} {mine[lease_id].group}\n")
+        ready = [lease for lease in waiting.values() if lease.floor <= version and rng.random() < 0.3]
+        if ready:
+            for one in ready:
+                del waiting[one.id]
+            batch = to_batch([row for lease in ready for row in rows_of(lease, version, name, rng)])
+            request = m.Submit(generator=name, leases=[lease.id for lease in ready], schema=SCHEMA_VERSION)
+            submitted[client.post(request, encode(batch))] = ready
+
+
+def rows_of(lease: m.Lease, version: int, name: str, rng: random.Random) -> list[Trajectory]:
+    rows = []
+    for sample in range(lease.num_samples):
+        length = rng.randint(1, 40)
+        versions = sorted(rng.randint(lease.floor, version) for _ in range(length))
+        rows.append(
+            Trajectory(
+                group=lease.group, sample=sample, due=lease.due, prompt_id=lease.index, task=lease.task,
+                tokens=[rng.randrange(1000) for _ in range(length + 3)], sampled=[False] * 3 + [True] * length,
+                logprobs=[0.0] * 3 + [-rng.random() for _ in range(length)], versions=[-1] * 3 + versions,
+                reward=rng.random(), finish_reason="stop", generator=name, started_at=0.0, finished_at=time.time(),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def consume(config: Config, folder: Path) -> None:
+    """Plays the learner: its state is a hash over everything trained, in order; it is what a checkpoint holds, and what is
+    written down after each step."""
+    client = BufferClient(config.buffer.address, timeout_s=30.0)
+    step, state = go_back(client, folder)
+    life = os.getpid()
+    record = open(folder / "consumer.states", "a", buffering=1)  # noqa: SIM115
+    while True:
+        client.call(m.Publish(version=step, weights=f"{life}/{step}"), m.Done)
+        while isinstance(taken := client.next(step, wait_s=5.0), m.NotYet):
+            pass
+        if isinstance(taken, m.Over):
+            return
+        state = train(state, taken.table)
+        versions = flat(taken.table, "versions")
+        mine = versions[versions >= 0]
+        trained = int(((step - mine >= 0) & (step - mine <= STALENESS)).sum())
+        done = m.Consumed(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
+        client.call(done, m.Done)
+        record.write(f"{step} {state}\n")
+        step += 1
+        if step % CHECKPOINT_EVERY == 0:
+            kept = save(folder / "checkpoints", step, state)
+            client.call(m.Checkpointed(step=step, oldest=kept[0]), m.Done)
+
+
+def go_back(client: BufferClient, folder: Path) -> tuple[int, str]:
+    """The newest checkpoint that the buffer can go back to, and its state: a repair may have lost the last steps."""
+    for step in sorted((int(path.stem) for path in folder.glob("checkpoints/*.json")), reverse=True):
+        try:
+            client.call(m.Rewind(step=step), m.Done)
+        except RefusedByBuffer:
+            (folder / "checkpoints" / f"{step}.json").unlink()
+            continue
+        return step, json.loads((folder / "checkpoints" / f"{step}.json").read_text())["state"]
+    client.call(m.Rewind(step=0), m.Done)
+    return 0, ""
+
+
+def train(state: str, table: Any) -> str:
+    """The next state: a hash of the last one and of all that is trained."""
+    digest = xxhash.xxh3_128(state.encode())
+    for column in ("group", "sample", "reward"):
+        digest.update(table.column(column).to_numpy().tobytes())
+    for column in ("tokens", "logprobs", "versions"):
+        digest.update(flat(table, column).tobytes())
+    return digest.hexdigest()
+
+
+def save(folder: Path, step: int, state: str) -> list[int]:
+    folder.mkdir(exist_ok=True)
+    temporary = folder / f"{step}.tmp"
+    temporary.write_text(json.dumps({"step": step, "state": state}))
+    os.replace(temporary, folder / f"{step}.json")
+    kept = sorted(int(path.stem) for path in folder.glob("*.json"))
+    for old in kept[:-KEEP_CHECKPOINTS]:
+        (folder / f"{old}.json").unlink()
+    return kept[-KEEP_CHECKPOINTS:]
+
+
+def play_role(options: argparse.Namespace) -> int:
+    """Plays one of the processes."""
+    config = configure(options.folder, options.seed, options.on_late)
+    try:
+        match options.be:
+            case "server":
+                return serve(config, options.folder)
+            case "second":
+                return serve(config, options.folder, f"ipc://{options.folder}/second")
+            case "repair":
+                keep_what_is_discarded(options.folder / "discarded")
+                return repair.main([str(options.folder / "journal")])
+            case "long":
+                write_long_log(config, options.folder, options.lines)
+            case "consumer":
+                consume(config, options.folder)
+            case name:
+                produce(config, options.folder, options.seed, name)
+    except (BufferGone, RefusedByBuffer) as error:
+        print(f"{options.be}: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,1 @@
+"""The programs that start, watch and inspect a run."""

@@ -1,0 +1,136 @@
+"""Checks of the ways that weights travel."""
+
+import multiprocessing as mp
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from slipstream.check_machine import MIB, NotHere, num_gpus
+from slipstream.check_models import make_model
+
+
+def weights() -> dict[str, Any]:
+    import torch
+
+    seed = torch.Generator().manual_seed(0)
+    return {f"layer.{number}.weight": torch.randn(256, 512, generator=seed) for number in range(4)}
+
+
+def must_hold(snapshot: Any) -> str:
+    """Every byte of the snapshot is what `weights` has published."""
+    import torch
+
+    snapshot.verify()
+    found, expected = dict(snapshot.tensors()), weights()
+    if set(found) != set(expected) or not all(torch.equal(found[name], expected[name]) for name in expected):
+        raise RuntimeError("what was fetched must be what was published, got other weights")
+    return f"{snapshot.manifest.num_bytes / MIB:.0f} MiB, digests verified"
+
+
+def transport_on_host(in_memory: bool) -> str:
+    """Weights through shared memory, or through a folder."""
+    from sync.folders import shared_memory_folder
+    from sync.publisher import Publisher
+    from sync.stream import parts
+    from sync.subscriber import Subscriber, announce
+
+    with tempfile.TemporaryDirectory() as folder:
+        where = shared_memory_folder(f"check-{os.getpid()}") if in_memory else Path(folder) / "weights"
+        publisher, subscriber = Publisher(where, "check"), Subscriber()
+        try:
+            return must_hold(subscriber.prepare(announce(publisher.publish(0, parts(weights())))))
+        finally:
+            subscriber.close()
+            publisher.close()
+            shutil.rmtree(where, ignore_errors=True)
+
+
+def transport_tcp(with_keys: bool) -> str:
+    """Weights over the loopback interface, as another host fetches them."""
+    from buffers.keys import KeyRole, make_keys, open_door, show_key
+    from sync.publisher import Publisher
+    from sync.snapshot import boot_id
+    from sync.stream import parts
+    from sync.subscriber import Subscriber, announce
+    from sync.transports.fetcher import Fetcher
+    from sync.transports.server import SnapshotServer
+
+    with tempfile.TemporaryDirectory() as folder:
+        keys = Path(folder) / "keys"
+        make_keys(keys, list(KeyRole))
+        door = (lambda at: open_door(at, keys)) if with_keys else None
+        show = (lambda at: show_key(at, keys)) if with_keys else None
+        server = SnapshotServer(Path(folder) / "weights", secure=door)
+        publisher = Publisher(Path(folder) / "weights", "check", server=server)
+        subscriber = Subscriber(Fetcher(Path(folder) / "fetched", secure=show))
+        try:
+            announced = announce(publisher.publish(0, parts(weights())), server.address)
+            words = must_hold(subscriber.prepare(announced.replace(boot_id(), "another host")))
+            return words + (", encrypted" if with_keys else "")
+        finally:
+            subscriber.close()
+            publisher.close()
+
+
+def publish_on_gpu(model: Path, folder: Path, by_nccl: bool, say: Any, wait: Any) -> None:
+    """In a process of its own, as the learner is: handles of CUDA IPC are for others, and so is a group of NCCL."""
+    import torch
+    from safetensors.torch import load_file
+
+    from sync.publisher import Publisher
+    from sync.stream import parts
+    from sync.subscriber import announce
+    from sync.transports.cuda_ipc import DeviceCopy, gpu_uuid
+    from sync.transports.server import SnapshotServer
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    gpu = {name: tensor.cuda() for name, tensor in load_file(model / "model.safetensors").items()}
+    copy = None if by_nccl else DeviceCopy(folder, gpu_uuid(), device, always=True)
+    server = SnapshotServer(folder, nccl=True) if by_nccl else None
+    publisher = Publisher(folder, "check", device=copy, server=server)
+    manifest = publisher.publish(0, parts(gpu))
+    say.put(announce(manifest, server.address) if server is not None else publisher.announcement(manifest))
+    wait.get()
+    publisher.close()
+
+
+def transport_on_gpu(by_nccl: bool) -> str:
+    """Weights from a learner's GPU to an engine: on the same one by CUDA IPC, on the next one by NCCL."""
+    if by_nccl and num_gpus() < 2:
+        raise NotHere("NCCL takes two GPUs, found 1")
+    with tempfile.TemporaryDirectory() as folder:
+        context, model, where = (
+            mp.get_context("spawn"),
+            make_model(Path(folder) / "model"),
+            Path(folder) / "weights",
+        )
+        say, wait = context.Queue(), context.Queue()
+        learner = context.Process(target=publish_on_gpu, args=(model, where, by_nccl, say, wait))
+        before = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if by_nccl:  # as Ray gives each rank its own
+            os.environ["CUDA_VISIBLE_DEVICES"] = "1" if before is None else before.split(",")[1]
+        learner.start()
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+        from generators.vllm_engine import VllmEngine
+        from sync.subscriber import Subscriber
+        from sync.transports.fetcher import Fetcher
+
+        served = VllmEngine(
+            str(model), dtype="float32", max_model_len=64, max_sequences=8, gpu_memory_fraction=0.2,
+            transfer="nccl" if by_nccl else "ipc",
+        )  # fmt: skip
+        subscriber = (
+            Subscriber(Fetcher(Path(folder) / "fetched"), broadcast=True) if by_nccl else Subscriber()
+        )
+        snapshot = subscriber.prepare(say.get())
+        served.load(snapshot)
+        held = served.held_digests(snapshot.manifest)
+        wait.put("done")
+        learner.join()
+        if held != {entry.name: entry.digest for entry in snapshot.manifest.tensors}:
+            raise RuntimeError("an engine must hold what was published, got other digests")
+    return "attested"

@@ -1,0 +1,256 @@
+"""The live view of a run: on a terminal one picture that is redrawn, elsewhere a line now and then."""
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console as Rich
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from buffers import messages as m
+from buffers.fleet import MAX_NAMED, SILENT_S
+from configs.schema import Config, Controller
+from learners.memory import GIB, in_words
+
+LINE_EVERY_S = 2.0
+STILL_S = 5.0
+"""When nothing has moved for longer, the line says who waits for whom."""
+TOOK = {"training": "time/train_s", "copying": "time/checkpoint_s", "writing": "time/checkpoint_s"}
+"""The metric that says how long it took last time, by the first word of a learner's activity."""
+BARS = "▁▂▃▄▅▆▇█"
+
+
+class Console:
+    def __init__(self, config: Config, folder: Path, resume_step: int | None) -> None:
+        self._config, self._folder, self._first_step = config, folder, resume_step or 0
+        self._rich = Rich(highlight=False)
+        self._live = (
+            Live(console=self._rich, refresh_per_second=4, transient=True) if self._rich.is_terminal else None
+        )
+        self._began = time.monotonic()
+        self._last_line = 0.0
+        self._rewards: dict[int, float] = {}  # by step
+        self._num_restarts = 0
+        self._evaluated: set[int] = set()  # versions
+        self._metrics: dict[str, float] = {}
+        """Of the last step."""
+        self._said_what_stops = float("-inf")
+
+    def __enter__(self) -> None:
+        self._rich.print(
+            f"[bold]Slipstream[/] {self._config.mode}, {self._config.algo.name}, task {self._config.task.name}, "
+            f"S = {self._config.bound} ({self._config.staleness.on_late}), {self._config.run.steps} steps of "
+            f"{self._config.learner.groups_per_step} × {self._config.learner.samples_per_prompt} → {self._folder}",
+            soft_wrap=True,
+        )
+        for warning in self._config.warnings():
+            self._rich.print(f"[yellow]note:[/] {warning}", soft_wrap=True)
+        if self._live is not None:
+            self._live.start()
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        self._rich.print(f"{self._clock()}  {text}", soft_wrap=True, markup=False)
+
+    def take(self, news: m.News) -> None:
+        if (
+            news.records
+            and not self._rewards
+            and (peak := news.records[0].metrics.get("memory/peak_gib")) is not None
+        ):
+            self.say(f"memory of a learner rank, measured after its first step: {in_words(peak * GIB)}")
+        self._metrics = news.records[-1].metrics if news.records else self._metrics
+        self._rewards |= {
+            record.step: record.metrics["reward/mean"]
+            for record in news.records
+            if "reward/mean" in record.metrics
+        }
+        for evaluation in news.evaluations:
+            if evaluation.version not in self._evaluated:
+                self._evaluated.add(evaluation.version)
+                self.say(
+                    f"version {evaluation.version}: held-out reward {evaluation.reward:.3f} "
+                    f"({evaluation.num_prompts} prompts)"
+                )
+        if self._live is not None:
+            self._live.update(self._picture(news.status))
+        elif time.monotonic() - self._last_line > LINE_EVERY_S:
+            self._last_line = time.monotonic()
+            self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True, markup=False)
+
+    def say_what_stops(self, status: m.Status) -> None:
+        """What a run that is told to stop waits for, now and then."""
+        now = time.monotonic()
+        if now - self._said_what_stops < STILL_S:
+            return
+        self._said_what_stops = now
+        for name, role in status.roles.items():
+            if name.startswith("learner"):
+                took = self._metrics.get(TOOK.get(role.activity.partition(" ")[0], ""))
+                last = f" (the last took {took:.1f} s)" if took is not None else ""
+                silent = (
+                    f", not heard of for {role.last_heard_s:.0f} s" if role.last_heard_s > SILENT_S else ""
+                )
+                self.say(
+                    f"stopping: waiting for {name}: {role.activity} for {role.for_s:.0f} s{last}{silent}"
+                )
+
+    def first_step(self, start_s: dict[str, float]) -> None:
+        """How long the start has taken, and what of it."""
+        parts = ", ".join(
+            f"{what.replace('_', ' ')} {s:.1f}" for what, s in start_s.items() if what != "first_step"
+        )
+        self.say(f"first step {start_s['first_step']:.1f} s after the command ({parts})")
+
+    def rewind(self, step: int) -> None:
+        """The learner was lost, and goes on from this step: later ones are to come again."""
+        self._num_restarts += 1
+        self._rewards = {trained: reward for trained, reward in self._rewards.items() if trained < step}
+        self._evaluated = {version for version in self._evaluated if version < step}
+
+    def conclude(self, status: str, news: m.News | None, evaluations: Sequence[dict[str, Any]] = ()) -> None:
+        """The last lines. `evaluations` as in the summary."""
+        if news is not None:
+            self._last_line = time.monotonic()  # the line that follows is the last
+            self.take(news)
+            self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True, markup=False)
+        if evaluations:
+            told = [
+                f"{one['reward']:.3f} ± {one['ci95'][1] - one['reward']:.3f} (version {one['version']})"
+                for one in (evaluations[0], evaluations[-1])[: len(evaluations)]
+            ]
+            self.say(f"held-out reward {' → '.join(told)}, of {evaluations[-1]['n']} prompts")
+        n = self._num_restarts
+        restarts = f" after {n} restart{'s' * (n > 1)} of the learner" if n else ""
+        self._rich.print(
+            f"{self._clock()}  {status}{restarts}. Summary, curves, journal, checkpoints, TensorBoard and logs: {self._folder}",
+            soft_wrap=True,
+            markup=False,
+        )
+        if status == "interrupted":
+            self._rich.print(
+                f"           continue with run.resume={self._folder}", soft_wrap=True, markup=False
+            )
+
+    def _clock(self) -> str:
+        return str(timedelta(seconds=int(time.monotonic() - self._began))).rjust(8)
+
+    def _left(self, status: m.Status) -> str:
+        done = status.step - self._first_step
+        if not done:
+            return "?"
+        return str(timedelta(seconds=int(status.seconds / done * (self._config.run.steps - status.step))))
+
+    def _admitted(self, status: m.Status) -> str:
+        return f", {status.admitted} admitted" if self._config.staleness.controller is Controller.ess else ""
+
+    def _line(self, status: m.Status) -> str:
+        if status.version < 0:
+            return f"starting: {status.waiting_for}"
+        failed = ""
+        if status.quarantined:
+            group, error = next(reversed(status.quarantined.items()))
+            failed = f"  {status.num_quarantined} groups quarantined, the last ({group}) with {error}"
+        if not self._rewards:
+            return status.waiting_for + failed
+        rewards, staleness, seconds = (
+            list(self._rewards.values()),
+            status.staleness,
+            max(status.seconds, 1e-9),
+        )
+        mean = sum(k * n for k, n in staleness.items()) / max(1, sum(staleness.values()))
+        return (
+            f"step {status.step}/{self._config.run.steps}  v{status.version}  reward {_recent(rewards):.3f}  "
+            f"staleness {mean:.2f} (max {max(staleness, default=0)} of {self._config.bound}{self._admitted(status)})  "
+            f"tok/s {status.tokens.total / seconds:,.0f} generated {status.tokens.trained / seconds:,.0f} trained  "
+            f"idle learner {status.learner_idle:.0%} generators {status.generator_idle:.0%}  left {self._left(status)}"
+            f"{failed}{self._waiting(status)}"
+        )
+
+    def _waiting(self, status: m.Status) -> str:
+        """The sentence of who waits for whom where that matters; else only who has not been heard of."""
+        if status.still_s > STILL_S:
+            return f"  waiting for {status.still_s:.0f} s: {status.waiting_for}"
+        silent = [
+            f"{name} not heard of for {role.last_heard_s:.0f} s"
+            for name, role in status.roles.items()
+            if role.last_heard_s > SILENT_S
+        ]
+        return "".join(f"  {words}" for words in silent[:MAX_NAMED])
+
+    def _picture(self, status: m.Status) -> Panel:
+        rewards, seconds = list(self._rewards.values()), max(status.seconds, 1e-9)
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim")
+        table.add_column()
+        rows = {
+            "step": f"{status.step} of {self._config.run.steps}, version {status.version}, {self._left(status)} left",
+            "reward": f"{_recent(rewards):.3f}  {_sparkline(rewards)}" if rewards else "–",
+            "staleness": "  ".join(f"{k}: {share:.0%}" for k, share in _shares(status.staleness).items())
+            + f"   (bound {self._config.bound}{self._admitted(status)})",
+            "tokens/s": f"{status.tokens.total / seconds:,.0f} generated, {status.tokens.trained / seconds:,.0f} trained",
+            "idle": f"learner {status.learner_idle:.0%}, generators {status.generator_idle:.0%}",
+            "tokens": _account(status.tokens),
+            "groups": _account(status.groups),
+            "weights": f"{status.weight_updates} updates, {status.weight_bytes / 1e6:,.1f} MB, "
+            f"pause {status.pause_s_mean * 1e3:.1f} ms, {status.digest_checks} digest checks, "
+            f"{status.digest_mismatches} mismatches",
+            "generators": "  ".join(
+                f"{name} v{report.version}"
+                if report.version >= 0
+                else f"{name} {status.roles[name].activity}"
+                for name, report in status.generators.items()
+                if report.version >= 0 or name in status.roles
+            )
+            or "not here yet",
+            "doing": "  ".join(f"{name} {role.activity}" for name, role in status.roles.items()) or "–",
+            "waiting": status.waiting_for,
+        }
+        if status.quarantined:
+            group, error = next(reversed(status.quarantined.items()))
+            rows["quarantined"] = f"{status.num_quarantined} groups; last {group}: {error}"
+        if status.refused:
+            rows["refused"] = (
+                ", ".join(f"{n} × {reason}" for reason, n in status.refused.items())
+                + " (see logs/buffer.log)"
+            )
+        for name, value in rows.items():
+            table.add_row(name, Text(value))
+        table.add_row("", ProgressBar(total=self._config.run.steps, completed=status.step))
+        return Panel(table, title=f"{self._folder.name} {self._clock().strip()}", title_align="left")
+
+
+def _recent(rewards: list[float]) -> float:
+    return sum(rewards[-5:]) / len(rewards[-5:])
+
+
+def _sparkline(values: list[float], width: int = 40) -> str:
+    size = max(1, -(-len(values) // width))
+    means = [sum(chunk) / len(chunk) for chunk in (values[i : i + size] for i in range(0, len(values), size))]
+    low, high = min(means), max(means)
+    return "".join(BARS[int((v - low) / (high - low or 1) * (len(BARS) - 1))] for v in means)
+
+
+def _shares(histogram: dict[int, int]) -> dict[int, float]:
+    total = sum(histogram.values()) or 1
+    return {k: n / total for k, n in histogram.items()}
+
+
+def _account(account: m.Account) -> str:
+    parts = {
+        "trained": account.trained,
+        "masked": account.masked,
+        **account.rejected,
+        "in flight": account.in_flight,
+    }
+    return f"{account.total:,} = " + " + ".join(f"{n:,} {name}" for name, n in parts.items() if n)
