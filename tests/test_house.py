@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from house import PRODUCT, find_duplicated_classes, find_import_circle, take_census
 
 ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
@@ -81,3 +82,20 @@ def test_every_file_holds_one_concept() -> None:
                 assert len(path.read_text().splitlines()) <= 500, (
                     f"{path.relative_to(ROOT)} holds two concepts"
                 )
+
+
+@pytest.mark.parametrize("folder", [*PRODUCT, "tests"])
+def test_names_and_sentences_of_a_folder_keep_to_the_house_rules(folder: str) -> None:
+    """At most 45 % of functions have a name without an object, no docstring is inverted, no line is too wide."""
+    census = take_census(folder)
+    assert not census.inverted_docstrings
+    assert not census.wide_lines
+    assert folder == "tests" or census.one_word_share < 0.45, census.one_word_functions
+
+
+def test_no_class_name_stands_in_two_files_without_a_protocol() -> None:
+    assert not find_duplicated_classes()
+
+
+def test_no_two_files_import_each_other() -> None:
+    assert not find_import_circle()
