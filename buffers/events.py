@@ -19,7 +19,7 @@ class Began(msgspec.Struct, frozen=True, tag=True):
     """What groups are leased and accepted on from here (`groups.Terms`)."""
     durability: str
     boot: str
-    """Names the host and its last start, as `files.boot_id` does."""
+    """Names the host and its last start, as `configs.host.boot_id` does."""
     at: float
 
 

@@ -7,22 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from configs.disk import disk_full, is_disk_full
+from configs.disk import disk_full, is_disk_full, write_all
 
 PIECE = 1 << 22
 """Bytes copied at a time."""
-
-
-def write_all(file: int, data: bytes | memoryview, path: Path) -> None:
-    """Writes all of the data, however little the kernel takes at a time. Raises DiskFull, which names `path`."""
-    left = memoryview(data).cast("B")
-    while left:
-        try:
-            left = left[os.write(file, left) :]
-        except OSError as error:
-            if is_disk_full(error):
-                raise disk_full(path, len(left)) from error
-            raise
 
 
 @contextmanager
@@ -129,8 +117,3 @@ def numbers_in(folder: Path, suffix: str) -> list[int]:
     return sorted(
         int(path.stem) for path in folder.glob(f"*{suffix}") if re.fullmatch(r"[0-9]{6,}", path.stem)
     )
-
-
-def boot_id() -> str:
-    """Names this host, until it is started again."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from buffers import events as e
 from buffers.event_log import Place, log_folder, log_numbers, log_path, read_events
-from buffers.files import boot_id, cut_file, naming_full_disk, sync_file, sync_folder, sync_path, write_all
+from buffers.files import cut_file, naming_full_disk, sync_file, sync_folder, sync_path
 from buffers.recovery import Recovery, read_journal
 from buffers.segments import (
     Reader,
@@ -42,6 +42,8 @@ from buffers.state import (
     state_path,
     write_state,
 )
+from configs.disk import write_all
+from configs.host import boot_id
 from configs.schema import Durability
 
 log = logging.getLogger("slipstream.buffer")

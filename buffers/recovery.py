@@ -8,12 +8,12 @@ from buffers import events as e
 from buffers.book_state import apply_event, restore_book
 from buffers.evaluation import Evaluations
 from buffers.event_log import Line, Place, Tail, read_tail
-from buffers.files import boot_id
 from buffers.groups import Terms, TermsRecord, check_terms, record_terms, recorded_terms
 from buffers.leases import LeaseBook
 from buffers.segments import Reader, is_closed, schema_version, segment_numbers, segment_path
 from buffers.state import State, read_newest_state
 from buffers.trajectory import SCHEMA_VERSION
+from configs.host import boot_id
 from configs.schema import Durability
 
 

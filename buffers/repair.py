@@ -22,7 +22,7 @@ from buffers import events as e
 from buffers.arrow_ipc import find_blocks
 from buffers.book_state import apply_event, export_book, restore_book
 from buffers.event_log import Line, ParsedFile, Tail, find_end_before, log_numbers, log_path, parse_log_file
-from buffers.files import boot_id, free_name, replace_file
+from buffers.files import free_name, replace_file
 from buffers.groups import FIXED, Terms, TermsRecord, recorded_terms
 from buffers.journal import Journal
 from buffers.leases import LeaseBook
@@ -32,6 +32,7 @@ from buffers.segments import HEAD, is_closed, segment_numbers, segment_path
 from buffers.staleness import count
 from buffers.state import State, read_newest_state
 from buffers.trajectory import Expected, Facts, check_groups, decode, encode
+from configs.host import boot_id
 from configs.schema import Durability, OnLate
 
 LOST_LEASE = "lost by the log"

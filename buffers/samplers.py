@@ -5,7 +5,6 @@ the staleness bound at this step. The bound therefore holds for every sampler. `
 `module:Class`; `buffer.sampler_args` are its keyword arguments.
 """
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from buffers.events import Accepted
+from configs.plugins import make_plugin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,24 +124,9 @@ SAMPLERS: Mapping[str, type[Sampler]] = {
 
 def load_sampler(name: str, args: Mapping[str, Any]) -> Sampler:
     """Raises ValueError that names `buffer.sampler` or `buffer.sampler_args`, the rule and the value."""
-    module, _, class_name = name.partition(":")
-    if not class_name:
-        if name not in SAMPLERS:
-            raise ValueError(
-                f"buffer.sampler must be one of {sorted(SAMPLERS)}, or read module:Class, got {name!r}"
-            )
-        sampler_class: Any = SAMPLERS[name]
-    else:
-        try:
-            sampler_class = getattr(importlib.import_module(module), class_name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"buffer.sampler must name a class that can be imported, got {name!r}: {error}"
-            ) from error
-    try:
-        return sampler_class(**args)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"buffer.sampler_args must suit {name}, got {dict(args)}: {error}") from error
+    known = {short: f"{one.__module__}:{one.__name__}" for short, one in SAMPLERS.items()}
+    sampler: Sampler = make_plugin(name, args, known, "buffer.sampler", "buffer.sampler_args")
+    return sampler
 
 
 def draw(

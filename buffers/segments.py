@@ -15,9 +15,10 @@ import xxhash
 
 from buffers import events as e
 from buffers.arrow_ipc import MAGIC, find_blocks, footer
-from buffers.files import cut_file, naming_full_disk, numbers_in, sync_file, write_all
+from buffers.files import cut_file, naming_full_disk, numbers_in, sync_file
 from buffers.messages import Slice
 from buffers.trajectory import SCHEMA
+from configs.disk import write_all
 
 HEAD = MAGIC + bytes(2) + SCHEMA.serialize().to_pybytes()
 """How every segment begins."""

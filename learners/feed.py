@@ -10,9 +10,9 @@ import pyarrow as pa
 
 from buffers import messages as m
 from buffers.client import Taken
+from configs.host import boot_id
 from learners.packing import Batch, from_arrow
 from learners.world import World
-from sync.snapshot import boot_id
 
 PATIENCE_S = 30.0
 """How long one question to the buffer may stay open before it is asked again (and the wait is named in the log)."""

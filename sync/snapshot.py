@@ -26,7 +26,8 @@ import msgspec
 import numpy as np
 import torch
 
-from configs.disk import disk_full, is_disk_full
+from configs.disk import disk_full, is_disk_full, write_all
+from configs.host import boot_id
 from sync.digest import Digest, raw_bytes, tensor_digest
 from sync.locks import hold
 from sync.manifest import (
@@ -184,12 +185,6 @@ def _header(entries: dict[str, TensorEntry], places: Places) -> bytes:
             for name, place in places.items()
         }
     )
-
-
-def write_all(file: int, data: memoryview) -> None:
-    """All of it, however little the kernel takes at a time."""
-    while data:
-        data = data[os.write(file, data) :]
 
 
 def read_manifest(locator: str | Path, digest: str = "") -> Manifest:
@@ -360,11 +355,6 @@ def _unmap(mapped: mmap.mmap) -> None:
     for begin in range(0, len(mapped), UNMAPPED_BYTES):
         mapped.madvise(mmap.MADV_DONTNEED, begin, min(UNMAPPED_BYTES, len(mapped) - begin))
         time.sleep(0)
-
-
-def boot_id() -> str:
-    """Names this host, until it is started again."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def expect_digests(

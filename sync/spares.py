@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from configs.disk import DiskFull, disk_full, is_disk_full
+from configs.disk import DiskFull, disk_full, is_disk_full, write_all
 from sync.manifest import Adapter, Manifest, whole_digest
-from sync.snapshot import SnapshotWriter, read_manifest, write_all
+from sync.snapshot import SnapshotWriter, read_manifest
 from sync.stream import Part
 
 SPARE, WAS = ".spare", ".was"

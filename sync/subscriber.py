@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from configs.host import boot_id
 from sync.folders import check_private, in_shared_memory, is_private
 from sync.manifest import Manifest
 from sync.merged import MergedFolder
-from sync.snapshot import Snapshot, boot_id, read_manifest
+from sync.snapshot import Snapshot, read_manifest
 from sync.transports.fetcher import Fetcher
 from sync.transports.nccl import Broadcast, make_receiver
 from sync.transports.puller import TransferFailed

@@ -17,6 +17,7 @@ from buffers.client import Answer, BufferClient, BufferGone, Taken
 from buffers.journal import read_groups
 from buffers.server import BufferServer, Stuck
 from buffers.trajectory import GREEDY, decode, flat
+from configs.host import boot_id
 from configs.load import load
 from configs.schema import Config
 from generators.engine import Completion, Sample
@@ -26,7 +27,7 @@ from generators.task import Score
 from generators.worker import Generator
 from sync.manifest import EngineMismatch
 from sync.publisher import Publisher
-from sync.snapshot import Snapshot, boot_id
+from sync.snapshot import Snapshot
 from sync.stream import parts
 from sync.subscriber import Subscriber
 from sync.transports.fetcher import Fetcher

@@ -114,7 +114,7 @@ def test_a_task_may_live_anywhere() -> None:
         (
             "arithmetic",
             {"digitz": 2},
-            "task.args must suit Task of generators.tasks.arithmetic, got {'digitz': 2}",
+            "task.args must suit arithmetic, got {'digitz': 2}",
         ),
     ],
 )

@@ -46,6 +46,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from configs.disk import write_all
 from generators.engine import Sample
 from generators.vllm_engine import VllmEngine
 from sync import patch as sync_patch
@@ -54,7 +55,7 @@ from sync.digest import raw_bytes
 from sync.folders import shared_memory_folder
 from sync.patch import make_patch
 from sync.publisher import Publisher
-from sync.snapshot import Snapshot, read_manifest, write_all
+from sync.snapshot import Snapshot, read_manifest
 from sync.stream import parts
 from sync.transports.fetcher import Fetcher
 from sync.transports.puller import WINDOW

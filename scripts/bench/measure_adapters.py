@@ -21,6 +21,7 @@ from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from configs.host import boot_id
 from configs.learner import LoraConfig, LoraPublish
 from configs.schema import Dtype
 from learners.fsdp import FsdpEngine
@@ -28,7 +29,6 @@ from learners.packing import Batch, pack
 from sync.adapter import describe
 from sync.folders import shared_memory_folder
 from sync.publisher import Publisher
-from sync.snapshot import boot_id
 from sync.subscriber import Subscriber
 from sync.transports.fetcher import Fetcher
 from sync.transports.server import SnapshotServer

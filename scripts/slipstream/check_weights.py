@@ -50,8 +50,8 @@ def transport_on_host(in_memory: bool) -> str:
 def transport_tcp(with_keys: bool) -> str:
     """Weights over the loopback interface, as another host fetches them."""
     from buffers.keys import KeyRole, make_keys, open_door, show_key
+    from configs.host import boot_id
     from sync.publisher import Publisher
-    from sync.snapshot import boot_id
     from sync.stream import parts
     from sync.subscriber import Subscriber, announce
     from sync.transports.fetcher import Fetcher
