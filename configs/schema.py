@@ -330,9 +330,9 @@ class GeneratorsConfig:
     gpu_memory_fraction: float | None = None
     """Share of its GPU's memory that an engine may take. None: 0.9, or an even part of it where others share the GPU."""
     score_threads: int = 1
-    """Threads of one generator that score, beside the engine. Above 1, the task's `score` must bear to run several times at once."""
+    """Threads of one generator that score, beside the engine. Above 1, the task's `score_response` must bear to run several times at once."""
     score_timeout_s: float = 30.0
-    """How long one call of the task's `score` may take; then its group fails and another thread takes the place of the one that hangs."""
+    """How long one call of the task's `score_response` may take; then its group fails and another thread takes the place of the one that hangs."""
     simulated: SimulatedConfig = field(default_factory=SimulatedConfig)
 
     def problems(self) -> list[str]:

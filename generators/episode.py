@@ -37,7 +37,7 @@ class TextEpisodes:
         )  # of the tokenizer: no other promise is made of using one from two threads
 
     def open(self, lease: Lease) -> Opening:
-        prompt = self._task.prompt(lease.split, lease.index, lease.seed)
+        prompt = self._task.make_prompt(lease.split, lease.index, lease.seed)
         with self._lock:
             if self._tokenizer.chat_template:
                 turns = [{"role": "user", "content": prompt.text}]
@@ -51,7 +51,7 @@ class TextEpisodes:
     def score(self, opening: Opening, tokens: list[int]) -> Score:
         with self._lock:
             response = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return self._task.score(opening.prompt, response)
+        return self._task.score_response(opening.prompt, response)
 
 
 class SimulatedEpisodes:

@@ -30,10 +30,10 @@ class Task(Protocol):
 
     name: str
 
-    def prompt(self, split: str, index: int, seed: int) -> Prompt:
+    def make_prompt(self, split: str, index: int, seed: int) -> Prompt:
         """In the engine's loop, which waits for it."""
         ...
 
-    def score(self, prompt: Prompt, response: str) -> Score:
+    def score_response(self, prompt: Prompt, response: str) -> Score:
         """In another thread, while the engine goes on: in several at once where `generators.score_threads` says so."""
         ...

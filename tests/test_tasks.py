@@ -26,10 +26,10 @@ class Echo:
 
     name = "echo"
 
-    def prompt(self, split: str, index: int, seed: int) -> Prompt:
+    def make_prompt(self, split: str, index: int, seed: int) -> Prompt:
         return Prompt(f"{split} {index}")
 
-    def score(self, prompt: Prompt, response: str) -> Score:
+    def score_response(self, prompt: Prompt, response: str) -> Score:
         return Score(float(response == prompt.text))
 
 
@@ -40,41 +40,43 @@ def shipped(request: pytest.FixtureRequest) -> Any:
 
 def test_a_prompt_is_the_same_wherever_it_is_made_and_differs_by_index_and_seed(shipped: Any) -> None:
     other = type(shipped)()
-    texts = {(i, s): shipped.prompt("train", i, s).text for i in range(20) for s in range(2)}
-    assert texts == {(i, s): other.prompt("train", i, s).text for i, s in texts}
+    texts = {(i, s): shipped.make_prompt("train", i, s).text for i in range(20) for s in range(2)}
+    assert texts == {(i, s): other.make_prompt("train", i, s).text for i, s in texts}
     assert len(set(texts.values())) > 30
 
 
 def test_training_and_evaluation_never_share_a_question(shipped: Any) -> None:
-    train, held_out = ({shipped.prompt(split, i, 0).text for i in range(500)} for split in ("train", "eval"))
+    train, held_out = (
+        {shipped.make_prompt(split, i, 0).text for i in range(500)} for split in ("train", "eval")
+    )
     assert not train & held_out
     assert len(held_out) > 40
-    assert not {question for question, _ in islice(shipped.solved("train", 0), 500)} & held_out
+    assert not {question for question, _ in islice(shipped.solved_examples("train", 0), 500)} & held_out
 
 
 def test_a_split_that_is_not_one_is_refused(shipped: Any) -> None:
     with pytest.raises(ValueError, match="split must be train or eval, got 'test'"):
-        shipped.prompt("test", 0, 0)
+        shipped.make_prompt("test", 0, 0)
 
 
 def test_the_right_sum_scores_one_and_anything_else_nothing() -> None:
     task = load_task("arithmetic", {})
-    prompt = task.prompt("train", 3, 0)
+    prompt = task.make_prompt("train", 3, 0)
     answer = prompt.entry["answer"]
-    assert task.score(prompt, f" {answer}\n") == Score(1.0, {"correct": 1.0})
+    assert task.score_response(prompt, f" {answer}\n") == Score(1.0, {"correct": 1.0})
     for wrong in (str(int(answer) + 1), "", "banana", f"{answer}{answer}", "ÿ"):
-        assert task.score(prompt, wrong).reward == 0.0
+        assert task.score_response(prompt, wrong).reward == 0.0
 
 
 def test_numbers_in_order_score_one_and_anything_else_nothing() -> None:
     task, directions = Task(numbers=4, low=-3, high=12), set()
     for index in range(40):
-        prompt = task.prompt("train", index, 0)
+        prompt = task.make_prompt("train", index, 0)
         _, *numbers, direction = prompt.text.rstrip(".").split()
         right = sorted(map(int, numbers), reverse=direction == "descending")
         directions.add(direction)
         assert len(right) == 4 and -3 <= min(right) <= max(right) <= 12
-        assert task.score(prompt, " ".join(map(str, right)) + "\n") == Score(1.0, {"correct": 1.0})
+        assert task.score_response(prompt, " ".join(map(str, right)) + "\n") == Score(1.0, {"correct": 1.0})
         nearly = [
             *right[:-1],
             right[-1] + (1 if direction == "ascending" else -1),
@@ -87,13 +89,13 @@ def test_numbers_in_order_score_one_and_anything_else_nothing() -> None:
             [],
             ["banana"],
         ):
-            assert task.score(prompt, " ".join(map(str, wrong))).reward == 0.0
+            assert task.score_response(prompt, " ".join(map(str, wrong))).reward == 0.0
     assert directions == {"ascending", "descending"}
 
 
 def test_the_questions_of_the_default_task_cannot_be_learned_by_heart() -> None:
     task = Task()
-    assert len({task.prompt("train", i, 0).text for i in range(4000)}) > 3950
+    assert len({task.make_prompt("train", i, 0).text for i in range(4000)}) > 3950
 
 
 def test_a_task_may_live_anywhere() -> None:
@@ -142,7 +144,7 @@ def test_the_tiny_model_loads_with_stock_transformers_and_starts_where_learning_
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert len(tokenizer.encode("Sort 3 7 1 9 4 2 ascending.")) == 8
-    solved = list(islice(Task().solved("eval", 1), 256))
+    solved = list(islice(Task().solved_examples("eval", 1), 256))
     with torch.no_grad():
         reward = tiny._sampled_reward(model, *tiny._encode(tokenizer, solved))
     assert 0.15 <= reward <= 0.45, (
@@ -158,7 +160,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str | No
 
     def make(seed: str | None) -> Path:
         monkeypatch.delenv(tiny.SEED, raising=False) if seed is None else monkeypatch.setenv(tiny.SEED, seed)
-        return tiny_cache.tiny_model(Task().solved("train", seed=0), tmp_path)
+        return tiny_cache.tiny_model(Task().solved_examples("train", seed=0), tmp_path)
 
     return make
 
@@ -209,5 +211,5 @@ def test_of_two_processes_that_need_the_model_at_once_one_makes_it_and_the_other
 
 def test_the_second_call_finds_the_model_in_the_cache(tiny_model: Path) -> None:
     began = time.monotonic()
-    assert tiny_cache.tiny_model(Task().solved("train", seed=0)) == tiny_model
+    assert tiny_cache.tiny_model(Task().solved_examples("train", seed=0)) == tiny_model
     assert time.monotonic() - began < 5

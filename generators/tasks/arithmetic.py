@@ -21,15 +21,15 @@ class Task:
         config.validate()
         self._questions = BasicArithmeticDataset(config)
 
-    def prompt(self, split: str, index: int, seed: int) -> Prompt:
+    def make_prompt(self, split: str, index: int, seed: int) -> Prompt:
         entry = self._draw(split, random.Random(f"{seed}/{split}/{index}"))
         return Prompt(_question(entry), entry)
 
-    def score(self, prompt: Prompt, response: str) -> Score:
+    def score_response(self, prompt: Prompt, response: str) -> Score:
         correct = float(self._questions.score_answer(response.strip(), prompt.entry) == 1.0)
         return Score(correct, {"correct": correct})
 
-    def solved(self, split: str, seed: int) -> Iterator[tuple[str, str]]:
+    def solved_examples(self, split: str, seed: int) -> Iterator[tuple[str, str]]:
         """(question, answer), without end: what a model is warm-started on."""
         rng = random.Random(seed)
         while True:

@@ -34,16 +34,16 @@ class Task:
         config.validate()
         return NumberSortingDataset(config)
 
-    def prompt(self, split: str, index: int, seed: int) -> Prompt:
+    def make_prompt(self, split: str, index: int, seed: int) -> Prompt:
         entry = self._draw(split, random.Random(f"{seed}/{split}/{index}"))
         return Prompt(_question(entry), entry)
 
-    def score(self, prompt: Prompt, response: str) -> Score:
+    def score_response(self, prompt: Prompt, response: str) -> Score:
         """The library's own score takes numbers that are off by one for right."""
         correct = float(response.split() == _plain(prompt.entry["metadata"]["sorted_numbers"]).split())
         return Score(correct, {"correct": correct})
 
-    def solved(self, split: str, seed: int) -> Iterator[tuple[str, str]]:
+    def solved_examples(self, split: str, seed: int) -> Iterator[tuple[str, str]]:
         """(question, answer), without end: what a model is warm-started on."""
         rng = random.Random(seed)
         while True:

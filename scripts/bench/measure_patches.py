@@ -44,7 +44,7 @@ def sample(
     torch.manual_seed(step)
     task, rows, rewards = Task(), [], []
     for index in range(step * PROMPTS, (step + 1) * PROMPTS):
-        prompt = task.prompt("train", index, 0)
+        prompt = task.make_prompt("train", index, 0)
         tokens = tokenizer(prompt.text, return_tensors="pt").input_ids
         out = model.generate(tokens, do_sample=True, num_return_sequences=SAMPLES, max_new_tokens=8)
         for row in out:
@@ -53,7 +53,9 @@ def sample(
             ends = (sampled == model.generation_config.eos_token_id).nonzero()
             sampled = sampled[: int(ends[0]) + 1] if len(ends) else sampled
             rows.append((row[: length + len(sampled)], length))
-            rewards.append(task.score(prompt, tokenizer.decode(sampled, skip_special_tokens=True)).reward)
+            rewards.append(
+                task.score_response(prompt, tokenizer.decode(sampled, skip_special_tokens=True)).reward
+            )
     lengths = torch.tensor([len(row) for row, _ in rows])
     mask = torch.cat([torch.arange(len(row)) >= first for row, first in rows])
     return Batch(
@@ -81,7 +83,7 @@ def train(engine: FsdpEngine, batch: Batch, rate: float) -> None:
 
 def measure(rate: float, steps: int, folder: Path) -> tuple[float, float, float, float]:
     """Shares that change, mean and largest; size of a patch as a share of a snapshot's; sampled reward at the end."""
-    path = tiny_model(Task().solved("train", seed=0))
+    path = tiny_model(Task().solved_examples("train", seed=0))
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
     engine = FsdpEngine(path, betas=(0.9, 0.99))
     publisher = Publisher(folder / "weights", "measured")

@@ -147,7 +147,7 @@ class Sampler:
         folder = tempfile.mkdtemp()
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
         self.task = Task()
-        self.path = tiny_model(self.task.solved("train", seed=0))
+        self.path = tiny_model(self.task.solved_examples("train", seed=0))
         self.model = AutoModelForCausalLM.from_pretrained(self.path).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(self.path, padding_side="left")
 
@@ -177,7 +177,7 @@ class Sampler:
 
     def _rewards(self, prompts: list[Any], num: int, sampled: list[Tensor]) -> list[float]:
         texts = self.tokenizer.batch_decode(sampled, skip_special_tokens=True)
-        return [self.task.score(prompts[i // num], text).reward for i, text in enumerate(texts)]
+        return [self.task.score_response(prompts[i // num], text).reward for i, text in enumerate(texts)]
 
     def batch(self, config: Any, weights: dict[str, Tensor], step: int, behind: int) -> Any:
         from learners.packing import Batch
@@ -186,7 +186,7 @@ class Sampler:
         groups, num = config.learner.groups_per_step, config.learner.samples_per_prompt
         seed = config.run.seed
         prompts = [
-            self.task.prompt("train", index, seed) for index in range(step * groups, (step + 1) * groups)
+            self.task.make_prompt("train", index, seed) for index in range(step * groups, (step + 1) * groups)
         ]
         before, sampled, logprobs = self._sample(prompts, num, seed * 1_000_003 + step)
         lengths = [torch.tensor([len(p), len(s)]) for p, s in zip(before, sampled, strict=True)]
@@ -209,7 +209,7 @@ class Sampler:
 
     def held_out(self, config: Any, weights: dict[str, Tensor]) -> float:
         self.model.load_state_dict(weights)
-        prompts = [self.task.prompt("eval", index, 0) for index in range(HELD_OUT)]
+        prompts = [self.task.make_prompt("eval", index, 0) for index in range(HELD_OUT)]
         _, sampled, _ = self._sample(prompts, 1, 0)
         return mean(self._rewards(prompts, 1, sampled))
 

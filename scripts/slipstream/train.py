@@ -216,12 +216,12 @@ def resolve_model(config: Config) -> Path:
         from learners.tiny_cache import tiny_model
 
         task: Any = load_task(config.task.name, config.task.args)
-        if not hasattr(task, "solved"):
+        if not hasattr(task, "solved_examples"):
             raise ValueError(
-                f"model.path must be a folder for a task without solved questions to warm-start the tiny model on (`solved`), got "
+                f"model.path must be a folder for a task without solved questions to warm-start the tiny model on (`solved_examples`), got "
                 f"tiny with task.name={config.task.name}"
             )
-        return tiny_model(task.solved("train", seed=0))
+        return tiny_model(task.solved_examples("train", seed=0))
     path = Path(config.model.path)
     if not (path / "config.json").is_file():
         raise ValueError(
