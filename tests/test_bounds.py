@@ -12,8 +12,8 @@ import msgspec
 import psutil
 import pytest
 import zmq
+from buffer_harness import SMALL_RUN, BufferHarness, make_group
 from msgspec import inspect
-from test_buffer import SMALL, Harness, group_of
 
 from buffers import client as buffer_client
 from buffers import messages as m
@@ -28,11 +28,11 @@ from configs.load import load
 
 
 @pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Callable[..., Harness]]:
-    running: list[Harness] = []
+def harness(tmp_path: Path) -> Iterator[Callable[..., BufferHarness]]:
+    running: list[BufferHarness] = []
 
-    def start(*overrides: str) -> Harness:
-        running.append(Harness(load([*SMALL, *overrides]), tmp_path / "journal"))
+    def start(*overrides: str) -> BufferHarness:
+        running.append(BufferHarness(load([*SMALL_RUN, *overrides]), tmp_path / "journal"))
         return running[-1]
 
     yield start
@@ -118,7 +118,7 @@ def send(address: str, *bodies: bytes) -> list[m.Reply]:
 )
 @pytest.mark.parametrize("depth", [1_000, 60_000])
 def test_deep_nesting_in_a_field_that_nobody_knows_is_refused(
-    harness: Callable[..., Harness], opening: bytes, depth: int
+    harness: Callable[..., BufferHarness], opening: bytes, depth: int
 ) -> None:
     run = harness()
     plain = m.encoder.encode(m.Ask(generator="g", count=1, wait_s=0.0))
@@ -131,7 +131,9 @@ def test_deep_nesting_in_a_field_that_nobody_knows_is_refused(
 EXTREMES = [-(2**63), -1, 2**31, 2**40 + 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
 
 
-def test_no_number_overflows_the_status_or_the_log(harness: Callable[..., Harness], tmp_path: Path) -> None:
+def test_no_number_overflows_the_status_or_the_log(
+    harness: Callable[..., BufferHarness], tmp_path: Path
+) -> None:
     """Every integer of every request at its extremes, by every message; the log is replayed after it."""
     run = harness("staleness.max_versions=1")
     run.publish(0)
@@ -147,7 +149,7 @@ def test_no_number_overflows_the_status_or_the_log(harness: Callable[..., Harnes
     assert run.server.buffer.ledger.closes() and before.tokens.total < 1000, before.tokens
     assert before.refused["malformed message"] + before.refused.get("out of bounds", 0) > len(bodies) // 2
     run.close()
-    again = Harness(load([*SMALL, "staleness.max_versions=1"]), tmp_path / "journal")
+    again = BufferHarness(load([*SMALL_RUN, "staleness.max_versions=1"]), tmp_path / "journal")
     assert again.status().tokens == before.tokens
     again.close()
 
@@ -182,7 +184,7 @@ def extreme(lease: int, value: Any) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_lease_cannot_have_more_tokens_than_it_can_sample(harness: Callable[..., Harness]) -> None:
+def test_a_lease_cannot_have_more_tokens_than_it_can_sample(harness: Callable[..., BufferHarness]) -> None:
     run = harness("sampling.max_tokens=8", "generators.max_model_len=100")
     run.publish(0)
     lease, *_ = run.ask()
@@ -199,7 +201,7 @@ def test_a_lease_cannot_have_more_tokens_than_it_can_sample(harness: Callable[..
     assert status.tokens.total == most and status.refused == {"out of bounds": 2}
 
 
-def test_a_checkpoint_is_of_a_step_that_was_trained(harness: Callable[..., Harness]) -> None:
+def test_a_checkpoint_is_of_a_step_that_was_trained(harness: Callable[..., BufferHarness]) -> None:
     run = harness()
     run.publish(0)
     for step, oldest in ((2**31 - 1, 0), (0, 2**31 - 1), (1, 0)):
@@ -232,12 +234,12 @@ def test_running_totals_stop_where_an_answer_could_not_hold_them() -> None:
 
 
 def test_a_client_does_not_send_what_no_buffer_takes_in(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+    harness: Callable[..., BufferHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = harness("staleness.max_versions=1")
     run.publish(0)
     leases = run.ask()
-    rows = [row for lease in leases for row in group_of(lease)]
+    rows = [row for lease in leases for row in make_group(lease)]
     one = encode(to_batch(rows[:2])).size
     monkeypatch.setattr(m, "MAX_PAYLOAD_BYTES", one + 100)
     with pytest.raises(TooLarge, match=rf"must have at most {one + 100:,} bytes together, got"):
@@ -249,7 +251,7 @@ def test_a_client_does_not_send_what_no_buffer_takes_in(
 
 
 def test_a_group_that_is_too_large_for_a_message_fails_by_its_size_and_the_others_are_taken(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+    harness: Callable[..., BufferHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = harness("staleness.max_versions=0", "buffer.max_attempts=1", "generators.max_model_len=5000")
     run.publish(0)
@@ -257,7 +259,7 @@ def test_a_group_that_is_too_large_for_a_message_fails_by_its_size_and_the_other
     length = 4000
     large = {"tokens": [1] * length, "sampled": [False] + [True] * (length - 1)}
     large |= {"logprobs": [0.0] + [-1.0] * (length - 1), "versions": [-1] + [0] * (length - 1)}
-    rows = group_of(leases[0], **large) + group_of(leases[1])
+    rows = make_group(leases[0], **large) + make_group(leases[1])
     monkeypatch.setattr(m, "MAX_PAYLOAD_BYTES", 20_000)
     hand_in(run.client, "g", [lease.id for lease in leases], to_batch(rows))
     assert verdicts(run.client, 2) == {leases[0].id: "failed", leases[1].id: "accepted"}
@@ -276,7 +278,7 @@ def verdicts(client: BufferClient, count: int) -> dict[int, str]:
 
 
 def test_a_request_with_four_million_leases_is_refused_and_nothing_is_logged(
-    harness: Callable[..., Harness],
+    harness: Callable[..., BufferHarness],
 ) -> None:
     run = harness()
     run.publish(0)
@@ -293,7 +295,9 @@ def test_a_request_with_four_million_leases_is_refused_and_nothing_is_logged(
 # ---- queues
 
 
-def test_whoever_asks_without_end_is_refused_and_others_are_served(harness: Callable[..., Harness]) -> None:
+def test_whoever_asks_without_end_is_refused_and_others_are_served(
+    harness: Callable[..., BufferHarness],
+) -> None:
     run = harness()
     greedy = BufferClient(run.server.address, timeout_s=5.0)
     for _ in range(MAX_PARKED_OF_ONE + 50):
@@ -311,7 +315,7 @@ def test_a_message_that_never_ends_costs_its_sender_the_connection(
 ) -> None:
     """A client by hand: every frame says that more follow. What ZeroMQ keeps of it must stay below the limit."""
     monkeypatch.setattr(m, "MAX_PAYLOAD_BYTES", 32 << 20)
-    server = BufferServer(load(SMALL), tmp_path / "journal")
+    server = BufferServer(load(SMALL_RUN), tmp_path / "journal")
     thread = threading.Thread(target=server.run)
     thread.start()
     honest = BufferClient(server.address, timeout_s=5.0)
@@ -355,7 +359,7 @@ def raw_client(port: int, room: int | None = None) -> socket.socket:
 
 
 def test_honest_traffic_is_never_taken_for_an_unfinished_message(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+    harness: Callable[..., BufferHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a connection has sent is counted by the kernel and by the server: the two stay equal, to the byte."""
     run = harness("staleness.max_versions=3", "run.steps=50")
@@ -380,7 +384,7 @@ def test_honest_traffic_is_never_taken_for_an_unfinished_message(
 
 
 def test_a_client_that_takes_no_answers_loses_its_connection(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+    harness: Callable[..., BufferHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("buffers.server.MAX_UNREAD_BYTES", 16 << 20)
     monkeypatch.setattr(BufferServer, "_reply", lambda *_: m.Refused(reason="x" * (1 << 20)))
@@ -401,13 +405,13 @@ def test_a_client_that_takes_no_answers_loses_its_connection(
 # ---- the dead
 
 
-def num_connections(run: Harness) -> int:
+def num_connections(run: BufferHarness) -> int:
     """Those of clients to the server, at its end."""
     port = int(run.server.address.rpartition(":")[2])
     return sum(bool(one.raddr) and one.laddr.port == port for one in psutil.Process().net_connections("tcp"))
 
 
-def test_leases_do_not_go_to_a_generator_that_has_gone(harness: Callable[..., Harness]) -> None:
+def test_leases_do_not_go_to_a_generator_that_has_gone(harness: Callable[..., BufferHarness]) -> None:
     run = harness("staleness.max_versions=0", "buffer.lease_s=600")
     dead = BufferClient(run.server.address, timeout_s=5.0)
     dead.call(m.Watch(after=0, wait_s=0.0), m.News)
@@ -433,7 +437,7 @@ def test_leases_do_not_go_to_a_generator_that_has_gone(harness: Callable[..., Ha
     "farewell", [m.Leave(generator="g"), m.Join(generator="g")], ids=["leaves", "joins again"]
 )
 def test_what_a_generator_asked_in_an_earlier_life_is_forgotten(
-    harness: Callable[..., Harness], farewell: m.Request
+    harness: Callable[..., BufferHarness], farewell: m.Request
 ) -> None:
     run = harness("staleness.max_versions=0", "buffer.lease_s=600")
     earlier = BufferClient(run.server.address, timeout_s=5.0)
@@ -474,7 +478,7 @@ def test_a_server_that_dies_in_the_handshake_does_not_look_like_refused_keys(
         assert not list(client.receive(0.2))
     listener.close()
     assert not list(client.receive(0.5)), "nobody listens: no reason to think of keys either"
-    server = BufferServer(load([*SMALL, f"buffer.address=tcp://127.0.0.1:{port}"]), tmp_path / "journal")
+    server = BufferServer(load([*SMALL_RUN, f"buffer.address=tcp://127.0.0.1:{port}"]), tmp_path / "journal")
     thread = threading.Thread(target=server.run)
     thread.start()
     answers: list[int] = []
@@ -518,7 +522,7 @@ def test_a_server_that_breaks_off_every_handshake_is_named(monkeypatch: pytest.M
 def test_a_server_whose_journal_cannot_be_closed_lets_go_of_its_sockets_and_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = BufferServer(load(SMALL), tmp_path / "journal")
+    server = BufferServer(load(SMALL_RUN), tmp_path / "journal")
     closes = server.buffer.close
 
     def fail(*, in_good_order: bool) -> None:
@@ -532,7 +536,7 @@ def test_a_server_whose_journal_cannot_be_closed_lets_go_of_its_sockets_and_rais
 
 
 def test_a_lease_beside_its_predecessor_in_a_refused_message_is_given_out_again(
-    harness: Callable[..., Harness],
+    harness: Callable[..., BufferHarness],
 ) -> None:
     """Two leases of one group in one submission: neither may hold the group for ever when the message is refused."""
     one = harness("buffer.lease_s=1", "buffer.max_attempts=100")
@@ -542,7 +546,7 @@ def test_a_lease_beside_its_predecessor_in_a_refused_message_is_given_out_again(
     while new.group != old.group or new.id == old.id:
         (new,) = one.ask(1) or [old]
         assert time.monotonic() < deadline
-    rows = group_of(old, tokens=[-1, 6, 7]) + group_of(new)
+    rows = make_group(old, tokens=[-1, 6, 7]) + make_group(new)
     request = m.Submit(generator="g", leases=[old.id, new.id], schema=SCHEMA_VERSION)
     receipt, _ = one.client.exchange(request, payload=encode(to_batch(rows)))
     assert isinstance(receipt, m.Receipt) and receipt.verdicts == ["failed", "failed"]
@@ -550,7 +554,7 @@ def test_a_lease_beside_its_predecessor_in_a_refused_message_is_given_out_again(
         assert time.monotonic() < deadline, one.server.buffer.book.groups[old.group]
 
 
-def test_nobody_speaks_for_the_leases_of_another(harness: Callable[..., Harness]) -> None:
+def test_nobody_speaks_for_the_leases_of_another(harness: Callable[..., BufferHarness]) -> None:
     run = harness()
     run.publish(0)
     (lease,) = run.ask(1)
@@ -561,12 +565,12 @@ def test_nobody_speaks_for_the_leases_of_another(harness: Callable[..., Harness]
     with pytest.raises(RefusedByBuffer, match="is g's, got a failure from stranger"):
         run.client.call(m.Fail(generator="stranger", lease=lease.id, num_tokens=0, error=""), m.Receipt)
     with pytest.raises(RefusedByBuffer, match="is g's, got a group from stranger"):
-        run.client.submit("stranger", [lease.id], to_batch(group_of(lease)))
+        run.client.submit("stranger", [lease.id], to_batch(make_group(lease)))
     assert run.submit(lease) == "accepted"
     assert run.status().refused == {"another's lease": 2}
 
 
-def test_nobody_answers_the_evaluation_prompts_of_another(harness: Callable[..., Harness]) -> None:
+def test_nobody_answers_the_evaluation_prompts_of_another(harness: Callable[..., BufferHarness]) -> None:
     run = harness("eval.prompts=1")
     run.publish(0)
     (lease,) = run.ask(1)
@@ -579,7 +583,7 @@ def test_nobody_answers_the_evaluation_prompts_of_another(harness: Callable[...,
 
 
 def test_what_is_said_of_an_unknown_lease_is_not_worth_a_line_in_the_journal(
-    harness: Callable[..., Harness],
+    harness: Callable[..., BufferHarness],
 ) -> None:
     run = harness()
     run.publish(0)
@@ -592,12 +596,12 @@ def test_what_is_said_of_an_unknown_lease_is_not_worth_a_line_in_the_journal(
     before = size()
     for _ in range(20):
         run.client.call(m.Fail(generator="g", lease=7, num_tokens=3, error="x" * 1000), m.Receipt)
-        run.client.submit("g", [7], to_batch(group_of(lease)))
+        run.client.submit("g", [7], to_batch(make_group(lease)))
     assert size() == before and run.status().tokens.total == 0
 
 
 def test_a_lease_of_steps_that_were_undone_is_remembered_and_cannot_come_in(
-    harness: Callable[..., Harness],
+    harness: Callable[..., BufferHarness],
 ) -> None:
     """What its generator still says of it counts once: 3 tokens by its heartbeat, 5 in the end."""
     run = harness("staleness.max_versions=1", "generators.max_model_len=100")
@@ -605,7 +609,9 @@ def test_a_lease_of_steps_that_were_undone_is_remembered_and_cannot_come_in(
         run.publish(version)
         leases = run.ask()
         if version < 2:
-            assert all(run.submit(lease, encode(to_batch(group_of(lease)))) == "accepted" for lease in leases)
+            assert all(
+                run.submit(lease, encode(to_batch(make_group(lease)))) == "accepted" for lease in leases
+            )
             run.train(version)
     late = leases[-1]
     beat = m.Heartbeat(generator="g", progress={late.id: 3}, report=m.GeneratorReport())
@@ -619,7 +625,7 @@ def test_a_lease_of_steps_that_were_undone_is_remembered_and_cannot_come_in(
 
 
 def test_a_step_without_the_mean_reward_does_not_end_the_run(
-    harness: Callable[..., Harness], tmp_path: Path
+    harness: Callable[..., BufferHarness], tmp_path: Path
 ) -> None:
     from slipstream.console import Console
     from slipstream.record import Record
@@ -630,7 +636,7 @@ def test_a_step_without_the_mean_reward_does_not_end_the_run(
         run.submit(lease)
     run.train(0)  # says nothing of it
     news = run.client.call(m.Watch(after=0, wait_s=0.0), m.News)
-    config = load(SMALL)
+    config = load(SMALL_RUN)
     record, console = Record(config, tmp_path, None), Console(config, tmp_path, None)
     for view in (record, console):
         view.take(news)
@@ -651,19 +657,22 @@ def test_a_step_without_the_mean_reward_does_not_end_the_run(
     ],
 )  # fmt: skip
 def test_rows_that_no_engine_makes_are_refused(
-    harness: Callable[..., Harness], changes: dict[str, object], rule: str, caplog: pytest.LogCaptureFixture
+    harness: Callable[..., BufferHarness],
+    changes: dict[str, object],
+    rule: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = harness("generators.max_model_len=64", "sampling.max_tokens=8")
     run.publish(0)
     (lease,) = run.ask(1)
-    assert run.submit(lease, encode(to_batch(group_of(lease, **changes)))) == "failed"
+    assert run.submit(lease, encode(to_batch(make_group(lease, **changes)))) == "failed"
     assert rule in caplog.text
     (again,) = [lease for lease in run.ask(100) if lease.group == 0]
     assert run.submit(again) == "accepted"
 
 
 def test_a_token_that_the_model_does_not_know_is_refused_at_the_door_also_after_a_restart(
-    harness: Callable[..., Harness], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    harness: Callable[..., BufferHarness], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"vocab_size": 8}')
@@ -671,10 +680,10 @@ def test_a_token_that_the_model_does_not_know_is_refused_at_the_door_also_after_
         run = harness(f"model.path={tmp_path / 'model'}")
         run.publish(life)
         lease, another = run.ask(2)
-        assert run.submit(lease, encode(to_batch(group_of(lease, tokens=[5, 6, 8])))) == "failed"
+        assert run.submit(lease, encode(to_batch(make_group(lease, tokens=[5, 6, 8])))) == "failed"
         assert "tokens must be below 8, the size of the model's vocabulary" in caplog.text
         assert run.status().refused == {"malformed group": 1}
-        assert run.submit(another, encode(to_batch(group_of(another, tokens=[5, 6, 7])))) == "accepted"
+        assert run.submit(another, encode(to_batch(make_group(another, tokens=[5, 6, 7])))) == "accepted"
         if life == 0:
             run.close()
             caplog.clear()
@@ -691,7 +700,7 @@ def test_the_vocabulary_is_as_large_as_the_model_says(tmp_path: Path) -> None:
         assert read_vocabulary(tmp_path) == size
 
 
-def test_a_generator_that_connects_anew_is_served_once(harness: Callable[..., Harness]) -> None:
+def test_a_generator_that_connects_anew_is_served_once(harness: Callable[..., BufferHarness]) -> None:
     run = harness()
     old, new = (BufferClient(run.server.address) for _ in range(2))
     first = old.post(m.Ask(generator="g", count=1, wait_s=20.0))

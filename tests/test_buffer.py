@@ -1,97 +1,28 @@
 """The buffer over real sockets: what it gives out, takes in, refuses and remembers."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from buffer_harness import SMALL_RUN, BufferHarness, compress_batch, make_group
 
 from buffers import messages as m
 from buffers.buffer import Buffer
 from buffers.client import BufferClient, RefusedByBuffer, Taken
 from buffers.fleet import GONE_S
 from buffers.server import BufferServer, Stuck
-from buffers.trajectory import SCHEMA, SCHEMA_VERSION, Trajectory, encode, to_batch
+from buffers.trajectory import SCHEMA, SCHEMA_VERSION, encode, to_batch
 from configs.load import load
-from configs.schema import Config
-
-SMALL = ["learner.groups_per_step=2", "learner.samples_per_prompt=2", "run.steps=4", "eval.prompts=0"]
-
-
-def group_of(lease: m.Lease, version: int = 0, **changes: object) -> list[Trajectory]:
-    fields: dict[str, object] = {
-        "tokens": [5, 6, 7], "sampled": [False, True, True], "logprobs": [0.0, -0.5, -1.0], "versions": [-1, version, version],
-        "reward": 1.0, "rewards": {"correct": 1.0}, "finish_reason": "stop", "generator": "g", "started_at": 1.0,
-        "finished_at": 2.0, "group": lease.group, "due": lease.due, "prompt_id": lease.index, "task": lease.task,
-    }  # fmt: skip
-    return [Trajectory(sample=i, **{**fields, **changes}) for i in range(lease.num_samples)]  # type: ignore[arg-type]
-
-
-def compressed(batch: pa.RecordBatch) -> pa.Buffer:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
-        writer.write_batch(batch)
-    return sink.getvalue()[SCHEMA.serialize().size :]
-
-
-class Harness:
-    """A buffer in a thread, and a client."""
-
-    def __init__(self, config: Config, folder: Path, resume_step: int | None = None) -> None:
-        self.server = BufferServer(config, folder, config_text="text", resume_step=resume_step)
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
-        self.client = BufferClient(self.server.address, timeout_s=30.0)
-
-    def _run(self) -> None:
-        try:
-            self.server.run()
-        except Stuck as error:
-            self.error = error
-
-    def close(self) -> None:
-        self.client.close()
-        self.server.stop()
-        self.thread.join(timeout=30)
-        assert not self.thread.is_alive()
-
-    def publish(self, version: int) -> None:
-        self.client.call(m.Publish(version=version, weights=f"w{version}"), m.Done)
-
-    def ask(self, count: int = 100) -> list[m.Lease]:
-        return self.client.call(m.Ask(generator="g", count=count, wait_s=0.2), m.Work).leases
-
-    def submit(self, lease: m.Lease, payload: pa.Buffer | None = None) -> str:
-        data = encode(to_batch(group_of(lease))) if payload is None else payload
-        request = m.Submit(generator="g", leases=[lease.id], schema=SCHEMA_VERSION)
-        try:
-            receipt, _ = self.client.exchange(request, payload=data)
-        except RefusedByBuffer:
-            return "refused"
-        assert isinstance(receipt, m.Receipt)
-        return receipt.verdicts[0]
-
-    def train(self, step: int) -> list[int]:
-        taken = self.client.next(step, wait_s=1.0)
-        assert isinstance(taken, Taken), taken
-        assert sorted(set(taken.table.column("group").to_pylist())) == taken.groups
-        done = m.Consumed(step=step, num_trained=2 * taken.table.num_rows, idle_s=0, alive_s=1, metrics={})
-        self.client.call(done, m.Done)
-        return taken.groups
-
-    def status(self) -> m.Status:
-        return self.client.call(m.Watch(after=0, wait_s=0.0), m.News).status
 
 
 @pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Callable[..., Harness]]:
-    running: list[Harness] = []
+def harness(tmp_path: Path) -> Iterator[Callable[..., BufferHarness]]:
+    running: list[BufferHarness] = []
 
-    def start(*overrides: str, resume_step: int | None = None) -> Harness:
-        running.append(Harness(load([*SMALL, *overrides]), tmp_path / "journal", resume_step))
+    def start(*overrides: str, resume_step: int | None = None) -> BufferHarness:
+        running.append(BufferHarness(load([*SMALL_RUN, *overrides]), tmp_path / "journal", resume_step))
         return running[-1]
 
     yield start
@@ -99,7 +30,7 @@ def harness(tmp_path: Path) -> Iterator[Callable[..., Harness]]:
         one.close()
 
 
-def test_groups_flow_from_lease_to_batch_and_the_ledger_closes(harness: Callable[..., Harness]) -> None:
+def test_groups_flow_from_lease_to_batch_and_the_ledger_closes(harness: Callable[..., BufferHarness]) -> None:
     run = harness("staleness.max_versions=1")
     assert run.ask() == [], "no lease before version 0"
     run.publish(0)
@@ -117,7 +48,7 @@ def test_groups_flow_from_lease_to_batch_and_the_ledger_closes(harness: Callable
 
 @pytest.mark.parametrize("budget", ["max_groups", "max_tokens", "max_bytes"])
 def test_a_budget_holds_back_what_the_step_at_hand_does_not_need(
-    harness: Callable[..., Harness], budget: str
+    harness: Callable[..., BufferHarness], budget: str
 ) -> None:
     run = harness("staleness.max_versions=3", f"buffer.{budget}=1")
     run.publish(0)
@@ -132,12 +63,12 @@ def test_a_budget_holds_back_what_the_step_at_hand_does_not_need(
     assert run.ask()[0].due == 1, "what is trained is not held any more"
 
 
-def test_what_one_sender_sends_is_handled_in_its_order(harness: Callable[..., Harness]) -> None:
+def test_what_one_sender_sends_is_handled_in_its_order(harness: Callable[..., BufferHarness]) -> None:
     run = harness("buffer.max_attempts=1")
     run.publish(0)
     lease, *_ = run.ask()
     run.client.post(
-        m.Submit(generator="g", leases=[lease.id], schema=SCHEMA_VERSION), encode(to_batch(group_of(lease)))
+        m.Submit(generator="g", leases=[lease.id], schema=SCHEMA_VERSION), encode(to_batch(make_group(lease)))
     )
     run.client.call(m.Leave(generator="g", error="was stopped"), m.Done)
     status = run.status()
@@ -148,7 +79,7 @@ def test_what_one_sender_sends_is_handled_in_its_order(harness: Callable[..., Ha
 
 
 def test_whoever_only_asks_does_not_wait_behind_those_who_submit(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+    harness: Callable[..., BufferHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("buffers.server.MAX_BYTES_PER_TURN", 1)  # one submission a turn
     run = harness("staleness.max_versions=3")
@@ -166,14 +97,14 @@ def test_whoever_only_asks_does_not_wait_behind_those_who_submit(
     for lease in run.ask():
         run.client.post(
             m.Submit(generator="g", leases=[lease.id], schema=SCHEMA_VERSION),
-            encode(to_batch(group_of(lease))),
+            encode(to_batch(make_group(lease))),
         )
     other.call(m.Watch(after=0, wait_s=0.0), m.News)
     assert order.index("watch") < 4, order
     other.close()
 
 
-def test_a_rank_that_asks_ahead_waits_for_the_one_that_reports(harness: Callable[..., Harness]) -> None:
+def test_a_rank_that_asks_ahead_waits_for_the_one_that_reports(harness: Callable[..., BufferHarness]) -> None:
     run = harness()
     run.publish(0)
     for lease in run.ask():
@@ -189,7 +120,7 @@ def test_a_rank_that_asks_ahead_waits_for_the_one_that_reports(harness: Callable
 
 
 def test_a_reader_elsewhere_is_sent_what_one_on_this_host_maps(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+    harness: Callable[..., BufferHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = harness()
     run.publish(0)
@@ -205,7 +136,7 @@ def test_a_reader_elsewhere_is_sent_what_one_on_this_host_maps(
 
 
 def test_a_buffer_that_is_started_again_goes_on_and_clients_send_again_what_has_no_answer(
-    harness: Callable[..., Harness], tmp_path: Path
+    harness: Callable[..., BufferHarness], tmp_path: Path
 ) -> None:
     address = f"buffer.address=ipc://{tmp_path}/socket"
     run = harness(address, "staleness.max_versions=1")
@@ -215,7 +146,7 @@ def test_a_buffer_that_is_started_again_goes_on_and_clients_send_again_what_has_
     before = run.status()
     run.server.stop()
     run.thread.join()
-    data = encode(to_batch(group_of(second)))
+    data = encode(to_batch(make_group(second)))
     waiting = run.client.post(m.Submit(generator="g", leases=[second.id], schema=SCHEMA_VERSION), data)
     again = harness(address, "staleness.max_versions=1")
     answers = {}
@@ -229,7 +160,7 @@ def test_a_buffer_that_is_started_again_goes_on_and_clients_send_again_what_has_
     assert (after.version, after.groups.total) == (before.version, before.groups.total) == (0, 4)
 
 
-def test_each_generator_that_waits_gets_an_even_share(harness: Callable[..., Harness]) -> None:
+def test_each_generator_that_waits_gets_an_even_share(harness: Callable[..., BufferHarness]) -> None:
     run = harness("learner.groups_per_step=8", "staleness.max_versions=0")
     numbers = [run.client.post(m.Ask(generator=f"g{i}", count=8, wait_s=5.0)) for i in range(2)]
     run.client.call(m.Watch(after=0, wait_s=0.2), m.News, wait_s=1)
@@ -242,30 +173,30 @@ def test_each_generator_that_waits_gets_an_even_share(harness: Callable[..., Har
 
 MALFORMED = {
     "no arrow at all": lambda lease: pa.py_buffer(b"\x80\x04K\x00."),
-    "cut": lambda lease: encode(to_batch(group_of(lease)))[:-100],
-    "another group's": lambda lease: encode(to_batch(group_of(lease, group=99))),
-    "too few samples": lambda lease: encode(to_batch(group_of(lease)[:1])),
-    "a reward that is NaN": lambda lease: encode(to_batch(group_of(lease, reward=float("nan")))),
+    "cut": lambda lease: encode(to_batch(make_group(lease)))[:-100],
+    "another group's": lambda lease: encode(to_batch(make_group(lease, group=99))),
+    "too few samples": lambda lease: encode(to_batch(make_group(lease)[:1])),
+    "a reward that is NaN": lambda lease: encode(to_batch(make_group(lease, reward=float("nan")))),
     "logprobs that are infinite": lambda lease: encode(
-        to_batch(group_of(lease, logprobs=[0.0, -float("inf"), -1.0]))
+        to_batch(make_group(lease, logprobs=[0.0, -float("inf"), -1.0]))
     ),
-    "logprobs of another length": lambda lease: encode(to_batch(group_of(lease, logprobs=[0.0, -1.0]))),
+    "logprobs of another length": lambda lease: encode(to_batch(make_group(lease, logprobs=[0.0, -1.0]))),
     "a first token that was sampled": lambda lease: encode(
-        to_batch(group_of(lease, sampled=[True, True, True]))
+        to_batch(make_group(lease, sampled=[True, True, True]))
     ),
-    "a version not yet published": lambda lease: encode(to_batch(group_of(lease, version=3))),
+    "a version not yet published": lambda lease: encode(to_batch(make_group(lease, version=3))),
     "no tokens": lambda lease: encode(
-        to_batch(group_of(lease, tokens=[], sampled=[], logprobs=[], versions=[]))
+        to_batch(make_group(lease, tokens=[], sampled=[], logprobs=[], versions=[]))
     ),
     "another schema": lambda lease: encode(pa.RecordBatch.from_pydict({"group": [lease.group]})),
-    "compressed": lambda lease: compressed(to_batch(group_of(lease))),
+    "compressed": lambda lease: compress_batch(to_batch(make_group(lease))),
     "a schema instead of a batch": lambda lease: SCHEMA.serialize(),
 }
 
 
 @pytest.mark.parametrize("damage", MALFORMED)
 def test_a_broken_group_is_refused_counted_and_made_again(
-    harness: Callable[..., Harness], damage: str
+    harness: Callable[..., BufferHarness], damage: str
 ) -> None:
     run = harness("staleness.max_versions=0")
     run.publish(0)
@@ -281,7 +212,7 @@ def test_a_broken_group_is_refused_counted_and_made_again(
 
 
 def test_a_group_that_fails_for_good_is_quarantined_with_its_error_and_the_run_goes_on(
-    harness: Callable[..., Harness],
+    harness: Callable[..., BufferHarness],
 ) -> None:
     run = harness("staleness.max_versions=0", "buffer.max_attempts=2")
     run.publish(0)
@@ -297,24 +228,26 @@ def test_a_group_that_fails_for_good_is_quarantined_with_its_error_and_the_run_g
     assert status.quarantined == {0: "KeyError: 'x'"} and status.tokens.rejected["failed"] == 6
 
 
-def test_dynamic_sampling_refills_groups_whose_rewards_are_all_equal(harness: Callable[..., Harness]) -> None:
+def test_dynamic_sampling_refills_groups_whose_rewards_are_all_equal(
+    harness: Callable[..., BufferHarness],
+) -> None:
     run = harness("staleness.max_versions=0", "algo=dapo", "learner.minibatches=1")
     run.publish(0)
     first, second = run.ask()
-    mixed = [group_of(second)[0], group_of(second, reward=0.0)[1]]
+    mixed = [make_group(second)[0], make_group(second, reward=0.0)[1]]
     assert run.submit(first) == "zero_variance"
     assert run.submit(second, encode(to_batch(mixed))) == "accepted"
     (refill,) = run.ask()
     assert (refill.group, refill.due) == (2, 0)
     assert (
-        run.submit(refill, encode(to_batch([group_of(refill)[0], group_of(refill, reward=0.0)[1]])))
+        run.submit(refill, encode(to_batch([make_group(refill)[0], make_group(refill, reward=0.0)[1]])))
         == "accepted"
     )
     assert run.train(0) == [1, 2]
     assert run.status().tokens.rejected["zero_variance"] == 4
 
 
-def test_rubbish_is_answered_and_never_stops_the_server(harness: Callable[..., Harness]) -> None:
+def test_rubbish_is_answered_and_never_stops_the_server(harness: Callable[..., BufferHarness]) -> None:
     run = harness()
     run.client._socket.send(b"one frame")
     run.client._socket.send_multipart([b"n", b"\xff\xfe rubbish"])
@@ -327,7 +260,7 @@ def test_rubbish_is_answered_and_never_stops_the_server(harness: Callable[..., H
     assert run.status().refused == {"malformed message": 3, "wrong step": 1, "wrong version": 1}
 
 
-def test_a_stopped_run_tells_everyone_that_it_is_over(harness: Callable[..., Harness]) -> None:
+def test_a_stopped_run_tells_everyone_that_it_is_over(harness: Callable[..., BufferHarness]) -> None:
     run = harness()
     run.publish(0)
     run.client.call(m.Stop(reason="SIGINT"), m.Done)
@@ -336,7 +269,7 @@ def test_a_stopped_run_tells_everyone_that_it_is_over(harness: Callable[..., Har
     assert over == m.Over(reason="SIGINT")
 
 
-def test_a_wait_without_end_is_named_and_ends_the_run(harness: Callable[..., Harness]) -> None:
+def test_a_wait_without_end_is_named_and_ends_the_run(harness: Callable[..., BufferHarness]) -> None:
     run = harness("buffer.watchdog_s=0.2", "staleness.max_versions=0")
     run.publish(0)
     run.ask(count=1)
@@ -354,7 +287,7 @@ def still(tmp_path: Path) -> Iterator[tuple[Buffer, list[float]]]:
     """A buffer whose learner has a batch to train, its clock, and a watchdog that ends the run after 20 s without movement."""
     clock = [0.0]
     buffer = Buffer(
-        load([*SMALL, "buffer.watchdog_s=10", "buffer.stalled_s=100"]), tmp_path, clock=lambda: clock[0]
+        load([*SMALL_RUN, "buffer.watchdog_s=10", "buffer.stalled_s=100"]), tmp_path, clock=lambda: clock[0]
     )
     buffer.publish(0, "w0")
     yield buffer, clock
@@ -416,13 +349,17 @@ def test_work_of_a_role_that_is_not_heard_of_any_more_is_not_waited_for(
     assert clock[0] == pytest.approx(GONE_S + 20, abs=2)
 
 
-def test_a_taken_port_is_refused_with_its_address(harness: Callable[..., Harness], tmp_path: Path) -> None:
+def test_a_taken_port_is_refused_with_its_address(
+    harness: Callable[..., BufferHarness], tmp_path: Path
+) -> None:
     run = harness()
     with pytest.raises(ValueError, match=f"buffer.address must be free, got {run.server.address}"):
-        BufferServer(load([*SMALL, f"buffer.address={run.server.address}"]), tmp_path / "other")
+        BufferServer(load([*SMALL_RUN, f"buffer.address={run.server.address}"]), tmp_path / "other")
 
 
-def test_evaluation_is_leased_first_averaged_and_kept_off_the_ledger(harness: Callable[..., Harness]) -> None:
+def test_evaluation_is_leased_first_averaged_and_kept_off_the_ledger(
+    harness: Callable[..., BufferHarness],
+) -> None:
     run = harness("eval.prompts=3", "staleness.max_versions=0")
     run.publish(0)
     leases = run.ask(count=4)
@@ -435,7 +372,7 @@ def test_evaluation_is_leased_first_averaged_and_kept_off_the_ledger(harness: Ca
 
 
 def test_a_generator_that_leaves_or_comes_back_frees_all_its_leases_at_once(
-    harness: Callable[..., Harness],
+    harness: Callable[..., BufferHarness],
 ) -> None:
     run = harness("eval.prompts=1", "staleness.max_versions=0", "buffer.max_attempts=9")
     run.publish(0)
@@ -449,7 +386,7 @@ def test_a_generator_that_leaves_or_comes_back_frees_all_its_leases_at_once(
 
 
 def test_a_restart_at_a_checkpoint_hands_out_the_same_groups_and_the_same_ledger(
-    harness: Callable[..., Harness],
+    harness: Callable[..., BufferHarness],
 ) -> None:
     run = harness("staleness.max_versions=1")
     run.publish(0)
@@ -476,7 +413,7 @@ def test_a_restart_at_a_checkpoint_hands_out_the_same_groups_and_the_same_ledger
 
 
 def test_generators_hear_of_a_later_life_also_when_the_clock_was_set_back(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+    harness: Callable[..., BufferHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A generator that lives on takes the publication with the highest number for the newest."""
     told, now = [], time.time()

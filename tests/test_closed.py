@@ -16,9 +16,9 @@ import psutil
 import pyarrow as pa
 import pytest
 import zmq
+from buffer_harness import SMALL_RUN, compress_batch, make_group
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_buffer import SMALL, compressed, group_of
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, KeysRefused
@@ -67,7 +67,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., BufferServer]]:
 
     def start(*overrides: str) -> BufferServer:
         server = BufferServer(
-            load([*SMALL, *overrides]), tmp_path / f"journal-{len(running)}", config_text="text"
+            load([*SMALL_RUN, *overrides]), tmp_path / f"journal-{len(running)}", config_text="text"
         )
         running.append((server, threading.Thread(target=server.run)))
         running[-1][1].start()
@@ -203,7 +203,7 @@ def obeys_all_rules(batch: pa.RecordBatch, group: int, newest: int) -> bool:
     return any(any(row["sampled"]) for row in rows)
 
 
-VALID = encode(to_batch(group_of(LEASE))).to_pybytes()
+VALID = encode(to_batch(make_group(LEASE))).to_pybytes()
 mutations = st.lists(
     st.tuples(st.integers(0, len(VALID) - 1), st.sampled_from(["flip", "byte", "long", "int"]), st.integers(-(2**63), 2**63 - 1)),
     min_size=1, max_size=4,
@@ -265,7 +265,9 @@ def counts_buffers(more: int) -> bytes:
 
 HOSTILE = {
     "one buffer less than the schema has, that of an empty column": counts_buffers(-1),
-    "a body that claims to be huge when decompressed": compressed(to_batch(group_of(LEASE))).to_pybytes(),
+    "a body that claims to be huge when decompressed": compress_batch(
+        to_batch(make_group(LEASE))
+    ).to_pybytes(),
     "a schema": SCHEMA.serialize().to_pybytes(),
     "random bytes": random.Random(0).randbytes(5000),
     "a pickle": b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94.",
@@ -296,7 +298,7 @@ server = BufferServer(load(sys.argv[2:]), Path(sys.argv[1])); print(server.addre
 
 def test_a_run_goes_on_while_strangers_send_whatever_they_like(tmp_path: Path) -> None:
     overrides = [
-        *SMALL,
+        *SMALL_RUN,
         "run.steps=100000",
         "staleness.max_versions=2",
         "buffer.max_attempts=100000",
@@ -322,7 +324,7 @@ def test_a_run_goes_on_while_strangers_send_whatever_they_like(tmp_path: Path) -
             stranger.recv_multipart()
         held = client.call(m.Ask(generator="honest", count=4, wait_s=0.0), m.Work).leases
         for lease in held:
-            client.submit("honest", [lease.id], to_batch(group_of(lease, version=lease.floor)))
+            client.submit("honest", [lease.id], to_batch(make_group(lease, version=lease.floor)))
         taken = client.next(step, wait_s=0.0)
         if not isinstance(taken, m.NotYet | m.Over):
             done = m.Consumed(step=step, num_trained=8, idle_s=0.0, alive_s=1.0, metrics={})
@@ -362,7 +364,7 @@ def nonsense(rng: random.Random, leases: list[m.Lease]) -> list[bytes]:
     """A message of a stranger: broken at one level or another."""
     number = rng.randbytes(8)
     lease = rng.choice(leases).id if leases and rng.random() < 0.5 else rng.randrange(2**62)
-    wrong = group_of(LEASE) if rng.random() < 0.5 else group_of(LEASE, reward=float("nan"))
+    wrong = make_group(LEASE) if rng.random() < 0.5 else make_group(LEASE, reward=float("nan"))
     submit = m.encoder.encode(m.Submit(generator="stranger", leases=[lease], schema=SCHEMA_VERSION))
     payload = rng.choice(
         [

@@ -14,8 +14,8 @@ from typing import get_args
 import psutil
 import pytest
 import zmq
+from buffer_harness import SMALL_RUN, BufferHarness
 from test_bounds import raw_client
-from test_buffer import SMALL, Harness
 
 from buffers import messages as m
 from buffers.client import BufferClient
@@ -29,11 +29,11 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Callable[..., Harness]]:
-    running: list[Harness] = []
+def harness(tmp_path: Path) -> Iterator[Callable[..., BufferHarness]]:
+    running: list[BufferHarness] = []
 
-    def start(*overrides: str) -> Harness:
-        running.append(Harness(load([*SMALL, *overrides]), tmp_path / "journal"))
+    def start(*overrides: str) -> BufferHarness:
+        running.append(BufferHarness(load([*SMALL_RUN, *overrides]), tmp_path / "journal"))
         return running[-1]
 
     yield start
@@ -148,7 +148,7 @@ server.run()
 def test_more_connections_than_a_process_may_have_do_not_stop_the_buffer(tmp_path: Path) -> None:
     """Silent ones, three times as many as there are file descriptors: the honest go on, and newcomers are let in."""
     with open(tmp_path / "log", "w") as log:
-        command = [sys.executable, "-c", LIMITED, str(tmp_path / "journal"), *SMALL]
+        command = [sys.executable, "-c", LIMITED, str(tmp_path / "journal"), *SMALL_RUN]
         server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
     assert server.stdout is not None
     crowd: list[socket.socket] = []
@@ -212,7 +212,9 @@ def test_a_descriptor_that_is_a_files_by_now_is_left_alone() -> None:
     loan.close()
 
 
-def test_the_kernel_asks_silent_connections_whether_they_are_there(harness: Callable[..., Harness]) -> None:
+def test_the_kernel_asks_silent_connections_whether_they_are_there(
+    harness: Callable[..., BufferHarness],
+) -> None:
     run = harness()
     run.status()
     for descriptor in run.server._connections._open:
@@ -223,7 +225,7 @@ def test_the_kernel_asks_silent_connections_whether_they_are_there(harness: Call
     assert run.server._connections._open
 
 
-def test_learners_whose_connection_has_ended_are_forgotten(harness: Callable[..., Harness]) -> None:
+def test_learners_whose_connection_has_ended_are_forgotten(harness: Callable[..., BufferHarness]) -> None:
     run = harness()
     run.publish(0)
     for life in range(30):

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from buffer_harness import make_group
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +12,6 @@ from buffers.buffer import Buffer
 from buffers.controller import first_lag, next_lag
 from buffers.trajectory import SCHEMA_VERSION, encode, to_batch
 from configs.load import load
-from tests.test_buffer import group_of
 
 ess, target, bounds = st.floats(0, 1), st.floats(0.01, 0.99), st.integers(0, 20)
 
@@ -55,7 +55,7 @@ def step(buffer: Buffer, number: int, found: float) -> int:
     while (lease := buffer.lease("g")) is not None:
         leases.append(lease)
         assert lease.floor == max(0, lease.due - buffer.book.lag)
-        rows = memoryview(encode(to_batch(group_of(lease, version=number)))).cast("B")
+        rows = memoryview(encode(to_batch(make_group(lease, version=number)))).cast("B")
         assert buffer.submit("g", [lease.id], SCHEMA_VERSION, rows) == ["accepted"]
     handout = buffer.next(number)
     assert handout is not None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from test_recovery import SETTINGS, kill, live, submit
+from buffer_lives import LIFE_SETTINGS, copy_killed, live_steps, submit_group
 
 from buffers import events as e
 from buffers import journal as journal_module
@@ -145,7 +145,7 @@ class Acknowledged:
     def accept(self, buffer: Buffer, version: int) -> int | None:
         if (lease := buffer.lease("g")) is None:
             return None
-        assert submit(buffer, lease, version) == "accepted"
+        assert submit_group(buffer, lease, version) == "accepted"
         return lease.group
 
     def write_state_before_groups_are_synced(self, buffer: Buffer, version: int) -> None:
@@ -187,7 +187,7 @@ class Acknowledged:
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    return load(SETTINGS)
+    return load(LIFE_SETTINGS)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_a_loss_of_power_at_any_moment_costs_nothing_that_was_acknowledged(
     tmp_path: Path, quick: None, seed: int, retention: str
 ) -> None:
     rng = random.Random(seed)
-    config = load([*SETTINGS, "buffer.durability=fsync", f"buffer.retention={retention}"])
+    config = load([*LIFE_SETTINGS, "buffer.durability=fsync", f"buffer.retention={retention}"])
     folder, known = tmp_path / "journal", Acknowledged()
     folder.mkdir()
     for life in range(3):
@@ -244,7 +244,7 @@ def test_what_is_committed_first_is_kept_with_the_folders_that_it_lies_in(
 ) -> None:
     folder = tmp_path / "journal"
     folder.mkdir()
-    config = load([*SETTINGS, "buffer.durability=fsync"])
+    config = load([*LIFE_SETTINGS, "buffer.durability=fsync"])
     with Disk(folder) as disk:
         buffer = Buffer(config, folder)
         buffer.publish(0, "w0")
@@ -269,8 +269,8 @@ def test_segments_go_when_a_state_that_forgets_them_is_on_the_disk_and_not_befor
         present.append(segment_numbers(tmp_path / "journal"))
 
     monkeypatch.setattr(os, "replace", watch)
-    buffer = Buffer(load([*SETTINGS, "buffer.retention=checkpoints"]), tmp_path / "journal")
-    live(buffer, 0, 6)
+    buffer = Buffer(load([*LIFE_SETTINGS, "buffer.retention=checkpoints"]), tmp_path / "journal")
+    live_steps(buffer, 0, 6)
     dropped = [
         set(event.segments) for event in read_events(tmp_path / "journal") if isinstance(event, e.Dropped)
     ]
@@ -278,7 +278,7 @@ def test_segments_go_when_a_state_that_forgets_them_is_on_the_disk_and_not_befor
     monkeypatch.setattr(journal_module, "write_state", fail)
     buffer.publish(6, "w6")
     with pytest.raises(OSError, match="no state"):
-        live(buffer, 6, 8)
+        live_steps(buffer, 6, 8)
     last = [event for event in read_events(tmp_path / "journal") if isinstance(event, e.Dropped)][-1]
     assert last.segments and set(last.segments) <= segment_numbers(tmp_path / "journal")
     with pytest.raises(OSError, match="no state"):
@@ -293,8 +293,8 @@ def test_the_segment_that_a_state_found_open_is_closed_though_nothing_came_after
     tmp_path: Path, config: Config
 ) -> None:
     buffer = Buffer(config, tmp_path / "journal")
-    live(buffer, 0, 2)
-    killed = kill(buffer, tmp_path / "killed")
+    live_steps(buffer, 0, 2)
+    killed = copy_killed(buffer, tmp_path / "killed")
     expected = set(buffer.book.pool)
     buffer.close()
     found = read_journal(killed)
@@ -323,8 +323,8 @@ def test_what_the_disk_may_have_lost_is_looked_at_when_a_journal_is_opened_and_n
     if boot == "another":
         monkeypatch.setattr(journal_module, "boot_id", lambda: "an earlier start")
     buffer = Buffer(config, tmp_path / "journal")
-    live(buffer, 0, 1)
-    folder = kill(buffer, tmp_path / "killed")
+    live_steps(buffer, 0, 1)
+    folder = copy_killed(buffer, tmp_path / "killed")
     waiting = set(buffer.book.pool)
     buffer.close()
     if segment == "closed":

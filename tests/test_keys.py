@@ -12,8 +12,8 @@ from typing import get_args
 
 import pytest
 import zmq
+from buffer_harness import SMALL_RUN
 from runs import SIMULATED, Started
-from test_buffer import SMALL
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, KeysRefused, RefusedByBuffer
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 class Served:
     def __init__(self, folder: Path, journal: Path) -> None:
-        self.server = BufferServer(load([*SMALL, f"buffer.keys={folder}"]), journal)
+        self.server = BufferServer(load([*SMALL_RUN, f"buffer.keys={folder}"]), journal)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -188,7 +188,7 @@ def test_keys_of_a_folder_without_roles_are_not_let_in(folder: Path, tmp_path: P
     for path in (folder / "allowed").glob("*/*.key"):
         path.rename(folder / "allowed" / path.name)
     with pytest.raises(ValueError, match="public key of at least one client in `allowed/ROLE`"):
-        BufferServer(load([*SMALL, f"buffer.keys={folder}"]), tmp_path / "journal")
+        BufferServer(load([*SMALL_RUN, f"buffer.keys={folder}"]), tmp_path / "journal")
     with pytest.raises(
         ValueError, match="ROLE or ROLE:NAME with one of generator, learner, watcher, operator, got 'king'"
     ):
@@ -256,6 +256,6 @@ def test_generators_whose_buffer_refuses_them_end_with_a_sentence(
         f"buffer.keys={folder}",
         f"run.outputs={tmp_path}",
     ]
-    fleet = train.Fleet(load([*SMALL, *overrides]), train.Signals())
+    fleet = train.Fleet(load([*SMALL_RUN, *overrides]), train.Signals())
     assert fleet.drive() == 1
     assert re.search("revoked|not allowed any more|must hold a key", capsys.readouterr().err)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from buffer_harness import SMALL_RUN, BufferHarness
 from prometheus_client.parser import text_string_to_metric_families
-from test_buffer import SMALL, Harness
 
 from buffers import messages as m
 from buffers.client import RefusedByBuffer
@@ -17,10 +17,10 @@ from configs.load import load
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[tuple[Harness, int]]:
+def run(tmp_path: Path) -> Iterator[tuple[BufferHarness, int]]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    harness = Harness(load([*SMALL, f"buffer.metrics_port={port}"]), tmp_path)
+    harness = BufferHarness(load([*SMALL_RUN, f"buffer.metrics_port={port}"]), tmp_path)
     yield harness, port
     harness.close()
 
@@ -35,7 +35,7 @@ def scrape(port: int) -> dict[tuple[str, str], float]:
     }
 
 
-def test_what_is_served_is_what_the_status_says(run: tuple[Harness, int]) -> None:
+def test_what_is_served_is_what_the_status_says(run: tuple[BufferHarness, int]) -> None:
     harness, port = run
     harness.publish(0)
     for lease in harness.ask():
@@ -54,8 +54,10 @@ def test_what_is_served_is_what_the_status_says(run: tuple[Harness, int]) -> Non
     assert served["slipstream_version", ""] == 0 and served["slipstream_steps_trained", ""] == 1
 
 
-def test_a_taken_port_is_named_and_no_port_serves_nothing(run: tuple[Harness, int], tmp_path: Path) -> None:
+def test_a_taken_port_is_named_and_no_port_serves_nothing(
+    run: tuple[BufferHarness, int], tmp_path: Path
+) -> None:
     _, port = run
     with pytest.raises(ValueError, match=re.escape(f"buffer.metrics_port must be free, got {port}")):
-        BufferServer(load([*SMALL, f"buffer.metrics_port={port}"]), tmp_path / "other")
-    BufferServer(load(SMALL), tmp_path / "quiet").close()
+        BufferServer(load([*SMALL_RUN, f"buffer.metrics_port={port}"]), tmp_path / "other")
+    BufferServer(load(SMALL_RUN), tmp_path / "quiet").close()

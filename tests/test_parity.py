@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from buffer_harness import SMALL_RUN, BufferHarness
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import on_ranks
-from test_buffer import SMALL, Harness
 from test_step import STEP, batch_of, configured, responses
 
 from buffers import messages as m
@@ -181,18 +181,18 @@ class Parrot:
         ]  # fmt: skip
 
 
-PROBED = [*SMALL, "generators.max_model_len=40", "learner.groups_per_step=4", "run.steps=60"]
+PROBED = [*SMALL_RUN, "generators.max_model_len=40", "learner.groups_per_step=4", "run.steps=60"]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Harness]:
+def run(tmp_path: Path) -> Iterator[BufferHarness]:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50}))
-    harness = Harness(load([*PROBED, f"model.path={tmp_path}"]), tmp_path / "journal")
+    harness = BufferHarness(load([*PROBED, f"model.path={tmp_path}"]), tmp_path / "journal")
     yield harness
     harness.close()
 
 
-def probe_of(run: Harness, engine: Parrot, weights: str, name: str = "g") -> None:
+def probe_of(run: BufferHarness, engine: Parrot, weights: str, name: str = "g") -> None:
     probe = ParityProbe(run.server._config, name)
     probe.begin(engine, weights, "life", 0)  # type: ignore[arg-type]
     for completion in engine.finish():
@@ -200,7 +200,7 @@ def probe_of(run: Harness, engine: Parrot, weights: str, name: str = "g") -> Non
 
 
 def test_an_engine_is_probed_once_a_life_of_the_learner_with_forced_samples_of_known_tokens(
-    run: Harness,
+    run: BufferHarness,
 ) -> None:
     probe, engine = ParityProbe(run.server._config, "g"), Parrot()
     for life, version in (("first", 0), ("first", 1), ("second", 0)):
@@ -240,12 +240,14 @@ def test_later_versions_are_probed_now_and_then_each_with_tokens_of_its_own(
     assert found == probed and len({tuple(prompt) for prompt in prompts}) == len(probed)
 
 
-def next_probe(run: Harness, wait_s: float = 0.0) -> bytes | m.Reply:
+def next_probe(run: BufferHarness, wait_s: float = 0.0) -> bytes | m.Reply:
     reply, rows = run.client.exchange(m.NextProbe(wait_s=wait_s), wait_s=wait_s)
     return bytes(rows[0]) if isinstance(reply, m.Part) else reply
 
 
-def test_a_probe_reaches_the_learner_off_the_ledger_and_only_that_of_the_newest_version(run: Harness) -> None:
+def test_a_probe_reaches_the_learner_off_the_ledger_and_only_that_of_the_newest_version(
+    run: BufferHarness,
+) -> None:
     engine = Parrot()
     run.publish(0)
     waiting = next_probe(run)
@@ -279,7 +281,7 @@ def test_a_probe_reaches_the_learner_off_the_ledger_and_only_that_of_the_newest_
     ],
 )  # fmt: skip
 def test_what_is_no_probe_is_refused_and_the_next_one_is_taken(
-    run: Harness, change: dict[str, Any], why: str
+    run: BufferHarness, change: dict[str, Any], why: str
 ) -> None:
     run.publish(0)
     good = Trajectory(
@@ -296,7 +298,7 @@ def test_what_is_no_probe_is_refused_and_the_next_one_is_taken(
     assert isinstance(next_probe(run, 1.0), bytes) and run.status().refused == {"malformed probe": 3}
 
 
-def test_a_learner_that_waits_for_a_probe_hears_that_the_run_is_over(run: Harness) -> None:
+def test_a_learner_that_waits_for_a_probe_hears_that_the_run_is_over(run: BufferHarness) -> None:
     run.publish(0)
     number = run.client.post(m.NextProbe(wait_s=30.0))
     run.client.call(m.Stop(reason="enough"), m.Done)

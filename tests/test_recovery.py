@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from test_buffer import Harness, group_of
+from buffer_harness import BufferHarness, make_group
+from buffer_lives import LIFE_SETTINGS, copy_killed, live_steps, submit_group
 
 from buffers import events as e
 from buffers import journal as journal_module
@@ -27,48 +28,10 @@ from configs.disk import DiskFull
 from configs.load import load
 from configs.schema import Config, OnLate
 
-SETTINGS = [
-    "learner.groups_per_step=3", "learner.samples_per_prompt=2", "run.steps=1000", "eval.prompts=0",
-    "staleness.max_versions=1", "buffer.segment_mb=1", "generators.max_model_len=50000",
-]  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    return load(SETTINGS)
-
-
-def submit(buffer: Buffer, lease: m.Lease, version: int, num_tokens: int = 3) -> str:
-    row = {
-        "tokens": [5] * (num_tokens + 1), "sampled": [False] + [True] * num_tokens, "logprobs": [0.0] + [-0.5] * num_tokens,
-        "versions": [-1] + [version] * num_tokens, "reward": 1.0,
-    }  # fmt: skip
-    data = memoryview(encode(to_batch(group_of(lease, **row)))).cast("B")  # type: ignore[arg-type]
-    return buffer.submit("g", [lease.id], SCHEMA_VERSION, data)[0]
-
-
-def live(
-    buffer: Buffer, first: int, last: int, *, checkpoint_every: int = 2, keep: int = 1, tokens: int = 3
-) -> None:
-    """Steps `first` to `last` - 1 are published, made and trained; the groups due after the last are made as well."""
-    for step in range(first, last):
-        buffer.publish(step, f"w{step}")
-        while (lease := buffer.lease("g")) is not None:
-            assert submit(buffer, lease, step, tokens) == "accepted"
-        handout = buffer.next(step)
-        assert handout is not None
-        trained = sum(buffer.book.content(group).tokens for group in handout.groups)
-        buffer.consumed(m.Consumed(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={}))
-        if (step + 1) % checkpoint_every == 0:
-            buffer.checkpointed(step + 1, max(0, step + 1 - (keep - 1) * checkpoint_every))
-        buffer.commit()
-        buffer.journal._state_written.result()
-
-
-def kill(buffer: Buffer, into: Path) -> Path:
-    """What the buffer would leave if it were killed now."""
-    shutil.copytree(buffer.journal.folder, into)
-    return into
+    return load(LIFE_SETTINGS)
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["closed", "killed"])
@@ -76,15 +39,15 @@ def test_retention_and_any_number_of_restarts_lose_no_group(
     tmp_path: Path, config: Config, dies: bool
 ) -> None:
     folder, step = tmp_path / "journal", 0
-    dropping = load([*SETTINGS, "buffer.retention=checkpoints"])
+    dropping = load([*LIFE_SETTINGS, "buffer.retention=checkpoints"])
     for life in range(4):
         buffer = Buffer(dropping, folder, resume_step=step if life else None)
         assert buffer.book.num_consumed == step and (life == 0 or len(buffer.book.pool) == 3)
-        live(buffer, step, step + 8, tokens=40_000)
+        live_steps(buffer, step, step + 8, tokens=40_000)
         step += 8
         before = export_book(buffer.book)
         if dies:
-            folder = kill(buffer, tmp_path / f"killed-{life}")
+            folder = copy_killed(buffer, tmp_path / f"killed-{life}")
         buffer.close()
         again = Buffer(dropping, folder)
         after = export_book(again.book)
@@ -100,11 +63,11 @@ def test_retention_and_any_number_of_restarts_lose_no_group(
 
 def test_a_state_and_the_tail_lead_to_what_the_whole_log_leads_to(tmp_path: Path, config: Config) -> None:
     buffer = Buffer(config, tmp_path / "journal")
-    live(buffer, 0, 7, keep=2)
+    live_steps(buffer, 0, 7, keep=2)
     for lease in [buffer.lease("h"), buffer.lease("h")]:
         assert lease is None or buffer.fail(lease.id, 4, "ValueError: no")
     buffer.commit()
-    folder = kill(buffer, tmp_path / "killed")
+    folder = copy_killed(buffer, tmp_path / "killed")
     buffer.close()
     shutil.copytree(folder, tmp_path / "log_alone")
     shutil.rmtree(tmp_path / "log_alone/state")
@@ -120,8 +83,8 @@ def test_the_log_rotates_by_itself_and_recovery_reads_only_the_tail(
 ) -> None:
     monkeypatch.setattr(journal_module, "ROTATE_LINES", 50)
     buffer = Buffer(config, tmp_path / "journal")
-    live(buffer, 0, 40, checkpoint_every=10)
-    folder = kill(buffer, tmp_path / "killed")
+    live_steps(buffer, 0, 40, checkpoint_every=10)
+    folder = copy_killed(buffer, tmp_path / "killed")
     buffer.close()
     number, state = read_newest_state(folder)
     assert number > 5 and state is not None and len(state.book.groups) < 20
@@ -133,7 +96,7 @@ def test_the_log_rotates_by_itself_and_recovery_reads_only_the_tail(
     assert tail < 150 < sum(1 for _ in read_events(folder)), "the history is there, and is not read"
     again = Buffer(config, folder)
     assert again.book.num_consumed == 40 and again.ledger.closes()
-    live(again, 40, 42)
+    live_steps(again, 40, 42)
     again.close()
 
 
@@ -153,11 +116,11 @@ def test_settings_that_the_journal_rests_on_are_refused_by_name_and_nothing_is_t
     tmp_path: Path, config: Config, change: str, rule: str
 ) -> None:
     buffer = Buffer(config, tmp_path / "journal")
-    live(buffer, 0, 3)
+    live_steps(buffer, 0, 3)
     buffer.close()
     before = {path: path.read_bytes() for path in (tmp_path / "journal").rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match=rule):
-        Buffer(load([*SETTINGS, change]), tmp_path / "journal")
+        Buffer(load([*LIFE_SETTINGS, change]), tmp_path / "journal")
     assert before == {path: path.read_bytes() for path in (tmp_path / "journal").rglob("*") if path.is_file()}
     Buffer(config, tmp_path / "journal").close()
 
@@ -166,7 +129,7 @@ def test_settings_that_the_journal_rests_on_are_refused_by_name_and_nothing_is_t
 def test_attempts_count_as_they_did_when_they_were_made_whatever_the_limit_is_now(
     tmp_path: Path, config: Config, attempts: int
 ) -> None:
-    buffer = Buffer(load([*SETTINGS, "buffer.max_attempts=3"]), tmp_path / "journal")
+    buffer = Buffer(load([*LIFE_SETTINGS, "buffer.max_attempts=3"]), tmp_path / "journal")
     buffer.publish(0, "w")
     first = buffer.lease("g")
     assert first is not None
@@ -174,24 +137,24 @@ def test_attempts_count_as_they_did_when_they_were_made_whatever_the_limit_is_no
         assert first is not None and buffer.fail(first.id, 5, "ValueError: no") == "failed"
         first = buffer.lease("g")
     buffer.commit()
-    folder = kill(buffer, tmp_path / "killed")
+    folder = copy_killed(buffer, tmp_path / "killed")
     buffer.close()
     shutil.rmtree(folder / "state")  # the whole log is applied again
-    again = Buffer(load([*SETTINGS, f"buffer.max_attempts={attempts}"]), folder)
+    again = Buffer(load([*LIFE_SETTINGS, f"buffer.max_attempts={attempts}"]), folder)
     assert first is not None and again.book.groups[first.group].num_failures == 2
     assert again.fail(first.id, 5, "ValueError: no") == "failed"
     assert (first.group in again.book.groups) == (attempts > 3), "from now on the new limit holds"
-    live(again, 0, 0)
+    live_steps(again, 0, 0)
     assert again.ledger.closes()
     again.close()
 
 
 def test_more_steps_and_a_higher_bound_are_taken_up(tmp_path: Path, config: Config) -> None:
-    buffer = Buffer(load([*SETTINGS, "run.steps=3"]), tmp_path / "journal")
-    live(buffer, 0, 3)
+    buffer = Buffer(load([*LIFE_SETTINGS, "run.steps=3"]), tmp_path / "journal")
+    live_steps(buffer, 0, 3)
     buffer.close()
-    again = Buffer(load([*SETTINGS, "staleness.max_versions=3"]), tmp_path / "journal")
-    live(again, 3, 9)
+    again = Buffer(load([*LIFE_SETTINGS, "staleness.max_versions=3"]), tmp_path / "journal")
+    live_steps(again, 3, 9)
     assert again.ledger.closes()
     again.close()
 
@@ -210,11 +173,11 @@ def flip_logprob(folder: Path, group: int) -> None:
 
 
 @pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Callable[..., Harness]]:
-    running: list[Harness] = []
+def harness(tmp_path: Path) -> Iterator[Callable[..., BufferHarness]]:
+    running: list[BufferHarness] = []
 
-    def start(*overrides: str, resume_step: int | None = None) -> Harness:
-        running.append(Harness(load([*SETTINGS, *overrides]), tmp_path / "journal", resume_step))
+    def start(*overrides: str, resume_step: int | None = None) -> BufferHarness:
+        running.append(BufferHarness(load([*LIFE_SETTINGS, *overrides]), tmp_path / "journal", resume_step))
         return running[-1]
 
     yield start
@@ -225,7 +188,7 @@ def harness(tmp_path: Path) -> Iterator[Callable[..., Harness]]:
 @pytest.mark.parametrize("remote", [False, True], ids=["mapped", "fetched"])
 @pytest.mark.parametrize("on_late", [OnLate.wait, OnLate.mask])
 def test_a_group_whose_bytes_have_changed_is_never_delivered_and_a_fresh_one_takes_its_place(
-    harness: Callable[..., Harness],
+    harness: Callable[..., BufferHarness],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     remote: bool,
@@ -257,7 +220,7 @@ def test_a_group_whose_bytes_have_changed_is_never_delivered_and_a_fresh_one_tak
     assert status.groups.trained == 3 and status.trained_twice == 0
 
 
-def test_a_claim_of_damage_that_is_not_true_changes_nothing(harness: Callable[..., Harness]) -> None:
+def test_a_claim_of_damage_that_is_not_true_changes_nothing(harness: Callable[..., BufferHarness]) -> None:
     run = harness()
     run.publish(0)
     assert [run.submit(lease) for lease in run.ask(3)] == ["accepted"] * 3
@@ -266,7 +229,7 @@ def test_a_claim_of_damage_that_is_not_true_changes_nothing(harness: Callable[..
 
 
 def test_damage_to_a_step_that_was_undone_is_mended_by_fresh_groups(
-    harness: Callable[..., Harness], tmp_path: Path
+    harness: Callable[..., BufferHarness], tmp_path: Path
 ) -> None:
     run = harness()
     for step in range(2):
@@ -281,15 +244,15 @@ def test_damage_to_a_step_that_was_undone_is_mended_by_fresh_groups(
     fresh = [lease for lease in run.ask(100) if lease.due == 1]
     assert len(fresh) == 1
     # Whoever still holds version 2, of the life before, may not make a group for step 1.
-    late = encode(to_batch(group_of(fresh[0], version=2)))
+    late = encode(to_batch(make_group(fresh[0], version=2)))
     assert run.submit(fresh[0], late) == "failed"
     (fresh_again,) = [lease for lease in run.ask(100) if lease.due == 1]
-    assert run.submit(fresh_again, encode(to_batch(group_of(fresh_again, version=1)))) == "accepted"
+    assert run.submit(fresh_again, encode(to_batch(make_group(fresh_again, version=1)))) == "accepted"
     assert run.train(1) == [3, 5, fresh_again.group]
 
 
 def test_a_large_batch_comes_in_parts_and_others_are_answered_between_them(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+    harness: Callable[..., BufferHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("buffers.client.is_here", lambda folder, mark: False)
     monkeypatch.setattr(m, "MAX_PART_BYTES", 1000)
@@ -298,7 +261,7 @@ def test_a_large_batch_comes_in_parts_and_others_are_answered_between_them(
     for lease in run.ask(3):
         long = {"tokens": [7] * 5001, "sampled": [False] + [True] * 5000, "logprobs": [0.0] + [-0.25] * 5000,
                 "versions": [-1] + [0] * 5000}  # fmt: skip
-        assert run.submit(lease, encode(to_batch(group_of(lease, **long)))) == "accepted"  # type: ignore[arg-type]
+        assert run.submit(lease, encode(to_batch(make_group(lease, **long)))) == "accepted"  # type: ignore[arg-type]
     asked: list[int] = []
     read_part = run.server.buffer.read_part
 
@@ -319,12 +282,12 @@ def test_a_log_with_a_rotten_line_refuses_to_open_is_repaired_and_the_run_goes_o
     tmp_path: Path, seed: int, on_late: str
 ) -> None:
     rng = random.Random(seed)
-    config = load([*SETTINGS, f"staleness.on_late={on_late}"])
+    config = load([*LIFE_SETTINGS, f"staleness.on_late={on_late}"])
     buffer = Buffer(config, tmp_path / "journal")
-    live(buffer, 0, rng.randrange(1, 5), checkpoint_every=100)
+    live_steps(buffer, 0, rng.randrange(1, 5), checkpoint_every=100)
     step = buffer.book.num_consumed
     acknowledged = set(buffer.book.groups)
-    folder = kill(buffer, tmp_path / "killed")
+    folder = copy_killed(buffer, tmp_path / "killed")
     buffer.close()
     path = folder / "log/000000.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -352,7 +315,7 @@ def test_a_log_with_a_rotten_line_refuses_to_open_is_repaired_and_the_run_goes_o
     lost = acknowledged - kept
     assert lost <= report.lost_groups, "what is lost is listed"
     again.rewind(0)
-    live(again, 0, step + 4, checkpoint_every=100)
+    live_steps(again, 0, step + 4, checkpoint_every=100)
     assert again.ledger.closes() and again.book.num_consumed == step + 4, (
         "no step waits for a group that is lost"
     )
@@ -366,8 +329,8 @@ def test_a_repair_that_is_killed_leaves_a_journal_that_opens_or_is_repaired_agai
 ) -> None:
     monkeypatch.setattr(journal_module, "ROTATE_LINES", 30)
     buffer = Buffer(config, tmp_path / "journal")
-    live(buffer, 0, 6, checkpoint_every=100)
-    folder = kill(buffer, tmp_path / "killed")
+    live_steps(buffer, 0, 6, checkpoint_every=100)
+    folder = copy_killed(buffer, tmp_path / "killed")
     buffer.close()
     shutil.rmtree(folder / "state")
     for path in sorted((folder / "log").iterdir())[:2]:
@@ -387,7 +350,7 @@ def test_a_repair_that_is_killed_leaves_a_journal_that_opens_or_is_repaired_agai
     again = Buffer(config, folder)
     assert again.ledger.closes()
     again.rewind(0)
-    live(again, 0, 9, checkpoint_every=100)
+    live_steps(again, 0, 9, checkpoint_every=100)
     again.close()
 
 
@@ -396,9 +359,9 @@ def test_a_torn_segment_costs_the_groups_in_it_and_no_other(tmp_path: Path, conf
     buffer = Buffer(config, tmp_path / "journal")
     buffer.publish(0, "w")
     leases = [lease for _ in range(6) if (lease := buffer.lease("g")) is not None]
-    assert [submit(buffer, lease, 0) for lease in leases] == ["accepted"] * 6
+    assert [submit_group(buffer, lease, 0) for lease in leases] == ["accepted"] * 6
     buffer.commit()
-    folder = kill(buffer, tmp_path / "killed")
+    folder = copy_killed(buffer, tmp_path / "killed")
     buffer.close()
     accepted = [x for x in read_events(folder) if isinstance(x, e.Accepted)]
     data = bytearray((folder / "000000.arrow").read_bytes())
@@ -418,7 +381,7 @@ def test_a_torn_segment_costs_the_groups_in_it_and_no_other(tmp_path: Path, conf
 def test_a_full_disk_is_named_and_the_run_goes_on_after_room_is_made(
     small_disk: Path, durability: str
 ) -> None:
-    config = load([*SETTINGS, f"buffer.durability={durability}"])
+    config = load([*LIFE_SETTINGS, f"buffer.durability={durability}"])
     buffer = Buffer(config, small_disk / "journal")
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(1 << 19))
@@ -431,21 +394,21 @@ def test_a_full_disk_is_named_and_the_run_goes_on_after_room_is_made(
         for step in range(1000):
             buffer.publish(step, f"w{step}")
             while (lease := buffer.lease("g")) is not None:
-                submit(buffer, lease, step, num_tokens=2000)
+                submit_group(buffer, lease, step, num_tokens=2000)
                 buffer.commit()
                 acknowledged.append(lease.group)
-            live_step(buffer, step)
+            train_step(buffer, step)
     buffer.close()
     ballast.unlink()
     again = Buffer(config, small_disk / "journal")
     known = {x.group for x in read_events(small_disk / "journal") if isinstance(x, e.Accepted)}
     assert len(acknowledged) > 10 and set(acknowledged) <= known
     assert again.ledger.closes() and again.book.num_consumed >= step
-    live(again, again.book.num_consumed, again.book.num_consumed + 2)
+    live_steps(again, again.book.num_consumed, again.book.num_consumed + 2)
     again.close()
 
 
-def live_step(buffer: Buffer, step: int) -> None:
+def train_step(buffer: Buffer, step: int) -> None:
     handout = buffer.next(step)
     assert handout is not None
     trained = sum(buffer.book.content(group).tokens for group in handout.groups)
@@ -453,7 +416,7 @@ def live_step(buffer: Buffer, step: int) -> None:
     buffer.commit()
 
 
-def test_a_step_beyond_those_trained_is_no_checkpoint(harness: Callable[..., Harness]) -> None:
+def test_a_step_beyond_those_trained_is_no_checkpoint(harness: Callable[..., BufferHarness]) -> None:
     run = harness()
     run.publish(0)
     for step, oldest in ((1, 0), (2**62, 2**62), (0, 1), (5, 2**40)):
@@ -478,14 +441,14 @@ def test_a_file_system_without_room_for_another_file_is_named(
     monkeypatch.setattr(os, "open", open_if_room)
     monkeypatch.setattr(os, "pwrite", full if place == "lock" else written)
     with pytest.raises(DiskFull, match="must have room"):
-        live(Buffer(config, tmp_path / "journal"), 0, 1)
+        live_steps(Buffer(config, tmp_path / "journal"), 0, 1)
 
 
 @pytest.mark.parametrize("sampler", ["freshest", "prioritized"])
 def test_another_sampler_leaves_no_group_beyond_the_bound_to_be_trained(tmp_path: Path, sampler: str) -> None:
-    wide = [*SETTINGS, "staleness.max_versions=3"]
+    wide = [*LIFE_SETTINGS, "staleness.max_versions=3"]
     buffer = Buffer(load([*wide, f"buffer.sampler={sampler}"]), tmp_path / "journal")
-    live(buffer, 0, 3)
+    live_steps(buffer, 0, 3)
     buffer.close()
     again = Buffer(load(wide), tmp_path / "journal")
     for step in range(3, 12):
@@ -493,7 +456,7 @@ def test_another_sampler_leaves_no_group_beyond_the_bound_to_be_trained(tmp_path
         handout = None
         while handout is None:
             while (lease := again.lease("g")) is not None:
-                submit(again, lease, step)
+                submit_group(again, lease, step)
             handout = again.next(step)
         assert all(again.book.content(group).oldest >= step - 3 for group in handout.groups)
         trained = sum(again.book.content(group).tokens for group in handout.groups)
@@ -514,8 +477,8 @@ def lose_lines(folder: Path, wanted: Callable[[e.AnyEvent], bool], name: str = "
 
 def killed(tmp_path: Path, config: Config, steps: int = 3) -> Path:
     buffer = Buffer(config, tmp_path / "journal")
-    live(buffer, 0, steps, checkpoint_every=100)
-    folder = kill(buffer, tmp_path / "killed")
+    live_steps(buffer, 0, steps, checkpoint_every=100)
+    folder = copy_killed(buffer, tmp_path / "killed")
     buffer.close()
     return folder
 
@@ -530,7 +493,7 @@ def test_a_repair_closes_the_segment_that_was_being_written(tmp_path: Path, conf
 
 def test_a_repair_names_a_first_file_that_is_missing(tmp_path: Path, config: Config) -> None:
     buffer = Buffer(config, tmp_path / "journal")
-    live(buffer, 0, 3)
+    live_steps(buffer, 0, 3)
     buffer.close()
     folder = tmp_path / "journal"
     for path in (folder / "state").glob("*"):
@@ -542,7 +505,7 @@ def test_a_repair_names_a_first_file_that_is_missing(tmp_path: Path, config: Con
     assert "000000.jsonl is missing" in report.damage[0]
     again = Buffer(config, folder)
     again.rewind(again.book.floor_step)
-    live(again, again.book.num_consumed, again.book.num_consumed + 4)
+    live_steps(again, again.book.num_consumed, again.book.num_consumed + 4)
     again.close()
 
 
@@ -560,12 +523,14 @@ def test_whatever_a_repair_changes_stays_beside_also_the_second_time(tmp_path: P
 
 
 def test_no_step_waits_after_a_repair_for_groups_whose_due_steps_are_lost(tmp_path: Path) -> None:
-    config = load([*SETTINGS, "algo.dynamic_sampling=true", "buffer.durability=fsync"])
+    config = load([*LIFE_SETTINGS, "algo.dynamic_sampling=true", "buffer.durability=fsync"])
     buffer = Buffer(config, tmp_path / "journal")
     buffer.publish(0, "w")
     leases = [lease for _ in range(6) if (lease := buffer.lease("g")) is not None]
     for lease in leases[2:3] + leases[4:] + leases[3:4] + leases[:2]:
-        spread = [replace(row, reward=float(i * (lease.group != 2))) for i, row in enumerate(group_of(lease))]
+        spread = [
+            replace(row, reward=float(i * (lease.group != 2))) for i, row in enumerate(make_group(lease))
+        ]
         data = memoryview(encode(to_batch(spread))).cast("B")
         assert (
             buffer.submit("g", [lease.id], SCHEMA_VERSION, data)[0]
@@ -574,43 +539,43 @@ def test_no_step_waits_after_a_repair_for_groups_whose_due_steps_are_lost(tmp_pa
     fresh = buffer.lease("g")
     assert fresh is not None and fresh.due == 0
     data = memoryview(
-        encode(to_batch([replace(row, reward=float(i)) for i, row in enumerate(group_of(fresh))]))
+        encode(to_batch([replace(row, reward=float(i)) for i, row in enumerate(make_group(fresh))]))
     ).cast("B")
     buffer.submit("g", [fresh.id], SCHEMA_VERSION, data)
     for step in range(2):
         if step:
             buffer.publish(step, f"w{step}")
-        live_step(buffer, step)
-    folder = kill(buffer, tmp_path / "killed")
+        train_step(buffer, step)
+    folder = copy_killed(buffer, tmp_path / "killed")
     buffer.close()
     lose_lines(folder, lambda event: isinstance(event, e.Leased) and event.group in (2, 3, 4, 5))
     repair_journal(folder)
-    again = Buffer(load([*SETTINGS, "buffer.durability=fsync"]), folder)
+    again = Buffer(load([*LIFE_SETTINGS, "buffer.durability=fsync"]), folder)
     again.rewind(again.book.num_consumed)
-    live(again, again.book.num_consumed, 6, checkpoint_every=100)
+    live_steps(again, again.book.num_consumed, 6, checkpoint_every=100)
     again.close()
 
 
 def test_a_duplicate_whose_cause_is_lost_does_not_hold_its_group_for_ever(tmp_path: Path) -> None:
-    config = load([*SETTINGS, "staleness.on_late=cancel", "staleness.straggler_timeout_s=1.0"])
+    config = load([*LIFE_SETTINGS, "staleness.on_late=cancel", "staleness.straggler_timeout_s=1.0"])
     now = 0.0
     buffer = Buffer(config, tmp_path / "journal", clock=lambda: now)
     buffer.publish(0, "w")
     leases = [lease for _ in range(6) if (lease := buffer.lease("g")) is not None]
     for lease in leases[1:]:
-        submit(buffer, lease, 0)
+        submit_group(buffer, lease, 0)
     assert buffer.next(0) is None
     now = 2.0
     buffer.tick()
-    assert submit(buffer, leases[0], 0) == "duplicate"
+    assert submit_group(buffer, leases[0], 0) == "duplicate"
     buffer.commit()
-    folder = kill(buffer, tmp_path / "killed")
+    folder = copy_killed(buffer, tmp_path / "killed")
     buffer.close()
     lose_lines(folder, lambda event: isinstance(event, e.Rejected))
     repair_journal(folder)
     again = Buffer(config, folder, clock=lambda: now)
     again.rewind(0)
-    live(again, 0, 2, checkpoint_every=100)
+    live_steps(again, 0, 2, checkpoint_every=100)
     again.close()
 
 
@@ -618,8 +583,8 @@ def test_a_repaired_log_has_a_hand_out_before_every_step_that_it_says_was_traine
     tmp_path: Path, config: Config
 ) -> None:
     buffer = Buffer(config, tmp_path / "journal")
-    live(buffer, 0, 3, checkpoint_every=100)
-    folder = kill(buffer, tmp_path / "killed")
+    live_steps(buffer, 0, 3, checkpoint_every=100)
+    folder = copy_killed(buffer, tmp_path / "killed")
     buffer.close()
     path = folder / "log/000000.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -637,7 +602,7 @@ def test_lives_that_end_early_do_not_pile_up_states(tmp_path: Path, config: Conf
     Buffer(config, folder).close()
     for life in range(1, 25):
         buffer = Buffer(config, folder)
-        folder = kill(buffer, tmp_path / f"life-{life}")
+        folder = copy_killed(buffer, tmp_path / f"life-{life}")
         buffer.journal.close()
         assert len(list((folder / "state").iterdir())) <= 9
     Buffer(config, folder).close()

@@ -11,11 +11,11 @@ import psutil
 import pytest
 import ray
 import torch
+from buffer_harness import SMALL_RUN, BufferHarness
 from runs import SIMULATED, Started, assert_accounts_close
 from safetensors.torch import load_file
 from scripted import ScriptedRole
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_buffer import SMALL, Harness
 
 from buffers import messages as m
 from buffers.client import BufferClient, RefusedByBuffer
@@ -217,13 +217,13 @@ def test_a_rank_that_does_not_listen_is_killed_all_the_same(cluster: None, tmp_p
 
 
 @pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Harness]:
-    harness = Harness(load([*SMALL, "eval.prompts=2"]), tmp_path / "journal")
+def harness(tmp_path: Path) -> Iterator[BufferHarness]:
+    harness = BufferHarness(load([*SMALL_RUN, "eval.prompts=2"]), tmp_path / "journal")
     yield harness
     harness.close()
 
 
-def test_what_a_dead_learner_has_sent_does_not_reach_the_life_after_it(harness: Harness) -> None:
+def test_what_a_dead_learner_has_sent_does_not_reach_the_life_after_it(harness: BufferHarness) -> None:
     dead, driver, learner = (
         harness.client,
         BufferClient(harness.server.address),
@@ -247,7 +247,7 @@ def test_what_a_dead_learner_has_sent_does_not_reach_the_life_after_it(harness: 
 
 
 def test_evaluations_of_a_version_that_was_undone_are_asked_again_and_stay_off_the_ledger(
-    harness: Harness,
+    harness: BufferHarness,
 ) -> None:
     harness.publish(0)
     before = [lease for lease in harness.ask(2) if lease.split == "eval"]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from buffer_harness import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_buffer import group_of
 
 from buffers import messages as m
 from buffers.buffer import Buffer
@@ -127,7 +127,7 @@ def a_step(folder: Path, *overrides: str) -> Buffer:
     buffer.publish(0, "w")
     while (lease := buffer.lease("g")) is not None:
         n = 2 + lease.group
-        rows = group_of(
+        rows = make_group(
             lease,
             tokens=[1] * (n + 1),
             sampled=[False] + [True] * n,
@@ -167,7 +167,7 @@ def test_a_group_is_trained_up_to_max_uses_and_half_as_many_are_made(tmp_path: P
         buffer.consumed(m.Consumed(step=step, num_trained=tokens, idle_s=0, alive_s=1, metrics={}))
         buffer.publish(step + 1, f"w{step + 1}")
         while (lease := buffer.lease("g")) is not None:
-            rows = group_of(lease, version=step + 1)
+            rows = make_group(lease, version=step + 1)
             buffer.submit("g", [lease.id], SCHEMA_VERSION, memoryview(encode(to_batch(rows))))
         buffer.next(step + 1)  # opens places where too few are left
         while (lease := buffer.lease("g")) is not None:
@@ -175,7 +175,7 @@ def test_a_group_is_trained_up_to_max_uses_and_half_as_many_are_made(tmp_path: P
                 "g",
                 [lease.id],
                 SCHEMA_VERSION,
-                memoryview(encode(to_batch(group_of(lease, version=step + 1)))),
+                memoryview(encode(to_batch(make_group(lease, version=step + 1)))),
             )
     assert max(uses.values()) == 2 and len(uses) < 6 * 4
     status = buffer.status("")

@@ -1,0 +1,48 @@
+"""A life of a buffer for tests: steps are published, made and trained without sockets, and the process may be killed."""
+
+import shutil
+from pathlib import Path
+
+from buffer_harness import make_group
+
+from buffers import messages as m
+from buffers.buffer import Buffer
+from buffers.trajectory import SCHEMA_VERSION, encode, to_batch
+
+LIFE_SETTINGS = [
+    "learner.groups_per_step=3", "learner.samples_per_prompt=2", "run.steps=1000", "eval.prompts=0",
+    "staleness.max_versions=1", "buffer.segment_mb=1", "generators.max_model_len=50000",
+]  # fmt: skip
+
+
+def submit_group(buffer: Buffer, lease: m.Lease, version: int, num_tokens: int = 3) -> str:
+    row = {
+        "tokens": [5] * (num_tokens + 1), "sampled": [False] + [True] * num_tokens, "logprobs": [0.0] + [-0.5] * num_tokens,
+        "versions": [-1] + [version] * num_tokens, "reward": 1.0,
+    }  # fmt: skip
+    data = memoryview(encode(to_batch(make_group(lease, **row)))).cast("B")  # type: ignore[arg-type]
+    return buffer.submit("g", [lease.id], SCHEMA_VERSION, data)[0]
+
+
+def live_steps(
+    buffer: Buffer, first: int, last: int, *, checkpoint_every: int = 2, keep: int = 1, tokens: int = 3
+) -> None:
+    """Steps `first` to `last` - 1 are published, made and trained; the groups due after the last are made as well."""
+    for step in range(first, last):
+        buffer.publish(step, f"w{step}")
+        while (lease := buffer.lease("g")) is not None:
+            assert submit_group(buffer, lease, step, tokens) == "accepted"
+        handout = buffer.next(step)
+        assert handout is not None
+        trained = sum(buffer.book.content(group).tokens for group in handout.groups)
+        buffer.consumed(m.Consumed(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={}))
+        if (step + 1) % checkpoint_every == 0:
+            buffer.checkpointed(step + 1, max(0, step + 1 - (keep - 1) * checkpoint_every))
+        buffer.commit()
+        buffer.journal._state_written.result()
+
+
+def copy_killed(buffer: Buffer, into: Path) -> Path:
+    """What the buffer would leave if it were killed now."""
+    shutil.copytree(buffer.journal.folder, into)
+    return into
