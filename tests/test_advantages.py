@@ -107,7 +107,7 @@ def test_reinforce_pp_whitens_over_the_tokens_of_the_batch(tokens: list[tuple[fl
         assert function(poisoned, mask).tolist() == pytest.approx(expected, abs=1e-4, rel=1e-4)
 
 
-class Case:
+class SampledCase:
     """Packed sequences of two groups of three and a group of one; what is not sampled holds NaN."""
 
     def __init__(self, seed: int) -> None:
@@ -138,7 +138,7 @@ class Case:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([1.0, 0.9]))
 def test_prime_leaves_one_out_of_mean_process_rewards_and_of_outcomes(seed: int, gamma: float) -> None:
-    case = Case(seed)
+    case = SampledCase(seed)
     s, groups = case.samples, case.samples.groups.tolist()
     process, rewards = s.process_rewards.tolist(), s.rewards.tolist()
     means = [sum(process[t] for t in case.tokens(i)) / len(case.tokens(i)) for i in range(7)]
@@ -170,7 +170,7 @@ ALGOS = {
 }
 
 
-def expected_advantages(case: Case, name: str) -> Tensor:
+def expected_advantages(case: SampledCase, name: str) -> Tensor:
     """What each name composes."""
     s, algo = case.samples, ALGOS[name]
     lengths = torch.tensor([len(case.tokens(i)) for i in range(7)])
@@ -202,14 +202,14 @@ def expected_advantages(case: Case, name: str) -> Tensor:
 def test_each_name_composes_what_it_says(name: str) -> None:
     assert set(ADVANTAGES) == set(Advantage)
     for seed in range(5):
-        case = Case(seed)
+        case = SampledCase(seed)
         found = ADVANTAGES[ALGOS[name].advantage](case.samples, ALGOS[name])
         torch.testing.assert_close(found, expected_advantages(case, name))
 
 
 @pytest.mark.parametrize("name", ["gae", "gae by turn", "gae by length", "vtrace", "vtrace, other bars"])
 def test_the_critic_learns_returns_with_a_lambda_of_its_own_or_the_targets_of_vtrace(name: str) -> None:
-    s = Case(2).samples
+    s = SampledCase(2).samples
     along = (s.token_rewards, s.values, s.sampled, s.offsets)
     expected = {
         "gae": lambda: gae(*along, 1.0, 0.95)[1],
@@ -230,7 +230,7 @@ COLUMNS = ("token_rewards", "values", "log_ratio", "process_rewards")
 def test_what_is_not_sampled_cannot_matter_to_an_advantage_even_when_it_is_nan(name: str) -> None:
     algo = ALGOS[name]
     for seed in range(5):
-        dirty = Case(seed).samples
+        dirty = SampledCase(seed).samples
         clean = dataclasses.replace(
             dirty, **{c: torch.where(dirty.sampled, getattr(dirty, c), 7.0) for c in COLUMNS}
         )
@@ -245,7 +245,7 @@ def test_what_is_not_sampled_cannot_matter_to_an_advantage_even_when_it_is_nan(n
 def test_the_order_of_sequences_cannot_matter_to_an_advantage(name: str) -> None:
     algo = ALGOS[name]
     for seed in range(5):
-        s = Case(seed).samples
+        s = SampledCase(seed).samples
         order = torch.randperm(7, generator=torch.Generator().manual_seed(seed))
         index = torch.cat([torch.arange(int(s.offsets[i]), int(s.offsets[i + 1])) for i in order.tolist()])
         lengths = s.offsets.diff()[order]
@@ -261,7 +261,7 @@ def test_the_order_of_sequences_cannot_matter_to_an_advantage(name: str) -> None
 
 @pytest.mark.parametrize("name", ALGOS)
 def test_equal_rewards_a_group_of_one_and_nothing_to_train_give_finite_advantages(name: str) -> None:
-    algo, s = ALGOS[name], Case(3).samples
+    algo, s = ALGOS[name], SampledCase(3).samples
     zeros = torch.zeros(len(s.sequence))
     equal = {c: torch.where(s.sampled, 0.5, math.nan) for c in COLUMNS}
     nothing = dataclasses.replace(s, sampled=zeros.bool(), mask=zeros.bool())
@@ -284,7 +284,7 @@ def test_equal_rewards_a_group_of_one_and_nothing_to_train_give_finite_advantage
 
 
 def test_a_log_ratio_without_bound_gives_finite_advantages_and_targets() -> None:
-    s = Case(1).samples
+    s = SampledCase(1).samples
     for log_ratio in (math.inf, -math.inf):
         far = dataclasses.replace(s, log_ratio=torch.full_like(s.values, log_ratio))
         assert ADVANTAGES[Advantage.vtrace](far, ALGOS["vtrace"])[s.sampled].isfinite().all()

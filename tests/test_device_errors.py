@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from runs import SIMULATED, Started, assert_accounts_close
-from test_step import configured
+from training_steps import configure_step
 
 from learners import learner
 from slipstream import roles
@@ -55,7 +55,7 @@ def test_a_learner_that_finds_no_room_on_its_gpu_is_not_started_again(
     monkeypatch.setattr(roles, "heartbeat", heartbeat)
     monkeypatch.setattr(learner, "start", start)
     rank = object.__new__(roles.LearnerRole)
-    failure = rank.run(configured(fixed_model, "algo=grpo"), Path(), "nowhere", 0, "nowhere", None)
+    failure = rank.run(configure_step(fixed_model, "algo=grpo"), Path(), "nowhere", 0, "nowhere", None)
     assert failure is not None and failure.final == final and says in failure.report
     assert ("Planned: memory of a learner rank (1 in all)" in failure.report) == final
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from engine_batches import LENGTHS, make_batch, save_model
 from ranks import on_ranks
-from test_same_numbers import LENGTHS, made, make_batch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -71,7 +71,7 @@ def trained(world: World, config: Config, run: Path) -> Tensor:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made("qwen3", tmp_path_factory.mktemp("models"))
+    return save_model("qwen3", tmp_path_factory.mktemp("models"))
 
 
 @pytest.mark.parametrize("name", SHARDED)

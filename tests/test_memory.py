@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from engine_batches import MODELS, save_model
 from test_fsdp import batch_of
-from test_same_numbers import MODELS, made
-from test_step import configured
 from torch import Tensor
+from training_steps import configure_step
 
 from configs.schema import Config
 from configs.sizes import sizes_of as counted_sizes
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     where = tmp_path_factory.mktemp("models")
-    return lambda name: made(name, where)
+    return lambda name: save_model(name, where)
 
 
 def sizes_of(folder: Path) -> Any:
@@ -76,7 +76,7 @@ def test_what_makes_the_plan_smaller_does(fixed_model: Path) -> None:
     def changed(config: Config, **learner: Any) -> Config:
         return replace(config, learner=replace(config.learner, **learner))
 
-    config = configured(fixed_model, "algo=grpo")
+    config = configure_step(fixed_model, "algo=grpo")
     base = parts(config)
     four = parts(changed(config, ranks=4))
     assert all(four[name] == base[name] / 4 for name in ("weights", "gradients", "optimizer"))
@@ -86,21 +86,25 @@ def test_what_makes_the_plan_smaller_does(fixed_model: Path) -> None:
     assert low_rank["weights"] > base["weights"] > 5 * low_rank["gradients"]
     offloaded = changed(config, fsdp=replace(config.learner.fsdp, cpu_offload=True))
     assert parts(offloaded, cuda=True)["optimizer"] == 0 < parts(offloaded)["optimizer"]
-    assert parts(configured(fixed_model, "algo=ppo"))["optimizer"] == 2 * base["optimizer"]
+    assert parts(configure_step(fixed_model, "algo=ppo"))["optimizer"] == 2 * base["optimizer"]
     assert (
-        parts(configured(fixed_model, "algo=ppo", "placement.critic=own"))["optimizer"] == base["optimizer"]
+        parts(configure_step(fixed_model, "algo=ppo", "placement.critic=own"))["optimizer"]
+        == base["optimizer"]
     )
     assert (
-        parts(configured(fixed_model, "algo=grpo", "algo.kl.loss_coef=0.1"))["weights"] == 2 * base["weights"]
+        parts(configure_step(fixed_model, "algo=grpo", "algo.kl.loss_coef=0.1"))["weights"]
+        == 2 * base["weights"]
     )
 
 
 def test_the_plan_counts_what_stands_between_shards_and_whole_tensors(fixed_model: Path) -> None:
     """Elements of the fixed model: 320 × 64 for the embedding and the head each, and a norm; two layers."""
     ends, layer = 2 * 320 * 64 + 64, sizes_of(fixed_model).layer
-    one = parts(configured(fixed_model, "algo=grpo"))
+    one = parts(configure_step(fixed_model, "algo=grpo"))
     two, whole = (
-        parts(configured(fixed_model, "algo=grpo", "learner.ranks=2", f"learner.fsdp.accumulate={choice}"))
+        parts(
+            configure_step(fixed_model, "algo=grpo", "learner.ranks=2", f"learner.fsdp.accumulate={choice}")
+        )
         for choice in ("reduce", "whole")
     )
     assert one["gathered"] == 4 * (ends + layer) and two["gathered"] == 4 * (
@@ -108,18 +112,18 @@ def test_the_plan_counts_what_stands_between_shards_and_whole_tensors(fixed_mode
     )
     assert two["reduced"] == 8 * max(ends, layer), "gradients, and the buffer that sends them"
     assert whole["gradients"] == 2 * two["gradients"] == one["gradients"], "of two ranks"
-    low_rank = parts(configured(fixed_model, "algo=grpo", "learner.lora.rank=2"))
+    low_rank = parts(configure_step(fixed_model, "algo=grpo", "learner.lora.rank=2"))
     assert 20 * low_rank["reduced"] < one["reduced"] and low_rank["head"] == one["head"] - 4 * 320 * 64
-    assert parts(configured(fixed_model, "algo=ppo"))["gradients"] == one["gradients"], (
+    assert parts(configure_step(fixed_model, "algo=ppo"))["gradients"] == one["gradients"], (
         "one model after the other"
     )
 
 
 def test_gradients_that_stay_whole_are_on_the_gpu_whatever_is_offloaded(fixed_model: Path) -> None:
     offloaded = ["algo=grpo", "model.dtype=bfloat16", "learner.fsdp.cpu_offload=true"]
-    config = configured(fixed_model, *offloaded, "learner.fsdp.accumulate=whole")
+    config = configure_step(fixed_model, *offloaded, "learner.fsdp.accumulate=whole")
     assert parts(config, cuda=True)["gradients"] == 4 * sizes_of(fixed_model).parameters
-    assert parts(configured(fixed_model, *offloaded), cuda=True)["gradients"] == 0
+    assert parts(configure_step(fixed_model, *offloaded), cuda=True)["gradients"] == 0
 
 
 @pytest.mark.parametrize(
@@ -135,7 +139,7 @@ def test_gradients_that_stay_whole_are_on_the_gpu_whatever_is_offloaded(fixed_mo
 def test_a_version_that_engines_copy_from_the_gpu_is_in_the_plan(
     settings: tuple[str, ...], copies: int, fixed_model: Path
 ) -> None:
-    config = configured(fixed_model, "algo=grpo", "model.dtype=bfloat16", *settings)
+    config = configure_step(fixed_model, "algo=grpo", "model.dtype=bfloat16", *settings)
     assert parts(config, cuda=True)["published"] == copies * 2 * sizes_of(fixed_model).parameters
     assert parts(config)["published"] == 0
 
@@ -145,13 +149,13 @@ def test_a_capped_heads_copy_of_the_logits_is_in_the_plan(fixed_model: Path, tmp
 
     hf = json.loads((fixed_model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(hf | {"final_logit_softcapping": 30.0}))
-    plain, capped = (parts(configured(path, "algo=grpo"))["head"] for path in (fixed_model, tmp_path))
+    plain, capped = (parts(configure_step(path, "algo=grpo"))["head"] for path in (fixed_model, tmp_path))
     gradient = 4 * 320 * 64
     assert capped - gradient == pytest.approx((plain - gradient) * 4 / 3)
 
 
 def test_what_does_not_fit_into_the_gpu_is_named_with_the_plan(fixed_model: Path) -> None:
-    config = configured(fixed_model, "algo=grpo")
+    config = configure_step(fixed_model, "algo=grpo")
     with (
         pytest.raises(
             ValueError,
@@ -166,7 +170,7 @@ def test_what_does_not_fit_into_the_gpu_is_named_with_the_plan(fixed_model: Path
 
 def test_a_model_of_another_kind_has_no_plan(fixed_model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "d_model": 64}')
-    assert plan(configured(tmp_path, "algo=grpo"), cuda=False) is None
+    assert plan(configure_step(tmp_path, "algo=grpo"), cuda=False) is None
 
 
 def test_the_meter_counts_from_when_it_was_made() -> None:

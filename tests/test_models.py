@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from test_step import STEP, assert_equal, batch_of, configured, responses, state_of
 from torch import Tensor
+from training_steps import STEP, assert_equal, configure_step, copy_state, draw_responses, make_step_batch
 
 from algos.values import implicit_rewards
 from buffers import messages as m
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 @pytest.fixture(scope="module")
 def batch(fixed_model: Path) -> Batch:
-    return batch_of(responses(fixed_model))
+    return make_step_batch(draw_responses(fixed_model))
 
 
 def at(batch: Batch, step: int) -> Batch:
@@ -40,12 +40,12 @@ def whole(batch: Batch) -> list[Packed]:
 
 
 def states(models: Models) -> dict[str, dict[str, Tensor]]:
-    return {name: state_of(engine) for name, engine in models._trained().items()}
+    return {name: copy_state(engine) for name, engine in models._trained().items()}
 
 
 def differs(before: dict[str, Tensor], engine: Engine) -> bool:
     """Are the weights others than before?"""
-    now = state_of(engine)
+    now = copy_state(engine)
     return not all(
         torch.equal(now[name], value) for name, value in before.items() if name.startswith("model.")
     )
@@ -55,14 +55,16 @@ def differs(before: dict[str, Tensor], engine: Engine) -> bool:
 
 
 def test_a_critic_learns_the_outcomes_of_a_batch(fixed_model: Path, batch: Batch) -> None:
-    config = configured(fixed_model, "algo=vapo", "algo.critic.pretrain_steps=1000", "algo.critic.lr=3e-3")
+    config = configure_step(
+        fixed_model, "algo=vapo", "algo.critic.pretrain_steps=1000", "algo.critic.lr=3e-3"
+    )
     trainer = Trainer(config, load_models(config))
     explained = [trainer.train(batch, STEP)[0]["critic/explained_variance"] for _ in range(30)]
     assert explained[0] < 0.1 and explained[-1] > 0.5
 
 
 def test_the_critic_alone_is_trained_in_the_first_steps(fixed_model: Path, batch: Batch) -> None:
-    config = configured(fixed_model, "algo=ppo", "algo.critic.pretrain_steps=1")
+    config = configure_step(fixed_model, "algo=ppo", "algo.critic.pretrain_steps=1")
     trainer = Trainer(config, load_models(config))
     policy, critic = trainer.models.policy, trainer.models.critic
     assert critic is not None
@@ -74,7 +76,7 @@ def test_the_critic_alone_is_trained_in_the_first_steps(fixed_model: Path, batch
 
 
 def test_a_value_depends_on_the_tokens_before_it_only(fixed_model: Path, batch: Batch) -> None:
-    config = configured(fixed_model, "algo=ppo")
+    config = configure_step(fixed_model, "algo=ppo")
     critic = load_models(config).critic
     assert critic is not None
     place = int(batch.offsets[1]) - 3
@@ -88,7 +90,7 @@ def test_a_value_depends_on_the_tokens_before_it_only(fixed_model: Path, batch: 
 def test_vtrace_trusts_what_the_policy_would_do_more_often_and_mistrusts_what_it_would_not_do(
     fixed_model: Path, batch: Batch
 ) -> None:
-    config = configured(fixed_model, "algo=vtrace")
+    config = configure_step(fixed_model, "algo=vtrace")
     trainer = Trainer(config, load_models(config))
 
     def advantages(behavior: Tensor) -> Tensor:
@@ -109,9 +111,9 @@ def test_the_critic_starts_from_a_model_of_its_own_when_it_is_given_one(
     torch.nn.init.constant_(model.score.weight, 0.0)
     torch.nn.init.constant_(model.score.bias, 0.75)
     model.save_pretrained(tmp_path)
-    config = configured(fixed_model, "algo=ppo", f"algo.critic.path={tmp_path}")
+    config = configure_step(fixed_model, "algo=ppo", f"algo.critic.path={tmp_path}")
     critic = load_models(config).critic
-    assert critic is not None and state_of(critic)["model.score.bias"].tolist() == [0.75]
+    assert critic is not None and copy_state(critic)["model.score.bias"].tolist() == [0.75]
 
 
 # ---- checkpoints
@@ -129,7 +131,7 @@ RESUMED = {
 def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(
     name: str, fixed_model: Path, batch: Batch, tmp_path: Path
 ) -> None:
-    config = configured(fixed_model, *RESUMED[name], "learner.minibatches=2")
+    config = configure_step(fixed_model, *RESUMED[name], "learner.minibatches=2")
     trainer = Trainer(config, load_models(config))
     for step in (0, 1):
         trainer.train(at(batch, step), step)
@@ -152,13 +154,13 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(
 def test_a_checkpoint_without_a_critic_is_refused_by_an_algorithm_that_has_one(
     fixed_model: Path, tmp_path: Path
 ) -> None:
-    load_models(configured(fixed_model, "algo=grpo")).snapshot()(tmp_path)
+    load_models(configure_step(fixed_model, "algo=grpo")).snapshot()(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["engine"]
     for algo, missing in (("ppo", "critic"), ("prime", "reward_model")):
         with pytest.raises(
             ValueError, match=f"must hold a {missing} for this algorithm, got {tmp_path} without one"
         ):
-            load_models(configured(fixed_model, f"algo={algo}")).load(tmp_path)
+            load_models(configure_step(fixed_model, f"algo={algo}")).load(tmp_path)
 
 
 class Deaf:
@@ -176,7 +178,7 @@ class Deaf:
 
 
 def test_a_checkpoint_holds_where_the_coefficient_has_come_to(fixed_model: Path, tmp_path: Path) -> None:
-    config, buffer = configured(fixed_model, "algo=rloo", "algo.kl.target=0.01"), Deaf()
+    config, buffer = configure_step(fixed_model, "algo=rloo", "algo.kl.target=0.01"), Deaf()
     trainer = Trainer(config, load_models(config), kl_coef=0.017)
     learner = Learner(config, tmp_path, buffer, trainer, None, first_step=3, incarnation="life")  # type: ignore[arg-type]
     learner._save()
@@ -193,7 +195,7 @@ def test_a_checkpoint_holds_where_the_coefficient_has_come_to(fixed_model: Path,
 
 
 def test_the_reference_stays_what_it_was_and_the_policy_leaves_it(fixed_model: Path, batch: Batch) -> None:
-    config = configured(fixed_model, "algo=grpo", "algo.kl.loss_coef=0.04", "learner.lr=1e-3")
+    config = configure_step(fixed_model, "algo=grpo", "algo.kl.loss_coef=0.04", "learner.lr=1e-3")
     trainer = Trainer(config, load_models(config))
     reference = trainer.models.reference
     assert isinstance(reference, FsdpEngine)
@@ -214,7 +216,7 @@ def test_the_coefficient_rises_while_the_policy_is_further_off_than_its_target_a
 ) -> None:
     """By the largest step that there is, for it is far off on either side."""
     kl = [f"algo.kl.{place}=0.05", f"algo.kl.target={target}", "algo.kl.horizon=240"]
-    config = configured(fixed_model, "algo=grpo", *kl)
+    config = configure_step(fixed_model, "algo=grpo", *kl)
     trainer = Trainer(config, load_models(config))
     trainer.train(batch, STEP)
     before = trainer.kl_coef
@@ -232,7 +234,7 @@ def test_the_coefficient_rises_while_the_policy_is_further_off_than_its_target_a
 def test_the_implicit_reward_model_learns_outcomes_and_says_nothing_before(
     fixed_model: Path, batch: Batch
 ) -> None:
-    config = configured(fixed_model, "algo=prime", "algo.prime.lr=2e-3", "learner.lr=1e-5")
+    config = configure_step(fixed_model, "algo=prime", "algo.prime.lr=2e-3", "learner.lr=1e-5")
     trainer = Trainer(config, load_models(config))
     reward_model, reference = trainer.models.reward_model, trainer.models.reference
     assert reward_model is not None and reference is not None

@@ -15,7 +15,7 @@ from buffer_harness import SMALL_RUN, BufferHarness
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import on_ranks
-from test_step import STEP, batch_of, configured, responses
+from training_steps import STEP, configure_step, draw_responses, make_step_batch
 
 from buffers import messages as m
 from buffers.client import RefusedByBuffer
@@ -325,8 +325,8 @@ class Buffered:
 
 def rows_of(folder: Path, trainer: Trainer, spoiled: float = 0.0) -> list[Trajectory]:
     """Sequences of version STEP, whose log-probabilities are the learner's own; but for one token, the second of its group's last row."""
-    rows = responses(folder)
-    learner, at, found = trainer.logprobs(batch_of(rows)), 0, []
+    rows = draw_responses(folder)
+    learner, at, found = trainer.logprobs(make_step_batch(rows)), 0, []
     for row in rows:
         logprobs, at = learner[at : at + len(row.tokens)].tolist(), at + len(row.tokens)
         versions = [STEP if sampled else -1 for sampled in row.sampled]
@@ -350,7 +350,7 @@ class Probed:
 
 def probed_twice(world: World, model: Path, folder: Path) -> list[float]:
     """The largest differences of two probes, one after the other, of different sequences."""
-    config = configured(model, f"learner.ranks={world.size}")
+    config = configure_step(model, f"learner.ranks={world.size}")
     trainer = Trainer(config, load_models(config), world)
     good = rows_of(model, trainer)
     probes = [bytes(memoryview(encode(to_batch(rows)))) for rows in (good, good[4:])]
@@ -380,7 +380,7 @@ def error_of(function: Callable[[], Any]) -> str:
 
 def judged(world: World, model: Path, folder: Path) -> tuple[str, str, str]:
     """What each rank says of a good probe, of one with a wrong token, and of a batch half of which is wrong."""
-    config = configured(model, f"learner.ranks={world.size}")
+    config = configure_step(model, f"learner.ranks={world.size}")
     trainer = Trainer(config, load_models(config), world)
     good, bad = (rows_of(model, trainer, spoiled) for spoiled in (0.0, 0.25))
     client = Buffered(bytes(memoryview(encode(to_batch(bad)))))
@@ -388,11 +388,13 @@ def judged(world: World, model: Path, folder: Path) -> tuple[str, str, str]:
         config, folder, client, trainer, None, world, rank=world.rank, first_step=STEP, probes=True
     )  # type: ignore[arg-type]  # fmt: skip
     wrong = error_of(learner._probe)
-    clean = error_of(lambda: check_probe(batch_of(good), trainer.logprobs(batch_of(good)), config, STEP))
+    clean = error_of(
+        lambda: check_probe(make_step_batch(good), trainer.logprobs(make_step_batch(good)), config, STEP)
+    )
     trainer.watch = ParityWatch(config)
     trainer.watch.published_at = 1.0 + world.rank  # only the first rank's counts
     half = [replace(row, logprobs=[p - 0.25 * (row.group % 2) for p in row.logprobs]) for row in good]
-    return clean, wrong, error_of(lambda: trainer.train(batch_of(half), STEP))
+    return clean, wrong, error_of(lambda: trainer.train(make_step_batch(half), STEP))
 
 
 def test_a_wrong_token_ends_the_run_on_every_rank_in_the_same_words(
@@ -401,7 +403,7 @@ def test_a_wrong_token_ends_the_run_on_every_rank_in_the_same_words(
     two = on_ranks(2, judged, tmp_path / "two", fixed_model, tmp_path)
     assert two[0] == two[1] and not two[0][0]
     _, wrong, half = two[0]
-    rows = responses(fixed_model)
+    rows = draw_responses(fixed_model)
     place = rows[3].sampled.index(True)
     assert (
         f"the parity probe of version {STEP}: token {place} of {len(rows[3].tokens)} of a sequence of group 0 by g0, id "
@@ -424,9 +426,9 @@ def test_a_wrong_token_ends_the_run_on_every_rank_in_the_same_words(
 def test_each_step_measures_its_fresh_tokens_by_its_own_forward_pass(
     fixed_model: Path, overrides: tuple[str, ...], covers: float
 ) -> None:
-    config = configured(fixed_model, *overrides)
+    config = configure_step(fixed_model, *overrides)
     trainer = Trainer(config, load_models(config))
-    batch = batch_of(rows_of(fixed_model, trainer))
+    batch = make_step_batch(rows_of(fixed_model, trainer))
     stale = replace(
         batch,
         versions=torch.where(

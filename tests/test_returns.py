@@ -19,7 +19,7 @@ from algos.values import (
 )
 
 
-class Case:
+class PackedCase:
     """Packed sequences; tokens of an environment stand between the sampled ones, and hold NaN."""
 
     def __init__(self, seed: int) -> None:
@@ -61,7 +61,7 @@ def expect(found: Tensor, expected: dict[int, float]) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([1.0, 0.9]), st.sampled_from([0.0, 0.95, 1.0]))
 def test_gae_equals_its_equation_over_sampled_tokens_only(seed: int, gamma: float, lam: float) -> None:
-    case = Case(seed)
+    case = PackedCase(seed)
     advantages, returns = {}, {}
     for tokens in case.sequences():
         for i, t in enumerate(tokens):  # the definition: a sum of discounted δ, not a recursion
@@ -79,7 +79,7 @@ def test_gae_equals_its_equation_over_sampled_tokens_only(seed: int, gamma: floa
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([1.0, 0.9]))
 def test_discounted_returns_equal_their_sum(seed: int, gamma: float) -> None:
-    case, expected = Case(seed), {}
+    case, expected = PackedCase(seed), {}
     for tokens in case.sequences():
         for i, t in enumerate(tokens):
             expected[t] = sum(
@@ -95,7 +95,7 @@ def test_discounted_returns_equal_their_sum(seed: int, gamma: float) -> None:
 )  # fmt: skip
 def test_vtrace_equals_its_equation(seed: int, gamma: float, lam: float, bars: tuple[float, float]) -> None:
     rho_bar, c_bar = bars
-    case = Case(seed)
+    case = PackedCase(seed)
     targets: dict[int, float] = {}
     advantages: dict[int, float] = {}
     for tokens in case.sequences():
@@ -123,7 +123,7 @@ def test_vtrace_equals_its_equation(seed: int, gamma: float, lam: float, bars: t
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([1.0, 0.9]))
 def test_vtrace_on_policy_is_the_return_and_gae_at_lambda_one_too(seed: int, gamma: float) -> None:
-    case = Case(seed)
+    case = PackedCase(seed)
     same = torch.where(case.mask, 0.0, math.nan).double()
     returns = discounted(case.rewards, case.mask, case.offsets, gamma)
     torch.testing.assert_close(
@@ -137,7 +137,7 @@ def test_vtrace_on_policy_is_the_return_and_gae_at_lambda_one_too(seed: int, gam
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
 def test_a_turn_is_what_a_sequence_has_sampled_without_a_break(seed: int) -> None:
-    case = Case(seed)
+    case = PackedCase(seed)
     turn, first = turns(case.mask, case.offsets)
     expected = [tokens for sequence in case.turns() for tokens in sequence]
     assert first.nonzero()[:, 0].tolist() == [tokens[0] for tokens in expected]
@@ -155,7 +155,7 @@ def test_the_end_of_a_sequence_ends_its_turn() -> None:
 def test_gae_by_turn_equals_its_equation_and_asks_for_the_value_of_first_tokens_only(
     seed: int, gamma: float, lam: float
 ) -> None:
-    case = Case(seed)
+    case = PackedCase(seed)
     advantages, returns = {}, {}
     for sequence in case.turns():
         value = [float(case.values[tokens[0]]) for tokens in sequence] + [0.0]
@@ -174,7 +174,7 @@ def test_gae_by_turn_equals_its_equation_and_asks_for_the_value_of_first_tokens_
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6))
 def test_gae_by_turn_is_gae_where_every_turn_has_one_token(seed: int) -> None:
-    case = Case(seed)
+    case = PackedCase(seed)
     inside = torch.cat([torch.arange(int(n)) for n in case.offsets.diff()])
     mask = case.mask & (inside % 2 == 0)
     arguments = (case.rewards, case.values, mask, case.offsets, 0.9, 0.8)
@@ -183,7 +183,7 @@ def test_gae_by_turn_is_gae_where_every_turn_has_one_token(seed: int) -> None:
 
 
 def test_lambda_by_sequence_is_each_sequences_own() -> None:
-    case = Case(11)
+    case = PackedCase(11)
     lengths = torch.tensor([len(tokens) for tokens in case.sequences()])
     lam = length_adaptive_lambda(lengths, alpha=0.5)
     assert lam.tolist() == pytest.approx(

@@ -4,8 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_batches import (
+    LR,
+    EngineRow,
+    draw_advantages,
+    make_batch,
+    make_engine,
+    save_model,
+    sum_policy_gradient,
+)
 from ranks import on_ranks
-from test_same_numbers import LR, Row, advantages_of, loss_of, made, make_batch, make_engine
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -72,15 +80,17 @@ def accumulated(world: World, folder: Path) -> dict[tuple[Accumulate, int], tupl
 
 def _step(world: World, folder: Path, choice: Accumulate, number: int) -> tuple[int, dict[str, Tensor]]:
     engine, batch, held = (
-        make_engine(Row("fsdp", 2, options={"accumulate": choice}), folder),
+        make_engine(EngineRow("fsdp", 2, options={"accumulate": choice}), folder),
         make_batch(),
         [0],
     )
-    advantages, mine = advantages_of(batch), list(range(len(batch.offsets) - 1))[engine.share.index :: 2]
+    advantages, mine = draw_advantages(batch), list(range(len(batch.offsets) - 1))[engine.share.index :: 2]
 
     def loss_fn(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
         held[0] = _whole_gradients(engine._model)  # type: ignore[attr-defined]
-        return loss_of(logprobs, packed.behavior_logprobs, packed.positions, advantages[packed.index])
+        return sum_policy_gradient(
+            logprobs, packed.behavior_logprobs, packed.positions, advantages[packed.index]
+        )
 
     engine.update([pack(batch, mine[first::number]) for first in range(number)], loss_fn, LR)
     return held[0], collect(engine.weights())
@@ -103,7 +113,7 @@ def _whole_gradients(model: nn.Module) -> int:
 
 
 def test_gradients_are_sharded_after_each_microbatch_unless_they_are_to_stay_whole(tmp_path: Path) -> None:
-    folder = made("qwen3", tmp_path)
+    folder = save_model("qwen3", tmp_path)
     results = on_ranks(2, accumulated, tmp_path / "ranks", folder)
     weights = results[0]
     parameters = sum(tensor.numel() for tensor in weights[Accumulate.reduce, 1][1].values())

@@ -12,8 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from test_step import STEP, Outcome, assert_same, batch_of, configured, responses, state_of
 from torch import Tensor
+from training_steps import (
+    STEP,
+    StepOutcome,
+    assert_same,
+    configure_step,
+    copy_state,
+    draw_responses,
+    make_step_batch,
+)
 
 from buffers import messages as m
 from buffers.client import Taken
@@ -182,19 +190,19 @@ def test_hosts_that_were_given_different_groups_do_not_train_them(
 
 @pytest.fixture(scope="module")
 def batch(fixed_model: Path) -> Batch:
-    return batch_of(responses(fixed_model))
+    return make_step_batch(draw_responses(fixed_model))
 
 
 def placed(
     world: World, config: Config, batch: Batch, folder: Path, checkpoint: Path
-) -> tuple[Outcome, list[str]]:
+) -> tuple[StepOutcome, list[str]]:
     """A step; then a checkpoint, which is loaded and gives what it was made of."""
     dist.destroy_process_group()
     models, both, _ = make_models(config, world.rank, f"file://{folder}/pools")
     trainer = Trainer(config, models, both)
     metrics, num_trained = trainer.train(batch, STEP)
     here = {name: engine for name, engine in models._trained().items() if not isinstance(engine, Elsewhere)}
-    held = {name: state_of(engine) for name, engine in here.items()}
+    held = {name: copy_state(engine) for name, engine in here.items()}
     write = models.snapshot()
     both.barrier()
     write(checkpoint)
@@ -202,7 +210,7 @@ def placed(
     trainer.train(batch, STEP)
     models.load(checkpoint)
     for name, engine in here.items():
-        assert all(torch.equal(value, held[name][key]) for key, value in state_of(engine).items())
+        assert all(torch.equal(value, held[name][key]) for key, value in copy_state(engine).items())
     return (metrics, num_trained, held), sorted(path.name for path in checkpoint.iterdir())
 
 
@@ -211,12 +219,12 @@ def test_a_critic_of_its_own_trains_as_one_with_the_actor(
     overrides: list[str], fixed_model: Path, batch: Batch, tmp_path: Path
 ) -> None:
     common = [*overrides, "algo.critic.lr=1e-4"]
-    together = configured(fixed_model, *common)
+    together = configure_step(fixed_model, *common)
     trainer = Trainer(together, load_models(together))
     metrics, num_trained = trainer.train(batch, STEP)
-    expected = {name: state_of(engine) for name, engine in trainer.models._trained().items()}
+    expected = {name: copy_state(engine) for name, engine in trainer.models._trained().items()}
 
-    apart = configured(
+    apart = configure_step(
         fixed_model, *common, "placement.critic=own", "placement.critic_ranks=1", "learner.ranks=2"
     )
     assert apart.num_learner_ranks == 3

@@ -1,0 +1,124 @@
+"""Small models of each kind, a batch and a loss for them, and the engines that train them: every engine must give one step's numbers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from configs.learner import FsdpConfig
+from learners.engine import Engine
+from learners.fsdp import FsdpEngine
+from learners.packing import Batch
+
+LR, MAX_GRAD_NORM, TEMPERATURE, WEIGHT_DECAY, BETAS = 1e-3, 0.5, 0.8, 0.1, (0.9, 0.95)
+
+
+LENGTHS = [5, 19, 2, 33, 8, 11, 3, 14, 27, 6, 9, 4, 21, 7, 12, 10]
+
+
+SIZES = dict(
+    vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=64,
+)  # fmt: skip
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True,
+            decoder_sparse_step=1,
+        )
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EngineRow:
+    engine: str
+    ranks: int
+    model: str = "qwen3"
+    options: dict[str, Any] = field(default_factory=dict)
+    balance: float = 0.0
+    """Coefficient of the auxiliary load-balancing loss"""
+    replay: bool = False
+    """Tokens go to recorded experts, drawn at random"""
+
+
+BALANCE = 0.5
+
+
+@cache
+def save_model(name: str, folder: Path) -> Path:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    for parameter in model.parameters():  # far from initial values, where norms are 1 and biases 0
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(folder / name)
+    return folder / name
+
+
+def draw_experts() -> Tensor:
+    """[T, 2 layers · 2] random experts, two different ones; the last of each sequence goes unrecorded."""
+    rng, ends = np.random.default_rng(2), np.cumsum(LENGTHS) - 1
+    chosen = rng.permuted(np.tile(np.arange(4), (sum(LENGTHS), 2, 1)), axis=-1)[..., :2]
+    chosen[ends] = -1
+    return torch.from_numpy(chosen.reshape(-1, 4).astype(np.int16))
+
+
+def make_batch(replay: bool = False) -> Batch:
+    rng, offsets = np.random.default_rng(0), np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int64)
+    count, total = len(LENGTHS), int(offsets[-1])
+    return Batch(
+        tokens=torch.from_numpy(rng.integers(0, SIZES["vocab_size"], total)),
+        sampled=torch.ones(total, dtype=torch.bool),
+        behavior_logprobs=torch.from_numpy(rng.normal(-4.5, 0.3, total)).float(),
+        versions=torch.zeros(total, dtype=torch.int32),
+        offsets=offsets,
+        rewards=torch.zeros(count),
+        groups=torch.arange(count),
+        weights=torch.ones(count),
+        truncated=torch.zeros(count, dtype=torch.bool),
+        greedy=torch.full((count,), float("nan")),
+        experts=draw_experts() if replay else None,
+    )
+
+
+def sum_policy_gradient(logprobs: Tensor, behavior: Tensor, positions: Tensor, advantages: Tensor) -> Tensor:
+    """Importance-weighted policy gradient over all tokens that have a log-probability; the denominator is global."""
+    terms = -(logprobs - behavior).clamp(max=2).exp() * advantages
+    return terms[positions > 0].sum() / (sum(LENGTHS) - len(LENGTHS))
+
+
+def draw_advantages(batch: Batch) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(1).normal(size=len(batch.tokens))).float()
+
+
+def make_engine(row: EngineRow, folder: Path) -> Engine:
+    common: dict[str, Any] = dict(
+        temperature=TEMPERATURE, betas=BETAS, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, bucket_bytes=1 << 11,
+        aux_loss_coefficient=row.balance, activation_checkpointing=row.balance > 0,  # which routes twice
+        router_replay=row.replay,
+    )  # fmt: skip
+    if row.engine == "fsdp":
+        return FsdpEngine(folder, layout=FsdpConfig(**row.options), **common)
+    from learners.megatron.engine import MegatronEngine
+
+    return MegatronEngine(folder, **row.options, **common)
