@@ -67,7 +67,7 @@ SPEAKERS: dict[type[m.Struct], frozenset[KeyRole]] = {
 
 
 WEIGHTS_SPEAKERS: dict[str, frozenset[KeyRole]] = dict.fromkeys(
-    ("Get", "Route", "Enlist", "Send"), frozenset({G})
+    ("GetChunk", "GetPatchRoute", "EnlistRelay", "RequestBroadcast"), frozenset({G})
 )
 """Who may say what to a server of weights, by the name of the request: hosts that generate fetch them, and hand them on."""
 

@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from sync.snapshot import Snapshot
-from sync.transports.nccl import Broadcast
+from sync.transports.nccl import NcclBroadcast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Engine(Protocol):
     @property
     def num_unfinished(self) -> int: ...
 
-    def load(self, source: Snapshot | Broadcast) -> None:
+    def load(self, source: Snapshot | NcclBroadcast) -> None:
         """Takes up a version, requests kept, and verifies that what the engine now holds has the manifest's digest.
 
         Raises FileNotFoundError when it is gone (a newer one has replaced it) and `sync.manifest.DigestMismatch` when it is

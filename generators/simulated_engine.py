@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from generators.engine import Completion, Sample
 from sync.snapshot import Snapshot
-from sync.transports.nccl import Broadcast
+from sync.transports.nccl import NcclBroadcast
 
 TOKEN = 1
 """What every simulated token is."""
@@ -104,7 +104,7 @@ class SimulatedEngine:
     def num_unfinished(self) -> int:
         return len(self._ended) + len(self._decoding) + len(self._waiting)
 
-    def load(self, source: Snapshot | Broadcast) -> None:
+    def load(self, source: Snapshot | NcclBroadcast) -> None:
         """Tokens decoded from now on carry its version. The file is not read."""
         self._loaded_at.append(self._advance())
         self.version = source.manifest.version

@@ -43,7 +43,7 @@ from generators.engine import Completion, Sample  # noqa: E402
 from generators.shared_gpu import kv_cache_bytes  # noqa: E402
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest  # noqa: E402
 from sync.snapshot import Snapshot  # noqa: E402
-from sync.transports.nccl import Broadcast  # noqa: E402
+from sync.transports.nccl import NcclBroadcast  # noqa: E402
 from sync.vllm_plugin import keep_weights_unpacked  # noqa: E402
 
 CPU_KV_CACHE_MB = 64
@@ -239,7 +239,7 @@ class VllmEngine:
     def num_unfinished(self) -> int:
         return len(self._running)
 
-    def load(self, source: Snapshot | Broadcast) -> None:
+    def load(self, source: Snapshot | NcclBroadcast) -> None:
         manifest = source.manifest
         held, self.version = self.version, None
         try:

@@ -42,7 +42,7 @@ from sync.manifest import DigestMismatch, Manifest
 from sync.snapshot import Snapshot
 from sync.subscriber import Subscriber
 from sync.transports.fetcher import Fetcher
-from sync.transports.nccl import Broadcast
+from sync.transports.nccl import NcclBroadcast
 from sync.transports.server import SnapshotServer
 from sync.transports.tcp import MAX_UNREAD_BYTES
 
@@ -77,7 +77,7 @@ class Generator:
         self._change = 0  # number of the publication that it comes from
         self._held = ""  # where the manifest of the version held is
         self._preparer = ThreadPoolExecutor(1, "weights")  # the subscriber is this thread's
-        self._preparing: tuple[str, Future[Snapshot | Broadcast]] | None = None
+        self._preparing: tuple[str, Future[Snapshot | NcclBroadcast]] | None = None
         self._ended = False
         self._started_at = self._watched_at = clock()
         self._told_at, self._told = float("-inf"), frozenset[int]()  # the leases that heartbeats renew
@@ -257,7 +257,7 @@ class Generator:
         self._preparer.submit(self._settle)
         self._probe.begin(self._engine, weights, _life(weights), manifest.version)
 
-    def _prepare(self, weights: str) -> "tuple[str, Future[Snapshot | Broadcast]]":
+    def _prepare(self, weights: str) -> "tuple[str, Future[Snapshot | NcclBroadcast]]":
         """Fetches and verifies the snapshot beside the engine. One that is under way for an older version is taken up first: else no
         version would ever be, where they come faster than they can be brought. Not that of a life before a rewind."""
         if self._preparing is not None and self._preparing[0] != weights:
@@ -268,11 +268,11 @@ class Generator:
             self._preparing = (weights, self._preparer.submit(self._bring, weights))
         return self._preparing
 
-    def _bring(self, weights: str, again: bool = False) -> Snapshot | Broadcast:
+    def _bring(self, weights: str, again: bool = False) -> Snapshot | NcclBroadcast:
         """In the preparing thread."""
         began = self._clock()
         try:
-            snapshot = self._subscriber.prepare(weights, again=again)
+            snapshot = self._subscriber.prepare_version(weights, again=again)
         finally:
             self._totals.prepare_s += self._clock() - began
             self._totals.fetched_bytes = self._subscriber.fetched_bytes
@@ -282,11 +282,11 @@ class Generator:
     def _settle(self) -> None:
         """In the preparing thread. Whatever goes wrong makes the next version slower to come, and no more."""
         try:
-            self._subscriber.settle()
+            self._subscriber.refresh_spare()
         except Exception:
             log.exception("could not make ready for the next version")
 
-    def _take_up(self, weights: str, preparing: "Future[Snapshot | Broadcast]") -> Manifest:
+    def _take_up(self, weights: str, preparing: "Future[Snapshot | NcclBroadcast]") -> Manifest:
         """A first mismatch is repaired by reading all again, a second one ends the generator."""
         try:
             return self._load(preparing.result())
@@ -302,7 +302,7 @@ class Generator:
             self._preparing = None
             return self._load(again[1].result())
 
-    def _load(self, source: Snapshot | Broadcast) -> Manifest:
+    def _load(self, source: Snapshot | NcclBroadcast) -> Manifest:
         began = self._clock()
         self._totals.digest_checks += 1
         self._heart.say(f"loading version {source.manifest.version}")

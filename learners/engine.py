@@ -13,7 +13,7 @@ import torch
 
 from learners.checkpoint import Write
 from learners.packing import Packed
-from sync.stream import Part
+from sync.stream import TensorPart
 
 LossFn = Callable[[torch.Tensor, torch.Tensor, Packed], torch.Tensor]
 """(logprobs or values [T], entropy [T], microbatch) -> scalar: this microbatch's part of a sum whose denominator is global."""
@@ -66,7 +66,7 @@ class Engine(Protocol):
         for other models."""
         ...
 
-    def weights(self) -> Iterator[Part]:
+    def weights(self) -> Iterator[TensorPart]:
         """The model by Hugging Face name, in the published dtype, a bucket at a time; on rank 0 (elsewhere nothing comes)."""
         ...
 
@@ -92,7 +92,7 @@ class Elsewhere:
     def update(self, microbatches: Sequence[Packed], loss_fn: LossFn, lr: float) -> float:
         return 0.0
 
-    def weights(self) -> Iterator[Part]:
+    def weights(self) -> Iterator[TensorPart]:
         return iter(())
 
     def snapshot(self) -> Write:

@@ -34,7 +34,7 @@ from learners.packing import Packed, padded_to
 from learners.routing import Balance, ForwardPass, check_replay, watch_routers
 from learners.shards import sharded_like
 from learners.world import wait_for_first_rank
-from sync.stream import BUCKET_BYTES, Part, parts, stream
+from sync.stream import BUCKET_BYTES, TensorPart, stream_tensor, whole_parts
 
 
 class FsdpEngine:
@@ -295,11 +295,11 @@ class FsdpEngine:
         published = revert_weight_conversion(self._model, {adapters.base_name(name): probe})
         return next((name for name, tensor in published.items() if tensor is probe), None)
 
-    def weights(self) -> Iterator[Part]:
+    def weights(self) -> Iterator[TensorPart]:
         """Parameters in the published dtype, and the buffers that belong to the model in their own (a router's correction bias, float32)."""
         if self._lora is not None and self._lora.publish is LoraPublish.adapter:
             for name, parameter in self._trained.items():
-                yield from stream(
+                yield from stream_tensor(
                     adapters.published_name(name), parameter.detach(), torch.float32, self._bucket_bytes
                 )
             return
@@ -309,13 +309,15 @@ class FsdpEngine:
                 continue
             tensor = merged[name]() if name in merged else parameter.detach()
             if (published := self._published_names[name]) is not None:
-                yield from stream(published, tensor, self._publish_dtype, self._bucket_bytes)
+                yield from stream_tensor(published, tensor, self._publish_dtype, self._bucket_bytes)
                 continue
             whole = tensor.to(self._publish_dtype).full_tensor()  # cast first: less to gather
             if dist.get_rank() == 0:
-                yield from parts(revert_weight_conversion(self._model, {name: whole.cpu()}))
+                yield from whole_parts(revert_weight_conversion(self._model, {name: whole.cpu()}))
         if dist.get_rank() == 0:  # every rank holds them whole
-            yield from parts({name: buffer.detach().cpu() for name, buffer in _saved_buffers(self._model)})
+            yield from whole_parts(
+                {name: buffer.detach().cpu() for name, buffer in _saved_buffers(self._model)}
+            )
 
     # ---- checkpoints
 

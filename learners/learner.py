@@ -36,10 +36,10 @@ from learners.packing import Batch, from_arrow
 from learners.parity import ParityWatch, check_probe
 from learners.step import Trainer
 from learners.world import World
-from sync.adapter import describe
+from sync.adapter import describe_adapters
 from sync.folders import shared_memory_folder
 from sync.publisher import Publisher
-from sync.stream import Part
+from sync.stream import TensorPart
 from sync.transports.cuda_ipc import DeviceCopy, gpu_uuid
 from sync.transports.server import SnapshotServer
 from sync.transports.tcp import MAX_UNREAD_BYTES
@@ -146,7 +146,7 @@ class Learner:
         """Called every now and then while there is no batch: none will come where weights are not served any more."""
         log.info(waiting_for)
         if self._publisher is not None:
-            self._publisher.check()
+            self._publisher.check_alive()
 
     def _finish(self) -> None:
         self._turn_to("waiting for the last evaluation")
@@ -163,12 +163,12 @@ class Learner:
             for _ in self._weights():  # a collective: every rank takes part
                 pass
             return
-        manifest = self._publisher.publish(self.step, self._weights())
+        manifest = self._publisher.publish_version(self.step, self._weights())
         self._client.call(
-            m.Publish(version=self.step, weights=self._publisher.announcement(manifest)), m.Done
+            m.Publish(version=self.step, weights=self._publisher.announce_version(manifest)), m.Done
         )
 
-    def _weights(self) -> Iterator[Part]:
+    def _weights(self) -> Iterator[TensorPart]:
         """The policy's, a part at a time; each one shows that the publication gets on."""
         for part in self._trainer.models.policy.weights():
             self._go_on()
@@ -363,7 +363,7 @@ def make_publisher(config: Config, folder: Path, incarnation: str) -> Publisher:
     model = Path(config.model.path) if config.sync.transport is Transport.disk else None
     lora, adapter = config.learner.lora, None
     if lora.rank is not None and lora.publish is LoraPublish.adapter:
-        adapter = describe(Path(config.model.path), str(config.model.dtype), lora.alpha / lora.rank)
+        adapter = describe_adapters(Path(config.model.path), str(config.model.dtype), lora.alpha / lora.rank)
     return Publisher(where, incarnation, server=server, device=device, model=model, adapter=adapter)
 
 

@@ -12,7 +12,7 @@ from configs.learner import LoraConfig
 from learners.engine import Elsewhere, Engine
 from learners.packing import Packed
 from learners.shards import sharded_like
-from sync.adapter import PREFIX, merge_into
+from sync.adapter import PEFT_PREFIX, merge_into
 
 ADAPTER = "default"
 
@@ -84,7 +84,7 @@ def base_name(name: str) -> str:
 
 def published_name(name: str) -> str:
     """The name of an adapter's matrix in peft's files."""
-    return PREFIX + name.replace(f".{ADAPTER}.", ".")
+    return PEFT_PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:

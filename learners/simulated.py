@@ -10,7 +10,7 @@ from torch import Tensor
 from learners.checkpoint import Write
 from learners.engine import LossFn, Share
 from learners.packing import Packed
-from sync.stream import Part
+from sync.stream import TensorPart
 
 
 class SimulatedTrainingEngine:
@@ -32,8 +32,8 @@ class SimulatedTrainingEngine:
         time.sleep(max(0.0, deadline - time.monotonic()))
         return 0.0
 
-    def weights(self) -> Iterator[Part]:
-        yield Part("simulated", (1,), torch.zeros(1))
+    def weights(self) -> Iterator[TensorPart]:
+        yield TensorPart("simulated", (1,), torch.zeros(1))
 
     def snapshot(self) -> Write:
         return lambda folder: folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import xxhash
 
-from sync.locks import hold
+from sync.locks import hold_lock
 
 SEED = "SLIPSTREAM_TINY_SEED"
 RECIPE = Path(__file__).with_name("tiny.py")
@@ -36,7 +36,7 @@ def tiny_model(solved: Iterator[tuple[str, str]], cache: Path | None = None) -> 
         cache.mkdir(parents=True, exist_ok=True)
         with ExitStack() as lock:
             with suppress(OSError):  # the lock spares work; without it two processes make the same model
-                lock.enter_context(hold(cache / ".making.lock", "makes the tiny model", PATIENCE_S))
+                lock.enter_context(hold_lock(cache / ".making.lock", "makes the tiny model", PATIENCE_S))
             if not (folder / "config.json").exists():
                 _make(solved, [question for question, _ in sample], seed, folder)
     return folder

@@ -15,11 +15,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sync.digest import tensor_digest
-from sync.manifest import Adapter, TensorEntry, dtype_name, whole_digest
+from sync.manifest import AdapterRecipe, TensorEntry, dtype_name, whole_digest
 from sync.snapshot import Snapshot, file_order
-from sync.stream import Part, stream
+from sync.stream import TensorPart, stream_tensor
 
-PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 """What peft's files put before a model's own names."""
 OWN_DTYPE = "e_score_correction_bias"
 """End of the names that keep the dtype of their file: engines hold a router's correction bias in float32."""
@@ -30,49 +30,51 @@ def merge_into(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     return torch.addmm(weight, b.to(weight.dtype), a.to(weight.dtype), alpha=scaling)
 
 
-def describe(base: Path, dtype: str, scaling: float) -> Adapter:
+def describe_adapters(base: Path, dtype: str, scaling: float) -> AdapterRecipe:
     """For a publisher of adapters to the model in the folder `base`, to be served in `dtype`. Reads all of it.
 
     Raises ValueError where the folder holds no safetensors.
     """
-    entries = [_entry(name, tensor) for name, tensor in _tensors(base)]
-    return Adapter(base=str(base.absolute()), base_digest=whole_digest(entries), scaling=scaling, dtype=dtype)
+    entries = [_describe_tensor(name, tensor) for name, tensor in _read_base_tensors(base)]
+    return AdapterRecipe(
+        base=str(base.absolute()), base_digest=whole_digest(entries), scaling=scaling, dtype=dtype
+    )
 
 
-def whole(adapters: Snapshot) -> Iterator[Part]:
+def merge_adapters(adapters: Snapshot) -> Iterator[TensorPart]:
     """The whole model's weights, in the order of a snapshot: one tensor of the base at a time in memory, multiplied in float32.
 
     Raises ValueError, at the latest when the last part has been taken, unless the base is the model that the learner has.
     """
     adapter, found, used = adapters.manifest.adapter, [], set()
     assert adapter is not None
-    dtype, matrices = getattr(torch, adapter.dtype), dict(adapters.tensors())
-    for name, weight in _tensors(Path(adapter.base)):
-        found.append(_entry(name, weight))
-        a, b = (f"{PREFIX}{name.removesuffix('.weight')}.lora_{matrix}.weight" for matrix in "AB")
+    dtype, matrices = getattr(torch, adapter.dtype), dict(adapters.named_tensors())
+    for name, weight in _read_base_tensors(Path(adapter.base)):
+        found.append(_describe_tensor(name, weight))
+        a, b = (f"{PEFT_PREFIX}{name.removesuffix('.weight')}.lora_{matrix}.weight" for matrix in "AB")
         if a in matrices:
             used |= {a, b}
             if tuple(weight.shape) != (len(matrices[b]), matrices[a].shape[1]):
-                raise _other_base(adapter, f"{name} of shape {list(weight.shape)}")
+                raise _base_mismatch(adapter, f"{name} of shape {list(weight.shape)}")
             weight = merge_into(weight.float(), matrices[a], matrices[b], adapter.scaling)
-        yield from stream(name, weight, weight.dtype if name.endswith(OWN_DTYPE) else dtype)
+        yield from stream_tensor(name, weight, weight.dtype if name.endswith(OWN_DTYPE) else dtype)
     if (digest := whole_digest(found)) != adapter.base_digest:
-        raise _other_base(adapter, f"one with the digest {digest}")
+        raise _base_mismatch(adapter, f"one with the digest {digest}")
     assert used == matrices.keys(), f"no matrix of the base takes {sorted(matrices.keys() - used)[:3]}"
 
 
-def _other_base(adapter: Adapter, got: str) -> ValueError:
+def _base_mismatch(adapter: AdapterRecipe, got: str) -> ValueError:
     return ValueError(
         f"{adapter.base} must hold, on every host, the base model of the learner's adapters, with the digest "
         f"{adapter.base_digest}; got {got}"
     )
 
 
-def _entry(name: str, tensor: Tensor) -> TensorEntry:
+def _describe_tensor(name: str, tensor: Tensor) -> TensorEntry:
     return TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor_digest(tensor))
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def _read_base_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of the model in a Hugging Face folder, each read when it is asked for; a tied head only once."""
     try:
         config = json.loads((folder / "config.json").read_bytes())

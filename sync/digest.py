@@ -42,7 +42,7 @@ START = (PRIME_32[2], *PRIME_64[:4], PRIME_32[1], PRIME_64[4], PRIME_32[0])
 LOW = 0xFFFFFFFF
 
 
-class Digest:
+class StreamDigest:
     """Of bytes that come a part at a time."""
 
     def __init__(self) -> None:
@@ -53,12 +53,12 @@ class Digest:
         data, begin = memoryview(data), 0
         if self._num_open:
             begin = min(CHUNK_BYTES - self._num_open, len(data))
-            self._fill(data[:begin])
+            self._fill_chunk(data[:begin])
         end = begin + (len(data) - begin) // CHUNK_BYTES * CHUNK_BYTES
         for at in range(begin, end, CHUNK_BYTES):
             self._chunks.update(xxhash.xxh3_128_digest(data[at : at + CHUNK_BYTES]))
         if end < len(data):
-            self._fill(data[end:])
+            self._fill_chunk(data[end:])
 
     def hexdigest(self) -> str:
         """Of all there was; nothing may follow."""
@@ -66,7 +66,7 @@ class Digest:
             self._chunks.update(self._open.digest())
         return self._chunks.hexdigest()
 
-    def _fill(self, data: memoryview) -> None:
+    def _fill_chunk(self, data: memoryview) -> None:
         self._open.update(data)
         self._num_open += len(data)
         if self._num_open == CHUNK_BYTES:
@@ -86,7 +86,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    digest = Digest()
+    digest = StreamDigest()
     digest.update(raw_bytes(tensor))
     return digest.hexdigest()
 
@@ -106,15 +106,15 @@ def device_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     for name, tensor in tensors.items():
         for piece in _bytes_of(tensor).split(GROUP_BYTES):
             if len(piece) > free:
-                _add(group, found)
+                _digest_group(group, found)
                 group, free = [], GROUP_BYTES
             group.append((name, piece))
             free -= len(piece)
-    _add(group, found)
+    _digest_group(group, found)
     return {name: digest.hexdigest() for name, digest in found.items()}
 
 
-def _add(group: Iterable[tuple[str, torch.Tensor]], found: Mapping[str, Any]) -> None:
+def _digest_group(group: Iterable[tuple[str, torch.Tensor]], found: Mapping[str, Any]) -> None:
     """Goes on with the digests of the tensors that these bytes belong to."""
     wholes, rests = [], []
     for _, piece in group:
@@ -138,7 +138,7 @@ def _chunk_digests(data: torch.Tensor) -> bytes:
     if not len(data):
         return b""
     stripes = data.view(torch.int64).view(-1, BLOCKS, 16, 8)
-    keys, scramble, start = (torch.from_numpy(words).to(data.device) for words in _constants())
+    keys, scramble, start = (torch.from_numpy(words).to(data.device) for words in _load_constants())
     keyed = stripes ^ keys
     products = (keyed & LOW).mul_(keyed.bitwise_right_shift_(32).bitwise_and_(LOW))
     neighbors = stripes.view(-1, BLOCKS, 16, 4, 2).flip(-1).view_as(stripes)
@@ -150,33 +150,33 @@ def _chunk_digests(data: torch.Tensor) -> bytes:
         accumulators ^= scramble
         accumulators *= PRIME_32[0]
     accumulators += blocks[:, -1]
-    return _merged(accumulators.cpu().numpy().view(np.uint64))
+    return _merge_accumulators(accumulators.cpu().numpy().view(np.uint64))
 
 
 @cache
-def _constants() -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def _load_constants() -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """What stripes are combined with [BLOCKS, 16, 8], what scrambles the accumulators [8], and these at first [8]."""
-    keys = np.stack([_secret(8 * stripe) for stripe in range(16)])
+    keys = np.stack([_secret_words(8 * stripe) for stripe in range(16)])
     every = np.broadcast_to(keys, (BLOCKS, 16, 8)).copy()
-    every[-1, -1] = _secret(len(SECRET) - 64 - 7)  # the last stripe of all has a key of its own
+    every[-1, -1] = _secret_words(len(SECRET) - 64 - 7)  # the last stripe of all has a key of its own
     start = np.array(START, np.uint64)
-    return every.view(np.int64), _secret(len(SECRET) - 64).view(np.int64), start.view(np.int64)
+    return every.view(np.int64), _secret_words(len(SECRET) - 64).view(np.int64), start.view(np.int64)
 
 
-def _secret(begin: int) -> _Words:
+def _secret_words(begin: int) -> _Words:
     """[8] words"""
     return np.frombuffer(SECRET[begin : begin + 64], "<u8").astype(np.uint64)
 
 
-def _merged(accumulators: _Words) -> bytes:
+def _merge_accumulators(accumulators: _Words) -> bytes:
     """[n, 8] -> 16 bytes each."""
     size = CHUNK_BYTES
-    low = _merge(accumulators, _secret(11), size * PRIME_64[0])
-    high = _merge(accumulators, _secret(len(SECRET) - 64 - 11), ~(size * PRIME_64[1]))
+    low = _merge_half(accumulators, _secret_words(11), size * PRIME_64[0])
+    high = _merge_half(accumulators, _secret_words(len(SECRET) - 64 - 11), ~(size * PRIME_64[1]))
     return np.stack([high, low], 1).astype(">u8").tobytes()
 
 
-def _merge(accumulators: _Words, secret: _Words, start: int) -> _Words:
+def _merge_half(accumulators: _Words, secret: _Words, start: int) -> _Words:
     keyed = accumulators ^ secret
     a, b = keyed[:, ::2], keyed[:, 1::2]
     words = (np.uint64(start % 2**64) + _folded_product(a, b).sum(1, dtype=np.uint64)).astype(np.uint64)

@@ -33,20 +33,20 @@ class ExpertPlace:
     elements: Tensor | None
     """[numel] flat positions in the expert's matrix, in the published order; None: rows from `first` on."""
 
-    def read(self, parameter: Tensor) -> Tensor:
+    def read_tensor(self, parameter: Tensor) -> Tensor:
         """What the engine holds, in the published order."""
         matrix = parameter[self.expert]
         if self.elements is None:
             return matrix[self.first : self.first + self.shape[0], : self.shape[1]]
         return matrix.view(-1)[self.elements].view(self.shape)
 
-    def write(self, parameter: Tensor, source: Tensor) -> str:
+    def write_tensor(self, parameter: Tensor, source: Tensor) -> str:
         """Puts a published tensor there; returns the digest of what is there then."""
         if self.elements is None:
-            self.read(parameter).copy_(source)
+            self.read_tensor(parameter).copy_(source)
         else:
             parameter[self.expert].view(-1)[self.elements] = source.reshape(-1)
-        return tensor_digest(self.read(parameter))
+        return tensor_digest(self.read_tensor(parameter))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,9 @@ class ExpertLayer:
     pack: Pack | None
     """The order of the kernel that reads them; None: as published."""
 
-    def places(self, cache: dict[tuple[int, int, torch.dtype], Tensor]) -> Iterator[tuple[str, ExpertPlace]]:
+    def list_places(
+        self, cache: dict[tuple[int, int, torch.dtype], Tensor]
+    ) -> Iterator[tuple[str, ExpertPlace]]:
         """The place of each published tensor, by its name. `cache`: the order of elements by shape, of all layers."""
         up_proj, down_proj = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
         parts = (

@@ -17,7 +17,7 @@ class Extents:
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
 
-    def add(self, begin: int, end: int) -> None:
+    def add_range(self, begin: int, end: int) -> None:
         before = [held for held in self._ranges if held[1] < begin]
         after = [held for held in self._ranges if held[0] > end]
         touched = self._ranges[len(before) : len(self._ranges) - len(after)]
@@ -29,17 +29,17 @@ class Extents:
         place = bisect_right(self._ranges, (begin, 1 << 63)) - 1
         return max(begin, self._ranges[place][1]) if place >= 0 else begin
 
-    def missing(self, num_bytes: int) -> list[tuple[int, int]]:
+    def missing_ranges(self, num_bytes: int) -> list[tuple[int, int]]:
         """The ranges that a file of `num_bytes` lacks."""
         edges = [0, *(edge for held in self._ranges for edge in held), num_bytes]
         return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]
 
-    def read(self, record: int, at: int) -> int:
+    def read_record(self, record: int, at: int) -> int:
         """Adds the entries of a record (a descriptor) from the place `at` on; returns where it is to be read on. The last entry may
         be torn: it is read again."""
         data = os.pread(record, os.fstat(record).st_size - at, at)
         whole = len(data) - len(data) % ENTRY.size
         for begin, end in ENTRY.iter_unpack(data[:whole]):
             if begin < end:
-                self.add(begin, end)
+                self.add_range(begin, end)
         return at + whole

@@ -18,12 +18,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from sync.locks import HeldLock, LockTimedOut, acquire, hold
+from sync.locks import HeldLock, LockTimedOut, acquire_lock, hold_lock
 
 log = logging.getLogger("slipstream.weights")
 
 SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "slipstream-"
+FOLDER_PREFIX = "slipstream-"
 OWNER = "owner"
 OWN_FILE = re.compile(r"owner(\.\d+)?|lock|relay|gpu-[\w-]+|v\d+-[\w-]+\.[\w-]+")
 """Names of the files that lie in such folders."""
@@ -35,7 +35,7 @@ MAX_MOVES = 3
 
 def shared_memory_folder(run: str) -> Path:
     """Where a run's snapshots lie when all its roles share one host."""
-    return SHARED_MEMORY / f"{PREFIX}{run}"
+    return SHARED_MEMORY / f"{FOLDER_PREFIX}{run}"
 
 
 def in_shared_memory(folder: Path) -> bool:
@@ -73,10 +73,10 @@ def is_private(folder: Path) -> bool:
     return True
 
 
-def sweep(parent: Path) -> list[Path]:
+def sweep_folders(parent: Path) -> list[Path]:
     """Removes the folders whose users no longer live; returns them."""
     swept = []
-    for folder in parent.glob(f"{PREFIX}*"):
+    for folder in parent.glob(f"{FOLDER_PREFIX}*"):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # another publisher is sweeping too
             found = folder.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
@@ -115,26 +115,26 @@ _used: dict[int, Path] = {}
 """The folders that this process uses, by the descriptors of their locks."""
 
 
-def use(folder: Path, lock: int) -> int:
+def note_used_folder(folder: Path, lock: int) -> int:
     """Notes that this process uses the folder as long as it holds the lock, which is returned."""
     _used[lock] = folder
     return lock
 
 
-def let_go(lock: int) -> None:
+def release_folder(lock: int) -> None:
     """The folder stays, and belongs to nobody."""
     if _used.pop(lock, None) is not None:  # not a second time: the number may be another file's by then
         os.close(lock)
 
 
-def abandon() -> None:
+def leave_all_folders() -> None:
     """For a process that is about to end without ceremony: gives up all folders in shared memory that it uses."""
     for lock, folder in list(_used.items()):
         if in_shared_memory(folder):
-            leave(folder, lock)
+            leave_folder(folder, lock)
 
 
-def share(folder: Path) -> int:
+def lock_shared_folder(folder: Path) -> int:
     """Makes the folder where it is missing; it stays as long as one of the descriptors returned, here or elsewhere, is open.
 
     Raises ValueError as `check_private`, LockTimedOut when a process that removes the folder is stuck.
@@ -146,9 +146,9 @@ def share(folder: Path) -> int:
         except FileNotFoundError:  # swept in between
             continue
         try:
-            acquire(lock, folder / OWNER, fcntl.LOCK_SH)
+            acquire_lock(lock, folder / OWNER, fcntl.LOCK_SH)
             if os.stat(folder / OWNER).st_ino == os.fstat(lock).st_ino:
-                return use(folder, lock)
+                return note_used_folder(folder, lock)
         except LockTimedOut:
             os.close(lock)
             raise
@@ -157,7 +157,7 @@ def share(folder: Path) -> int:
         os.close(lock)
 
 
-def leave(folder: Path, lock: int) -> None:
+def leave_folder(folder: Path, lock: int) -> None:
     """Gives up the folder; the last one removes it."""
     if lock not in _used:  # `abandon` has done so
         return
@@ -167,7 +167,7 @@ def leave(folder: Path, lock: int) -> None:
     except BlockingIOError:
         pass  # others use it
     finally:
-        let_go(lock)
+        release_folder(lock)
 
 
 class SharedFolder:
@@ -186,21 +186,21 @@ class SharedFolder:
     def is_open(self) -> bool:
         return self._lock is not None
 
-    def open(self) -> Path:
+    def open_folder(self) -> Path:
         """Makes it, where it is missing. Raises as `share`."""
         if self._lock is None:
-            sweep(self.path.parent)
-            self._lock = share(self.path)
+            sweep_folders(self.path.parent)
+            self._lock = lock_shared_folder(self.path)
         return self.path
 
     @contextlib.contextmanager
-    def alone(self, doing: str) -> Iterator[Path]:
+    def hold_alone(self, doing: str) -> Iterator[Path]:
         """Other processes of this host wait; `doing` tells them for what. Yields the folder. Raises LockTimedOut when too many
         processes are stuck."""
         with contextlib.ExitStack() as stack:
             for move in range(1, MAX_MOVES + 1):
                 try:
-                    self._held = stack.enter_context(hold(self.open() / "lock", doing))
+                    self._held = stack.enter_context(hold_lock(self.open_folder() / "lock", doing))
                     break
                 except LockTimedOut as error:
                     if move == MAX_MOVES:
@@ -213,12 +213,12 @@ class SharedFolder:
             finally:
                 self._held = None
 
-    def progress(self) -> None:
+    def note_progress(self) -> None:
         """Something has been done under the lock: the others wait on."""
         if self._held is not None:
-            self._held.progress()
+            self._held.note_progress()
 
     def close(self) -> None:
         if self._lock is not None:
-            leave(self.path, self._lock)
+            leave_folder(self.path, self._lock)
             self._lock = None

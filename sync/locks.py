@@ -35,25 +35,25 @@ class HeldLock:
         """Was the file made by this user?"""
         return os.fstat(self._file).st_uid == os.geteuid()
 
-    def read(self) -> str:
+    def read_text(self) -> str:
         return os.pread(self._file, 4096, 0).decode(errors="replace")
 
-    def write(self, text: str) -> None:
+    def write_text(self, text: str) -> None:
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, text.encode(), 0)
 
-    def claim(self, doing: str) -> None:
+    def write_claim(self, doing: str) -> None:
         """Tells those who wait for whom and for what; where the disk is full, it does not."""
         with contextlib.suppress(OSError):
-            self.write(f"process {os.getpid()}, which {doing}\n")
+            self.write_text(f"process {os.getpid()}, which {doing}\n")
 
-    def progress(self) -> None:
+    def note_progress(self) -> None:
         """Tells those who wait that something has been done: they wait for another `PATIENCE_S`."""
         os.utime(self._file)
 
 
 @contextlib.contextmanager
-def hold(path: Path, doing: str | None = None, patience_s: float | None = None) -> Iterator[HeldLock]:
+def hold_lock(path: Path, doing: str | None = None, patience_s: float | None = None) -> Iterator[HeldLock]:
     """Holds the lock file at `path`, which is made where it is missing and is left there. `doing` ("fetches version 3") is written
     into it; None: the text stays.
 
@@ -61,16 +61,16 @@ def hold(path: Path, doing: str | None = None, patience_s: float | None = None) 
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        acquire(file, path, fcntl.LOCK_EX, patience_s)
+        acquire_lock(file, path, fcntl.LOCK_EX, patience_s)
         lock = HeldLock(file)
         if doing is not None:
-            lock.claim(doing)
+            lock.write_claim(doing)
         yield lock
     finally:
         os.close(file)
 
 
-def acquire(file: int, path: Path, kind: int, patience_s: float | None = None) -> None:
+def acquire_lock(file: int, path: Path, kind: int, patience_s: float | None = None) -> None:
     """`flock` with a deadline, which the holder's progress puts off. Raises LockTimedOut, naming the holder."""
     patience_s = PATIENCE_S if patience_s is None else patience_s
     began = said = seen_at = time.monotonic()
@@ -86,15 +86,17 @@ def acquire(file: int, path: Path, kind: int, patience_s: float | None = None) -
             seen, seen_at = changed, now
         if now - seen_at > patience_s:
             raise LockTimedOut(
-                f"{path} is locked by {_holder(file)}, which has made no progress for {now - seen_at:.1f} s"
+                f"{path} is locked by {_describe_holder(file)}, which has made no progress for {now - seen_at:.1f} s"
             )
         if now - said > SAY_S:
             said = now
-            log.info("has waited %.0f s for %s: it is locked by %s", now - began, path, _holder(file))
+            log.info(
+                "has waited %.0f s for %s: it is locked by %s", now - began, path, _describe_holder(file)
+            )
         time.sleep(LOOK_S)
 
 
-def _holder(file: int) -> str:
+def _describe_holder(file: int) -> str:
     return (
         os.pread(file, 200, 0).decode(errors="replace").partition("\n")[0]
         or "a process that has not said its name"

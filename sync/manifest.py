@@ -25,10 +25,10 @@ SAFETENSORS_DTYPES = {
 }
 MAX_MANIFEST_BYTES = 64 << 20
 
-Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+HexDigest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 """xxh3-128, hex."""
-Text = Annotated[str, Meta(max_length=4096)]
-Size = Annotated[int, Meta(ge=0, le=1 << 50)]
+BoundedText = Annotated[str, Meta(max_length=4096)]
+BoundedSize = Annotated[int, Meta(ge=0, le=1 << 50)]
 
 
 class DigestMismatch(RuntimeError):
@@ -40,41 +40,41 @@ class EngineMismatch(DigestMismatch):
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    name: Text
+    name: BoundedText
     """Hugging Face parameter name."""
-    dtype: Text
+    dtype: BoundedText
     """Torch's name, e.g. `bfloat16`."""
-    shape: Annotated[tuple[Size, ...], Meta(max_length=16)]
-    digest: Digest
+    shape: Annotated[tuple[BoundedSize, ...], Meta(max_length=16)]
+    digest: HexDigest
     """Digest of the raw little-endian bytes: see `sync.digest`."""
 
 
-class Adapter(msgspec.Struct, frozen=True):
+class AdapterRecipe(msgspec.Struct, frozen=True):
     """Of a version that holds low-rank adapters only: what they belong to. See `sync.adapter`."""
 
-    base: Text
+    base: BoundedText
     """Hugging Face folder of the base model, the same path on every host."""
-    base_digest: Digest
+    base_digest: HexDigest
     """Digest over (name, dtype, shape, digest) of the base model's tensors."""
     scaling: float
     """The product of an adapter's matrices counts so much."""
-    dtype: Text
+    dtype: BoundedText
     """Of the whole weights that engines serve."""
 
 
 class Manifest(msgspec.Struct, frozen=True, tag=True):
-    version: Size
-    incarnation: Text
+    version: BoundedSize
+    incarnation: BoundedText
     """Names the process life of the learner that published it."""
-    path: Text
+    path: BoundedText
     """Safetensors file, complete and immutable."""
-    num_bytes: Size
+    num_bytes: BoundedSize
     """Size of that file."""
     tensors: Annotated[tuple[TensorEntry, ...], Meta(max_length=1 << 20)]
     """In the file's order."""
-    digest: Digest
+    digest: HexDigest
     """Digest over (name, dtype, shape, digest) of all tensors in order, and over `adapter`."""
-    adapter: Adapter | None = None
+    adapter: AdapterRecipe | None = None
     """The tensors are adapters: engines take up what a host makes of them."""
 
     @property
@@ -113,5 +113,5 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def whole_digest(tensors: Iterable[TensorEntry], adapter: Adapter | None = None) -> str:
+def whole_digest(tensors: Iterable[TensorEntry], adapter: AdapterRecipe | None = None) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode([*tensors, *([] if adapter is None else [adapter])]))

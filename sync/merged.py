@@ -5,11 +5,11 @@ from pathlib import Path
 
 import xxhash
 
-from sync.adapter import whole
+from sync.adapter import merge_adapters
 from sync.folders import SharedFolder, shared_memory_folder
 from sync.snapshot import Snapshot, SnapshotWriter, read_manifest
-from sync.spares import complete, put, retire
-from sync.stream import Part
+from sync.spares import find_complete_versions, put_version, retire_version
+from sync.stream import TensorPart
 
 PASSING = (".unfinished", ".moving")
 
@@ -29,27 +29,27 @@ class MergedFolder:
         self._shared = SharedFolder(shared_memory_folder(name))
         self._writer = SnapshotWriter()
 
-    def take(self, adapters: Snapshot, *, again: bool = False) -> Snapshot:
+    def merge_version(self, adapters: Snapshot, *, again: bool = False) -> Snapshot:
         """The same version as a whole model, attested. `again`: what was made before is not what was written.
 
-        Raises ValueError as `sync.adapter.whole` does, LockTimedOut, and DiskFull.
+        Raises ValueError as `sync.adapter.merge_adapters` does, LockTimedOut, and DiskFull.
         """
         manifest = adapters.manifest
-        with self._shared.alone(f"makes version {manifest.version} whole") as folder:
+        with self._shared.hold_alone(f"makes version {manifest.version} whole") as folder:
             local = folder / Path(manifest.locator).name
             if again:
-                _remove(folder, f"{local.stem}.*")
+                _remove_files(folder, f"{local.stem}.*")
             if not local.exists():
-                for older in complete(folder)[:-1]:  # who has one mapped keeps it
-                    retire(older)
+                for older in find_complete_versions(folder)[:-1]:  # who has one mapped keeps it
+                    retire_version(older)
                 for suffix in PASSING:  # of a process that was killed
-                    _remove(folder, f"*{suffix}")
-                put(
+                    _remove_files(folder, f"*{suffix}")
+                put_version(
                     folder,
                     self._writer,
                     manifest.version,
                     manifest.incarnation,
-                    self._slowly(whole(adapters)),
+                    self._note_parts(merge_adapters(adapters)),
                 )
             made = Snapshot(read_manifest(local))
         made.attest()
@@ -59,13 +59,13 @@ class MergedFolder:
     def close(self) -> None:
         self._shared.close()
 
-    def _slowly(self, parts: Iterable[Part]) -> Iterator[Part]:
+    def _note_parts(self, parts: Iterable[TensorPart]) -> Iterator[TensorPart]:
         """Hands the parts on, and tells those who wait of each."""
         for part in parts:
-            self._shared.progress()
+            self._shared.note_progress()
             yield part
 
 
-def _remove(folder: Path, pattern: str) -> None:
+def _remove_files(folder: Path, pattern: str) -> None:
     for path in folder.glob(pattern):
         path.unlink()

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from sync.manifest import DigestMismatch, Manifest
-from sync.snapshot import Snapshot, unmap
+from sync.snapshot import Snapshot, unmap_gradually
 
 log = logging.getLogger("slipstream.weights")
 
@@ -53,7 +53,7 @@ class PatchMaker:
         self._interest = 0
         self._lock = threading.Lock()
 
-    def offer(self, manifest: Manifest) -> None:
+    def offer_version(self, manifest: Manifest) -> None:
         """A version has been published, and the one before is still there. Returns at once."""
         with self._lock:
             base, self._last = self._last, manifest
@@ -61,17 +61,17 @@ class PatchMaker:
             busy = sum(not making.done() for _, making in self._links.values()) >= BACKLOG
             if base is not None and self._interest >= 0 and not busy:
                 with contextlib.suppress(FileNotFoundError):  # somebody has removed it
-                    making = self._thread.submit(self._make, Snapshot(base), Snapshot(manifest))
-                    self._links[_stem(manifest)] = (_stem(base), making)
+                    making = self._thread.submit(self._write_patch, Snapshot(base), Snapshot(manifest))
+                    self._links[_file_stem(manifest)] = (_file_stem(base), making)
                 while len(self._links) > KEEP:
                     version = next(iter(self._links))
-                    self._thread.submit(self._drop, version, self._links.pop(version)[0])
+                    self._thread.submit(self._remove_patch, version, self._links.pop(version)[0])
 
-    def wanted(self) -> None:
+    def note_interest(self) -> None:
         """There are hosts that fetch."""
         self._interest = INTEREST
 
-    def route(self, base: str, version: str) -> list[tuple[str, int]] | None:
+    def find_route(self, base: str, version: str) -> list[tuple[str, int]] | None:
         """(file, bytes) of the patches that lead from one version to another, in order; none where there is no way. None: a
         patch on the way is being made."""
         with self._lock:
@@ -91,8 +91,8 @@ class PatchMaker:
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def _make(self, base: Snapshot, new: Snapshot) -> int:
-        path = self._folder / patch_name(_stem(base.manifest), _stem(new.manifest))
+    def _write_patch(self, base: Snapshot, new: Snapshot) -> int:
+        path = self._folder / patch_name(_file_stem(base.manifest), _file_stem(new.manifest))
         try:
             return path.stat().st_size if make_patch(base, new, path) else 0
         except (OSError, SafetensorError) as error:  # no room, or the folder has gone meanwhile
@@ -100,11 +100,11 @@ class PatchMaker:
             path.with_suffix(".unfinished").unlink(missing_ok=True)
             return 0
 
-    def _drop(self, version: str, base: str) -> None:
+    def _remove_patch(self, version: str, base: str) -> None:
         (self._folder / patch_name(base, version)).unlink(missing_ok=True)
 
 
-def _stem(manifest: Manifest) -> str:
+def _file_stem(manifest: Manifest) -> str:
     return Path(manifest.path).stem
 
 
@@ -120,7 +120,7 @@ def make_patch(base: Snapshot, new: Snapshot, path: Path) -> bool:
     for entry in new.manifest.tensors:
         if unchanged[entry.name] == entry.digest:
             continue
-        before, after = _bits(base.tensor(entry.name)), _bits(new.tensor(entry.name))
+        before, after = _view_bits(base.view_tensor(entry.name)), _view_bits(new.tensor(entry.name))
         if len(after) > 1 << 32:
             return False
         indices = []
@@ -159,7 +159,7 @@ def apply_patches(
                 if names.get("base") != held:
                     raise DigestMismatch(f"{patch.name} is for the base {names.get('base')}, this is {held}")
                 for name in {key.rpartition(".")[0] for key in parts.keys()}:  # noqa: SIM118
-                    _overwrite(
+                    _overwrite_tensor(
                         data,
                         snapshot,
                         name,
@@ -170,12 +170,14 @@ def apply_patches(
         except (SafetensorError, KeyError, ValueError, TypeError) as error:
             raise DigestMismatch(f"{patch.name} is not a patch: {error}") from error
     del data
-    unmap(memory)
+    unmap_gradually(memory)
 
 
-def _overwrite(data: np.ndarray, base: Snapshot, name: str, indices: np.ndarray, values: np.ndarray) -> None:
-    entry, begin = base.place(name)
-    held = _bits(base.tensor(name))
+def _overwrite_tensor(
+    data: np.ndarray, base: Snapshot, name: str, indices: np.ndarray, values: np.ndarray
+) -> None:
+    entry, begin = base.find_place(name)
+    held = _view_bits(base.view_tensor(name))
     if indices.dtype != np.uint32 or values.dtype != held.dtype or len(indices) != len(values):
         raise ValueError(
             f"{name} has {len(indices)} indices of {indices.dtype} and {len(values)} values of {values.dtype}"
@@ -185,7 +187,7 @@ def _overwrite(data: np.ndarray, base: Snapshot, name: str, indices: np.ndarray,
     data[begin : begin + held.nbytes].view(held.dtype)[indices] = values
 
 
-def _bits(tensor: torch.Tensor) -> np.ndarray:
+def _view_bits(tensor: torch.Tensor) -> np.ndarray:
     """[n] the elements as unsigned integers: bits are compared, not numbers, so that -0 and NaN count as what they are."""
     kinds = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
     return tensor.reshape(-1).view(kinds[tensor.element_size()]).numpy()

@@ -19,14 +19,22 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from sync.adapter import whole
-from sync.folders import OWNER, in_shared_memory, leave, let_go, make_private, sweep, use
-from sync.locks import HeldLock, LockTimedOut, acquire
-from sync.manifest import Adapter, Manifest
+from sync.adapter import merge_adapters
+from sync.folders import (
+    OWNER,
+    in_shared_memory,
+    leave_folder,
+    make_private,
+    note_used_folder,
+    release_folder,
+    sweep_folders,
+)
+from sync.locks import HeldLock, LockTimedOut, acquire_lock
+from sync.manifest import AdapterRecipe, Manifest
 from sync.snapshot import Snapshot, SnapshotWriter
-from sync.spares import put, retire
-from sync.stream import Part
-from sync.subscriber import announce
+from sync.spares import put_version, retire_version
+from sync.stream import TensorPart
+from sync.subscriber import announce_version
 from sync.transports.cuda_ipc import DeviceCopy
 from sync.transports.server import SnapshotServer
 
@@ -53,13 +61,13 @@ class Publisher:
         server: SnapshotServer | None = None,
         device: DeviceCopy | None = None,
         model: Path | None = None,
-        adapter: Adapter | None = None,
+        adapter: AdapterRecipe | None = None,
     ) -> None:
         """`keep`: versions that stay; a subscriber has that many publications' time to map one. `server` serves the folder
         to other hosts; it is closed with the publisher. `device` offers the newest version to engines on the same GPU. `model`:
         a Hugging Face folder; at the end the folder becomes one too, with the newest version and that one's configuration.
 
-        `adapter`: what is published are low-rank adapters (`sync.adapter.describe`), of which hosts make whole models, and never
+        `adapter`: what is published are low-rank adapters (`sync.adapter.describe_adapters`), of which hosts make whole models, and never
         devices; in the end so does the publisher, if there is a `model`.
 
         Raises ValueError when a living publisher has the folder, and in shared memory when it is not private (`sync.folders`).
@@ -76,13 +84,13 @@ class Publisher:
         self._device = device if adapter is None else None
         self._writer = SnapshotWriter()
         self._published: list[Manifest] = []
-        sweep(self.folder.parent)
-        self._lock = use(self.folder, _own(self.folder))
+        sweep_folders(self.folder.parent)
+        self._lock = note_used_folder(self.folder, _claim_folder(self.folder))
         for left in self.folder.iterdir():
             if SNAPSHOT.fullmatch(left.name):
                 left.unlink()
 
-    def publish(self, version: int, parts: Iterable[Part]) -> Manifest:
+    def publish_version(self, version: int, parts: Iterable[TensorPart]) -> Manifest:
         """Writes one version, then deletes those that are older than the newest `keep`. The versions must rise.
 
         Whoever pays for the time waits for the copy and the digests of `parts` and for nobody else: generators that are slow,
@@ -92,15 +100,15 @@ class Publisher:
         """
         assert not self._published or version > self._published[-1].version, "versions must rise"
         began = time.perf_counter()
-        parts = parts if self._device is None else self._device.tee(parts)
-        manifest = put(self.folder, self._writer, version, self.incarnation, parts, self._adapter)
+        parts = parts if self._device is None else self._device.tee_parts(parts)
+        manifest = put_version(self.folder, self._writer, version, self.incarnation, parts, self._adapter)
         if self._device is not None:
-            self._device.offer(manifest)
+            self._device.offer_version(manifest)
         if self._server is not None:
-            self._server.offer(manifest)
+            self._server.offer_version(manifest)
         self._published.append(manifest)
         while len(self._published) > self._keep:
-            retire(Path(self._published.pop(0).locator))
+            retire_version(Path(self._published.pop(0).locator))
         self.seconds = time.perf_counter() - began
         if len(self._published) == 1:
             log.info(
@@ -109,10 +117,10 @@ class Publisher:
             )  # fmt: skip
         return manifest
 
-    def check(self) -> None:
+    def check_alive(self) -> None:
         """Raises RuntimeError, with the traceback, when the thread that serves weights to other hosts has died."""
         if self._server is not None:
-            self._server.check()
+            self._server.check_alive()
 
     def metrics(self) -> dict[str, float]:
         """Of the last publication: how long training waited for it, how long the copy alone took, GB/s, and the largest part
@@ -124,25 +132,25 @@ class Publisher:
             "weights/publish_peak_bytes": float(self._writer.largest_part),
         }
 
-    def announcement(self, manifest: Manifest) -> str:
-        """What `Subscriber.prepare` takes, on this host or another."""
-        return announce(manifest, "" if self._server is None else self._server.address)
+    def announce_version(self, manifest: Manifest) -> str:
+        """What `Subscriber.prepare_version` takes, on this host or another."""
+        return announce_version(manifest, "" if self._server is None else self._server.address)
 
     def close(self) -> None:
         """Removes the folder, or makes a model of it. A subscriber that has a snapshot mapped keeps what it has."""
         if self._server is not None:
             self._server.close()
         if self._model is not None and self._published:
-            self._leave_model(self._model, self._published[-1])
-            let_go(self._lock)
+            self._export_model(self._model, self._published[-1])
+            release_folder(self._lock)
         else:
-            leave(self.folder, self._lock)
+            leave_folder(self.folder, self._lock)
 
-    def _leave_model(self, model: Path, newest: Manifest) -> None:
+    def _export_model(self, model: Path, newest: Manifest) -> None:
         file = Path(newest.path)
         if newest.adapter is not None:
             file = self.folder / "model.unfinished"
-            SnapshotWriter().write(file, whole(Snapshot(newest)))
+            SnapshotWriter().write_snapshot(file, merge_adapters(Snapshot(newest)))
         file.replace(self.folder / "model.safetensors")
         for left in self.folder.iterdir():
             if SNAPSHOT.fullmatch(left.name) or left.name == OWNER:
@@ -157,7 +165,7 @@ class Publisher:
                 shutil.copy(file, self.folder)
 
 
-def _own(folder: Path) -> int:
+def _claim_folder(folder: Path) -> int:
     """Makes the folder ours for as long as the returned descriptor is open."""
     owner, claim = folder / OWNER, folder / f"{OWNER}.{os.getpid()}"
     while True:
@@ -167,7 +175,7 @@ def _own(folder: Path) -> int:
             folder.mkdir(parents=True, exist_ok=True)
         try:
             with owner.open("rb") as previous:
-                acquire(previous.fileno(), owner, fcntl.LOCK_EX, SWEPT_S)
+                acquire_lock(previous.fileno(), owner, fcntl.LOCK_EX, SWEPT_S)
         except LockTimedOut as error:
             raise ValueError(
                 f"sync.folder must not be in use by another run, got {folder}: {error}"
@@ -178,7 +186,7 @@ def _own(folder: Path) -> int:
         try:
             lock = os.open(claim, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            HeldLock(lock).claim("publishes weights")
+            HeldLock(lock).write_claim("publishes weights")
             claim.rename(owner)
             return lock
         except FileNotFoundError:  # swept meanwhile, by one who had the lock before

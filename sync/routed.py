@@ -23,20 +23,20 @@ class RoutedExpertsRecord:
         for layer, router in routers:
             router.set_capture_fn(partial(self._step.__setitem__, layer))
         self._execute = runner.execute_model
-        runner.execute_model = self._executed
+        runner.execute_model = self._execute_and_record
 
-    def take(self, request: str) -> list[np.ndarray]:
+    def take_experts(self, request: str) -> list[np.ndarray]:
         """[n, layers, k] int16 each, of the request's tokens in order; the request is forgotten."""
         return self._held.pop(request, [])
 
-    def _executed(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+    def _execute_and_record(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         self._step.clear()
         out = self._execute(scheduled, *args, **kwargs)
         if self._step:
-            self._deal(scheduled.num_scheduled_tokens)
+            self._deal_out_rows(scheduled.num_scheduled_tokens)
         return out
 
-    def _deal(self, num_tokens: dict[str, int]) -> None:
+    def _deal_out_rows(self, num_tokens: dict[str, int]) -> None:
         """A request that was pushed out and is computed again keeps what was recorded when its tokens were sampled."""
         some = next(iter(self._step.values()))
         chosen = np.zeros((len(some), self._num_layers, some.shape[1]), np.int16)

@@ -28,8 +28,8 @@ import torch
 
 from configs.disk import disk_full, is_disk_full, write_all
 from configs.host import boot_id
-from sync.digest import Digest, raw_bytes, tensor_digest
-from sync.locks import hold
+from sync.digest import StreamDigest, raw_bytes, tensor_digest
+from sync.locks import hold_lock
 from sync.manifest import (
     SAFETENSORS_DTYPES,
     DigestMismatch,
@@ -38,7 +38,7 @@ from sync.manifest import (
     dtype_name,
     parse_manifest,
 )
-from sync.stream import Part
+from sync.stream import TensorPart
 
 log = logging.getLogger("slipstream.weights")
 
@@ -72,7 +72,7 @@ class SnapshotWriter:
         self.largest_part = 0
         """Bytes, of the last version."""
 
-    def write(self, path: Path, parts: Iterable[Part]) -> tuple[TensorEntry, ...]:
+    def write_snapshot(self, path: Path, parts: Iterable[TensorPart]) -> tuple[TensorEntry, ...]:
         """Writes the file at `path` (over what is there; the caller renames it) and returns what it holds, in order.
 
         Raises DiskFull, and removes the file, when there is no room for it.
@@ -80,7 +80,7 @@ class SnapshotWriter:
         sizes: dict[str, int] = {}
         counted = _note_sizes(parts, sizes)
         try:
-            return self._write(path, counted)
+            return self._write_parts(path, counted)
         except OSError as error:
             if not is_disk_full(error):
                 raise
@@ -92,7 +92,7 @@ class SnapshotWriter:
             path.with_suffix(".moving").unlink(missing_ok=True)
             raise disk_full(path, sum(sizes.values())) from error
 
-    def _write(self, path: Path, parts: Iterable[Part]) -> tuple[TensorEntry, ...]:
+    def _write_parts(self, path: Path, parts: Iterable[TensorPart]) -> tuple[TensorEntry, ...]:
         entries: dict[str, TensorEntry] = {}
         places: Places = {}
         free = max((end for _, end in self._places.values()), default=0)
@@ -100,7 +100,7 @@ class SnapshotWriter:
         with path.open("r+b" if path.exists() else "w+b", buffering=0) as file:
             for name, group in groupby(parts, key=lambda part: part.name):
                 assert name not in entries, f"{name} was published twice"
-                digest, at = Digest(), 0
+                digest, at = StreamDigest(), 0
                 for part in group:
                     if not at:  # its first
                         size = math.prod(part.shape) * part.elements.element_size()
@@ -121,10 +121,10 @@ class SnapshotWriter:
                     name, dtype_name(part.elements.dtype), part.shape, digest.hexdigest()
                 )
                 places[name] = (begin, begin + size)
-        wanted = _lay_out(places)
-        header = _header(entries, wanted)
+        wanted = _lay_out_places(places)
+        header = _encode_header(entries, wanted)
         if places != wanted or len(header) + 8 > self._room:
-            self._put_right(path, places, wanted, len(header) + 8)
+            self._rearrange_file(path, places, wanted, len(header) + 8)
         self._places = wanted
         room = self._room - 8
         with path.open("r+b") as file:
@@ -132,7 +132,7 @@ class SnapshotWriter:
             file.truncate(self._room + max((end for _, end in wanted.values()), default=0))
         return tuple(entries[name] for name in wanted)
 
-    def _put_right(self, path: Path, places: Places, wanted: Places, at_least: int) -> None:
+    def _rearrange_file(self, path: Path, places: Places, wanted: Places, at_least: int) -> None:
         """Copies the tensors to where they belong, behind a header of this size."""
         room, right = self._room, path.with_suffix(".moving")
         if at_least > room:
@@ -147,7 +147,7 @@ class SnapshotWriter:
         right.rename(path)
 
 
-def _note_sizes(parts: Iterable[Part], sizes: dict[str, int]) -> Iterator[Part]:
+def _note_sizes(parts: Iterable[TensorPart], sizes: dict[str, int]) -> Iterator[TensorPart]:
     """Hands the parts on, and notes how many bytes each tensor has."""
     for part in parts:
         sizes[part.name] = math.prod(part.shape) * part.elements.element_size()
@@ -165,7 +165,7 @@ def file_order(names: Iterable[str]) -> list[str]:
     return [name for members in groups.values() for _, name in sorted(members)]
 
 
-def _lay_out(places: Places) -> Places:
+def _lay_out_places(places: Places) -> Places:
     wanted, end = {}, 0
     for name in file_order(sorted(places, key=lambda name: places[name])):
         begin, stop = places[name]
@@ -174,7 +174,7 @@ def _lay_out(places: Places) -> Places:
     return wanted
 
 
-def _header(entries: dict[str, TensorEntry], places: Places) -> bytes:
+def _encode_header(entries: dict[str, TensorEntry], places: Places) -> bytes:
     return msgspec.json.encode(
         {
             name: {
@@ -198,7 +198,7 @@ def read_manifest(locator: str | Path, digest: str = "") -> Manifest:
     return msgspec.structs.replace(manifest, path=str(locator.with_suffix(".safetensors")))
 
 
-class Header(msgspec.Struct):
+class HeaderEntry(msgspec.Struct):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
@@ -235,7 +235,7 @@ class Snapshot:
         """Where each tensor begins and ends in the file."""
         first = 8 + int.from_bytes(self._map[:8], "little")
         try:
-            header = msgspec.json.decode(self._map[8:first], type=dict[str, Header])
+            header = msgspec.json.decode(self._map[8:first], type=dict[str, HeaderEntry])
         except (ValueError, RecursionError) as error:
             raise DigestMismatch(f"{self.manifest.path} is not a snapshot: {error}") from None
         absent = {entry.name for entry in self.manifest.tensors}.symmetric_difference(header)
@@ -260,19 +260,19 @@ class Snapshot:
             places[entry.name] = (begin, end)
         return places
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) in the manifest's order, as views of the mapping."""
-        return ((name, self.tensor(name)) for name in self._entries)
+        return ((name, self.view_tensor(name)) for name in self._entries)
 
-    def place(self, name: str) -> tuple[TensorEntry, int]:
+    def find_place(self, name: str) -> tuple[TensorEntry, int]:
         """(entry, where in the file it begins). Raises KeyError."""
         return self._entries[name], self._places[name][0]
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def view_tensor(self, name: str) -> torch.Tensor:
         entry = self._entries[name]
-        return self._view(self._places[name][0], entry.dtype, entry.shape)
+        return self._view_bytes(self._places[name][0], entry.dtype, entry.shape)
 
-    def merged(self, names: Sequence[str]) -> torch.Tensor | None:
+    def view_merged(self, names: Sequence[str]) -> torch.Tensor | None:
         """One view of tensors that lie side by side, stacked along their first dimension; None where they do not."""
         parts = [self._entries[name] for name in names]
         places = [self._places[name] for name in names]
@@ -281,20 +281,20 @@ class Snapshot:
         if not adjacent or len(kinds) > 1 or not parts[0].shape:
             return None
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-        return self._view(places[0][0], parts[0].dtype, shape)
+        return self._view_bytes(places[0][0], parts[0].dtype, shape)
 
-    def _view(self, begin: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _view_bytes(self, begin: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         count, kind = math.prod(shape), getattr(torch, dtype)
         if not count:
             return torch.empty(shape, dtype=kind)
         return torch.frombuffer(self._map, dtype=kind, count=count, offset=begin).view(shape)
 
-    def verify(self, progress: Callable[[], None] = lambda: None) -> None:
+    def verify_bytes(self, progress: Callable[[], None] = lambda: None) -> None:
         """Raises DigestMismatch, naming the first tensors whose bytes differ, unless the file is what was published. `progress` is
         called after each tensor."""
         self.checks += 1
         digests = {}
-        for name, tensor in self.tensors():
+        for name, tensor in self.named_tensors():
             digests[name] = tensor_digest(tensor)
             progress()
         expect_digests(self.manifest, digests, "the file")
@@ -311,28 +311,28 @@ class Snapshot:
         path = Path(self.manifest.path).with_suffix(f".{boot_id()}")
         try:
             os.stat(self.manifest.locator)  # a version that has gone gets no seal
-            with hold(path) as seal:
-                if seal.is_own() and seal.read() == self._seal():
+            with hold_lock(path) as seal:
+                if seal.is_own() and seal.read_text() == self._seal_text():
                     np.frombuffer(self._map, np.uint8)[:: mmap.PAGESIZE].max()
                 else:
-                    seal.claim(f"verifies version {self.manifest.version}")
-                    self.verify(seal.progress)
-                    seal.write(self._seal())
+                    seal.write_claim(f"verifies version {self.manifest.version}")
+                    self.verify_bytes(seal.note_progress)
+                    seal.write_text(self._seal_text())
                 self.attested = True
         except OSError as error:  # LockTimedOut is one
             log.warning("%s; version %d is verified by this process for itself", error, self.manifest.version)
         if not self.attested:
-            self.verify()
+            self.verify_bytes()
             self.attested = True
 
-    def _seal(self) -> str:
+    def _seal_text(self) -> str:
         """Says that this very file has these bytes: whatever is written or put in its place later has another time of change."""
         found = self._stat
         return f"{self.manifest.digest} {found.st_ino} {found.st_size} {found.st_ctime_ns}"
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """Gives the memory back, when no tensor uses it any more."""
-        unmap(self.__dict__.pop("_map"))
+        unmap_gradually(self.__dict__.pop("_map"))
 
 
 def _open_plain(path: str) -> int:
@@ -345,13 +345,13 @@ def _open_plain(path: str) -> int:
         raise
 
 
-def unmap(mapped: mmap.mmap) -> None:
+def unmap_gradually(mapped: mmap.mmap) -> None:
     """Gives a mapping up that nobody uses; in a thread and little by little, because the kernel lets a process neither map nor
     unmap meanwhile. The caller must not hold it."""
-    threading.Thread(target=_unmap, args=(mapped,), daemon=True).start()
+    threading.Thread(target=_unmap_pieces, args=(mapped,), daemon=True).start()
 
 
-def _unmap(mapped: mmap.mmap) -> None:
+def _unmap_pieces(mapped: mmap.mmap) -> None:
     for begin in range(0, len(mapped), UNMAPPED_BYTES):
         mapped.madvise(mmap.MADV_DONTNEED, begin, min(UNMAPPED_BYTES, len(mapped) - begin))
         time.sleep(0)

@@ -13,22 +13,22 @@ from pathlib import Path
 import msgspec
 
 from configs.disk import DiskFull, disk_full, is_disk_full, write_all
-from sync.manifest import Adapter, Manifest, whole_digest
+from sync.manifest import AdapterRecipe, Manifest, whole_digest
 from sync.snapshot import SnapshotWriter, read_manifest
-from sync.stream import Part
+from sync.stream import TensorPart
 
 SPARE, WAS = ".spare", ".was"
 COPIED_BYTES = 1 << 28
 """At a time."""
 
 
-def put(
+def put_version(
     folder: Path,
     writer: SnapshotWriter,
     version: int,
     incarnation: str,
-    parts: Iterable[Part],
-    adapter: Adapter | None = None,
+    parts: Iterable[TensorPart],
+    adapter: AdapterRecipe | None = None,
 ) -> Manifest:
     """Writes a version, over the spare if there is one. Its files appear whole, the manifest last.
 
@@ -38,7 +38,7 @@ def put(
     unfinished = path.with_suffix(".unfinished")
     if (spare := find_spare(folder)) is not None:
         Path(spare.path).rename(unfinished)
-    entries = writer.write(unfinished, parts)
+    entries = writer.write_snapshot(unfinished, parts)
     num_bytes = unfinished.stat().st_size
     unfinished.rename(path)
     manifest = Manifest(
@@ -65,12 +65,12 @@ def put_manifest(manifest: Manifest, locator: Path) -> None:
     unfinished.rename(locator)
 
 
-def complete(folder: Path) -> list[Path]:
+def find_complete_versions(folder: Path) -> list[Path]:
     """The manifests of the versions that are there whole, newest last."""
     return sorted(folder.glob("v*.json"), key=lambda path: path.stat().st_mtime)
 
 
-def retire(locator: Path) -> None:
+def retire_version(locator: Path) -> None:
     """Takes a version out of its folder; its file becomes the folder's only spare.
 
     The manifest goes first: whoever looks a moment later finds nothing, rather than a name without a file. The file loses its

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 BUCKET_BYTES = 64 << 20
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """Consecutive elements of a tensor, on any device; a tensor's parts follow each other, in order and without a gap."""
 
     name: str
@@ -26,12 +26,12 @@ class Part(NamedTuple):
     """Only to be read, and before the next part is asked for."""
 
 
-def parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[Part]:
+def whole_parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorPart]:
     """Each tensor as one part."""
-    return (Part(name, tuple(tensor.shape), tensor) for name, tensor in tensors.items())
+    return (TensorPart(name, tuple(tensor.shape), tensor) for name, tensor in tensors.items())
 
 
-def collect(parts: Iterable[Part]) -> dict[str, torch.Tensor]:
+def collect_tensors(parts: Iterable[TensorPart]) -> dict[str, torch.Tensor]:
     """The whole tensors, copied: for exports and tests of models that fit."""
     pieces: dict[str, list[torch.Tensor]] = {}
     shapes = {}
@@ -41,15 +41,18 @@ def collect(parts: Iterable[Part]) -> dict[str, torch.Tensor]:
     return {name: torch.cat(pieces[name]).view(shape) for name, shape in shapes.items()}
 
 
-def stream(
+def stream_tensor(
     name: str, tensor: torch.Tensor, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
-) -> Iterator[Part]:
+) -> Iterator[TensorPart]:
     """The tensor in `dtype`, in parts of at most `bucket_bytes`, on rank 0; nothing elsewhere.
 
     A collective of the ranks that hold a DTensor, on its mesh. Extra memory: one part.
     """
     if not isinstance(tensor, DTensor):
-        yield from (Part(name, tuple(tensor.shape), piece) for piece in _pieces(tensor, dtype, bucket_bytes))
+        yield from (
+            TensorPart(name, tuple(tensor.shape), piece)
+            for piece in _split_pieces(tensor, dtype, bucket_bytes)
+        )
         return
     mesh = tensor.device_mesh
     sharded = [
@@ -60,26 +63,26 @@ def stream(
     if [tensor.placements[dim] for dim in sharded] == [Shard(0)]:
         group = mesh.get_group(sharded[0])
         if 0 in dist.get_process_group_ranks(group):  # the others hold replicas of what these hold
-            yield from _rows(name, tensor, group, dtype, bucket_bytes)
+            yield from _stream_rows(name, tensor, group, dtype, bucket_bytes)
         return
     whole = (
         tensor.full_tensor() if sharded else tensor.to_local()
     )  # sharded in a way that leaves no rows together
     if dist.get_rank() == 0:
-        yield from stream(name, whole, dtype, bucket_bytes)
+        yield from stream_tensor(name, whole, dtype, bucket_bytes)
 
 
-def _rows(
+def _stream_rows(
     name: str, tensor: DTensor, group: dist.ProcessGroup, dtype: torch.dtype, bucket_bytes: int
-) -> Iterator[Part]:
+) -> Iterator[TensorPart]:
     """Each rank's rows in turn, sent to rank 0 a piece at a time."""
     shape, local = tuple(tensor.shape), tensor.to_local()
     if dist.get_rank() != 0:
-        for piece in _pieces(local, dtype, bucket_bytes):
+        for piece in _split_pieces(local, dtype, bucket_bytes):
             if len(piece):
                 dist.send(piece, group_dst=0, group=group)
         return
-    yield from (Part(name, shape, piece) for piece in _pieces(local, dtype, bucket_bytes))
+    yield from (TensorPart(name, shape, piece) for piece in _split_pieces(local, dtype, bucket_bytes))
     rows = -(
         -shape[0] // dist.get_world_size(group)
     )  # as torch deals them out: all alike, the last ranks get what is left
@@ -89,11 +92,11 @@ def _rows(
         while left:
             piece = torch.empty(min(left, size), dtype=dtype, device=local.device)
             dist.recv(piece, group_src=owner, group=group)
-            yield Part(name, shape, piece)
+            yield TensorPart(name, shape, piece)
             left -= len(piece)
 
 
-def _pieces(tensor: torch.Tensor, dtype: torch.dtype, bucket_bytes: int) -> Iterator[torch.Tensor]:
+def _split_pieces(tensor: torch.Tensor, dtype: torch.dtype, bucket_bytes: int) -> Iterator[torch.Tensor]:
     """[n] each; at least one, if it is an empty one."""
     return (
         piece.to(dtype) for piece in tensor.detach().reshape(-1).split(max(1, bucket_bytes // dtype.itemsize))

@@ -18,7 +18,7 @@ from sync.manifest import Manifest
 from sync.merged import MergedFolder
 from sync.snapshot import Snapshot, read_manifest
 from sync.transports.fetcher import Fetcher
-from sync.transports.nccl import Broadcast, make_receiver
+from sync.transports.nccl import NcclBroadcast, make_receiver
 from sync.transports.puller import TransferFailed
 from sync.transports.server import SnapshotServer
 from sync.transports.tcp import SNAPSHOT
@@ -55,13 +55,13 @@ class Subscriber:
         """So far, from other hosts."""
         return 0 if self._fetcher is None else self._fetcher.bytes_received
 
-    def locate(self, announced: str, *, again: bool = False) -> str:
+    def locate_manifest(self, announced: str, *, again: bool = False) -> str:
         """The manifest that this host reads. `again`: what was fetched before is not what was published.
 
         Raises TransferFailed, a FileNotFoundError, when it cannot be brought here; ValueError when the learner's folder in shared
         memory is not private (`sync.folders`).
         """
-        address, host, digest, path = parse(announced)
+        address, host, digest, path = parse_announcement(announced)
         folder = Path(path).parent
         if not address:
             if in_shared_memory(folder):
@@ -71,31 +71,33 @@ class Subscriber:
             return path  # and elsewhere a container with memory of its own fetches
         if self._fetcher is None:
             raise TransferFailed(f"{announced} is on another host, and this one has no fetcher")
-        self._hand_on(self._fetcher, address)
-        return str(self._fetcher.fetch(address, Path(path).name, digest=digest, direct=again))
+        self._serve_fetched(self._fetcher, address)
+        return str(self._fetcher.fetch_version(address, Path(path).name, digest=digest, direct=again))
 
-    def prepare(self, announced: str, *, again: bool = False) -> Snapshot | Broadcast:
+    def prepare_version(self, announced: str, *, again: bool = False) -> Snapshot | NcclBroadcast:
         """As `locate`, and verifies the snapshot, so that taking it up afterwards costs no more than it must. Where adapters were
         published it is the whole model's, made on this host.
 
-        Raises also as `read_manifest`, `Snapshot.attest` and `sync.adapter.whole` do.
+        Raises also as `read_manifest`, `Snapshot.attest` and `sync.adapter.merge_adapters` do.
         """
         if self._broadcast and self._fetcher is not None:
-            address, _, digest, path = parse(announced)
-            manifest = self._fetcher.manifest(address, Path(path).name, digest)
+            address, _, digest, path = parse_announcement(announced)
+            manifest = self._fetcher.fetch_manifest(address, Path(path).name, digest)
             assert manifest.adapter is None, "an engine cannot take up adapters by NCCL"
-            return Broadcast(manifest, address, self._receiver, self._fetcher.secure)
-        snapshot = Snapshot(read_manifest(self.locate(announced, again=again), parse(announced).digest))
+            return NcclBroadcast(manifest, address, self._receiver, self._fetcher.secure)
+        snapshot = Snapshot(
+            read_manifest(self.locate_manifest(announced, again=again), parse_announcement(announced).digest)
+        )
         snapshot.attest()
         if snapshot.manifest.adapter is None:
             return snapshot
         source = Path(snapshot.manifest.path).parent
-        return self._merged.setdefault(source, MergedFolder(source)).take(snapshot, again=again)
+        return self._merged.setdefault(source, MergedFolder(source)).merge_version(snapshot, again=again)
 
-    def settle(self) -> None:
+    def refresh_spare(self) -> None:
         """When an engine has taken up what was prepared: makes ready for the next version."""
         if self._fetcher is not None:
-            self._fetcher.settle()
+            self._fetcher.refresh_spare()
 
     def close(self) -> None:
         self._stop_relay()
@@ -104,14 +106,14 @@ class Subscriber:
         for merged in self._merged.values():
             merged.close()
 
-    def _hand_on(self, fetcher: Fetcher, address: str) -> None:
+    def _serve_fetched(self, fetcher: Fetcher, address: str) -> None:
         """Sees that some process of this host serves what the host fetches; the publisher tells others of it. Raises RuntimeError,
         with the traceback, when the thread that does so here has died."""
         if self._relay is None:
             return
         folder = fetcher.open_folder()
         if self._server is not None:
-            self._server.check()
+            self._server.check_alive()
             if self._served == folder:
                 return
             self._stop_relay()
@@ -137,7 +139,7 @@ class Subscriber:
             self._lock = None
 
 
-class Announced(NamedTuple):
+class Announcement(NamedTuple):
     address: str
     """Where hosts that do not see the path may fetch the version; empty: all see it."""
     host: str
@@ -148,19 +150,19 @@ class Announced(NamedTuple):
     """Of the manifest, on the learner's host."""
 
 
-def announce(manifest: Manifest, address: str = "") -> str:
-    """What the learner tells: see `Announced`."""
-    return "#".join(Announced(address, boot_id(), manifest.digest, manifest.locator))
+def announce_version(manifest: Manifest, address: str = "") -> str:
+    """What the learner tells: see `Announcement`."""
+    return "#".join(Announcement(address, boot_id(), manifest.digest, manifest.locator))
 
 
-def parse(announced: str) -> Announced:
+def parse_announcement(announced: str) -> Announcement:
     """Raises TransferFailed when it is none, as in a journal that was written by an older program."""
     fields = announced.split("#", 3)
     if len(fields) != 4 or not DIGEST.fullmatch(fields[2]) or not MANIFEST.fullmatch(Path(fields[3]).name):
         raise TransferFailed(
             f"weights must be announced as ADDRESS#HOST#DIGEST#MANIFEST, got {announced[:200]!r}"
         )
-    return Announced(*fields)
+    return Announcement(*fields)
 
 
 def _own_address(peer: str) -> str:

@@ -1,7 +1,7 @@
 """What runs inside vLLM's worker: takes up snapshots in place, and attests what the engine's parameters then hold.
 
 vLLM keeps weights in a layout of its own: q, k and v in one matrix, gate and up in another, the vocabulary padded to a
-multiple of 64 rows, a tied head not at all, the experts of a mixture in two matrices a layer (`sync.experts`). `Layout`
+multiple of 64 rows, a tied head not at all, the experts of a mixture in two matrices a layer (`sync.experts`). `EngineLayout`
 finds each published tensor in there again, so that what the engine holds can be digested tensor by tensor and compared
 with what the learner published.
 
@@ -28,13 +28,13 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from sync.digest import Digest, tensor_digest, tensor_digests
+from sync.digest import StreamDigest, tensor_digest, tensor_digests
 from sync.experts import ExpertLayer, ExpertPlace
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest, TensorEntry, dtype_name
 from sync.routed import RoutedExpertsRecord
 from sync.snapshot import Snapshot, expect_digests
-from sync.transports.cuda_ipc import gpu_uuid, on_device
-from sync.transports.nccl import Broadcast
+from sync.transports.cuda_ipc import gpu_uuid, open_device_copy
+from sync.transports.nccl import NcclBroadcast
 
 CHUNK_BYTES = 1 << 19
 """Copied and digested at a time: what a core's own cache holds."""
@@ -85,7 +85,7 @@ class WeightSync:
             raise RuntimeError(
                 f"vLLM has packed weights away, they cannot be updated nor attested: {packed[:3]}"
             )
-        list(_expert_layers(model))
+        list(_find_expert_layers(model))
         for module in model.modules():
             if hasattr(module, "cpu_linear"):
                 module.cpu_linear = steady_linear
@@ -106,10 +106,10 @@ class WeightSync:
         self._routed_experts = RoutedExpertsRecord(self.model_runner, routers, layers)
 
     def take_experts(self, request: str) -> list[np.ndarray]:
-        """See `sync.routed.RoutedExpertsRecord.take`."""
-        return self._routed_experts.take(request)
+        """See `sync.routed.RoutedExpertsRecord.take_experts`."""
+        return self._routed_experts.take_experts(request)
 
-    def load_version(self, source: Snapshot | Broadcast, mapped: bool = True) -> None:
+    def load_version(self, source: Snapshot | NcclBroadcast, mapped: bool = True) -> None:
         """Takes up a version. Raises, the parameters untouched, FileNotFoundError when it is gone and DigestMismatch when it is not
         what was published or does not fit the model; EngineMismatch, the parameters in an unknown state, when they do not end
         up with the published digests.
@@ -127,32 +127,32 @@ class WeightSync:
         What is mapped is what was verified, byte for byte the same memory; what is copied is digested where it ends up.
         """
         model = self.model_runner.get_model()
-        layout = self._layout(snapshot.manifest)
+        layout = self._find_layout(snapshot.manifest)
         snapshot.attest()
         before, self._held = getattr(self, "_held", None), snapshot
         with torch.no_grad():
             if _is_on_cpu(model):
-                held = layout.map(snapshot) if mapped else layout.copy(snapshot)
+                held = layout.map_snapshot(snapshot) if mapped else layout.copy_snapshot(snapshot)
             else:
-                with on_device(snapshot.manifest, gpu_uuid()) as update:
+                with open_device_copy(snapshot.manifest, gpu_uuid()) as update:
                     if update is None:
-                        model.load_weights(snapshot.tensors())
-                        for module in _latent_attentions(
+                        model.load_weights(snapshot.named_tensors())
+                        for module in _find_latent_attentions(
                             model
                         ).values():  # what it derives of kv_b_proj, in place
                             module.process_weights_after_loading(module.kv_b_proj.weight.dtype)
                     else:
-                        layout = self._receive(snapshot.manifest, update)
-                held = layout.digests()
+                        layout = self._receive_update(snapshot.manifest, update)
+                held = layout.held_digests()
         if before is not None and before is not snapshot:
             before.release()
         return held
 
-    def _load_broadcast(self, source: Broadcast) -> dict[str, str]:
+    def _load_broadcast(self, source: NcclBroadcast) -> dict[str, str]:
         """The learner sends while the engine receives. Returns the digests of what the engine then holds."""
         manifest = source.manifest
-        self._layout(manifest)
-        rendezvous = source.begin()
+        self._find_layout(manifest)
+        rendezvous = source.ask_to_send()
         if rendezvous.fresh:
             group = {
                 "master_address": rendezvous.host,
@@ -166,29 +166,29 @@ class WeightSync:
             "dtype_names": [entry.dtype for entry in manifest.tensors],
             "shapes": [list(entry.shape) for entry in manifest.tensors],
         }
-        return self._receive(manifest, update).digests()
+        return self._receive_update(manifest, update).held_digests()
 
-    def _receive(self, manifest: Manifest, update: dict[str, Any]) -> "Layout":
+    def _receive_update(self, manifest: Manifest, update: dict[str, Any]) -> "EngineLayout":
         """By vLLM's own transfer engine, which may put other parameters in the place of those that were there."""
         self.start_weight_update()
         self.update_weights(update)
         self.finish_weight_update()
-        self._found_layout = Layout(self.model_runner.get_model(), manifest)
+        self._found_layout = EngineLayout(self.model_runner.get_model(), manifest)
         return self._found_layout
 
     def held_digests(self, manifest: Manifest) -> dict[str, str]:
-        """Digest of what the parameters hold now, by the names of the manifest's tensors."""
-        return self._layout(manifest).digests()
+        """StreamDigest of what the parameters hold now, by the names of the manifest's tensors."""
+        return self._find_layout(manifest).held_digests()
 
-    def _layout(self, manifest: Manifest) -> "Layout":
+    def _find_layout(self, manifest: Manifest) -> "EngineLayout":
         """The one found for the version before, where this one has the same tensors."""
-        found: Layout | None = getattr(self, "_found_layout", None)
-        if found is None or not found.fits(manifest):
-            found = self._found_layout = Layout(self.model_runner.get_model(), manifest)
+        found: EngineLayout | None = getattr(self, "_found_layout", None)
+        if found is None or not found.fits_manifest(manifest):
+            found = self._found_layout = EngineLayout(self.model_runner.get_model(), manifest)
         return found
 
 
-class Trainer:
+class NcclSender:
     """The learner's end of a group of two, as vLLM's own trainer engine: that of a generator which drives itself."""
 
     def __init__(self, host: str, port: int) -> None:
@@ -202,16 +202,16 @@ class Trainer:
         self.moved_at = time.monotonic()
         """When the last tensor was taken to be sent."""
 
-    def send(self, snapshot: Snapshot) -> None:
+    def send_snapshot(self, snapshot: Snapshot) -> None:
         """Waits for the generator to receive it all."""
-        self._engine.source = SnapshotSource(snapshot, self._move)
+        self._engine.source = SnapshotSource(snapshot, self._note_move)
         self._engine.send_weights()
 
     def close(self) -> None:
         """Aborts what is under way, from any thread."""
         self._engine.shutdown()
 
-    def _move(self) -> None:
+    def _note_move(self) -> None:
         self.moved_at = time.monotonic()
 
 
@@ -244,12 +244,12 @@ class SnapshotSource(WeightSource):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         assert self._snapshot is not None
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        for name, tensor in self._snapshot.tensors():
+        for name, tensor in self._snapshot.named_tensors():
             self._moved()
             yield name, tensor.to(device)
 
 
-class Layout:
+class EngineLayout:
     """Where each tensor of a manifest lies in a vLLM model: some rows of some parameter."""
 
     def __init__(self, model: nn.Module, manifest: Manifest) -> None:
@@ -268,22 +268,22 @@ class Layout:
             for name, module in model.named_modules(remove_duplicate=False)
             if isinstance(module, VocabParallelEmbedding)
         }
-        self._latent = _latent_attentions(model)
+        self._latent = _find_latent_attentions(model)
         derived = {f"{prefix}.{name}" for prefix in self._latent for name in DERIVED}
         orders: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._experts: dict[str, ExpertPlace] = dict(
-            place for layer in _expert_layers(model) for place in layer.places(orders)
+            place for layer in _find_expert_layers(model) for place in layer.list_places(orders)
         )
         self._places: dict[str, tuple[str, int]] = {}
         parts: dict[int, list[str]] = {}  # of each parameter, in the order of its rows
         rows: dict[int, int] = {}
         for entry in manifest.tensors:
             if entry.name in self._experts:
-                self._expect(entry, self._experts[entry.name])
+                self._expect_expert(entry, self._experts[entry.name])
                 continue
-            name, first = self._place(entry)
+            name, first = self._find_parameter(entry)
             self._places[entry.name] = (name, first)
-            self._view(entry.name)
+            self._view_tensor(entry.name)
             of = id(self._parameters[name])
             parts.setdefault(of, []).append(entry.name)
             rows[of] = max(rows.get(of, 0), first + (entry.shape[0] if entry.shape else 1))
@@ -305,7 +305,7 @@ class Layout:
             if id(parameter) in parts
         ]
 
-    def fits(self, manifest: Manifest) -> bool:
+    def fits_manifest(self, manifest: Manifest) -> bool:
         """Has this manifest the same tensors, whatever is in them?"""
         return len(manifest.tensors) == len(self._entries) and all(
             (known := self._entries.get(entry.name))
@@ -313,67 +313,75 @@ class Layout:
             for entry in manifest.tensors
         )
 
-    def map(self, snapshot: Snapshot) -> dict[str, str]:
+    def map_snapshot(self, snapshot: Snapshot) -> dict[str, str]:
         """Puts the file's own memory in the place of each parameter that has the same layout, copies the others.
 
         Returns the digests of what the parameters hold: of what is mapped, those that the file was verified to have.
         """
         held = {entry.name: entry.digest for entry in snapshot.manifest.tensors}
         for parameter, names in self._parts:
-            merged = snapshot.merged(names)
+            merged = snapshot.view_merged(names)
             if merged is not None and merged.shape == parameter.shape:
                 parameter.data = merged
             else:
-                held |= {name: _copy(snapshot.tensor(name), self._view(name)) for name in names}
-        held |= {name: self._write(name, snapshot.tensor(name)) for name in self._experts}
-        self._derive()
+                held |= {
+                    name: _copy_and_digest(snapshot.view_tensor(name), self._view_tensor(name))
+                    for name in names
+                }
+        held |= {name: self._write_tensor(name, snapshot.view_tensor(name)) for name in self._experts}
+        self._refresh_derived()
         return held
 
-    def copy(self, snapshot: Snapshot) -> dict[str, str]:
+    def copy_snapshot(self, snapshot: Snapshot) -> dict[str, str]:
         """Copies each tensor to where it belongs; returns the digests of what is there."""
         if snapshot.manifest.num_bytes < 1 << 25:
-            held = {name: self._write(name, source) for name, source in snapshot.tensors()}
+            held = {name: self._write_tensor(name, source) for name, source in snapshot.named_tensors()}
         else:
             with ThreadPoolExecutor(2) as pool:  # copying and digesting let go of the interpreter
-                copies = {name: pool.submit(self._write, name, source) for name, source in snapshot.tensors()}
+                copies = {
+                    name: pool.submit(self._write_tensor, name, source)
+                    for name, source in snapshot.named_tensors()
+                }
             held = {name: copied.result() for name, copied in copies.items()}
-        self._derive()
+        self._refresh_derived()
         return held
 
-    def digests(self) -> dict[str, str]:
-        experts = {name: (place, self._matrices(place)) for name, place in self._experts.items()}
+    def held_digests(self) -> dict[str, str]:
+        experts = {name: (place, self._expert_matrices(place)) for name, place in self._experts.items()}
         views = {
-            name: place.read(matrices)
+            name: place.read_tensor(matrices)
             for name, (place, matrices) in experts.items()
             if place.elements is None
         }
-        held = tensor_digests({name: self._view(name) for name in self._places} | views)
+        held = tensor_digests({name: self._view_tensor(name) for name in self._places} | views)
         copies = experts.keys() - views.keys()  # one after the other: together they are as large as the model
-        held |= {name: tensor_digest(experts[name][0].read(experts[name][1])) for name in copies}
+        held |= {name: tensor_digest(experts[name][0].read_tensor(experts[name][1])) for name in copies}
         for (
             module
         ) in self._latent.values():  # attention reads the derived matrices: they are what must be right
             name = next(name for name, p in self._parameters.items() if p is module.kv_b_proj.weight)
-            held |= tensor_digests({name: _underived(module)})
+            held |= tensor_digests({name: _restore_kv_b_proj(module)})
         return held
 
-    def _derive(self) -> None:
+    def _refresh_derived(self) -> None:
         """Makes the matrices of latent attention views of the weights that they come from: these are attested."""
         for module in self._latent.values():
-            for parameter, view in zip((module.W_UK_T, module.W_UV), _derived(module), strict=True):
+            for parameter, view in zip((module.W_UK_T, module.W_UV), _derive_matrices(module), strict=True):
                 parameter.data = view
 
-    def _write(self, name: str, source: torch.Tensor) -> str:
+    def _write_tensor(self, name: str, source: torch.Tensor) -> str:
         """Copies one tensor to where it belongs; returns the digest of what is there."""
         place = self._experts.get(name)
         return (
-            _copy(source, self._view(name)) if place is None else place.write(self._matrices(place), source)
+            _copy_and_digest(source, self._view_tensor(name))
+            if place is None
+            else place.write_tensor(self._expert_matrices(place), source)
         )
 
-    def _matrices(self, place: ExpertPlace) -> torch.Tensor:
+    def _expert_matrices(self, place: ExpertPlace) -> torch.Tensor:
         return self._parameters[place.parameter].data
 
-    def _expect(self, entry: TensorEntry, place: ExpertPlace) -> None:
+    def _expect_expert(self, entry: TensorEntry, place: ExpertPlace) -> None:
         """Raises DigestMismatch unless an expert's tensor has the shape and type that the engine holds."""
         held = dtype_name(self._parameters[place.parameter].dtype), place.shape
         if (entry.dtype, entry.shape) != held:
@@ -381,7 +389,7 @@ class Layout:
                 f"{entry.name} was published as {entry.dtype} {entry.shape}, the engine holds {held[0]} {held[1]}"
             )
 
-    def _place(self, entry: TensorEntry) -> tuple[str, int]:
+    def _find_parameter(self, entry: TensorEntry) -> tuple[str, int]:
         """The parameter that holds a tensor, and its first row there."""
         *module, leaf, kind = entry.name.rsplit(".", 2)
         if leaf not in self._packed:
@@ -393,7 +401,7 @@ class Layout:
             raise DigestMismatch(f"the snapshot has {entry.name} but lacks {lacking}")
         return ".".join([*module, merged, kind]), sum(self._entries[name].shape[0] for name in siblings)
 
-    def _view(self, tensor: str) -> torch.Tensor:
+    def _view_tensor(self, tensor: str) -> torch.Tensor:
         """Where a published tensor lies now."""
         entry, (name, first) = self._entries[tensor], self._places[tensor]
         parameter = self._parameters.get(name)
@@ -412,24 +420,24 @@ DERIVED = ("W_UK_T", "W_UV")
 """Matrices that vLLM's latent attention (MLA) makes of `kv_b_proj` once the model is built, and reads in its stead."""
 
 
-def _latent_attentions(model: nn.Module) -> dict[str, Any]:
+def _find_latent_attentions(model: nn.Module) -> dict[str, Any]:
     """vLLM's MLA layers by the name of their module."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MLAAttention)}
 
 
-def _derived(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _derive_matrices(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """[heads, P, L] and [heads, L, V]: views of `kv_b_proj` [heads · (P + V), L], as vLLM 0.32 makes them."""
     by_head = module.kv_b_proj.weight.data.unflatten(0, (module.num_heads, -1))
     up_key, up_value = by_head.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
     return up_key, up_value.transpose(1, 2)
 
 
-def _underived(module: Any) -> torch.Tensor:
+def _restore_kv_b_proj(module: Any) -> torch.Tensor:
     """The `kv_b_proj` that the derived matrices are of."""
     return torch.cat([module.W_UK_T.data, module.W_UV.data.transpose(1, 2)], 1).flatten(0, 1)
 
 
-def _expert_layers(model: nn.Module) -> Iterator[ExpertLayer]:
+def _find_expert_layers(model: nn.Module) -> Iterator[ExpertLayer]:
     """Raises RuntimeError where vLLM keeps experts in a form that cannot be updated or attested."""
     for name, module in model.named_modules():
         if not isinstance(module, RoutedExperts):
@@ -472,9 +480,9 @@ def _is_on_cpu(model: nn.Module) -> bool:
     return next(model.parameters()).device.type == "cpu"
 
 
-def _copy(source: torch.Tensor, place: torch.Tensor) -> str:
+def _copy_and_digest(source: torch.Tensor, place: torch.Tensor) -> str:
     """Copies, and digests what has arrived while it is still in the processor's cache. Returns the digest."""
-    digest = Digest()
+    digest = StreamDigest()
     into, out = (tensor.view(-1).view(torch.uint8).numpy() for tensor in (place, source))
     for begin in range(0, len(out), CHUNK_BYTES):
         chunk = into[begin : begin + CHUNK_BYTES]

@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from sync import merged
-from sync.adapter import PREFIX, describe
+from sync.adapter import PEFT_PREFIX, describe_adapters
 from sync.folders import shared_memory_folder
 from sync.manifest import DigestMismatch
 from sync.merged import MergedFolder
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest
-from sync.stream import parts
-from sync.subscriber import Subscriber, announce
+from sync.stream import whole_parts
+from sync.subscriber import Subscriber, announce_version
 from sync.transports.cuda_ipc import DeviceCopy
 
 SCALING = 1.5
@@ -34,8 +34,8 @@ def adapters(seed: int, base: dict[str, Tensor], rank: int = 4) -> dict[str, Ten
     generator, found = torch.Generator().manual_seed(seed), {}
     for name in ADAPTED:
         rows, columns = base[f"{name}.weight"].shape
-        found[f"{PREFIX}{name}.lora_A.weight"] = torch.randn(rank, columns, generator=generator)
-        found[f"{PREFIX}{name}.lora_B.weight"] = torch.randn(rows, rank, generator=generator)
+        found[f"{PEFT_PREFIX}{name}.lora_A.weight"] = torch.randn(rank, columns, generator=generator)
+        found[f"{PEFT_PREFIX}{name}.lora_B.weight"] = torch.randn(rows, rank, generator=generator)
     return found
 
 
@@ -44,14 +44,14 @@ def whole(
 ) -> dict[str, Tensor]:
     found = {name: tensor.double() for name, tensor in base.items()}
     for name in ADAPTED:
-        a, b = (adapters[f"{PREFIX}{name}.lora_{matrix}.weight"].double() for matrix in "AB")
+        a, b = (adapters[f"{PEFT_PREFIX}{name}.lora_{matrix}.weight"].double() for matrix in "AB")
         found[f"{name}.weight"] += SCALING * (b @ a)
     return {name: tensor.to(dtype) for name, tensor in found.items()}
 
 
 def expect(snapshot: Snapshot, expected: dict[str, Tensor]) -> None:
-    snapshot.verify()
-    found = dict(snapshot.tensors())
+    snapshot.verify_bytes()
+    found = dict(snapshot.named_tensors())
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         torch.testing.assert_close(
@@ -79,7 +79,9 @@ def model(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
 
 @pytest.fixture
 def publisher(tmp_path: Path, model: tuple[Path, dict[str, Tensor]]) -> Iterator[Publisher]:
-    publisher = Publisher(tmp_path / "weights", "life", adapter=describe(model[0], "float32", SCALING))
+    publisher = Publisher(
+        tmp_path / "weights", "life", adapter=describe_adapters(model[0], "float32", SCALING)
+    )
     yield publisher
     publisher.close()
 
@@ -113,13 +115,13 @@ def test_a_host_makes_the_whole_model_once_for_all_its_engines(
     publisher: Publisher, subscriber: Join, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, make = itertools.count(), merged.whole
-    monkeypatch.setattr(merged, "whole", lambda snapshot: (next(made), make(snapshot))[1])
+    monkeypatch.setattr(merged, "merge_adapters", lambda snapshot: (next(made), make(snapshot))[1])
     with ThreadPoolExecutor(4) as pool:
         for version in range(3):
             new = adapters(version, model[1])
-            manifest = publisher.publish(version, parts(new))
-            announced, joined = announce(manifest), [subscriber() for _ in range(4)]
-            taken = list(pool.map(Subscriber.prepare, joined, itertools.repeat(announced)))
+            manifest = publisher.publish_version(version, whole_parts(new))
+            announced, joined = announce_version(manifest), [subscriber() for _ in range(4)]
+            taken = list(pool.map(Subscriber.prepare_version, joined, itertools.repeat(announced)))
             for snapshot in taken:
                 assert (
                     snapshot.attested
@@ -141,11 +143,16 @@ def test_the_base_may_be_in_many_files_and_in_another_dtype(tmp_path: Path, shar
             held | {"lm_head.weight": held["model.embed_tokens.weight"].clone()}, folder / "model.safetensors"
         )
     for dtype in ("float32", "bfloat16"):
-        publisher = Publisher(tmp_path / dtype, "life", adapter=describe(folder, dtype, SCALING))
+        publisher = Publisher(tmp_path / dtype, "life", adapter=describe_adapters(folder, dtype, SCALING))
         new, subscriber = adapters(0, base), Subscriber()
-        snapshot = subscriber.prepare(announce(publisher.publish(0, parts(new))))
+        snapshot = subscriber.prepare_version(
+            announce_version(publisher.publish_version(0, whole_parts(new)))
+        )
         expect(snapshot, whole(base, new, getattr(torch, dtype)))
-        assert snapshot.merged([f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]) is not None
+        assert (
+            snapshot.view_merged([f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"])
+            is not None
+        )
         subscriber.close()
         publisher.close()
 
@@ -155,12 +162,12 @@ def test_versions_go_as_snapshots_do_and_a_mapped_one_stays(
 ) -> None:
     one, inodes, held = subscriber(), set(), None
     for version in range(8):
-        manifest = publisher.publish(version, parts(adapters(version, model[1])))
-        snapshot = one.prepare(announce(manifest))
+        manifest = publisher.publish_version(version, whole_parts(adapters(version, model[1])))
+        snapshot = one.prepare_version(announce_version(manifest))
         inodes.add(Path(snapshot.manifest.path).stat().st_ino)
         if version == 2:
             held = snapshot
-        one.settle()
+        one.refresh_spare()
     left = sorted(path.name for path in folder_of(publisher).glob("v*"))
     assert {name.rpartition(".")[0] for name in left} == {"v5-life", "v6-life", "v7-life"}
     assert len(inodes) < 8, "memory is used again"
@@ -170,10 +177,13 @@ def test_versions_go_as_snapshots_do_and_a_mapped_one_stays(
 
 def test_a_killed_processs_leavings_go(publisher: Publisher, subscriber: Join, model: Model) -> None:
     one, new = subscriber(), adapters(0, model[1])
-    one.prepare(announce(publisher.publish(0, parts(new))))
+    one.prepare_version(announce_version(publisher.publish_version(0, whole_parts(new))))
     for name in ("v0-life.unfinished", "v1-life.unfinished", "v1-life.moving"):
         (folder_of(publisher) / name).write_bytes(b"half")
-    expect(one.prepare(announce(publisher.publish(1, parts(new)))), whole(model[1], new))
+    expect(
+        one.prepare_version(announce_version(publisher.publish_version(1, whole_parts(new)))),
+        whole(model[1], new),
+    )
     assert {path.suffix for path in folder_of(publisher).glob("v*")}.isdisjoint({".unfinished", ".moving"})
 
 
@@ -181,7 +191,7 @@ def change_a_number(folder: Path) -> str:
     held = load_file(folder / "model.safetensors")
     held["model.norm.weight"][3] += 1e-3
     save_file(held, folder / "model.safetensors")
-    return describe(folder, "float32", SCALING).base_digest
+    return describe_adapters(folder, "float32", SCALING).base_digest
 
 
 def change_a_shape(folder: Path) -> str:
@@ -196,41 +206,41 @@ def test_another_base_is_refused_by_both_names(
     publisher: Publisher, subscriber: Join, model: Model, change: Callable[[Path], str]
 ) -> None:
     one, new = subscriber(), adapters(0, model[1])
-    before = one.prepare(announce(publisher.publish(0, parts(new))))
+    before = one.prepare_version(announce_version(publisher.publish_version(0, whole_parts(new))))
     original = (model[0] / "model.safetensors").read_bytes()
     (model[0] / "model.safetensors").unlink()  # whoever has it mapped keeps it
     (model[0] / "model.safetensors").write_bytes(original)
     got = change(model[0])
-    manifest = publisher.publish(1, parts(new))
+    manifest = publisher.publish_version(1, whole_parts(new))
     assert manifest.adapter is not None
     with pytest.raises(ValueError, match=f"the digest {manifest.adapter.base_digest}; got .*{got}"):
-        one.prepare(announce(manifest))
+        one.prepare_version(announce_version(manifest))
     assert not (folder_of(publisher) / "v1-life.json").exists()
-    before.verify()
+    before.verify_bytes()
     (model[0] / "model.safetensors").write_bytes(original)
-    expect(one.prepare(announce(manifest)), whole(model[1], new))
+    expect(one.prepare_version(announce_version(manifest)), whole(model[1], new))
 
 
 def test_a_host_without_the_base_is_told_so(
     publisher: Publisher, subscriber: Join, model: Model, tmp_path: Path
 ) -> None:
-    manifest = publisher.publish(0, parts(adapters(0, model[1])))
+    manifest = publisher.publish_version(0, whole_parts(adapters(0, model[1])))
     model[0].rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=f"model.path must be a folder .* got {model[0]}"):
-        subscriber().prepare(announce(manifest))
+        subscriber().prepare_version(announce_version(manifest))
     with pytest.raises(ValueError, match="model.path must be a folder"):
-        describe(model[0], "float32", SCALING)
+        describe_adapters(model[0], "float32", SCALING)
 
 
 def test_damaged_adapters_and_a_damaged_scaling_are_never_merged(
     publisher: Publisher, subscriber: Join, model: Model
 ) -> None:
-    manifest = publisher.publish(0, parts(adapters(0, model[1])))
+    manifest = publisher.publish_version(0, whole_parts(adapters(0, model[1])))
     raw, locator = bytearray(Path(manifest.path).read_bytes()), Path(manifest.locator)
     raw[-1] ^= 1
     Path(manifest.path).write_bytes(raw)
     with pytest.raises(DigestMismatch, match="1 of 8 tensors"):
-        subscriber().prepare(announce(manifest))
+        subscriber().prepare_version(announce_version(manifest))
     assert not folder_of(publisher).exists()
     raw[-1] ^= 1
     Path(manifest.path).write_bytes(raw)
@@ -245,25 +255,25 @@ def test_a_whole_model_that_was_damaged_is_made_again(
     publisher: Publisher, subscriber: Join, model: Model
 ) -> None:
     new = adapters(0, model[1])
-    manifest = publisher.publish(0, parts(new))
-    path = Path(subscriber().prepare(announce(manifest)).manifest.path)
+    manifest = publisher.publish_version(0, whole_parts(new))
+    path = Path(subscriber().prepare_version(announce_version(manifest)).manifest.path)
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
     for seal in path.parent.glob("v0-life.*-*"):
         seal.unlink()  # as after a boot
     with pytest.raises(DigestMismatch, match="1 of 26 tensors"):
-        subscriber().prepare(announce(manifest))
-    expect(subscriber().prepare(announce(manifest), again=True), whole(model[1], new))
+        subscriber().prepare_version(announce_version(manifest))
+    expect(subscriber().prepare_version(announce_version(manifest), again=True), whole(model[1], new))
 
 
 def test_in_the_end_a_folder_on_disk_is_the_whole_model(tmp_path: Path, model: Model) -> None:
     publisher = Publisher(
-        tmp_path / "disk", "life", model=model[0], adapter=describe(model[0], "float32", SCALING)
+        tmp_path / "disk", "life", model=model[0], adapter=describe_adapters(model[0], "float32", SCALING)
     )
     new = adapters(5, model[1])
     for version in (4, 5):
-        publisher.publish(version, parts(adapters(version, model[1])))
+        publisher.publish_version(version, whole_parts(adapters(version, model[1])))
     publisher.close()
     assert {path.suffix for path in publisher.folder.iterdir()} == {".json", ".safetensors"}
     loaded, expected = AutoModelForCausalLM.from_pretrained(publisher.folder), whole(model[1], new)
@@ -273,10 +283,10 @@ def test_in_the_end_a_folder_on_disk_is_the_whole_model(tmp_path: Path, model: M
 
 
 def test_adapters_are_not_offered_on_a_device(tmp_path: Path, model: Model) -> None:
-    folder, adapter = tmp_path / "gpu", describe(model[0], "float32", SCALING)
+    folder, adapter = tmp_path / "gpu", describe_adapters(model[0], "float32", SCALING)
     publisher = Publisher(
         folder, "life", device=DeviceCopy(folder, "gpu", torch.device("cuda"), always=True), adapter=adapter
     )
-    publisher.publish(0, parts(adapters(0, model[1])))
+    publisher.publish_version(0, whole_parts(adapters(0, model[1])))
     assert not list(folder.glob("*.ipc"))
     publisher.close()

@@ -23,18 +23,18 @@ from buffers.keys import Door, KeyRole, make_keys, open_door, show_key
 from configs.disk import DiskFull
 from sync import folders, locks
 from sync.extents import ENTRY, Extents
-from sync.folders import shared_memory_folder, sweep
-from sync.locks import LockTimedOut, hold
+from sync.folders import shared_memory_folder, sweep_folders
+from sync.locks import LockTimedOut, hold_lock
 from sync.manifest import DigestMismatch, Manifest, parse_manifest
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest
-from sync.stream import parts
-from sync.subscriber import Subscriber, announce
+from sync.stream import whole_parts
+from sync.subscriber import Subscriber, announce_version
 from sync.transports import puller, tcp
 from sync.transports.fetcher import Fetcher
 from sync.transports.puller import Puller, TransferFailed
 from sync.transports.server import CHAIN, SnapshotServer
-from sync.transports.tcp import Chunk, Enlist, Get, Refused
+from sync.transports.tcp import Chunk, EnlistRelay, GetChunk, TransferRefused
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,8 +45,8 @@ def weights(seed: int, rows: int = 300) -> dict[str, torch.Tensor]:
 
 
 def same(found: Snapshot, wanted: dict[str, torch.Tensor]) -> bool:
-    found.verify()
-    return all(torch.equal(tensor, wanted[name]) for name, tensor in found.tensors())
+    found.verify_bytes()
+    return all(torch.equal(tensor, wanted[name]) for name, tensor in found.named_tensors())
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def folder() -> Iterator[Path]:
 
 def elsewhere(publisher: Publisher, manifest: Manifest, address: str | None = None) -> str:
     assert publisher._server is not None
-    _, _, digest, path = announce(manifest).split("#", 3)
+    _, _, digest, path = announce_version(manifest).split("#", 3)
     return "#".join((address or publisher._server.address, "another host", digest, path))
 
 
@@ -92,18 +92,18 @@ def stranger() -> Iterator["zmq.Socket[bytes]"]:
 
 NESTED = b"\x91" * 3000 + b"\x90"
 HOSTILE = {
-    "nested in an unknown field": b"\x95\xa3Get\xacv0-life.json\x00\x0a" + NESTED,
-    "nested in a known field": b"\x94\xa3Get" + NESTED + b"\x00\x0a",
-    "nested in an unknown message": b"\x92\xa4Gets" + NESTED,
+    "nested in an unknown field": b"\x95\xa8GetChunk\xacv0-life.json\x00\x0a" + NESTED,
+    "nested in a known field": b"\x94\xa8GetChunk" + NESTED + b"\x00\x0a",
+    "nested in an unknown message": b"\x92\xa9GetChunks" + NESTED,
     "nested and nothing else": NESTED,
-    "not UTF-8": b"\x94\xa3Get\xa2\xff\xfe\x00\x0a",
-    "2**64 - 1": msgspec.msgpack.encode(["Get", "v0-life.json", 2**64 - 1, 1]),
-    "2**63": msgspec.msgpack.encode(["Get", "v0-life.json", 0, 2**63]),
-    "-1": msgspec.msgpack.encode(["Get", "v0-life.json", -1, 1]),
-    "a long name": msgspec.msgpack.encode(["Get", "v" * 3000, 0, 1]),
-    "a long address": msgspec.msgpack.encode(["Enlist", "v0-life.json", f"tcp://{'x' * 300}:1"]),
-    "an address and a line": msgspec.msgpack.encode(["Enlist", "v0-life.json", "tcp://x:1\n"]),
-    "to be sent by NCCL": msgspec.msgpack.encode(["Send", "v0-life", "0123456789abcdef"]),
+    "not UTF-8": b"\x94\xa8GetChunk\xa2\xff\xfe\x00\x0a",
+    "2**64 - 1": msgspec.msgpack.encode(["GetChunk", "v0-life.json", 2**64 - 1, 1]),
+    "2**63": msgspec.msgpack.encode(["GetChunk", "v0-life.json", 0, 2**63]),
+    "-1": msgspec.msgpack.encode(["GetChunk", "v0-life.json", -1, 1]),
+    "a long name": msgspec.msgpack.encode(["GetChunk", "v" * 3000, 0, 1]),
+    "a long address": msgspec.msgpack.encode(["EnlistRelay", "v0-life.json", f"tcp://{'x' * 300}:1"]),
+    "an address and a line": msgspec.msgpack.encode(["EnlistRelay", "v0-life.json", "tcp://x:1\n"]),
+    "to be sent by NCCL": msgspec.msgpack.encode(["RequestBroadcast", "v0-life", "0123456789abcdef"]),
 }
 
 
@@ -112,36 +112,36 @@ def test_a_hostile_request_is_refused_and_counted_and_the_next_one_is_answered(
     publisher: Publisher, stranger: "zmq.Socket[bytes]", what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     imported: list[str] = []
-    monkeypatch.setattr("sync.transports.nccl.Link", lambda host: imported.append("vllm"))
-    publisher.publish(0, parts(weights(0)))
+    monkeypatch.setattr("sync.transports.nccl.NcclLink", lambda host: imported.append("vllm"))
+    publisher.publish_version(0, whole_parts(weights(0)))
     assert publisher._server is not None
     stranger.connect(publisher._server.address)
     stranger.send(HOSTILE[what])
-    stranger.send(tcp.encode(Get("v0-life.json", 0, 10)))
-    assert stranger.poll(20_000) and isinstance(tcp.replies.decode(stranger.recv()), Refused)
+    stranger.send(tcp.encode(GetChunk("v0-life.json", 0, 10)))
+    assert stranger.poll(20_000) and isinstance(tcp.replies.decode(stranger.recv()), TransferRefused)
     assert stranger.poll(20_000) and isinstance(tcp.replies.decode(stranger.recv_multipart()[0]), Chunk)
     assert publisher._server.refused.total() == 1 and imported == [], (
         "nothing is made ready for NCCL, which imports vLLM"
     )
-    publisher.publish(1, parts(weights(1)))
+    publisher.publish_version(1, whole_parts(weights(1)))
 
 
 def test_a_message_of_many_frames_is_refused_and_a_large_one_ends_its_connection_only(
     publisher: Publisher, stranger: "zmq.Socket[bytes]"
 ) -> None:
-    publisher.publish(0, parts(weights(0)))
+    publisher.publish_version(0, whole_parts(weights(0)))
     assert publisher._server is not None
     stranger.connect(publisher._server.address)
     stranger.send_multipart([b"x" * 4000] * 1000)
-    stranger.send(tcp.encode(Get("v0-life.json", 0, 10)))
-    assert isinstance(tcp.replies.decode(stranger.recv()), Refused)
+    stranger.send(tcp.encode(GetChunk("v0-life.json", 0, 10)))
+    assert isinstance(tcp.replies.decode(stranger.recv()), TransferRefused)
     assert isinstance(tcp.replies.decode(stranger.recv_multipart()[0]), Chunk)
     stranger.send(
         b"x" * (tcp.MAX_REQUEST_BYTES + 1)
     )  # libzmq cuts the line; the socket connects again by itself
     deadline = time.monotonic() + 30
     while not stranger.poll(200) and time.monotonic() < deadline:
-        stranger.send(tcp.encode(Get("v0-life.json", 0, 10)))
+        stranger.send(tcp.encode(GetChunk("v0-life.json", 0, 10)))
     assert isinstance(tcp.replies.decode(stranger.recv_multipart()[0]), Chunk)
 
 
@@ -162,7 +162,7 @@ def test_a_hostile_answer_is_as_none(tmp_path: Path, what: str) -> None:
     thread.start()
     fetcher = Fetcher(tmp_path / "far", timeout_s=0.5)
     with pytest.raises(TransferFailed):
-        fetcher.manifest(f"tcp://127.0.0.1:{port}", "v0-life.json")
+        fetcher.fetch_manifest(f"tcp://127.0.0.1:{port}", "v0-life.json")
     thread.join()
     fetcher.close()
     evil.close(linger=0)
@@ -183,7 +183,7 @@ def test_a_hostile_answer_is_as_none(tmp_path: Path, what: str) -> None:
     ids=["nested", "negative size", "2**64-1", "another version", "no dtype", "negative shape", "not UTF-8"],
 )
 def test_a_hostile_manifest_is_a_mismatch(publisher: Publisher, change: Callable[[bytes], bytes]) -> None:
-    data = Path(publisher.publish(0, parts(weights(0))).locator).read_bytes()
+    data = Path(publisher.publish_version(0, whole_parts(weights(0))).locator).read_bytes()
     parse_manifest(data, "it", "v0-life")
     assert change(data) != data
     with pytest.raises(DigestMismatch, match="^it "):
@@ -194,13 +194,13 @@ def test_a_server_thread_that_dies_ends_its_publisher_and_its_relay(
     publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     far = Subscriber(Fetcher(tmp_path / "far", timeout_s=3), relay=SnapshotServer)
-    announced = elsewhere(publisher, publisher.publish(0, parts(weights(0))))
-    far.prepare(announced)
+    announced = elsewhere(publisher, publisher.publish_version(0, whole_parts(weights(0))))
+    far.prepare_version(announced)
 
     def die(*arguments: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(SnapshotServer, "_take", die)
+    monkeypatch.setattr(SnapshotServer, "_take_request", die)
     assert publisher._server is not None and far._server is not None
     for one in (publisher._server, far._server):
         asking: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -209,10 +209,10 @@ def test_a_server_thread_that_dies_ends_its_publisher_and_its_relay(
         one._thread.join(20)
         asking.close(linger=0)
     with pytest.raises(RuntimeError, match="has died") as ended:
-        publisher.publish(1, parts(weights(1)))
+        publisher.publish_version(1, whole_parts(weights(1)))
     assert isinstance(ended.value.__cause__, ZeroDivisionError), "with the traceback of what was the cause"
     with pytest.raises(RuntimeError, match="has died"):
-        far.prepare(announced)
+        far.prepare_version(announced)
     far.close()
 
 
@@ -223,28 +223,28 @@ def test_a_server_with_keys_sees_a_revoked_key_on_an_open_connection_and_the_dea
     make_keys(keys, ["generator", "learner"])
     server = SnapshotServer(folder, secure=lambda socket: open_door(socket, keys))
     publisher = Publisher(folder, "life", server=server)
-    name = Path(publisher.publish(0, parts(weights(0))).path).name
+    name = Path(publisher.publish_version(0, whole_parts(weights(0))).path).name
     show = {
         role: lambda socket, role=role: show_key(socket, keys, role)
         for role in (KeyRole.generator, KeyRole.learner)
     }
     puller, stranger = Puller(show[KeyRole.generator]), Puller(show[KeyRole.learner])
-    assert puller.read(server.address, name, 1 << 20, 20.0)
+    assert puller.read_file(server.address, name, 1 << 20, 20.0)
     (keys / "allowed" / "generator" / "generator.key").unlink()
     deadline = time.monotonic() + 20
     with pytest.raises(TransferFailed, match="refuses"):
         while time.monotonic() < deadline:
-            puller.ask(server.address, Get(name, 0, 1), 20.0)
+            puller.ask_server(server.address, GetChunk(name, 0, 1), 20.0)
 
     def die(*arguments: object) -> None:
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(Door, "_answer", die)
     with pytest.raises(TransferFailed):
-        stranger.ask(server.address, Get(name, 0, 1), 0.5)
+        stranger.ask_server(server.address, GetChunk(name, 0, 1), 0.5)
     server._thread.join(20)
     with pytest.raises(RuntimeError, match="has died") as ended:
-        publisher.check()
+        publisher.check_alive()
     assert ended.value.__cause__ is not None and isinstance(
         ended.value.__cause__.__cause__, ZeroDivisionError
     )
@@ -258,38 +258,41 @@ def test_a_server_with_keys_sees_a_revoked_key_on_an_open_connection_and_the_dea
 def test_a_snapshot_and_manifest_swapped_together_are_noticed_whichever_way_they_come(
     publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = publisher.publish(0, parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(weights(0)))
     far = Subscriber(Fetcher(tmp_path / "far", timeout_s=3))
     nccl = Subscriber(Fetcher(tmp_path / "nccl", timeout_s=3), broadcast=True)
-    for announced in (publisher.announcement(manifest), announce(manifest)):
-        assert same(Subscriber().prepare(announced), weights(0))  # type: ignore[arg-type]
+    for announced in (publisher.announce_version(manifest), announce_version(manifest)):
+        assert same(Subscriber().prepare_version(announced), weights(0))  # type: ignore[arg-type]
     other = Publisher(tmp_path / "other", "life")
-    swapped = other.publish(0, parts(weights(1)))
+    swapped = other.publish_version(0, whole_parts(weights(1)))
     for name in (manifest.path, manifest.locator):
         os.replace(Path(swapped.path).parent / Path(name).name, name)
     other.close()
-    read_manifest(manifest.locator), Snapshot(read_manifest(manifest.locator)).verify()  # a pair that fits
+    (
+        read_manifest(manifest.locator),
+        Snapshot(read_manifest(manifest.locator)).verify_bytes(),
+    )  # a pair that fits
     for subscriber, announced in (
-        (Subscriber(), publisher.announcement(manifest)),
-        (Subscriber(), announce(manifest)),
+        (Subscriber(), publisher.announce_version(manifest)),
+        (Subscriber(), announce_version(manifest)),
         (far, elsewhere(publisher, manifest)),
         (nccl, elsewhere(publisher, manifest)),
     ):
         with pytest.raises(DigestMismatch, match="was announced"):
-            subscriber.prepare(announced)
+            subscriber.prepare_version(announced)
     for subscriber in (far, nccl):
         subscriber.close()
 
 
 def test_a_file_put_in_the_place_of_a_sealed_one_is_noticed(publisher: Publisher, tmp_path: Path) -> None:
-    manifest = publisher.publish(0, parts(weights(0)))
-    Subscriber().prepare(announce(manifest))
+    manifest = publisher.publish_version(0, whole_parts(weights(0)))
+    Subscriber().prepare_version(announce_version(manifest))
     damaged = bytearray(Path(manifest.path).read_bytes())
     damaged[-1] ^= 1
     (tmp_path / "damaged").write_bytes(damaged)
     os.replace(tmp_path / "damaged", manifest.path)
     with pytest.raises(DigestMismatch, match="1 of 2 tensors"):
-        Subscriber().prepare(announce(manifest))
+        Subscriber().prepare_version(announce_version(manifest))
 
 
 @pytest.mark.parametrize(
@@ -297,7 +300,7 @@ def test_a_file_put_in_the_place_of_a_sealed_one_is_noticed(publisher: Publisher
 )
 def test_what_is_no_announcement_is_a_version_that_is_not_to_be_had(announced: str) -> None:
     with pytest.raises(TransferFailed, match="must be announced as"):
-        Subscriber().prepare(announced)
+        Subscriber().prepare_version(announced)
 
 
 # ---- folders
@@ -344,7 +347,7 @@ def test_a_folder_that_someone_else_made_or_may_write_to_is_refused(
             use()
     announced = f"##{'0' * 32}#{folder}/v0-life.json"
     with pytest.raises(ValueError, match=f"^{folder} must be"):
-        Subscriber().prepare(announced)
+        Subscriber().prepare_version(announced)
 
 
 def test_folders_without_owner_are_swept_when_they_are_old_and_unlocked_and_ours(
@@ -359,12 +362,12 @@ def test_folders_without_owner_are_swept_when_they_are_old_and_unlocked_and_ours
     (claimed / "owner.4711").touch()
     (claimed / "v3-life.safetensors").write_bytes(b"x")
     (users / "thesis.tex").touch()
-    with hold(locked / "lock", "is at it"):
+    with hold_lock(locked / "lock", "is at it"):
         for one in made:
             for path in (*one.iterdir(), one):
                 if one != young:
                     os.utime(path, (time.time() - folders.ORPHANED_S - 60,) * 2)
-        assert {one for one in sweep(folder.parent) if one in made} == {empty, claimed}
+        assert {one for one in sweep_folders(folder.parent) if one in made} == {empty, claimed}
     assert [one.exists() for one in made] == [False, False, True, True, True]
 
 
@@ -373,12 +376,12 @@ def test_folders_without_owner_are_swept_when_they_are_old_and_unlocked_and_ours
 HOLD = """
 import sys, time
 from pathlib import Path
-from sync.locks import hold
-with hold(Path(sys.argv[1]), "does something long") as lock:
+from sync.locks import hold_lock
+with hold_lock(Path(sys.argv[1]), "does something long") as lock:
     print(flush=True)
     while True:
         time.sleep(0.02)
-        lock.progress()
+        lock.note_progress()
 """
 
 
@@ -400,7 +403,7 @@ def test_a_stopped_holder_is_named_after_a_deadline_that_its_progress_puts_off(
     def take() -> float:
         began = time.monotonic()
         says = f"locked by process {holder.pid}, which does something long, which has made no"
-        with pytest.raises(LockTimedOut, match=says), hold(tmp_path / "lock", "waits", patience_s=3):
+        with pytest.raises(LockTimedOut, match=says), hold_lock(tmp_path / "lock", "waits", patience_s=3):
             pass
         return time.monotonic() - began
 
@@ -408,7 +411,7 @@ def test_a_stopped_holder_is_named_after_a_deadline_that_its_progress_puts_off(
     stop.start()
     assert take() > 6, "as long as it made progress it was not given up"
     holder.send_signal(signal.SIGKILL)
-    with hold(tmp_path / "lock", "has it", patience_s=20):
+    with hold_lock(tmp_path / "lock", "has it", patience_s=20):
         pass
 
 
@@ -418,20 +421,20 @@ from pathlib import Path
 from sync.transports import fetcher, puller, tcp
 tcp.CHUNK_BYTES = puller.FIRST_BYTES = 1 << 12
 print(flush=True)
-print(fetcher.Fetcher(Path(sys.argv[1])).fetch(sys.argv[2], sys.argv[3]), flush=True)
+print(fetcher.Fetcher(Path(sys.argv[1])).fetch_version(sys.argv[2], sys.argv[3]), flush=True)
 """
 
 
 class Slow(SnapshotServer):
-    def _reply(self, request: object) -> tuple[object, list[memoryview]]:  # type: ignore[override]
+    def _make_reply(self, request: object) -> tuple[object, list[memoryview]]:  # type: ignore[override]
         time.sleep(0.04)
-        return super()._reply(request)  # type: ignore[arg-type]
+        return super()._make_reply(request)  # type: ignore[arg-type]
 
 
 def test_a_process_stopped_in_the_middle_of_a_fetch_does_not_stop_its_host(
     publisher: Publisher, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = publisher.publish(0, parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(weights(0)))
     slow = Slow(publisher.folder)
     stopped = subprocess.Popen(
         [sys.executable, "-c", FETCH, str(folder), slow.address, Path(manifest.locator).name],
@@ -442,30 +445,32 @@ def test_a_process_stopped_in_the_middle_of_a_fetch_does_not_stop_its_host(
     stopped.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(locks, "PATIENCE_S", 1.0)
     other = Subscriber(Fetcher(folder, timeout_s=3), relay=SnapshotServer)
-    found = other.prepare(elsewhere(publisher, manifest))
+    found = other.prepare_version(elsewhere(publisher, manifest))
     assert isinstance(found, Snapshot) and same(found, weights(0))
     assert Path(found.manifest.path).parent.name == f"{folder.name}-2"
-    second = elsewhere(publisher, publisher.publish(1, parts(weights(1))))
-    assert same(other.prepare(second), weights(1))  # type: ignore[arg-type]
+    second = elsewhere(publisher, publisher.publish_version(1, whole_parts(weights(1))))
+    assert same(other.prepare_version(second), weights(1))  # type: ignore[arg-type]
     assert other._served == other._fetcher.folder, "what it serves to others is there too"  # type: ignore[union-attr]
     stopped.send_signal(signal.SIGCONT)
     out, _ = stopped.communicate(timeout=60)
     assert out.strip() == str(folder / "v0-life.json"), "who was stopped goes on where it was"
     slow.close()
     other.close()
-    assert sweep(folder.parent) and not list(folder.parent.glob(f"{folder.name}*")), "nothing stays behind"
+    assert sweep_folders(folder.parent) and not list(folder.parent.glob(f"{folder.name}*")), (
+        "nothing stays behind"
+    )
 
 
 def test_who_is_stopped_while_it_verifies_does_not_stop_the_others(
     publisher: Publisher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    manifest = publisher.publish(0, parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(weights(0)))
     monkeypatch.setattr(locks, "PATIENCE_S", 0.5)
     monkeypatch.setattr("sync.snapshot.boot_id", lambda: "here")
-    with hold(
+    with hold_lock(
         Path(manifest.path).with_suffix(".here"), "verifies version 0"
     ):  # another descriptor: as another process
-        found = Subscriber().prepare(announce(manifest))
+        found = Subscriber().prepare_version(announce_version(manifest))
     assert isinstance(found, Snapshot) and found.checks == 1
     assert re.search(rf"locked by process {os.getpid()}, which verifies version 0, .*for itself", caplog.text)
 
@@ -476,32 +481,33 @@ def test_who_is_stopped_while_it_verifies_does_not_stop_the_others(
 def record_of(fetcher: Fetcher) -> int:
     come = Extents()
     for path in fetcher.folder.glob("*.chunks"):
-        come.read(os.open(path, os.O_RDONLY), 0)
+        come.read_record(os.open(path, os.O_RDONLY), 0)
     return come.end_from(0)
 
 
 def test_extents_know_what_is_there_in_whatever_order_it_comes(tmp_path: Path) -> None:
     come = Extents()
     for begin, end in ((40, 50), (0, 10), (10, 20), (60, 70), (45, 65), (15, 18)):
-        come.add(begin, end)
-    assert come.missing(100) == [(20, 40), (70, 100)] and Extents().missing(3) == [(0, 3)]
+        come.add_range(begin, end)
+    assert come.missing_ranges(100) == [(20, 40), (70, 100)] and Extents().missing_ranges(3) == [(0, 3)]
     assert [come.end_from(at) for at in (0, 19, 20, 30, 40, 69, 99)] == [20, 20, 20, 30, 70, 70, 99]
     record = tmp_path / "record"
     record.write_bytes(ENTRY.pack(0, 5) + ENTRY.pack(9, 4) + ENTRY.pack(5, 7)[:9])
     torn, file = Extents(), os.open(record, os.O_RDONLY)
-    assert torn.read(file, 0) == 32 and torn.end_from(0) == 5, "a torn entry is as none"
+    assert torn.read_record(file, 0) == 32 and torn.end_from(0) == 5, "a torn entry is as none"
     os.close(file)
 
 
 def test_a_relay_hands_on_what_has_come_while_it_still_fetches(publisher: Publisher, tmp_path: Path) -> None:
-    manifest = publisher.publish(0, parts(weights(0, rows=4000)))  # 63 chunks
+    manifest = publisher.publish_version(0, whole_parts(weights(0, rows=4000)))  # 63 chunks
     slow = Slow(publisher.folder)
     hosts = [Subscriber(Fetcher(tmp_path / f"far-{n}", timeout_s=20), relay=SnapshotServer) for n in range(6)]
     together = False
     try:  # servers that a failure leaves open would hold up whoever collects their contexts
         with ThreadPoolExecutor(6) as pool:
             under_way = [
-                pool.submit(one.prepare, elsewhere(publisher, manifest, slow.address)) for one in hosts
+                pool.submit(one.prepare_version, elsewhere(publisher, manifest, slow.address))
+                for one in hosts
             ]
             while not any(one.done() for one in under_way):
                 come = sorted(record_of(one._fetcher) for one in hosts if one._fetcher)
@@ -526,7 +532,7 @@ from sync.transports.server import SnapshotServer
 tcp.CHUNK_BYTES = 1 << 16
 subscriber = Subscriber(Fetcher(Path(sys.argv[1])), relay=SnapshotServer)
 for announced in sys.stdin:
-    subscriber.prepare(announced.strip())
+    subscriber.prepare_version(announced.strip())
     print(subscriber._server.address, flush=True)
 """
 
@@ -548,7 +554,7 @@ def test_a_dead_relay_is_asked_once_and_nobody_is_sent_there_again(
     ]
     try:
         addresses = []
-        announced = elsewhere(publisher, publisher.publish(0, parts(weights(0))))
+        announced = elsewhere(publisher, publisher.publish_version(0, whole_parts(weights(0))))
         for relay in relays:
             assert relay.stdin is not None and relay.stdout is not None
             relay.stdin.write(f"{announced}\n")
@@ -559,13 +565,13 @@ def test_a_dead_relay_is_asked_once_and_nobody_is_sent_there_again(
         assert publisher._server._relays["v0-life.safetensors"] == addresses
         began, before = time.monotonic(), publisher._server.bytes_sent
         for host in hosts:  # the first is told to ask one that is dead, then the other
-            assert same(host.prepare(announced), weights(0))  # type: ignore[arg-type]
+            assert same(host.prepare_version(announced), weights(0))  # type: ignore[arg-type]
         assert time.monotonic() - began > 1.0 and publisher._server.bytes_sent > before
         assert not set(addresses) & set(publisher._server._relays["v0-life.safetensors"])
-        announced = elsewhere(publisher, publisher.publish(1, parts(weights(1))))
+        announced = elsewhere(publisher, publisher.publish_version(1, whole_parts(weights(1))))
         silent = [dict(host._fetcher._silent) for host in hosts if host._fetcher]
         for host in hosts:
-            assert same(host.prepare(announced), weights(1))  # type: ignore[arg-type]
+            assert same(host.prepare_version(announced), weights(1))  # type: ignore[arg-type]
         assert silent == [host._fetcher._silent for host in hosts if host._fetcher], "nobody was sent there"
     finally:
         for host in hosts:
@@ -576,8 +582,8 @@ def test_a_dead_relay_is_asked_once_and_nobody_is_sent_there_again(
 
 
 class Damaging(SnapshotServer):
-    def _reply(self, request: object) -> tuple[object, list[memoryview]]:  # type: ignore[override]
-        reply, payload = super()._reply(request)  # type: ignore[arg-type]
+    def _make_reply(self, request: object) -> tuple[object, list[memoryview]]:  # type: ignore[override]
+        reply, payload = super()._make_reply(request)  # type: ignore[arg-type]
         if isinstance(reply, Chunk) and not reply.name.endswith(".json"):
             payload = [memoryview(bytes(payload[0])[:-1] + b"\xff")]
         return reply, payload
@@ -585,7 +591,10 @@ class Damaging(SnapshotServer):
 
 def test_a_relay_that_sends_a_byte_now_and_then_is_passed_over(publisher: Publisher, tmp_path: Path) -> None:
     assert publisher._server is not None
-    manifest, address = publisher.publish(0, parts({"w": torch.zeros(1_000_000)})), publisher._server.address
+    manifest, address = (
+        publisher.publish_version(0, whole_parts({"w": torch.zeros(1_000_000)})),
+        publisher._server.address,
+    )
     name, ended = Path(manifest.path).name, threading.Event()
     relay: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     port = relay.bind_to_random_port("tcp://127.0.0.1")
@@ -602,9 +611,9 @@ def test_a_relay_that_sends_a_byte_now_and_then_is_passed_over(publisher: Publis
     thread = threading.Thread(target=trickle)
     thread.start()
     puller = Puller()
-    puller.ask(address, Enlist(name, f"tcp://127.0.0.1:{port}"), 20.0)
+    puller.ask_server(address, EnlistRelay(name, f"tcp://127.0.0.1:{port}"), 20.0)
     far = Fetcher(tmp_path / "far", serve_at="tcp://127.0.0.1:1", timeout_s=2)
-    far.fetch(address, Path(manifest.locator).name)
+    far.fetch_version(address, Path(manifest.locator).name)
     assert asked and far.bytes_received >= manifest.num_bytes - 100, (
         "the publisher itself was asked for the rest"
     )
@@ -621,11 +630,11 @@ def test_a_relay_that_hands_on_damaged_bytes_costs_its_children_one_fetch(
     relay = Subscriber(Fetcher(tmp_path / "relay"), relay=Damaging)
     child = Subscriber(Fetcher(tmp_path / "child"), relay=SnapshotServer)
     for version in range(2):
-        announced = elsewhere(publisher, publisher.publish(version, parts(weights(version))))
-        relay.prepare(announced)
+        announced = elsewhere(publisher, publisher.publish_version(version, whole_parts(weights(version))))
+        relay.prepare_version(announced)
         with pytest.raises(DigestMismatch):
-            child.prepare(announced)
-        assert same(child.prepare(announced, again=True), weights(version))  # type: ignore[arg-type]
+            child.prepare_version(announced)
+        assert same(child.prepare_version(announced, again=True), weights(version))  # type: ignore[arg-type]
     for one in (relay, child):
         one.close()
 
@@ -635,8 +644,8 @@ class Narrow(SnapshotServer):
 
     rate = 1e9
 
-    def _reply(self, request: object) -> tuple[object, list[memoryview]]:  # type: ignore[override]
-        reply, payload = super()._reply(request)  # type: ignore[arg-type]
+    def _make_reply(self, request: object) -> tuple[object, list[memoryview]]:  # type: ignore[override]
+        reply, payload = super()._make_reply(request)  # type: ignore[arg-type]
         time.sleep(sum(len(part) for part in payload) / self.rate)
         return reply, payload
 
@@ -644,7 +653,7 @@ class Narrow(SnapshotServer):
 def test_on_a_slow_link_less_is_asked_for_at_a_time_and_what_comes_counts(
     publisher: Publisher, tmp_path: Path
 ) -> None:
-    manifest = publisher.publish(0, parts(weights(0, rows=100)))
+    manifest = publisher.publish_version(0, whole_parts(weights(0, rows=100)))
     narrow = Narrow(publisher.folder)
     narrow.rate = 20_000  # a chunk of 64 kB takes longer than anybody waits
     fetcher = Fetcher(tmp_path / "far", timeout_s=1.5)
@@ -653,7 +662,7 @@ def test_on_a_slow_link_less_is_asked_for_at_a_time_and_what_comes_counts(
     narrow._reply = lambda request: (asked.append(getattr(request, "size", 0)), reply(request))[1]  # type: ignore
     while True:
         try:
-            local = fetcher.fetch(narrow.address, Path(manifest.locator).name)
+            local = fetcher.fetch_version(narrow.address, Path(manifest.locator).name)
             break
         except TransferFailed:
             failed += 1
@@ -672,12 +681,12 @@ def test_the_record_of_a_fetcher_killed_when_it_was_done_is_not_believed(
     for version in range(
         4
     ):  # from the third on there is a spare, in whose memory the next version is fetched
-        manifest = publisher.publish(version, parts(weights(version)))
+        manifest = publisher.publish_version(version, whole_parts(weights(version)))
         if version == 3:
             stem = tmp_path / "far" / "v3-life"
             stem.with_suffix(".chunks").write_bytes(ENTRY.pack(0, manifest.num_bytes))
             stem.with_suffix(".safetensors").write_bytes(b"whole, but its manifest was not written any more")
-        assert same(far.prepare(elsewhere(publisher, manifest)), weights(version))  # type: ignore[arg-type]
+        assert same(far.prepare_version(elsewhere(publisher, manifest)), weights(version))  # type: ignore[arg-type]
     far.close()
 
 
@@ -704,25 +713,25 @@ def test_a_publication_without_room_is_named_and_leaves_the_versions_before_in_s
     small_disk: Path,
 ) -> None:
     publisher = Publisher(small_disk / "weights", "life")
-    before = publisher.publish(0, parts({"a": MEGABYTE}))
+    before = publisher.publish_version(0, whole_parts({"a": MEGABYTE}))
     with pytest.raises(
         DiskFull, match=rf"^the disk of {small_disk}\S+ must have room for 6,291,456 bytes .* got [\d,]+ b"
     ):
-        publisher.publish(1, parts({name: MEGABYTE for name in "abcdef"}))
-    assert same(Subscriber().prepare(announce(before)), {"a": MEGABYTE})  # type: ignore[arg-type]
+        publisher.publish_version(1, whole_parts({name: MEGABYTE for name in "abcdef"}))
+    assert same(Subscriber().prepare_version(announce_version(before)), {"a": MEGABYTE})  # type: ignore[arg-type]
     assert not [path for path in publisher.folder.iterdir() if path.name.startswith("v1")], (
         "no remains take room"
     )
-    again = publisher.publish(2, parts({"a": MEGABYTE, "b": MEGABYTE}))
-    assert same(Subscriber().prepare(announce(again)), {"a": MEGABYTE, "b": MEGABYTE})  # type: ignore[arg-type]
+    again = publisher.publish_version(2, whole_parts({"a": MEGABYTE, "b": MEGABYTE}))
+    assert same(Subscriber().prepare_version(announce_version(again)), {"a": MEGABYTE, "b": MEGABYTE})  # type: ignore[arg-type]
     publisher.close()
 
 
 def test_a_fetch_without_room_is_named(publisher: Publisher, small_disk: Path) -> None:
-    manifest = publisher.publish(0, parts({name: MEGABYTE for name in "abcdef"}))
+    manifest = publisher.publish_version(0, whole_parts({name: MEGABYTE for name in "abcdef"}))
     fetcher = Fetcher(small_disk / "far")
     with pytest.raises(DiskFull, match=rf"the disk of {small_disk}.* must have room for"):
-        fetcher.fetch(publisher._server.address, Path(manifest.locator).name)  # type: ignore[union-attr]
+        fetcher.fetch_version(publisher._server.address, Path(manifest.locator).name)  # type: ignore[union-attr]
     fetcher.close()
 
 
@@ -733,14 +742,14 @@ def test_a_patch_without_room_leaves_nothing(publisher: Publisher, monkeypatch: 
 
     monkeypatch.setattr("sync.patch.save_file", fill)
     assert publisher._server is not None
-    publisher._server._patches.wanted()
+    publisher._server._patches.note_interest()
     state = weights(0)
     for version in range(2):
-        manifest = publisher.publish(version, parts(state))
+        manifest = publisher.publish_version(version, whole_parts(state))
         state["b"] = state["b"] + 1
-    while publisher._server._patches.route("v0-life", "v1-life") is None:
+    while publisher._server._patches.find_route("v0-life", "v1-life") is None:
         time.sleep(0.01)
-    assert publisher._server._patches.route("v0-life", "v1-life") == []
+    assert publisher._server._patches.find_route("v0-life", "v1-life") == []
     assert {path.suffix for path in publisher.folder.glob("v*")} == {
         ".safetensors",
         ".json",
@@ -749,12 +758,14 @@ def test_a_patch_without_room_leaves_nothing(publisher: Publisher, monkeypatch: 
 
 def test_many_relays_are_two_chains_and_a_lost_one_is_bridged(publisher: Publisher) -> None:
     assert publisher._server is not None
-    ask = publisher._server._parent
+    ask = publisher._server._find_parent
     hosts = [f"tcp://host-{n}:1" for n in range(20)]
-    parents = [ask(Enlist("v0-life.safetensors", host)) for host in hosts]
+    parents = [ask(EnlistRelay("v0-life.safetensors", host)) for host in hosts]
     assert [n for n, parent in enumerate(parents) if not parent] == [0, CHAIN]
     told = [parent for parent in parents if parent]
     assert len(set(told)) == len(told) == 18, "nobody is asked by two"
     assert all(hosts.index(parent) < n for n, parent in enumerate(parents) if parent)
-    assert ask(Enlist("v0-life.safetensors", hosts[3], lost=hosts[2])) == hosts[1]
-    assert ask(Enlist("v1-life.safetensors", hosts[9])) == "", "of every file there is a chain of its own"
+    assert ask(EnlistRelay("v0-life.safetensors", hosts[3], lost=hosts[2])) == hosts[1]
+    assert ask(EnlistRelay("v1-life.safetensors", hosts[9])) == "", (
+        "of every file there is a chain of its own"
+    )

@@ -267,7 +267,7 @@ def ask_for_a_window(port: int) -> socket.socket:
     """A host that has asked for as much as a puller asks for at a time, and has little room for what comes."""
     connection = raw_client(port, room=128 << 10)
     for number in range(8):
-        body = tcp.encode(tcp.Get("v0-life.safetensors", number * tcp.CHUNK_BYTES, tcp.CHUNK_BYTES))
+        body = tcp.encode(tcp.GetChunk("v0-life.safetensors", number * tcp.CHUNK_BYTES, tcp.CHUNK_BYTES))
         connection.sendall(b"\x00" + bytes([len(body)]) + body)
     return connection
 
@@ -301,15 +301,15 @@ def test_whoever_asks_for_more_than_it_reads_loses_its_connection(
     port = int(server.address.rpartition(":")[2])
     greedy = ask_for_a_window(port)
     assert not server.refused
-    body = tcp.encode(tcp.Get("v0-life.safetensors", 0, 64 << 20))
+    body = tcp.encode(tcp.GetChunk("v0-life.safetensors", 0, 64 << 20))
     greedy.sendall(b"\x00" + bytes([len(body)]) + body)
     until(lambda: server.refused["unread answers"] == 1, "it is ended")
     greedy.close()
 
 
 REQUESTS: list[tcp.Request] = [
-    tcp.Get("v0-life.safetensors", 0, 10), tcp.Route("v1-life", "v0-life"), tcp.Enlist("v0-life.json", "tcp://10.0.0.7:5555"),
-    tcp.Send("v0-life", "0123456789abcdef"),
+    tcp.GetChunk("v0-life.safetensors", 0, 10), tcp.GetPatchRoute("v1-life", "v0-life"), tcp.EnlistRelay("v0-life.json", "tcp://10.0.0.7:5555"),
+    tcp.RequestBroadcast("v0-life", "0123456789abcdef"),
 ]  # fmt: skip
 
 
@@ -335,8 +335,8 @@ def test_weights_are_for_keys_of_generators(
         assert asker.poll(20_000)
         reply = tcp.replies.decode(asker.recv_multipart()[0])
         said = f"{type(request).__name__} must not be said with the key of a {role}"
-        assert (isinstance(reply, tcp.Refused) and said in reply.reason) == (role is not KeyRole.generator), (
-            reply
-        )
+        assert (isinstance(reply, tcp.TransferRefused) and said in reply.reason) == (
+            role is not KeyRole.generator
+        ), reply
     assert server.refused["forbidden"] == (0 if role is KeyRole.generator else len(REQUESTS))
     asker.close(linger=0)

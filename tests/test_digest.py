@@ -5,7 +5,7 @@ import torch
 import xxhash
 
 from sync import digest
-from sync.digest import CHUNK_BYTES, Digest, device_digests, raw_bytes, tensor_digest, tensor_digests
+from sync.digest import CHUNK_BYTES, StreamDigest, device_digests, raw_bytes, tensor_digest, tensor_digests
 from sync.manifest import SAFETENSORS_DTYPES
 
 SIZES = (0, 1, 7, 4096, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES + 24)
@@ -23,7 +23,7 @@ def chunk_by_chunk(data: bytes) -> str:
 def test_a_digest_is_that_of_its_chunks_digests_however_the_bytes_come() -> None:
     data = raw_bytes(random_bytes(3 * CHUNK_BYTES + 100))
     for step in (1000, CHUNK_BYTES // 2, CHUNK_BYTES, CHUNK_BYTES + 1, 1 << 30):
-        found = Digest()
+        found = StreamDigest()
         for at in range(0, len(data), step):
             found.update(data[at : at + step])
         assert found.hexdigest() == chunk_by_chunk(bytes(data)), step

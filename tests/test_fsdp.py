@@ -22,7 +22,7 @@ from learners.attention import choose_attention
 from learners.fsdp import FsdpEngine
 from learners.packing import Batch, Packed, microbatches, pack
 from learners.world import World
-from sync.stream import collect
+from sync.stream import collect_tensors
 
 SIZES = dict(
     vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -78,7 +78,7 @@ def mean_logprob(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
 
 
 def weights_of(engine: FsdpEngine) -> dict[str, Tensor]:
-    return collect(engine.weights())
+    return collect_tensors(engine.weights())
 
 
 def test_logprobs_and_entropy_are_those_after_temperature(qwen3: Path, packed: list[Packed]) -> None:

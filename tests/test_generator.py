@@ -28,10 +28,10 @@ from generators.worker import Generator
 from sync.manifest import EngineMismatch
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot
-from sync.stream import parts
+from sync.stream import whole_parts
 from sync.subscriber import Subscriber
 from sync.transports.fetcher import Fetcher
-from sync.transports.nccl import Broadcast
+from sync.transports.nccl import NcclBroadcast
 from sync.transports.server import SnapshotServer
 
 BASE = [
@@ -83,8 +83,8 @@ class Rig:
             thread.start()
 
     def publish(self, version: int) -> None:
-        manifest = self.publisher.publish(version, parts({"w": torch.tensor([float(version)])}))
-        announced = self.publisher.announcement(manifest)
+        manifest = self.publisher.publish_version(version, whole_parts({"w": torch.tensor([float(version)])}))
+        announced = self.publisher.announce_version(manifest)
         if self.far:
             announced = announced.replace(boot_id(), "another host")
         self.client.call(m.Publish(version=version, weights=announced), m.Done)
@@ -176,8 +176,8 @@ def test_a_task_that_always_fails_ends_the_run_with_its_error(tmp_path: Path) ->
     thread = threading.Thread(target=generate)
     thread.start()
     publisher = Publisher(tmp_path / "weights", "life")
-    manifest = publisher.publish(0, parts({"w": torch.tensor([0.0])}))
-    client.post(m.Publish(version=0, weights=publisher.announcement(manifest)))
+    manifest = publisher.publish_version(0, whole_parts({"w": torch.tensor([0.0])}))
+    client.post(m.Publish(version=0, weights=publisher.announce_version(manifest)))
     with pytest.raises(
         Stuck, match=r"\d+ groups in a row have failed 2 times each, .* TimeoutError: the judge is away"
     ):
@@ -217,8 +217,8 @@ def test_an_engine_that_takes_longer_to_build_than_a_lease_lasts_is_no_silence_o
     thread = threading.Thread(target=generator.run)
     thread.start()
     publisher = Publisher(tmp_path / "weights", "life")
-    manifest = publisher.publish(0, parts({"w": torch.tensor([0.0])}))
-    client.call(m.Publish(version=0, weights=publisher.announcement(manifest)), m.Done)
+    manifest = publisher.publish_version(0, whole_parts({"w": torch.tensor([0.0])}))
+    client.call(m.Publish(version=0, weights=publisher.announce_version(manifest)), m.Done)
     assert isinstance(client.next(0, wait_s=8.0), Taken)
     client.call(m.Stop(reason="over"), m.Done)
     thread.join(timeout=10)
@@ -260,7 +260,7 @@ class Refusing(SimulatedEngine):
 
     times = 1
 
-    def load(self, source: Snapshot | Broadcast) -> None:
+    def load(self, source: Snapshot | NcclBroadcast) -> None:
         if self.times:
             self.times -= 1
             raise EngineMismatch(
@@ -294,8 +294,8 @@ def test_a_mismatch_is_repaired_once_and_a_second_one_takes_the_generator_out_of
     thread = threading.Thread(target=generate)
     thread.start()
     publisher = Publisher(tmp_path / "weights", "life")
-    manifest = publisher.publish(0, parts({"w": torch.tensor([0.0])}))
-    client.call(m.Publish(version=0, weights=publisher.announcement(manifest)), m.Done)
+    manifest = publisher.publish_version(0, whole_parts({"w": torch.tensor([0.0])}))
+    client.call(m.Publish(version=0, weights=publisher.announce_version(manifest)), m.Done)
     if times == 1:
         assert isinstance(client.next(0, wait_s=8.0), Taken), "it serves"
         client.call(m.Stop(reason="over"), m.Done)
@@ -382,7 +382,7 @@ class Scripted:
     def num_unfinished(self) -> int:
         return len(self.samples)
 
-    def load(self, source: Snapshot | Broadcast) -> None: ...
+    def load(self, source: Snapshot | NcclBroadcast) -> None: ...
 
     def shutdown(self) -> None: ...
 
@@ -503,14 +503,14 @@ def test_versions_that_come_faster_than_they_can_be_brought_are_taken_up_all_the
 ) -> None:
     """Each version is announced while the one before is still being prepared."""
     begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
-    prepare = Subscriber.prepare
+    prepare = Subscriber.prepare_version
 
-    def slow(self: Subscriber, announced: str, *, again: bool = False) -> Snapshot | Broadcast:
+    def slow(self: Subscriber, announced: str, *, again: bool = False) -> Snapshot | NcclBroadcast:
         begun.release()
         go_on.acquire(timeout=30)
         return prepare(self, announced, again=again)
 
-    monkeypatch.setattr(Subscriber, "prepare", slow)
+    monkeypatch.setattr(Subscriber, "prepare_version", slow)
     rig = start("staleness.max_versions=3", "run.steps=40", "buffer.watchdog_s=100")
     rig.publish(0)
     for version in range(1, 5):

@@ -19,12 +19,12 @@ from sync import vllm_plugin
 from sync.manifest import EngineMismatch, Manifest
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot
-from sync.stream import parts
-from sync.subscriber import Subscriber, announce
+from sync.stream import whole_parts
+from sync.subscriber import Subscriber, announce_version
 from sync.transports import cuda_ipc
 from sync.transports.cuda_ipc import DeviceCopy
 from sync.transports.fetcher import Fetcher
-from sync.transports.nccl import Links, Send
+from sync.transports.nccl import NcclLinks, RequestBroadcast
 from sync.transports.server import SnapshotServer
 
 GPU = "GPU-1"
@@ -112,7 +112,7 @@ def test_a_copy_that_an_engine_is_reading_is_not_written_over(
 ) -> None:
     rig.load(0)
     held = rig.load(1)
-    with cuda_ipc.on_device(held, GPU) as update:
+    with cuda_ipc.open_device_copy(held, GPU) as update:
         assert update is not None and set(update["names"]) == {entry.name for entry in held.tensors}
         before = {handle: tensor.clone() for handle, tensor in ipc.items()}
         manifest = rig.publish(0)
@@ -139,7 +139,9 @@ def test_copies_are_made_for_engines_of_the_same_gpu_only(
 ) -> None:
     (tmp_path / "gpu-another").touch()
     device = DeviceCopy(tmp_path, GPU, torch.device("cpu"))
-    assert [part.name for part in device.tee(parts({"a": torch.ones(3)}))] == ["a"] and not device._tensors
+    assert [part.name for part in device.tee_parts(whole_parts({"a": torch.ones(3)}))] == [
+        "a"
+    ] and not device._tensors
 
 
 def test_what_is_offered_is_on_the_device_wherever_the_learner_holds_it(
@@ -152,8 +154,8 @@ def test_what_is_offered_is_on_the_device_wherever_the_learner_holds_it(
     )
     device = DeviceCopy(tmp_path, GPU, torch.device("meta"), always=True)
     for version, size in enumerate((3, 3, 4)):
-        list(device.tee(parts({"a": torch.ones(size), "b": torch.ones(2)})))
-        device.offer(Manifest(version, "1", str(tmp_path / f"v{version}-1.safetensors"), 0, (), ""))
+        list(device.tee_parts(whole_parts({"a": torch.ones(size), "b": torch.ones(2)})))
+        device.offer_version(Manifest(version, "1", str(tmp_path / f"v{version}-1.safetensors"), 0, (), ""))
     assert [(tensor.device.type, len(tensor)) for tensor in shared] == [("meta", 3), ("meta", 2), ("meta", 4)]
 
 
@@ -244,15 +246,15 @@ def test_versions_come_by_nccl_when_the_engine_takes_them_up(
     wire, server, subscriber = nccl
     for model in (0, 1, 0):
         manifest = rig.publish(model)
-        rig.engine.load(subscriber.prepare(announce(manifest, server.address)))
+        rig.engine.load(subscriber.prepare_version(announce_version(manifest, server.address)))
         assert serves(rig, manifest)
     assert wire.joined == 2, "one group for the life of both"
-    gone = subscriber.prepare(announce(rig.publish(1), server.address))
+    gone = subscriber.prepare_version(announce_version(rig.publish(1), server.address))
     for model in (0, 1, 0):
         manifest = rig.publish(model)
     with pytest.raises(FileNotFoundError, match="is gone"):
         rig.engine.load(gone)
-    rig.engine.load(subscriber.prepare(announce(manifest, server.address)))
+    rig.engine.load(subscriber.prepare_version(announce_version(manifest, server.address)))
     assert serves(rig, manifest)
 
 
@@ -273,16 +275,16 @@ def test_a_receiver_that_dies_in_a_broadcast_does_not_hold_the_learners_device(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr("sync.transports.nccl.STALLED_S", 0.2)
     publisher = Publisher(tmp_path, "1")
-    manifest = publisher.publish(0, parts({"a": torch.ones(3)}))
-    links = Links(tmp_path, "127.0.0.1")
-    first = links.send(Send(Path(manifest.path).stem, "0" * 16))
+    manifest = publisher.publish_version(0, whole_parts({"a": torch.ones(3)}))
+    links = NcclLinks(tmp_path, "127.0.0.1")
+    first = links.send_snapshot(RequestBroadcast(Path(manifest.path).stem, "0" * 16))
     (link,) = links._links.values()
     assert first.fresh and begun.wait(60) and aborted.wait(60)
     deadline = time.monotonic() + 60
     while not link.broken:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert links.send(Send(Path(manifest.path).stem, "0" * 16)).fresh, (
+    assert links.send_snapshot(RequestBroadcast(Path(manifest.path).stem, "0" * 16)).fresh, (
         "who comes back gets a group of its own"
     )
     links.close()
@@ -294,7 +296,7 @@ def test_what_nccl_delivers_wrong_is_found_out_and_sent_again(
 ) -> None:
     wire, server, subscriber = nccl
     manifest = rig.publish(1)
-    source = subscriber.prepare(announce(manifest, server.address))
+    source = subscriber.prepare_version(announce_version(manifest, server.address))
     received = wire.tensors.get
     monkeypatch.setattr(wire.tensors, "get", lambda timeout: received(timeout=timeout).add(1))
     with pytest.raises(EngineMismatch):
@@ -302,5 +304,5 @@ def test_what_nccl_delivers_wrong_is_found_out_and_sent_again(
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    rig.engine.load(subscriber.prepare(announce(manifest, server.address), again=True))
+    rig.engine.load(subscriber.prepare_version(announce_version(manifest, server.address), again=True))
     assert serves(rig, manifest)

@@ -23,9 +23,9 @@ from generators.simulated_engine import SimulatedEngine
 from generators.worker import Generator, join
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot
-from sync.stream import parts
+from sync.stream import whole_parts
 from sync.subscriber import Subscriber
-from sync.transports.nccl import Broadcast
+from sync.transports.nccl import NcclBroadcast
 
 BASE = [
     "generators.engine=simulated", "learner.engine=simulated", "learner.groups_per_step=4", "run.steps=3", "eval.prompts=0",
@@ -51,8 +51,10 @@ class Rig:
         self.threads[-1].start()
 
     def publish(self, version: int) -> None:
-        manifest = self.publisher.publish(version, parts({"w": torch.tensor([float(version)])}))
-        self.client.call(m.Publish(version=version, weights=self.publisher.announcement(manifest)), m.Done)
+        manifest = self.publisher.publish_version(version, whole_parts({"w": torch.tensor([float(version)])}))
+        self.client.call(
+            m.Publish(version=version, weights=self.publisher.announce_version(manifest)), m.Done
+        )
 
     def status(self) -> m.Status:
         return self.client.call(m.Watch(after=0, wait_s=0.0), m.News).status
@@ -108,10 +110,10 @@ class Pulling(Subscriber):
     def fetched_bytes(self) -> int:
         return int(1e9 * (time.monotonic() - self.began_at)) if self.began_at and self.bytes_come_in else 0
 
-    def prepare(self, announced: str, *, again: bool = False) -> Snapshot | Broadcast:
+    def prepare_version(self, announced: str, *, again: bool = False) -> Snapshot | NcclBroadcast:
         self.began_at = time.monotonic()
         self.end.wait(timeout=90)
-        return super().prepare(announced, again=again)
+        return super().prepare_version(announced, again=again)
 
 
 def test_a_pull_of_weights_that_takes_several_leases_and_stalls_loses_none_while_bytes_come_in(
@@ -147,7 +149,7 @@ def test_a_pull_in_which_nothing_comes_keeps_its_leases_until_it_counts_as_stall
 class Hanging(SimulatedEngine):
     end = threading.Event()
 
-    def load(self, source: Snapshot | Broadcast) -> None:
+    def load(self, source: Snapshot | NcclBroadcast) -> None:
         self.end.wait(timeout=90)
         super().load(source)
 

@@ -19,7 +19,7 @@ from learners.engine import LossFn
 from learners.fsdp import FsdpEngine
 from learners.packing import Batch, Packed, from_arrow, microbatches, minibatch_rows, pack, plan
 from learners.world import World
-from sync.stream import collect
+from sync.stream import collect_tensors
 
 
 @pytest.fixture(scope="module")
@@ -134,18 +134,20 @@ def test_an_update_equals_plain_pytorch(
         (-(plain_logprobs(model, batch) * weights).sum() / len(batch.tokens)).backward()
         assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)), rel=1e-4)
         optimizer.step()
-    published = collect(engine.weights())
+    published = collect_tensors(engine.weights())
     assert set(published) == set(dict(model.named_parameters()))
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(published[name], parameter.detach(), atol=5e-5, rtol=0)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(engine: FsdpEngine, batch: Batch) -> None:
-    before = collect(engine.weights())
+    before = collect_tensors(engine.weights())
     poison = torch.full((len(batch.tokens),), float("nan"))
     with pytest.raises(FloatingPointError, match="gradient norm must be finite, got nan"):
         engine.update([pack(batch, range(3))], sum_loss(batch, poison), 1e-3)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in collect(engine.weights()).items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in collect_tensors(engine.weights()).items()
+    )
 
 
 def test_a_resumed_engine_goes_on_to_the_same_bits(
@@ -158,8 +160,10 @@ def test_a_resumed_engine_goes_on_to_the_same_bits(
     resumed = FsdpEngine(fixed_model, max_grad_norm=0.5, weight_decay=0.1)
     resumed.load(tmp_path / "engine")
     resumed.update(packed, sum_loss(batch, weights), 1e-3)
-    expected = collect(engine.weights())
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in collect(resumed.weights()).items())
+    expected = collect_tensors(engine.weights())
+    assert all(
+        torch.equal(tensor, expected[name]) for name, tensor in collect_tensors(resumed.weights()).items()
+    )
 
 
 def trained(world: World, model: Path, batch: Batch) -> tuple[float, dict[str, Tensor]]:
@@ -167,7 +171,7 @@ def trained(world: World, model: Path, batch: Batch) -> tuple[float, dict[str, T
     for _ in range(2):
         parts = microbatches(batch, range(batch.num_sequences), 60, world.size, world.rank)
         norm = engine.update(parts, sum_loss(batch, torch.ones(len(batch.tokens))), 1e-3)
-    return norm, collect(engine.weights())
+    return norm, collect_tensors(engine.weights())
 
 
 def test_two_ranks_train_to_the_same_weights_as_one(

@@ -31,7 +31,7 @@ from learners.fsdp import FsdpEngine
 from learners.lora import Base
 from learners.packing import Batch, Packed, pack
 from learners.world import World
-from sync.stream import collect
+from sync.stream import collect_tensors
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -177,7 +177,7 @@ def make_engine(folder: Path, lora: LoraConfig | None, **options: Any) -> FsdpEn
 
 def published(engine: FsdpEngine, lora: LoraConfig, publish: LoraPublish) -> dict[str, Tensor]:
     lora.publish = publish
-    return collect(engine.weights())
+    return collect_tensors(engine.weights())
 
 
 def share_of(engine: FsdpEngine) -> list[Packed]:

@@ -37,7 +37,7 @@ from learners.megatron.engine import MegatronEngine
 from learners.megatron.model import Sizes, problems
 from learners.packing import Packed, microbatches
 from learners.world import World
-from sync.stream import collect
+from sync.stream import collect_tensors
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -130,7 +130,7 @@ def test_an_update_is_hugging_faces_own(
         torch.testing.assert_close(found, entropies.detach(), atol=1e-5, rtol=0)
     optimizer.step()
     model.save_pretrained(tmp_path)
-    assert_same_weights(collect(engine.weights()), load_file(tmp_path / "model.safetensors"))
+    assert_same_weights(collect_tensors(engine.weights()), load_file(tmp_path / "model.safetensors"))
 
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -162,33 +162,33 @@ def life(world: World, model: Path, options: dict[str, Any], single: Path, folde
             whole[part.index] = out * share.speaks
         return world.add(whole)
 
-    found["loaded"] = collect(engine.weights())
+    found["loaded"] = collect_tensors(engine.weights())
     found["logprobs"] = spoken(engine.infer(parts))
     found["others"] = spoken([(part.sequence > 0).float() for part in parts]) > 0
     found["with another start"] = spoken(engine.infer([other_start(part) for part in parts]))
 
     found["norms"] = [engine.update(parts, mean_logprob, LR)]
-    found["stepped"] = collect(engine.weights())
+    found["stepped"] = collect_tensors(engine.weights())
     write = engine.snapshot()
     found["norms"].append(engine.update(parts, mean_logprob, LR))
     thread = threading.Thread(target=write, args=(folder,))
     thread.start()
     found["norms"] += [engine.update(parts, mean_logprob, LR) for _ in range(2)]
     thread.join()
-    found["after"] = collect(engine.weights())
+    found["after"] = collect_tensors(engine.weights())
     world.barrier()
 
     resumed = MegatronEngine(model, **OPTIONS, **options)
     resumed.load(folder)
-    found["resumed"] = collect(resumed.weights())
+    found["resumed"] = collect_tensors(resumed.weights())
     found["resumed norms"] = [resumed.update(parts, mean_logprob, LR) for _ in range(3)]
-    found["resumed after"] = collect(resumed.weights())
+    found["resumed after"] = collect_tensors(resumed.weights())
     resumed.load(single)
-    found["from one rank"] = collect(resumed.weights())
+    found["from one rank"] = collect_tensors(resumed.weights())
     found["norm from one rank"] = resumed.update(parts, mean_logprob, LR)
     with pytest.raises(FloatingPointError, match="nothing was updated"):
         engine.update(parts, lambda logprobs, entropy, packed: logprobs.sum() / 0, LR)
-    found["not updated"] = collect(engine.weights())
+    found["not updated"] = collect_tensors(engine.weights())
     return found
 
 
@@ -202,10 +202,10 @@ def alone(folder: Path, process_group: None) -> Callable[[str], dict[str, Any]]:
         found: dict[str, Any] = {"logprobs": torch.zeros(sum(LENGTHS))}
         found["logprobs"][parts[0].index] = engine.infer(parts)[0]
         found["norms"] = [engine.update(parts, mean_logprob, LR)]
-        found["stepped"] = collect(engine.weights())
+        found["stepped"] = collect_tensors(engine.weights())
         engine.snapshot()(folder / name / "single")
         found["norms"] += [engine.update(parts, mean_logprob, LR) for _ in range(3)]
-        return found | {"after": collect(engine.weights())}
+        return found | {"after": collect_tensors(engine.weights())}
 
     return live
 
@@ -286,11 +286,11 @@ def test_a_checkpoint_is_taken_up_in_another_layout(
     assert found["norm from one rank"] == pytest.approx(expected["norms"][1], rel=1e-5)
     engine = MegatronEngine(model, **OPTIONS)
     engine.load(folder / name)
-    assert same(collect(engine.weights()), found["stepped"])
+    assert same(collect_tensors(engine.weights()), found["stepped"])
     assert engine.update(parts_of(70), mean_logprob, LR) == pytest.approx(found["norms"][1], rel=1e-5)
     for _ in range(2):
         engine.update(parts_of(70), mean_logprob, LR)
-    assert_same_weights(collect(engine.weights()), found["after"], steps=3)
+    assert_same_weights(collect_tensors(engine.weights()), found["after"], steps=3)
 
 
 @layouts
@@ -305,7 +305,7 @@ def heads_of(world: World, model: Path, options: dict[str, Any]) -> dict[str, An
     parts, found = parts_of(40), {}
     engine = MegatronEngine(model, **OPTIONS, **options, entropy_gradient=True)
     found["norm"] = engine.update(parts, entropy_bonus, LR)
-    found["weights"] = collect(engine.weights())
+    found["weights"] = collect_tensors(engine.weights())
     frozen = MegatronEngine(model, kind=Kind.frozen, **OPTIONS, **options)
     found["frozen"] = frozen.infer(parts)
     found["buffers"] = [parameter.requires_grad for parameter in frozen._model.parameters()] + [
@@ -394,8 +394,8 @@ def test_a_checkpoint_holds_nothing_but_safetensors_and_a_lost_file_is_missed(
 def test_bfloat16_is_published_and_not_computed_with_on_a_cpu(folder: Path) -> None:
     exact, rounded = (MegatronEngine(folder / "qwen3", dtype=dtype, **OPTIONS) for dtype in Dtype)
     assert all(map(torch.equal, exact.infer(parts_of(40)), rounded.infer(parts_of(40))))
-    expected = {name: tensor.to(torch.bfloat16) for name, tensor in collect(exact.weights()).items()}
-    assert same(collect(rounded.weights()), expected)
+    expected = {name: tensor.to(torch.bfloat16) for name, tensor in collect_tensors(exact.weights()).items()}
+    assert same(collect_tensors(rounded.weights()), expected)
     assert max(part.elements.nbytes for part in rounded.weights()) <= 1 << 11
 
 

@@ -21,7 +21,7 @@ from sync.experts import element_places
 from sync.manifest import DigestMismatch, Manifest
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot
-from sync.stream import collect, parts
+from sync.stream import collect_tensors, whole_parts
 
 Weights = dict[str, torch.Tensor]
 
@@ -77,14 +77,14 @@ def published(world: World, folder: Path) -> dict[str, list[Weights]]:
     found = {}
     for family in MIXTURES:
         engine = FsdpEngine(folder / family)
-        weights = [collect(engine.weights())]
+        weights = [collect_tensors(engine.weights())]
         for _ in range(3):
             engine.update(
                 [pack(lesson(), [0, 1])], lambda logprobs, entropy, packed: -logprobs.sum() / 48, 1e-2
             )
-        found[family] = [*weights, collect(engine.weights())]
+        found[family] = [*weights, collect_tensors(engine.weights())]
         engine._publish_dtype = torch.bfloat16
-        found[family].append(collect(engine.weights()))
+        found[family].append(collect_tensors(engine.weights()))
     return found
 
 
@@ -107,7 +107,7 @@ class Rig:
 
     def load(self, number: int, weights: Weights | None = None) -> Manifest:
         self._version += 1 + (self._version + 1 - number) % 2
-        manifest = self.publisher.publish(self._version, parts(weights or self.learner[number]))
+        manifest = self.publisher.publish_version(self._version, whole_parts(weights or self.learner[number]))
         self.engine.load(Snapshot(manifest))
         return manifest
 

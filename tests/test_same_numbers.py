@@ -36,7 +36,7 @@ from transformers import (
 from configs.learner import Accumulate
 from learners.packing import Packed, pack
 from learners.world import World
-from sync.stream import collect
+from sync.stream import collect_tensors
 
 ENGINE_ROWS = {
     "fsdp": EngineRow("fsdp", 1),
@@ -199,7 +199,7 @@ def train_step(world: World, row: EngineRow, folder: Path, num_microbatches: int
         return loss
 
     norm = engine.update(parts, loss_fn, LR)
-    weights = collect(engine.weights())
+    weights = collect_tensors(engine.weights())
     return EngineOutcome(float(world.add(losses)), norm, world.add(logprobs), weights, routing=engine.routing)
 
 

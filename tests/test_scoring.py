@@ -23,7 +23,7 @@ from generators.simulated_engine import SimulatedEngine
 from generators.task import Score
 from generators.worker import Generator
 from sync.publisher import Publisher
-from sync.stream import parts
+from sync.stream import whole_parts
 
 ROOT = Path(__file__).parents[1]
 
@@ -345,8 +345,8 @@ def train(
     for thread in threads:
         thread.start()
     for step in range(3):
-        manifest = publisher.publish(step, parts({"w": torch.tensor([float(step)])}))
-        client.call(m.Publish(version=step, weights=publisher.announcement(manifest)), m.Done)
+        manifest = publisher.publish_version(step, whole_parts({"w": torch.tensor([float(step)])}))
+        client.call(m.Publish(version=step, weights=publisher.announce_version(manifest)), m.Done)
         taken = client.next(step, wait_s=50.0)
         assert isinstance(taken, Taken), taken
         trained += taken.groups

@@ -24,7 +24,7 @@ from configs.learner import Accumulate, LoraConfig
 from learners import fsdp, lora
 from learners.packing import Packed, pack
 from learners.world import World
-from sync.stream import collect
+from sync.stream import collect_tensors
 
 # ---- a mesh of GPUs, where there is none: whatever is moved to it fails
 
@@ -93,7 +93,7 @@ def _step(world: World, folder: Path, choice: Accumulate, number: int) -> tuple[
         )
 
     engine.update([pack(batch, mine[first::number]) for first in range(number)], loss_fn, LR)
-    return held[0], collect(engine.weights())
+    return held[0], collect_tensors(engine.weights())
 
 
 def _whole_gradients(model: nn.Module) -> int:

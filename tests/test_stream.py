@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from learners.world import World
-from sync.stream import collect, parts, stream
+from sync.stream import collect_tensors, stream_tensor, whole_parts
 
 BUCKET = 1 << 12
 LARGE = (1 << 14, 1 << 10)  # 64 MB in float32
@@ -42,19 +42,19 @@ def stream_all(ranks: World) -> None:
             sharded = distribute_tensor(whole, mesh, placements)  # type: ignore[arg-type]
             for dtype in (torch.float32, torch.bfloat16):
                 got = []
-                for part in stream(name, sharded, dtype, BUCKET):
+                for part in stream_tensor(name, sharded, dtype, BUCKET):
                     assert part.elements.nbytes <= BUCKET and part.elements.dtype == dtype
                     got.append(part._replace(elements=part.elements.clone()))
                 assert bool(got) == (rank == 0), (case, name)
                 if rank == 0:
-                    assert torch.equal(collect(got)[name], whole.to(dtype)), (case, name, dtype)
+                    assert torch.equal(collect_tensors(got)[name], whole.to(dtype)), (case, name, dtype)
     large = DTensor.from_local(torch.full((LARGE[0] // world, LARGE[1]), float(rank)), flat, [Shard(0)])
-    for _ in stream(
+    for _ in stream_tensor(
         "large", large, torch.bfloat16, 1 << 20
     ):  # what sockets and allocators need the first time
         pass
     before, most = resident_bytes(), 0
-    for _ in stream("large", large, torch.bfloat16, 1 << 20):
+    for _ in stream_tensor("large", large, torch.bfloat16, 1 << 20):
         most = max(most, resident_bytes() - before)
     assert most < 8 << 20, f"rank {rank} took {most} bytes more; the tensor has {large.numel() * 2}"
 
@@ -65,9 +65,9 @@ def test_every_way_of_sharding_comes_out_whole_and_a_bucket_at_a_time(tmp_path: 
 
 def test_a_tensor_that_is_not_sharded_is_not_copied() -> None:
     whole = torch.randn(100, 100)
-    got = list(stream("a", whole, torch.float32, BUCKET))
+    got = list(stream_tensor("a", whole, torch.float32, BUCKET))
     assert all(
         part.elements.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in got
     )
-    assert len(got) == 10 and torch.equal(collect(got)["a"], whole)
-    assert torch.equal(collect(parts({"a": whole}))["a"], whole)
+    assert len(got) == 10 and torch.equal(collect_tensors(got)["a"], whole)
+    assert torch.equal(collect_tensors(whole_parts({"a": whole}))["a"], whole)

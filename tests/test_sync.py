@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 
 from sync import folders
 from sync.digest import tensor_digest
-from sync.folders import PREFIX, sweep
+from sync.folders import FOLDER_PREFIX, sweep_folders
 from sync.manifest import DigestMismatch, TensorEntry, whole_digest
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot, SnapshotWriter, read_manifest
-from sync.stream import Part, parts
-from sync.subscriber import Subscriber, announce
+from sync.stream import TensorPart, whole_parts
+from sync.subscriber import Subscriber, announce_version
 
 
 def weights(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -50,19 +50,19 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_subscriber_reads_the_bits_that_were_published(publisher: Publisher, dtype: torch.dtype) -> None:
     published = weights(0, dtype)
-    announced = publisher.publish(3, parts(published))
+    announced = publisher.publish_version(3, whole_parts(published))
     manifest = read_manifest(announced.locator)
     assert manifest == announced
     assert (manifest.version, manifest.incarnation) == (3, "first")
     snapshot = Snapshot(manifest)
-    snapshot.verify()
-    assert same(dict(snapshot.tensors()), published)
+    snapshot.verify_bytes()
+    assert same(dict(snapshot.named_tensors()), published)
     assert publisher.seconds > 0
 
 
 def test_the_snapshot_is_a_stock_safetensors_file(publisher: Publisher) -> None:
     published = weights(0)
-    assert same(load_file(publisher.publish(0, parts(published)).path), published)
+    assert same(load_file(publisher.publish_version(0, whole_parts(published)).path), published)
 
 
 @settings(max_examples=30, deadline=None)
@@ -85,21 +85,26 @@ def test_any_tensors_survive_any_room_for_the_header(
     path = tmp_path_factory.mktemp("any") / "file"
     writer = SnapshotWriter(header_room=room)
     for _ in range(2):  # the second time the room is known
-        entries = writer.write(path, parts(tensors))
+        entries = writer.write_snapshot(path, whole_parts(tensors))
         assert same(load_file(path), tensors)
         assert [entry.digest for entry in entries] == [tensor_digest(t) for t in tensors.values()]
         assert [path] == list(path.parent.iterdir())
 
 
 def test_a_part_is_written_before_the_next_is_asked_for(publisher: Publisher) -> None:
-    def one_at_a_time() -> Iterator[Part]:
+    def one_at_a_time() -> Iterator[TensorPart]:
         buffer = torch.empty(1 << 20)  # reused: a writer that kept parts would find the last one everywhere
         for i in range(8):
-            yield Part(f"tensor.{i // 2}", (2, 1 << 20), buffer.fill_(i))
+            yield TensorPart(f"tensor.{i // 2}", (2, 1 << 20), buffer.fill_(i))
 
-    snapshot = Snapshot(publisher.publish(0, one_at_a_time()))
-    snapshot.verify()
-    assert [tensor[:, -1].tolist() for _, tensor in snapshot.tensors()] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    snapshot = Snapshot(publisher.publish_version(0, one_at_a_time()))
+    snapshot.verify_bytes()
+    assert [tensor[:, -1].tolist() for _, tensor in snapshot.named_tensors()] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+    ]
 
 
 def test_the_whole_digest_covers_names_dtypes_shapes_and_order() -> None:
@@ -123,42 +128,42 @@ def test_a_single_flipped_bit_anywhere_in_a_tensor_is_noticed(
 ) -> None:
     publisher = Publisher(tmp_path_factory.mktemp("flip") / "weights", "x")
     try:
-        manifest = publisher.publish(0, parts(weights(0)))
+        manifest = publisher.publish_version(0, whole_parts(weights(0)))
         raw = bytearray(Path(manifest.path).read_bytes())
         num_raw = sum(tensor.nbytes for tensor in weights(0).values())
         raw[len(raw) - 1 - at % num_raw] ^= 1 << bit
         Path(manifest.path).write_bytes(raw)
         with pytest.raises(DigestMismatch, match="1 of 4 tensors in the file"):
-            Snapshot(manifest).verify()
+            Snapshot(manifest).verify_bytes()
     finally:
         publisher.close()
 
 
 @pytest.mark.parametrize("num_bytes", [0, 7, 100, -1])
 def test_a_truncated_file_is_noticed_when_it_is_opened(publisher: Publisher, num_bytes: int) -> None:
-    manifest = publisher.publish(0, parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(weights(0)))
     os.truncate(manifest.path, num_bytes % manifest.num_bytes)
     with pytest.raises(DigestMismatch, match="bytes"):
         Snapshot(manifest)
 
 
 def test_a_file_of_the_right_size_that_is_no_snapshot_is_noticed(publisher: Publisher) -> None:
-    manifest = publisher.publish(0, parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(weights(0)))
     Path(manifest.path).write_bytes(b"\xff" * manifest.num_bytes)
     with pytest.raises(DigestMismatch, match="not a snapshot"):
         Snapshot(manifest)
 
 
 def test_another_versions_file_is_noticed(publisher: Publisher) -> None:
-    old = publisher.publish(0, parts(weights(0)))
-    new = publisher.publish(1, parts(weights(1)))
+    old = publisher.publish_version(0, whole_parts(weights(0)))
+    new = publisher.publish_version(1, whole_parts(weights(1)))
     Path(new.path).write_bytes(Path(old.path).read_bytes())
     with pytest.raises(DigestMismatch, match="4 of 4 tensors in the file .*: model.embed.weight, "):
-        Snapshot(new).verify()
+        Snapshot(new).verify_bytes()
 
 
 def test_a_manifest_that_contradicts_itself_is_refused(publisher: Publisher) -> None:
-    manifest = publisher.publish(0, parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(weights(0)))
     locator = Path(manifest.locator)
     whole = locator.read_bytes()
     locator.write_bytes(whole.replace(b'"scale"', b'"scalf"'))
@@ -170,7 +175,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(publisher: Publisher) -> 
 
 
 def test_a_missing_snapshot_is_reported_and_never_created(publisher: Publisher) -> None:
-    manifest = publisher.publish(0, parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(weights(0)))
     Path(manifest.path).unlink()
     with pytest.raises(FileNotFoundError):
         Snapshot(manifest)
@@ -178,10 +183,10 @@ def test_a_missing_snapshot_is_reported_and_never_created(publisher: Publisher) 
 
 
 def test_the_newest_versions_are_kept_and_a_mapped_one_outlives_its_file(publisher: Publisher) -> None:
-    first = publisher.publish(0, parts(weights(0)))
+    first = publisher.publish_version(0, whole_parts(weights(0)))
     mapped = Snapshot(first)
     for version in (1, 2, 5):
-        publisher.publish(version, parts(weights(version)))
+        publisher.publish_version(version, whole_parts(weights(version)))
     files = {file.name for file in publisher.folder.iterdir()}
     spare = {"v1-first.spare", "v1-first.was"}  # memory for the version to come
     assert files - spare == {
@@ -193,8 +198,8 @@ def test_the_newest_versions_are_kept_and_a_mapped_one_outlives_its_file(publish
     }
     with pytest.raises(FileNotFoundError):
         read_manifest(first.locator)
-    mapped.verify()
-    assert same(dict(mapped.tensors()), weights(0))
+    mapped.verify_bytes()
+    assert same(dict(mapped.named_tensors()), weights(0))
 
 
 def test_a_reader_never_sees_half_a_version(tmp_path: Path) -> None:
@@ -203,9 +208,9 @@ def test_a_reader_never_sees_half_a_version(tmp_path: Path) -> None:
         [
             sys.executable,
             "-c",
-            "import sys, torch; from sync.publisher import Publisher; from sync.stream import parts\n"
+            "import sys, torch; from sync.publisher import Publisher; from sync.stream import whole_parts\n"
             "publisher = Publisher(sys.argv[1], 'x')\n"
-            "for version in range(10**6): publisher.publish(version, parts({'a': torch.full((50_000,), float(version))}))",
+            "for version in range(10**6): publisher.publish_version(version, whole_parts({'a': torch.full((50_000,), float(version))}))",
             str(tmp_path / "weights"),
         ]
     )
@@ -218,9 +223,9 @@ def test_a_reader_never_sees_half_a_version(tmp_path: Path) -> None:
                     snapshot = Snapshot(read_manifest(locator))
                 except FileNotFoundError:
                     continue
-                snapshot.verify()
+                snapshot.verify_bytes()
                 assert locator.name == f"v{snapshot.manifest.version}-x.json"
-                assert dict(snapshot.tensors())["a"][-1].item() == snapshot.manifest.version
+                assert dict(snapshot.named_tensors())["a"][-1].item() == snapshot.manifest.version
                 seen.add(snapshot.manifest.version)
         assert len(seen) >= 50
     finally:
@@ -229,17 +234,17 @@ def test_a_reader_never_sees_half_a_version(tmp_path: Path) -> None:
 
 
 def test_a_folder_seen_from_elsewhere_is_read_from_there(publisher: Publisher, tmp_path: Path) -> None:
-    manifest = publisher.publish(0, parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(weights(0)))
     elsewhere = tmp_path / "mounted elsewhere"
     elsewhere.symlink_to(publisher.folder)
     seen = read_manifest(elsewhere / Path(manifest.locator).name)
     assert Path(seen.path).parent == elsewhere
-    Snapshot(seen).verify()
+    Snapshot(seen).verify_bytes()
 
 
 def test_close_removes_the_folder(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path / "weights", "x")
-    publisher.publish(0, parts(weights(0)))
+    publisher.publish_version(0, whole_parts(weights(0)))
     publisher.close()
     assert not publisher.folder.exists()
 
@@ -248,7 +253,7 @@ def test_a_folder_is_given_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A role that ends with its driver gives up its folders while its own thread may be about to do so."""
     publisher = Publisher(tmp_path / "w", "life")
     monkeypatch.setattr(folders, "in_shared_memory", lambda folder: folder == publisher.folder)
-    folders.abandon()
+    folders.leave_all_folders()
     assert not publisher.folder.exists()
     another = os.open(tmp_path / "another file", os.O_CREAT)
     assert another == publisher._lock, "the kernel gives the number out again"
@@ -266,8 +271,8 @@ def publish_and_die(folder: Path) -> None:
         [
             sys.executable,
             "-c",
-            "import os, sys, torch; from sync.publisher import Publisher; from sync.stream import parts\n"
-            "Publisher(sys.argv[1], 'x').publish(7, parts({'a': torch.zeros(3)})); os.kill(os.getpid(), 9)",
+            "import os, sys, torch; from sync.publisher import Publisher; from sync.stream import whole_parts\n"
+            "Publisher(sys.argv[1], 'x').publish_version(7, whole_parts({'a': torch.zeros(3)})); os.kill(os.getpid(), 9)",
             str(folder),
         ],
         check=False,
@@ -279,12 +284,14 @@ def test_a_new_life_begins_with_an_empty_folder_and_may_count_from_a_lower_versi
     publish_and_die(tmp_path / "weights")
     publisher = Publisher(tmp_path / "weights", "second", keep=1)
     assert [file.name for file in publisher.folder.iterdir()] == ["owner"]
-    assert read_manifest(publisher.publish(5, parts(weights(0))).locator).incarnation == "second"
+    assert (
+        read_manifest(publisher.publish_version(5, whole_parts(weights(0))).locator).incarnation == "second"
+    )
     publisher.close()
 
 
 def test_folders_of_the_dead_are_swept_and_nothing_else_is(tmp_path: Path) -> None:
-    dead, alive, stranger = (tmp_path / f"{PREFIX}{name}" for name in ("dead", "alive", "stranger"))
+    dead, alive, stranger = (tmp_path / f"{FOLDER_PREFIX}{name}" for name in ("dead", "alive", "stranger"))
     publish_and_die(dead)
     stranger.mkdir()  # no owner: not made by a publisher
     (tmp_path / "other").mkdir()
@@ -292,7 +299,7 @@ def test_folders_of_the_dead_are_swept_and_nothing_else_is(tmp_path: Path) -> No
     living = Publisher(alive, "x")  # sweeps
     assert not dead.exists()
     publish_and_die(dead)
-    assert sweep(tmp_path) == [dead]
+    assert sweep_folders(tmp_path) == [dead]
     assert {folder.name for folder in tmp_path.iterdir()} == {alive.name, stranger.name, "other"}
     living.close()
 
@@ -312,35 +319,40 @@ def test_parts_of_a_layer_that_engines_merge_lie_side_by_side_from_the_first_ver
     ]
     for version in range(2):
         tensors = {name: torch.randn(rows, 3) for rows, name in enumerate(names, 2)}
-        snapshot = Snapshot(publisher.publish(version, parts(tensors)))
-        snapshot.verify()
-        assert same(load_file(snapshot.manifest.path), tensors) and same(dict(snapshot.tensors()), tensors)
+        snapshot = Snapshot(publisher.publish_version(version, whole_parts(tensors)))
+        snapshot.verify_bytes()
+        assert same(load_file(snapshot.manifest.path), tensors) and same(
+            dict(snapshot.named_tensors()), tensors
+        )
         for merged in (names[0:5:2], names[1:6:2], [names[8], names[6]]):
             expected = torch.cat([tensors[name] for name in merged])
-            found = snapshot.merged(merged)
+            found = snapshot.view_merged(merged)
             assert found is not None and torch.equal(found, expected)
-        assert snapshot.merged([names[8], names[7]]) is None, "gate and down are not neighbours"
+        assert snapshot.view_merged([names[8], names[7]]) is None, "gate and down are not neighbours"
 
 
 def test_a_host_verifies_a_version_once_and_again_when_nobody_has_vouched_for_it(
     publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = publisher.publish(0, parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(weights(0)))
     verified = []
     monkeypatch.setattr(
         Snapshot, "verify", lambda snapshot, progress: verified.append(snapshot.manifest.version)
     )
-    threads = [threading.Thread(target=Subscriber().prepare, args=[announce(manifest)]) for _ in range(4)]
+    threads = [
+        threading.Thread(target=Subscriber().prepare_version, args=[announce_version(manifest)])
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert verified == [0]
     monkeypatch.setattr("sync.snapshot.boot_id", lambda: "another host")
-    Subscriber().prepare(announce(manifest))
+    Subscriber().prepare_version(announce_version(manifest))
     assert verified == [0, 0]
     for version in (1, 2):
-        publisher.publish(version, parts(weights(version)))
+        publisher.publish_version(version, whole_parts(weights(version)))
     assert {path.suffix for path in publisher.folder.glob("v0-*")} <= {".spare", ".was"}, (
         "seals go with their version"
     )
@@ -349,7 +361,7 @@ def test_a_host_verifies_a_version_once_and_again_when_nobody_has_vouched_for_it
 def test_memory_is_used_again_only_when_nobody_has_it(publisher: Publisher) -> None:
     inodes, held = [], []
     for version in range(12):
-        manifest = publisher.publish(version, parts(weights(version)))
+        manifest = publisher.publish_version(version, whole_parts(weights(version)))
         inodes.append(os.stat(manifest.path).st_ino)
         if version in (2, 5):
             held.append((version, Snapshot(manifest)))
@@ -365,17 +377,17 @@ def test_memory_is_used_again_only_when_nobody_has_it(publisher: Publisher) -> N
             end = Path(manifest.path).read_bytes()[-64:].hex()
     assert len(set(inodes)) < 10, "files are used again"
     for version, snapshot in held:
-        snapshot.verify()
-        assert same(dict(snapshot.tensors()), weights(version))
+        snapshot.verify_bytes()
+        assert same(dict(snapshot.named_tensors()), weights(version))
     out, _ = other.communicate("")
     assert out.strip() == end, "what another process has mapped stays what it was"
 
 
 def test_a_damaged_snapshot_gets_no_seal(publisher: Publisher) -> None:
-    manifest = publisher.publish(0, parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(weights(0)))
     raw = bytearray(Path(manifest.path).read_bytes())
     raw[-1] ^= 1
     Path(manifest.path).write_bytes(raw)
     for _ in range(2):
         with pytest.raises(DigestMismatch, match="1 of 4 tensors"):
-            Subscriber().prepare(announce(manifest))
+            Subscriber().prepare_version(announce_version(manifest))

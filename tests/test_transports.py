@@ -22,18 +22,18 @@ from safetensors.torch import save_file as save_torch_file
 
 from buffers.keys import make_keys, open_door, show_key
 from sync import patch
-from sync.adapter import PREFIX, describe
+from sync.adapter import PEFT_PREFIX, describe_adapters
 from sync.manifest import DigestMismatch, Manifest
 from sync.patch import apply_patches, make_patch, patch_name
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest
-from sync.stream import parts
-from sync.subscriber import Subscriber, announce
+from sync.stream import whole_parts
+from sync.subscriber import Subscriber, announce_version
 from sync.transports import server, tcp
 from sync.transports.fetcher import Fetcher
 from sync.transports.puller import TransferFailed
 from sync.transports.server import SnapshotServer
-from sync.transports.tcp import Chunk, Get
+from sync.transports.tcp import Chunk, GetChunk
 
 NUM_CHUNKS = 12
 
@@ -97,13 +97,15 @@ def publisher(tmp_path: Path) -> Iterator[Publisher]:
 def elsewhere(publisher: Publisher, manifest: Manifest, address: str | None = None) -> str:
     """What was announced, as a host sees it that is not the learner's."""
     assert publisher._server is not None
-    return announce(manifest, address or publisher._server.address).replace("#here#", "#another host#")
+    return announce_version(manifest, address or publisher._server.address).replace(
+        "#here#", "#another host#"
+    )
 
 
 def arrived(found: str | Snapshot) -> dict[str, torch.Tensor]:
     snapshot = found if isinstance(found, Snapshot) else Snapshot(read_manifest(found))
-    snapshot.verify()
-    return dict(snapshot.tensors())
+    snapshot.verify_bytes()
+    return dict(snapshot.named_tensors())
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -111,17 +113,19 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 def test_a_host_fetches_a_version_once_and_only_from_elsewhere(publisher: Publisher, host: Make) -> None:
-    manifest = publisher.publish(0, parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(weights(0)))
     near, far = host(), host()
-    assert near.subscriber.locate(publisher.announcement(manifest)) == manifest.locator, (
+    assert near.subscriber.locate_manifest(publisher.announce_version(manifest)) == manifest.locator, (
         "the same host reads the file itself"
     )
     assert near.fetcher.bytes_received == 0
-    first = far.subscriber.prepare(elsewhere(publisher, manifest)).manifest.locator
+    first = far.subscriber.prepare_version(elsewhere(publisher, manifest)).manifest.locator
     assert Path(first).parent == far.folder and same(arrived(first), weights(0))
     assert far.fetcher.bytes_received == manifest.num_bytes
     second = Fetcher(far.folder)  # another engine of that host
-    assert str(second.fetch("tcp://127.0.0.1:9", Path(manifest.locator).name)) == first, "nobody is asked"
+    assert str(second.fetch_version("tcp://127.0.0.1:9", Path(manifest.locator).name)) == first, (
+        "nobody is asked"
+    )
     second.close()
     assert Path(first).exists(), "the folder stays as long as one of them uses it"
 
@@ -129,12 +133,12 @@ def test_a_host_fetches_a_version_once_and_only_from_elsewhere(publisher: Publis
 def test_old_versions_go_and_a_mapped_one_stays(publisher: Publisher, host: Make) -> None:
     far, held = host(), None
     for version in range(4):
-        manifest = publisher.publish(version, parts(weights(version)))
-        held = held or far.subscriber.prepare(elsewhere(publisher, manifest))
-        far.subscriber.locate(elsewhere(publisher, manifest))
+        manifest = publisher.publish_version(version, whole_parts(weights(version)))
+        held = held or far.subscriber.prepare_version(elsewhere(publisher, manifest))
+        far.subscriber.locate_manifest(elsewhere(publisher, manifest))
     assert sorted(path.name for path in far.folder.glob("*.json")) == ["v2-life.json", "v3-life.json"]
     assert len(list(far.folder.glob("v*"))) <= 2 * 3 + 2, "the two, their seals, and a spare"
-    assert held is not None and same(dict(held.tensors()), weights(0))
+    assert held is not None and same(dict(held.named_tensors()), weights(0))
 
 
 class Faulty(SnapshotServer):
@@ -142,9 +146,13 @@ class Faulty(SnapshotServer):
 
     fault: str = ""
 
-    def _reply(self, request: object) -> tuple[object, list[memoryview]]:  # type: ignore[override]
-        reply, payload = super()._reply(request)  # type: ignore[arg-type]
-        if isinstance(request, Get) and request.offset == 2 * tcp.CHUNK_BYTES and isinstance(reply, Chunk):
+    def _make_reply(self, request: object) -> tuple[object, list[memoryview]]:  # type: ignore[override]
+        reply, payload = super()._make_reply(request)  # type: ignore[arg-type]
+        if (
+            isinstance(request, GetChunk)
+            and request.offset == 2 * tcp.CHUNK_BYTES
+            and isinstance(reply, Chunk)
+        ):
             match self.fault:
                 case "flip":
                     changed = bytearray(payload[0])
@@ -167,30 +175,31 @@ class Faulty(SnapshotServer):
 def test_what_is_damaged_on_the_way_is_never_taken_for_what_was_published(
     publisher: Publisher, host: Make, fault: str
 ) -> None:
-    publisher.publish(0, parts(weights(0)))
-    manifest = publisher.publish(1, parts(weights(1)))
+    publisher.publish_version(0, whole_parts(weights(0)))
+    manifest = publisher.publish_version(1, whole_parts(weights(1)))
     server, far = Faulty(publisher.folder), host(timeout_s=0.5)
     server.fault = fault
     for _ in range(2):
         if fault == "truncate":  # a server may send less than was asked for; the rest is asked for again
             assert same(
-                arrived(far.subscriber.prepare(elsewhere(publisher, manifest, server.address))), weights(1)
+                arrived(far.subscriber.prepare_version(elsewhere(publisher, manifest, server.address))),
+                weights(1),
             )
         else:
             with pytest.raises((DigestMismatch, TransferFailed)):
-                far.subscriber.prepare(elsewhere(publisher, manifest, server.address))
+                far.subscriber.prepare_version(elsewhere(publisher, manifest, server.address))
     server.close()
-    good = far.subscriber.locate(elsewhere(publisher, manifest), again=True)
+    good = far.subscriber.locate_manifest(elsewhere(publisher, manifest), again=True)
     assert same(arrived(good), weights(1))
 
 
 def test_a_relay_hands_on_and_the_publisher_serves_few(publisher: Publisher, host: Make) -> None:
     hosts = [host(relay=True, patience_s=60.0) for _ in range(7)]
     for version in range(2):
-        manifest = publisher.publish(version, parts(weights(version)))
+        manifest = publisher.publish_version(version, whole_parts(weights(version)))
         with ThreadPoolExecutor(7) as pool:
             announced = [elsewhere(publisher, manifest)] * 7
-            found = list(pool.map(lambda one, where: one.subscriber.prepare(where), hosts, announced))
+            found = list(pool.map(lambda one, where: one.subscriber.prepare_version(where), hosts, announced))
         assert all(same(arrived(locator), weights(version)) for locator in found)
     assert publisher._server is not None
     assert publisher._server.bytes_sent < 1.5 * 2 * manifest.num_bytes
@@ -205,16 +214,16 @@ def test_of_adapters_a_host_fetches_the_adapters_and_hands_them_on(tmp_path: Pat
     save_torch_file(base, tmp_path / "model" / "model.safetensors")
     publisher = Publisher(
         tmp_path / "weights", "life", server=SnapshotServer(tmp_path / "weights"),
-        adapter=describe(tmp_path / "model", "float32", 0.5),
+        adapter=describe_adapters(tmp_path / "model", "float32", 0.5),
     )  # fmt: skip
     hosts = [host(relay=True, patience_s=60.0) for _ in range(3)]
     for version in range(3):
         matrices = [torch.randn(rank, rows), torch.randn(rows, rank)]
-        named = {f"{PREFIX}up.lora_{name}.weight": m for name, m in zip(names, matrices, strict=True)}
-        manifest = publisher.publish(version, parts(named))
+        named = {f"{PEFT_PREFIX}up.lora_{name}.weight": m for name, m in zip(names, matrices, strict=True)}
+        manifest = publisher.publish_version(version, whole_parts(named))
         with ThreadPoolExecutor(3) as pool:
             announced = [elsewhere(publisher, manifest)] * 3
-            found = list(pool.map(lambda one, where: one.subscriber.prepare(where), hosts, announced))
+            found = list(pool.map(lambda one, where: one.subscriber.prepare_version(where), hosts, announced))
         for snapshot in found:
             whole = arrived(snapshot)
             torch.testing.assert_close(
@@ -222,7 +231,7 @@ def test_of_adapters_a_host_fetches_the_adapters_and_hands_them_on(tmp_path: Pat
             )
             assert torch.equal(whole["norm.weight"], base["norm.weight"])
         for one in hosts:
-            one.subscriber.settle()
+            one.subscriber.refresh_spare()
     for one in hosts:
         assert one.fetcher.bytes_received == 3 * manifest.num_bytes < 3 * 0.03 * found[0].manifest.num_bytes
     publisher.close()
@@ -233,15 +242,20 @@ def test_one_process_of_a_host_hands_on_for_all_and_another_takes_its_place(
 ) -> None:
     folder = tmp_path / "far"
     first, second = (Subscriber(Fetcher(folder, timeout_s=60), relay=SnapshotServer) for _ in range(2))
-    first.prepare(elsewhere(publisher, publisher.publish(0, parts(weights(0)))))
-    second.prepare(elsewhere(publisher, publisher.publish(1, parts(weights(1)))))
+    first.prepare_version(elsewhere(publisher, publisher.publish_version(0, whole_parts(weights(0)))))
+    second.prepare_version(elsewhere(publisher, publisher.publish_version(1, whole_parts(weights(1)))))
     assert first._server is not None and second._server is None and publisher._server is not None
     assert list(publisher._server._relays.values()) == 2 * [[first._server.address]], (
         "the host is known by one address"
     )
     first.close()
     assert same(
-        arrived(second.prepare(elsewhere(publisher, publisher.publish(2, parts(weights(2)))))), weights(2)
+        arrived(
+            second.prepare_version(
+                elsewhere(publisher, publisher.publish_version(2, whole_parts(weights(2))))
+            )
+        ),
+        weights(2),
     )
     assert second._server is not None
     second.close()
@@ -249,16 +263,16 @@ def test_one_process_of_a_host_hands_on_for_all_and_another_takes_its_place(
 
 
 def test_a_container_that_does_not_see_the_learners_memory_fetches(publisher: Publisher, host: Make) -> None:
-    manifest = publisher.publish(0, parts(weights(0)))
-    hidden = publisher.announcement(manifest).replace(str(publisher.folder), "/dev/shm/not-visible-here")
-    assert same(arrived(host().subscriber.prepare(hidden)), weights(0))
+    manifest = publisher.publish_version(0, whole_parts(weights(0)))
+    hidden = publisher.announce_version(manifest).replace(str(publisher.folder), "/dev/shm/not-visible-here")
+    assert same(arrived(host().subscriber.prepare_version(hidden)), weights(0))
 
 
 def test_a_relay_that_is_gone_or_wrong_is_passed_over(publisher: Publisher, host: Make) -> None:
     relays, last = [host(relay=True) for _ in range(2)], host(relay=True, timeout_s=0.5, patience_s=0.2)
-    manifest = publisher.publish(0, parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(weights(0)))
     for relay in relays:
-        relay.subscriber.prepare(elsewhere(publisher, manifest))
+        relay.subscriber.prepare_version(elsewhere(publisher, manifest))
     for relay in relays:
         copy = Path(relay.folder / Path(manifest.path).name)
         raw = bytearray(copy.read_bytes())
@@ -266,16 +280,16 @@ def test_a_relay_that_is_gone_or_wrong_is_passed_over(publisher: Publisher, host
         copy.write_bytes(raw)
     announced = elsewhere(publisher, manifest)
     with pytest.raises(DigestMismatch, match="1 of 3 tensors"):
-        last.subscriber.prepare(announced)
-    assert same(arrived(last.subscriber.locate(announced, again=True)), weights(0)), (
+        last.subscriber.prepare_version(announced)
+    assert same(arrived(last.subscriber.locate_manifest(announced, again=True)), weights(0)), (
         "the publisher itself is asked"
     )
     for relay in relays:
         assert relay.server is not None
         relay.server.close()
         relay.subscriber._server = None
-    manifest = publisher.publish(1, parts(weights(1)))
-    assert same(arrived(last.subscriber.prepare(elsewhere(publisher, manifest))), weights(1))
+    manifest = publisher.publish_version(1, whole_parts(weights(1)))
+    assert same(arrived(last.subscriber.prepare_version(elsewhere(publisher, manifest))), weights(1))
 
 
 SERVE = """
@@ -283,9 +297,9 @@ import sys, time
 from pathlib import Path
 from sync.transports.server import SnapshotServer
 class Slow(SnapshotServer):
-    def _reply(self, request):
+    def _make_reply(self, request):
         time.sleep(0.05)
-        return super()._reply(request)
+        return super()._make_reply(request)
 server = Slow(Path(sys.argv[1]), sys.argv[2])
 print(server.address, flush=True)
 time.sleep(60)
@@ -295,7 +309,7 @@ import sys
 from pathlib import Path
 from sync.transports import fetcher, tcp
 tcp.CHUNK_BYTES = 1 << 16
-print(fetcher.Fetcher(Path(sys.argv[1])).fetch(sys.argv[2], sys.argv[3]))
+print(fetcher.Fetcher(Path(sys.argv[1])).fetch_version(sys.argv[2], sys.argv[3]))
 """
 
 
@@ -317,7 +331,7 @@ def chunks_in(folder: Path) -> int:
 def test_a_server_killed_in_the_middle_is_given_up_and_what_came_is_kept(
     publisher: Publisher, host: Make
 ) -> None:
-    manifest = publisher.publish(0, parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(weights(0)))
     process, address = serve_slowly(publisher.folder)
     far = host(timeout_s=1.0)
 
@@ -329,19 +343,19 @@ def test_a_server_killed_in_the_middle_is_given_up_and_what_came_is_kept(
     thread = threading.Thread(target=kill)
     thread.start()
     with pytest.raises(TransferFailed, match="nobody has answered|nobody answers"):
-        far.subscriber.prepare(elsewhere(publisher, manifest, address))
+        far.subscriber.prepare_version(elsewhere(publisher, manifest, address))
     thread.join()
     process.wait()
     kept = far.fetcher.bytes_received
     assert 3 * tcp.CHUNK_BYTES <= kept < manifest.num_bytes and not list(far.folder.glob("*.json"))
-    assert same(arrived(far.subscriber.prepare(elsewhere(publisher, manifest))), weights(0))
+    assert same(arrived(far.subscriber.prepare_version(elsewhere(publisher, manifest))), weights(0))
     assert far.fetcher.bytes_received == manifest.num_bytes, "no byte came twice"
 
 
 def test_a_fetcher_killed_in_the_middle_is_followed_by_one_that_goes_on(
     publisher: Publisher, host: Make, tmp_path: Path
 ) -> None:
-    manifest = publisher.publish(0, parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(weights(0)))
     process, address = serve_slowly(publisher.folder)
     far = host()
     fetching = subprocess.Popen(
@@ -355,57 +369,57 @@ def test_a_fetcher_killed_in_the_middle_is_followed_by_one_that_goes_on(
     fetching.wait()
     process.kill()
     process.wait()
-    assert same(arrived(far.subscriber.prepare(elsewhere(publisher, manifest))), weights(0))
+    assert same(arrived(far.subscriber.prepare_version(elsewhere(publisher, manifest))), weights(0))
     assert far.fetcher.bytes_received <= manifest.num_bytes - 3 * tcp.CHUNK_BYTES
 
 
 def test_who_has_begun_may_end_when_the_version_is_gone_and_others_are_told(
     publisher: Publisher, host: Make
 ) -> None:
-    manifest = publisher.publish(0, parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(weights(0)))
     process, address = serve_slowly(publisher.folder)
     far, late = host(), host()
     found: list[Snapshot] = []
     announced = elsewhere(publisher, manifest, address)
-    thread = threading.Thread(target=lambda: found.append(far.subscriber.prepare(announced)))
+    thread = threading.Thread(target=lambda: found.append(far.subscriber.prepare_version(announced)))
     thread.start()
     while chunks_in(far.folder) < 2:
         time.sleep(0.01)
     for version in (1, 2, 3):
-        publisher.publish(version, parts(weights(version)))
+        publisher.publish_version(version, whole_parts(weights(version)))
     assert not Path(manifest.path).exists()
     thread.join(timeout=20)
     process.kill()
     process.wait()
     assert same(arrived(found[0]), weights(0))
     with pytest.raises(TransferFailed, match="is gone"):
-        late.subscriber.prepare(elsewhere(publisher, manifest))
+        late.subscriber.prepare_version(elsewhere(publisher, manifest))
 
 
 def test_only_snapshots_are_served(publisher: Publisher, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x")
-    publisher.publish(0, parts(weights(0)))
+    publisher.publish_version(0, whole_parts(weights(0)))
     assert publisher._server is not None
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(publisher._server.address)
     hostile = [
-        Get("../secret", 0, 10),
-        Get("owner", 0, 10),
-        Get("v0-life.json", 10**12, 10),
-        Get("v0-life.json", -1, 5),
+        GetChunk("../secret", 0, 10),
+        GetChunk("owner", 0, 10),
+        GetChunk("v0-life.json", 10**12, 10),
+        GetChunk("v0-life.json", -1, 5),
     ]
-    hostile += [Get("v0-life.json", 0, -1), Get("v0-life.json", 0, 1 << 60)]
-    hostile += [tcp.Send("../secret", "r"), tcp.Enlist("v0-life.json", "tcp://x:1\n" * 9)]  # type: ignore[list-item]
-    hostile += [tcp.Enlist("v0-life.json", "ipc:///tmp/x"), tcp.Enlist("owner", "tcp://x:1")]  # type: ignore[list-item]
+    hostile += [GetChunk("v0-life.json", 0, -1), GetChunk("v0-life.json", 0, 1 << 60)]
+    hostile += [tcp.RequestBroadcast("../secret", "r"), tcp.EnlistRelay("v0-life.json", "tcp://x:1\n" * 9)]  # type: ignore[list-item]
+    hostile += [tcp.EnlistRelay("v0-life.json", "ipc:///tmp/x"), tcp.EnlistRelay("owner", "tcp://x:1")]  # type: ignore[list-item]
     for request in hostile:
         socket.send(tcp.encode(request))
     for garbage in (b"", b"\xc1", os.urandom(100)):
         socket.send(garbage)
-    socket.send(tcp.encode(Get("v9-life.json", 0, 10)))
+    socket.send(tcp.encode(GetChunk("v9-life.json", 0, 10)))
     for _ in range(len(hostile) + 3):
         header, *rest = socket.recv_multipart()
-        assert isinstance(tcp.replies.decode(header), tcp.Refused) and not rest
-    assert tcp.replies.decode(socket.recv_multipart()[0]) == tcp.Gone("v9-life.json"), "it lives"
+        assert isinstance(tcp.replies.decode(header), tcp.TransferRefused) and not rest
+    assert tcp.replies.decode(socket.recv_multipart()[0]) == tcp.FileGone("v9-life.json"), "it lives"
     assert publisher._server.refused.total() == len(hostile) + 3
     socket.close(linger=0)
 
@@ -416,12 +430,12 @@ def test_strangers_get_nothing_where_there_are_keys(host: Make, tmp_path: Path) 
     server = SnapshotServer(folder, secure=lambda socket: open_door(socket, tmp_path / "keys"))
     publisher = Publisher(folder, "life", server=server)
     try:
-        manifest = publisher.publish(0, parts(weights(0)))
+        manifest = publisher.publish_version(0, whole_parts(weights(0)))
         announced = elsewhere(publisher, manifest)
         with pytest.raises(TransferFailed, match="nobody has answered"):
-            host(timeout_s=0.5).subscriber.prepare(announced)
+            host(timeout_s=0.5).subscriber.prepare_version(announced)
         known = host(secure=lambda socket: show_key(socket, tmp_path / "keys"))
-        assert same(arrived(known.subscriber.prepare(announced)), weights(0))
+        assert same(arrived(known.subscriber.prepare_version(announced)), weights(0))
     finally:
         publisher.close()
 
@@ -435,7 +449,7 @@ def test_what_zeromq_has_not_let_go_of_is_not_written_over(
     """
     monkeypatch.setattr(server, "IDLE_S", 0.0)  # the server itself lets go of the file at once
     large = {"a": torch.arange(12 << 20, dtype=torch.float32)}  # 48 MB: more than the buffers of sockets hold
-    first = publisher.publish(0, parts(large))
+    first = publisher.publish_version(0, whole_parts(large))
     inode, whole = os.stat(first.path).st_ino, Path(first.path).read_bytes()
     assert publisher._server is not None
     stalled: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -444,13 +458,13 @@ def test_what_zeromq_has_not_let_go_of_is_not_written_over(
     size = 1 << 20
     offsets = range(0, first.num_bytes, size)
     for offset in offsets:
-        stalled.send(tcp.encode(Get("v0-life.safetensors", offset, size)))
+        stalled.send(tcp.encode(GetChunk("v0-life.safetensors", offset, size)))
     while publisher._server.bytes_sent < first.num_bytes:
         time.sleep(0.01)
     while publisher._server._files:
         time.sleep(0.01)
     for version in range(1, 8):
-        manifest = publisher.publish(version, parts({"a": large["a"] + version}))
+        manifest = publisher.publish_version(version, whole_parts({"a": large["a"] + version}))
         assert os.stat(manifest.path).st_ino != inode, "somebody has yet to be sent this file"
     for offset in offsets:
         header, data = stalled.recv_multipart()
@@ -488,15 +502,15 @@ def test_hundreds_of_patches_lose_nothing(publisher: Publisher, host: Make) -> N
     far, state = host(), {name: tensor.bfloat16() for name, tensor in weights(0).items()}
     fetched, inodes = 0, set()
     for version in range(200):
-        manifest = publisher.publish(version, parts(state))
+        manifest = publisher.publish_version(version, whole_parts(state))
         if version % 3 != 1:  # now and then a version is passed over
-            found = far.subscriber.prepare(elsewhere(publisher, manifest))
+            found = far.subscriber.prepare_version(elsewhere(publisher, manifest))
             assert same(arrived(found), state)
             inodes.add(os.stat(found.manifest.path).st_ino)
             del found  # as an engine does
             fetched += 1
         if version % 5 < 3:
-            far.subscriber.settle()
+            far.subscriber.refresh_spare()
         state = nudge(state, 0.01, version)
     assert far.fetcher.patches == fetched - 1, "only the first came whole"
     assert len(inodes) <= 4, "files are written over"
@@ -508,24 +522,24 @@ def test_what_an_engine_has_mapped_is_never_written_over(publisher: Publisher, h
     far, state = host(), weights(0)
     held = []
     for version in range(12):
-        manifest = publisher.publish(version, parts(state))
-        found = far.subscriber.prepare(elsewhere(publisher, manifest))
+        manifest = publisher.publish_version(version, whole_parts(state))
+        found = far.subscriber.prepare_version(elsewhere(publisher, manifest))
         if version in (0, 3, 4, 7):
             held.append((found, state))
         del found
-        far.subscriber.settle()
+        far.subscriber.refresh_spare()
         state = nudge(state, 0.01, version)
     assert far.fetcher.patches == 11
     for snapshot, was in held:
-        snapshot.verify()
-        assert same(dict(snapshot.tensors()), was)
+        snapshot.verify_bytes()
+        assert same(dict(snapshot.named_tensors()), was)
 
 
 def test_a_patch_in_the_making_holds_up_nobody_but_those_who_asked_for_it(
     publisher: Publisher, host: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     far, other, state = host(), host(), weights(0)
-    far.subscriber.prepare(elsewhere(publisher, publisher.publish(0, parts(state))))
+    far.subscriber.prepare_version(elsewhere(publisher, publisher.publish_version(0, whole_parts(state))))
     made = threading.Event()
 
     def slowly(*arguments: object) -> bool:
@@ -535,16 +549,16 @@ def test_a_patch_in_the_making_holds_up_nobody_but_those_who_asked_for_it(
     monkeypatch.setattr("sync.patch.make_patch", slowly)
     with ThreadPoolExecutor(1) as pool:
         state = nudge(state, 0.01, 1)
-        manifest = publisher.publish(1, parts(state))
-        waiting = pool.submit(far.subscriber.prepare, elsewhere(publisher, manifest))
+        manifest = publisher.publish_version(1, whole_parts(state))
+        waiting = pool.submit(far.subscriber.prepare_version, elsewhere(publisher, manifest))
         deadline = time.monotonic() + 20
         while not (publisher._server and publisher._server._parked):  # it has asked for the patch
             assert time.monotonic() < deadline and not waiting.done()
             time.sleep(0.001)
         for version in (2, 3, 4):  # the learner goes on
-            publisher.publish(version, parts(weights(version)))
-        newest = publisher.publish(5, parts(weights(5)))
-        assert same(arrived(other.subscriber.prepare(elsewhere(publisher, newest))), weights(5))
+            publisher.publish_version(version, whole_parts(weights(version)))
+        newest = publisher.publish_version(5, whole_parts(weights(5)))
+        assert same(arrived(other.subscriber.prepare_version(elsewhere(publisher, newest))), weights(5))
         assert not waiting.done()
         made.set()
         assert same(arrived(waiting.result(timeout=20)), state)
@@ -554,8 +568,8 @@ def test_a_patch_in_the_making_holds_up_nobody_but_those_who_asked_for_it(
 def test_a_patch_that_would_not_be_smaller_is_not_made(publisher: Publisher, host: Make) -> None:
     far = host()
     for version in range(2):
-        manifest = publisher.publish(version, parts(weights(version)))
-        assert same(arrived(far.subscriber.prepare(elsewhere(publisher, manifest))), weights(version))
+        manifest = publisher.publish_version(version, whole_parts(weights(version)))
+        assert same(arrived(far.subscriber.prepare_version(elsewhere(publisher, manifest))), weights(version))
     assert far.fetcher.patches == 0 and far.fetcher.bytes_received == 2 * manifest.num_bytes
     assert not list(publisher.folder.glob("*.patch"))
 
@@ -569,8 +583,8 @@ def test_a_patch_that_cannot_be_made_costs_its_saving_and_no_more(
     monkeypatch.setattr("sync.patch.make_patch", full)
     far, state = host(), weights(0)
     for version in range(3):
-        manifest = publisher.publish(version, parts(state))
-        assert same(arrived(far.subscriber.prepare(elsewhere(publisher, manifest))), state)
+        manifest = publisher.publish_version(version, whole_parts(state))
+        assert same(arrived(far.subscriber.prepare_version(elsewhere(publisher, manifest))), state)
         state = nudge(state, 0.01, version)
     assert far.fetcher.patches == 0
 
@@ -587,24 +601,27 @@ def test_a_learner_faster_than_its_patches_does_not_pile_them_up(
         return False
 
     monkeypatch.setattr("sync.patch.make_patch", slowly)
-    far.subscriber.prepare(elsewhere(publisher, publisher.publish(0, parts(weights(0)))))
+    far.subscriber.prepare_version(
+        elsewhere(publisher, publisher.publish_version(0, whole_parts(weights(0))))
+    )
     inodes = {
-        os.stat(publisher.publish(version, parts(weights(version))).path).st_ino for version in range(1, 12)
+        os.stat(publisher.publish_version(version, whole_parts(weights(version))).path).st_ino
+        for version in range(1, 12)
     }
     going.set()
-    manifest = publisher.publish(12, parts(weights(12)))
-    assert same(arrived(far.subscriber.prepare(elsewhere(publisher, manifest))), weights(12))
+    manifest = publisher.publish_version(12, whole_parts(weights(12)))
+    assert same(arrived(far.subscriber.prepare_version(elsewhere(publisher, manifest))), weights(12))
     assert len(made) <= patch.BACKLOG + 1
     assert len(inodes) <= 6, "what is not waited for is written over"
 
 
 def test_who_is_too_far_behind_is_given_the_whole(publisher: Publisher, host: Make) -> None:
     far, state = host(), weights(0)
-    far.subscriber.prepare(elsewhere(publisher, publisher.publish(0, parts(state))))
+    far.subscriber.prepare_version(elsewhere(publisher, publisher.publish_version(0, whole_parts(state))))
     for version in range(1, 2 * patch.KEEP):
         state = nudge(state, 0.001, version)
-        manifest = publisher.publish(version, parts(state))
-    assert same(arrived(far.subscriber.prepare(elsewhere(publisher, manifest))), state)
+        manifest = publisher.publish_version(version, whole_parts(state))
+    assert same(arrived(far.subscriber.prepare_version(elsewhere(publisher, manifest))), state)
     assert far.fetcher.patches == 0
     assert len(list(publisher.folder.glob("*.patch"))) <= patch.KEEP
 
@@ -614,13 +631,13 @@ def test_a_damaged_patch_is_refused_or_found_out_and_the_whole_follows(
     publisher: Publisher, host: Make, tmp_path: Path, change: str
 ) -> None:
     far, state = host(), weights(0)
-    old = publisher.publish(0, parts(state))
-    far.subscriber.prepare(elsewhere(publisher, old))
+    old = publisher.publish_version(0, whole_parts(state))
+    far.subscriber.prepare_version(elsewhere(publisher, old))
     state = nudge(state, 0.01, 1)
-    manifest = publisher.publish(1, parts(state))
+    manifest = publisher.publish_version(1, whole_parts(state))
     path = publisher.folder / patch_name("v0-life", "v1-life")
     assert publisher._server is not None
-    while publisher._server._patches.route("v0-life", "v1-life") is None:
+    while publisher._server._patches.find_route("v0-life", "v1-life") is None:
         time.sleep(0.01)
     raw = bytearray(path.read_bytes())
     match change:
@@ -645,10 +662,10 @@ def test_a_damaged_patch_is_refused_or_found_out_and_the_whole_follows(
     announced = elsewhere(publisher, manifest)
     if change == "flip":  # well-formed: only the digest can tell
         with pytest.raises(DigestMismatch, match="1 of 3 tensors"):
-            far.subscriber.prepare(announced)
-        found = far.subscriber.prepare(announced, again=True)
+            far.subscriber.prepare_version(announced)
+        found = far.subscriber.prepare_version(announced, again=True)
     else:
-        found = far.subscriber.prepare(announced)
+        found = far.subscriber.prepare_version(announced)
     assert same(arrived(found), state) and same(arrived(str(far.folder / "v0-life.json")), weights(0))
 
 
@@ -663,13 +680,13 @@ def test_a_patch_is_lossless_and_idempotent_for_any_bits(
     kind = {4: np.uint32, 2: np.uint16}[dtype.itemsize]
     bits = {f"t{i}": rng.integers(0, np.iinfo(kind).max, rng.integers(1, 300), kind) for i in range(4)}
     try:
-        old = publisher.publish(
-            0, parts({k: torch.from_numpy(v.copy()).view(dtype) for k, v in bits.items()})
+        old = publisher.publish_version(
+            0, whole_parts({k: torch.from_numpy(v.copy()).view(dtype) for k, v in bits.items()})
         )
         for values in bits.values():  # NaN, infinity and -0 among them
             values[rng.random(len(values)) < 0.1] ^= kind(1 << rng.integers(0, 8 * dtype.itemsize))
-        new = publisher.publish(
-            1, parts({k: torch.from_numpy(v.copy()).view(dtype) for k, v in bits.items()})
+        new = publisher.publish_version(
+            1, whole_parts({k: torch.from_numpy(v.copy()).view(dtype) for k, v in bits.items()})
         )
         made, into = folder / "a.patch", folder / "into.safetensors"
         if not make_patch(Snapshot(old), Snapshot(new), made):
@@ -677,7 +694,7 @@ def test_a_patch_is_lossless_and_idempotent_for_any_bits(
         into.write_bytes(Path(old.path).read_bytes())
         for _ in range(2):
             apply_patches(msgspec.structs.replace(old, path=str(into)), [made])
-            Snapshot(msgspec.structs.replace(new, path=str(into))).verify()
+            Snapshot(msgspec.structs.replace(new, path=str(into))).verify_bytes()
         with pytest.raises(DigestMismatch, match="is for the base"):
             apply_patches(msgspec.structs.replace(new, path=str(into)), [made])
     finally:

@@ -20,12 +20,12 @@ from generators.engine import Completion, Sample
 from learners.fsdp import FsdpEngine
 from learners.packing import Batch, pack
 from learners.world import World
-from sync.adapter import describe
+from sync.adapter import describe_adapters
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot
-from sync.stream import collect, parts
-from sync.subscriber import Subscriber, announce
+from sync.stream import collect_tensors, whole_parts
+from sync.subscriber import Subscriber, announce_version
 
 VOCAB, END = 80, 1
 TOLERANCE = 5e-5
@@ -90,7 +90,7 @@ class Rig:
     def publish(self, model: int) -> Manifest:
         """The next version that has this model's weights."""
         self._version += 1 + (self._version + 1 - model) % 2
-        return self.publisher.publish(self._version, parts(self.weights[model]))
+        return self.publisher.publish_version(self._version, whole_parts(self.weights[model]))
 
     def load(self, model: int) -> Manifest:
         manifest = self.publish(model)
@@ -246,7 +246,7 @@ def adapters_of_a_learner(
     for _ in range(3):
         engine.update([lesson], lambda logprobs, entropy, packed: -logprobs.sum() / 10, 1e-2)
     logprobs = engine.infer([pack(batch, range(count))])[0]
-    return collect(engine.weights()), list(logprobs.split(lengths.tolist()))
+    return collect_tensors(engine.weights()), list(logprobs.split(lengths.tolist()))
 
 
 def test_adapters_alone_are_taken_up_in_flight_and_sampled_from_as_the_learner_has_them(
@@ -259,11 +259,11 @@ def test_adapters_alone_are_taken_up_in_flight_and_sampled_from_as_the_learner_h
     for _ in range(10):
         assert recompute.engine.step() == []
     publisher = Publisher(
-        tmp_path / "weights", "x", adapter=describe(model, "float32", LoraConfig().alpha / 4)
+        tmp_path / "weights", "x", adapter=describe_adapters(model, "float32", LoraConfig().alpha / 4)
     )
     subscriber = Subscriber()
-    after = publisher.publish(before.version + 1, parts(adapters))
-    whole = subscriber.prepare(announce(after))
+    after = publisher.publish_version(before.version + 1, whole_parts(adapters))
+    whole = subscriber.prepare_version(announce_version(after))
     assert isinstance(whole, Snapshot)
     recompute.engine.load(whole)
     assert recompute.engine.held_digests(whole.manifest) == {e.name: e.digest for e in whole.manifest.tensors}
@@ -371,7 +371,7 @@ def test_weights_that_do_not_fit_the_model_are_refused_by_name(untied: Rig) -> N
     ]
     for weights, message in wrong:
         untied._version += 2
-        manifest = untied.publisher.publish(untied._version, parts(weights))
+        manifest = untied.publisher.publish_version(untied._version, whole_parts(weights))
         with pytest.raises(DigestMismatch, match=message):
             untied.engine.load(Snapshot(manifest))
         assert untied.engine.version == held.version
@@ -386,7 +386,7 @@ def test_an_engine_that_does_not_take_the_weights_is_found_out(
     from sync import vllm_plugin
 
     before = tied.load(0)
-    copy = vllm_plugin._copy
+    copy = vllm_plugin._copy_and_digest
     monkeypatch.setattr(tied.engine, "_map_weights", mapped)
     monkeypatch.setattr(
         vllm_plugin,
@@ -442,15 +442,15 @@ def test_a_folder_on_disk_is_a_model_folder_when_its_publisher_has_closed(tied: 
     tied.models[0].save_pretrained(model)
     publisher = Publisher(tmp_path / "weights", "x", model=model)
     for version in range(3):
-        publisher.publish(version, parts(tied.weights[version % 2]))
-    publisher.publish(3, parts(tied.weights[1]))
+        publisher.publish_version(version, whole_parts(tied.weights[version % 2]))
+    publisher.publish_version(3, whole_parts(tied.weights[1]))
     publisher.close()
     names = {path.name for path in publisher.folder.iterdir()}
     assert names == {"model.safetensors", *(path.name for path in model.glob("*.json"))}
     served = Qwen3ForCausalLM.from_pretrained(publisher.folder)
     assert all(torch.equal(tensor, served.state_dict()[name]) for name, tensor in tied.weights[1].items())
     again = Publisher(publisher.folder, "y")  # another run may use it
-    tied.engine.load(Snapshot(again.publish(0, parts(tied.weights[0]))))
+    tied.engine.load(Snapshot(again.publish_version(0, whole_parts(tied.weights[0]))))
     again.close()
 
 

@@ -33,7 +33,7 @@ from learners.megatron.names import Files, Layout, Names, Parameter
 from learners.megatron.routers import watch_routers
 from learners.packing import Packed
 from learners.routing import Balance, check_replay
-from sync.stream import BUCKET_BYTES, Part, stream
+from sync.stream import BUCKET_BYTES, TensorPart, stream_tensor
 
 _groups: tuple[Sizes, Any] | None = None
 """The sizes that Megatron's process groups are for, and the default group that they were made in."""
@@ -280,7 +280,7 @@ class MegatronEngine:
     def routing(self) -> dict[str, float]:
         return self._balance.metrics
 
-    def weights(self) -> Iterator[Part]:
+    def weights(self) -> Iterator[TensorPart]:
         for name, parameter in self._names.parameters.items():
             owners = self._owners(parameter)
             if dist.get_rank() == 0:
@@ -291,7 +291,7 @@ class MegatronEngine:
                 for source, whole in zip(
                     parameter.sources, self._names.whole(parameter.layout, shards), strict=True
                 ):
-                    yield from stream(source, whole, self._publish_dtype, self._bucket_bytes)
+                    yield from stream_tensor(source, whole, self._publish_dtype, self._bucket_bytes)
             elif dist.get_rank() in owners:
                 dist.send(self._published(name), dst=0)
 

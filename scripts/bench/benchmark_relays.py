@@ -27,8 +27,8 @@ from rich.table import Table
 
 from sync.folders import shared_memory_folder
 from sync.publisher import Publisher
-from sync.stream import parts
-from sync.subscriber import Subscriber, announce, parse
+from sync.stream import whole_parts
+from sync.subscriber import Subscriber, announce_version, parse_announcement
 from sync.transports.fetcher import Fetcher
 from sync.transports.server import SnapshotServer
 
@@ -40,8 +40,8 @@ class Link(SnapshotServer):
 
     mb_per_s = 0.0
 
-    def _reply(self, request: Any) -> Any:
-        reply, payload = super()._reply(request)
+    def _make_reply(self, request: Any) -> Any:
+        reply, payload = super()._make_reply(request)
         if self.mb_per_s:
             time.sleep(sum(len(part) for part in payload) / 1e6 / self.mb_per_s)
         return reply, payload
@@ -57,8 +57,10 @@ def publish(megabytes: int, mb_per_s: float, orders: Any, answers: Any) -> None:
     try:
         for version in iter(orders.get, None):
             before = server.bytes_sent
-            manifest = publisher.publish(version, parts(weights))
-            announced = parse(announce(manifest, server.address))._replace(host="another host")
+            manifest = publisher.publish_version(version, whole_parts(weights))
+            announced = parse_announcement(announce_version(manifest, server.address))._replace(
+                host="another host"
+            )
             answers.put("#".join(announced))
             orders.get()
             answers.put((server.bytes_sent - before) / manifest.num_bytes)
@@ -76,7 +78,7 @@ def be_host(number: int, mb_per_s: float, relays: bool, announcements: Any, done
     fetcher.open_folder()
     done.put(number)
     for announced in iter(announcements.get, None):
-        subscriber.locate(announced)
+        subscriber.locate_manifest(announced)
         done.put(number)
     subscriber.close()
 

@@ -56,7 +56,7 @@ from sync.folders import shared_memory_folder
 from sync.patch import make_patch
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest
-from sync.stream import parts
+from sync.stream import whole_parts
 from sync.transports.fetcher import Fetcher
 from sync.transports.puller import WINDOW
 from sync.transports.server import SnapshotServer
@@ -121,11 +121,11 @@ def measure(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, float
     targets.clear()
     on_disk = Publisher(folder / "weights", "benchmark", keep=1)
     for version in range(rounds + 1):
-        manifest = note("disk, publish", on_disk.publish, version, parts(weights))
+        manifest = note("disk, publish", on_disk.publish_version, version, whole_parts(weights))
         with open(manifest.path, "rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        note("disk, read", Snapshot(manifest).verify)
+        note("disk, read", Snapshot(manifest).verify_bytes)
     on_disk.close()
     engine = VllmEngine(
         str(folder / "model"), dtype=dtype, max_model_len=256, max_sequences=8, kv_cache_mb=64
@@ -133,7 +133,7 @@ def measure(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, float
     try:
         for version in range(3 * (rounds + 1)):  # first all that is copied: what is mapped is not written to
             next(iter(weights.values())).add_(1)
-            snapshot = Snapshot(note("publish", publisher.publish, version, parts(weights)))
+            snapshot = Snapshot(note("publish", publisher.publish_version, version, whole_parts(weights)))
             note("verify", snapshot.attest)
             engine._map_weights = version > 2 * rounds + 1
             if version <= rounds:
@@ -186,8 +186,10 @@ def learn(model: Path, name: str, orders: Any, answers: Any) -> None:
             for version in iter(orders.get, None):
                 for tensor in weights.values():
                     tensor.view(-1)[version % 100 :: 100].add_(1)
-                manifest = publisher.publish(version, parts(weights))
-                while server._patches.route(f"v{version - 1}-benchmark", f"v{version}-benchmark") is None:
+                manifest = publisher.publish_version(version, whole_parts(weights))
+                while (
+                    server._patches.find_route(f"v{version - 1}-benchmark", f"v{version}-benchmark") is None
+                ):
                     time.sleep(0.01)
                 answers.put((server.address, manifest.locator, manifest.num_bytes, made[-1:]))
     finally:
@@ -221,9 +223,9 @@ def over_tcp(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, floa
             address, locator, num_bytes, made = answers.get(timeout=120)
             before, patches = fetcher.bytes_received, fetcher.patches
             whole = version <= rounds
-            spent, local = timed(partial(fetcher.fetch, address, Path(locator).name, direct=whole))
+            spent, local = timed(partial(fetcher.fetch_version, address, Path(locator).name, direct=whole))
             Snapshot(read_manifest(local)).attest()
-            fetcher.settle()  # as a generator does
+            fetcher.refresh_spare()  # as a generator does
             if whole:
                 seconds["fetch"].append(spent)
             elif version > rounds + 1:

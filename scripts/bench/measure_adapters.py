@@ -26,7 +26,7 @@ from configs.learner import LoraConfig, LoraPublish
 from configs.schema import Dtype
 from learners.fsdp import FsdpEngine
 from learners.packing import Batch, pack
-from sync.adapter import describe
+from sync.adapter import describe_adapters
 from sync.folders import shared_memory_folder
 from sync.publisher import Publisher
 from sync.subscriber import Subscriber
@@ -60,22 +60,24 @@ def measure(model: Path, publish: LoraPublish, dtype: Dtype, rank: int, rounds: 
     lora = LoraConfig(rank=rank, publish=publish)
     engine = FsdpEngine(model, dtype=dtype, lora=lora)
     name = shared_memory_folder(f"measure-{publish}-{dtype}")
-    adapter = describe(model, str(dtype), lora.alpha / rank) if publish is LoraPublish.adapter else None
+    adapter = (
+        describe_adapters(model, str(dtype), lora.alpha / rank) if publish is LoraPublish.adapter else None
+    )
     publisher = Publisher(name, "measure", server=SnapshotServer(name), adapter=adapter)
     near, far = Subscriber(), Subscriber(Fetcher(shared_memory_folder(f"measure-far-{publish}-{dtype}")))
     seen: dict[str, list[float]] = {"bytes": [], "publish": [], "near": [], "far": []}
     for version in track(range(rounds + 1), f"{publish} {dtype}", transient=True):
         engine.update([pack(batch(), [0])], lambda logprobs, entropy, packed: -logprobs.mean(), 1e-4)
-        manifest, before = publisher.publish(version, engine.weights()), far.fetched_bytes
+        manifest, before = publisher.publish_version(version, engine.weights()), far.fetched_bytes
         seen["publish"].append(publisher.seconds)
-        announced = publisher.announcement(manifest)
+        announced = publisher.announce_version(manifest)
         for where, subscriber, host in (("near", near, boot_id()), ("far", far, "another")):
             began = time.perf_counter()
-            subscriber.prepare(announced.replace(boot_id(), host))
+            subscriber.prepare_version(announced.replace(boot_id(), host))
             seen[where].append(time.perf_counter() - began)
         seen["bytes"].append(far.fetched_bytes - before)
         for subscriber in (near, far):
-            subscriber.settle()
+            subscriber.refresh_spare()
     for closing in (near, far, publisher):
         closing.close()
     return {key: median(values[1:]) for key, values in seen.items()}

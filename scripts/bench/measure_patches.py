@@ -31,7 +31,7 @@ from learners.tiny_cache import tiny_model
 from sync.patch import apply_patches, make_patch
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot
-from sync.stream import collect, stream
+from sync.stream import collect_tensors, stream_tensor
 
 PROMPTS, SAMPLES, YOUNG = 64, 8, 2
 
@@ -92,15 +92,17 @@ def measure(rate: float, steps: int, folder: Path) -> tuple[float, float, float,
     for step in track(
         range(steps + 1), f"learning rate {rate:g}", console=Console(stderr=True), transient=True
     ):
-        held = collect(engine.weights())
-        published = (part for name, whole in held.items() for part in stream(name, whole, torch.bfloat16))
-        snapshot = Snapshot(publisher.publish(step, published))
+        held = collect_tensors(engine.weights())
+        published = (
+            part for name, whole in held.items() for part in stream_tensor(name, whole, torch.bfloat16)
+        )
+        snapshot = Snapshot(publisher.publish_version(step, published))
         if before is not None:
-            pairs = zip(before.tensors(), snapshot.tensors(), strict=True)
+            pairs = zip(before.named_tensors(), snapshot.named_tensors(), strict=True)
             changed = sum(
                 int((old.view(torch.int16) != new.view(torch.int16)).sum()) for (_, old), (_, new) in pairs
             )
-            shares.append(changed / sum(tensor.numel() for _, tensor in snapshot.tensors()))
+            shares.append(changed / sum(tensor.numel() for _, tensor in snapshot.named_tensors()))
             sizes.append(patch(before, snapshot, folder))
         before = snapshot
         batch = sample(model, tokenizer, held, step)
@@ -118,7 +120,7 @@ def patch(before: Snapshot, after: Snapshot, folder: Path) -> float:
     into = folder / "patched.safetensors"
     into.write_bytes(Path(before.manifest.path).read_bytes())
     apply_patches(msgspec.structs.replace(before.manifest, path=str(into)), [path])
-    Snapshot(msgspec.structs.replace(after.manifest, path=str(into))).verify()
+    Snapshot(msgspec.structs.replace(after.manifest, path=str(into))).verify_bytes()
     return path.stat().st_size / after.manifest.num_bytes
 
 

@@ -88,7 +88,7 @@ def run(job: Job) -> Outcome:
     from buffers.staleness import admits
     from learners.models import load_models
     from learners.step import Trainer
-    from sync.stream import collect
+    from sync.stream import collect_tensors
 
     began = time.monotonic()
     overrides = [
@@ -110,7 +110,7 @@ def run(job: Job) -> Outcome:
     ess: list[float] = []
     divergence: list[float] = []
     for step in range(job.steps):
-        versions.append(collect(trainer.models.policy.weights()))
+        versions.append(collect_tensors(trainer.models.policy.weights()))
         while admits(len(leased), step, lag):
             leased.append(step)
         behind = step - leased[step]
@@ -128,7 +128,7 @@ def run(job: Job) -> Outcome:
                 lag, metrics["offpolicy/ess_token"], config.staleness.ess_target, job.lag, since
             )
             lag, since = changed, 0 if changed != lag else since + 1
-    reward = _sampler().held_out(config, collect(trainer.models.policy.weights()))
+    reward = _sampler().held_out(config, collect_tensors(trainer.models.policy.weights()))
     return Outcome(job, reward, curve, mean(lags), ess, divergence, time.monotonic() - began)
 
 

@@ -75,7 +75,7 @@ def engine(dtype: str) -> str:
     from generators.vllm_engine import VllmEngine  # first: it sets what torch reads when it is imported
     from sync.publisher import Publisher
     from sync.snapshot import Snapshot
-    from sync.stream import parts
+    from sync.stream import whole_parts
     # fmt: on
 
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +91,7 @@ def engine(dtype: str) -> str:
         )
         weights = {n: t.to(getattr(torch, dtype)) for n, t in load_file(model / "model.safetensors").items()}
         publisher = Publisher(Path(folder) / "weights", "check")
-        served.load(Snapshot(publisher.publish(0, parts(weights))))
+        served.load(Snapshot(publisher.publish_version(0, whole_parts(weights))))
         prompts = [list(range(1, length - length // 2 + 1)) for length in LENGTHS]
         for place, (prompt, length) in enumerate(zip(prompts, LENGTHS, strict=True)):
             served.add(

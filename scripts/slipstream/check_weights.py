@@ -22,8 +22,8 @@ def must_hold(snapshot: Any) -> str:
     """Every byte of the snapshot is what `weights` has published."""
     import torch
 
-    snapshot.verify()
-    found, expected = dict(snapshot.tensors()), weights()
+    snapshot.verify_bytes()
+    found, expected = dict(snapshot.named_tensors()), weights()
     if set(found) != set(expected) or not all(torch.equal(found[name], expected[name]) for name in expected):
         raise RuntimeError("what was fetched must be what was published, got other weights")
     return f"{snapshot.manifest.num_bytes / MIB:.0f} MiB, digests verified"
@@ -33,14 +33,18 @@ def transport_on_host(in_memory: bool) -> str:
     """Weights through shared memory, or through a folder."""
     from sync.folders import shared_memory_folder
     from sync.publisher import Publisher
-    from sync.stream import parts
-    from sync.subscriber import Subscriber, announce
+    from sync.stream import whole_parts
+    from sync.subscriber import Subscriber, announce_version
 
     with tempfile.TemporaryDirectory() as folder:
         where = shared_memory_folder(f"check-{os.getpid()}") if in_memory else Path(folder) / "weights"
         publisher, subscriber = Publisher(where, "check"), Subscriber()
         try:
-            return must_hold(subscriber.prepare(announce(publisher.publish(0, parts(weights())))))
+            return must_hold(
+                subscriber.prepare_version(
+                    announce_version(publisher.publish_version(0, whole_parts(weights())))
+                )
+            )
         finally:
             subscriber.close()
             publisher.close()
@@ -52,8 +56,8 @@ def transport_tcp(with_keys: bool) -> str:
     from buffers.keys import KeyRole, make_keys, open_door, show_key
     from configs.host import boot_id
     from sync.publisher import Publisher
-    from sync.stream import parts
-    from sync.subscriber import Subscriber, announce
+    from sync.stream import whole_parts
+    from sync.subscriber import Subscriber, announce_version
     from sync.transports.fetcher import Fetcher
     from sync.transports.server import SnapshotServer
 
@@ -66,8 +70,8 @@ def transport_tcp(with_keys: bool) -> str:
         publisher = Publisher(Path(folder) / "weights", "check", server=server)
         subscriber = Subscriber(Fetcher(Path(folder) / "fetched", secure=show))
         try:
-            announced = announce(publisher.publish(0, parts(weights())), server.address)
-            words = must_hold(subscriber.prepare(announced.replace(boot_id(), "another host")))
+            announced = announce_version(publisher.publish_version(0, whole_parts(weights())), server.address)
+            words = must_hold(subscriber.prepare_version(announced.replace(boot_id(), "another host")))
             return words + (", encrypted" if with_keys else "")
         finally:
             subscriber.close()
@@ -80,8 +84,8 @@ def publish_on_gpu(model: Path, folder: Path, by_nccl: bool, say: Any, wait: Any
     from safetensors.torch import load_file
 
     from sync.publisher import Publisher
-    from sync.stream import parts
-    from sync.subscriber import announce
+    from sync.stream import whole_parts
+    from sync.subscriber import announce_version
     from sync.transports.cuda_ipc import DeviceCopy, gpu_uuid
     from sync.transports.server import SnapshotServer
 
@@ -90,8 +94,12 @@ def publish_on_gpu(model: Path, folder: Path, by_nccl: bool, say: Any, wait: Any
     copy = None if by_nccl else DeviceCopy(folder, gpu_uuid(), device, always=True)
     server = SnapshotServer(folder, nccl=True) if by_nccl else None
     publisher = Publisher(folder, "check", device=copy, server=server)
-    manifest = publisher.publish(0, parts(gpu))
-    say.put(announce(manifest, server.address) if server is not None else publisher.announcement(manifest))
+    manifest = publisher.publish_version(0, whole_parts(gpu))
+    say.put(
+        announce_version(manifest, server.address)
+        if server is not None
+        else publisher.announce_version(manifest)
+    )
     wait.get()
     publisher.close()
 
@@ -126,7 +134,7 @@ def transport_on_gpu(by_nccl: bool) -> str:
         subscriber = (
             Subscriber(Fetcher(Path(folder) / "fetched"), broadcast=True) if by_nccl else Subscriber()
         )
-        snapshot = subscriber.prepare(say.get())
+        snapshot = subscriber.prepare_version(say.get())
         served.load(snapshot)
         held = served.held_digests(snapshot.manifest)
         wait.put("done")

@@ -51,7 +51,7 @@ def export(run: Path, folder: Path, step: int | None, dtype: Dtype | None) -> in
         engine = make_engine(alone(config, model), Kind.policy, lora=merged(config.learner.lora))
         engine.load(kept[chosen].folder / "engine")
         publisher = Publisher(Path(temporary) / "model", "export", model=source)
-        publisher.publish(chosen, engine.weights())
+        publisher.publish_version(chosen, engine.weights())
         publisher.close()
         dist.destroy_process_group()
         shutil.rmtree(folder, ignore_errors=True)

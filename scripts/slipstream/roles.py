@@ -30,7 +30,7 @@ from configs.schema import Config
 from learners.memory import named_shortage
 from slipstream.cluster import stage
 from slipstream.role_placement import Placement, divide, wishes
-from sync.folders import abandon
+from sync.folders import leave_all_folders
 
 
 class Role:
@@ -72,7 +72,7 @@ def die_with(pid: int, raylet: psutil.Process | None) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 others = others if raylet is None else [raylet, *raylet.children()]
             ended = bool(select.select([watched], [], [], REFRESH_S)[0])
-        abandon()
+        leave_all_folders()
         time.sleep(0.5)  # the others do the same, before they are killed
         for process in others:
             if process.pid != os.getpid():

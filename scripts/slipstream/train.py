@@ -57,7 +57,7 @@ from slipstream.record import Record
 from slipstream.role_placement import Placement
 from slipstream.roles import Places, RoleFailed, result
 from slipstream.supervisor import LearnerRanks, Loss
-from sync.folders import sweep
+from sync.folders import sweep_folders
 
 KILLED = 130
 PREDECESSOR_S = 10.0
@@ -276,7 +276,7 @@ class Run:
             print(f"\n{error}\nThe run has failed. Logs: {self._folder / 'logs'}", file=sys.stderr)
         finally:
             status = self._close_record(status)
-            sweep(Path("/dev/shm"))  # of a learner that was killed
+            sweep_folders(Path("/dev/shm"))  # of a learner that was killed
         self._draw_curves()
         self._console.conclude(status, news, self._record.evaluations)
         return {"finished": 0, "interrupted": KILLED}.get(status, 1)

@@ -20,12 +20,12 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from sync.manifest import Manifest, dtype_name
-from sync.stream import Part
+from sync.stream import TensorPart
 
 SUFFIX = ".ipc"
 
 
-class Shared(msgspec.Struct):
+class SharedTensors(msgspec.Struct):
     gpu: str
     """Its uuid."""
     tensors: list[tuple[str, str, tuple[int, ...], list[Any]]]
@@ -45,17 +45,19 @@ class DeviceCopy:
         self._path = folder / "none"
         self._writing = False
 
-    def tee(self, parts: Iterable[Part]) -> Iterator[Part]:
+    def tee_parts(self, parts: Iterable[TensorPart]) -> Iterator[TensorPart]:
         """Hands the parts on, and keeps them on the device."""
-        self._writing = (self._always or (self._folder / f"gpu-{self._gpu}").exists()) and self._withdraw()
+        self._writing = (
+            self._always or (self._folder / f"gpu-{self._gpu}").exists()
+        ) and self._withdraw_offer()
         at: dict[str, int] = {}
         for part in parts:
             if self._writing:
-                self._keep(part, at.setdefault(part.name, 0))
+                self._keep_part(part, at.setdefault(part.name, 0))
                 at[part.name] += part.elements.numel()
             yield part
 
-    def _keep(self, part: Part, begin: int) -> None:
+    def _keep_part(self, part: TensorPart, begin: int) -> None:
         kept = self._tensors.get(part.name)
         if kept is None or kept.shape != part.shape or kept.dtype != part.elements.dtype:
             # Parts of an offloaded model come from the host's memory.
@@ -64,7 +66,7 @@ class DeviceCopy:
             self._handles.pop(part.name, None)
         kept.view(-1)[begin : begin + part.elements.numel()].copy_(part.elements.reshape(-1))
 
-    def _withdraw(self) -> bool:
+    def _withdraw_offer(self) -> bool:
         """May the copy be written over? First nobody can begin to read it, then nobody may be at it."""
         self._path.unlink(missing_ok=True)
         if self._offered is None:
@@ -77,7 +79,7 @@ class DeviceCopy:
         self._offered = None
         return True
 
-    def offer(self, manifest: Manifest) -> None:
+    def offer_version(self, manifest: Manifest) -> None:
         """The snapshot of what `tee` has handed on is complete."""
         if not self._writing:
             return
@@ -86,17 +88,17 @@ class DeviceCopy:
         tensors = []
         for name, tensor in self._tensors.items():
             if name not in self._handles:
-                self._handles[name] = [_plain(value) for value in reduce_tensor(tensor)[1]]
+                self._handles[name] = [_to_plain(value) for value in reduce_tensor(tensor)[1]]
             tensors.append((name, dtype_name(tensor.dtype), tuple(tensor.shape), self._handles[name]))
         self._path = Path(manifest.locator).with_suffix(SUFFIX)
         unfinished = self._path.with_suffix(".unfinished")
-        unfinished.write_bytes(msgspec.msgpack.encode(Shared(self._gpu, tensors)))
+        unfinished.write_bytes(msgspec.msgpack.encode(SharedTensors(self._gpu, tensors)))
         self._offered = os.open(unfinished, os.O_RDONLY | os.O_CLOEXEC)
         unfinished.rename(self._path)
 
 
 @contextlib.contextmanager
-def on_device(manifest: Manifest, gpu: str) -> Iterator[dict[str, Any] | None]:
+def open_device_copy(manifest: Manifest, gpu: str) -> Iterator[dict[str, Any] | None]:
     """What vLLM's IPC engine takes as an update, good for as long as the context lasts; None where nothing is on offer.
 
     Then the learner is asked to offer its next version.
@@ -115,7 +117,7 @@ def on_device(manifest: Manifest, gpu: str) -> Iterator[dict[str, Any] | None]:
         except BlockingIOError:  # the learner is withdrawing it
             yield None
             return
-        shared = msgspec.msgpack.decode(file.read(), type=Shared)
+        shared = msgspec.msgpack.decode(file.read(), type=SharedTensors)
         if not path.exists() or shared.gpu != gpu:  # withdrawn meanwhile, or another device's
             yield None
             return
@@ -123,7 +125,9 @@ def on_device(manifest: Manifest, gpu: str) -> Iterator[dict[str, Any] | None]:
             "names": [name for name, *_ in shared.tensors],
             "dtype_names": [dtype for _, dtype, *_ in shared.tensors],
             "shapes": [list(shape) for *_, shape, _ in shared.tensors],
-            "ipc_handles": [{gpu: _arguments(values, dtype)} for _, dtype, _, values in shared.tensors],
+            "ipc_handles": [
+                {gpu: _rebuild_arguments(values, dtype)} for _, dtype, _, values in shared.tensors
+            ],
         }
 
 
@@ -131,14 +135,14 @@ def gpu_uuid() -> str:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Numbers and bytes as they are, sizes as lists; what a receiver knows by itself as None."""
     if isinstance(value, type | torch.dtype):
         return None
     return list(value) if isinstance(value, tuple) else value
 
 
-def _arguments(values: list[Any], dtype: str) -> tuple[Any, ...]:
+def _rebuild_arguments(values: list[Any], dtype: str) -> tuple[Any, ...]:
     """As `reduce_tensor` gives them: class, size, stride, offset, class of the storage, dtype, and what names the memory."""
     _, size, stride, offset, _, _, *memory = values
     return (

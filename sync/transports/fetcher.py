@@ -14,9 +14,18 @@ from sync.folders import SharedFolder
 from sync.manifest import MAX_MANIFEST_BYTES, DigestMismatch, Manifest, parse_manifest
 from sync.patch import WORTH, apply_patches
 from sync.snapshot import read_manifest
-from sync.spares import SPARE, WAS, complete, copy_over, drop_spares, find_spare, put_manifest, retire
-from sync.transports.puller import Puller, Range, Silent, TransferFailed
-from sync.transports.tcp import NAME, Enlist, Parent, Patches, Route, Secure
+from sync.spares import (
+    SPARE,
+    WAS,
+    copy_over,
+    drop_spares,
+    find_complete_versions,
+    find_spare,
+    put_manifest,
+    retire_version,
+)
+from sync.transports.puller import Puller, Range, SilentServer, TransferFailed
+from sync.transports.tcp import NAME, EnlistRelay, GetPatchRoute, PatchRoute, RelayParent, Secure
 
 log = logging.getLogger("slipstream.weights")
 
@@ -71,63 +80,67 @@ class Fetcher:
 
     def open_folder(self) -> Path:
         """Makes it, where it is missing: it is there as long as a fetcher of this host uses it."""
-        return self._shared.open()
+        return self._shared.open_folder()
 
-    def fetch(self, address: str, name: str, *, digest: str = "", direct: bool = False) -> Path:
+    def fetch_version(self, address: str, name: str, *, digest: str = "", direct: bool = False) -> Path:
         """The local manifest `name` (`v<k>-<life>.json`) of the publisher at `address`, its snapshot beside it, not verified yet.
 
         `digest`: what was announced. `direct`: anew, whole and from the publisher itself, because what is here, or what a relay
         has, is not what was published. Raises TransferFailed, DigestMismatch, LockTimedOut, and DiskFull.
         """
-        with self._shared.alone(f"fetches {name}") as folder:
+        with self._shared.hold_alone(f"fetches {name}") as folder:
             local = folder / name
             if direct:
                 for path in folder.glob(f"{local.stem}.*"):
                     path.unlink(missing_ok=True)
             if not local.exists():
-                manifest = self.manifest(address, name, digest)
-                self._clear(local)
-                if direct or local.with_suffix(".part").exists() or not self._patch(address, local):
-                    self._whole(address, local, manifest, direct)
+                manifest = self.fetch_manifest(address, name, digest)
+                self._remove_leftovers(local)
+                if (
+                    direct
+                    or local.with_suffix(".part").exists()
+                    or not self._fetch_by_patches(address, local)
+                ):
+                    self._fetch_snapshot(address, local, manifest, direct)
                 put_manifest(manifest, local)
         return local
 
-    def settle(self) -> None:
+    def refresh_spare(self) -> None:
         """Between two fetches: brings the spare up to the newest version, so that the next patch is the only one to apply."""
         if not self._shared.is_open:
             return
-        with self._shared.alone("makes ready for the next version"):
-            self._clear(None)
-            spare, newest = find_spare(self.folder), self._newest()
-            if spare is None or newest is None or not (patches := self._way(spare, newest)):
+        with self._shared.hold_alone("makes ready for the next version"):
+            self._remove_leftovers(None)
+            spare, newest = find_spare(self.folder), self._newest_manifest()
+            if spare is None or newest is None or not (patches := self._find_patches(spare, newest)):
                 return
             stem = self.folder / Path(newest.path).stem
-            if self._overwrite(spare, patches, stem.with_suffix(".settled")):
+            if self._apply_patches(spare, patches, stem.with_suffix(".settled")):
                 drop_spares(self.folder)
                 stem.with_suffix(WAS).write_bytes(msgspec.json.encode(newest))
                 stem.with_suffix(".settled").rename(stem.with_suffix(SPARE))
 
-    def manifest(self, address: str, name: str, digest: str = "") -> Manifest:
+    def fetch_manifest(self, address: str, name: str, digest: str = "") -> Manifest:
         """The publisher's. Raises TransferFailed, and DigestMismatch when it is not what was announced."""
-        data = self._puller.read(address, name, MAX_MANIFEST_BYTES, self._timeout_s)
+        data = self._puller.read_file(address, name, MAX_MANIFEST_BYTES, self._timeout_s)
         return parse_manifest(data, f"{name} at {address}", Path(name).stem, digest)
 
-    def _parent(self, address: str, name: str, lost: str = "") -> str:
+    def _ask_for_parent(self, address: str, name: str, lost: str = "") -> str:
         """Whom to ask for a file; empty: the publisher at `address`. `lost`: who was asked in vain."""
         for _ in range(MAX_PARENTS):
-            reply = self._puller.ask(address, Enlist(name, self.serve_at, lost), self._timeout_s)
-            if not isinstance(reply, Parent):
+            reply = self._puller.ask_server(address, EnlistRelay(name, self.serve_at, lost), self._timeout_s)
+            if not isinstance(reply, RelayParent):
                 return ""
             if time.monotonic() - self._silent.get(reply.address, float("-inf")) > SILENT_S:
                 return reply.address
             lost = reply.address
         return ""
 
-    def _newest(self) -> Manifest | None:
-        found = complete(self.folder)
+    def _newest_manifest(self) -> Manifest | None:
+        found = find_complete_versions(self.folder)
         return read_manifest(found[-1]) if found else None
 
-    def _way(self, base: Manifest, version: Manifest) -> list[Path] | None:
+    def _find_patches(self, base: Manifest, version: Manifest) -> list[Path] | None:
         """The patches here that lead from one version to another; None where they do not."""
         way: list[Path] = []
         at, start = Path(version.path).stem, Path(base.path).stem
@@ -139,13 +152,13 @@ class Fetcher:
             at = patch.stem.partition("-from-")[2]
         return way
 
-    def _clear(self, coming: Path | None) -> None:
+    def _remove_leftovers(self, coming: Path | None) -> None:
         """Keeps the newest version, the spare and its way to the newest version, and what has come of the one that is `coming`.
         Who has an older version mapped keeps it."""
-        for locator in complete(self.folder)[:-1]:
-            retire(locator)
-        spare, newest = find_spare(self.folder), self._newest()
-        way = spare and newest and self._way(spare, newest)
+        for locator in find_complete_versions(self.folder)[:-1]:
+            retire_version(locator)
+        spare, newest = find_spare(self.folder), self._newest_manifest()
+        way = spare and newest and self._find_patches(spare, newest)
         for path in self.folder.glob("v*"):
             if (
                 path.suffix in PASSING
@@ -154,7 +167,7 @@ class Fetcher:
             ):
                 path.unlink(missing_ok=True)
 
-    def _whole(self, address: str, local: Path, manifest: Manifest, direct: bool) -> None:
+    def _fetch_snapshot(self, address: str, local: Path, manifest: Manifest, direct: bool) -> None:
         part, snapshot = local.with_suffix(".part"), local.with_suffix(".safetensors")
         if not part.exists():
             local.with_suffix(".chunks").unlink(
@@ -162,16 +175,18 @@ class Fetcher:
             )  # of a fetcher that was killed when it was done
             if (spare := find_spare(self.folder)) is not None:
                 Path(spare.path).rename(part)
-        self._file(address, snapshot.name, manifest.num_bytes, direct=direct)
+        self._fetch_file(address, snapshot.name, manifest.num_bytes, direct=direct)
 
-    def _patch(self, address: str, local: Path) -> bool:
+    def _fetch_by_patches(self, address: str, local: Path) -> bool:
         """Makes the snapshot from the newest version here and patches; false where there are none, or they do not fit."""
-        base = self._newest()
+        base = self._newest_manifest()
         if base is None:
             return False
-        route = self._puller.ask(address, Route(local.stem, Path(base.path).stem), self._timeout_s)
+        route = self._puller.ask_server(
+            address, GetPatchRoute(local.stem, Path(base.path).stem), self._timeout_s
+        )
         if (
-            not isinstance(route, Patches)
+            not isinstance(route, PatchRoute)
             or not 0 < sum(size for _, size in route.files) <= WORTH * base.num_bytes
         ):
             return False
@@ -179,20 +194,20 @@ class Fetcher:
             if not NAME.fullmatch(name):
                 return False
             try:
-                self._file(address, name, num_bytes)
-            except Silent:
+                self._fetch_file(address, name, num_bytes)
+            except SilentServer:
                 raise
             except TransferFailed as error:
                 log.info("%s; the whole snapshot is fetched", error)
                 return False
         spare, patches = find_spare(self.folder), [self.folder / name for name, _ in route.files]
-        if spare is not None and (way := self._way(spare, base)) is not None:
+        if spare is not None and (way := self._find_patches(spare, base)) is not None:
             base, patches = spare, way + patches
-        done = self._overwrite(base, patches, local.with_suffix(".safetensors"))
+        done = self._apply_patches(base, patches, local.with_suffix(".safetensors"))
         self.patches += done
         return done
 
-    def _overwrite(self, base: Manifest, patches: list[Path], into: Path) -> bool:
+    def _apply_patches(self, base: Manifest, patches: list[Path], into: Path) -> bool:
         """Makes the file `into` of a version here and patches: over the spare, if there is one; a `base` that is not the spare
         is copied first."""
         patching = into.with_suffix(".patching")
@@ -200,8 +215,10 @@ class Fetcher:
             if (spare := find_spare(self.folder)) is not None:
                 Path(spare.path).rename(patching)
             if Path(base.path).suffix != SPARE:
-                copy_over(Path(base.path), patching, self._shared.progress)
-            apply_patches(msgspec.structs.replace(base, path=str(patching)), patches, self._shared.progress)
+                copy_over(Path(base.path), patching, self._shared.note_progress)
+            apply_patches(
+                msgspec.structs.replace(base, path=str(patching)), patches, self._shared.note_progress
+            )
             patching.rename(into)
         except (DigestMismatch, OSError) as error:
             if not isinstance(error, DigestMismatch | FileNotFoundError) and not is_disk_full(error):
@@ -212,7 +229,7 @@ class Fetcher:
             patching.unlink(missing_ok=True)
         return True
 
-    def _file(self, address: str, name: str, num_bytes: int, *, direct: bool = False) -> None:
+    def _fetch_file(self, address: str, name: str, num_bytes: int, *, direct: bool = False) -> None:
         """Brings a file, or what is missing of it, and lets others have what has come. Raises TransferFailed, and DiskFull."""
         part, chunks = ((self.folder / name).with_suffix(suffix) for suffix in (".part", ".chunks"))
         come = Extents()
@@ -224,23 +241,25 @@ class Fetcher:
                 open(part, "r+b", buffering=0) as file,
                 open(chunks, "a+b", buffering=0) as record,
             ):
-                record.truncate(come.read(record.fileno(), 0))
+                record.truncate(come.read_record(record.fileno(), 0))
                 file.truncate(num_bytes)
 
                 def keep(offset: int, data: memoryview) -> None:
                     _write_at(file.fileno(), data, offset)
                     record.write(ENTRY.pack(offset, offset + len(data)))
-                    come.add(offset, offset + len(data))
+                    come.add_range(offset, offset + len(data))
                     self.bytes_received += len(data)
-                    self._shared.progress()
+                    self._shared.note_progress()
 
                 if self.serve_at and not direct:
-                    self._pull_from_relays(address, name, lambda: come.missing(num_bytes), keep)
+                    self._pull_from_relays(address, name, lambda: come.missing_ranges(num_bytes), keep)
                 patience = {"silence_s": self._timeout_s, "stall_s": self._timeout_s}
-                self._puller.pull(address, name, come.missing(num_bytes), keep, **patience)
+                self._puller.pull_ranges(address, name, come.missing_ranges(num_bytes), keep, **patience)
         except OSError as error:
             if is_disk_full(error):
-                raise disk_full(part, sum(end - begin for begin, end in come.missing(num_bytes))) from error
+                raise disk_full(
+                    part, sum(end - begin for begin, end in come.missing_ranges(num_bytes))
+                ) from error
             raise
         part.rename(
             self.folder / name
@@ -256,7 +275,7 @@ class Fetcher:
     ) -> None:
         """Brings what is missing from the relays that the publisher names, one after the other: all of it or, where they fail or
         there are none, less."""
-        parent = self._parent(address, name)
+        parent = self._ask_for_parent(address, name)
         for _ in range(MAX_PARENTS):
             if not parent or not missing():
                 return
@@ -264,12 +283,12 @@ class Fetcher:
                 left = missing()
                 least = sum(end - begin for begin, end in left) * self._timeout_s / RELAYED_S
                 patience = {"silence_s": self._patience_s, "stall_s": self._timeout_s, "least_bytes": least}
-                self._puller.pull(parent, name, left, keep, **patience)
+                self._puller.pull_ranges(parent, name, left, keep, **patience)
             except TransferFailed as error:
                 log.info("%s; another one is asked", error)
-                if isinstance(error, Silent):
+                if isinstance(error, SilentServer):
                     self._silent[parent] = time.monotonic()
-                parent = self._parent(address, name, parent)
+                parent = self._ask_for_parent(address, name, parent)
 
 
 def _write_at(file: int, data: memoryview, offset: int) -> None:

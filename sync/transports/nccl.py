@@ -1,6 +1,6 @@
 """Weights by NCCL, through vLLM's own transfer engines: a group of two for each generator, and a thread of the learner's.
 
-    Broadcast.begin ── Send(name, receiver) ──▶ SnapshotServer ──▶ Link: reads the snapshot, tensor by tensor
+    NcclBroadcast.ask_to_send ── RequestBroadcast(name, receiver) ──▶ SnapshotServer ──▶ NcclLink: reads the snapshot, tensor by tensor
                     ◀── Rendezvous(host, port) ─                     │
     vLLM's engine  ◀═══════════════════ NCCL ═══════════════════════┘
 
@@ -30,7 +30,7 @@ from sync.manifest import Manifest
 from sync.snapshot import Snapshot, read_manifest
 
 if TYPE_CHECKING:
-    from sync.vllm_plugin import Trainer
+    from sync.vllm_plugin import NcclSender
 
 log = logging.getLogger("slipstream.weights")
 
@@ -41,7 +41,7 @@ STALLED_S = 30.0
 """How long a receiver may take no tensor of those that are sent to it."""
 
 
-class Send(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
+class RequestBroadcast(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
     """`receiver` wants the snapshot `name` (the stem of its file), and will join the group that the answer names."""
 
     name: Annotated[str, Meta(max_length=255)]
@@ -60,14 +60,14 @@ class Rendezvous(msgspec.Struct, tag=True, array_like=True, forbid_unknown_field
 rendezvous = msgspec.msgpack.Decoder(Rendezvous)
 
 
-class Links:
+class NcclLinks:
     """The learner's side: to each receiver its link."""
 
     def __init__(self, folder: Path, host: str) -> None:
         self._folder, self._host = folder, host
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, NcclLink] = {}
 
-    def send(self, request: Send) -> Rendezvous:
+    def send_snapshot(self, request: RequestBroadcast) -> Rendezvous:
         """Returns at once. Raises FileNotFoundError when the version is gone, ValueError when there are too many receivers."""
         if request.receiver not in self._links and len(self._links) >= MAX_LINKS:
             raise ValueError(f"at most {MAX_LINKS} generators are sent to by NCCL in one life of the learner")
@@ -75,7 +75,7 @@ class Links:
         link = self._links.get(request.receiver)
         fresh = link is None or link.broken
         if link is None or fresh:
-            link = self._links[request.receiver] = Link(self._host)
+            link = self._links[request.receiver] = NcclLink(self._host)
         link.snapshots.put(snapshot)
         return Rendezvous(request.name, self._host, link.port, torch.cuda.is_available(), fresh)
 
@@ -84,7 +84,7 @@ class Links:
             link.snapshots.put(None)
 
 
-class Link:
+class NcclLink:
     """A group of two. When the other side dies in a broadcast, NCCL's kernel would run on the learner's GPU for ever, and whatever
     waits for the whole device would hang: a second thread sees that nothing moves any more, and aborts the group."""
 
@@ -94,17 +94,17 @@ class Link:
         with socket.socket() as probe:
             probe.bind((host, 0))
             self.port: int = probe.getsockname()[1]
-        threading.Thread(target=self._run, args=(host,), name="nccl", daemon=True).start()
+        threading.Thread(target=self._send_snapshots, args=(host,), name="nccl", daemon=True).start()
 
-    def _run(self, host: str) -> None:
-        from sync.vllm_plugin import Trainer  # here: only a learner that sends by NCCL needs vLLM
+    def _send_snapshots(self, host: str) -> None:
+        from sync.vllm_plugin import NcclSender  # here: only a learner that sends by NCCL needs vLLM
 
         trainer = None
         try:
             while (snapshot := self.snapshots.get()) is not None:
-                trainer = trainer or Trainer(host, self.port)
-                with self._watched(trainer):
-                    trainer.send(snapshot)
+                trainer = trainer or NcclSender(host, self.port)
+                with self._abort_when_stalled(trainer):
+                    trainer.send_snapshot(snapshot)
         except Exception:
             log.exception("a generator's NCCL group has broken; it will be given another")
             self.broken = True
@@ -113,7 +113,7 @@ class Link:
                 trainer.close()
 
     @contextlib.contextmanager
-    def _watched(self, trainer: "Trainer") -> Iterator[None]:
+    def _abort_when_stalled(self, trainer: "NcclSender") -> Iterator[None]:
         """Aborts the group, and raises TimeoutError, when the receiver takes nothing for `STALLED_S`."""
         sent, stalled = threading.Event(), threading.Event()
 
@@ -134,7 +134,7 @@ class Link:
             raise TimeoutError(f"the receiver has taken nothing for {STALLED_S:g} s")
 
 
-class Broadcast:
+class NcclBroadcast:
     """A version that an engine receives while it takes it up; as `Snapshot`, for `generators.engine.Engine.load`."""
 
     checks = 0
@@ -145,7 +145,7 @@ class Broadcast:
         self.manifest = manifest
         self._address, self._receiver, self._secure = address, receiver, secure
 
-    def begin(self, timeout_s: float = 10.0) -> Rendezvous:
+    def ask_to_send(self, timeout_s: float = 10.0) -> Rendezvous:
         """The learner sends from now on. Raises FileNotFoundError when the version is gone or nobody answers."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         asking = context.socket(zmq.DEALER)
@@ -153,7 +153,9 @@ class Broadcast:
             if self._secure is not None:
                 self._secure(asking)
             asking.connect(self._address)
-            asking.send(msgspec.msgpack.encode(Send(Path(self.manifest.path).stem, self._receiver)))
+            asking.send(
+                msgspec.msgpack.encode(RequestBroadcast(Path(self.manifest.path).stem, self._receiver))
+            )
             if asking.poll(int(1000 * timeout_s)):
                 with contextlib.suppress(
                     ValueError, RecursionError

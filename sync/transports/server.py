@@ -16,24 +16,24 @@ from configs.sockets import hide_names
 from sync.extents import Extents
 from sync.manifest import DigestMismatch, Manifest
 from sync.patch import PatchMaker
-from sync.transports.nccl import Links, Rendezvous, Send
+from sync.transports.nccl import NcclLinks, Rendezvous, RequestBroadcast
 from sync.transports.tcp import (
     MAX_FRAMES,
     MAX_REQUEST_BYTES,
     NAME,
     UNREADABLE,
     Chunk,
-    Enlist,
-    Get,
-    Gone,
-    NotYet,
-    Parent,
-    Patches,
-    Refused,
+    ChunkPending,
+    EnlistRelay,
+    FileGone,
+    GetChunk,
+    GetPatchRoute,
+    PatchRoute,
+    RelayParent,
     Reply,
     Request,
-    Route,
     Secure,
+    TransferRefused,
     encode,
     requests,
 )
@@ -56,7 +56,7 @@ MAX_PARKED = 1024
 TICK_S = 0.1
 
 
-class Watch(Protocol):
+class ConnectionWatch(Protocol):
     """Looks after the connections of a socket: `buffers.connections.Connections`."""
 
     def count(self, frames: list[zmq.Frame]) -> None: ...
@@ -74,7 +74,7 @@ class Watch(Protocol):
     def close(self) -> None: ...
 
 
-class Door(Protocol):
+class RequestGate(Protocol):
     """Lets known keys in, and knows what their owners may say: `buffers.keys.Door`."""
 
     def objection(self, user: str, kind: str) -> str:
@@ -133,7 +133,7 @@ class ServedFile:
         """Where the bytes end that can be served from `offset` on."""
         if self._record is None:
             return len(self.mapped)
-        self._read = self._come.read(self._record, self._read)
+        self._read = self._come.read_record(self._record, self._read)
         return min(self._come.end_from(offset), len(self.mapped))
 
 
@@ -146,7 +146,7 @@ class SnapshotServer:
         address: str = "tcp://127.0.0.1:0",
         *,
         secure: Secure | None = None,
-        watch: Callable[["zmq.Socket[bytes]"], Watch] | None = None,
+        watch: Callable[["zmq.Socket[bytes]"], ConnectionWatch] | None = None,
         nccl: bool = False,
     ) -> None:
         """`watch`, given the socket before it is bound, limits what connections may send of messages that never end. `nccl`:
@@ -157,7 +157,7 @@ class SnapshotServer:
         self._relays: OrderedDict[str, list[str]] = OrderedDict()
         """By file: the relays that have begun to fetch it, in this order."""
         self._patches = PatchMaker(folder)
-        self._links = Links(folder, address.removeprefix("tcp://").rpartition(":")[0]) if nccl else None
+        self._links = NcclLinks(folder, address.removeprefix("tcp://").rpartition(":")[0]) if nccl else None
         self._parked: list[tuple[float, bytes, Request]] = []
         """Those that wait for a patch in the making or for bytes to come, and since when."""
         self._died: BaseException | None = None
@@ -171,7 +171,7 @@ class SnapshotServer:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         self._watch = watch(self._socket) if watch is not None else None
-        self._door: Door | None = secure(self._socket) if secure is not None else None
+        self._door: RequestGate | None = secure(self._socket) if secure is not None else None
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -179,15 +179,15 @@ class SnapshotServer:
             raise ValueError(f"sync.address must be free, got {address}: {error.strerror}") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._running = True
-        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+        self._thread = threading.Thread(target=self._serve_requests, name="weights", daemon=True)
         self._thread.start()
 
-    def offer(self, manifest: Manifest) -> None:
+    def offer_version(self, manifest: Manifest) -> None:
         """The folder has a new version. Returns at once. Raises as `check`."""
-        self.check()
-        self._patches.offer(manifest)
+        self.check_alive()
+        self._patches.offer_version(manifest)
 
-    def check(self) -> None:
+    def check_alive(self) -> None:
         """Raises RuntimeError, with the traceback of what has ended the thread, unless it lives."""
         if self._died is not None:
             raise RuntimeError(f"the thread that serves weights at {self.address} has died") from self._died
@@ -207,19 +207,19 @@ class SnapshotServer:
             self._door.close()
         self._context.term()
 
-    def _run(self) -> None:
+    def _serve_requests(self) -> None:
         """Waits for requests only, at most `TICK_S`, or less while somebody waits for what is being made or fetched."""
         looked_at = time.monotonic()
         try:
             while self._running:
                 if has_come := self._socket.poll(2 if self._parked else int(TICK_S * 1000)):
-                    self._take(*self._receive())
+                    self._take_request(*self._receive_request())
                 if self._door is not None:
                     self._door.check()
                 if self._watch is not None and time.monotonic() - looked_at > TICK_S:
                     looked_at = time.monotonic()
                     self._end_connections(self._watch, drained=not has_come)
-                self._parked = [one for one in self._parked if not self._answer(*one)]
+                self._parked = [one for one in self._parked if not self._answer_request(*one)]
                 while self._files and time.monotonic() - next(iter(self._files.values())).used_at > IDLE_S:
                     self._files.popitem(last=False)
         except BaseException as error:
@@ -228,7 +228,7 @@ class SnapshotServer:
         finally:
             self._close_socket()
 
-    def _end_connections(self, watch: Watch, *, drained: bool) -> None:
+    def _end_connections(self, watch: ConnectionWatch, *, drained: bool) -> None:
         """Of those that send without end, do not read what they have asked for, or are too many."""
         ended = {
             "unfinished message": len(watch.shut_down_unfinished(drained=drained)),
@@ -240,7 +240,7 @@ class SnapshotServer:
             log.warning("%d connections were ended: %s", ended[reason], reason)
             self.refused[reason] += ended[reason]
 
-    def _receive(self) -> tuple[bytes, bytes, str]:
+    def _receive_request(self) -> tuple[bytes, bytes, str]:
         """(sender, request, the sender's key); the request is empty when there were too few frames or too many."""
         frames = self._socket.recv_multipart(copy=False)
         if self._watch is not None:
@@ -248,64 +248,66 @@ class SnapshotServer:
         user = "" if self._door is None else str(frames[-1].get("User-Id"))
         return frames[0].bytes, frames[-1].bytes if 1 < len(frames) <= MAX_FRAMES else b"", user
 
-    def _take(self, sender: bytes, data: bytes, user: str) -> None:
+    def _take_request(self, sender: bytes, data: bytes, user: str) -> None:
         try:
             request = requests.decode(data)
         except UNREADABLE as error:
-            self._refuse(sender, "malformed message", error)
+            self._refuse_request(sender, "malformed message", error)
             return
         if self._door is not None and (objection := self._door.objection(user, type(request).__name__)):
-            self._refuse(sender, "forbidden", PermissionError(objection))
+            self._refuse_request(sender, "forbidden", PermissionError(objection))
         elif len(self._parked) >= MAX_PARKED:
-            self._refuse(sender, "too many requests", ValueError(f"{MAX_PARKED} requests wait already"))
+            self._refuse_request(
+                sender, "too many requests", ValueError(f"{MAX_PARKED} requests wait already")
+            )
         else:
             self._parked.append((time.monotonic(), sender, request))
 
-    def _answer(self, since: float, sender: bytes, request: Request) -> bool:
+    def _answer_request(self, since: float, sender: bytes, request: Request) -> bool:
         """False when it is too early to."""
         try:
-            reply, payload = self._reply(request)
+            reply, payload = self._make_reply(request)
         except ValueError as error:
-            self._refuse(sender, "not to be had", error)
+            self._refuse_request(sender, "not to be had", error)
             return True
         except (OSError, DigestMismatch) as error:
             log.warning("cannot answer %s: %s", request, error)
-            reply, payload = Gone(getattr(request, "name", "")), []
-        if reply is None and isinstance(request, Get) and time.monotonic() - since > PARKED_S:
-            reply = NotYet(request.name, request.offset)
+            reply, payload = FileGone(getattr(request, "name", "")), []
+        if reply is None and isinstance(request, GetChunk) and time.monotonic() - since > PARKED_S:
+            reply = ChunkPending(request.name, request.offset)
         if reply is not None:
-            self._send([sender, encode(reply), *payload])
+            self._send_frames([sender, encode(reply), *payload])
             self.bytes_sent += sum(len(part) for part in payload)
         return reply is not None
 
-    def _send(self, frames: Sequence[bytes | memoryview]) -> None:
+    def _send_frames(self, frames: Sequence[bytes | memoryview]) -> None:
         self._socket.send_multipart(frames, copy=False)
         if self._watch is not None:
             self._watch.count_sent(frames)
 
-    def _refuse(self, sender: bytes, reason: str, error: Exception) -> None:
+    def _refuse_request(self, sender: bytes, reason: str, error: Exception) -> None:
         self.refused[reason] += 1
         what, count = f"{type(error).__name__}: {error}"[:200], self.refused[reason]
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th: a flood of them does not fill the log
             log.warning("refused (%d times by now), %s: %s", count, reason, what)
-        self._send([sender, encode(Refused(what))])
+        self._send_frames([sender, encode(TransferRefused(what))])
 
-    def _reply(self, request: Request) -> tuple[Reply | None, list[memoryview]]:
+    def _make_reply(self, request: Request) -> tuple[Reply | None, list[memoryview]]:
         match request:
-            case Enlist():
-                return Parent(request.name, self._parent(request)), []
-            case Send():
-                return self._sent(request), []
-            case Route():
-                files = self._patches.route(request.base, request.name)
-                return None if files is None else Patches(request.name, files), []
-        self._patches.wanted()
+            case EnlistRelay():
+                return RelayParent(request.name, self._find_parent(request)), []
+            case RequestBroadcast():
+                return self._send_by_broadcast(request), []
+            case GetPatchRoute():
+                files = self._patches.find_route(request.base, request.name)
+                return None if files is None else PatchRoute(request.name, files), []
+        self._patches.note_interest()
         if not NAME.fullmatch(request.name):
             raise ValueError(f"name must be that of a snapshot, manifest or patch, got {request.name[:80]!r}")
         try:
-            file = self._open(request.name)
+            file = self._open_file(request.name)
         except (OSError, ValueError):  # ValueError: an empty file
-            return Gone(request.name), []
+            return FileGone(request.name), []
         total = len(file.mapped)
         if request.offset >= total:
             raise ValueError(f"offset must lie within {total} bytes, got {request}")
@@ -314,14 +316,14 @@ class SnapshotServer:
             return None, []
         return Chunk(request.name, request.offset, total), [memoryview(file.mapped)[request.offset : end]]
 
-    def _sent(self, request: Send) -> Rendezvous:
+    def _send_by_broadcast(self, request: RequestBroadcast) -> Rendezvous:
         if self._links is None:
             raise ValueError("sync.transport must be nccl for weights to be sent by NCCL")
         if not NAME.fullmatch(f"{request.name}.json"):
             raise ValueError(f"name must be that of a snapshot, got {request.name[:80]!r}")
-        return self._links.send(request)
+        return self._links.send_snapshot(request)
 
-    def _parent(self, request: Enlist) -> str:
+    def _find_parent(self, request: EnlistRelay) -> str:
         """Whom a relay asks for a file; empty: this server. Those that fetch it are a chain, in the order in which they have begun:
         every link carries one copy, so the last has it little later than the first. Whoever is asked has begun before, so a
         relay that has died earlier is in nobody's way."""
@@ -342,7 +344,7 @@ class SnapshotServer:
             return ""
         return relays[place - 1 if place < CHAIN else place - 2]
 
-    def _open(self, name: str) -> ServedFile:
+    def _open_file(self, name: str) -> ServedFile:
         """Also files that have been deleted since: who has begun may end."""
         file = self._files.pop(name, None)
         if file is None or file.is_stale():

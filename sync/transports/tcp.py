@@ -1,16 +1,16 @@
 """Weights to other hosts, over ZeroMQ: a server beside a folder of snapshots, and a fetcher that fills such a folder elsewhere.
 
-    Fetcher ── Get(name, offset, size) ──▶ SnapshotServer        a few chunks under way at once
+    Fetcher ── GetChunk(name, offset, size) ──▶ SnapshotServer        a few chunks under way at once
             ◀── Chunk, the bytes ─────────                       straight out of the mapped file
 
 What has been fetched is a folder of snapshots again: mapped by all engines of that host, verified once, and served on to others
 while it still comes, so that the publisher's own link carries one copy, two where there are many hosts. The publisher says who asks
-whom (`Enlist`): the hosts that fetch a file are a chain, in the order in which they have begun. A manifest always comes from the
+whom (`EnlistRelay`): the hosts that fetch a file are a chain, in the order in which they have begun. A manifest always comes from the
 publisher itself, so that whatever a relay hands on is held against the publisher's digests.
 
-A server answers every request: with what was asked for, with `NotYet` (a relay that is still fetching it), `Gone`, or `Refused`.
+A server answers every request: with what was asked for, with `ChunkPending` (a relay that is still fetching it), `FileGone`, or `TransferRefused`.
 
-Who has an earlier version asks the publisher for patches that lead from it (`Route`, `sync.patch`) and writes them over a file that no
+Who has an earlier version asks the publisher for patches that lead from it (`GetPatchRoute`, `sync.patch`) and writes them over a file that no
 engine of the host uses any more; whatever does not work out, or would not be much smaller, is answered by the whole snapshot.
 
 A file that is served is not written to before ZeroMQ has let go of it: every chunk under way keeps its file mapped, and a file is
@@ -26,7 +26,7 @@ import msgspec
 import zmq
 from msgspec import Meta
 
-from sync.transports.nccl import Rendezvous, Send
+from sync.transports.nccl import Rendezvous, RequestBroadcast
 
 CHUNK_BYTES = 4 << 20
 """Most bytes that are asked for at a time."""
@@ -59,20 +59,20 @@ class Message(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=T
     """A request or a reply. Unknown fields are not even looked at: they may be nested as deep as a sender likes."""
 
 
-class Get(Message):
+class GetChunk(Message):
     name: Name
     offset: Bytes
     size: Annotated[int, Meta(ge=1, le=64 << 20)]
 
 
-class Route(Message):
+class GetPatchRoute(Message):
     """Who has `base` wants `name` (stems of their files)."""
 
     name: Name
     base: Name
 
 
-class Enlist(Message):
+class EnlistRelay(Message):
     """A host has begun to fetch the file `name`, and hands on what comes at `address`. Whom may it ask?"""
 
     name: Name
@@ -90,24 +90,24 @@ class Chunk(Message):
     """Bytes of the whole file."""
 
 
-class NotYet(Message):
+class ChunkPending(Message):
     """The relay is fetching this itself: to be asked for again."""
 
     name: Name
     offset: Bytes
 
 
-class Gone(Message):
+class FileGone(Message):
     """The file is not here: not yet, or not any more."""
 
     name: Name
 
 
-class Refused(Message):
+class TransferRefused(Message):
     reason: Annotated[str, Meta(max_length=500)]
 
 
-class Patches(Message):
+class PatchRoute(Message):
     """How to come to `name`, in order; nothing: by the whole snapshot."""
 
     name: Name
@@ -115,15 +115,15 @@ class Patches(Message):
     """Names and bytes."""
 
 
-class Parent(Message):
+class RelayParent(Message):
     """Where to ask for the file; empty: here."""
 
     name: Name
     address: Address
 
 
-Request = Get | Route | Enlist | Send
-Reply = Chunk | NotYet | Gone | Refused | Patches | Parent | Rendezvous
+Request = GetChunk | GetPatchRoute | EnlistRelay | RequestBroadcast
+Reply = Chunk | ChunkPending | FileGone | TransferRefused | PatchRoute | RelayParent | Rendezvous
 requests = msgspec.msgpack.Decoder(Request)
 replies = msgspec.msgpack.Decoder(Reply)
 encode = msgspec.msgpack.Encoder().encode

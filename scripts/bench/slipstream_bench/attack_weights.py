@@ -53,7 +53,7 @@ def fetch_weights(folder: Path, address: str, keys: Path | None, done: Counter[s
     name = f"{SNAPSHOT}.safetensors"
     whole, size = (folder / "weights" / name).read_bytes(), 1 << 16
     for offset in itertools.cycle(range(0, len(whole), size)):
-        asker.send(tcp.encode(tcp.Get(name, offset, size)))
+        asker.send(tcp.encode(tcp.GetChunk(name, offset, size)))
         if not asker.poll(int(PATIENCE_S * 1000)):
             raise BufferGone(f"no answer from the server of weights in {PATIENCE_S} s")
         header, *parts = asker.recv_multipart()
@@ -90,7 +90,7 @@ class WeightsAttack:
         self.attacker.send(kind, [body])
 
     def right(self) -> list[bytes]:
-        return [tcp.encode(tcp.Get(f"{SNAPSHOT}.json", 0, 100))]
+        return [tcp.encode(tcp.GetChunk(f"{SNAPSHOT}.json", 0, 100))]
 
     def never_end_a_message(self) -> None:
         self.attacker.never_end_a_message(400 << 20, size=4000)
