@@ -120,7 +120,7 @@ def make_patch(base: Snapshot, new: Snapshot, path: Path) -> bool:
     for entry in new.manifest.tensors:
         if unchanged[entry.name] == entry.digest:
             continue
-        before, after = _view_bits(base.view_tensor(entry.name)), _view_bits(new.tensor(entry.name))
+        before, after = _view_bits(base.view_tensor(entry.name)), _view_bits(new.view_tensor(entry.name))
         if len(after) > 1 << 32:
             return False
         indices = []

@@ -337,7 +337,7 @@ def test_a_host_verifies_a_version_once_and_again_when_nobody_has_vouched_for_it
     manifest = publisher.publish_version(0, whole_parts(weights(0)))
     verified = []
     monkeypatch.setattr(
-        Snapshot, "verify", lambda snapshot, progress: verified.append(snapshot.manifest.version)
+        Snapshot, "verify_bytes", lambda snapshot, progress: verified.append(snapshot.manifest.version)
     )
     threads = [
         threading.Thread(target=Subscriber().prepare_version, args=[announce_version(manifest)])
