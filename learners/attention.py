@@ -123,7 +123,7 @@ def padded_sdpa(
     return out.transpose(1, 2).flatten(0, 1).index_select(0, real)[None], None
 
 
-def varlen(
+def varlen_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -250,7 +250,7 @@ def _mask(*_: Any, local_size: int | None = None, **__: Any) -> int | None:
     return local_size
 
 
-for _name, _function in (("packed_sdpa", padded_sdpa), ("varlen", varlen), ("ulysses", ulysses)):
+for _name, _function in (("packed_sdpa", padded_sdpa), ("varlen", varlen_attention), ("ulysses", ulysses)):
     AttentionInterface.register(_name, _checked(_function))
     AttentionMaskInterface.register(_name, _mask)
 

@@ -20,7 +20,7 @@ from configs.disk import DiskFull, disk_full
 if TYPE_CHECKING:  # the driver looks for checkpoints, and importing torch would take it seconds
     from learners.world import World
 
-Write = Callable[[Path], None]
+StateWriter = Callable[[Path], None]
 """Writes a copy of an engine's state into a folder."""
 
 CHUNK_BYTES = 1 << 24
@@ -28,7 +28,7 @@ LOOK_S, HEAR_S = 1.0, 10.0
 """How often a wait looks whether it gets on."""
 
 
-class Account(msgspec.Struct, frozen=True):
+class LedgerTotals(msgspec.Struct, frozen=True):
     """The ledger, in tokens, when the step was trained."""
 
     generated: int
@@ -36,7 +36,7 @@ class Account(msgspec.Struct, frozen=True):
     masked: int
 
 
-class File(msgspec.Struct, frozen=True):
+class FileDigest(msgspec.Struct, frozen=True):
     num_bytes: int
     xxh3: str
     """xxh3-128 of its bytes, hex"""
@@ -50,15 +50,15 @@ class CheckpointManifest(msgspec.Struct, frozen=True):
     seed: int
     kl_coef: float = 0.0
     """Where the coefficient of the KL penalty has come to."""
-    ledger: Account | None = None
+    ledger: LedgerTotals | None = None
     """None: trained from a recording, which has none"""
     engine: str = "fsdp"
     """`learner.engine`: no other one reads its files."""
-    files: dict[str, File] = {}
+    files: dict[str, FileDigest] = {}
     """All that the checkpoint consists of, but for this manifest: models, optimizers and the ranks' random states."""
 
 
-class Damaged(ValueError):
+class DamagedCheckpoint(ValueError):
     """A file of a checkpoint is not what was written."""
 
 
@@ -68,7 +68,7 @@ class Checkpoint:
     manifest: CheckpointManifest
 
 
-class Writer:
+class CheckpointWriter:
     """Writes checkpoints into `folder/step_<k>` in a thread, one at a time, and keeps the newest `keep`. One on each rank."""
 
     def __init__(self, folder: Path, keep: int, world: "World") -> None:
@@ -79,18 +79,18 @@ class Writer:
         self._temporary = folder
         """Where the one under way is written."""
         self._num_digested = self._num_told = 0
-        self.took_s: float | None = None
+        self.last_write_s: float | None = None
         """Seconds that the last one took to be written; None before there is one."""
 
-    def begin(
-        self, manifest: CheckpointManifest, write: Write, moved: Callable[[], None] = lambda: None
+    def begin_checkpoint(
+        self, manifest: CheckpointManifest, write: StateWriter, moved: Callable[[], None] = lambda: None
     ) -> CheckpointManifest | None:
-        """Collective. `write` makes its part of the folder that it is given. Waits for what is being written: see `written`."""
-        before = self.written(wait=True, moved=moved)
+        """Collective. `write` makes its part of the folder that it is given. Waits for what is being written: see `take_written`."""
+        before = self.take_written(wait=True, moved=moved)
         self._under_way = self._thread.submit(self._write, manifest, write)
         return before
 
-    def written(
+    def take_written(
         self, *, wait: bool = False, moved: Callable[[], None] = lambda: None
     ) -> CheckpointManifest | None:
         """The manifest of a checkpoint that has become complete, once. Raises what has gone wrong while it was written: DiskFull where
@@ -120,7 +120,7 @@ class Writer:
         """Does not wait."""
         self._thread.shutdown(wait=False)
 
-    def _write(self, manifest: CheckpointManifest, write: Write) -> CheckpointManifest:
+    def _write(self, manifest: CheckpointManifest, write: StateWriter) -> CheckpointManifest:
         self._temporary = temporary = self._folder / f".step_{manifest.step}.tmp"
         first, began = self._world.rank == 0, time.monotonic()
 
@@ -140,7 +140,7 @@ class Writer:
             if _says_disk_full(str(error)):
                 raise _no_room(self._folder) from error
             raise
-        self.took_s = time.monotonic() - began
+        self.last_write_s = time.monotonic() - began
         return manifest
 
     def _completed(self, manifest: CheckpointManifest) -> CheckpointManifest:
@@ -150,8 +150,10 @@ class Writer:
         name, said = f"checkpoint {self._num_told}", b"complete"
         if self._world.rank == 0:
             try:
-                manifest = msgspec.structs.replace(manifest, files=_digests(self._temporary, self._digested))
-                finish(self._folder, self._temporary, manifest, self._keep)
+                manifest = msgspec.structs.replace(
+                    manifest, files=digest_files(self._temporary, self._digested)
+                )
+                finish_checkpoint(self._folder, self._temporary, manifest, self._keep)
             except BaseException as error:
                 said = f"{type(error).__name__}: {error}".encode()
                 raise
@@ -175,7 +177,7 @@ class Writer:
             action()
         except BaseException as error:
             failed = error
-        told = self._world.gather(
+        told = self._world.gather_messages(
             f"{type(failed).__name__}: {failed}".encode() if failed is not None else b""
         )
         if failed is not None:
@@ -192,12 +194,12 @@ def _says_disk_full(text: str) -> bool:
 
 def _no_room(folder: Path) -> DiskFull:
     """The remains have been removed, and what is free now was not enough; the checkpoint before may tell how much is."""
-    before = latest(folder)
+    before = find_latest(folder)
     needed = sum(file.num_bytes for file in before.manifest.files.values()) if before is not None else 0
     return disk_full(folder, max(needed, shutil.disk_usage(folder).free + 1))
 
 
-def finish(folder: Path, temporary: Path, manifest: CheckpointManifest, keep: int) -> None:
+def finish_checkpoint(folder: Path, temporary: Path, manifest: CheckpointManifest, keep: int) -> None:
     """Gives a folder that holds all but the manifest its manifest and its name; deletes all but the newest `keep`."""
     final = folder / f"step_{manifest.step}"
     with open(temporary / "manifest.json", "wb") as file:
@@ -209,7 +211,7 @@ def finish(folder: Path, temporary: Path, manifest: CheckpointManifest, keep: in
     shutil.rmtree(final, ignore_errors=True)
     os.replace(temporary, final)
     _sync_folder(folder)
-    for old in complete(folder)[:-keep]:
+    for old in find_checkpoints(folder)[:-keep]:
         shutil.rmtree(old.folder)
 
 
@@ -221,7 +223,9 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _digests(folder: Path, digested: Callable[[int], None] = lambda num_bytes: None) -> dict[str, File]:
+def digest_files(
+    folder: Path, digested: Callable[[int], None] = lambda num_bytes: None
+) -> dict[str, FileDigest]:
     """Of all files in the folder, which are on the disk afterwards. `digested` is told of each piece that was read."""
     found = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -231,35 +235,37 @@ def _digests(folder: Path, digested: Callable[[int], None] = lambda num_bytes: N
             while chunk := file.read(CHUNK_BYTES):
                 digest.update(chunk)
                 digested(len(chunk))
-        found[str(path.relative_to(folder))] = File(path.stat().st_size, digest.hexdigest())
+        found[str(path.relative_to(folder))] = FileDigest(path.stat().st_size, digest.hexdigest())
     return found
 
 
-def verify(folder: Path, digested: Callable[[int], None] = lambda num_bytes: None) -> CheckpointManifest:
-    """The manifest of the checkpoint in `folder`, whose files are what was written. Raises Damaged, naming the first that is not.
+def verify_checkpoint(
+    folder: Path, digested: Callable[[int], None] = lambda num_bytes: None
+) -> CheckpointManifest:
+    """The manifest of the checkpoint in `folder`, whose files are what was written. Raises DamagedCheckpoint, naming the first that is not.
     `digested` is told of each piece that was read."""
-    manifest = read(folder)
-    found = _digests(folder, digested)
+    manifest = read_manifest(folder)
+    found = digest_files(folder, digested)
     for name, wanted in manifest.files.items():
         if found.get(name) != wanted:
-            raise Damaged(
+            raise DamagedCheckpoint(
                 f"{folder / name} must be the file that was written ({wanted.num_bytes} bytes, xxh3 {wanted.xxh3}), got "
                 f"{found.get(name) or 'none'}; without the folder {folder} the run goes on from an older checkpoint, if there is one"
             )
     return manifest
 
 
-def read(folder: Path) -> CheckpointManifest:
+def read_manifest(folder: Path) -> CheckpointManifest:
     """The manifest of the checkpoint in `folder`. Raises OSError or msgspec.DecodeError."""
     return msgspec.json.decode((folder / "manifest.json").read_bytes(), type=CheckpointManifest)
 
 
-def complete(folder: Path) -> list[Checkpoint]:
+def find_checkpoints(folder: Path) -> list[Checkpoint]:
     """Whole checkpoints, oldest first. What has no readable manifest of its own step is passed over."""
     found = []
     for path in folder.glob("step_*"):
         try:
-            manifest = read(path)
+            manifest = read_manifest(path)
         except (OSError, msgspec.DecodeError):
             continue
         if path.name == f"step_{manifest.step}" and (path / "engine").is_dir():
@@ -267,5 +273,5 @@ def complete(folder: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.manifest.step)
 
 
-def latest(folder: Path) -> Checkpoint | None:
-    return next(reversed(complete(folder)), None)
+def find_latest(folder: Path) -> Checkpoint | None:
+    return next(reversed(find_checkpoints(folder)), None)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from learners.checkpoint import Write
+from learners.checkpoint import StateWriter
 from learners.packing import Packed
 from sync.stream import TensorPart
 
@@ -19,7 +19,7 @@ LossFn = Callable[[torch.Tensor, torch.Tensor, Packed], torch.Tensor]
 """(logprobs or values [T], entropy [T], microbatch) -> scalar: this microbatch's part of a sum whose denominator is global."""
 
 
-class Kind(StrEnum):
+class ModelKind(StrEnum):
     """What an engine holds."""
 
     policy = "policy"
@@ -35,9 +35,9 @@ class Share:
 
     index: int = 0
     count: int = 1
-    speaks: bool = True
+    holds_results: bool = True
     """Of the ranks of a share, whose results count: the others' are to be thrown away."""
-    multiple: int = 1
+    pad_multiple: int = 1
     """The engine pads each microbatch to a multiple of so many tokens."""
 
 
@@ -49,42 +49,42 @@ class Engine(Protocol):
 
     def infer(self, microbatches: Sequence[Packed]) -> list[torch.Tensor]:
         """[T] float32 log-probability of each sampled token, or value before it, given those before it in its sequence; 0 for other
-        tokens and for a sequence's first; no gradient. All of it where the share speaks; elsewhere anything of this shape."""
+        tokens and for a sequence's first; no gradient. All of it where `share.holds_results`; elsewhere anything of this shape."""
         ...
 
     def update(self, microbatches: Sequence[Packed], loss_fn: LossFn, lr: float) -> float:
         """One optimizer step on the sum of `loss_fn` over all microbatches of all shares; returns the gradient norm.
 
-        `loss_fn` is called once a microbatch where the log-probabilities are, which is at least where the share speaks. All shares
+        `loss_fn` is called once a microbatch where the log-probabilities are, which is at least where `share.holds_results`. All shares
         have equally many microbatches. Raises FloatingPointError, and updates nothing, when the gradient is not finite.
         """
         ...
 
     @property
-    def routing(self) -> dict[str, float]:
+    def routing_metrics(self) -> dict[str, float]:
         """How evenly the last update's tokens were spread over a mixture's experts, over all ranks (`learners.routing`); empty
         for other models."""
         ...
 
-    def weights(self) -> Iterator[TensorPart]:
+    def stream_weights(self) -> Iterator[TensorPart]:
         """The model by Hugging Face name, in the published dtype, a bucket at a time; on rank 0 (elsewhere nothing comes)."""
         ...
 
-    def snapshot(self) -> Write:
+    def copy_state(self) -> StateWriter:
         """Copies model, optimizer and RNG state; what it returns writes the copy, also from another thread while training goes on:
         of collectives it uses only such groups as nothing else uses. All ranks call it, each once, with the same folder."""
         ...
 
-    def load(self, folder: Path) -> None:
+    def load_state(self, folder: Path) -> None:
         """Takes up what was written there, by as many ranks or by others. Raises what torch raises when it does not fit."""
         ...
 
 
-class Elsewhere:
+class AbsentEngine:
     """In the place of an engine that other ranks hold: says nothing, trains nothing."""
 
-    share = Share(speaks=False)
-    routing: dict[str, float] = {}
+    share = Share(holds_results=False)
+    routing_metrics: dict[str, float] = {}
 
     def infer(self, microbatches: Sequence[Packed]) -> list[torch.Tensor]:
         return [torch.zeros(len(packed.tokens)) for packed in microbatches]
@@ -92,11 +92,11 @@ class Elsewhere:
     def update(self, microbatches: Sequence[Packed], loss_fn: LossFn, lr: float) -> float:
         return 0.0
 
-    def weights(self) -> Iterator[TensorPart]:
+    def stream_weights(self) -> Iterator[TensorPart]:
         return iter(())
 
-    def snapshot(self) -> Write:
+    def copy_state(self) -> StateWriter:
         return lambda folder: None
 
-    def load(self, folder: Path) -> None:
+    def load_state(self, folder: Path) -> None:
         pass

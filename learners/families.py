@@ -11,21 +11,21 @@ from pathlib import Path
 from configs.learner import LearnerKind
 from configs.schema import Config
 
-TESTED = (
+TESTED_FAMILIES = (
     "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "granite", "cohere",
     "cohere2", "phi3", "olmo2", "olmo3", "smollm3", "glm4", "exaone4", "deepseek_v3",
 )  # fmt: skip
 
 
-def note(config: Config) -> str | None:
+def describe_untested_family(config: Config) -> str | None:
     """What is to be said of the run's model before it is loaded; Megatron's engine refuses what it does not know."""
     path = Path(config.model.path) / "config.json"
     if config.learner.engine is not LearnerKind.fsdp or not path.exists():
         return None
     family = json.loads(path.read_text()).get("model_type")
-    if family in TESTED:
+    if family in TESTED_FAMILIES:
         return None
     return (
-        f"{family} (model_type of model.path) is not among the families held to Hugging Face's numbers: {', '.join(TESTED)}; nothing is "
+        f"{family} (model_type of model.path) is not among the families held to Hugging Face's numbers: {', '.join(TESTED_FAMILIES)}; nothing is "
         "trained before the parity probe has compared it with an engine"
     )

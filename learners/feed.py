@@ -39,7 +39,7 @@ class Feed:
         """`host`: what ranks of one host have in common. Collective."""
         self._source, self._world, self._log = source, world, log
         self._host = host or boot_id()
-        hosts = [told.decode() for told in world.gather(self._host.encode())]
+        hosts = [told.decode() for told in world.gather_messages(self._host.encode())]
         self._leads = hosts.index(self._host) == world.rank
         self.waited_s = 0.0
         """For the buffer, and for the rank that waits for it; the learner adds what else it waits for of the buffer"""
@@ -68,7 +68,9 @@ class Feed:
             assert isinstance(taken, Taken)
             memory = _lay(taken.table)
             laid = Laid(self._host, f"/proc/{os.getpid()}/fd/{memory}", taken.groups, taken.weights)
-        told = [msgspec.json.decode(one, type=Laid) for one in world.gather(msgspec.json.encode(laid))]
+        told = [
+            msgspec.json.decode(one, type=Laid) for one in world.gather_messages(msgspec.json.encode(laid))
+        ]
         if len({tuple(one.groups) for one in told if one.path}) > 1:
             raise RuntimeError(
                 f"a damaged group of step {step} was replaced between the ranks of two hosts: the step begins anew"

@@ -4,26 +4,26 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def step_flops(config: Any, lengths: Sequence[int]) -> float:
+def count_step_flops(config: Any, lengths: Sequence[int]) -> float:
     """Of forward and backward over sequences of these lengths, with nothing computed twice.
 
-    6 N T + 6 L A Σ n²   T = Σ n tokens, N = `matrix_parameters`, L layers, A = heads × head dimension
+    6 N T + 6 L A Σ n²   T = Σ n tokens, N = `count_matrix_parameters`, L layers, A = heads × head dimension
 
     6: a product takes 2 operations a parameter and token in the forward pass, 4 in the backward pass. Attention is counted causal: twice
     that (12 L A Σ n²) would be the full squares, of which a causal kernel computes half. The head counts for every token; what is
     done element by element (norms, softmax, rope, the optimizer) and the look-up of embeddings count nothing.
     `config`: Hugging Face's, of model_type llama, qwen2, qwen3 or qwen3_moe; ValueError for others, and for sliding windows.
     """
-    return 6.0 * matrix_parameters(config) * sum(lengths) + attention_flops(config, lengths)
+    return 6.0 * count_matrix_parameters(config) * sum(lengths) + count_attention_flops(config, lengths)
 
 
-def attention_flops(config: Any, lengths: Sequence[int]) -> float:
+def count_attention_flops(config: Any, lengths: Sequence[int]) -> float:
     """Of the products of queries with keys and of weights with values, forward and backward, counted causal."""
     width = config.num_attention_heads * head_dim(config)
     return 6.0 * config.num_hidden_layers * width * sum(length**2 for length in lengths)
 
 
-def matrix_parameters(config: Any) -> int:
+def count_matrix_parameters(config: Any) -> int:
     """Those that multiply each token: layers and head, of a mixture its router and the experts that a token goes to."""
     if config.model_type not in ("llama", "qwen2", "qwen3", "qwen3_moe"):
         raise ValueError(

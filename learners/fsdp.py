@@ -27,11 +27,11 @@ from configs.learner import Accumulate, Attention, FsdpConfig, LoraConfig, LoraP
 from configs.schema import Dtype
 from learners import lora as adapters
 from learners.attention import choose_attention
-from learners.checkpoint import Write
-from learners.engine import Kind, LossFn, Share
+from learners.checkpoint import StateWriter
+from learners.engine import LossFn, ModelKind, Share
 from learners.heads import LogprobHead, ValueHead
 from learners.packing import Packed, padded_to
-from learners.routing import Balance, ForwardPass, check_replay, watch_routers
+from learners.routing import ForwardPass, LoadBalance, check_replay, watch_routers
 from learners.shards import sharded_like
 from learners.world import wait_for_first_rank
 from sync.stream import BUCKET_BYTES, TensorPart, stream_tensor, whole_parts
@@ -44,7 +44,7 @@ class FsdpEngine:
         self,
         path: str | Path,
         *,
-        kind: Kind = Kind.policy,
+        kind: ModelKind = ModelKind.policy,
         dtype: Dtype = Dtype.float32,
         temperature: float = 1.0,
         attention: Attention = Attention.auto,
@@ -67,7 +67,7 @@ class FsdpEngine:
         self._publish_dtype = getattr(torch, dtype)
         self._max_grad_norm, self._bucket_bytes = max_grad_norm, bucket_bytes
         self._accumulate = layout.accumulate
-        self._lora = lora if lora is not None and lora.rank is not None and kind is Kind.policy else None
+        self._lora = lora if lora is not None and lora.rank is not None and kind is ModelKind.policy else None
         softcap = getattr(AutoConfig.from_pretrained(path).get_text_config(), "attn_logit_softcapping", None)
         self._attention = choose_attention(attention, self._device, dtype, softcap)
         for field in ("compile", "liger"):
@@ -86,12 +86,12 @@ class FsdpEngine:
         if layout.compile:
             for layer in layers:
                 layer.compile(dynamic=True)
-        if kind is Kind.critic:
+        if kind is ModelKind.critic:
             self._head: LogprobHead | ValueHead = ValueHead(model.score)
         else:
             self._head = LogprobHead(model, temperature, entropy_gradient)
         # FSDP averages gradients over ranks, and losses are sums
-        self._balance = Balance(model.config, aux_loss_coefficient, scale=dist.get_world_size())
+        self._balance = LoadBalance(model.config, aux_loss_coefficient, scale=dist.get_world_size())
         self._pass, self._replays = ForwardPass(), router_replay
         if router_replay:
             check_replay(model.config)
@@ -103,7 +103,7 @@ class FsdpEngine:
         self._model = model
         self._named = dict(model.named_parameters())
         self._published_names = {name: self._published_name(name) for name in self._named}
-        if kind is Kind.frozen:
+        if kind is ModelKind.frozen:
             model.requires_grad_(False)
         self._trained = {
             name: parameter for name, parameter in self._named.items() if parameter.requires_grad
@@ -136,16 +136,16 @@ class FsdpEngine:
             self._device.type, shape, mesh_dim_names=("replica", "shard")[-len(shape) :]
         )
         ranks = layout.sequence_parallel
-        self.share = Share(rank // ranks, world // ranks, speaks=rank % ranks == 0, multiple=ranks)
+        self.share = Share(rank // ranks, world // ranks, holds_results=rank % ranks == 0, pad_multiple=ranks)
         self._sequence_group: dist.ProcessGroup | None = None
         if ranks > 1:
             self._sequence_group = init_device_mesh(self._device.type, (world // ranks, ranks)).get_group(1)
 
-    def _build(self, path: str | Path, kind: Kind, layout: FsdpConfig) -> Any:
+    def _build(self, path: str | Path, kind: ModelKind, layout: FsdpConfig) -> Any:
         """The model, whole on rank 0 and without memory elsewhere."""
         auto, sizes = (
             (AutoModelForTokenClassification, {"num_labels": 1})
-            if kind is Kind.critic
+            if kind is ModelKind.critic
             else (AutoModelForCausalLM, {})
         )
         config = AutoConfig.from_pretrained(path, **sizes)
@@ -210,8 +210,8 @@ class FsdpEngine:
     def _forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """[T] log-probability, or value, and [T] entropy, on the CPU, of each sampled token given those before it; 0 elsewhere."""
         group, targets = self._sequence_group, packed.targets
-        row = padded_to(packed, self.share.multiple)
-        size = len(row.tokens) // self.share.multiple
+        row = padded_to(packed, self.share.pad_multiple)
+        size = len(row.tokens) // self.share.pad_multiple
         start = 0 if group is None else group.rank() * size
         mine, targets = slice(start, start + size), targets[(targets > start) & (targets <= start + size)]
         extra = {} if group is None else {"inner": str(self._attention), "sequence_group": group}
@@ -264,7 +264,7 @@ class FsdpEngine:
         return grad_norm
 
     @property
-    def routing(self) -> dict[str, float]:
+    def routing_metrics(self) -> dict[str, float]:
         return self._balance.metrics
 
     def _clip(self) -> float:
@@ -295,7 +295,7 @@ class FsdpEngine:
         published = revert_weight_conversion(self._model, {adapters.base_name(name): probe})
         return next((name for name, tensor in published.items() if tensor is probe), None)
 
-    def weights(self) -> Iterator[TensorPart]:
+    def stream_weights(self) -> Iterator[TensorPart]:
         """Parameters in the published dtype, and the buffers that belong to the model in their own (a router's correction bias, float32)."""
         if self._lora is not None and self._lora.publish is LoraPublish.adapter:
             for name, parameter in self._trained.items():
@@ -321,7 +321,7 @@ class FsdpEngine:
 
     # ---- checkpoints
 
-    def snapshot(self) -> Write:
+    def copy_state(self) -> StateWriter:
         state = {name: _copy(tensor) for name, tensor in self._state().items()}
         random = self._random()
 
@@ -334,7 +334,7 @@ class FsdpEngine:
 
         return write
 
-    def load(self, folder: Path) -> None:
+    def load_state(self, folder: Path) -> None:
         """Raises FileNotFoundError, or what torch raises, when the folder is not a checkpoint of this model."""
         dcp.load(self._state(), storage_reader=HuggingFaceStorageReader(str(folder)))
         state = folder / "random" / f"rank_{dist.get_rank()}.safetensors"

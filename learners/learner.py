@@ -30,7 +30,7 @@ from configs.learner import LearnerKind, LoraPublish
 from configs.schema import Config, Transport
 from learners import checkpoint
 from learners.feed import PATIENCE_S, Feed
-from learners.memory import GIB, Meter, plan
+from learners.memory import GIB, MemoryMeter, plan_memory
 from learners.models import make_models
 from learners.packing import Batch, from_arrow
 from learners.parity import ParityWatch, check_probe
@@ -64,15 +64,15 @@ class Learner:
 
     def __init__(
         self, config: Config, folder: Path, client: Source, trainer: Trainer, publisher: Publisher | None,
-        world: World | None = None, writers: World | None = None, meter: Meter | None = None, *, rank: int = 0, first_step: int = 0, incarnation: str = "", probes: bool = False,
+        world: World | None = None, writers: World | None = None, meter: MemoryMeter | None = None, *, rank: int = 0, first_step: int = 0, incarnation: str = "", probes: bool = False,
         say: Callable[[str], None] = lambda activity: None,
     ) -> None:  # fmt: skip
         """`probes`: there are engines to be compared with. `say` is told what the rank is doing whenever it begins something that may take long."""
         self._config, self._folder, self._client, self._trainer = config, folder, client, trainer
         self._publisher, self._rank, self._incarnation = publisher, rank, incarnation
-        self._world, self._meter = world or World(), meter or Meter(cuda=False)
+        self._world, self._meter = world or World(), meter or MemoryMeter(cuda=False)
         self._feed = Feed(client, self._world, self._wait_on)
-        self._writer = checkpoint.Writer(
+        self._writer = checkpoint.CheckpointWriter(
             folder / "checkpoints", config.learner.keep_checkpoints, writers or World()
         )
         self.step = first_step
@@ -102,7 +102,11 @@ class Learner:
                 self._turn_to(f"training step {self.step}")
                 metrics, num_trained = self._trainer.train(batch, self.step)
                 metrics["memory/peak_gib"] = self._peak_gib()
-                metrics |= {} if self._writer.took_s is None else {"time/checkpoint_s": self._writer.took_s}
+                metrics |= (
+                    {}
+                    if self._writer.last_write_s is None
+                    else {"time/checkpoint_s": self._writer.last_write_s}
+                )
                 metrics |= self._probed
                 self._probed = {}
                 self.step += 1
@@ -170,13 +174,16 @@ class Learner:
 
     def _weights(self) -> Iterator[TensorPart]:
         """The policy's, a part at a time; each one shows that the publication gets on."""
-        for part in self._trainer.models.policy.weights():
+        for part in self._trainer.models.policy.stream_weights():
             self._go_on()
             yield part
 
     def _peak_gib(self) -> float:
         """Of the rank that has needed most."""
-        return max(float(told) for told in self._world.gather(str(self._meter.peak() / GIB).encode()))
+        return max(
+            float(told)
+            for told in self._world.gather_messages(str(self._meter.measure_peak() / GIB).encode())
+        )
 
     def _report(self, num_trained: int, metrics: dict[str, float]) -> None:
         if self._rank == 0:
@@ -203,7 +210,7 @@ class Learner:
             self._ledger(),
             str(self._config.learner.engine),
         )
-        self._tell(self._writer.begin(manifest, self._trainer.models.snapshot(), self._go_on))
+        self._tell(self._writer.begin_checkpoint(manifest, self._trainer.models.copy_state(), self._go_on))
         log.info(
             "checkpoint of step %d begun: training has waited %.2f s for it",
             self.step,
@@ -215,18 +222,18 @@ class Learner:
         """Tells the buffer of a checkpoint that has become complete."""
         if wait:
             self._turn_to("writing the last checkpoint")
-        self._tell(self._writer.written(wait=wait, moved=self._go_on))
+        self._tell(self._writer.take_written(wait=wait, moved=self._go_on))
 
     def _tell(self, manifest: checkpoint.CheckpointManifest | None) -> None:
         if manifest is None:
             return
         log.info("checkpoint of step %d written", manifest.step)
         if self._rank == 0:
-            oldest = checkpoint.complete(self._folder / "checkpoints")[0].manifest.step
+            oldest = checkpoint.find_checkpoints(self._folder / "checkpoints")[0].manifest.step
             self._client.call(m.Checkpointed(step=manifest.step, oldest=oldest), m.Done)
 
-    def _ledger(self) -> checkpoint.Account | None:
-        return ledger(self._client) if self._rank == 0 else None
+    def _ledger(self) -> checkpoint.LedgerTotals | None:
+        return read_ledger(self._client) if self._rank == 0 else None
 
     # ---- parity
 
@@ -266,17 +273,17 @@ class Learner:
         return told
 
 
-def ledger(client: Source) -> checkpoint.Account | None:
+def read_ledger(client: Source) -> checkpoint.LedgerTotals | None:
     """None where a recording stands in the place of the buffer."""
     reply, _ = client.exchange(m.Watch(after=sys.maxsize, wait_s=0.0))
     if not isinstance(reply, m.News):
         return None
     tokens = reply.status.tokens
-    return checkpoint.Account(tokens.total, tokens.trained, tokens.masked)
+    return checkpoint.LedgerTotals(tokens.total, tokens.trained, tokens.masked)
 
 
 def check_checkpoint(
-    manifest: checkpoint.CheckpointManifest, config: Config, now: checkpoint.Account | None
+    manifest: checkpoint.CheckpointManifest, config: Config, now: checkpoint.LedgerTotals | None
 ) -> None:
     """Is it of this run? `now`: the buffer's ledger, which has gone back to the checkpoint's step. Raises ValueError."""
     if manifest.engine != config.learner.engine:
@@ -304,7 +311,7 @@ def start(
         torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
     cuda = torch.cuda.is_available()
-    meter, needed = Meter(cuda=cuda), plan(config, cuda=cuda)
+    meter, needed = MemoryMeter(cuda=cuda), plan_memory(config, cuda=cuda)
     if needed is not None and rank == 0:
         log.info("%s", needed)
     if (
@@ -316,10 +323,10 @@ def start(
     (models, world, writers), kl_coef = make_models(config, rank, rendezvous), None
     if resume_step is not None:
         held = folder / "checkpoints" / f"step_{resume_step}"
-        manifest = verified(held, world, say)
+        manifest = verify_once(held, world, say)
         say("loading the checkpoint")
-        check_checkpoint(manifest, config, ledger(client) if rank == 0 else None)
-        models.load(held)
+        check_checkpoint(manifest, config, read_ledger(client) if rank == 0 else None)
+        models.load_state(held)
         kl_coef = manifest.kl_coef if config.algo.kl.target is not None else None
     incarnation = secrets.token_hex(4)
     publisher = make_publisher(config, folder, incarnation) if rank == 0 and publish else None
@@ -330,17 +337,17 @@ def start(
     )  # fmt: skip
 
 
-def verified(held: Path, world: World, say: Callable[[str], None]) -> checkpoint.CheckpointManifest:
+def verify_once(held: Path, world: World, say: Callable[[str], None]) -> checkpoint.CheckpointManifest:
     """The checkpoint's manifest, on every rank after the first has read all of its files, which may take longer than a collective.
     Raises Damaged."""
     if world.rank == 0:
-        manifest = checkpoint.verify(held, lambda num_bytes: say(f"verifying {held.name}"))
+        manifest = checkpoint.verify_checkpoint(held, lambda num_bytes: say(f"verifying {held.name}"))
         world.tell("verified", b"")
         return manifest
     say(f"waiting for the first rank, which verifies {held.name}")
     while world.hear("verified", PATIENCE_S) is None:
         pass
-    return checkpoint.read(held)
+    return checkpoint.read_manifest(held)
 
 
 def _gpu_bytes() -> int:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from configs.learner import LoraConfig
-from learners.engine import Elsewhere, Engine
+from learners.engine import AbsentEngine, Engine
 from learners.packing import Packed
 from learners.shards import sharded_like
 from sync.adapter import PEFT_PREFIX, merge_into
@@ -24,7 +24,7 @@ class Adapted(Protocol):
     def without_adapters(self) -> AbstractContextManager[None]: ...
 
 
-class Base(Elsewhere):
+class BaseModelEngine(AbsentEngine):
     """The model under an engine's adapters, which is what the run began with: a frozen reference that needs no memory of its own.
 
     It has nothing to train, to publish or to write.

@@ -38,7 +38,7 @@ CPU_ELEMENTS = 2**23
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     """In bytes, of the rank that needs most."""
 
     parts: dict[str, float]
@@ -49,11 +49,11 @@ class Plan:
         return sum(self.parts.values())
 
     def __str__(self) -> str:
-        parts = " + ".join(f"{name} {in_words(part)}" for name, part in self.parts.items() if part)
-        return f"memory of a learner rank ({self.ranks} in all), about: {parts} = {in_words(self.total)}"
+        parts = " + ".join(f"{name} {format_bytes(part)}" for name, part in self.parts.items() if part)
+        return f"memory of a learner rank ({self.ranks} in all), about: {parts} = {format_bytes(self.total)}"
 
 
-def plan(config: Config, *, cuda: bool) -> Plan | None:
+def plan_memory(config: Config, *, cuda: bool) -> MemoryPlan | None:
     """None where the model's files do not tell (another kind of model, the simulated learner)."""
     learner, algo = config.learner, config.algo
     path = Path(config.model.path)
@@ -92,7 +92,7 @@ def plan(config: Config, *, cuda: bool) -> Plan | None:
     buffers = max(sizes.embeddings, 2 * sizes.layer) if shards > 1 else 0
     sharded = learner.engine is LearnerKind.fsdp
     published = 2 if config.model.dtype is Dtype.bfloat16 else 4
-    return Plan(
+    return MemoryPlan(
         parts={
             "weights": on_device * 4.0 * (trained + frozen) / shards,
             "gradients": gradients,
@@ -118,7 +118,7 @@ class OutOfMemory(ValueError):
 
 
 @contextmanager
-def named_shortage(config: Config) -> Iterator[None]:
+def explain_shortage(config: Config) -> Iterator[None]:
     """Raises OutOfMemory, with the plan, where the GPU's memory does not suffice."""
     try:
         yield
@@ -128,13 +128,13 @@ def named_shortage(config: Config) -> Iterator[None]:
         text = str(error).partition("\n")[0]
         if not isinstance(error, torch.OutOfMemoryError) and "CUDA error: out of memory" not in text:
             raise
-        planned = plan(config, cuda=True) or "the memory plan knows no model of this kind"
+        planned = plan_memory(config, cuda=True) or "the memory plan knows no model of this kind"
         raise OutOfMemory(
             f"a rank of the learner must fit into its GPU (docs/learner.md says what makes it smaller), got: {text} Planned: {planned}"
         ) from error
 
 
-class Meter:
+class MemoryMeter:
     """What this process has needed since the meter was made, at most: of its GPU, or else of the host's memory."""
 
     def __init__(self, *, cuda: bool) -> None:
@@ -145,7 +145,7 @@ class Meter:
 
             torch.cuda.reset_peak_memory_stats()
 
-    def peak(self) -> float:
+    def measure_peak(self) -> float:
         """Bytes"""
         if self._cuda:
             import torch
@@ -154,5 +154,5 @@ class Meter:
         return max(0.0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0 - self._before)
 
 
-def in_words(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"

@@ -15,8 +15,8 @@ from configs.learner import LearnerKind, LoraConfig
 from configs.schema import Config
 from learners import flops
 from learners import lora as adapters
-from learners.checkpoint import Write
-from learners.engine import Elsewhere, Engine, Kind
+from learners.checkpoint import StateWriter
+from learners.engine import AbsentEngine, Engine, ModelKind
 from learners.packing import Cost
 from learners.world import TIMEOUT, World, open_store
 
@@ -33,9 +33,9 @@ class Models:
     cost: Cost = Cost()
     """What a sequence costs the policy"""
 
-    def snapshot(self) -> Write:
+    def copy_state(self) -> StateWriter:
         """A copy of each model that is trained; what it returns writes them, each into a subfolder. Collective."""
-        writes = {name: engine.snapshot() for name, engine in self._trained().items()}
+        writes = {name: engine.copy_state() for name, engine in self._trained().items()}
 
         def write(folder: Path) -> None:
             for name, part in writes.items():
@@ -43,7 +43,7 @@ class Models:
 
         return write
 
-    def load(self, folder: Path) -> None:
+    def load_state(self, folder: Path) -> None:
         """Collective. Raises ValueError, and loads nothing, where a model is missing."""
         trained = self._trained()
         if missing := [name for name in trained if not (folder / name).is_dir()]:
@@ -51,7 +51,7 @@ class Models:
                 f"the checkpoint must hold a {missing[0]} for this algorithm, got {folder} without one"
             )
         for name, engine in trained.items():
-            engine.load(folder / name)
+            engine.load_state(folder / name)
 
     def _trained(self) -> dict[str, Engine]:
         named = {"engine": self.policy, "critic": self.critic, "reward_model": self.reward_model}
@@ -100,18 +100,22 @@ def load_models(config: Config, pool: Pool = Pool.all) -> Models:
     algo, learner = config.algo, config.learner
 
     def when(needed: bool, home: Pool, make: Callable[[], Engine]) -> Engine | None:
-        return None if not needed else make() if pool in (home, Pool.all) else Elsewhere()
+        return None if not needed else make() if pool in (home, Pool.all) else AbsentEngine()
 
     def reference() -> Engine:
         assert policy is not None
-        return make_engine(config, Kind.frozen) if learner.lora.rank is None else adapters.Base(policy)
+        return (
+            make_engine(config, ModelKind.frozen)
+            if learner.lora.rank is None
+            else adapters.BaseModelEngine(policy)
+        )
 
     policy = when(
         True,
         Pool.policy,
         lambda: make_engine(
             config,
-            Kind.policy,
+            ModelKind.policy,
             lora=learner.lora,
             entropy_gradient=algo.entropy_coef > 0,
             aux_loss_coefficient=learner.moe.aux_loss_coefficient,
@@ -124,10 +128,10 @@ def load_models(config: Config, pool: Pool = Pool.all) -> Models:
         critic=when(
             algo.advantage.needs_critic,
             Pool.critic,
-            lambda: make_engine(config, Kind.critic, algo.critic.path),
+            lambda: make_engine(config, ModelKind.critic, algo.critic.path),
         ),
         reward_model=when(
-            algo.advantage is Advantage.prime, Pool.policy, lambda: make_engine(config, Kind.policy)
+            algo.advantage is Advantage.prime, Pool.policy, lambda: make_engine(config, ModelKind.policy)
         ),
         reference=when(algo.needs_reference, Pool.policy, reference),
         cost=cost_of(config.model.path),
@@ -135,7 +139,7 @@ def load_models(config: Config, pool: Pool = Pool.all) -> Models:
 
 
 def make_engine(
-    config: Config, kind: Kind, path: str | None = None, *, lora: LoraConfig | None = None, **more: Any
+    config: Config, kind: ModelKind, path: str | None = None, *, lora: LoraConfig | None = None, **more: Any
 ) -> Engine:
     """The run's engine over a model (by default, the run's own), in the process group that is there."""
     learner = config.learner
@@ -167,6 +171,6 @@ def cost_of(path: str) -> Cost:
 
     config = AutoConfig.from_pretrained(path)
     try:
-        return Cost(6.0 * flops.matrix_parameters(config), flops.attention_flops(config, [1]))
+        return Cost(6.0 * flops.count_matrix_parameters(config), flops.count_attention_flops(config, [1]))
     except ValueError:
         return Cost()

@@ -5,7 +5,7 @@ log-probabilities far more than rounding does. With `learner.moe.router_replay` 
 sent to when it was sampled; their weights, and the gradient, are those of the router that is trained. A token that has no record (the last
 of a sequence; padding) goes where the router sends it.
 
-**Balance.** Without the loss experts that are chosen seldom learn seldom, and are chosen more seldom still. The loss of Switch Transformers (Fedus et al.,
+**LoadBalance.** Without the loss experts that are chosen seldom learn seldom, and are chosen more seldom still. The loss of Switch Transformers (Fedus et al.,
 2021, arXiv 2101.03961), summed over the layers l of E experts, k of them a token, over all T tokens of a minibatch:
 
     L = E Σ_l Σ_i f_li P_li    f_li = (1 / kT) Σ_t [t goes to i]    P_li = (1 / T) Σ_t p_lti
@@ -42,7 +42,7 @@ class _Attached(torch.autograd.Function):
         return grad, torch.ones((), device=grad.device)
 
 
-class Balance:
+class LoadBalance:
     """The load of a mixture's experts over the minibatch of one update, and the loss's part of every forward pass.
 
     An update calls `begin`, and where `needs_counting` the engine then runs the minibatch forward without gradient and calls
@@ -159,7 +159,7 @@ def check_replay(config: Any) -> None:
         )
 
 
-def replayed(config: Any, logits: Tensor, chosen: Tensor, recorded: Tensor) -> tuple[Tensor, Tensor]:
+def replay_choices(config: Any, logits: Tensor, chosen: Tensor, recorded: Tensor) -> tuple[Tensor, Tensor]:
     """(weights [T, k], float32, of the experts that are used, these experts [T, k]): the recorded, or else the chosen ones.
 
     logits [T, E], chosen and recorded [T, k].
@@ -172,7 +172,7 @@ def replayed(config: Any, logits: Tensor, chosen: Tensor, recorded: Tensor) -> t
     return scores * getattr(config, "routed_scaling_factor", 1.0), used
 
 
-def watch_routers(model: Any, balance: Balance, at_hand: ForwardPass) -> None:
+def watch_routers(model: Any, balance: LoadBalance, at_hand: ForwardPass) -> None:
     """Hooks every router of a Hugging Face model."""
     for number, layer in enumerate(getattr(model.base_model, "layers", ())):
         for module in layer.modules():
@@ -180,13 +180,13 @@ def watch_routers(model: Any, balance: Balance, at_hand: ForwardPass) -> None:
                 module.register_forward_hook(_hook(number, model.config, balance, at_hand))
 
 
-def _hook(layer: int, config: Any, balance: Balance, at_hand: ForwardPass) -> Callable[..., Any]:
+def _hook(layer: int, config: Any, balance: LoadBalance, at_hand: ForwardPass) -> Callable[..., Any]:
     def hook(
         module: Any, inputs: Any, outputs: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         logits, scores, chosen = outputs
         if at_hand.experts is not None:
-            weights, chosen = replayed(config, logits, chosen, at_hand.experts[:, layer])
+            weights, chosen = replay_choices(config, logits, chosen, at_hand.experts[:, layer])
             scores = weights.to(scores.dtype)
         return logits, balance.route(layer, logits, chosen, scores, at_hand.valid), chosen
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from learners.checkpoint import Write
+from learners.checkpoint import StateWriter
 from learners.engine import LossFn, Share
 from learners.packing import Packed
 from sync.stream import TensorPart
@@ -17,7 +17,7 @@ class SimulatedTrainingEngine:
     """See `learners.engine.Engine`. One update of n sampled tokens lasts n / tokens_per_s seconds."""
 
     share = Share()
-    routing: dict[str, float] = {}
+    routing_metrics: dict[str, float] = {}
 
     def __init__(self, tokens_per_s: float) -> None:
         self._tokens_per_s = tokens_per_s
@@ -32,11 +32,11 @@ class SimulatedTrainingEngine:
         time.sleep(max(0.0, deadline - time.monotonic()))
         return 0.0
 
-    def weights(self) -> Iterator[TensorPart]:
+    def stream_weights(self) -> Iterator[TensorPart]:
         yield TensorPart("simulated", (1,), torch.zeros(1))
 
-    def snapshot(self) -> Write:
+    def copy_state(self) -> StateWriter:
         return lambda folder: folder.mkdir(parents=True, exist_ok=True)
 
-    def load(self, folder: Path) -> None:
+    def load_state(self, folder: Path) -> None:
         pass

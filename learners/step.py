@@ -107,7 +107,7 @@ class Trainer:
             metrics |= {"optimizer/grad_norm": _taken_mean(totals, "grad_norm")}
             metrics |= {name: _taken_mean(totals, name) for name in list(totals) if name.startswith("moe/")}
             metrics |= summarize(totals)
-            metrics |= _mean([plan.metrics(self.models.policy.share.multiple) for plan in plans])
+            metrics |= _mean([plan.metrics(self.models.policy.share.pad_multiple) for plan in plans])
         if self.models.critic is not None and of_critic:
             totals = self._total(self.models.critic, of_critic)
             metrics |= {"critic/grad_norm": _taken_mean(totals, "grad_norm")} | summarize_values(totals)
@@ -131,11 +131,13 @@ class Trainer:
         if self.watch is None:
             return {}
         since = torch.tensor([self.watch.published_at if self._world.rank == 0 else 0.0], dtype=torch.float64)
-        since = self._world.add(since)
+        since = self._world.add_tensor(since)
         if self._algo.proximal is Proximal.recompute and given.proximal is not None:
             held, known = given.proximal, given.batch.sampled
         else:
-            held = self._world.add(noted if self.models.policy.share.speaks else torch.zeros_like(noted))
+            held = self._world.add_tensor(
+                noted if self.models.policy.share.holds_results else torch.zeros_like(noted)
+            )
             known = _inside(given, noted_rows)
         return self.watch.see(given.batch, held, known, given.step, float(since))
 
@@ -355,7 +357,7 @@ class Trainer:
         lr: float, step: int, sums: Sums,
     ) -> Plan:  # fmt: skip
         packed, plan = self._divide(engine, batch, rows)
-        found = {"grad_norm": engine.update(packed, loss_fn, self._rate(lr, step))} | engine.routing
+        found = {"grad_norm": engine.update(packed, loss_fn, self._rate(lr, step))} | engine.routing_metrics
         _add(sums, {name: torch.tensor([value, 1.0], dtype=torch.float64) for name, value in found.items()})
         return plan
 
@@ -378,13 +380,13 @@ class Trainer:
         found = torch.zeros(len(batch.tokens))
         packed, _ = self._divide(engine, batch, list(range(batch.num_sequences)) if rows is None else rows)
         for part, inferred in zip(packed, engine.infer(packed), strict=True):
-            if engine.share.speaks:
+            if engine.share.holds_results:
                 found[part.index] = inferred
-        return self._world.add(found)
+        return self._world.add_tensor(found)
 
     def _total(self, engine: Engine, sums: Sums) -> Sums:
         """The sums over all shares of the engine."""
-        return self._world.add_named(sums if engine.share.speaks else {})
+        return self._world.add_named_tensors(sums if engine.share.holds_results else {})
 
 
 def _noting(loss_fn: LossFn, noted: Tensor) -> LossFn:

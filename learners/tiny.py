@@ -31,7 +31,7 @@ LOOK_EVERY = 5
 IGNORED = -100
 
 
-def make(solved: Iterator[tuple[str, str]], texts: list[str], seed: int, folder: Path) -> None:
+def make_tiny_model(solved: Iterator[tuple[str, str]], texts: list[str], seed: int, folder: Path) -> None:
     """Writes the model and its tokenizer into `folder`. `texts`: what the tokenizer is made for."""
     print(f"Making the tiny model in {folder.parent}: once, about half a minute ...", file=sys.stderr)
     began, num_threads = time.monotonic(), torch.get_num_threads()

@@ -19,7 +19,7 @@ PATIENCE_S = 600.0
 """A process that makes the model is waited for so long; then this one makes its own."""
 
 
-def tiny_model(solved: Iterator[tuple[str, str]], cache: Path | None = None) -> Path:
+def prepare_tiny_model(solved: Iterator[tuple[str, str]], cache: Path | None = None) -> Path:
     """The folder of the model, made at the first call (half a minute) and kept in the cache.
 
     `solved`: (question, answer), without end. Cache: `~/.cache/slipstream/models`, or the environment's SLIPSTREAM_CACHE.
@@ -46,7 +46,7 @@ def _make(solved: Iterator[tuple[str, str]], texts: list[str], seed: int, folder
     from learners import tiny  # here: importing torch takes seconds
 
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
-    tiny.make(solved, texts, seed, temporary)
+    tiny.make_tiny_model(solved, texts, seed, temporary)
     try:
         temporary.rename(folder)
     except OSError:

@@ -30,38 +30,38 @@ class World:
             self._group = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
             self._board = store.clone()  # a connection of its own: a wait holds up nobody else's questions
 
-    def add(self, tensor: Tensor) -> Tensor:
+    def add_tensor(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in the place of the tensor [any shape, CPU]."""
         if self._group is not None:
             self._group.allreduce([tensor]).wait()
         return tensor
 
-    def add_named(self, sums: Sums) -> Sums:
+    def add_named_tensors(self, sums: Sums) -> Sums:
         """The sums over all ranks, of all names that any of them has; in float64."""
         if self._group is None:
             return sums
         shapes: dict[str, list[int]] = {}
-        for told in self.gather(
+        for told in self.gather_messages(
             msgspec.json.encode({name: list(value.shape) for name, value in sums.items()})
         ):
             shapes |= msgspec.json.decode(told, type=dict[str, list[int]])
         names = sorted(shapes)
         mine = [sums[name].double() if name in sums else torch.zeros(shapes[name]).double() for name in names]
-        parts = self.add(torch.cat([value.reshape(-1) for value in mine])).split(
+        parts = self.add_tensor(torch.cat([value.reshape(-1) for value in mine])).split(
             [value.numel() for value in mine]
         )
         return {name: part.view(shapes[name]) for name, part in zip(names, parts, strict=True)}
 
-    def gather(self, message: bytes) -> list[bytes]:
+    def gather_messages(self, message: bytes) -> list[bytes]:
         """What each rank says, by rank."""
         if self._group is None:
             return [message]
         sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.rank] = len(message)
-        ends = [0, *self.add(sizes).cumsum(0).tolist()]
+        ends = [0, *self.add_tensor(sizes).cumsum(0).tolist()]
         text = torch.zeros(ends[-1], dtype=torch.uint8)
         text[ends[self.rank] : ends[self.rank + 1]] = torch.tensor(list(message), dtype=torch.uint8)
-        whole = self.add(text).numpy().tobytes()
+        whole = self.add_tensor(text).numpy().tobytes()
         return [whole[start:end] for start, end in zip(ends, ends[1:], strict=False)]
 
     def tell(self, name: str, message: bytes, *, instead_of: str = "") -> None:
@@ -82,7 +82,7 @@ class World:
         return bytes(self._board.get(name))
 
     def barrier(self) -> None:
-        self.add(torch.zeros(1))
+        self.add_tensor(torch.zeros(1))
 
 
 _met = itertools.count()

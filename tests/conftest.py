@@ -30,8 +30,8 @@ settings.load_profile("any machine")
 
 MAKE_TINY = """
 from generators.tasks.sorting import Task
-from learners.tiny_cache import tiny_model
-tiny_model(Task().solved_examples("train", seed=0))
+from learners.tiny_cache import prepare_tiny_model
+prepare_tiny_model(Task().solved_examples("train", seed=0))
 """
 making: list[subprocess.Popen[bytes]] = []
 """The process that makes the tiny model, if it was started."""
@@ -108,7 +108,7 @@ def tiny_model() -> Path:
 
     for process in making:
         process.wait()  # if it has failed, so will this process, and say why
-    return tiny_cache.tiny_model(Task().solved_examples("train", seed=0))
+    return tiny_cache.prepare_tiny_model(Task().solved_examples("train", seed=0))
 
 
 @pytest.fixture(scope="session")

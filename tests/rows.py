@@ -59,7 +59,7 @@ def make_tiny_model() -> int:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
-        tiny_cache.tiny_model(Task().solved_examples("train", seed=0))
+        tiny_cache.prepare_tiny_model(Task().solved_examples("train", seed=0))
     finally:
         os._exit(0)
 

@@ -47,15 +47,15 @@ def write(folder: Path) -> None:
 
 
 def written(folder: Path, *steps: int, keep: int = 2) -> None:
-    writer = checkpoint.Writer(folder, keep, World())
+    writer = checkpoint.CheckpointWriter(folder, keep, World())
     for step in steps:
-        writer.begin(manifest(step), write)
-    assert writer.written(wait=True) is not None
+        writer.begin_checkpoint(manifest(step), write)
+    assert writer.take_written(wait=True) is not None
     writer.close()
 
 
 def steps(folder: Path) -> list[int]:
-    return [found.manifest.step for found in checkpoint.complete(folder)]
+    return [found.manifest.step for found in checkpoint.find_checkpoints(folder)]
 
 
 # ---- whole or absent
@@ -73,8 +73,8 @@ def test_a_wait_for_a_checkpoint_shows_that_it_gets_on_and_only_then(
             with open(folder / "engine" / "weights", "ab") as file:
                 file.write(b"more")
 
-    writer = checkpoint.Writer(tmp_path, 2, World())
-    writer.begin(manifest(1), write_slowly)
+    writer = checkpoint.CheckpointWriter(tmp_path, 2, World())
+    writer.begin_checkpoint(manifest(1), write_slowly)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(writer.written, wait=True, moved=shown.release)
         while shown.acquire(timeout=0.5):
@@ -96,7 +96,7 @@ def test_a_half_written_checkpoint_is_never_chosen(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "step_20", tmp_path / "step_40")
     (tmp_path / "step_50").mkdir()
     (tmp_path / "step_50" / "manifest.json").write_bytes(msgspec.json.encode(manifest(50)))
-    newest = checkpoint.latest(tmp_path)
+    newest = checkpoint.find_latest(tmp_path)
     assert newest is not None and newest.manifest.step == 20
 
 
@@ -110,9 +110,9 @@ def write(folder):
     (folder / "engine").mkdir()
     (folder / "engine" / "weights").write_bytes(b"half of the w")
     os.kill(os.getpid(), signal.SIGKILL)
-writer = checkpoint.Writer(Path(sys.argv[1]), 2, World())
-writer.begin(checkpoint.CheckpointManifest(7, "life", 0), write)
-writer.written(wait=True)
+writer = checkpoint.CheckpointWriter(Path(sys.argv[1]), 2, World())
+writer.begin_checkpoint(checkpoint.CheckpointManifest(7, "life", 0), write)
+writer.take_written(wait=True)
 """
 
 
@@ -129,28 +129,28 @@ def test_what_a_killed_learner_was_writing_is_passed_over_and_written_anew(tmp_p
 def test_a_file_that_is_not_what_was_written_is_named(harm: str, tmp_path: Path) -> None:
     written(tmp_path, 3)
     folder = tmp_path / "step_3"
-    assert checkpoint.verify(folder).files.keys() == {"engine/weights"}
+    assert checkpoint.verify_checkpoint(folder).files.keys() == {"engine/weights"}
     path = folder / "engine" / "weights"
     if harm == "gone":
         path.unlink()
     else:
         path.write_bytes(b"weighty" if harm == "changed" else b"weight")
     with pytest.raises(
-        checkpoint.Damaged, match=f"{path} must be the file that was written .7 bytes, .* got"
+        checkpoint.DamagedCheckpoint, match=f"{path} must be the file that was written .7 bytes, .* got"
     ):
-        checkpoint.verify(folder)
+        checkpoint.verify_checkpoint(folder)
 
 
 def test_an_error_in_the_thread_reaches_the_loop(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         raise OSError("no space left on device")
 
-    writer = checkpoint.Writer(tmp_path, 2, World())
-    writer.begin(manifest(1), fail)
+    writer = checkpoint.CheckpointWriter(tmp_path, 2, World())
+    writer.begin_checkpoint(manifest(1), fail)
     with pytest.raises(OSError, match="no space left"):
-        writer.begin(manifest(2), write)
-    writer.begin(manifest(2), write)
-    assert writer.written(wait=True) is not None and writer.written(wait=True) is None
+        writer.begin_checkpoint(manifest(2), write)
+    writer.begin_checkpoint(manifest(2), write)
+    assert writer.take_written(wait=True) is not None and writer.take_written(wait=True) is None
     assert steps(tmp_path) == [2]
 
 
@@ -164,9 +164,9 @@ def test_a_folder_that_vanishes_while_its_size_is_looked_at_is_no_error(
         write(folder)
 
     monkeypatch.setattr(checkpoint, "LOOK_S", 0)
-    writer = checkpoint.Writer(tmp_path, 2, World())
-    writer.begin(manifest(1), come_and_go)
-    assert writer.written(wait=True) is not None
+    writer = checkpoint.CheckpointWriter(tmp_path, 2, World())
+    writer.begin_checkpoint(manifest(1), come_and_go)
+    assert writer.take_written(wait=True) is not None
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
@@ -176,21 +176,21 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
         release.wait()
         write(folder)
 
-    writer = checkpoint.Writer(tmp_path, 2, World())
-    assert writer.begin(manifest(1), slow) is None
-    assert writer.written() is None and steps(tmp_path) == []
+    writer = checkpoint.CheckpointWriter(tmp_path, 2, World())
+    assert writer.begin_checkpoint(manifest(1), slow) is None
+    assert writer.take_written() is None and steps(tmp_path) == []
     release.set()
-    told = writer.begin(manifest(2), write)
+    told = writer.begin_checkpoint(manifest(2), write)
     assert told is not None and told.step == 1 and steps(tmp_path) == [1] or steps(tmp_path) == [1, 2]
 
 
 def test_a_checkpoint_of_another_engine_or_another_run_is_refused() -> None:
     config = load(["algo=grpo"])
-    held = checkpoint.CheckpointManifest(3, "life", 0, ledger=checkpoint.Account(90, 50, 1))
-    check_checkpoint(held, config, checkpoint.Account(120, 50, 1))  # what is in flight may differ
+    held = checkpoint.CheckpointManifest(3, "life", 0, ledger=checkpoint.LedgerTotals(90, 50, 1))
+    check_checkpoint(held, config, checkpoint.LedgerTotals(120, 50, 1))  # what is in flight may differ
     check_checkpoint(held, config, None)
     with pytest.raises(ValueError, match="at step 3 50 tokens were trained and 1 masked, .* has 49 and 1"):
-        check_checkpoint(held, config, checkpoint.Account(90, 49, 1))
+        check_checkpoint(held, config, checkpoint.LedgerTotals(90, 49, 1))
     with pytest.raises(
         ValueError, match="learner.engine must be megatron, which wrote the checkpoint, got fsdp"
     ):
@@ -216,21 +216,21 @@ def trained_on(world: World, model: Path, folder: Path) -> tuple[dict[str, Tenso
     torch.manual_seed(world.rank)
     engine, parts = FsdpEngine(model), parts_of(world)
     engine.update(parts, mean_logprob, 1e-2)
-    before, write_it = state(engine), engine.snapshot()
+    before, write_it = state(engine), engine.copy_state()
     thread = threading.Thread(target=write_it, args=(folder,))
     thread.start()
     engine.update(parts, mean_logprob, 1e-2)
     after = weights_of(engine)
     for _ in range(4):
         engine.update(parts, mean_logprob, 1e-2)
-        list(engine.weights())
+        list(engine.stream_weights())
     thread.join()
     return before, after
 
 
 def taken_up(world: World, model: Path, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     engine = FsdpEngine(model)
-    engine.load(folder)
+    engine.load_state(folder)
     loaded = state(engine)
     engine.update(parts_of(world), mean_logprob, 1e-2)
     return loaded, weights_of(engine)
@@ -256,19 +256,19 @@ def test_a_checkpoint_of_two_ranks_is_of_its_moment_and_goes_on_with_any_number(
 def checkpointed_slowly(world: World, folder: Path) -> list[int]:
     """Two checkpoints one after the other, whose completion takes the first rank longer than a collective may take."""
     learners.world.TIMEOUT = timedelta(seconds=4)
-    digests = checkpoint._digests
+    digests = checkpoint.digest_files
 
-    def slow(*arguments: Any) -> dict[str, checkpoint.File]:
+    def slow(*arguments: Any) -> dict[str, checkpoint.FileDigest]:
         time.sleep(6)
         return digests(*arguments)
 
-    checkpoint._digests = slow
+    checkpoint.digest_files = slow
     writers = World(world.rank, world.size, dist.FileStore(str(folder / "writers"), world.size))
-    writer, found = checkpoint.Writer(folder / "checkpoints", 2, writers), []
+    writer, found = checkpoint.CheckpointWriter(folder / "checkpoints", 2, writers), []
     for step in (1, 2):
-        done = writer.begin(manifest(step), write if world.rank == 0 else lambda folder: None)
+        done = writer.begin_checkpoint(manifest(step), write if world.rank == 0 else lambda folder: None)
         found += [] if done is None else [done.step]
-    last = writer.written(wait=True)
+    last = writer.take_written(wait=True)
     return [*found, -1 if last is None else last.step]
 
 
@@ -278,14 +278,14 @@ def test_a_checkpoint_that_takes_longer_than_a_collective_may_is_waited_for(tmp_
 
 
 def failing_to_complete(world: World, folder: Path) -> str:
-    def fail(*arguments: Any) -> dict[str, checkpoint.File]:
+    def fail(*arguments: Any) -> dict[str, checkpoint.FileDigest]:
         raise OSError("the disk is gone")
 
-    checkpoint._digests = fail
-    writer = checkpoint.Writer(folder / "checkpoints", 2, world)
-    writer.begin(manifest(1), write if world.rank == 0 else lambda folder: None)
+    checkpoint.digest_files = fail
+    writer = checkpoint.CheckpointWriter(folder / "checkpoints", 2, world)
+    writer.begin_checkpoint(manifest(1), write if world.rank == 0 else lambda folder: None)
     try:
-        writer.written(wait=True)
+        writer.take_written(wait=True)
     except (OSError, RuntimeError) as error:
         return str(error)
     return ""
@@ -322,34 +322,34 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before_and_no_remains(tm
             state["weights"] = torch.ones(1 << 20)
             save(folder)
 
-        writer = checkpoint.Writer(disk / "checkpoints", 2, World())
-        writer.begin(manifest(1), save)
+        writer = checkpoint.CheckpointWriter(disk / "checkpoints", 2, World())
+        writer.begin_checkpoint(manifest(1), save)
         for step, part in ((2, fill), (3, save_much)):
-            writer.written(wait=True)
-            writer.begin(manifest(step), part)  # type: ignore[arg-type]
+            writer.take_written(wait=True)
+            writer.begin_checkpoint(manifest(step), part)  # type: ignore[arg-type]
             with pytest.raises(
                 DiskFull, match=rf"^the disk of {disk}/checkpoints must have room for [\d,]+ bytes more, got"
             ):
-                writer.written(wait=True)
+                writer.take_written(wait=True)
             assert [path.name for path in (disk / "checkpoints").iterdir()] == ["step_1"]
-            checkpoint.verify(disk / "checkpoints" / "step_1")
-        writer.begin(manifest(4), write)
-        assert writer.written(wait=True) is not None, "after room was made it goes on"
+            checkpoint.verify_checkpoint(disk / "checkpoints" / "step_1")
+        writer.begin_checkpoint(manifest(4), write)
+        assert writer.take_written(wait=True) is not None, "after room was made it goes on"
         writer.close()
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def part_of_a_checkpoint(world: World, folder: Path) -> str:
-    writer = checkpoint.Writer(folder, 1, world)
+    writer = checkpoint.CheckpointWriter(folder, 1, world)
 
     def save(temporary: Path) -> None:
         if world.rank == 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    writer.begin(manifest(2), save)
+    writer.begin_checkpoint(manifest(2), save)
     try:
-        writer.written(wait=True)
+        writer.take_written(wait=True)
     except DiskFull as error:
         return str(error)
     return "nothing"

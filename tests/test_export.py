@@ -15,7 +15,7 @@ from configs import load as configs
 from configs.learner import LearnerConfig, LearnerKind, LoraConfig, MegatronConfig
 from configs.schema import Config
 from learners import checkpoint
-from learners.engine import Kind
+from learners.engine import ModelKind
 from learners.models import make_engine
 from learners.packing import Packed, pack
 from learners.world import World
@@ -36,7 +36,7 @@ def configured(model: Path, ranks: int, learner: dict[str, Any]) -> Config:
 
 def inferred(world: World, config: Config) -> Tensor:
     """[T] log-probabilities of the batch by the run's engine."""
-    engine = make_engine(config, Kind.policy, lora=config.learner.lora)
+    engine = make_engine(config, ModelKind.policy, lora=config.learner.lora)
     return whole(world, engine)
 
 
@@ -44,13 +44,13 @@ def whole(world: World, engine: Any) -> Tensor:
     batch = make_batch()
     rows = list(range(len(LENGTHS)))[engine.share.index :: engine.share.count]
     found, part = torch.zeros(len(batch.tokens)), pack(batch, rows)
-    found[part.index] = engine.infer([part])[0] * engine.share.speaks
-    return world.add(found)
+    found[part.index] = engine.infer([part])[0] * engine.share.holds_results
+    return world.add_tensor(found)
 
 
 def trained(world: World, config: Config, run: Path) -> Tensor:
     """As `inferred`, after an update, of which a checkpoint is written."""
-    engine = make_engine(config, Kind.policy, lora=config.learner.lora)
+    engine = make_engine(config, ModelKind.policy, lora=config.learner.lora)
     batch = make_batch()
     part = pack(batch, list(range(len(LENGTHS)))[engine.share.index :: engine.share.count])
 
@@ -60,12 +60,14 @@ def trained(world: World, config: Config, run: Path) -> Tensor:
     for _ in range(2):  # an adapter's first update moves one of its two matrices only
         engine.update([part], loss_fn, 1e-2)
     found = whole(world, engine)
-    writer = checkpoint.Writer(run / "checkpoints", 1, World(world.rank, world.size, torch.distributed.FileStore(
+    writer = checkpoint.CheckpointWriter(run / "checkpoints", 1, World(world.rank, world.size, torch.distributed.FileStore(
         str(run / "writers"), world.size
     )) if world.size > 1 else None)  # fmt: skip
-    snapshot = engine.snapshot()
-    writer.begin(checkpoint.CheckpointManifest(2, "life", 0), lambda folder: snapshot(folder / "engine"))
-    writer.written(wait=True)
+    snapshot = engine.copy_state()
+    writer.begin_checkpoint(
+        checkpoint.CheckpointManifest(2, "life", 0), lambda folder: snapshot(folder / "engine")
+    )
+    writer.take_written(wait=True)
     return found
 
 

@@ -22,8 +22,8 @@ from configs.learner import Attention, FsdpConfig
 from configs.load import load
 from configs.schema import Dtype
 from learners import attention, families
-from learners.attention import choose_attention, packed_sdpa, padded_sdpa, varlen
-from learners.families import TESTED
+from learners.attention import choose_attention, packed_sdpa, padded_sdpa, varlen_attention
+from learners.families import TESTED_FAMILIES
 from learners.fsdp import FsdpEngine
 from learners.heads import LogprobHead, logit_curve
 from learners.packing import Batch, pack
@@ -185,9 +185,9 @@ def test_a_family_trains_on_the_log_probabilities_and_gradients_of_hugging_face(
 
 
 def test_the_families_that_are_named_are_those_of_the_table() -> None:
-    assert set(TESTED) == {family.model_type for family in FAMILIES.values()}
+    assert set(TESTED_FAMILIES) == {family.model_type for family in FAMILIES.values()}
     readme = (Path(families.__file__).parents[1] / "README.md").read_text()
-    assert all(f"`{family}`" in readme for family in TESTED)
+    assert all(f"`{family}`" in readme for family in TESTED_FAMILIES)
 
 
 def test_ranks_that_share_a_sequence_keep_to_its_window_and_its_caps(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def flash_on_a_cpu(
 
 @pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("window", [3, 7, None])
-@pytest.mark.parametrize("attend", [packed_sdpa, padded_sdpa, varlen])
+@pytest.mark.parametrize("attend", [packed_sdpa, padded_sdpa, varlen_attention])
 def test_attention_sees_a_window_of_its_own_sequence_and_caps_its_scores(
     attend: Callable[..., Any], window: int | None, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +241,7 @@ def test_attention_sees_a_window_of_its_own_sequence_and_caps_its_scores(
     call = partial(
         attend, None, query, key, value, None, cu_seq_lens_q=cu, max_length_q=16, sliding_window=window
     )
-    if attend is varlen and cap is not None:
+    if attend is varlen_attention and cap is not None:
         with pytest.raises(
             ValueError, match=r"learner.attention must be packed_sdpa or .* \(at 1.5\), got varlen"
         ):
@@ -322,7 +322,7 @@ def test_a_family_that_has_not_been_compared_starts_with_a_note(tmp_path: Path) 
     found = []
     for family in ("llama", "phi"):
         (tmp_path / "config.json").write_text(f'{{"model_type": "{family}"}}')
-        found.append(families.note(load([f"model.path={tmp_path}"])))
+        found.append(families.describe_untested_family(load([f"model.path={tmp_path}"])))
     assert found[0] is None and found[1] is not None
     assert (
         "phi (model_type of model.path) is not among the families held to Hugging Face's numbers: llama,"

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from learners.flops import attention_flops, matrix_parameters, step_flops
+from learners.flops import count_attention_flops, count_matrix_parameters, count_step_flops
 
 SIZES: dict[str, Any] = {
     "vocab_size": 80,
@@ -45,25 +45,25 @@ def test_products_are_counted_as_torch_counts_them(name: str) -> None:
     tokens = torch.randint(0, config.vocab_size, (rows, length))
     with FlopCounterMode(display=False) as counter:
         model(tokens, use_cache=False).logits.sum().backward()
-    layers = 6 * matrix_parameters(config) * rows * length
-    assert counter.get_total_flops() == layers + 2 * attention_flops(config, [length] * rows)
+    layers = 6 * count_matrix_parameters(config) * rows * length
+    assert counter.get_total_flops() == layers + 2 * count_attention_flops(config, [length] * rows)
 
 
 def test_a_step_is_its_layers_and_half_the_squares_of_its_lengths() -> None:
     config, lengths = CONFIGS["qwen3"], [3, 40, 7]
-    layers = 6 * matrix_parameters(config) * 50
-    assert step_flops(config, lengths) == layers + 12 * 3 * 64 * (9 + 1600 + 49) / 2
+    layers = 6 * count_matrix_parameters(config) * 50
+    assert count_step_flops(config, lengths) == layers + 12 * 3 * 64 * (9 + 1600 + 49) / 2
 
 
 def test_parameters_are_those_of_the_model_that_multiply() -> None:
     for name in ("llama", "qwen3"):
         model = AutoModelForCausalLM.from_config(CONFIGS[name])
         matrices = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear)]
-        assert matrix_parameters(CONFIGS[name]) == sum(matrices)
+        assert count_matrix_parameters(CONFIGS[name]) == sum(matrices)
 
 
 def test_an_architecture_that_is_not_known_is_refused() -> None:
     config = LlamaConfig(**SIZES)
     config.model_type = "mamba"
     with pytest.raises(ValueError, match="model_type must be .* got mamba"):
-        step_flops(config, [1])
+        count_step_flops(config, [1])

@@ -78,7 +78,7 @@ def mean_logprob(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
 
 
 def weights_of(engine: FsdpEngine) -> dict[str, Tensor]:
-    return collect_tensors(engine.weights())
+    return collect_tensors(engine.stream_weights())
 
 
 def test_logprobs_and_entropy_are_those_after_temperature(qwen3: Path, packed: list[Packed]) -> None:
@@ -268,7 +268,7 @@ def test_a_checkpoint_holds_nothing_but_safetensors(
 ) -> None:
     engine = FsdpEngine(qwen3)
     engine.update(packed, mean_logprob, 1e-2)
-    engine.snapshot()(tmp_path / "engine")
+    engine.copy_state()(tmp_path / "engine")
     assert {path.suffix for path in (tmp_path / "engine").rglob("*") if path.is_file()} == {".safetensors"}
 
 

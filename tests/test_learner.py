@@ -134,19 +134,19 @@ def test_an_update_equals_plain_pytorch(
         (-(plain_logprobs(model, batch) * weights).sum() / len(batch.tokens)).backward()
         assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)), rel=1e-4)
         optimizer.step()
-    published = collect_tensors(engine.weights())
+    published = collect_tensors(engine.stream_weights())
     assert set(published) == set(dict(model.named_parameters()))
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(published[name], parameter.detach(), atol=5e-5, rtol=0)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(engine: FsdpEngine, batch: Batch) -> None:
-    before = collect_tensors(engine.weights())
+    before = collect_tensors(engine.stream_weights())
     poison = torch.full((len(batch.tokens),), float("nan"))
     with pytest.raises(FloatingPointError, match="gradient norm must be finite, got nan"):
         engine.update([pack(batch, range(3))], sum_loss(batch, poison), 1e-3)
     assert all(
-        torch.equal(tensor, before[name]) for name, tensor in collect_tensors(engine.weights()).items()
+        torch.equal(tensor, before[name]) for name, tensor in collect_tensors(engine.stream_weights()).items()
     )
 
 
@@ -155,14 +155,15 @@ def test_a_resumed_engine_goes_on_to_the_same_bits(
 ) -> None:
     packed, weights = [pack(batch, range(batch.num_sequences))], torch.ones(len(batch.tokens))
     engine.update(packed, sum_loss(batch, weights), 1e-3)
-    engine.snapshot()(tmp_path / "engine")
+    engine.copy_state()(tmp_path / "engine")
     engine.update(packed, sum_loss(batch, weights), 1e-3)
     resumed = FsdpEngine(fixed_model, max_grad_norm=0.5, weight_decay=0.1)
-    resumed.load(tmp_path / "engine")
+    resumed.load_state(tmp_path / "engine")
     resumed.update(packed, sum_loss(batch, weights), 1e-3)
-    expected = collect_tensors(engine.weights())
+    expected = collect_tensors(engine.stream_weights())
     assert all(
-        torch.equal(tensor, expected[name]) for name, tensor in collect_tensors(resumed.weights()).items()
+        torch.equal(tensor, expected[name])
+        for name, tensor in collect_tensors(resumed.stream_weights()).items()
     )
 
 
@@ -171,7 +172,7 @@ def trained(world: World, model: Path, batch: Batch) -> tuple[float, dict[str, T
     for _ in range(2):
         parts = microbatches(batch, range(batch.num_sequences), 60, world.size, world.rank)
         norm = engine.update(parts, sum_loss(batch, torch.ones(len(batch.tokens))), 1e-3)
-    return norm, collect_tensors(engine.weights())
+    return norm, collect_tensors(engine.stream_weights())
 
 
 def test_two_ranks_train_to_the_same_weights_as_one(

@@ -26,9 +26,9 @@ from transformers import (
 
 from configs.learner import FsdpConfig, LoraConfig, LoraPublish
 from learners import lora as adapters
-from learners.engine import Kind
+from learners.engine import ModelKind
 from learners.fsdp import FsdpEngine
-from learners.lora import Base
+from learners.lora import BaseModelEngine
 from learners.packing import Batch, Packed, pack
 from learners.world import World
 from sync.stream import collect_tensors
@@ -89,7 +89,7 @@ class Found(Outcome):
     frozen: dict[str, Tensor]
     """The base's parameters after the last."""
     base: list[Tensor]
-    """Log-probabilities without adapters: before, after, and those of `Base`."""
+    """Log-probabilities without adapters: before, after, and those of `BaseModelEngine`."""
 
 
 @cache
@@ -177,7 +177,7 @@ def make_engine(folder: Path, lora: LoraConfig | None, **options: Any) -> FsdpEn
 
 def published(engine: FsdpEngine, lora: LoraConfig, publish: LoraPublish) -> dict[str, Tensor]:
     lora.publish = publish
-    return collect_tensors(engine.weights())
+    return collect_tensors(engine.stream_weights())
 
 
 def share_of(engine: FsdpEngine) -> list[Packed]:
@@ -188,8 +188,8 @@ def share_of(engine: FsdpEngine) -> list[Packed]:
 def infer(engine: Any, world: World, parts: list[Packed]) -> Tensor:
     logprobs = torch.zeros(sum(LENGTHS))
     for part, found in zip(parts, engine.infer(parts), strict=True):
-        logprobs[part.index] = found * engine.share.speaks
-    return world.add(logprobs)
+        logprobs[part.index] = found * engine.share.holds_results
+    return world.add_tensor(logprobs)
 
 
 def update(engine: FsdpEngine, world: World, parts: list[Packed]) -> tuple[float, float]:
@@ -197,11 +197,11 @@ def update(engine: FsdpEngine, world: World, parts: list[Packed]) -> tuple[float
 
     def loss_fn(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
         loss = loss_of(logprobs, advantages()[packed.index])
-        losses.add_(loss.detach() * engine.share.speaks)
+        losses.add_(loss.detach() * engine.share.holds_results)
         return loss
 
     norm = engine.update(parts, loss_fn, LR)
-    return float(world.add(losses)), norm
+    return float(world.add_tensor(losses)), norm
 
 
 def base_of(engine: FsdpEngine) -> dict[str, Tensor]:
@@ -213,7 +213,7 @@ def trained(world: World, row: Row, folder: Path) -> Found:
     torch.manual_seed(world.rank)
     lora = LoraConfig(rank=RANK, alpha=ALPHA, targets=row.targets)
     engine = make_engine(folder, lora, layout=FsdpConfig(**row.options))
-    reference, parts = Base(engine), share_of(engine)
+    reference, parts = BaseModelEngine(engine), share_of(engine)
     before, drawn = infer(reference, world, parts), published(engine, lora, LoraPublish.adapter)
     losses, norms = zip(*[update(engine, world, parts) for _ in range(UPDATES)], strict=True)
     with engine.without_adapters():
@@ -231,7 +231,7 @@ def trained(world: World, row: Row, folder: Path) -> Found:
 
 
 def untrained(world: World, row: Row, folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
-    engine = make_engine(folder, None, kind=Kind.frozen, layout=FsdpConfig(**row.options))
+    engine = make_engine(folder, None, kind=ModelKind.frozen, layout=FsdpConfig(**row.options))
     return infer(engine, world, share_of(engine)), base_of(engine)
 
 
@@ -345,11 +345,11 @@ def continued(
     engine = make_engine(folder, lora)
     parts = share_of(engine)
     if saved is not None:
-        engine.load(saved)
+        engine.load_state(saved)
     else:
         [update(engine, world, parts) for _ in range(2)]
     if write is not None:
-        engine.snapshot()(write)
+        engine.copy_state()(write)
     norms = [update(engine, world, parts)[1] for _ in range(2)]
     return norms, published(engine, lora, LoraPublish.adapter)
 

@@ -31,10 +31,10 @@ from transformers import (
 
 from configs.schema import Dtype
 from learners import heads
-from learners.engine import Kind
+from learners.engine import ModelKind
 from learners.fsdp import FsdpEngine
 from learners.megatron.engine import MegatronEngine
-from learners.megatron.model import Sizes, problems
+from learners.megatron.model import ParallelSizes, find_problems
 from learners.packing import Packed, microbatches
 from learners.world import World
 from sync.stream import collect_tensors
@@ -130,7 +130,7 @@ def test_an_update_is_hugging_faces_own(
         torch.testing.assert_close(found, entropies.detach(), atol=1e-5, rtol=0)
     optimizer.step()
     model.save_pretrained(tmp_path)
-    assert_same_weights(collect_tensors(engine.weights()), load_file(tmp_path / "model.safetensors"))
+    assert_same_weights(collect_tensors(engine.stream_weights()), load_file(tmp_path / "model.safetensors"))
 
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -159,36 +159,36 @@ def life(world: World, model: Path, options: dict[str, Any], single: Path, folde
         """[T of the batch], from all shares."""
         whole = torch.zeros(sum(LENGTHS))
         for part, out in zip(parts, outs, strict=True):
-            whole[part.index] = out * share.speaks
-        return world.add(whole)
+            whole[part.index] = out * share.holds_results
+        return world.add_tensor(whole)
 
-    found["loaded"] = collect_tensors(engine.weights())
+    found["loaded"] = collect_tensors(engine.stream_weights())
     found["logprobs"] = spoken(engine.infer(parts))
     found["others"] = spoken([(part.sequence > 0).float() for part in parts]) > 0
     found["with another start"] = spoken(engine.infer([other_start(part) for part in parts]))
 
     found["norms"] = [engine.update(parts, mean_logprob, LR)]
-    found["stepped"] = collect_tensors(engine.weights())
-    write = engine.snapshot()
+    found["stepped"] = collect_tensors(engine.stream_weights())
+    write = engine.copy_state()
     found["norms"].append(engine.update(parts, mean_logprob, LR))
     thread = threading.Thread(target=write, args=(folder,))
     thread.start()
     found["norms"] += [engine.update(parts, mean_logprob, LR) for _ in range(2)]
     thread.join()
-    found["after"] = collect_tensors(engine.weights())
+    found["after"] = collect_tensors(engine.stream_weights())
     world.barrier()
 
     resumed = MegatronEngine(model, **OPTIONS, **options)
-    resumed.load(folder)
-    found["resumed"] = collect_tensors(resumed.weights())
+    resumed.load_state(folder)
+    found["resumed"] = collect_tensors(resumed.stream_weights())
     found["resumed norms"] = [resumed.update(parts, mean_logprob, LR) for _ in range(3)]
-    found["resumed after"] = collect_tensors(resumed.weights())
-    resumed.load(single)
-    found["from one rank"] = collect_tensors(resumed.weights())
+    found["resumed after"] = collect_tensors(resumed.stream_weights())
+    resumed.load_state(single)
+    found["from one rank"] = collect_tensors(resumed.stream_weights())
     found["norm from one rank"] = resumed.update(parts, mean_logprob, LR)
     with pytest.raises(FloatingPointError, match="nothing was updated"):
         engine.update(parts, lambda logprobs, entropy, packed: logprobs.sum() / 0, LR)
-    found["not updated"] = collect_tensors(engine.weights())
+    found["not updated"] = collect_tensors(engine.stream_weights())
     return found
 
 
@@ -202,10 +202,10 @@ def alone(folder: Path, process_group: None) -> Callable[[str], dict[str, Any]]:
         found: dict[str, Any] = {"logprobs": torch.zeros(sum(LENGTHS))}
         found["logprobs"][parts[0].index] = engine.infer(parts)[0]
         found["norms"] = [engine.update(parts, mean_logprob, LR)]
-        found["stepped"] = collect_tensors(engine.weights())
-        engine.snapshot()(folder / name / "single")
+        found["stepped"] = collect_tensors(engine.stream_weights())
+        engine.copy_state()(folder / name / "single")
         found["norms"] += [engine.update(parts, mean_logprob, LR) for _ in range(3)]
-        return found | {"after": collect_tensors(engine.weights())}
+        return found | {"after": collect_tensors(engine.stream_weights())}
 
     return live
 
@@ -285,12 +285,12 @@ def test_a_checkpoint_is_taken_up_in_another_layout(
     assert same(found["from one rank"], expected["stepped"])
     assert found["norm from one rank"] == pytest.approx(expected["norms"][1], rel=1e-5)
     engine = MegatronEngine(model, **OPTIONS)
-    engine.load(folder / name)
-    assert same(collect_tensors(engine.weights()), found["stepped"])
+    engine.load_state(folder / name)
+    assert same(collect_tensors(engine.stream_weights()), found["stepped"])
     assert engine.update(parts_of(70), mean_logprob, LR) == pytest.approx(found["norms"][1], rel=1e-5)
     for _ in range(2):
         engine.update(parts_of(70), mean_logprob, LR)
-    assert_same_weights(collect_tensors(engine.weights()), found["after"], steps=3)
+    assert_same_weights(collect_tensors(engine.stream_weights()), found["after"], steps=3)
 
 
 @layouts
@@ -305,18 +305,18 @@ def heads_of(world: World, model: Path, options: dict[str, Any]) -> dict[str, An
     parts, found = parts_of(40), {}
     engine = MegatronEngine(model, **OPTIONS, **options, entropy_gradient=True)
     found["norm"] = engine.update(parts, entropy_bonus, LR)
-    found["weights"] = collect_tensors(engine.weights())
-    frozen = MegatronEngine(model, kind=Kind.frozen, **OPTIONS, **options)
+    found["weights"] = collect_tensors(engine.stream_weights())
+    frozen = MegatronEngine(model, kind=ModelKind.frozen, **OPTIONS, **options)
     found["frozen"] = frozen.infer(parts)
     found["buffers"] = [parameter.requires_grad for parameter in frozen._model.parameters()] + [
         hasattr(frozen, "_ddp")
     ]
     found["without"] = frozen_entropy(MegatronEngine(model, **OPTIONS, **options), parts)
-    critic = MegatronEngine(model, kind=Kind.critic, **OPTIONS, **options)
+    critic = MegatronEngine(model, kind=ModelKind.critic, **OPTIONS, **options)
     found["values"] = critic.infer(parts)
     found["critic's norm"] = critic.update(parts, squared_error, LR)
     found["values after"] = critic.infer(parts)
-    found["speaks"] = engine.share.speaks
+    found["speaks"] = engine.share.holds_results
     with pytest.raises(ValueError, match="tensor_parallel must be 2 as in the first engine, got 1"):
         MegatronEngine(model)
     return found
@@ -358,7 +358,7 @@ def test_entropy_carries_gradient_where_a_loss_leads_through_it_and_only_there(
 
 
 def test_a_critic_is_the_one_that_fsdp_makes(divided_heads: dict[str, Any], folder: Path) -> None:
-    critic, parts = FsdpEngine(folder / "qwen3", kind=Kind.critic, **OPTIONS), parts_of(40)
+    critic, parts = FsdpEngine(folder / "qwen3", kind=ModelKind.critic, **OPTIONS), parts_of(40)
     for key in ("values", "values after"):
         for found, expected in zip(divided_heads[key], critic.infer(parts), strict=True):
             torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
@@ -386,21 +386,23 @@ def test_a_checkpoint_holds_nothing_but_safetensors_and_a_lost_file_is_missed(
     assert files == ["rank_0.safetensors", "rank_1.safetensors"]
     shutil.copy(folder / "data" / "rank_0.safetensors", tmp_path)
     with pytest.raises(FileNotFoundError):
-        MegatronEngine(folder / "qwen3").load(tmp_path)
+        MegatronEngine(folder / "qwen3").load_state(tmp_path)
     with pytest.raises(ValueError, match="the checkpoint must hold all of .* got"):
-        MegatronEngine(folder / "qwen3_moe").load(folder / "data")
+        MegatronEngine(folder / "qwen3_moe").load_state(folder / "data")
 
 
 def test_bfloat16_is_published_and_not_computed_with_on_a_cpu(folder: Path) -> None:
     exact, rounded = (MegatronEngine(folder / "qwen3", dtype=dtype, **OPTIONS) for dtype in Dtype)
     assert all(map(torch.equal, exact.infer(parts_of(40)), rounded.infer(parts_of(40))))
-    expected = {name: tensor.to(torch.bfloat16) for name, tensor in collect_tensors(exact.weights()).items()}
-    assert same(collect_tensors(rounded.weights()), expected)
-    assert max(part.elements.nbytes for part in rounded.weights()) <= 1 << 11
+    expected = {
+        name: tensor.to(torch.bfloat16) for name, tensor in collect_tensors(exact.stream_weights()).items()
+    }
+    assert same(collect_tensors(rounded.stream_weights()), expected)
+    assert max(part.elements.nbytes for part in rounded.stream_weights()) <= 1 << 11
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_an_engine_is_made_without_drawing_from_the_random_state(kind: Kind, folder: Path) -> None:
+@pytest.mark.parametrize("kind", ModelKind)
+def test_an_engine_is_made_without_drawing_from_the_random_state(kind: ModelKind, folder: Path) -> None:
     before = torch.get_rng_state()
     MegatronEngine(folder / "qwen2", kind=kind)
     assert torch.equal(torch.get_rng_state(), before)
@@ -424,7 +426,7 @@ def test_what_megatron_cannot_have_is_refused_at_the_start(folder: Path, tmp_pat
     with pytest.raises(ValueError, match="expert_parallel must be 1 for a model without experts, got 2"):
         MegatronEngine(folder / "qwen3", expert_parallel=2)
     config = AutoConfig.from_pretrained(folder / "qwen3_moe")
-    found = "\n".join(problems(config, Sizes(3, 4, 3), 12))
+    found = "\n".join(find_problems(config, ParallelSizes(3, 4, 3), 12))
     for what in (
         "attention heads, got 3 for 4",
         "key-value heads, got 3 for 2",
@@ -434,7 +436,7 @@ def test_what_megatron_cannot_have_is_refused_at_the_start(folder: Path, tmp_pat
         assert what in found
     assert "3 · 4 · 3 for 12" in found
     config.sliding_window = 8  # of all layers: this family has no list of their kinds
-    assert problems(config, Sizes(), 1) == ["sliding_window of model.path must be none, got 8"]
+    assert find_problems(config, ParallelSizes(), 1) == ["sliding_window of model.path must be none, got 8"]
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no parameters but .* got model.layers.0.self_attn.o_proj.bias"):

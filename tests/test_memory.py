@@ -15,7 +15,7 @@ from training_steps import configure_step
 from configs.schema import Config
 from configs.sizes import sizes_of as counted_sizes
 from learners.fsdp import FsdpEngine
-from learners.memory import Meter, named_shortage, plan
+from learners.memory import MemoryMeter, explain_shortage, plan_memory
 from learners.packing import pack
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -67,7 +67,7 @@ def test_activations_are_about_what_autograd_keeps(
 
 
 def parts(config: Config, *, cuda: bool = False) -> dict[str, float]:
-    found = plan(config, cuda=cuda)
+    found = plan_memory(config, cuda=cuda)
     assert found is not None
     return found.parts
 
@@ -161,22 +161,22 @@ def test_what_does_not_fit_into_the_gpu_is_named_with_the_plan(fixed_model: Path
             ValueError,
             match="must fit into its GPU .*got: CUDA out of memory. .*Planned: memory of a learner rank",
         ),
-        named_shortage(config),
+        explain_shortage(config),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
-    with pytest.raises(RuntimeError, match="^another$"), named_shortage(config):
+    with pytest.raises(RuntimeError, match="^another$"), explain_shortage(config):
         raise RuntimeError("another")
 
 
 def test_a_model_of_another_kind_has_no_plan(fixed_model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "d_model": 64}')
-    assert plan(configure_step(tmp_path, "algo=grpo"), cuda=False) is None
+    assert plan_memory(configure_step(tmp_path, "algo=grpo"), cuda=False) is None
 
 
 def test_the_meter_counts_from_when_it_was_made() -> None:
-    meter = Meter(cuda=False)
-    before = meter.peak()
+    meter = MemoryMeter(cuda=False)
+    before = meter.measure_peak()
     block = torch.ones(64 << 18)
-    assert meter.peak() >= max(before, 60 << 20)
+    assert meter.measure_peak() >= max(before, 60 << 20)
     del block
-    assert meter.peak() >= 60 << 20, "a peak stays"
+    assert meter.measure_peak() >= 60 << 20, "a peak stays"

@@ -77,14 +77,14 @@ def published(world: World, folder: Path) -> dict[str, list[Weights]]:
     found = {}
     for family in MIXTURES:
         engine = FsdpEngine(folder / family)
-        weights = [collect_tensors(engine.weights())]
+        weights = [collect_tensors(engine.stream_weights())]
         for _ in range(3):
             engine.update(
                 [pack(lesson(), [0, 1])], lambda logprobs, entropy, packed: -logprobs.sum() / 48, 1e-2
             )
-        found[family] = [*weights, collect_tensors(engine.weights())]
+        found[family] = [*weights, collect_tensors(engine.stream_weights())]
         engine._publish_dtype = torch.bfloat16
-        found[family].append(collect_tensors(engine.weights()))
+        found[family].append(collect_tensors(engine.stream_weights()))
     return found
 
 

@@ -135,12 +135,12 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(
     trainer = Trainer(config, load_models(config))
     for step in (0, 1):
         trainer.train(at(batch, step), step)
-    trainer.models.snapshot()(tmp_path)
+    trainer.models.copy_state()(tmp_path)
     held, kl_coef = states(trainer.models), trainer.kl_coef
     expected = [trainer.train(at(batch, step), step)[0] for step in (2, 3)]
     resumed = Trainer(config, load_models(config), kl_coef=kl_coef)
     begun = Trainer(config, resumed.models).kl_coef
-    resumed.models.load(tmp_path)
+    resumed.models.load_state(tmp_path)
     assert_equal(({}, 0, states(resumed.models)), ({}, 0, held))
     found = [resumed.train(at(batch, step), step)[0] for step in (2, 3)]
     assert_equal(({}, 0, states(resumed.models)), ({}, 0, states(trainer.models)))
@@ -154,13 +154,13 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(
 def test_a_checkpoint_without_a_critic_is_refused_by_an_algorithm_that_has_one(
     fixed_model: Path, tmp_path: Path
 ) -> None:
-    load_models(configure_step(fixed_model, "algo=grpo")).snapshot()(tmp_path)
+    load_models(configure_step(fixed_model, "algo=grpo")).copy_state()(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["engine"]
     for algo, missing in (("ppo", "critic"), ("prime", "reward_model")):
         with pytest.raises(
             ValueError, match=f"must hold a {missing} for this algorithm, got {tmp_path} without one"
         ):
-            load_models(configure_step(fixed_model, f"algo={algo}")).load(tmp_path)
+            load_models(configure_step(fixed_model, f"algo={algo}")).load_state(tmp_path)
 
 
 class Deaf:
@@ -183,10 +183,10 @@ def test_a_checkpoint_holds_where_the_coefficient_has_come_to(fixed_model: Path,
     learner = Learner(config, tmp_path, buffer, trainer, None, first_step=3, incarnation="life")  # type: ignore[arg-type]
     learner._save()
     learner._saved(wait=True)
-    found = checkpoint.latest(tmp_path / "checkpoints")
+    found = checkpoint.find_latest(tmp_path / "checkpoints")
     assert found is not None and found.manifest.files
     assert msgspec.structs.replace(found.manifest, files={}) == checkpoint.CheckpointManifest(
-        3, "life", 0, 0.017, checkpoint.Account(9, 5, 1), "fsdp"
+        3, "life", 0, 0.017, checkpoint.LedgerTotals(9, 5, 1), "fsdp"
     )
     assert buffer.heard == [m.Checkpointed(step=3, oldest=3)]
 

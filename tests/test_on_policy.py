@@ -41,7 +41,7 @@ def synchronous(config: Config, folder: Path) -> dict[str, Tensor]:
     engine, episodes = make_engine(config, seed=123), make_episodes(config)
     trainer, publisher = FsdpEngine(config.model.path, betas=(0.9, 0.99)), Publisher(folder, "reference")
     for step in range(STEPS):
-        engine.load(Snapshot(publisher.publish_version(step, trainer.weights())))
+        engine.load(Snapshot(publisher.publish_version(step, trainer.stream_weights())))
         openings = {}
         for group in range(step * GROUPS, (step + 1) * GROUPS):
             lease = Lease(id=0, split="train", task="sorting", index=group, seed=0, group=group, due=step, floor=step,
@@ -79,7 +79,7 @@ def synchronous(config: Config, folder: Path) -> dict[str, Tensor]:
 
         trainer.update(packed, loss_fn, 1e-3)
     publisher.close()
-    weights = collect_tensors(trainer.weights())
+    weights = collect_tensors(trainer.stream_weights())
     engine.shutdown()  # takes the process group along
     return weights
 
@@ -117,9 +117,9 @@ def test_the_pipeline_at_s_zero_is_the_synchronous_loop_bit_for_bit(tiny_model: 
         run.terminate()
     with process_group(tmp_path / "pipeline"):
         pipeline = FsdpEngine(tiny_model, betas=(0.9, 0.99))
-        start = collect_tensors(pipeline.weights())
-        pipeline.load(tmp_path / "run" / "checkpoints" / f"step_{STEPS}" / "engine")
-        found = collect_tensors(pipeline.weights())
+        start = collect_tensors(pipeline.stream_weights())
+        pipeline.load_state(tmp_path / "run" / "checkpoints" / f"step_{STEPS}" / "engine")
+        found = collect_tensors(pipeline.stream_weights())
     assert any(not torch.equal(start[name], found[name]) for name in found), "nothing was learned"
     different = [name for name in expected if not torch.equal(expected[name], found[name])]
     assert not different, f"{len(different)} of {len(expected)} tensors differ: {different[:3]}"

@@ -50,7 +50,7 @@ def test_a_run_that_lost_a_rank_and_then_its_driver_ends_with_the_bits_of_one_th
     start: Callable[..., Started], tmp_path: Path, tiny_model: Path
 ) -> None:
     left_alone, run = start(*SYNCHRONOUS, outputs=tmp_path / "alone"), start(*SYNCHRONOUS)
-    run.wait_for(lambda: checkpoint.latest(run.folder / "checkpoints") is not None, "checkpoint")
+    run.wait_for(lambda: checkpoint.find_latest(run.folder / "checkpoints") is not None, "checkpoint")
     run.wait_for(lambda: run.steps() >= 3, "third step")
     generators = run.roles("GeneratorRole")
     run.lose_a_rank(1)
@@ -94,7 +94,7 @@ def test_a_run_that_lost_a_rank_and_then_its_driver_ends_with_the_bits_of_one_th
 
 def last_tensors(run: Path) -> dict[str, torch.Tensor]:
     """Weights, optimizer and generators of random numbers in the newest checkpoint, of all ranks."""
-    newest = checkpoint.latest(run / "checkpoints")
+    newest = checkpoint.find_latest(run / "checkpoints")
     assert newest is not None and newest.manifest.step == 10
     files = newest.folder.rglob("*.safetensors")
     return {

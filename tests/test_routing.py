@@ -24,7 +24,7 @@ from buffers.trajectory import (
 from buffers.vocabulary import read_routing
 from configs.load import load
 from learners.packing import from_arrow, pack, padded_to
-from learners.routing import replayed
+from learners.routing import replay_choices
 
 ROUTING = Routing(per_token=4, num_experts=8)
 
@@ -84,7 +84,7 @@ def test_a_replayed_choice_has_the_routers_own_weights_and_its_gradient() -> Non
 
     logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     own, recorded = logits.topk(2).indices, torch.tensor([[6, 0], [-1, -1], [3, 2]])
-    weights, used = replayed(Config, logits, own, recorded)
+    weights, used = replay_choices(Config, logits, own, recorded)
     assert used.tolist() == [[6, 0], own[1].tolist(), [3, 2]]
     torch.testing.assert_close(weights, logits.gather(1, used).softmax(-1))
     weights[:, 0].sum().backward()

@@ -112,7 +112,7 @@ def replay_experts(model: Any, recorded: Tensor | None) -> Callable[[int, int], 
 
 
 def measure_balance(router_logits: list[Tensor], recorded: Tensor | None) -> tuple[Tensor, dict[str, float]]:
-    """E Σ_i f_i P_i summed over the layers, from the logits [T, E] of each, and the figures of `Engine.routing`."""
+    """E Σ_i f_i P_i summed over the layers, from the logits [T, E] of each, and the figures of `Engine.routing_metrics`."""
     losses, loads = [], []
     for layer, logits in enumerate(router_logits):
         probabilities = logits.softmax(-1)
@@ -189,18 +189,24 @@ def train_step(world: World, row: EngineRow, folder: Path, num_microbatches: int
     parts = [pack(batch, mine[number::num_microbatches]) for number in range(num_microbatches)]
     losses, logprobs = torch.zeros(1), torch.zeros(len(batch.tokens))
     for part, found in zip(parts, engine.infer(parts), strict=True):
-        logprobs[part.index] = found * share.speaks
+        logprobs[part.index] = found * share.holds_results
 
     def loss_fn(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
         loss = sum_policy_gradient(
             logprobs, packed.behavior_logprobs, packed.positions, advantages[packed.index]
         )
-        losses.add_(loss.detach() * share.speaks)
+        losses.add_(loss.detach() * share.holds_results)
         return loss
 
     norm = engine.update(parts, loss_fn, LR)
-    weights = collect_tensors(engine.weights())
-    return EngineOutcome(float(world.add(losses)), norm, world.add(logprobs), weights, routing=engine.routing)
+    weights = collect_tensors(engine.stream_weights())
+    return EngineOutcome(
+        float(world.add_tensor(losses)),
+        norm,
+        world.add_tensor(logprobs),
+        weights,
+        routing=engine.routing_metrics,
+    )
 
 
 @pytest.fixture(scope="module")

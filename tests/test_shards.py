@@ -93,7 +93,7 @@ def _step(world: World, folder: Path, choice: Accumulate, number: int) -> tuple[
         )
 
     engine.update([pack(batch, mine[first::number]) for first in range(number)], loss_fn, LR)
-    return held[0], collect_tensors(engine.weights())
+    return held[0], collect_tensors(engine.stream_weights())
 
 
 def _whole_gradients(model: nn.Module) -> int:

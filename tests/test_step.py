@@ -31,7 +31,7 @@ from buffers.trajectory import Trajectory
 from configs.algorithms import Aggregation
 from configs.load import FOLDER
 from configs.schema import Config
-from learners.engine import Engine, Kind
+from learners.engine import Engine, ModelKind
 from learners.fsdp import FsdpEngine
 from learners.models import Models, load_models
 from learners.packing import Batch
@@ -87,7 +87,7 @@ class ModelStock:
         if key not in self._made:
             models = load_models(config)
             if models.reference is not None:
-                models = replace(models, reference=FsdpEngine(self._origin, kind=Kind.frozen))
+                models = replace(models, reference=FsdpEngine(self._origin, kind=ModelKind.frozen))
             live = [value for engine in models._trained().values() for value in engine._state().values()]  # type: ignore[attr-defined]
             self._made[key] = models, [(value, value.clone()) for value in live]
         models, states = self._made[key]

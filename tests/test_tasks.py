@@ -160,7 +160,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str | No
 
     def make(seed: str | None) -> Path:
         monkeypatch.delenv(tiny.SEED, raising=False) if seed is None else monkeypatch.setenv(tiny.SEED, seed)
-        return tiny_cache.tiny_model(Task().solved_examples("train", seed=0), tmp_path)
+        return tiny_cache.prepare_tiny_model(Task().solved_examples("train", seed=0), tmp_path)
 
     return make
 
@@ -200,9 +200,11 @@ def test_of_two_processes_that_need_the_model_at_once_one_makes_it_and_the_other
     hasty: Callable[[str | None], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     makers: list[Path] = []
-    make = tiny.make
+    make = tiny.make_tiny_model
     monkeypatch.setattr(
-        tiny, "make", lambda *arguments: (makers.append(arguments[-1]), time.sleep(0.5), make(*arguments))
+        tiny,
+        "make_tiny_model",
+        lambda *arguments: (makers.append(arguments[-1]), time.sleep(0.5), make(*arguments)),
     )
     with ThreadPoolExecutor(2) as pool:  # each opens the lock's file for itself, as two processes do
         first, second = pool.map(hasty, [None, None])
@@ -211,5 +213,5 @@ def test_of_two_processes_that_need_the_model_at_once_one_makes_it_and_the_other
 
 def test_the_second_call_finds_the_model_in_the_cache(tiny_model: Path) -> None:
     began = time.monotonic()
-    assert tiny_cache.tiny_model(Task().solved_examples("train", seed=0)) == tiny_model
+    assert tiny_cache.prepare_tiny_model(Task().solved_examples("train", seed=0)) == tiny_model
     assert time.monotonic() - began < 5

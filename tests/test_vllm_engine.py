@@ -246,7 +246,7 @@ def adapters_of_a_learner(
     for _ in range(3):
         engine.update([lesson], lambda logprobs, entropy, packed: -logprobs.sum() / 10, 1e-2)
     logprobs = engine.infer([pack(batch, range(count))])[0]
-    return collect_tensors(engine.weights()), list(logprobs.split(lengths.tolist()))
+    return collect_tensors(engine.stream_weights()), list(logprobs.split(lengths.tolist()))
 
 
 def test_adapters_alone_are_taken_up_in_flight_and_sampled_from_as_the_learner_has_them(

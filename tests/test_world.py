@@ -27,7 +27,7 @@ from buffers import messages as m
 from buffers.client import Taken
 from buffers.trajectory import Trajectory, to_batch
 from configs.schema import Config
-from learners.engine import Elsewhere
+from learners.engine import AbsentEngine
 from learners.feed import Feed
 from learners.models import load_models, make_models
 from learners.packing import Batch
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 def told(world: World) -> tuple[list[bytes], dict[str, Tensor]]:
     mine = {"all": torch.ones(2, 2) * world.rank, f"of {world.rank % 2}": torch.ones(3)}
-    return world.gather(f"I am {world.rank}".encode() * world.rank), world.add_named(mine)
+    return world.gather_messages(f"I am {world.rank}".encode() * world.rank), world.add_named_tensors(mine)
 
 
 def test_ranks_gather_messages_and_add_up_what_any_of_them_has(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_ranks_gather_messages_and_add_up_what_any_of_them_has(tmp_path: Path) -
         assert {name: value.tolist() for name, value in sums.items()} == {
             "all": [[3.0, 3.0], [3.0, 3.0]], "of 0": [2.0] * 3, "of 1": [1.0] * 3,
         }  # fmt: skip
-    assert World().gather(b"alone") == [b"alone"]
+    assert World().gather_messages(b"alone") == [b"alone"]
 
 
 def heard(world: World) -> list[bytes | None]:
@@ -201,14 +201,16 @@ def placed(
     models, both, _ = make_models(config, world.rank, f"file://{folder}/pools")
     trainer = Trainer(config, models, both)
     metrics, num_trained = trainer.train(batch, STEP)
-    here = {name: engine for name, engine in models._trained().items() if not isinstance(engine, Elsewhere)}
+    here = {
+        name: engine for name, engine in models._trained().items() if not isinstance(engine, AbsentEngine)
+    }
     held = {name: copy_state(engine) for name, engine in here.items()}
-    write = models.snapshot()
+    write = models.copy_state()
     both.barrier()
     write(checkpoint)
     both.barrier()
     trainer.train(batch, STEP)
-    models.load(checkpoint)
+    models.load_state(checkpoint)
     for name, engine in here.items():
         assert all(torch.equal(value, held[name][key]) for key, value in copy_state(engine).items())
     return (metrics, num_trained, held), sorted(path.name for path in checkpoint.iterdir())

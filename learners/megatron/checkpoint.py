@@ -15,13 +15,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from learners.megatron.model import Sizes
-from learners.megatron.names import Names, Parameter
+from learners.megatron.model import ParallelSizes
+from learners.megatron.names import Parameter, ParameterNames
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class ShardRange(msgspec.Struct, frozen=True, array_like=True):
     """Elements from `start` to `end` of shard `index` of `count`."""
 
     index: int
@@ -30,37 +30,37 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     end: int
 
 
-class Header(msgspec.Struct, frozen=True):
+class RankHeader(msgspec.Struct, frozen=True):
     ranks: int
-    sizes: Sizes
+    sizes: ParallelSizes
     step: int
     """Updates of the optimizer."""
-    places: dict[str, Place]
+    places: dict[str, ShardRange]
     """By parameter's name: what of it is in this file."""
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class OptimizerSlice:
     """What one rank's optimizer holds of a parameter."""
 
     parameter: Parameter
-    place: Place
+    place: ShardRange
     state: dict[str, Tensor]
     """The live tensors: those of `KEYS`, flat float32, and `step`."""
     written: bool
     """False where another rank holds the same."""
 
 
-def write(folder: Path, rank: int, header: Header, tensors: dict[str, Tensor]) -> None:
+def write(folder: Path, rank: int, header: RankHeader, tensors: dict[str, Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"header": msgspec.json.encode(header).decode()}
     save_file(tensors, folder / f"rank_{rank}.safetensors", metadata)
 
 
-class Saved:
+class SavedState:
     """A checkpoint to read from."""
 
-    def __init__(self, folder: Path, names: Names) -> None:
+    def __init__(self, folder: Path, names: ParameterNames) -> None:
         """Raises FileNotFoundError when a rank's file is not there."""
         self._folder, self._names = folder, names
         self._files: list[Any] = [safe_open(folder / "rank_0.safetensors", "pt")]
@@ -70,7 +70,7 @@ class Saved:
             self._headers.append(_header(self._files[-1]))
         self.step = max(header.step for header in self._headers)
 
-    def read(self, key: str, parameter: Parameter, place: Place) -> Tensor:
+    def read(self, key: str, parameter: Parameter, place: ShardRange) -> Tensor:
         """[end - start], float32. Raises ValueError when it is not all there."""
         saved = {
             header.places[parameter.name].count for header in self._headers if parameter.name in header.places
@@ -80,7 +80,7 @@ class Saved:
         (count,) = saved
         shape = self._names.shape(parameter, count)
         shards = [
-            self._elements(key, parameter.name, Place(index, count, 0, shape.numel())).view(shape)
+            self._elements(key, parameter.name, ShardRange(index, count, 0, shape.numel())).view(shape)
             for index in range(count)
         ]
         whole = self._names.whole(parameter.layout, shards)
@@ -88,7 +88,7 @@ class Saved:
             place.start : place.end
         ]
 
-    def _elements(self, key: str, name: str, wanted: Place) -> Tensor:
+    def _elements(self, key: str, name: str, wanted: ShardRange) -> Tensor:
         """Of a shard as it was written."""
         out, found = torch.empty(wanted.end - wanted.start), 0
         for file, header in zip(self._files, self._headers, strict=True):
@@ -106,7 +106,7 @@ class Saved:
             )
         return out
 
-    def random(self, rank: int, ranks: int, sizes: Sizes) -> dict[str, Tensor]:
+    def random(self, rank: int, ranks: int, sizes: ParallelSizes) -> dict[str, Tensor]:
         """The random states of a rank, by name; none for ranks in another layout."""
         if (ranks, sizes) != (self._headers[0].ranks, self._headers[0].sizes):
             return {}
@@ -118,5 +118,5 @@ class Saved:
         }
 
 
-def _header(file: Any) -> Header:
-    return msgspec.json.decode(file.metadata()["header"], type=Header)
+def _header(file: Any) -> RankHeader:
+    return msgspec.json.decode(file.metadata()["header"], type=RankHeader)

@@ -24,26 +24,26 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from configs.schema import Dtype
-from learners.checkpoint import Write
-from learners.engine import Kind, LossFn, Share
+from learners.checkpoint import StateWriter
+from learners.engine import LossFn, ModelKind, Share
 from learners.megatron import stand_ins
-from learners.megatron.checkpoint import KEYS, Header, Place, Saved, Slice, write
-from learners.megatron.model import Model, Sizes, problems, transformer_config
-from learners.megatron.names import Files, Layout, Names, Parameter
+from learners.megatron.checkpoint import KEYS, OptimizerSlice, RankHeader, SavedState, ShardRange, write
+from learners.megatron.model import MegatronModel, ParallelSizes, find_problems, transformer_config
+from learners.megatron.names import ModelFiles, Parameter, ParameterNames, ShardLayout
 from learners.megatron.routers import watch_routers
 from learners.packing import Packed
-from learners.routing import Balance, check_replay
+from learners.routing import LoadBalance, check_replay
 from sync.stream import BUCKET_BYTES, TensorPart, stream_tensor
 
-_groups: tuple[Sizes, Any] | None = None
+_groups: tuple[ParallelSizes, Any] | None = None
 """The sizes that Megatron's process groups are for, and the default group that they were made in."""
 
 
-def _join(sizes: Sizes) -> None:
+def _join(sizes: ParallelSizes) -> None:
     """Makes Megatron's process groups, once: all engines of a process share them."""
     global _groups
     if _groups is not None and _groups[1] is dist.group.WORLD:
-        for field in Sizes.__slots__:
+        for field in ParallelSizes.__slots__:
             wanted, made = getattr(sizes, field), getattr(_groups[0], field)
             if wanted != made:
                 raise ValueError(
@@ -75,7 +75,7 @@ class MegatronEngine:
         self,
         path: str | Path,
         *,
-        kind: Kind = Kind.policy,
+        kind: ModelKind = ModelKind.policy,
         dtype: Dtype = Dtype.float32,
         temperature: float = 1.0,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -94,14 +94,16 @@ class MegatronEngine:
         entropy. `aux_loss_coefficient`: of a mixture's load balancing, `router_replay`: of the experts that a batch
         records (`learners.routing`). Raises ValueError for a model that Megatron, or these sizes, cannot have."""
         config, cuda = AutoConfig.from_pretrained(path), torch.cuda.is_available()
-        self._sizes = Sizes(tensor_parallel, pipeline_parallel, expert_parallel)
-        if found := problems(config, self._sizes, dist.get_world_size()):
+        self._sizes = ParallelSizes(tensor_parallel, pipeline_parallel, expert_parallel)
+        if found := find_problems(config, self._sizes, dist.get_world_size()):
             raise ValueError("\n".join(found))
         self._publish_dtype, self._bucket_bytes = getattr(torch, dtype), bucket_bytes
         self._weight_decay, self._max_grad_norm = weight_decay, max_grad_norm
-        self._names = Names(config, Files(Path(path)), pipeline_parallel, critic=kind is Kind.critic)
+        self._names = ParameterNames(
+            config, ModelFiles(Path(path)), pipeline_parallel, critic=kind is ModelKind.critic
+        )
         self._experts = getattr(config, "num_experts", 0) // expert_parallel
-        self._balance = Balance(config, aux_loss_coefficient)
+        self._balance = LoadBalance(config, aux_loss_coefficient)
         if router_replay:
             check_replay(config)
         stand_ins.install()
@@ -111,10 +113,10 @@ class MegatronEngine:
                 config, self._sizes, self._publish_dtype if cuda else torch.float32, activation_checkpointing
             )
             self._transformer.finalize_model_grads_func = _finalize
-            self._model = Model(
+            self._model = MegatronModel(
                 config,
                 self._transformer,
-                critic=kind is Kind.critic,
+                critic=kind is ModelKind.critic,
                 temperature=temperature,
                 entropy_gradient=entropy_gradient,
             )
@@ -123,15 +125,15 @@ class MegatronEngine:
             self._model.to("cuda" if cuda else "cpu", self._transformer.params_dtype)
             self._local = self._names.of(self._model, mpu.get_expert_model_parallel_rank() * self._experts)
             self._load_model()
-            if kind is Kind.frozen:
+            if kind is ModelKind.frozen:
                 self._model.requires_grad_(False)
             else:
                 self._make_optimizer(betas)
         self.share = Share(
             mpu.get_data_parallel_rank(),
             mpu.get_data_parallel_world_size(),
-            speaks=mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0,
-            multiple=tensor_parallel,
+            holds_results=mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0,
+            pad_multiple=tensor_parallel,
         )
 
     def _load_model(self) -> None:
@@ -174,7 +176,7 @@ class MegatronEngine:
             if read is not None:
                 held.state["param"].copy_(read.reshape(-1)[held.place.start : held.place.end])
 
-    def _own_slices(self) -> Iterator[Slice]:
+    def _own_slices(self) -> Iterator[OptimizerSlice]:
         """What the distributed optimizer holds on this rank: of each parameter a range of elements, or nothing."""
         names = {local: name for name, local in self._local.items()}
         for optimizer in self._optimizer.chained_optimizers:
@@ -189,10 +191,12 @@ class MegatronEngine:
                     "exp_avg_sq": torch.zeros_like(main),
                 }
                 parameter, index, count = self._shard(names[local])
-                replica = parameter.layout is Layout.replicated and mpu.get_tensor_model_parallel_rank() > 0
-                yield Slice(
+                replica = (
+                    parameter.layout is ShardLayout.replicated and mpu.get_tensor_model_parallel_rank() > 0
+                )
+                yield OptimizerSlice(
                     parameter,
-                    Place(index, count, elements.start, elements.end),
+                    ShardRange(index, count, elements.start, elements.end),
                     {"param": main.detach(), **state},
                     written=names[local] == parameter.name and not replica,
                 )
@@ -206,7 +210,7 @@ class MegatronEngine:
 
     def _count(self, parameter: Parameter) -> int:
         """Of its shards."""
-        if parameter.layout is Layout.replicated:
+        if parameter.layout is ShardLayout.replicated:
             return 1
         return self._sizes.tensor_parallel if parameter.expert is None else self._sizes.expert_tensor_parallel
 
@@ -277,10 +281,10 @@ class MegatronEngine:
         return norm
 
     @property
-    def routing(self) -> dict[str, float]:
+    def routing_metrics(self) -> dict[str, float]:
         return self._balance.metrics
 
-    def weights(self) -> Iterator[TensorPart]:
+    def stream_weights(self) -> Iterator[TensorPart]:
         for name, parameter in self._names.parameters.items():
             owners = self._owners(parameter)
             if dist.get_rank() == 0:
@@ -304,7 +308,7 @@ class MegatronEngine:
         dist.recv(shard, src=owner)
         return shard
 
-    def snapshot(self) -> Write:
+    def copy_state(self) -> StateWriter:
         tensors = {f"random.{name}": state.clone() for name, state in self._random().items()}
         places = {}
         for held in self._slices:
@@ -314,16 +318,18 @@ class MegatronEngine:
                     f"{key}.{held.parameter.name}": held.state[key].to("cpu", copy=True) for key in KEYS
                 }
         step = int(self._slices[0].state["step"]) if self._slices else 0
-        header, rank = Header(dist.get_world_size(), self._sizes, step, places), dist.get_rank()
+        header, rank = RankHeader(dist.get_world_size(), self._sizes, step, places), dist.get_rank()
         return lambda folder: write(folder, rank, header, tensors)
 
     @torch.no_grad()
-    def load(self, folder: Path) -> None:
+    def load_state(self, folder: Path) -> None:
         """Raises FileNotFoundError, or ValueError, when the folder is not a whole checkpoint of this model."""
-        saved = Saved(folder, self._names)
+        saved = SavedState(folder, self._names)
         for name, local in self._local.items():
             parameter, index, count = self._shard(name)
-            local.copy_(saved.read("param", parameter, Place(index, count, 0, local.numel())).view_as(local))
+            local.copy_(
+                saved.read("param", parameter, ShardRange(index, count, 0, local.numel())).view_as(local)
+            )
         for held in self._slices:
             held.state["step"].fill_(saved.step)
             for key in KEYS:

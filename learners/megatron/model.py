@@ -28,7 +28,7 @@ ROPES = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ParallelSizes:
     """Ranks that divide one model between them; see `configs.learner.MegatronConfig`."""
 
     tensor_parallel: int = 1
@@ -41,7 +41,7 @@ class Sizes:
         return 1 if self.expert_parallel > 1 else self.tensor_parallel
 
 
-def problems(config: Any, sizes: Sizes, world: int) -> list[str]:
+def find_problems(config: Any, sizes: ParallelSizes, world: int) -> list[str]:
     """Why this model cannot be divided so over `world` ranks, or not be built at all. `config`: Hugging Face's."""
     if config.model_type not in SUPPORTED:
         return [
@@ -89,7 +89,7 @@ def head_dim(config: Any) -> int:
 
 
 def transformer_config(
-    config: Any, sizes: Sizes, dtype: torch.dtype, activation_checkpointing: bool
+    config: Any, sizes: ParallelSizes, dtype: torch.dtype, activation_checkpointing: bool
 ) -> TransformerConfig:
     """`config`: Hugging Face's. `dtype`: of parameters and activations."""
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -132,7 +132,7 @@ def transformer_config(
     )
 
 
-def _mixture(config: Any, sizes: Sizes) -> dict[str, Any]:
+def _mixture(config: Any, sizes: ParallelSizes) -> dict[str, Any]:
     dense = set(config.mlp_only_layers)
     sparse = [
         int(layer not in dense and (layer + 1) % config.decoder_sparse_step == 0)
@@ -155,7 +155,7 @@ def _leave(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Model(GPTModel):
+class MegatronModel(GPTModel):
     """One rank's part of the model. Between pipeline stages goes [T', 1, H]; T' is this rank's part of the padded tokens."""
 
     def __init__(

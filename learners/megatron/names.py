@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 
-class Layout(StrEnum):
+class ShardLayout(StrEnum):
     """How a matrix is made of Hugging Face's, and divided over tensor-parallel ranks."""
 
     replicated = "replicated"
@@ -36,23 +36,23 @@ class Parameter:
     """In Megatron, with numbers of layer and expert that count over the whole model."""
     sources: tuple[str, ...]
     """In Hugging Face's file."""
-    layout: Layout
+    layout: ShardLayout
     stage: int
     """The pipeline stage that holds it."""
     expert: int | None = None
 
 
 LAYER = {
-    "input_layernorm.weight": (Layout.replicated, ["input_layernorm.weight"]),
-    "self_attention.linear_qkv.weight": (Layout.qkv, [f"self_attn.{x}_proj.weight" for x in "qkv"]),
-    "self_attention.linear_qkv.bias": (Layout.qkv, [f"self_attn.{x}_proj.bias" for x in "qkv"]),
-    "self_attention.q_layernorm.weight": (Layout.replicated, ["self_attn.q_norm.weight"]),
-    "self_attention.k_layernorm.weight": (Layout.replicated, ["self_attn.k_norm.weight"]),
-    "self_attention.linear_proj.weight": (Layout.columns, ["self_attn.o_proj.weight"]),
-    "pre_mlp_layernorm.weight": (Layout.replicated, ["post_attention_layernorm.weight"]),
-    "mlp.router.weight": (Layout.replicated, ["mlp.gate.weight"]),
-    "mlp.linear_fc1.weight": (Layout.gate_up, ["mlp.gate_proj.weight", "mlp.up_proj.weight"]),
-    "mlp.linear_fc2.weight": (Layout.columns, ["mlp.down_proj.weight"]),
+    "input_layernorm.weight": (ShardLayout.replicated, ["input_layernorm.weight"]),
+    "self_attention.linear_qkv.weight": (ShardLayout.qkv, [f"self_attn.{x}_proj.weight" for x in "qkv"]),
+    "self_attention.linear_qkv.bias": (ShardLayout.qkv, [f"self_attn.{x}_proj.bias" for x in "qkv"]),
+    "self_attention.q_layernorm.weight": (ShardLayout.replicated, ["self_attn.q_norm.weight"]),
+    "self_attention.k_layernorm.weight": (ShardLayout.replicated, ["self_attn.k_norm.weight"]),
+    "self_attention.linear_proj.weight": (ShardLayout.columns, ["self_attn.o_proj.weight"]),
+    "pre_mlp_layernorm.weight": (ShardLayout.replicated, ["post_attention_layernorm.weight"]),
+    "mlp.router.weight": (ShardLayout.replicated, ["mlp.gate.weight"]),
+    "mlp.linear_fc1.weight": (ShardLayout.gate_up, ["mlp.gate_proj.weight", "mlp.up_proj.weight"]),
+    "mlp.linear_fc2.weight": (ShardLayout.columns, ["mlp.down_proj.weight"]),
 }
 """Of one layer. Which of them a model has, the names in its file say."""
 
@@ -70,7 +70,7 @@ EXPERT = re.compile(
 )
 
 
-class Files:
+class ModelFiles:
     """The safetensors of a Hugging Face folder, read one tensor at a time."""
 
     def __init__(self, folder: Path) -> None:
@@ -99,10 +99,10 @@ class Files:
         return self._open[where]
 
 
-class Names:
+class ParameterNames:
     """The parameters of one model in the order of its layers: `parameters`, by Megatron's name."""
 
-    def __init__(self, config: Any, files: Files, stages: int, critic: bool) -> None:
+    def __init__(self, config: Any, files: ModelFiles, stages: int, critic: bool) -> None:
         """`config`: Hugging Face's. `stages`: pipeline stages, which have equally many layers."""
         self._files = files
         self._groups = config.num_key_value_heads
@@ -110,14 +110,16 @@ class Names:
         self._experts = getattr(config, "num_experts", 0)
         last = stages - 1
         found = [
-            Parameter("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Layout.rows, 0),
+            Parameter(
+                "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ShardLayout.rows, 0
+            ),
             *self._layers(config.num_hidden_layers, stages),
-            Parameter("decoder.final_layernorm.weight", ("model.norm.weight",), Layout.replicated, last),
+            Parameter("decoder.final_layernorm.weight", ("model.norm.weight",), ShardLayout.replicated, last),
         ]
         if critic:
-            found += [Parameter(name, (name,), Layout.replicated, last) for name in SCORE]
+            found += [Parameter(name, (name,), ShardLayout.replicated, last) for name in SCORE]
         elif not config.tie_word_embeddings:
-            found.append(Parameter("output_layer.weight", ("lm_head.weight",), Layout.rows, last))
+            found.append(Parameter("output_layer.weight", ("lm_head.weight",), ShardLayout.rows, last))
         self.parameters = {parameter.name: parameter for parameter in found}
         known = {source for parameter in found for source in parameter.sources} | {"lm_head.weight"}
         if unknown := sorted(
@@ -145,9 +147,13 @@ class Names:
                 mine, its = f"{here}mlp.experts.{expert}.", f"{there}mlp.experts.{expert}."
                 if f"{its}down_proj.weight" in self._files.names:
                     up = (f"{its}gate_proj.weight", f"{its}up_proj.weight")
-                    yield Parameter(f"{mine}linear_fc1.weight", up, Layout.gate_up, stage, expert)
+                    yield Parameter(f"{mine}linear_fc1.weight", up, ShardLayout.gate_up, stage, expert)
                     yield Parameter(
-                        f"{mine}linear_fc2.weight", (f"{its}down_proj.weight",), Layout.columns, stage, expert
+                        f"{mine}linear_fc2.weight",
+                        (f"{its}down_proj.weight",),
+                        ShardLayout.columns,
+                        stage,
+                        expert,
                     )
 
     def of(self, model: nn.Module, first_expert: int) -> dict[str, nn.Parameter]:
@@ -175,38 +181,38 @@ class Names:
         """Of a shard, one of `count`."""
         shapes = [self._files.shape(name) for name in parameter.sources]
         rows, rest = sum(shape[0] for shape in shapes), shapes[0][1:]
-        if parameter.layout is Layout.columns:
+        if parameter.layout is ShardLayout.columns:
             return torch.Size([rows, rest[0] // count])
         return torch.Size([rows // count, *rest])
 
-    def shard(self, layout: Layout, whole: Sequence[Tensor], index: int, count: int) -> Tensor:
+    def shard(self, layout: ShardLayout, whole: Sequence[Tensor], index: int, count: int) -> Tensor:
         """Of Hugging Face's tensors, in the order of `Parameter.sources`, Megatron's shard `index` of `count`."""
         match layout:
-            case Layout.replicated:
+            case ShardLayout.replicated:
                 return whole[0]
-            case Layout.rows:
+            case ShardLayout.rows:
                 return whole[0].chunk(count)[index]
-            case Layout.columns:
+            case ShardLayout.columns:
                 return whole[0].chunk(count, 1)[index]
-            case Layout.gate_up:
+            case ShardLayout.gate_up:
                 return torch.cat([tensor.chunk(count)[index] for tensor in whole])
-            case Layout.qkv:
+            case ShardLayout.qkv:
                 by_group = torch.cat([tensor.unflatten(0, (self._groups, -1)) for tensor in whole], 1)
                 return by_group.chunk(count)[index].flatten(0, 1)
 
-    def whole(self, layout: Layout, shards: Sequence[Tensor]) -> list[Tensor]:
+    def whole(self, layout: ShardLayout, shards: Sequence[Tensor]) -> list[Tensor]:
         """What `shard` has divided."""
         match layout:
-            case Layout.replicated:
+            case ShardLayout.replicated:
                 return [shards[0]]
-            case Layout.rows:
+            case ShardLayout.rows:
                 return [torch.cat(list(shards))]
-            case Layout.columns:
+            case ShardLayout.columns:
                 return [torch.cat(list(shards), 1)]
-            case Layout.gate_up:
+            case ShardLayout.gate_up:
                 gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
                 return [torch.cat(gates), torch.cat(ups)]
-            case Layout.qkv:
+            case ShardLayout.qkv:
                 by_group = torch.cat(list(shards)).unflatten(0, (self._groups, -1))
                 head = by_group.shape[1] // (self._queries + 2)
                 return [part.flatten(0, 1) for part in by_group.split([self._queries * head, head, head], 1)]

@@ -6,11 +6,11 @@ from typing import Any
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from learners.routing import Balance, ForwardPass, replayed
+from learners.routing import ForwardPass, LoadBalance, replay_choices
 
 
-def watch_routers(model: Any, config: Any, balance: Balance) -> None:
-    """`model`: `learners.megatron.model.Model`. `config`: Hugging Face's."""
+def watch_routers(model: Any, config: Any, balance: LoadBalance) -> None:
+    """`model`: `learners.megatron.model.MegatronModel`. `config`: Hugging Face's."""
     for module in model.modules():
         if isinstance(module, TopKRouter):
             module.routing = _watched(module, module.routing, config, balance, model.at_hand)
@@ -20,7 +20,7 @@ def _watched(
     router: Any,
     routing: Callable[..., tuple[Tensor, Tensor]],
     config: Any,
-    balance: Balance,
+    balance: LoadBalance,
     at_hand: ForwardPass,
 ) -> Callable[..., Any]:
     """`TopKRouter.routing`, which is where Megatron replays and attaches losses of its own, with ours.
@@ -36,7 +36,7 @@ def _watched(
         if at_hand.experts is not None:
             recorded = at_hand.experts[:, layer]
             own = chosen.to(scores.dtype).topk(recorded.shape[1], -1).indices
-            weights, used = replayed(config, flat, own, recorded)
+            weights, used = replay_choices(config, flat, own, recorded)
             scores = scores.new_zeros(scores.shape).scatter(1, used, weights.to(scores.dtype))
             chosen = chosen.new_zeros(chosen.shape).scatter(1, used, True)
         return balance.route(layer, flat, chosen, scores, valid), chosen

@@ -120,9 +120,9 @@ class PackedAttention(MegatronModule):
         **__: Any,
     ) -> Tensor:
         """[T, heads, d], [T, groups, d] twice -> [T, heads · d]."""
-        from learners.attention import padded_sdpa, varlen
+        from learners.attention import padded_sdpa, varlen_attention
 
-        attend = varlen if query.is_cuda and query.dtype is torch.bfloat16 else padded_sdpa
+        attend = varlen_attention if query.is_cuda and query.dtype is torch.bfloat16 else padded_sdpa
         q, k, v = (packed.transpose(0, 1)[None] for packed in (query, key, value))
         out, _nothing = attend(
             self, q, k, v, None, self._scale,

@@ -15,7 +15,7 @@ interleaved and the least time counts: the processor's with one thread on a CPU,
     TRL                    `trl.GRPOTrainer`, 8 sequences a microbatch, no checkpointing of activations (its default would compute more)
     TRL, head compact      its head for sampled tokens alone, as it is on a GPU; elsewhere it takes all positions
 
-MFU: `learners.flops.step_flops` (6 N T + 6 L A Σ n², the head included, nothing counted twice) over a step's time, in shares of the fastest
+MFU: `learners.flops.count_step_flops` (6 N T + 6 L A Σ n², the head included, nothing counted twice) over a step's time, in shares of the fastest
 matrix product that was measured between the steps.
 
 Memory of the head: the most that is allocated over its arguments by forward and backward, as `benchmark_loss.py` counts it.
@@ -48,7 +48,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from benchmark_loss import cost
 from configs import load as configs
 from configs.schema import Dtype
-from learners.flops import step_flops
+from learners.flops import count_step_flops
 from learners.fsdp import FsdpEngine
 from learners.heads import chunked_logprobs
 from learners.models import Models
@@ -269,7 +269,7 @@ def large(folder: Path) -> dict[str, dict[str, float]]:
                 began = clock()
                 engine.update([packed], lambda logprobs, entropy, packed: -logprobs.mean(), LR)
                 seconds.append(clock() - began)
-            rate = step_flops(config, [2_048] * num) / min(seconds)
+            rate = count_step_flops(config, [2_048] * num) / min(seconds)
             found[f"{name}, {num_tokens:,} tokens"] = {
                 "tokens_per_s": num_tokens / min(seconds), "flops_per_s": rate,
                 "mfu": rate / matrix_peak(torch.device("cuda"), MATRICES), "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
@@ -284,7 +284,7 @@ def large(folder: Path) -> dict[str, dict[str, float]]:
 
 def summarize(work: Work, found: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Figures of each step: by the least time."""
-    flops, ours = step_flops(work.config, work.lengths), min(found["seconds"]["Trainer.train"])
+    flops, ours = count_step_flops(work.config, work.lengths), min(found["seconds"]["Trainer.train"])
     return {
         name: {
             "seconds": min(seconds),
@@ -310,7 +310,7 @@ def report(work: Work, found: dict[str, Any], where: str) -> None:
         )  # fmt: skip
     console.print(table)
     sizes = f"{len(work.lengths)} sequences, {sum(work.lengths):,} tokens, the longest {max(work.lengths):,}"
-    flops = step_flops(work.config, work.lengths)
+    flops = count_step_flops(work.config, work.lengths)
     console.print(
         f"{sizes}; {flops:.3g} FLOP a step; the fastest matrix product: {found['peak'] / 1e9:,.0f} GFLOP/s"
     )

@@ -68,7 +68,7 @@ def measure(model: Path, publish: LoraPublish, dtype: Dtype, rank: int, rounds: 
     seen: dict[str, list[float]] = {"bytes": [], "publish": [], "near": [], "far": []}
     for version in track(range(rounds + 1), f"{publish} {dtype}", transient=True):
         engine.update([pack(batch(), [0])], lambda logprobs, entropy, packed: -logprobs.mean(), 1e-4)
-        manifest, before = publisher.publish_version(version, engine.weights()), far.fetched_bytes
+        manifest, before = publisher.publish_version(version, engine.stream_weights()), far.fetched_bytes
         seen["publish"].append(publisher.seconds)
         announced = publisher.announce_version(manifest)
         for where, subscriber, host in (("near", near, boot_id()), ("far", far, "another")):

@@ -27,7 +27,7 @@ from algos.advantages import grpo
 from generators.tasks.arithmetic import Task
 from learners.fsdp import FsdpEngine
 from learners.packing import Batch, Packed, microbatches
-from learners.tiny_cache import tiny_model
+from learners.tiny_cache import prepare_tiny_model
 from sync.patch import apply_patches, make_patch
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot
@@ -83,7 +83,7 @@ def train(engine: FsdpEngine, batch: Batch, rate: float) -> None:
 
 def measure(rate: float, steps: int, folder: Path) -> tuple[float, float, float, float]:
     """Shares that change, mean and largest; size of a patch as a share of a snapshot's; sampled reward at the end."""
-    path = tiny_model(Task().solved_examples("train", seed=0))
+    path = prepare_tiny_model(Task().solved_examples("train", seed=0))
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
     engine = FsdpEngine(path, betas=(0.9, 0.99))
     publisher = Publisher(folder / "weights", "measured")
@@ -92,7 +92,7 @@ def measure(rate: float, steps: int, folder: Path) -> tuple[float, float, float,
     for step in track(
         range(steps + 1), f"learning rate {rate:g}", console=Console(stderr=True), transient=True
     ):
-        held = collect_tensors(engine.weights())
+        held = collect_tensors(engine.stream_weights())
         published = (
             part for name, whole in held.items() for part in stream_tensor(name, whole, torch.bfloat16)
         )

@@ -110,7 +110,7 @@ def run(job: Job) -> Outcome:
     ess: list[float] = []
     divergence: list[float] = []
     for step in range(job.steps):
-        versions.append(collect_tensors(trainer.models.policy.weights()))
+        versions.append(collect_tensors(trainer.models.policy.stream_weights()))
         while admits(len(leased), step, lag):
             leased.append(step)
         behind = step - leased[step]
@@ -128,7 +128,7 @@ def run(job: Job) -> Outcome:
                 lag, metrics["offpolicy/ess_token"], config.staleness.ess_target, job.lag, since
             )
             lag, since = changed, 0 if changed != lag else since + 1
-    reward = _sampler().held_out(config, collect_tensors(trainer.models.policy.weights()))
+    reward = _sampler().held_out(config, collect_tensors(trainer.models.policy.stream_weights()))
     return Outcome(job, reward, curve, mean(lags), ess, divergence, time.monotonic() - began)
 
 
@@ -140,14 +140,14 @@ class Sampler:
         from transformers.utils.logging import disable_progress_bar
 
         from generators.tasks.arithmetic import Task
-        from learners.tiny_cache import tiny_model
+        from learners.tiny_cache import prepare_tiny_model
 
         disable_progress_bar()
         torch.set_num_threads(1)
         folder = tempfile.mkdtemp()
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
         self.task = Task()
-        self.path = tiny_model(self.task.solved_examples("train", seed=0))
+        self.path = prepare_tiny_model(self.task.solved_examples("train", seed=0))
         self.model = AutoModelForCausalLM.from_pretrained(self.path).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(self.path, padding_side="left")
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from buffers import messages as m
 from buffers.fleet import MAX_NAMED, SILENT_S
 from configs.schema import Config, Controller
-from learners.memory import GIB, in_words
+from learners.memory import GIB, format_bytes
 
 LINE_EVERY_S = 2.0
 STILL_S = 5.0
@@ -68,7 +68,7 @@ class Console:
             and not self._rewards
             and (peak := news.records[0].metrics.get("memory/peak_gib")) is not None
         ):
-            self.say(f"memory of a learner rank, measured after its first step: {in_words(peak * GIB)}")
+            self.say(f"memory of a learner rank, measured after its first step: {format_bytes(peak * GIB)}")
         self._metrics = news.records[-1].metrics if news.records else self._metrics
         self._rewards |= {
             record.step: record.metrics["reward/mean"]

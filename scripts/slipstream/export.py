@@ -20,7 +20,7 @@ from configs import load as configs
 from configs.learner import FsdpConfig, LoraConfig, LoraPublish, MegatronConfig
 from configs.schema import Config, Dtype, ModelConfig
 from learners import checkpoint
-from learners.engine import Kind
+from learners.engine import ModelKind
 
 
 def export(run: Path, folder: Path, step: int | None, dtype: Dtype | None) -> int:
@@ -32,7 +32,7 @@ def export(run: Path, folder: Path, step: int | None, dtype: Dtype | None) -> in
         raise ValueError(f"the run must be a folder with a config.yaml, got {run}")
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"the folder must be new or empty, got {folder}")
-    kept = {found.manifest.step: found for found in checkpoint.complete(run / "checkpoints")}
+    kept = {found.manifest.step: found for found in checkpoint.find_checkpoints(run / "checkpoints")}
     if not kept:
         raise ValueError(f"the run must hold a checkpoint, got {run} without one")
     chosen = max(kept) if step is None else step
@@ -48,10 +48,10 @@ def export(run: Path, folder: Path, step: int | None, dtype: Dtype | None) -> in
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as temporary:
         dist.init_process_group("gloo", init_method=f"file://{temporary}/rendezvous", rank=0, world_size=1)
-        engine = make_engine(alone(config, model), Kind.policy, lora=merged(config.learner.lora))
-        engine.load(kept[chosen].folder / "engine")
+        engine = make_engine(alone(config, model), ModelKind.policy, lora=merged(config.learner.lora))
+        engine.load_state(kept[chosen].folder / "engine")
         publisher = Publisher(Path(temporary) / "model", "export", model=source)
-        publisher.publish_version(chosen, engine.weights())
+        publisher.publish_version(chosen, engine.stream_weights())
         publisher.close()
         dist.destroy_process_group()
         shutil.rmtree(folder, ignore_errors=True)

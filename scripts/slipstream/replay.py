@@ -148,8 +148,8 @@ def replay(
 
 def compare(run: Path, folder: Path) -> tuple[list[int], list[str]]:
     """(steps whose checkpoints both have, tensors of theirs whose bits are not the same)."""
-    theirs = {c.manifest.step: c.folder for c in checkpoint.complete(run / "checkpoints")}
-    mine = {c.manifest.step: c.folder for c in checkpoint.complete(folder / "checkpoints")}
+    theirs = {c.manifest.step: c.folder for c in checkpoint.find_checkpoints(run / "checkpoints")}
+    mine = {c.manifest.step: c.folder for c in checkpoint.find_checkpoints(folder / "checkpoints")}
     both = sorted(theirs.keys() & mine.keys())
     different = []
     for step in both:

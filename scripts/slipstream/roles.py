@@ -27,7 +27,7 @@ from buffers.keys import KeyRole
 from buffers.watchdog import Stuck
 from configs import load as configs
 from configs.schema import Config
-from learners.memory import named_shortage
+from learners.memory import explain_shortage
 from slipstream.cluster import stage
 from slipstream.role_placement import Placement, divide, wishes
 from sync.folders import leave_all_folders
@@ -207,7 +207,7 @@ class LearnerRole(Role):
                         start,
                     )  # after the first heartbeat: importing torch takes seconds
 
-                    with named_shortage(config):
+                    with explain_shortage(config):
                         start(config, folder, client, rank, rendezvous, resume_step, say=heart.say).run()
         except Exception as error:
             at = (

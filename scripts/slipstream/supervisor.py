@@ -167,7 +167,7 @@ class LearnerRanks:
 
     def newest_checkpoint(self) -> int | None:
         """Its step."""
-        newest = checkpoint.latest(self._folder / "checkpoints")
+        newest = checkpoint.find_latest(self._folder / "checkpoints")
         return None if newest is None else newest.manifest.step
 
 

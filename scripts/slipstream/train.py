@@ -49,7 +49,7 @@ from configs.learner import LearnerKind
 from configs.schema import Config, EngineKind, Role
 from generators.tasks import load_task
 from learners import checkpoint, families
-from learners.memory import plan
+from learners.memory import plan_memory
 from slipstream.answers import Answers
 from slipstream.cluster import cluster, import_ahead
 from slipstream.console import Console
@@ -130,7 +130,7 @@ def prepare(config: Config) -> tuple[Config, Path, int | None]:
     if config.run.resume is not None:
         folder = Path(config.run.resume)
         claim_run(folder, "run.resume")
-        newest = checkpoint.latest(folder / "checkpoints")
+        newest = checkpoint.find_latest(folder / "checkpoints")
         if newest is None and (found := sorted((folder / "checkpoints").glob("step_*"))):
             raise ValueError(
                 f"run.resume must hold a whole checkpoint, or none at all to go on from the beginning, got {folder}, whose "
@@ -213,7 +213,7 @@ def resolve_model(config: Config) -> Path:
     if config.learner.engine is LearnerKind.simulated:
         return Path("simulated")
     if config.model.path == "tiny":
-        from learners.tiny_cache import tiny_model
+        from learners.tiny_cache import prepare_tiny_model
 
         task: Any = load_task(config.task.name, config.task.args)
         if not hasattr(task, "solved_examples"):
@@ -221,7 +221,7 @@ def resolve_model(config: Config) -> Path:
                 f"model.path must be a folder for a task without solved questions to warm-start the tiny model on (`solved_examples`), got "
                 f"tiny with task.name={config.task.name}"
             )
-        return tiny_model(task.solved_examples("train", seed=0))
+        return prepare_tiny_model(task.solved_examples("train", seed=0))
     path = Path(config.model.path)
     if not (path / "config.json").is_file():
         raise ValueError(
@@ -311,9 +311,9 @@ class Run:
             self._console.say(str(division))
         limited = dataclasses.replace(config.learner, gpu_memory_fraction=division.rank_memory)
         own = dataclasses.replace(config, learner=limited)
-        if (memory := plan(own, cuda=division.rank_memory is not None)) is not None:
+        if (memory := plan_memory(own, cuda=division.rank_memory is not None)) is not None:
             self._console.say(str(memory))
-        if (untested := families.note(config)) is not None:
+        if (untested := families.describe_untested_family(config)) is not None:
             self._console.say(untested)
         common = (logs, os.getpid(), config.cluster.address is None)
         buffer = places.buffer().remote("buffer", *common)
