@@ -32,6 +32,7 @@ from buffers.ledger import Ledger
 from buffers.prompts import PromptOrder
 from buffers.recovery import find_damaged_groups, rebuild_book
 from buffers.refusal import Refusal
+from buffers.run_status import EvaluationRecord, RunStatus, StepRecord
 from buffers.samplers import load_sampler
 from buffers.segments import Reader, join_slices, read_bytes, segment_path
 from buffers.staleness import count
@@ -85,10 +86,10 @@ class Buffer:
         self._prompts = PromptOrder(terms.task_size, terms.seed)
         self._evaluations = Evaluations(terms.task, terms.seed, terms.lease_s, terms.max_attempts)
         self.refusals: Counter[str] = Counter()
-        self.records: list[m.StepRecord] = []
+        self.records: list[StepRecord] = []
         self.num_records = 0
         """Step records ever; the last of them are in `records`."""
-        self.scores: list[m.Evaluation] = []
+        self.scores: list[EvaluationRecord] = []
         self.weights = ""
         self._learner_idle = (0.0, 0.0)
         self._started_at: float | None = None
@@ -161,13 +162,13 @@ class Buffer:
     def stop(self, reason: str) -> None:
         self.stopping = self.stopping or reason
 
-    def refuse(self, reason: str, detail: str) -> m.Refused:
+    def refuse(self, reason: str, detail: str) -> m.RefusedRequest:
         """Counts a message that cannot be taken in; `reason` is one of a few, `detail` says which message and why."""
         self.refusals[reason] += 1
         count = self.refusals[reason]
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th: a flood of them does not fill the log
             log.warning("refused (%d times by now), %s: %s", count, reason, detail)
-        return m.Refused(reason=detail)
+        return m.RefusedRequest(reason=detail)
 
     # ---- generators
 
@@ -194,13 +195,13 @@ class Buffer:
         now = self._clock()
         return self._evaluations.lease(self._lease_ids, generator, now) or self.book.lease(generator, now)
 
-    def heartbeat(self, beat: m.Heartbeat) -> list[int]:
+    def heartbeat(self, beat: m.GeneratorHeartbeat) -> list[int]:
         """Renews leases, if the generator's loop goes round; returns those that are no longer the generator's."""
         now = self._clock()
         if self.fleet.report(beat, now):
             self._watchdog.moved_at = now
-        if beat.still_s > self._config.buffer.stalled_s:
-            self.leave(beat.generator, f"stalled: {beat.activity} for {beat.for_s:.0f} s", gone=False)
+        if beat.standstill_s > self._config.buffer.stalled_s:
+            self.leave(beat.generator, f"stalled: {beat.activity} for {beat.activity_s:.0f} s", gone=False)
         training = {}
         for lease_id, num_tokens in beat.progress.items():
             if self._evaluations.owns(lease_id):
@@ -374,15 +375,15 @@ class Buffer:
         if step < self.book.num_consumed:
             raise Refusal(
                 "wrong step",
-                f"step must be {self.book.num_consumed} or later (or say Rewind first), got {step}",
+                f"step must be {self.book.num_consumed} or later (or send RewindToStep first), got {step}",
             )
         return self.book.ready(step, self._clock()) if step == self.book.num_consumed else None
 
-    def slices(self, handout: Handout) -> list[m.Slice]:
+    def slices(self, handout: Handout) -> list[m.GroupSlice]:
         """Where the groups are; those that lie together are one slice."""
         return join_slices(map(self.book.content, handout.groups))
 
-    def read_part(self, request: m.Read) -> bytes:
+    def read_part(self, request: m.ReadBatchPart) -> bytes:
         """A part of a record batch, for readers that cannot map the journal; shorter where the file is shorter."""
         try:
             return read_bytes(self.journal.folder, request.segment, request.offset, request.size)
@@ -407,7 +408,7 @@ class Buffer:
         log.error("group %d is damaged, and a fresh one takes its place: %s", number, error)
         self.book.reject_damaged(number, error)
 
-    def consumed(self, request: m.Consumed) -> None:
+    def consumed(self, request: m.ReportTrainedStep) -> None:
         """A step has been trained. Raises Refusal when it is not the one at hand (one trained before is no error)."""
         if request.step < self.book.num_consumed:
             return
@@ -443,7 +444,7 @@ class Buffer:
         self._learner_idle = (request.idle_s, request.alive_s)
         self.book.lag = self._controller.see(request.step, request.metrics)
         metrics = request.metrics | {"staleness/admitted": float(self.book.lag)}
-        self.records.append(m.StepRecord(step=request.step, time=self.seconds, metrics=metrics))
+        self.records.append(StepRecord(step=request.step, time=self.seconds, metrics=metrics))
         self.num_records += 1
         del self.records[:-MAX_RECORDS]
 
@@ -519,24 +520,24 @@ class Buffer:
         told = STARTING if starts and starts in who else "waiting"
         return "; ".join(filter(None, (who, self.fleet.long_waits(now, told))))
 
-    def status(self, waiting_for: str) -> m.Status:
+    def status(self, waiting_for: str) -> RunStatus:
         idle, alive = self._learner_idle
-        return m.Status(
+        return RunStatus(
             version=self.book.version,
-            step=self.book.num_consumed,
-            seconds=self.seconds,
+            num_trained_steps=self.book.num_consumed,
+            elapsed_s=self.seconds,
             tokens=self.ledger.token_account(),
             groups=self.ledger.group_account(),
             trained_twice=self.book.trained_twice,
-            staleness=dict(sorted(self.ledger.staleness.items())),
-            admitted=self.book.lag,
-            learner_idle=idle / alive if alive else 0.0,
+            staleness_histogram=dict(sorted(self.ledger.staleness.items())),
+            admission_lag=self.book.lag,
+            learner_idle_share=idle / alive if alive else 0.0,
             quarantined=self.book.quarantine.last,
             num_quarantined=self.book.quarantine.total,
-            replayed=self.ledger.replayed,
-            refused=dict(self.refusals),
+            replayed_tokens=self.ledger.replayed,
+            refused_requests=dict(self.refusals),
             waiting_for=waiting_for,
-            reached=self.reached,
-            still_s=self._clock() - self._watchdog.moved_at,
+            milestones=self.reached,
+            standstill_s=self._clock() - self._watchdog.moved_at,
             **self.fleet.summary(self._clock()),
         )

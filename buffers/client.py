@@ -20,10 +20,11 @@ from zmq.utils.monitor import recv_monitor_message
 from buffers import messages as m
 from buffers.journal import is_here
 from buffers.keys import KeyRole, show_key
+from buffers.message_fields import WireRecord
 from buffers.segments import DamagedGroup, Reader
 from buffers.trajectory import SCHEMA, SCHEMA_VERSION, encode, flat
 
-R = TypeVar("R", bound=m.Struct)
+R = TypeVar("R", bound=WireRecord)
 log = logging.getLogger("slipstream.client")
 
 CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -78,12 +79,12 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakenBatch:
     """A step's groups."""
 
     step: int
     groups: list[int]
-    weights: list[float]
+    group_weights: list[float]
     """Importance weight of each group; empty: all 1."""
     table: pa.Table
     """The rows of all groups, in order, with the columns of `buffers.trajectory`."""
@@ -92,11 +93,11 @@ class Taken:
 class RemoteReader:
     """Reads groups over the socket, as `segments.Reader` does from the journal."""
 
-    def __init__(self, fetch: Callable[[m.Slice], bytearray]) -> None:
+    def __init__(self, fetch: Callable[[m.GroupSlice], bytearray]) -> None:
         self._fetch = fetch
         self._fetched: dict[tuple[int, int], pa.RecordBatch] = {}
 
-    def read(self, place: m.Slice) -> pa.RecordBatch:
+    def read(self, place: m.GroupSlice) -> pa.RecordBatch:
         """Raises DamagedGroup when the bytes are not those that were written, also when they come a second time."""
         where = (place.segment, place.offset)
         if where not in self._fetched:
@@ -252,7 +253,7 @@ class BufferClient:
         while (left := deadline - time.monotonic()) > 0:
             for answer in self.receive(left):
                 if answer.number == number:
-                    if isinstance(answer.reply, m.Refused):
+                    if isinstance(answer.reply, m.RefusedRequest):
                         raise RefusedByBuffer(answer.reply.reason)
                     return answer.reply, answer.payload
         raise BufferGone(
@@ -261,45 +262,45 @@ class BufferClient:
 
     def submit(self, generator: str, leases: list[int], groups: pa.RecordBatch) -> list[str]:
         """Hands in the rows of some leases' groups, in this order, and waits until they are durable. One verdict each."""
-        request = m.Submit(generator=generator, leases=leases, schema=SCHEMA_VERSION)
+        request = m.SubmitGroups(generator=generator, leases=leases, schema=SCHEMA_VERSION)
         reply, _ = self.exchange(request, payload=encode(groups))
-        assert isinstance(reply, m.Receipt), reply
+        assert isinstance(reply, m.LeaseReceipt), reply
         return reply.verdicts
 
-    def next(self, step: int, wait_s: float) -> Taken | m.NotYet | m.Over:
+    def next(self, step: int, wait_s: float) -> TakenBatch | m.NotReadyYet | m.RunStopped:
         """What step `step` trains, mapped from the journal where it is on this host, else fetched in parts.
 
         A group whose bytes have changed is told to the buffer, which has a fresh one made: until then the answer is
         NotYet. Raises DamagedGroup when the buffer cannot see the damage, though it is there again and again.
         """
         reader = self._find_reader()
-        reply, _ = self.exchange(m.Next(step=step, wait_s=wait_s), wait_s=wait_s)
-        if not isinstance(reply, m.Batch):
-            assert isinstance(reply, m.NotYet | m.Over), reply
+        reply, _ = self.exchange(m.RequestBatch(step=step, wait_s=wait_s), wait_s=wait_s)
+        if not isinstance(reply, m.BatchOffer):
+            assert isinstance(reply, m.NotReadyYet | m.RunStopped), reply
             return reply
         try:
             batches = [reader.read(place) for place in reply.slices]
         except DamagedGroup as error:
-            replaced = self.call(m.Damaged(groups=reply.groups), m.Replaced).count
+            replaced = self.call(m.ReportDamagedGroups(groups=reply.groups), m.ReplacedGroups).count
             self._num_unseen = 0 if replaced else self._num_unseen + 1
             if self._num_unseen == MAX_UNSEEN:
                 raise
-            return m.NotYet(
+            return m.NotReadyYet(
                 waiting_for=f"step {step} waits for {replaced} fresh groups in the place of damaged ones: {error}"
             )
         finally:
             reader.forget()
         self._num_unseen = 0
-        return Taken(step, reply.groups, reply.weights, pa.Table.from_batches(batches, SCHEMA))
+        return TakenBatch(step, reply.groups, reply.group_weights, pa.Table.from_batches(batches, SCHEMA))
 
     def _find_reader(self) -> "Reader | RemoteReader":
         if self._reader is None:
-            where = self.call(m.Locate(), m.Located)
+            where = self.call(m.LocateJournal(), m.JournalLocation)
             here = is_here(Path(where.folder), where.mark)
             self._reader = Reader(Path(where.folder)) if here else RemoteReader(self._fetch)
         return self._reader
 
-    def _fetch(self, place: m.Slice) -> bytearray:
+    def _fetch(self, place: m.GroupSlice) -> bytearray:
         """The bytes of a record batch, several parts under way at once. Others are answered between them.
 
         Raises BufferGone when no part comes for `timeout_s`, DamagedGroup when the journal has fewer bytes.
@@ -312,13 +313,13 @@ class BufferClient:
             while left and len(under_way) < WINDOW:
                 begin = left.pop()
                 size = min(m.MAX_PART_BYTES, place.size - begin)
-                request = m.Read(segment=place.segment, offset=place.offset + begin, size=size)
+                request = m.ReadBatchPart(segment=place.segment, offset=place.offset + begin, size=size)
                 under_way[self.post(request)] = begin
             for answer in self.receive(0.1):
                 if answer.number not in under_way:
                     continue
                 heard_at, begin = time.monotonic(), under_way.pop(answer.number)
-                if isinstance(answer.reply, m.Refused):
+                if isinstance(answer.reply, m.RefusedRequest):
                     raise RefusedByBuffer(answer.reply.reason)
                 part = answer.payload[0] if answer.payload else memoryview(b"")
                 if len(part) != min(m.MAX_PART_BYTES, place.size - begin):
@@ -344,7 +345,7 @@ def hand_in(client: BufferClient, generator: str, leases: list[int], groups: pa.
     """Sends the rows of some leases' groups, in this order, without waiting: in one message, or in more where one would be
     too large. A group that is too large by itself fails, with its size."""
     try:
-        client.post(m.Submit(generator=generator, leases=leases, schema=SCHEMA_VERSION), encode(groups))
+        client.post(m.SubmitGroups(generator=generator, leases=leases, schema=SCHEMA_VERSION), encode(groups))
     except TooLarge as error:
         half, rows = len(leases) // 2, groups.num_rows // len(leases)
         if half:
@@ -358,4 +359,4 @@ def hand_in(client: BufferClient, generator: str, leases: list[int], groups: pa.
             return
         log.error("lease %d: %s", leases[0], error)
         sampled = int(np.count_nonzero(flat(groups, "sampled")))
-        client.post(m.Fail(generator=generator, lease=leases[0], num_tokens=sampled, error=str(error)))
+        client.post(m.FailLease(generator=generator, lease=leases[0], num_tokens=sampled, error=str(error)))

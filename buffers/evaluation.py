@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
-from buffers.messages import Evaluation, Lease
+from buffers.messages import Lease
+from buffers.run_status import EvaluationRecord
 
 
 @dataclass(slots=True)
@@ -23,11 +24,11 @@ class Sweep:
         return len(self.rewards) + self.num_failed == self.num_prompts
 
 
-def score_of(sweep: Sweep, seconds: float) -> Evaluation:
+def score_of(sweep: Sweep, seconds: float) -> EvaluationRecord:
     """The result of a sweep that is done, `seconds` after the run's first version."""
     std = stdev(sweep.rewards) if len(sweep.rewards) > 1 else 0.0
     mean, number = fmean(sweep.rewards), len(sweep.rewards)
-    return Evaluation(version=sweep.version, time=seconds, reward=mean, std=std, num_prompts=number)
+    return EvaluationRecord(version=sweep.version, time=seconds, reward=mean, std=std, num_prompts=number)
 
 
 @dataclass(slots=True)
@@ -74,7 +75,7 @@ class Evaluations:
                 self._leased[lease_id] = Leased(sweep, index, generator, now + self._lease_s)
                 return Lease(
                     id=lease_id, split="eval", task=self._task, index=index, seed=self._seed, group=index,
-                    due=sweep.version, floor=sweep.version, num_samples=1,
+                    due=sweep.version, min_version=sweep.version, num_samples=1,
                 )  # fmt: skip
         return None
 

@@ -9,6 +9,7 @@ import msgspec
 
 from buffers import messages as m
 from buffers.heartbeat import HEARTBEAT_S
+from buffers.run_status import GeneratorReport, RoleState
 
 SILENT_S = 3 * HEARTBEAT_S
 """A role that has not been heard of for longer is named."""
@@ -46,11 +47,11 @@ class Fleet:
         self._expected, self._reached = expected, {} if reached is None else reached
         self._ready: set[str] = set()
         """The first generators whose engines ran."""
-        self._lives: OrderedDict[str, m.GeneratorReport] = OrderedDict()
+        self._lives: OrderedDict[str, GeneratorReport] = OrderedDict()
         """The latest report of each generator's life under way; whoever has spoken last is the last."""
-        self._over = m.GeneratorReport()
+        self._over = GeneratorReport()
         """All lives that are over, added up."""
-        self._counted: OrderedDict[str, m.GeneratorReport] = OrderedDict()
+        self._counted: OrderedDict[str, GeneratorReport] = OrderedDict()
         """Lives that were taken for over because others had spoken since: their part of that."""
         self._heard: OrderedDict[str, Heard] = OrderedDict()
         """By role; whoever was heard last is the last."""
@@ -63,9 +64,9 @@ class Fleet:
         self._counted.pop(generator, None)
         self._begin_life(generator)
         self._left.pop(generator, None)
-        self.hear(generator, m.Alive(role=generator, activity=JOINED), now)
+        self.hear(generator, m.RoleHeartbeat(role=generator, activity=JOINED), now)
 
-    def report(self, beat: m.Heartbeat, now: float) -> bool:
+    def report(self, beat: m.GeneratorHeartbeat, now: float) -> bool:
         """Takes in a generator's heartbeat; true if its engine has sampled since its last."""
         generator = beat.generator
         self.hear(generator, beat, now)
@@ -80,11 +81,11 @@ class Fleet:
             self._reached["engines"] = time.time()
         return moved
 
-    def hear(self, role: str, beat: m.Heartbeat | m.Alive, now: float) -> None:
+    def hear(self, role: str, beat: m.GeneratorHeartbeat | m.RoleHeartbeat, now: float) -> None:
         """A heartbeat, at `now`."""
         if role in self._left:
             return
-        self._heard[role] = Heard(now, beat.activity, now - beat.for_s, now - beat.still_s)
+        self._heard[role] = Heard(now, beat.activity, now - beat.activity_s, now - beat.standstill_s)
         self._heard.move_to_end(role)
         while len(self._heard) > MAX_GENERATORS:
             self._heard.popitem(last=False)
@@ -100,9 +101,11 @@ class Fleet:
         """It has said farewell."""
         self._heard.pop(role, None)
 
-    def roles(self, now: float) -> dict[str, m.RoleState]:
+    def roles(self, now: float) -> dict[str, RoleState]:
         return {
-            role: m.RoleState(last_heard_s=now - heard.at, activity=heard.activity, for_s=now - heard.since)
+            role: RoleState(
+                last_heard_s=now - heard.at, activity=heard.activity, activity_s=now - heard.since
+            )
             for role, heard in sorted(self._heard.items())
         }
 
@@ -116,7 +119,7 @@ class Fleet:
         )
 
     def _begin_life(self, generator: str) -> None:
-        self._lives[generator] = m.GeneratorReport()
+        self._lives[generator] = GeneratorReport()
         if (counted := self._counted.pop(generator, None)) is not None:  # it goes on
             self._add(counted, -1)
         while len(self._lives) > MAX_GENERATORS:
@@ -130,9 +133,9 @@ class Fleet:
         if (report := self._lives.pop(generator, None)) is not None:
             self._add(report, 1)
 
-    def _add(self, report: m.GeneratorReport, times: int) -> None:
+    def _add(self, report: GeneratorReport, times: int) -> None:
         sums = {name: value + times * getattr(report, name) for name, value in _fields(self._over).items()}
-        self._over = m.GeneratorReport(**{name: max(0, min(LARGEST, value)) for name, value in sums.items()})
+        self._over = GeneratorReport(**{name: max(0, min(LARGEST, value)) for name, value in sums.items()})
 
     def summary(self, now: float) -> dict[str, Any]:
         """The fields of `messages.Status` that speak of the roles."""
@@ -163,7 +166,7 @@ class Fleet:
         ready, total = len(here) - len(starting) - len(joined), max(self._expected, len(here))
         words = [f"{ready} of {total} generators ready"]
         if starting:
-            words.append(f"{len(starting)} {STARTING} for {max(role.for_s for role in starting):.0f} s")
+            words.append(f"{len(starting)} {STARTING} for {max(role.activity_s for role in starting):.0f} s")
         if joined:
             words.append(f"{len(joined)} {JOINED}")
         if total > len(here):
@@ -176,23 +179,23 @@ class Fleet:
         return name_long_waits(self.roles(now), told)
 
 
-def name_long_waits(roles: dict[str, m.RoleState], told: str = "waiting") -> str:
+def name_long_waits(roles: dict[str, RoleState], told: str = "waiting") -> str:
     silent = {name: role for name, role in roles.items() if role.last_heard_s > SILENT_S}
     busy = {
         name: role
         for name, role in roles.items()
-        if name not in silent and role.for_s > LONG_S and not role.activity.startswith((*IDLE, told))
+        if name not in silent and role.activity_s > LONG_S and not role.activity.startswith((*IDLE, told))
     }
     words = [
         f"{name}: not heard of for {role.last_heard_s:.0f} s (then: {role.activity})"
         for name, role in sorted(silent.items(), key=lambda item: -item[1].last_heard_s)
     ] + [
-        f"{name}: {role.activity} for {role.for_s:.0f} s"
-        for name, role in sorted(busy.items(), key=lambda item: -item[1].for_s)
+        f"{name}: {role.activity} for {role.activity_s:.0f} s"
+        for name, role in sorted(busy.items(), key=lambda item: -item[1].activity_s)
     ]
     more = [f"{len(words) - MAX_NAMED} more"] if len(words) > MAX_NAMED else []
     return "; ".join(words[:MAX_NAMED] + more)
 
 
-def _fields(report: m.GeneratorReport) -> dict[str, Any]:
+def _fields(report: GeneratorReport) -> dict[str, Any]:
     return {name: value for name, value in msgspec.structs.asdict(report).items() if name != "version"}

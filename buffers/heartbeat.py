@@ -30,7 +30,9 @@ MAX_UNANSWERED = 4
 class Compose(Protocol):
     """Makes the request from what the role said of itself last."""
 
-    def __call__(self, *, activity: str, for_s: float, still_s: float) -> m.Heartbeat | m.Alive: ...
+    def __call__(
+        self, *, activity: str, activity_s: float, standstill_s: float
+    ) -> m.GeneratorHeartbeat | m.RoleHeartbeat: ...
 
 
 class HeartbeatThread:
@@ -49,7 +51,7 @@ class HeartbeatThread:
         self._lock = threading.Lock()
         self._activity = activity
         self._since = self._moved_at = clock()
-        self._standings: deque[m.Standing] = deque()
+        self._standings: deque[m.GeneratorStanding] = deque()
         self._error: Exception | None = None
         self._under_way: set[int] = set()
         self.silent_s = 0.0
@@ -72,7 +74,7 @@ class HeartbeatThread:
         """What every heartbeat carries from now on."""
         self._compose = compose
 
-    def standings(self) -> list[m.Standing]:
+    def standings(self) -> list[m.GeneratorStanding]:
         """What the buffer has answered since this was asked last. Raises what has ended the thread, if anything has."""
         if self._error is not None:
             raise self._error
@@ -103,15 +105,19 @@ class HeartbeatThread:
             return
         with self._lock:
             now = self._clock()
-            activity, for_s, still_s = self._activity, now - self._since, now - self._moved_at
-        self._under_way.add(self._client.post(self._compose(activity=activity, for_s=for_s, still_s=still_s)))
+            activity, activity_s, standstill_s = self._activity, now - self._since, now - self._moved_at
+        self._under_way.add(
+            self._client.post(
+                self._compose(activity=activity, activity_s=activity_s, standstill_s=standstill_s)
+            )
+        )
 
     def _listen(self, wait_s: float) -> None:
         for answer in self._client.receive(wait_s):
             self._under_way.discard(answer.number)
             match answer.reply:
-                case m.Standing() as standing:
+                case m.GeneratorStanding() as standing:
                     self._standings.append(standing)
-                case m.Refused(reason=reason):
+                case m.RefusedRequest(reason=reason):
                     log.error("the buffer has refused a heartbeat: %s", reason)
         self.silent_s = self._client.silent_s

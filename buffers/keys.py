@@ -23,6 +23,7 @@ from zmq import auth
 from zmq.utils import z85
 
 from buffers import messages as m
+from buffers.message_fields import WireRecord
 
 log = logging.getLogger("slipstream.keys")
 
@@ -40,28 +41,28 @@ class KeyRole(StrEnum):
 
 
 G, L, W, O = KeyRole.generator, KeyRole.learner, KeyRole.watcher, KeyRole.operator  # noqa: E741
-SPEAKERS: dict[type[m.Struct], frozenset[KeyRole]] = {
-    m.Join: frozenset({G}),
-    m.Leave: frozenset({G, O}),
-    m.Ask: frozenset({G}),
-    m.Heartbeat: frozenset({G}),
-    m.Submit: frozenset({G}),
-    m.SubmitProbe: frozenset({G}),
-    m.Evaluated: frozenset({G}),
-    m.Fail: frozenset({G}),
-    m.Alive: frozenset({L}),
-    m.Locate: frozenset({L}),
-    m.Next: frozenset({L}),
-    m.NextProbe: frozenset({L}),
-    m.Read: frozenset({L}),
-    m.Damaged: frozenset({L}),
-    m.Publish: frozenset({L}),
-    m.Consumed: frozenset({L}),
-    m.Checkpointed: frozenset({L}),
-    m.Finish: frozenset({L}),
-    m.Rewind: frozenset({L, O}),
-    m.Stop: frozenset({O}),
-    m.Watch: frozenset(KeyRole),
+SPEAKERS: dict[type[WireRecord], frozenset[KeyRole]] = {
+    m.JoinRun: frozenset({G}),
+    m.LeaveRun: frozenset({G, O}),
+    m.RequestLeases: frozenset({G}),
+    m.GeneratorHeartbeat: frozenset({G}),
+    m.SubmitGroups: frozenset({G}),
+    m.SubmitParityProbe: frozenset({G}),
+    m.SubmitEvaluation: frozenset({G}),
+    m.FailLease: frozenset({G}),
+    m.RoleHeartbeat: frozenset({L}),
+    m.LocateJournal: frozenset({L}),
+    m.RequestBatch: frozenset({L}),
+    m.RequestParityProbe: frozenset({L}),
+    m.ReadBatchPart: frozenset({L}),
+    m.ReportDamagedGroups: frozenset({L}),
+    m.PublishVersion: frozenset({L}),
+    m.ReportTrainedStep: frozenset({L}),
+    m.ReportCheckpoint: frozenset({L}),
+    m.AwaitEvaluations: frozenset({L}),
+    m.RewindToStep: frozenset({L, O}),
+    m.StopRun: frozenset({O}),
+    m.WatchRun: frozenset(KeyRole),
 }
 """Who may say what to a buffer that has keys. A message that is not here may be said by nobody."""
 

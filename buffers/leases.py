@@ -94,7 +94,7 @@ class LeaseBook:
         self._note(e.Leased(lease=lease_id, group=number, due=due, generator=generator, at=time.time()))
         return Lease(
             id=lease_id, split="train", task=self.terms.task, index=self._prompts.index(number), seed=self.terms.seed,
-            group=number, due=due, floor=floor(due, self.lag), num_samples=self.terms.samples_per_prompt,
+            group=number, due=due, min_version=floor(due, self.lag), num_samples=self.terms.samples_per_prompt,
         )  # fmt: skip
 
     def room(self) -> int:

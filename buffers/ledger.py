@@ -9,7 +9,7 @@ The two sides are counted apart: `generated` and `leased` when work is reported,
 from collections import Counter
 from collections.abc import Mapping
 
-from buffers.messages import Account
+from buffers.run_status import LedgerAccount
 from buffers.state import LedgerState
 
 REASONS = ("zero_variance", "duplicate", "cancelled", "failed", "late")
@@ -78,15 +78,15 @@ class Ledger:
         self.tokens, self.groups = Counter(state.tokens), Counter(state.groups)
         self.staleness = Counter(state.staleness)
 
-    def token_account(self) -> Account:
+    def token_account(self) -> LedgerAccount:
         return _account(self.generated, self.tokens)
 
-    def group_account(self) -> Account:
+    def group_account(self) -> LedgerAccount:
         return _account(self.leased, self.groups)
 
 
-def _account(total: int, fates: Mapping[str, int]) -> Account:
-    return Account(
+def _account(total: int, fates: Mapping[str, int]) -> LedgerAccount:
+    return LedgerAccount(
         total=total,
         trained=fates["trained"],
         masked=fates["masked"],

@@ -21,20 +21,20 @@ def longest_group(config: Config) -> int:
 def check_bounds(request: m.Request, buffer: Buffer, config: Config) -> None:
     """Raises Refusal for a request whose numbers cannot be true in this run."""
     match request:
-        case m.Fail(num_tokens=tokens, lease=lease, generator=name):
+        case m.FailLease(num_tokens=tokens, lease=lease, generator=name):
             _must(tokens, "num_tokens of a lease", longest_group(config))
             _must_hold(name, [lease], buffer, "a failure")
-        case m.Submit(leases=leases, generator=name):
+        case m.SubmitGroups(leases=leases, generator=name):
             _must_hold(name, leases, buffer, "a group")
-        case m.Evaluated(lease=lease, generator=name):
+        case m.SubmitEvaluation(lease=lease, generator=name):
             _must_hold(name, [lease], buffer, "a score")
-        case m.Heartbeat(progress=progress):
+        case m.GeneratorHeartbeat(progress=progress):
             _must(max(progress.values(), default=0), "progress of a lease", longest_group(config))
-        case m.Publish(version=version):
+        case m.PublishVersion(version=version):
             _must(version, "version", config.run.steps)
-        case m.Consumed(step=step) | m.Next(step=step) | m.Rewind(step=step):
+        case m.ReportTrainedStep(step=step) | m.RequestBatch(step=step) | m.RewindToStep(step=step):
             _must(step, "step", config.run.steps)
-        case m.Checkpointed(step=step, oldest=oldest):
+        case m.ReportCheckpoint(step=step, oldest=oldest):
             _must(step, "step of a checkpoint", buffer.book.num_consumed)
             _must(oldest, "oldest checkpoint's step", step)
 

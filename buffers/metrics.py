@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from buffers import messages as m
+from buffers.run_status import RunStatus
 
 
 class Metrics:
@@ -13,7 +13,7 @@ class Metrics:
 
     def __init__(self, port: int | None) -> None:
         """Raises ValueError when the port is taken."""
-        self._status: m.Status | None = None
+        self._status: RunStatus | None = None
         self._server = None
         if port is None:
             return
@@ -28,7 +28,7 @@ class Metrics:
     def wanted(self) -> bool:
         return self._server is not None
 
-    def update(self, status: m.Status) -> None:
+    def update(self, status: RunStatus) -> None:
         self._status = status
 
     def close(self) -> None:
@@ -43,18 +43,24 @@ class Metrics:
             yield from families(self._status)
 
 
-def families(status: m.Status) -> Iterator[Metric]:
+def families(status: RunStatus) -> Iterator[Metric]:
     plain = {
         "slipstream_version": ("Newest published version", status.version),
-        "slipstream_steps_trained": ("Steps consumed", status.step),
-        "slipstream_still_seconds": ("Seconds since anything moved", status.still_s),
-        "slipstream_learner_idle_ratio": ("Share of its life that the learner waited", status.learner_idle),
+        "slipstream_steps_trained": ("Steps consumed", status.num_trained_steps),
+        "slipstream_standstill_seconds": ("Seconds since anything moved", status.standstill_s),
+        "slipstream_learner_idle_ratio": (
+            "Share of its life that the learner waited",
+            status.learner_idle_share,
+        ),
         "slipstream_generators_idle_ratio": (
             "Share of their lives that engines had nothing to do",
-            status.generator_idle,
+            status.generator_idle_share,
         ),
         "slipstream_groups_quarantined": ("Groups that failed for good", status.num_quarantined),
-        "slipstream_tokens_replayed": ("Tokens trained again, beyond their first time", status.replayed),
+        "slipstream_tokens_replayed": (
+            "Tokens trained again, beyond their first time",
+            status.replayed_tokens,
+        ),
         "slipstream_weight_digest_checks": ("Comparisons of weights with a manifest", status.digest_checks),
         "slipstream_weight_fetched_bytes": (
             "Bytes of weights that came over a network",
@@ -84,13 +90,13 @@ def families(status: m.Status) -> Iterator[Metric]:
     staleness = GaugeMetricFamily(
         "slipstream_trained_tokens", "Trained tokens by staleness", labels=["staleness"]
     )
-    for versions, tokens in status.staleness.items():
+    for versions, tokens in status.staleness_histogram.items():
         staleness.add_metric([str(versions)], tokens)
     yield staleness
     refused = CounterMetricFamily(
         "slipstream_refused_messages", "Messages refused, by reason", labels=["reason"]
     )
-    for reason, amount in status.refused.items():
+    for reason, amount in status.refused_requests.items():
         refused.add_metric([reason], amount)
     yield refused
     lag = GaugeMetricFamily(

@@ -15,7 +15,7 @@ MAX_PARKED_OF_ONE = 200
 """Of one sender."""
 MAX_WAIT_S = 60.0
 
-Waits = m.Ask | m.Next | m.NextProbe | m.Finish | m.Watch
+Waits = m.RequestLeases | m.RequestBatch | m.RequestParityProbe | m.AwaitEvaluations | m.WatchRun
 """Requests that may have to wait for their answers."""
 
 R = TypeVar("R")
@@ -43,7 +43,7 @@ class Reply:
 
 
 def deal(
-    asks: Sequence[Parked[m.Ask]], room: int, lease: Callable[[str], m.Lease | None]
+    asks: Sequence[Parked[m.RequestLeases]], room: int, lease: Callable[[str], m.Lease | None]
 ) -> list[list[m.Lease]]:
     """Deals what may be leased (`room` at most) to all who ask, evenly; those who get nothing are the last. `lease` gives a lease
     to the generator of this name, or None when there is no more."""
@@ -64,11 +64,11 @@ def deal(
 
 class ParkedRequests:
     def __init__(self) -> None:
-        self.asks: deque[Parked[m.Ask]] = deque()
-        self.nexts: list[Parked[m.Next]] = []
-        self.probes: list[Parked[m.NextProbe]] = []
-        self.finishes: list[Parked[m.Finish]] = []
-        self.watches: list[Parked[m.Watch]] = []
+        self.asks: deque[Parked[m.RequestLeases]] = deque()
+        self.nexts: list[Parked[m.RequestBatch]] = []
+        self.probes: list[Parked[m.RequestParityProbe]] = []
+        self.finishes: list[Parked[m.AwaitEvaluations]] = []
+        self.watches: list[Parked[m.WatchRun]] = []
         self._num_parked: Counter[bytes] = Counter()  # by sender
 
     def __iter__(self) -> Iterator[Parked[Any]]:
@@ -81,15 +81,15 @@ class ParkedRequests:
         self._num_parked[sender] += 1
         deadline = now + min(request.wait_s, MAX_WAIT_S)
         match request:
-            case m.Ask():
+            case m.RequestLeases():
                 self.asks.append(Parked(sender, number, request, deadline, user))
-            case m.Next():
+            case m.RequestBatch():
                 self.nexts.append(Parked(sender, number, request, deadline, user))
-            case m.NextProbe():
+            case m.RequestParityProbe():
                 self.probes.append(Parked(sender, number, request, deadline, user))
-            case m.Finish():
+            case m.AwaitEvaluations():
                 self.finishes.append(Parked(sender, number, request, deadline, user))
-            case m.Watch():
+            case m.WatchRun():
                 self.watches.append(Parked(sender, number, request, deadline, user))
 
     def let_go(self, parked: Parked[Any]) -> None:
@@ -110,7 +110,7 @@ class ParkedRequests:
             self.finishes = [parked for parked in self.finishes if id(parked) not in gone]
             self.watches = [parked for parked in self.watches if id(parked) not in gone]
 
-    def take_asks(self, generator: str, but: bytes = b"") -> list[Parked[m.Ask]]:
+    def take_asks(self, generator: str, but: bytes = b"") -> list[Parked[m.RequestLeases]]:
         """Takes out what a generator has asked, which has left or begun a new life, or asks over another connection (`but`)
         now: nobody waits for the leases."""
         taken = [one for one in self.asks if one.request.generator == generator and one.sender != but]

@@ -46,12 +46,14 @@ class Probes:
         self._lengths, self._vocabulary = probe_lengths(config), read_vocabulary(Path(config.model.path))
         self._weights, self._rows = "", b""
 
-    def take(self, request: m.SubmitProbe, payload: Sequence[memoryview], version: int, weights: str) -> None:
+    def take(
+        self, request: m.SubmitParityProbe, payload: Sequence[memoryview], version: int, weights: str
+    ) -> None:
         """`weights`: where the manifest of `version`, the newest, is. A probe of another version comes too late, and is passed over.
         Raises Refusal for what is no probe."""
         if len(payload) != 1:
             raise Refusal("malformed probe", f"a probe must carry one Arrow frame, got {len(payload)}")
-        if request.weights != weights or self.rows(weights) is not None:
+        if request.manifest_locator != weights or self.rows(weights) is not None:
             return
         try:
             (facts,) = check_groups(

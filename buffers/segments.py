@@ -16,7 +16,7 @@ import xxhash
 from buffers import events as e
 from buffers.arrow_ipc import MAGIC, find_blocks, footer
 from buffers.files import cut_file, naming_full_disk, numbers_in, sync_file
-from buffers.messages import Slice
+from buffers.messages import GroupSlice
 from buffers.trajectory import SCHEMA
 from configs.disk import write_all
 
@@ -111,16 +111,16 @@ def close_torn_segment(path: Path, end: int, *, sync: bool = True) -> str | None
     return told
 
 
-def join_slices(contents: Iterable[e.Accepted]) -> list[Slice]:
+def join_slices(contents: Iterable[e.Accepted]) -> list[GroupSlice]:
     """Where groups are, in this order; those that lie together are one slice."""
-    slices: list[Slice] = []
+    slices: list[GroupSlice] = []
     for content in contents:
         last = slices[-1] if slices else None
         place = (content.segment, content.offset, content.row)
         if last is not None and (last.segment, last.offset, last.row + last.rows) == place:
             last.rows += content.rows
         else:
-            slices.append(Slice(*place[:2], content.size, content.xxh3, content.row, content.rows))
+            slices.append(GroupSlice(*place[:2], content.size, content.xxh3, content.row, content.rows))
     return slices
 
 
@@ -140,7 +140,7 @@ class Reader:
             None  # groups that came together lie together
         )
 
-    def read(self, content: e.Accepted | Slice) -> pa.RecordBatch:
+    def read(self, content: e.Accepted | GroupSlice) -> pa.RecordBatch:
         """Raises DamagedGroup when the bytes are not those that were written."""
         where = (content.segment, content.offset, content.xxh3)
         if self._last is not None and self._last[0] == where:

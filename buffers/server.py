@@ -29,6 +29,7 @@ from buffers.parked import MAX_PARKED, MAX_PARKED_OF_ONE, Parked, ParkedRequests
 from buffers.probe import Probes
 from buffers.process import keep_freed_memory
 from buffers.refusal import Refusal
+from buffers.run_status import RunStatus
 from buffers.watchdog import Stuck
 from configs.schema import Config, Durability
 from configs.sockets import hide_names
@@ -56,7 +57,15 @@ MAX_INBOX_BYTES = 64 << 20
 MAX_COMMITTING = 3
 """Turns whose answers wait for the disk, at most, while the next is under way."""
 TICK_S = 0.05
-FROM_LEARNER = m.Publish | m.Consumed | m.Checkpointed | m.Next | m.NextProbe | m.Damaged | m.Finish
+FROM_LEARNER = (
+    m.PublishVersion
+    | m.ReportTrainedStep
+    | m.ReportCheckpoint
+    | m.RequestBatch
+    | m.RequestParityProbe
+    | m.ReportDamagedGroups
+    | m.AwaitEvaluations
+)
 """Requests that a rank of the learner alone makes, and that count no more once another life of it has begun."""
 
 
@@ -166,7 +175,7 @@ class BufferServer:
                 self._door.close()
             self._context.term()
 
-    def status(self) -> m.Status:
+    def status(self) -> RunStatus:
         return self.buffer.status(self._waiting_for())
 
     # ---- the turn
@@ -209,7 +218,7 @@ class BufferServer:
         payload = [frame.buffer for frame in frames[3:]]
         try:
             if len(body) > m.MAX_BODY_BYTES or len(number) > m.MAX_NUMBER_BYTES:
-                raise m.Undecodable(
+                raise m.UndecodableRequest(
                     f"a request must have at most {m.MAX_BODY_BYTES} bytes and its number {m.MAX_NUMBER_BYTES}, got "
                     f"{len(body)} and {len(number)}"
                 )
@@ -218,7 +227,7 @@ class BufferServer:
                 user = str(frames[2].get("User-Id"))
                 self._check_key(self._door, user, request, frames[2])
             check_bounds(request, self.buffer, self._config)
-        except m.Undecodable as error:
+        except m.UndecodableRequest as error:
             self._answer(
                 sender, number[: m.MAX_NUMBER_BYTES], self.buffer.refuse("malformed message", str(error))
             )
@@ -235,15 +244,15 @@ class BufferServer:
         if isinstance(request, Waits):
             self._park(sender, number, request, user)
             return
-        if isinstance(request, m.Read):
-            self._answer(sender, number, m.Part(), [self.buffer.read_part(request)])
+        if isinstance(request, m.ReadBatchPart):
+            self._answer(sender, number, m.BatchPart(), [self.buffer.read_part(request)])
             return
         try:
             self._answer(sender, number, self._reply(request, payload))
         except Refusal as refusal:
             self._answer(sender, number, self.buffer.refuse(refusal.reason, str(refusal)))
             return
-        if isinstance(request, m.Rewind):
+        if isinstance(request, m.RewindToStep):
             self._bury_learners(but=sender)
 
     def _check_key(self, door: Door, user: str, request: m.Request, frame: zmq.Frame) -> None:
@@ -273,7 +282,7 @@ class BufferServer:
             many = f"at most {MAX_PARKED_OF_ONE} requests of a client, and {MAX_PARKED} of all, may wait for an answer"
             self._answer(sender, number, self.buffer.refuse("too many requests", many))
             return
-        if isinstance(request, m.Ask):
+        if isinstance(request, m.RequestLeases):
             self._end_asks(request.generator, but=sender)
         self._parked.park(sender, number, request, user, self._clock())
         self._ticked_at = float("-inf")  # it may have to be answered at once
@@ -281,58 +290,60 @@ class BufferServer:
     def _reply(self, request: m.Request, payload: list[memoryview]) -> m.Reply:
         buffer = self.buffer
         match request:
-            case m.Submit():
+            case m.SubmitGroups():
                 if len(payload) != 1:
                     raise Refusal(
                         "malformed group", f"a submission must carry one Arrow frame, got {len(payload)}"
                     )
                 verdicts = buffer.submit(request.generator, request.leases, request.schema, payload[0])
-                return m.Receipt(leases=request.leases, verdicts=verdicts)
-            case m.SubmitProbe():
+                return m.LeaseReceipt(leases=request.leases, verdicts=verdicts)
+            case m.SubmitParityProbe():
                 self._probes.take(request, payload, buffer.book.version, buffer.weights)
-            case m.Heartbeat():
+            case m.GeneratorHeartbeat():
                 revoked = buffer.heartbeat(request)
-                return m.Standing(
-                    revoked=revoked, version=buffer.book.version, weights=buffer.weights, change=self._change,
+                return m.GeneratorStanding(
+                    revoked=revoked, version=buffer.book.version, manifest_locator=buffer.weights, announcement_number=self._change,
                     ended=self._stopping,
                 )  # fmt: skip
-            case m.Alive(role=role):
+            case m.RoleHeartbeat(role=role):
                 if request.ended:
                     buffer.fleet.forget(role)
                 else:
                     buffer.fleet.hear(role, request, self._clock())
-            case m.Evaluated(generator=name, lease=lease, reward=reward):
-                return m.Receipt(leases=[lease], verdicts=[buffer.evaluated(name, lease, reward)])
-            case m.Fail(lease=lease):
+            case m.SubmitEvaluation(generator=name, lease=lease, reward=reward):
+                return m.LeaseReceipt(leases=[lease], verdicts=[buffer.evaluated(name, lease, reward)])
+            case m.FailLease(lease=lease):
                 verdict = buffer.fail(lease, request.num_tokens, request.error, revoked=request.revoked)
-                return m.Receipt(leases=[lease], verdicts=[verdict])
-            case m.Join(generator=name):
+                return m.LeaseReceipt(leases=[lease], verdicts=[verdict])
+            case m.JoinRun(generator=name):
                 self._end_asks(name)
                 buffer.join(name)
-                return m.Welcome(config=self._config_text)
-            case m.Leave(generator=name, error=why):
+                return m.JoinedRun(config=self._config_text)
+            case m.LeaveRun(generator=name, error=why):
                 self._end_asks(name)
                 buffer.leave(name, why)
-            case m.Locate():
-                return m.Located(folder=str(buffer.journal.folder.resolve()), mark=buffer.journal.mark)
-            case m.Damaged():
-                return m.Replaced(count=buffer.report_damaged(request.groups))
-            case m.Publish():
-                buffer.publish(request.version, request.weights)
+            case m.LocateJournal():
+                return m.JournalLocation(
+                    folder=str(buffer.journal.folder.resolve()), mark=buffer.journal.mark
+                )
+            case m.ReportDamagedGroups():
+                return m.ReplacedGroups(count=buffer.report_damaged(request.groups))
+            case m.PublishVersion():
+                buffer.publish(request.version, request.manifest_locator)
                 self._change += 1
-            case m.Consumed():
+            case m.ReportTrainedStep():
                 buffer.consumed(request)
-            case m.Checkpointed():
+            case m.ReportCheckpoint():
                 buffer.checkpointed(request.step, request.oldest)
-            case m.Rewind(step=step):
+            case m.RewindToStep(step=step):
                 try:
                     buffer.rewind(step)
                 except ValueError as error:
                     raise Refusal("wrong step", str(error)) from error
                 self._change += 1
-            case m.Stop():
+            case m.StopRun():
                 buffer.stop(request.reason)
-        return m.Done()
+        return m.Acknowledged()
 
     def _end_asks(self, generator: str, but: bytes = b"") -> None:
         """Answers what a generator has asked before it left, began or connected anew with no leases, in case that it listens."""
@@ -342,7 +353,7 @@ class BufferServer:
     def _answer(
         self, sender: bytes, number: bytes, reply: m.Reply, payload: list[bytes] | None = None
     ) -> None:
-        leases = reply.leases if isinstance(reply, m.Work) else []
+        leases = reply.leases if isinstance(reply, m.LeaseGrant) else []
         frames = [sender, number, m.encoder.encode(reply), *(payload or [])]
         self._outbox_bytes += sum(map(len, frames))
         self._outbox.append(Reply(frames, leases))
@@ -439,17 +450,17 @@ class BufferServer:
                 break
             self._answer_parked(self._parked.asks.popleft(), self._work(hand))
 
-    def _work(self, leases: list[m.Lease]) -> m.Work:
+    def _work(self, leases: list[m.Lease]) -> m.LeaseGrant:
         buffer = self.buffer
-        return m.Work(
+        return m.LeaseGrant(
             leases=leases,
             version=buffer.book.version,
-            weights=buffer.weights,
-            change=self._change,
+            manifest_locator=buffer.weights,
+            announcement_number=self._change,
             ended=self._stopping,
         )
 
-    def _serve_next(self, parked: Parked[m.Next], now: float) -> bool:
+    def _serve_next(self, parked: Parked[m.RequestBatch], now: float) -> bool:
         """Answers if it can or must; true if it has."""
         try:
             handout = self.buffer.next(parked.request.step)
@@ -457,45 +468,45 @@ class BufferServer:
             self._answer_parked(parked, self.buffer.refuse("wrong step", str(refusal)))
             return True
         if self._stopping:
-            self._answer_parked(parked, m.Over(reason=self.buffer.stopping or ""))
+            self._answer_parked(parked, m.RunStopped(reason=self.buffer.stopping or ""))
         elif handout is not None:
             slices = self.buffer.slices(handout)
-            reply = m.Batch(
-                step=parked.request.step, groups=handout.groups, slices=slices, weights=handout.weights
+            reply = m.BatchOffer(
+                step=parked.request.step, groups=handout.groups, slices=slices, group_weights=handout.weights
             )
             self._answer_parked(parked, reply)
         elif now >= parked.deadline:
-            self._answer_parked(parked, m.NotYet(waiting_for=self._waiting_for()))
+            self._answer_parked(parked, m.NotReadyYet(waiting_for=self._waiting_for()))
         else:
             return False
         return True
 
-    def _serve_probe(self, parked: Parked[m.NextProbe], now: float) -> bool:
+    def _serve_probe(self, parked: Parked[m.RequestParityProbe], now: float) -> bool:
         if self._stopping:
-            self._answer_parked(parked, m.Over(reason=self.buffer.stopping or ""))
+            self._answer_parked(parked, m.RunStopped(reason=self.buffer.stopping or ""))
         elif (rows := self._probes.rows(self.buffer.weights)) is not None:
-            self._answer_parked(parked, m.Part(), [rows])
+            self._answer_parked(parked, m.ParityProbeRows(), [rows])
         elif now >= parked.deadline:
-            self._answer_parked(parked, m.NotYet(waiting_for=self._waiting_for()))
+            self._answer_parked(parked, m.NotReadyYet(waiting_for=self._waiting_for()))
         else:
             return False
         return True
 
-    def _serve_finish(self, parked: Parked[m.Finish], now: float) -> bool:
+    def _serve_finish(self, parked: Parked[m.AwaitEvaluations], now: float) -> bool:
         if self._stopping or not self.buffer.num_unevaluated:
-            self._answer_parked(parked, m.Done())
+            self._answer_parked(parked, m.Acknowledged())
         elif now >= parked.deadline:
-            self._answer_parked(parked, m.NotYet(waiting_for=self._waiting_for()))
+            self._answer_parked(parked, m.NotReadyYet(waiting_for=self._waiting_for()))
         else:
             return False
         return True
 
-    def _serve_watch(self, parked: Parked[m.Watch], now: float) -> bool:
+    def _serve_watch(self, parked: Parked[m.WatchRun], now: float) -> bool:
         buffer, after = self.buffer, parked.request.after
         if (buffer.num_records <= after and now < parked.deadline) or self._outbox_bytes > MAX_OUTBOX_BYTES:
             return False
         first = max(0, after - (buffer.num_records - len(buffer.records)))
-        news = m.News(
+        news = m.RunNews(
             records=buffer.records[first : first + MAX_RECORDS_PER_NEWS],
             evaluations=buffer.scores,
             status=self.status(),

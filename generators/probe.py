@@ -64,7 +64,9 @@ class ParityProbe:
         self._done[sample_of(completion.id)] = completion
         if len(self._done) == len(self._prompts):
             rows = to_batch([self._row(place) for place in range(len(self._prompts))])
-            client.post(m.SubmitProbe(generator=self._generator, weights=self._weights), encode(rows))
+            client.post(
+                m.SubmitParityProbe(generator=self._generator, manifest_locator=self._weights), encode(rows)
+            )
 
     def _row(self, place: int) -> Trajectory:
         prompt, completion = self._prompts[place], self._done[place]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from buffers.messages import MAX_FLOAT32
+from buffers.message_fields import MAX_FLOAT32
 from buffers.trajectory import GREEDY
 from generators.task import Score
 

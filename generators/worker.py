@@ -28,6 +28,7 @@ from buffers.fleet import STARTING
 from buffers.heartbeat import HEARTBEAT_S, HeartbeatThread
 from buffers.keys import has_door, open_door, show_key
 from buffers.probe import probe_lengths
+from buffers.run_status import GeneratorReport
 from buffers.trajectory import GREEDY, Trajectory, to_batch
 from configs import load as configs
 from configs.algorithms import Advantage
@@ -83,7 +84,7 @@ class Generator:
         self._told_at, self._told = float("-inf"), frozenset[int]()  # the leases that heartbeats renew
         self._was_idle = True
         self._fetched_bytes = 0
-        self._totals = m.GeneratorReport()
+        self._totals = GeneratorReport()
         self._probe = ParityProbe(config, name)
         self._scores = ScoringPool(config.generators.score_threads, config.generators.score_timeout_s)
         self._heart = heartbeat(client.another(), name) if heart is None else heart
@@ -114,9 +115,9 @@ class Generator:
         finally:
             self._heart.close()  # first: nothing of it may come after the farewell
             self._client.post(
-                m.Heartbeat(generator=self.name, progress=self._progress(), report=self._report())
+                m.GeneratorHeartbeat(generator=self.name, progress=self._progress(), report=self._report())
             )
-            self._client.post(m.Leave(generator=self.name, error=error))
+            self._client.post(m.LeaveRun(generator=self.name, error=error))
             self._scores.close()
             self._preparer.shutdown(cancel_futures=True)
             self._subscriber.close()
@@ -144,7 +145,7 @@ class Generator:
         if self._scoring:
             return "scoring", True
         if self._waiting:
-            return f"waiting for version {self._waiting[0].floor}", True
+            return f"waiting for version {self._waiting[0].min_version}", True
         return "waiting for leases", True
 
     @property
@@ -165,28 +166,28 @@ class Generator:
 
     def _hear(self, reply: m.Reply) -> None:
         match reply:
-            case m.Work():
+            case m.LeaseGrant():
                 self._asked = None
                 self._waiting.extend(reply.leases)
                 self._notice(reply)
-            case m.Standing():
+            case m.GeneratorStanding():
                 self._notice(reply)
                 for lease_id in reply.revoked:
                     self._drop(lease_id)
-            case m.Receipt(verdicts=verdicts, leases=leases):
+            case m.LeaseReceipt(verdicts=verdicts, leases=leases):
                 for lease_id, verdict in zip(leases, verdicts, strict=True):
                     if verdict not in ("accepted", "zero_variance"):
                         log.info("lease %d: %s", lease_id, verdict)
-            case m.Refused(reason=reason):
+            case m.RefusedRequest(reason=reason):
                 log.error("the buffer has refused a message: %s", reason)
 
-    def _notice(self, reply: m.Work | m.Standing) -> None:
+    def _notice(self, reply: m.LeaseGrant | m.GeneratorStanding) -> None:
         """Answers come over two connections: the older may be read last."""
         self._ended = self._ended or reply.ended
-        if reply.version >= 0 and reply.change >= self._change:
+        if reply.version >= 0 and reply.announcement_number >= self._change:
             self._newest, self._change = (
-                (reply.version, reply.weights),
-                reply.change,
+                (reply.version, reply.manifest_locator),
+                reply.announcement_number,
             )  # a rewind makes it a lower one
 
     def _tell(self) -> None:
@@ -199,7 +200,9 @@ class Generator:
             return
         self._told_at, self._told = now, leases
         report = structs.replace(self._report())  # a copy: other threads read it
-        self._heart.tell(partial(m.Heartbeat, generator=self.name, progress=self._progress(), report=report))
+        self._heart.tell(
+            partial(m.GeneratorHeartbeat, generator=self.name, progress=self._progress(), report=report)
+        )
 
     def _progress(self) -> dict[int, int]:
         progress = {lease.id: 0 for lease in self._waiting}
@@ -213,7 +216,7 @@ class Generator:
                 progress[group.lease.id] += num_tokens
         return progress
 
-    def _report(self) -> m.GeneratorReport:
+    def _report(self) -> GeneratorReport:
         self._totals.version, self._totals.alive_s = self._held_version, self._clock() - self._started_at
         self._totals.abandoned_scores = self._scores.num_abandoned
         self._totals.decoded_tokens = self._totals.sampled_tokens + sum(self._engine.progress().values())
@@ -227,7 +230,7 @@ class Generator:
         used = self._engine.num_unfinished - self._probe.num_unfinished + len(self._waiting) * each + backlog
         count = (self._config.generators.max_sequences - used) // each
         if self._asked is None and count > 0:
-            self._asked = self._client.post(m.Ask(generator=self.name, count=count, wait_s=5.0))
+            self._asked = self._client.post(m.RequestLeases(generator=self.name, count=count, wait_s=5.0))
 
     # ---- weights
 
@@ -319,7 +322,7 @@ class Generator:
     def _begin(self) -> None:
         """Begins what is leased, in order, once the engine holds a version at or above the lease's floor."""
         draining = not self._config.sync.in_flight and self._newest[1] != self._held
-        while self._waiting and not draining and self._waiting[0].floor <= self._held_version:
+        while self._waiting and not draining and self._waiting[0].min_version <= self._held_version:
             self._open(self._waiting.popleft())
 
     def _open(self, lease: m.Lease) -> None:
@@ -396,7 +399,9 @@ class Generator:
             self._fail(lease, group.num_tokens(completions), what, scored.error, scored.raised)
             return None
         if lease.split == "eval":
-            self._client.post(m.Evaluated(generator=self.name, lease=lease.id, reward=scores[0].reward))
+            self._client.post(
+                m.SubmitEvaluation(generator=self.name, lease=lease.id, reward=scores[0].reward)
+            )
             return None
         baseline = {GREEDY: scores[-1].reward} if len(scores) > lease.num_samples else {}
         return [
@@ -408,7 +413,9 @@ class Generator:
         self, lease: m.Lease, num_tokens: int, what: str, error: str, raised: BaseException | None
     ) -> None:
         log.error("%s: %s", what, error, exc_info=raised)
-        self._client.post(m.Fail(generator=self.name, lease=lease.id, num_tokens=num_tokens, error=error))
+        self._client.post(
+            m.FailLease(generator=self.name, lease=lease.id, num_tokens=num_tokens, error=error)
+        )
 
     def _drop(self, lease_id: int) -> None:
         """The lease is someone else's now, or nobody's: stop, and say how far it had come."""
@@ -428,7 +435,9 @@ class Generator:
             self._totals.sampled_tokens += sum(len(completion.tokens) for completion in aborted)
             num_tokens = group.num_tokens([*aborted, *group.done.values()])
         self._client.post(
-            m.Fail(generator=self.name, lease=lease_id, num_tokens=num_tokens, error="revoked", revoked=True)
+            m.FailLease(
+                generator=self.name, lease=lease_id, num_tokens=num_tokens, error="revoked", revoked=True
+            )
         )
 
 
@@ -439,7 +448,7 @@ def _life(weights: str) -> str:
 
 def heartbeat(client: BufferClient, name: str) -> HeartbeatThread:
     """A generator's, before it has anything to report."""
-    compose = partial(m.Heartbeat, generator=name, progress={}, report=m.GeneratorReport())
+    compose = partial(m.GeneratorHeartbeat, generator=name, progress={}, report=GeneratorReport())
     return HeartbeatThread(client, compose, STARTING)
 
 
@@ -454,7 +463,7 @@ def join(
     """Joins the run whose buffer answers at `address`: its configuration decides model, task and sampling; `gpu_memory`, the share of
     its GPU that the engine may take, and whether others are on that GPU are matters of this host."""
     client = BufferClient(address, keys=keys)
-    welcome = client.call(m.Join(generator=name), m.Welcome)
+    welcome = client.call(m.JoinRun(generator=name), m.JoinedRun)
     config, heart = configs.parse(welcome.config), heartbeat(client.another(), name)
     config.generators.gpu_memory_fraction = gpu_memory
     try:
@@ -464,7 +473,7 @@ def join(
         )
     except BaseException as error:
         heart.close()
-        client.post(m.Leave(generator=name, error=describe(error)))
+        client.post(m.LeaveRun(generator=name, error=describe(error)))
         client.close()
         raise
 

@@ -9,7 +9,7 @@ import msgspec
 import pyarrow as pa
 
 from buffers import messages as m
-from buffers.client import Taken
+from buffers.client import TakenBatch
 from configs.host import boot_id
 from learners.packing import Batch, from_arrow
 from learners.world import World
@@ -19,7 +19,7 @@ PATIENCE_S = 30.0
 
 
 class Source(Protocol):
-    def next(self, step: int, wait_s: float) -> Taken | m.NotYet | m.Over: ...
+    def next(self, step: int, wait_s: float) -> TakenBatch | m.NotReadyYet | m.RunStopped: ...
 
 
 class Laid(msgspec.Struct):
@@ -44,30 +44,30 @@ class Feed:
         self.waited_s = 0.0
         """For the buffer, and for the rank that waits for it; the learner adds what else it waits for of the buffer"""
 
-    def next(self, step: int) -> Batch | m.Over:
+    def next(self, step: int) -> Batch | m.RunStopped:
         began = time.monotonic()
         try:
             return self._next(step)
         finally:
             self.waited_s += time.monotonic() - began
 
-    def _next(self, step: int) -> Batch | m.Over:
+    def _next(self, step: int) -> Batch | m.RunStopped:
         world = self._world
         taken = self._ask(step) if world.rank == 0 else None
         if world.size == 1:
             assert taken is not None
-            return taken if isinstance(taken, m.Over) else from_arrow(taken.table, taken.weights)
+            return taken if isinstance(taken, m.RunStopped) else from_arrow(taken.table, taken.group_weights)
         if (reason := self._decide(step, taken)) is not None:
-            return m.Over(reason=reason)
+            return m.RunStopped(reason=reason)
         if self._leads and taken is None:
             taken = self._ask(step)
-            if isinstance(taken, m.Over):
+            if isinstance(taken, m.RunStopped):
                 raise RuntimeError(f"the buffer has stopped between the ranks of two hosts: {taken.reason}")
         laid, memory = Laid(self._host), None
         if self._leads:
-            assert isinstance(taken, Taken)
+            assert isinstance(taken, TakenBatch)
             memory = _lay(taken.table)
-            laid = Laid(self._host, f"/proc/{os.getpid()}/fd/{memory}", taken.groups, taken.weights)
+            laid = Laid(self._host, f"/proc/{os.getpid()}/fd/{memory}", taken.groups, taken.group_weights)
         told = [
             msgspec.json.decode(one, type=Laid) for one in world.gather_messages(msgspec.json.encode(laid))
         ]
@@ -84,20 +84,20 @@ class Feed:
             os.close(memory)  # what is mapped stays
         return batch
 
-    def _decide(self, step: int, taken: Taken | m.Over | None) -> str | None:
+    def _decide(self, step: int, taken: TakenBatch | m.RunStopped | None) -> str | None:
         """Why there is no step any more, as the first rank was told; None when there is one. The others wait for it outside of any
         collective: a batch may take longer than the time-out of one."""
         name = f"batch of step {step}"
         if self._world.rank == 0:
-            reason = taken.reason if isinstance(taken, m.Over) else None
+            reason = taken.reason if isinstance(taken, m.RunStopped) else None
             self._world.tell(name, msgspec.json.encode(reason), instead_of=f"batch of step {step - 1}")
             return reason
         while (told := self._world.hear(name, PATIENCE_S)) is None:
             self._log("waiting: for the first rank, which waits for the batch")
         return msgspec.json.decode(told, type=str | None)
 
-    def _ask(self, step: int) -> Taken | m.Over:
-        while isinstance(taken := self._source.next(step, PATIENCE_S), m.NotYet):
+    def _ask(self, step: int) -> TakenBatch | m.RunStopped:
+        while isinstance(taken := self._source.next(step, PATIENCE_S), m.NotReadyYet):
             self._log(f"waiting: {taken.waiting_for}")
         return taken
 

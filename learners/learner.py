@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 from buffers import messages as m
-from buffers.client import Taken
+from buffers.client import TakenBatch
 from buffers.connections import watch_small_requests
 from buffers.keys import open_door
 from buffers.probe import is_probed
@@ -50,7 +50,7 @@ log = logging.getLogger("slipstream.learner")
 class Source(Protocol):
     """What a learner asks for batches and tells of its progress: a `BufferClient`, or a recording (`scripts/slipstream/replay.py`)."""
 
-    def next(self, step: int, wait_s: float) -> Taken | m.NotYet | m.Over: ...
+    def next(self, step: int, wait_s: float) -> TakenBatch | m.NotReadyYet | m.RunStopped: ...
 
     def call(self, request: m.Request, expect: type[Any]) -> Any: ...
 
@@ -141,7 +141,7 @@ class Learner:
     def _next(self) -> Batch | None:
         self._turn_to(f"waiting for the batch of step {self.step}")
         taken = self._feed.next(self.step)
-        if isinstance(taken, m.Over):
+        if isinstance(taken, m.RunStopped):
             log.info("stopping: %s", taken.reason)
             return None
         return taken
@@ -155,7 +155,8 @@ class Learner:
     def _finish(self) -> None:
         self._turn_to("waiting for the last evaluation")
         while isinstance(
-            reply := self._client.exchange(m.Finish(wait_s=PATIENCE_S), wait_s=PATIENCE_S)[0], m.NotYet
+            reply := self._client.exchange(m.AwaitEvaluations(wait_s=PATIENCE_S), wait_s=PATIENCE_S)[0],
+            m.NotReadyYet,
         ):
             log.info("waiting: %s", reply.waiting_for)
 
@@ -169,7 +170,8 @@ class Learner:
             return
         manifest = self._publisher.publish_version(self.step, self._weights())
         self._client.call(
-            m.Publish(version=self.step, weights=self._publisher.announce_version(manifest)), m.Done
+            m.PublishVersion(version=self.step, manifest_locator=self._publisher.announce_version(manifest)),
+            m.Acknowledged,
         )
 
     def _weights(self) -> Iterator[TensorPart]:
@@ -189,11 +191,11 @@ class Learner:
         if self._rank == 0:
             metrics |= self._publisher.metrics() if self._publisher is not None else {}
             self._client.call(
-                m.Consumed(
+                m.ReportTrainedStep(
                     step=self.step - 1, num_trained=num_trained, idle_s=self._feed.waited_s,
                     alive_s=time.monotonic() - self._began, metrics=metrics,
                 ),
-                m.Done,
+                m.Acknowledged,
             )  # fmt: skip
 
     # ---- checkpoints
@@ -230,7 +232,7 @@ class Learner:
         log.info("checkpoint of step %d written", manifest.step)
         if self._rank == 0:
             oldest = checkpoint.find_checkpoints(self._folder / "checkpoints")[0].manifest.step
-            self._client.call(m.Checkpointed(step=manifest.step, oldest=oldest), m.Done)
+            self._client.call(m.ReportCheckpoint(step=manifest.step, oldest=oldest), m.Acknowledged)
 
     def _ledger(self) -> checkpoint.LedgerTotals | None:
         return read_ledger(self._client) if self._rank == 0 else None
@@ -259,12 +261,12 @@ class Learner:
         wait outside of collectives."""
         name = f"parity probe of version {self.step}"
         if self._world.rank == 0:
-            ask = m.NextProbe(wait_s=PATIENCE_S)
+            ask = m.RequestParityProbe(wait_s=PATIENCE_S)
             reply, rows = self._client.exchange(ask, wait_s=PATIENCE_S)
-            while isinstance(reply, m.NotYet):
+            while isinstance(reply, m.NotReadyYet):
                 self._wait_on(f"waiting: {reply.waiting_for}")
                 reply, rows = self._client.exchange(ask, wait_s=PATIENCE_S)
-            found = b"" if isinstance(reply, m.Over) else bytes(rows[0])
+            found = b"" if isinstance(reply, m.RunStopped) else bytes(rows[0])
             self._world.tell(name, found, instead_of=self._told)
             self._told = name
             return found
@@ -275,8 +277,8 @@ class Learner:
 
 def read_ledger(client: Source) -> checkpoint.LedgerTotals | None:
     """None where a recording stands in the place of the buffer."""
-    reply, _ = client.exchange(m.Watch(after=sys.maxsize, wait_s=0.0))
-    if not isinstance(reply, m.News):
+    reply, _ = client.exchange(m.WatchRun(after=sys.maxsize, wait_s=0.0))
+    if not isinstance(reply, m.RunNews):
         return None
     tokens = reply.status.tokens
     return checkpoint.LedgerTotals(tokens.total, tokens.trained, tokens.masked)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from buffers import messages as m
-from buffers.client import BufferClient, RefusedByBuffer, Taken
+from buffers.client import BufferClient, RefusedByBuffer, TakenBatch
+from buffers.run_status import RunStatus
 from buffers.server import BufferServer, Stuck
 from buffers.trajectory import SCHEMA, SCHEMA_VERSION, Trajectory, encode, to_batch
 from configs.schema import Config
@@ -53,28 +54,30 @@ class BufferHarness:
         assert not self.thread.is_alive()
 
     def publish(self, version: int) -> None:
-        self.client.call(m.Publish(version=version, weights=f"w{version}"), m.Done)
+        self.client.call(m.PublishVersion(version=version, manifest_locator=f"w{version}"), m.Acknowledged)
 
     def ask(self, count: int = 100) -> list[m.Lease]:
-        return self.client.call(m.Ask(generator="g", count=count, wait_s=0.2), m.Work).leases
+        return self.client.call(m.RequestLeases(generator="g", count=count, wait_s=0.2), m.LeaseGrant).leases
 
     def submit(self, lease: m.Lease, payload: pa.Buffer | None = None) -> str:
         data = encode(to_batch(make_group(lease))) if payload is None else payload
-        request = m.Submit(generator="g", leases=[lease.id], schema=SCHEMA_VERSION)
+        request = m.SubmitGroups(generator="g", leases=[lease.id], schema=SCHEMA_VERSION)
         try:
             receipt, _ = self.client.exchange(request, payload=data)
         except RefusedByBuffer:
             return "refused"
-        assert isinstance(receipt, m.Receipt)
+        assert isinstance(receipt, m.LeaseReceipt)
         return receipt.verdicts[0]
 
     def train(self, step: int) -> list[int]:
         taken = self.client.next(step, wait_s=1.0)
-        assert isinstance(taken, Taken), taken
+        assert isinstance(taken, TakenBatch), taken
         assert sorted(set(taken.table.column("group").to_pylist())) == taken.groups
-        done = m.Consumed(step=step, num_trained=2 * taken.table.num_rows, idle_s=0, alive_s=1, metrics={})
-        self.client.call(done, m.Done)
+        done = m.ReportTrainedStep(
+            step=step, num_trained=2 * taken.table.num_rows, idle_s=0, alive_s=1, metrics={}
+        )
+        self.client.call(done, m.Acknowledged)
         return taken.groups
 
-    def status(self) -> m.Status:
-        return self.client.call(m.Watch(after=0, wait_s=0.0), m.News).status
+    def status(self) -> RunStatus:
+        return self.client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status

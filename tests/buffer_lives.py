@@ -35,7 +35,9 @@ def live_steps(
         handout = buffer.next(step)
         assert handout is not None
         trained = sum(buffer.book.content(group).tokens for group in handout.groups)
-        buffer.consumed(m.Consumed(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={}))
+        buffer.consumed(
+            m.ReportTrainedStep(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
+        )
         if (step + 1) % checkpoint_every == 0:
             buffer.checkpointed(step + 1, max(0, step + 1 - (keep - 1) * checkpoint_every))
         buffer.commit()

@@ -20,7 +20,9 @@ from buffers import messages as m
 from buffers.client import BufferClient, RefusedByBuffer, TooLarge, hand_in
 from buffers.connections import Loan
 from buffers.fleet import LARGEST, MAX_GENERATORS, Fleet
+from buffers.message_fields import MAX_TEXT, RoleName, shorten
 from buffers.parked import MAX_PARKED_OF_ONE
+from buffers.run_status import GeneratorReport
 from buffers.server import BufferServer
 from buffers.trajectory import SCHEMA_VERSION, encode, to_batch
 from buffers.vocabulary import read_vocabulary
@@ -89,7 +91,7 @@ def test_every_field_of_a_request_has_a_bound(request_type: type) -> None:
 def test_the_test_of_bounds_finds_a_field_without_one() -> None:
     class Loose(msgspec.Struct):
         number: int
-        words: list[m.Name]
+        words: list[RoleName]
         text: str | None = None
 
     assert list(unbounded(inspect.type_info(Loose), "Loose")) == ["Loose.number", "Loose.words", "Loose.text"]
@@ -121,11 +123,11 @@ def test_deep_nesting_in_a_field_that_nobody_knows_is_refused(
     harness: Callable[..., BufferHarness], opening: bytes, depth: int
 ) -> None:
     run = harness()
-    plain = m.encoder.encode(m.Ask(generator="g", count=1, wait_s=0.0))
+    plain = m.encoder.encode(m.RequestLeases(generator="g", count=1, wait_s=0.0))
     nested = bytes([plain[0] + 1]) + plain[1:] + b"\xa7unknown" + opening * depth + b"\xc0"
     (reply,) = send(run.server.address, nested)
-    assert isinstance(reply, m.Refused), reply
-    assert run.status().refused == {"malformed message": 1}
+    assert isinstance(reply, m.RefusedRequest), reply
+    assert run.status().refused_requests == {"malformed message": 1}
 
 
 EXTREMES = [-(2**63), -1, 2**31, 2**40 + 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
@@ -144,10 +146,13 @@ def test_no_number_overflows_the_status_or_the_log(
         for fields in extreme(lease.id, value)
     ]
     for reply in send(run.server.address, *bodies[:200]):
-        assert not isinstance(reply, m.Over), reply
+        assert not isinstance(reply, m.RunStopped), reply
     before = run.status()
     assert run.server.buffer.ledger.closes() and before.tokens.total < 1000, before.tokens
-    assert before.refused["malformed message"] + before.refused.get("out of bounds", 0) > len(bodies) // 2
+    assert (
+        before.refused_requests["malformed message"] + before.refused.get("out of bounds", 0)
+        > len(bodies) // 2
+    )
     run.close()
     again = BufferHarness(load([*SMALL_RUN, "staleness.max_versions=1"]), tmp_path / "journal")
     assert again.status().tokens == before.tokens
@@ -158,29 +163,29 @@ def extreme(lease: int, value: Any) -> list[dict[str, Any]]:
     """Requests in which one number has this value."""
     told = {"generator": "x", "progress": {}, "report": {}}
     return [
-        {"type": "Fail", "generator": "x", "lease": 5, "num_tokens": value, "error": "e"},
-        {"type": "Fail", "generator": "x", "lease": lease, "num_tokens": value, "error": "e"},
-        {"type": "Fail", "generator": "x", "lease": value, "num_tokens": 1, "error": "e"},
-        {"type": "Heartbeat", **told, "progress": {lease: value}},
-        {"type": "Heartbeat", **told, "report": {"sampled_tokens": value, "idle_s": value}},
-        {"type": "Checkpointed", "step": value, "oldest": value},
-        {"type": "Checkpointed", "step": 0, "oldest": value},
-        {"type": "Rewind", "step": value},
-        {"type": "Evaluated", "generator": "x", "lease": lease, "reward": value},
+        {"type": "FailLease", "generator": "x", "lease": 5, "num_tokens": value, "error": "e"},
+        {"type": "FailLease", "generator": "x", "lease": lease, "num_tokens": value, "error": "e"},
+        {"type": "FailLease", "generator": "x", "lease": value, "num_tokens": 1, "error": "e"},
+        {"type": "GeneratorHeartbeat", **told, "progress": {lease: value}},
+        {"type": "GeneratorHeartbeat", **told, "report": {"sampled_tokens": value, "idle_s": value}},
+        {"type": "ReportCheckpoint", "step": value, "oldest": value},
+        {"type": "ReportCheckpoint", "step": 0, "oldest": value},
+        {"type": "RewindToStep", "step": value},
+        {"type": "SubmitEvaluation", "generator": "x", "lease": lease, "reward": value},
         {
-            "type": "Consumed",
+            "type": "ReportTrainedStep",
             "step": 0,
             "num_trained": value,
             "idle_s": value,
             "alive_s": 1.0,
             "metrics": {"m": value},
         },
-        {"type": "Watch", "after": value, "wait_s": 0.0},
-        {"type": "Watch", "after": 0, "wait_s": value} if value != 2**31 else {"type": "Locate"},
-        {"type": "Ask", "generator": "x", "count": value, "wait_s": 0.0}
+        {"type": "WatchRun", "after": value, "wait_s": 0.0},
+        {"type": "WatchRun", "after": 0, "wait_s": value} if value != 2**31 else {"type": "LocateJournal"},
+        {"type": "RequestLeases", "generator": "x", "count": value, "wait_s": 0.0}
         if abs(value) > 2**14
-        else {"type": "Locate"},
-        {"type": "Publish", "version": value, "weights": "w"},
+        else {"type": "LocateJournal"},
+        {"type": "PublishVersion", "version": value, "manifest_locator": "w"},
     ]
 
 
@@ -192,13 +197,15 @@ def test_a_lease_cannot_have_more_tokens_than_it_can_sample(harness: Callable[..
     with pytest.raises(
         RefusedByBuffer, match=f"num_tokens of a lease must be at most {most}, got {most + 1}"
     ):
-        run.client.call(m.Fail(generator="g", lease=lease.id, num_tokens=most + 1, error="e"), m.Receipt)
+        run.client.call(
+            m.FailLease(generator="g", lease=lease.id, num_tokens=most + 1, error="e"), m.LeaseReceipt
+        )
     with pytest.raises(RefusedByBuffer, match=f"progress of a lease must be at most {most}, got {most + 1}"):
-        beat = m.Heartbeat(generator="g", progress={lease.id: most + 1}, report=m.GeneratorReport())
-        run.client.call(beat, m.Standing)
-    run.client.call(m.Fail(generator="g", lease=lease.id, num_tokens=most, error="e"), m.Receipt)
+        beat = m.GeneratorHeartbeat(generator="g", progress={lease.id: most + 1}, report=GeneratorReport())
+        run.client.call(beat, m.GeneratorStanding)
+    run.client.call(m.FailLease(generator="g", lease=lease.id, num_tokens=most, error="e"), m.LeaseReceipt)
     status = run.status()
-    assert status.tokens.total == most and status.refused == {"out of bounds": 2}
+    assert status.tokens.total == most and status.refused_requests == {"out of bounds": 2}
 
 
 def test_a_checkpoint_is_of_a_step_that_was_trained(harness: Callable[..., BufferHarness]) -> None:
@@ -206,23 +213,23 @@ def test_a_checkpoint_is_of_a_step_that_was_trained(harness: Callable[..., Buffe
     run.publish(0)
     for step, oldest in ((2**31 - 1, 0), (0, 2**31 - 1), (1, 0)):
         with pytest.raises(RefusedByBuffer, match="must be at most 0, got"):
-            run.client.call(m.Checkpointed(step=step, oldest=oldest), m.Done)
-    run.client.call(m.Checkpointed(step=0, oldest=0), m.Done)
+            run.client.call(m.ReportCheckpoint(step=step, oldest=oldest), m.Acknowledged)
+    run.client.call(m.ReportCheckpoint(step=0, oldest=0), m.Acknowledged)
 
 
 def test_a_text_that_is_too_long_for_a_message_keeps_its_beginning_and_its_end() -> None:
-    text = m.shorten("KeyError: begins" + "x" * (1 << 20) + "ends")
-    assert len(text) <= m.MAX_TEXT and text.startswith("KeyError: begins") and text.endswith("ends")
-    assert "1,048,596 characters" in text and m.shorten("short") == "short"
-    m.decode_request(m.encoder.encode(m.Fail(generator="g", lease=1, num_tokens=1, error=text)))
+    text = shorten("KeyError: begins" + "x" * (1 << 20) + "ends")
+    assert len(text) <= MAX_TEXT and text.startswith("KeyError: begins") and text.endswith("ends")
+    assert "1,048,596 characters" in text and shorten("short") == "short"
+    m.decode_request(m.encoder.encode(m.FailLease(generator="g", lease=1, num_tokens=1, error=text)))
 
 
 def test_running_totals_stop_where_an_answer_could_not_hold_them() -> None:
-    fleet, most = Fleet(), m.GeneratorReport(sampled_tokens=2**50, update_bytes=2**50, updates=2**50)
+    fleet, most = Fleet(), GeneratorReport(sampled_tokens=2**50, update_bytes=2**50, updates=2**50)
     for life in range(5000):
         name = f"g{life % 3}"
         fleet.join(name, now=0.0)
-        fleet.report(m.Heartbeat(generator=name, progress={}, report=most), now=0.0)
+        fleet.report(m.GeneratorHeartbeat(generator=name, progress={}, report=most), now=0.0)
     assert fleet.summary(0.0)["weight_bytes"] <= LARGEST + 3 * 2**50
     for number in range(3 * MAX_GENERATORS):
         fleet.join(f"other{number}", now=0.0)
@@ -272,7 +279,7 @@ def verdicts(client: BufferClient, count: int) -> dict[int, str]:
     found: dict[int, str] = {}
     while len(found) < count:
         for answer in client.receive(5.0):
-            assert isinstance(answer.reply, m.Receipt), answer
+            assert isinstance(answer.reply, m.LeaseReceipt), answer
             found |= dict(zip(answer.reply.leases, answer.reply.verdicts, strict=True))
     return found
 
@@ -284,11 +291,11 @@ def test_a_request_with_four_million_leases_is_refused_and_nothing_is_logged(
     run.publish(0)
     log = run.server.buffer.journal.folder
     before = sum(path.stat().st_size for path in log.rglob("*") if path.is_file())
-    many = {"type": "Submit", "generator": "g", "leases": [0] * 900_000, "schema": 1}
-    too_many = {"type": "Submit", "generator": "g", "leases": [0] * 4_000_000, "schema": 1}
+    many = {"type": "SubmitGroups", "generator": "g", "leases": [0] * 900_000, "schema": 1}
+    too_many = {"type": "SubmitGroups", "generator": "g", "leases": [0] * 4_000_000, "schema": 1}
     replies = send(run.server.address, msgspec.msgpack.encode(many), msgspec.msgpack.encode(too_many))
-    assert all(isinstance(reply, m.Refused) for reply in replies)
-    assert run.status().refused == {"malformed message": 2}
+    assert all(isinstance(reply, m.RefusedRequest) for reply in replies)
+    assert run.status().refused_requests == {"malformed message": 2}
     assert sum(path.stat().st_size for path in log.rglob("*") if path.is_file()) == before
 
 
@@ -301,12 +308,12 @@ def test_whoever_asks_without_end_is_refused_and_others_are_served(
     run = harness()
     greedy = BufferClient(run.server.address, timeout_s=5.0)
     for _ in range(MAX_PARKED_OF_ONE + 50):
-        greedy.post(m.Ask(generator="greedy", count=1, wait_s=50.0))
+        greedy.post(m.RequestLeases(generator="greedy", count=1, wait_s=50.0))
     refused = 0
     while refused < 50:
-        refused += sum(isinstance(answer.reply, m.Refused) for answer in greedy.receive(5.0))
+        refused += sum(isinstance(answer.reply, m.RefusedRequest) for answer in greedy.receive(5.0))
     run.publish(0)
-    assert run.status().refused == {"too many requests": 50}
+    assert run.status().refused_requests == {"too many requests": 50}
     greedy.close()
 
 
@@ -319,7 +326,7 @@ def test_a_message_that_never_ends_costs_its_sender_the_connection(
     thread = threading.Thread(target=server.run)
     thread.start()
     honest = BufferClient(server.address, timeout_s=5.0)
-    honest.call(m.Publish(version=0, weights="w"), m.Done)
+    honest.call(m.PublishVersion(version=0, manifest_locator="w"), m.Acknowledged)
     before, sent = psutil.Process().memory_info().rss, 0
     stranger = raw_client(int(server.address.rpartition(":")[2]))
     frame = b"\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20)  # a long frame, and more follow
@@ -332,10 +339,12 @@ def test_a_message_that_never_ends_costs_its_sender_the_connection(
             break
         sent += 1
         peak = max(peak, psutil.Process().memory_info().rss)
-        honest.call(m.Watch(after=0, wait_s=0.0), m.News)
-    status = honest.call(m.Watch(after=0, wait_s=0.0), m.News).status
+        honest.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
+    status = honest.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status
     assert broken and sent < 200, f"{sent} MB of one message were taken in"
-    assert status.refused["unfinished message"] == 1 and peak - before < 150 << 20, (peak - before) >> 20
+    assert status.refused_requests["unfinished message"] == 1 and peak - before < 150 << 20, (
+        peak - before
+    ) >> 20
     for client in (honest, stranger):
         client.close()
     server.stop()
@@ -366,11 +375,11 @@ def test_honest_traffic_is_never_taken_for_an_unfinished_message(
     rng = random.Random(1)
     run.publish(0)
     for _ in range(300):
-        beat = m.Heartbeat(
+        beat = m.GeneratorHeartbeat(
             generator="g" * rng.randint(1, 200), progress=dict.fromkeys(range(rng.randint(0, 400)), 1),
-            report=m.GeneratorReport(),
+            report=GeneratorReport(),
         )  # fmt: skip
-        run.client.call(beat, m.Standing)
+        run.client.call(beat, m.GeneratorStanding)
     for lease in run.ask():
         run.submit(lease)
     loan = Loan()
@@ -387,10 +396,10 @@ def test_a_client_that_takes_no_answers_loses_its_connection(
     harness: Callable[..., BufferHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("buffers.server.MAX_UNREAD_BYTES", 16 << 20)
-    monkeypatch.setattr(BufferServer, "_reply", lambda *_: m.Refused(reason="x" * (1 << 20)))
+    monkeypatch.setattr(BufferServer, "_reply", lambda *_: m.RefusedRequest(reason="x" * (1 << 20)))
     run = harness()
     deaf = raw_client(int(run.server.address.rpartition(":")[2]))
-    body = m.encoder.encode(m.Locate())
+    body = m.encoder.encode(m.LocateJournal())
     message = b"\x01\x01n\x00" + bytes([len(body)]) + body
     before, deadline = psutil.Process().memory_info().rss, time.monotonic() + 60
     with pytest.raises(OSError):
@@ -398,7 +407,7 @@ def test_a_client_that_takes_no_answers_loses_its_connection(
             deaf.sendall(message)
             time.sleep(0.01)
     assert psutil.Process().memory_info().rss - before < 150 << 20
-    assert run.status().refused["unread answers"] == 1
+    assert run.status().refused_requests["unread answers"] == 1
     deaf.close()
 
 
@@ -414,8 +423,8 @@ def num_connections(run: BufferHarness) -> int:
 def test_leases_do_not_go_to_a_generator_that_has_gone(harness: Callable[..., BufferHarness]) -> None:
     run = harness("staleness.max_versions=0", "buffer.lease_s=600")
     dead = BufferClient(run.server.address, timeout_s=5.0)
-    dead.call(m.Watch(after=0, wait_s=0.0), m.News)
-    dead.post(m.Ask(generator="dead", count=100, wait_s=60.0))
+    dead.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
+    dead.post(m.RequestLeases(generator="dead", count=100, wait_s=60.0))
     deadline = time.monotonic() + 60
     while not run.server._parked.asks:
         assert time.monotonic() < deadline
@@ -427,31 +436,32 @@ def test_leases_do_not_go_to_a_generator_that_has_gone(harness: Callable[..., Bu
         assert time.monotonic() < deadline
         time.sleep(0.01)
     run.publish(0)
-    run.client.call(m.Watch(after=0, wait_s=0.2), m.News)
+    run.client.call(m.WatchRun(after=0, wait_s=0.2), m.RunNews)
     groups = [lease.group for lease in run.ask()]
     assert groups == [0, 1], "what the dead had asked for is given to the living at once"
     assert run.status().num_quarantined == 0
 
 
 @pytest.mark.parametrize(
-    "farewell", [m.Leave(generator="g"), m.Join(generator="g")], ids=["leaves", "joins again"]
+    "farewell", [m.LeaveRun(generator="g"), m.JoinRun(generator="g")], ids=["leaves", "joins again"]
 )
 def test_what_a_generator_asked_in_an_earlier_life_is_forgotten(
     harness: Callable[..., BufferHarness], farewell: m.Request
 ) -> None:
     run = harness("staleness.max_versions=0", "buffer.lease_s=600")
     earlier = BufferClient(run.server.address, timeout_s=5.0)
-    earlier.call(m.Watch(after=0, wait_s=0.0), m.News)
-    earlier.post(m.Ask(generator="g", count=100, wait_s=60.0))
+    earlier.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
+    earlier.post(m.RequestLeases(generator="g", count=100, wait_s=60.0))
     deadline = time.monotonic() + 60
     while not run.server._parked.asks:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     run.client.exchange(farewell)
     run.publish(0)
-    run.client.call(m.Watch(after=0, wait_s=0.2), m.News)
+    run.client.call(m.WatchRun(after=0, wait_s=0.2), m.RunNews)
     assert [
-        lease.group for lease in run.client.call(m.Ask(generator="h", count=9, wait_s=0.0), m.Work).leases
+        lease.group
+        for lease in run.client.call(m.RequestLeases(generator="h", count=9, wait_s=0.0), m.LeaseGrant).leases
     ] == [
         0,
         1,
@@ -470,7 +480,7 @@ def test_a_server_that_dies_in_the_handshake_does_not_look_like_refused_keys(
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     client = BufferClient(f"tcp://127.0.0.1:{port}", timeout_s=20.0)
-    number = client.post(m.Locate())
+    number = client.post(m.LocateJournal())
     for _ in range(3):
         connection, _ = listener.accept()
         connection.recv(10)
@@ -493,7 +503,7 @@ def test_a_server_that_dies_in_the_handshake_does_not_look_like_refused_keys(
 def test_a_server_that_breaks_off_every_handshake_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     client = BufferClient(f"tcp://127.0.0.1:{listener.getsockname()[1]}", timeout_s=20.0)
-    client.post(m.Locate())
+    client.post(m.LocateJournal())
     stop = threading.Event()
 
     def break_off() -> None:
@@ -547,9 +557,9 @@ def test_a_lease_beside_its_predecessor_in_a_refused_message_is_given_out_again(
         (new,) = one.ask(1) or [old]
         assert time.monotonic() < deadline
     rows = make_group(old, tokens=[-1, 6, 7]) + make_group(new)
-    request = m.Submit(generator="g", leases=[old.id, new.id], schema=SCHEMA_VERSION)
+    request = m.SubmitGroups(generator="g", leases=[old.id, new.id], schema=SCHEMA_VERSION)
     receipt, _ = one.client.exchange(request, payload=encode(to_batch(rows)))
-    assert isinstance(receipt, m.Receipt) and receipt.verdicts == ["failed", "failed"]
+    assert isinstance(receipt, m.LeaseReceipt) and receipt.verdicts == ["failed", "failed"]
     while old.group not in [lease.group for lease in one.ask()]:
         assert time.monotonic() < deadline, one.server.buffer.book.groups[old.group]
 
@@ -559,15 +569,17 @@ def test_nobody_speaks_for_the_leases_of_another(harness: Callable[..., BufferHa
     run.publish(0)
     (lease,) = run.ask(1)
     deadline = run.server.buffer.book.attempts[lease.id].deadline
-    beat = m.Heartbeat(generator="stranger", progress={lease.id: 1}, report=m.GeneratorReport())
-    assert run.client.call(beat, m.Standing).revoked == []
+    beat = m.GeneratorHeartbeat(generator="stranger", progress={lease.id: 1}, report=GeneratorReport())
+    assert run.client.call(beat, m.GeneratorStanding).revoked == []
     assert run.server.buffer.book.attempts[lease.id].deadline == deadline, "not renewed"
     with pytest.raises(RefusedByBuffer, match="is g's, got a failure from stranger"):
-        run.client.call(m.Fail(generator="stranger", lease=lease.id, num_tokens=0, error=""), m.Receipt)
+        run.client.call(
+            m.FailLease(generator="stranger", lease=lease.id, num_tokens=0, error=""), m.LeaseReceipt
+        )
     with pytest.raises(RefusedByBuffer, match="is g's, got a group from stranger"):
         run.client.submit("stranger", [lease.id], to_batch(make_group(lease)))
     assert run.submit(lease) == "accepted"
-    assert run.status().refused == {"another's lease": 2}
+    assert run.status().refused_requests == {"another's lease": 2}
 
 
 def test_nobody_answers_the_evaluation_prompts_of_another(harness: Callable[..., BufferHarness]) -> None:
@@ -576,9 +588,9 @@ def test_nobody_answers_the_evaluation_prompts_of_another(harness: Callable[...,
     (lease,) = run.ask(1)
     assert lease.split == "eval"
     with pytest.raises(RefusedByBuffer, match="is g's, got a score from stranger"):
-        run.client.call(m.Evaluated(generator="stranger", lease=lease.id, reward=9.0), m.Receipt)
-    run.client.call(m.Evaluated(generator="g", lease=lease.id, reward=3.4e38), m.Receipt)
-    (score,) = run.client.call(m.Watch(after=0, wait_s=0.0), m.News).evaluations
+        run.client.call(m.SubmitEvaluation(generator="stranger", lease=lease.id, reward=9.0), m.LeaseReceipt)
+    run.client.call(m.SubmitEvaluation(generator="g", lease=lease.id, reward=3.4e38), m.LeaseReceipt)
+    (score,) = run.client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).evaluations
     assert score.reward == 3.4e38, "as large as a score may be, and from whom it was asked"
 
 
@@ -595,7 +607,7 @@ def test_what_is_said_of_an_unknown_lease_is_not_worth_a_line_in_the_journal(
 
     before = size()
     for _ in range(20):
-        run.client.call(m.Fail(generator="g", lease=7, num_tokens=3, error="x" * 1000), m.Receipt)
+        run.client.call(m.FailLease(generator="g", lease=7, num_tokens=3, error="x" * 1000), m.LeaseReceipt)
         run.client.submit("g", [7], to_batch(make_group(lease)))
     assert size() == before and run.status().tokens.total == 0
 
@@ -614,13 +626,13 @@ def test_a_lease_of_steps_that_were_undone_is_remembered_and_cannot_come_in(
             )
             run.train(version)
     late = leases[-1]
-    beat = m.Heartbeat(generator="g", progress={late.id: 3}, report=m.GeneratorReport())
-    run.client.call(beat, m.Standing)
+    beat = m.GeneratorHeartbeat(generator="g", progress={late.id: 3}, report=GeneratorReport())
+    run.client.call(beat, m.GeneratorStanding)
     before = run.status().tokens.total
-    run.client.call(m.Rewind(step=0), m.Done)
-    assert run.client.call(beat, m.Standing).revoked == [late.id]
-    said = m.Fail(generator="g", lease=late.id, num_tokens=5, error="revoked", revoked=True)
-    run.client.call(said, m.Receipt)
+    run.client.call(m.RewindToStep(step=0), m.Acknowledged)
+    assert run.client.call(beat, m.GeneratorStanding).revoked == [late.id]
+    said = m.FailLease(generator="g", lease=late.id, num_tokens=5, error="revoked", revoked=True)
+    run.client.call(said, m.LeaseReceipt)
     assert run.status().tokens.total == before + 2 and run.submit(late) == "duplicate"
 
 
@@ -635,7 +647,7 @@ def test_a_step_without_the_mean_reward_does_not_end_the_run(
     for lease in run.ask():
         run.submit(lease)
     run.train(0)  # says nothing of it
-    news = run.client.call(m.Watch(after=0, wait_s=0.0), m.News)
+    news = run.client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
     config = load(SMALL_RUN)
     record, console = Record(config, tmp_path, None), Console(config, tmp_path, None)
     for view in (record, console):
@@ -682,7 +694,7 @@ def test_a_token_that_the_model_does_not_know_is_refused_at_the_door_also_after_
         lease, another = run.ask(2)
         assert run.submit(lease, encode(to_batch(make_group(lease, tokens=[5, 6, 8])))) == "failed"
         assert "tokens must be below 8, the size of the model's vocabulary" in caplog.text
-        assert run.status().refused == {"malformed group": 1}
+        assert run.status().refused_requests == {"malformed group": 1}
         assert run.submit(another, encode(to_batch(make_group(another, tokens=[5, 6, 7])))) == "accepted"
         if life == 0:
             run.close()
@@ -703,10 +715,10 @@ def test_the_vocabulary_is_as_large_as_the_model_says(tmp_path: Path) -> None:
 def test_a_generator_that_connects_anew_is_served_once(harness: Callable[..., BufferHarness]) -> None:
     run = harness()
     old, new = (BufferClient(run.server.address) for _ in range(2))
-    first = old.post(m.Ask(generator="g", count=1, wait_s=20.0))
+    first = old.post(m.RequestLeases(generator="g", count=1, wait_s=20.0))
     while not run.server._parked.asks:
         time.sleep(0.01)
-    second = new.post(m.Ask(generator="g", count=1, wait_s=20.0))
+    second = new.post(m.RequestLeases(generator="g", count=1, wait_s=20.0))
     while not (answers := list(old.receive(1.0))):
         pass
     assert [(one.number, one.reply.leases) for one in answers] == [(first, [])]  # type: ignore[union-attr]
@@ -722,8 +734,8 @@ def test_an_engine_that_samples_has_moved_although_no_sample_has_ended() -> None
     fleet = Fleet()
 
     def has_moved(decoded: int) -> bool:
-        report = m.GeneratorReport(decoded_tokens=decoded)
-        return fleet.report(m.Heartbeat(generator="g", progress={}, report=report), 0.0)
+        report = GeneratorReport(decoded_tokens=decoded)
+        return fleet.report(m.GeneratorHeartbeat(generator="g", progress={}, report=report), 0.0)
 
     assert [has_moved(decoded) for decoded in (0, 5, 9, 9, 4, 4)] == [False, True, True, False, True, False]
 
@@ -735,6 +747,8 @@ def test_totals_stay_right_when_there_are_more_generators_than_are_kept(
     fleet = Fleet()
     for beat in range(5):
         for number in range(7):
-            report = m.GeneratorReport(updates=10 * (beat + 1))
-            fleet.report(m.Heartbeat(generator=f"g{number}", progress={}, report=report), float(beat))
+            report = GeneratorReport(updates=10 * (beat + 1))
+            fleet.report(
+                m.GeneratorHeartbeat(generator=f"g{number}", progress={}, report=report), float(beat)
+            )
     assert fleet.summary(5.0)["weight_updates"] == 7 * 50

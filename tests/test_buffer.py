@@ -10,7 +10,7 @@ from buffer_harness import SMALL_RUN, BufferHarness, compress_batch, make_group
 
 from buffers import messages as m
 from buffers.buffer import Buffer
-from buffers.client import BufferClient, RefusedByBuffer, Taken
+from buffers.client import BufferClient, RefusedByBuffer, TakenBatch
 from buffers.fleet import GONE_S
 from buffers.server import BufferServer, Stuck
 from buffers.trajectory import SCHEMA, SCHEMA_VERSION, encode, to_batch
@@ -68,9 +68,10 @@ def test_what_one_sender_sends_is_handled_in_its_order(harness: Callable[..., Bu
     run.publish(0)
     lease, *_ = run.ask()
     run.client.post(
-        m.Submit(generator="g", leases=[lease.id], schema=SCHEMA_VERSION), encode(to_batch(make_group(lease)))
+        m.SubmitGroups(generator="g", leases=[lease.id], schema=SCHEMA_VERSION),
+        encode(to_batch(make_group(lease))),
     )
-    run.client.call(m.Leave(generator="g", error="was stopped"), m.Done)
+    run.client.call(m.LeaveRun(generator="g", error="was stopped"), m.Acknowledged)
     status = run.status()
     assert status.tokens.total == 4 and status.groups.rejected["failed"] == 5, (
         "what was sent before leaving counts"
@@ -93,13 +94,13 @@ def test_whoever_only_asks_does_not_wait_behind_those_who_submit(
         run.server.buffer, "waiting_for", lambda **kw: (order.append("watch"), waiting_for(**kw))[1]
     )  # type: ignore[func-returns-value]
     other = BufferClient(run.server.address, timeout_s=5.0)
-    other.call(m.Locate(), m.Located)  # is connected
+    other.call(m.LocateJournal(), m.JournalLocation)  # is connected
     for lease in run.ask():
         run.client.post(
-            m.Submit(generator="g", leases=[lease.id], schema=SCHEMA_VERSION),
+            m.SubmitGroups(generator="g", leases=[lease.id], schema=SCHEMA_VERSION),
             encode(to_batch(make_group(lease))),
         )
-    other.call(m.Watch(after=0, wait_s=0.0), m.News)
+    other.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
     assert order.index("watch") < 4, order
     other.close()
 
@@ -111,11 +112,11 @@ def test_a_rank_that_asks_ahead_waits_for_the_one_that_reports(harness: Callable
         run.submit(lease)
     other = BufferClient(run.server.address, timeout_s=5.0)
     first = other.next(0, wait_s=1.0)
-    assert isinstance(first, Taken) and first.groups == [0, 1]
-    assert isinstance(other.next(1, wait_s=0.1), m.NotYet), "step 0 is not trained yet"
+    assert isinstance(first, TakenBatch) and first.groups == [0, 1]
+    assert isinstance(other.next(1, wait_s=0.1), m.NotReadyYet), "step 0 is not trained yet"
     assert run.train(0) == [0, 1]
     second = other.next(1, wait_s=1.0)
-    assert isinstance(second, Taken) and second.groups == [2, 3]
+    assert isinstance(second, TakenBatch) and second.groups == [2, 3]
     other.close()
 
 
@@ -130,7 +131,7 @@ def test_a_reader_elsewhere_is_sent_what_one_on_this_host_maps(
     monkeypatch.setattr("buffers.client.is_here", lambda folder, mark: False)
     far = BufferClient(run.server.address, timeout_s=5.0)
     sent = far.next(0, wait_s=1.0)
-    assert isinstance(mapped, Taken) and isinstance(sent, Taken)
+    assert isinstance(mapped, TakenBatch) and isinstance(sent, TakenBatch)
     assert mapped.table.equals(sent.table) and mapped.table.num_rows == 4
     far.close()
 
@@ -147,12 +148,12 @@ def test_a_buffer_that_is_started_again_goes_on_and_clients_send_again_what_has_
     run.server.stop()
     run.thread.join()
     data = encode(to_batch(make_group(second)))
-    waiting = run.client.post(m.Submit(generator="g", leases=[second.id], schema=SCHEMA_VERSION), data)
+    waiting = run.client.post(m.SubmitGroups(generator="g", leases=[second.id], schema=SCHEMA_VERSION), data)
     again = harness(address, "staleness.max_versions=1")
     answers = {}
     while waiting not in answers:
         answers |= {answer.number: answer.reply for answer in run.client.receive(5.0)}
-    assert answers[waiting] == m.Receipt(leases=[second.id], verdicts=["accepted"]), (
+    assert answers[waiting] == m.LeaseReceipt(leases=[second.id], verdicts=["accepted"]), (
         "the lease is still its own"
     )
     assert again.train(0) == [0, 1]
@@ -162,9 +163,9 @@ def test_a_buffer_that_is_started_again_goes_on_and_clients_send_again_what_has_
 
 def test_each_generator_that_waits_gets_an_even_share(harness: Callable[..., BufferHarness]) -> None:
     run = harness("learner.groups_per_step=8", "staleness.max_versions=0")
-    numbers = [run.client.post(m.Ask(generator=f"g{i}", count=8, wait_s=5.0)) for i in range(2)]
-    run.client.call(m.Watch(after=0, wait_s=0.2), m.News, wait_s=1)
-    run.client.post(m.Publish(version=0, weights="w"))
+    numbers = [run.client.post(m.RequestLeases(generator=f"g{i}", count=8, wait_s=5.0)) for i in range(2)]
+    run.client.call(m.WatchRun(after=0, wait_s=0.2), m.RunNews, wait_s=1)
+    run.client.post(m.PublishVersion(version=0, manifest_locator="w"))
     answers = {}
     while len(answers) < 3:
         answers |= {a.number: a.reply for a in run.client.receive(5.0)}
@@ -219,7 +220,9 @@ def test_a_group_that_fails_for_good_is_quarantined_with_its_error_and_the_run_g
     lease, other = run.ask()
     run.submit(other)
     for _ in range(2):
-        run.client.call(m.Fail(generator="g", lease=lease.id, num_tokens=3, error="KeyError: 'x'"), m.Receipt)
+        run.client.call(
+            m.FailLease(generator="g", lease=lease.id, num_tokens=3, error="KeyError: 'x'"), m.LeaseReceipt
+        )
         (lease,) = run.ask()
     assert lease.group == 2, "a fresh prompt takes the place"
     run.submit(lease)
@@ -253,31 +256,33 @@ def test_rubbish_is_answered_and_never_stops_the_server(harness: Callable[..., B
     run.client._socket.send_multipart([b"n", b"\xff\xfe rubbish"])
     run.client._socket.send_multipart([b"\x07" + bytes(7), b"\x81\xa4type\xa4Nope"])
     with pytest.raises(RefusedByBuffer, match="must be the one handed out"):
-        run.client.call(m.Consumed(step=3, num_trained=0, idle_s=0, alive_s=0, metrics={}), m.Done)
+        run.client.call(
+            m.ReportTrainedStep(step=3, num_trained=0, idle_s=0, alive_s=0, metrics={}), m.Acknowledged
+        )
     run.publish(0)
     with pytest.raises(RefusedByBuffer, match="version must be above 0, got 0"):
-        run.client.call(m.Publish(version=0, weights="other"), m.Done)
-    assert run.status().refused == {"malformed message": 3, "wrong step": 1, "wrong version": 1}
+        run.client.call(m.PublishVersion(version=0, manifest_locator="other"), m.Acknowledged)
+    assert run.status().refused_requests == {"malformed message": 3, "wrong step": 1, "wrong version": 1}
 
 
 def test_a_stopped_run_tells_everyone_that_it_is_over(harness: Callable[..., BufferHarness]) -> None:
     run = harness()
     run.publish(0)
-    run.client.call(m.Stop(reason="SIGINT"), m.Done)
-    assert run.client.call(m.Ask(generator="g", count=1, wait_s=5.0), m.Work).ended
-    over, _ = run.client.exchange(m.Next(step=0, wait_s=5.0))
-    assert over == m.Over(reason="SIGINT")
+    run.client.call(m.StopRun(reason="SIGINT"), m.Acknowledged)
+    assert run.client.call(m.RequestLeases(generator="g", count=1, wait_s=5.0), m.LeaseGrant).ended
+    over, _ = run.client.exchange(m.RequestBatch(step=0, wait_s=5.0))
+    assert over == m.RunStopped(reason="SIGINT")
 
 
 def test_a_wait_without_end_is_named_and_ends_the_run(harness: Callable[..., BufferHarness]) -> None:
     run = harness("buffer.watchdog_s=0.2", "staleness.max_versions=0")
     run.publish(0)
     run.ask(count=1)
-    waiting, _ = run.client.exchange(m.Next(step=0, wait_s=0.1))
-    assert waiting == m.NotYet(
+    waiting, _ = run.client.exchange(m.RequestBatch(step=0, wait_s=0.1))
+    assert waiting == m.NotReadyYet(
         waiting_for="the learner waits: step 0 has 0 of 2 groups; leased to g (1), the oldest is group 0"
     )
-    run.client.post(m.Next(step=0, wait_s=5.0))
+    run.client.post(m.RequestBatch(step=0, wait_s=5.0))
     run.thread.join(timeout=5)
     assert isinstance(run.error, Stuck) and "leased to g (1)" in str(run.error)
 
@@ -294,8 +299,10 @@ def still(tmp_path: Path) -> Iterator[tuple[Buffer, list[float]]]:
     buffer.close()
 
 
-def beat(activity: str, still_s: float = 0.0) -> m.Alive:
-    return m.Alive(role="learner-0", activity=activity, for_s=still_s, still_s=still_s)
+def beat(activity: str, standstill_s: float = 0.0) -> m.RoleHeartbeat:
+    return m.RoleHeartbeat(
+        role="learner-0", activity=activity, activity_s=standstill_s, standstill_s=standstill_s
+    )
 
 
 @pytest.mark.parametrize(
@@ -308,9 +315,9 @@ def test_work_of_any_length_is_no_hang_as_long_as_it_gets_on(
     buffer, clock = still
     for second in range(3600):
         clock[0] = float(second)
-        buffer.fleet.hear("learner-0", beat(activity, still_s=second % 90), clock[0])
+        buffer.fleet.hear("learner-0", beat(activity, standstill_s=second % 90), clock[0])
         buffer.tick()
-    assert buffer.status("").still_s > 3000, "no data have moved meanwhile, and the status says so"
+    assert buffer.status("").standstill_s > 3000, "no data have moved meanwhile, and the status says so"
 
 
 @pytest.mark.parametrize(
@@ -365,8 +372,8 @@ def test_evaluation_is_leased_first_averaged_and_kept_off_the_ledger(
     leases = run.ask(count=4)
     assert [lease.split for lease in leases] == ["eval"] * 3 + ["train"]
     for lease, reward in zip(leases, (1.0, 0.0, 0.5), strict=False):
-        run.client.call(m.Evaluated(generator="g", lease=lease.id, reward=reward), m.Receipt)
-    news = run.client.call(m.Watch(after=0, wait_s=0.0), m.News)
+        run.client.call(m.SubmitEvaluation(generator="g", lease=lease.id, reward=reward), m.LeaseReceipt)
+    news = run.client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
     assert [(e.version, e.reward, e.num_prompts) for e in news.evaluations] == [(0, 0.5, 3)]
     assert news.status.groups.total == 1
 
@@ -376,13 +383,16 @@ def test_a_generator_that_leaves_or_comes_back_frees_all_its_leases_at_once(
 ) -> None:
     run = harness("eval.prompts=1", "staleness.max_versions=0", "buffer.max_attempts=9")
     run.publish(0)
-    for farewell, answer in ((m.Leave(generator="g"), m.Done), (m.Join(generator="g"), m.Welcome)):
+    for farewell, answer in (
+        (m.LeaveRun(generator="g"), m.Acknowledged),
+        (m.JoinRun(generator="g"), m.JoinedRun),
+    ):
         before = run.ask()
         run.client.call(farewell, answer)
         after = run.ask()
         assert [(lease.split, lease.group) for lease in after] == [("eval", 0), ("train", 0), ("train", 1)]
         assert not {lease.id for lease in after} & {lease.id for lease in before}
-        run.client.call(m.Leave(generator="g"), m.Done)
+        run.client.call(m.LeaveRun(generator="g"), m.Acknowledged)
 
 
 def test_a_restart_at_a_checkpoint_hands_out_the_same_groups_and_the_same_ledger(
@@ -408,7 +418,7 @@ def test_a_restart_at_a_checkpoint_hands_out_the_same_groups_and_the_same_ledger
     assert [lease.group for lease in again.ask()] == [6, 7], (
         "4 is in the journal, 5 is leased, as it was before"
     )
-    again.client.call(m.Leave(generator="g"), m.Done)
+    again.client.call(m.LeaveRun(generator="g"), m.Acknowledged)
     assert [lease.group for lease in again.ask()] == [5, 6, 7]
 
 
@@ -422,6 +432,6 @@ def test_generators_hear_of_a_later_life_also_when_the_clock_was_set_back(
         monkeypatch.setattr("time.time_ns", lambda behind_s=behind_s: int(1e9 * (now - behind_s)))
         run = harness(resume_step=0)
         run.publish(0)
-        told.append(run.client.call(m.Ask(generator="g", count=1, wait_s=0.0), m.Work).change)
+        told.append(run.client.call(m.RequestLeases(generator="g", count=1, wait_s=0.0), m.LeaseGrant).change)
         run.close()
     assert sorted(set(told)) == told

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from buffers import events as e
-from buffers import messages as m
 from buffers.event_log import read_events
+from buffers.run_status import RunStatus
 from chaos import Harness
 from slipstream_bench.audit import Audit, audit, bring_back
 from slipstream_bench.chaos_roles import configure, train
@@ -36,7 +36,7 @@ def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def audited(folder: Path) -> Audit:
-    status = msgspec.json.decode((folder / "status.json").read_bytes(), type=m.Status)
+    status = msgspec.json.decode((folder / "status.json").read_bytes(), type=RunStatus)
     return audit(folder, configure(folder, SEED), train, status)
 
 

@@ -24,6 +24,7 @@ from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, KeysRefused
 from buffers.journal import read_groups
 from buffers.keys import KeyRole, make_keys
+from buffers.run_status import GeneratorReport
 from buffers.server import BufferServer
 from buffers.trajectory import (
     SCHEMA,
@@ -38,7 +39,7 @@ from buffers.trajectory import (
 from configs.load import load
 
 ROOT = Path(__file__).parents[1]
-LEASE = m.Lease(id=1, split="train", task="t", index=0, seed=0, group=0, due=0, floor=0, num_samples=2)
+LEASE = m.Lease(id=1, split="train", task="t", index=0, seed=0, group=0, due=0, min_version=0, num_samples=2)
 
 
 # ---- keys
@@ -83,7 +84,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., BufferServer]]:
 def welcome(address: str, keys: str | None, timeout_s: float = 5.0) -> str:
     client = BufferClient(address, timeout_s=timeout_s, keys=keys)
     try:
-        return client.call(m.Join(generator="g"), m.Welcome).config
+        return client.call(m.JoinRun(generator="g"), m.JoinedRun).config
     finally:
         client.close()
 
@@ -121,7 +122,7 @@ def test_what_travels_is_encrypted(serve: Callable[..., BufferServer], keys: Pat
         seen, port = wiretap(int(server.address.rpartition(":")[2]))
         shown = str(keys) if with_keys else None
         client = BufferClient(f"tcp://127.0.0.1:{port}", timeout_s=5.0, keys=shown, role=KeyRole.operator)
-        client.call(m.Stop(reason="a very secret reason"), m.Done)
+        client.call(m.StopRun(reason="a very secret reason"), m.Acknowledged)
         client.close()
         assert (b"a very secret reason" in bytes(seen)) == visible
 
@@ -309,7 +310,7 @@ def test_a_run_goes_on_while_strangers_send_whatever_they_like(tmp_path: Path) -
     assert server.stdout is not None
     address = server.stdout.readline().strip()
     client = BufferClient(address, timeout_s=10.0)
-    client.call(m.Publish(version=0, weights="w"), m.Done)
+    client.call(m.PublishVersion(version=0, manifest_locator="w"), m.Acknowledged)
     stranger = zmq.Context.instance().socket(zmq.DEALER)
     stranger.setsockopt(zmq.LINGER, 0)
     stranger.connect(address)
@@ -322,19 +323,19 @@ def test_a_run_goes_on_while_strangers_send_whatever_they_like(tmp_path: Path) -
             sent += 1
         while stranger.poll(0):
             stranger.recv_multipart()
-        held = client.call(m.Ask(generator="honest", count=4, wait_s=0.0), m.Work).leases
+        held = client.call(m.RequestLeases(generator="honest", count=4, wait_s=0.0), m.LeaseGrant).leases
         for lease in held:
-            client.submit("honest", [lease.id], to_batch(make_group(lease, version=lease.floor)))
+            client.submit("honest", [lease.id], to_batch(make_group(lease, version=lease.min_version)))
         taken = client.next(step, wait_s=0.0)
-        if not isinstance(taken, m.NotYet | m.Over):
-            done = m.Consumed(step=step, num_trained=8, idle_s=0.0, alive_s=1.0, metrics={})
-            client.call(done, m.Done)
+        if not isinstance(taken, m.NotReadyYet | m.RunStopped):
+            done = m.ReportTrainedStep(step=step, num_trained=8, idle_s=0.0, alive_s=1.0, metrics={})
+            client.call(done, m.Acknowledged)
             step += 1
-            client.call(m.Publish(version=step, weights=f"w{step}"), m.Done)
-    status = client.call(m.Watch(after=sys.maxsize, wait_s=0.0), m.News).status
+            client.call(m.PublishVersion(version=step, manifest_locator=f"w{step}"), m.Acknowledged)
+    status = client.call(m.WatchRun(after=sys.maxsize, wait_s=0.0), m.RunNews).status
     assert server.poll() is None and step > 20 and sent > 1000, status
     assert psutil.Process(server.pid).memory_info().rss - before < 200 << 20
-    assert set(status.refused) <= {
+    assert set(status.refused_requests) <= {
         "malformed message",
         "malformed group",
         "malformed evaluation",
@@ -344,7 +345,9 @@ def test_a_run_goes_on_while_strangers_send_whatever_they_like(tmp_path: Path) -
         "out of bounds",
         "another's lease",
     }
-    assert status.refused["malformed message"] > 100 and status.refused["malformed group"] > 0
+    assert (
+        status.refused_requests["malformed message"] > 100 and status.refused_requests["malformed group"] > 0
+    )
     tokens, groups = status.tokens, status.groups
     assert tokens.total == tokens.trained + tokens.masked + sum(tokens.rejected.values()) + tokens.in_flight
     assert (
@@ -365,7 +368,7 @@ def nonsense(rng: random.Random, leases: list[m.Lease]) -> list[bytes]:
     number = rng.randbytes(8)
     lease = rng.choice(leases).id if leases and rng.random() < 0.5 else rng.randrange(2**62)
     wrong = make_group(LEASE) if rng.random() < 0.5 else make_group(LEASE, reward=float("nan"))
-    submit = m.encoder.encode(m.Submit(generator="stranger", leases=[lease], schema=SCHEMA_VERSION))
+    submit = m.encoder.encode(m.SubmitGroups(generator="stranger", leases=[lease], schema=SCHEMA_VERSION))
     payload = rng.choice(
         [
             mutate([(rng.randrange(len(VALID)), "byte", rng.getrandbits(8))]),
@@ -375,13 +378,13 @@ def nonsense(rng: random.Random, leases: list[m.Lease]) -> list[bytes]:
     )
     request = rng.choice(
         [
-            m.Heartbeat(
+            m.GeneratorHeartbeat(
                 generator="x" * rng.choice([1, 150]), progress={lease: rng.choice([-5, 0, 3])},
-                report=m.GeneratorReport(),
+                report=GeneratorReport(),
             ),
-            m.Publish(version=-5, weights=""), m.Consumed(step=-3, num_trained=1, idle_s=0, alive_s=0, metrics={}),
-            m.Next(step=-1, wait_s=float("inf")), m.Watch(after=-7, wait_s=float("nan")), m.Evaluated(generator="s", lease=lease, reward=float("nan")),
-            m.Consumed(step=10**9, num_trained=1, idle_s=0, alive_s=0, metrics={}), m.Leave(generator="stranger"),
+            m.PublishVersion(version=-5, manifest_locator=""), m.ReportTrainedStep(step=-3, num_trained=1, idle_s=0, alive_s=0, metrics={}),
+            m.RequestBatch(step=-1, wait_s=float("inf")), m.WatchRun(after=-7, wait_s=float("nan")), m.SubmitEvaluation(generator="s", lease=lease, reward=float("nan")),
+            m.ReportTrainedStep(step=10**9, num_trained=1, idle_s=0, alive_s=0, metrics={}), m.LeaveRun(generator="stranger"),
         ]
     )  # fmt: skip
     return rng.choice(
@@ -396,7 +399,7 @@ def nonsense(rng: random.Random, leases: list[m.Lease]) -> list[bytes]:
             [number * 20, submit, payload],
             [number, m.encoder.encode(request)],
             [number, m.encoder.encode(request)[: rng.randrange(20)]],
-            [number, msgspec.msgpack.encode({"type": "Ask", "generator": rng.choice([1, None, "a" * 300]), "count": 1, "wait_s": 1})],
+            [number, msgspec.msgpack.encode({"type": "RequestLeases", "generator": rng.choice([1, None, "a" * 300]), "count": 1, "wait_s": 1})],
             [number, msgspec.msgpack.encode({"type": rng.choice(["Nope", "Lease", 7])})],
         ]
     ) or [b""]  # fmt: skip

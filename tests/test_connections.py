@@ -156,16 +156,16 @@ def test_more_connections_than_a_process_may_have_do_not_stop_the_buffer(tmp_pat
         address = server.stdout.readline().strip()
         port = int(address.rpartition(":")[2])
         honest = BufferClient(address, timeout_s=20.0)
-        honest.call(m.Publish(version=0, weights="w"), m.Done)
+        honest.call(m.PublishVersion(version=0, manifest_locator="w"), m.Acknowledged)
         for number in range(600):
             crowd.append(socket.create_connection(("127.0.0.1", port), timeout=20.0))
             if number % 50 == 0:
-                honest.call(m.Watch(after=0, wait_s=0.0), m.News)
+                honest.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
         newcomer = BufferClient(address, timeout_s=20.0)
-        newcomer.call(m.Join(generator="g"), m.Welcome)
-        assert newcomer.call(m.Ask(generator="g", count=1, wait_s=5.0), m.Work).leases
+        newcomer.call(m.JoinRun(generator="g"), m.JoinedRun)
+        assert newcomer.call(m.RequestLeases(generator="g", count=1, wait_s=5.0), m.LeaseGrant).leases
         until(lambda: psutil.Process(server.pid).num_fds() < 160, "file descriptors are free again")
-        refused = honest.call(m.Watch(after=0, wait_s=0.0), m.News).status.refused
+        refused = honest.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status.refused_requests
         assert refused["too many connections"] >= 400 and server.poll() is None, (
             tmp_path / "log"
         ).read_text()
@@ -230,9 +230,9 @@ def test_learners_whose_connection_has_ended_are_forgotten(harness: Callable[...
     run.publish(0)
     for life in range(30):
         learner = BufferClient(run.server.address, timeout_s=5.0)
-        learner.call(m.Next(step=0, wait_s=0.0), m.NotYet)
+        learner.call(m.RequestBatch(step=0, wait_s=0.0), m.NotReadyYet)
         if life % 10 == 0:
-            run.client.call(m.Rewind(step=0), m.Done)
+            run.client.call(m.RewindToStep(step=0), m.Acknowledged)
             run.publish(0)
         learner.close()
     until(

@@ -54,14 +54,16 @@ def step(buffer: Buffer, number: int, found: float) -> int:
     leases = []
     while (lease := buffer.lease("g")) is not None:
         leases.append(lease)
-        assert lease.floor == max(0, lease.due - buffer.book.lag)
+        assert lease.min_version == max(0, lease.due - buffer.book.lag)
         rows = memoryview(encode(to_batch(make_group(lease, version=number)))).cast("B")
         assert buffer.submit("g", [lease.id], SCHEMA_VERSION, rows) == ["accepted"]
     handout = buffer.next(number)
     assert handout is not None
     tokens = sum(buffer.book.content(group).tokens for group in handout.groups)
     metrics = {"offpolicy/ess_token": found}
-    buffer.consumed(m.Consumed(step=number, num_trained=tokens, idle_s=0, alive_s=1, metrics=metrics))
+    buffer.consumed(
+        m.ReportTrainedStep(step=number, num_trained=tokens, idle_s=0, alive_s=1, metrics=metrics)
+    )
     buffer.commit()
     return len(leases)
 
@@ -87,7 +89,8 @@ def test_the_buffer_admits_what_the_controller_says(tmp_path: Path, controller: 
     assert leased == ([2] * 5), "a step's worth a step either way"
     admitted = [record.metrics["staleness/admitted"] for record in buffer.records]
     assert (
-        admitted[0] == (4.0 if controller == "fixed" else 1.0) and buffer.status("").admitted == admitted[-1]
+        admitted[0] == (4.0 if controller == "fixed" else 1.0)
+        and buffer.status("").admission_lag == admitted[-1]
     )
     staleness = [max(0, k) for k in buffer.ledger.staleness]
     assert max(staleness) <= 4

@@ -59,7 +59,9 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
         handout = buffer.next(step)
         assert handout is not None
         tokens = sum(buffer.book.content(group).tokens for group in handout.groups)
-        buffer.consumed(m.Consumed(step=step, num_trained=tokens, idle_s=0.0, alive_s=1.0, metrics={}))
+        buffer.consumed(
+            m.ReportTrainedStep(step=step, num_trained=tokens, idle_s=0.0, alive_s=1.0, metrics={})
+        )
     buffer.close()
     return folder
 

@@ -165,7 +165,9 @@ class Acknowledged:
         handout = buffer.next(step)
         assert handout is not None, step
         trained = sum(buffer.book.content(group).tokens for group in handout.groups)
-        buffer.consumed(m.Consumed(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={}))
+        buffer.consumed(
+            m.ReportTrainedStep(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
+        )
         buffer.commit()
         self.handed[step] = handout.groups
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from buffers import messages as m
-from buffers.client import Answer, BufferClient, BufferGone, Taken
+from buffers.client import Answer, BufferClient, BufferGone, TakenBatch
 from buffers.journal import read_groups
+from buffers.run_status import RunStatus
 from buffers.server import BufferServer, Stuck
 from buffers.trajectory import GREEDY, decode, flat
 from configs.host import boot_id
@@ -87,22 +88,22 @@ class Rig:
         announced = self.publisher.announce_version(manifest)
         if self.far:
             announced = announced.replace(boot_id(), "another host")
-        self.client.call(m.Publish(version=version, weights=announced), m.Done)
+        self.client.call(m.PublishVersion(version=version, manifest_locator=announced), m.Acknowledged)
 
     def train(self, step: int) -> list[int]:
         taken = self.client.next(step, wait_s=8.0)
-        assert isinstance(taken, Taken), taken
+        assert isinstance(taken, TakenBatch), taken
         trained = int(np.count_nonzero(flat(taken.table, "sampled")))
-        done = m.Consumed(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
-        self.client.call(done, m.Done)
+        done = m.ReportTrainedStep(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
+        self.client.call(done, m.Acknowledged)
         return taken.groups
 
-    def close(self) -> m.Status:
-        self.client.call(m.Stop(reason="over"), m.Done)
+    def close(self) -> RunStatus:
+        self.client.call(m.StopRun(reason="over"), m.Acknowledged)
         for thread in self.threads[1:]:
             thread.join(timeout=10)
             assert not thread.is_alive()
-        status = self.client.call(m.Watch(after=0, wait_s=0.0), m.News).status
+        status = self.client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status
         self.server.stop()
         self.threads[0].join(timeout=10)
         self.client.close()
@@ -149,7 +150,7 @@ def test_staleness_stays_within_the_bound_with_two_generators(
         rig.publish(step)
         rig.train(step)
     status = rig.close()
-    assert max(status.staleness) <= 2 and status.tokens.rejected["late"] == 0
+    assert max(status.staleness_histogram) <= 2 and status.tokens.rejected["late"] == 0
     assert status.tokens.trained == status.tokens.total and status.tokens.in_flight == 0
     assert {name for name, report in status.generators.items() if report.updates} == {"g0", "g1"}
 
@@ -177,7 +178,7 @@ def test_a_task_that_always_fails_ends_the_run_with_its_error(tmp_path: Path) ->
     thread.start()
     publisher = Publisher(tmp_path / "weights", "life")
     manifest = publisher.publish_version(0, whole_parts({"w": torch.tensor([0.0])}))
-    client.post(m.Publish(version=0, weights=publisher.announce_version(manifest)))
+    client.post(m.PublishVersion(version=0, manifest_locator=publisher.announce_version(manifest)))
     with pytest.raises(
         Stuck, match=r"\d+ groups in a row have failed 2 times each, .* TimeoutError: the judge is away"
     ):
@@ -211,16 +212,18 @@ def test_an_engine_that_takes_longer_to_build_than_a_lease_lasts_is_no_silence_o
     config = load([*BASE, "buffer.lease_s=2"])
     server, stop = serve(config, tmp_path)
     client, own = (BufferClient(server.address, timeout_s=10.0) for _ in range(2))
-    own.call(m.Join(generator="g"), m.Welcome)
+    own.call(m.JoinRun(generator="g"), m.JoinedRun)
     time.sleep(2.5)  # the engine is built
     generator = Generator("g", config, own, refusing(0), SimulatedEpisodes())
     thread = threading.Thread(target=generator.run)
     thread.start()
     publisher = Publisher(tmp_path / "weights", "life")
     manifest = publisher.publish_version(0, whole_parts({"w": torch.tensor([0.0])}))
-    client.call(m.Publish(version=0, weights=publisher.announce_version(manifest)), m.Done)
-    assert isinstance(client.next(0, wait_s=8.0), Taken)
-    client.call(m.Stop(reason="over"), m.Done)
+    client.call(
+        m.PublishVersion(version=0, manifest_locator=publisher.announce_version(manifest)), m.Acknowledged
+    )
+    assert isinstance(client.next(0, wait_s=8.0), TakenBatch)
+    client.call(m.StopRun(reason="over"), m.Acknowledged)
     thread.join(timeout=10)
     stop()
     client.close()
@@ -295,12 +298,14 @@ def test_a_mismatch_is_repaired_once_and_a_second_one_takes_the_generator_out_of
     thread.start()
     publisher = Publisher(tmp_path / "weights", "life")
     manifest = publisher.publish_version(0, whole_parts({"w": torch.tensor([0.0])}))
-    client.call(m.Publish(version=0, weights=publisher.announce_version(manifest)), m.Done)
+    client.call(
+        m.PublishVersion(version=0, manifest_locator=publisher.announce_version(manifest)), m.Acknowledged
+    )
     if times == 1:
-        assert isinstance(client.next(0, wait_s=8.0), Taken), "it serves"
-        client.call(m.Stop(reason="over"), m.Done)
+        assert isinstance(client.next(0, wait_s=8.0), TakenBatch), "it serves"
+        client.call(m.StopRun(reason="over"), m.Acknowledged)
     thread.join(timeout=10)
-    status = client.call(m.Watch(after=0, wait_s=0.0), m.News).status
+    status = client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status
     stop()
     client.close()
     publisher.close()
@@ -349,7 +354,7 @@ def test_a_generator_tells_of_the_tokens_of_samples_that_have_not_ended(start: C
     rig.publish(0)
     deadline = time.monotonic() + 20
     while not (
-        report := rig.client.call(m.Watch(after=0, wait_s=0.0), m.News).status.generators["g0"]
+        report := rig.client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status.generators["g0"]
     ).decoded_tokens:
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -402,7 +407,7 @@ class Recorded:
     last answer comes when each of `expected` has been said."""
 
     address, silent_s = "nowhere", 0.0
-    expected = (m.Evaluated, m.Submit, m.Fail, m.Fail)
+    expected = (m.SubmitEvaluation, m.SubmitGroups, m.FailLease, m.FailLease)
 
     def __init__(self, answers: list[m.Reply]) -> None:
         self.answers, self.said = answers, list[m.Request]()
@@ -429,7 +434,7 @@ class Recorded:
     def tell(self, compose: Any) -> None:
         self.progress.append(compose.keywords["progress"])
 
-    def standings(self) -> list[m.Standing]:
+    def standings(self) -> list[m.GeneratorStanding]:
         return []
 
     def close(self) -> None: ...
@@ -455,14 +460,17 @@ def test_the_greedy_sample_of_remax_is_scored_and_counted_nowhere_and_evaluation
             seed=0,
             group=number,
             due=0,
-            floor=0,
+            min_version=0,
             num_samples=samples,
         )
 
-    work = m.Work(leases=[lease(6, "eval"), lease(7), lease(8), lease(9)], version=0, weights="")
-    standing = m.Standing(revoked=[], version=0, weights="")
+    work = m.LeaseGrant(
+        leases=[lease(6, "eval"), lease(7), lease(8), lease(9)], version=0, manifest_locator=""
+    )
+    standing = m.GeneratorStanding(revoked=[], version=0, manifest_locator="")
     revoked, over = (
-        m.Standing(revoked=r, version=0, weights="", ended=e) for r, e in (([7], False), ([], True))
+        m.GeneratorStanding(revoked=r, version=0, manifest_locator="", ended=e)
+        for r, e in (([7], False), ([], True))
     )
     client = Recorded([work, standing, standing, revoked, over])
     engine = Scripted([[], ["6/0", "7/2", "7/0", "8/2"], ["8/0", "8/1", "9/0", "9/1", "9/2"]])
@@ -480,14 +488,16 @@ def test_the_greedy_sample_of_remax_is_scored_and_counted_nowhere_and_evaluation
         "9/0",
         "9/1",
     ]
-    assert [said.count for said in client.said if isinstance(said, m.Ask)] == [1], (
+    assert [said.count for said in client.said if isinstance(said, m.RequestLeases)] == [1], (
         "four of three leave room for one of 16"
     )
     assert client.progress[:2] == [{6: 0, 7: 0, 8: 0, 9: 0}, {6: 1, 7: 3, 8: 3, 9: 3}]
     assert {6: 1, 7: 3, 8: 3, 9: 3} | client.progress[2] == {6: 1, 7: 3, 8: 3, 9: 3}, (
         "6 may have been scored by now"
     )
-    failed = {said.lease: (said.num_tokens, said.revoked) for said in client.said if isinstance(said, m.Fail)}
+    failed = {
+        said.lease: (said.num_tokens, said.revoked) for said in client.said if isinstance(said, m.FailLease)
+    }
     assert failed == {7: (3, True), 9: (3, False)}
     ((first, second),) = client.groups
     assert [row["sample"] for row in (first, second)] == [0, 1] and [first["reward"], second["reward"]] == [
@@ -495,7 +505,7 @@ def test_the_greedy_sample_of_remax_is_scored_and_counted_nowhere_and_evaluation
         2.0,
     ]
     assert first["rewards"] == second["rewards"] == [(GREEDY, 100.0)]
-    assert [said.reward for said in client.said if isinstance(said, m.Evaluated)] == [1.0]
+    assert [said.reward for said in client.said if isinstance(said, m.SubmitEvaluation)] == [1.0]
 
 
 def test_versions_that_come_faster_than_they_can_be_brought_are_taken_up_all_the_same(

@@ -16,6 +16,7 @@ from buffers import messages as m
 from buffers.client import BufferClient
 from buffers.heartbeat import HeartbeatThread
 from buffers.metrics import families
+from buffers.run_status import GeneratorReport, RunStatus
 from buffers.server import BufferServer
 from configs.load import load, to_yaml
 from generators.episode import SimulatedEpisodes
@@ -53,13 +54,14 @@ class Rig:
     def publish(self, version: int) -> None:
         manifest = self.publisher.publish_version(version, whole_parts({"w": torch.tensor([float(version)])}))
         self.client.call(
-            m.Publish(version=version, weights=self.publisher.announce_version(manifest)), m.Done
+            m.PublishVersion(version=version, manifest_locator=self.publisher.announce_version(manifest)),
+            m.Acknowledged,
         )
 
-    def status(self) -> m.Status:
-        return self.client.call(m.Watch(after=0, wait_s=0.0), m.News).status
+    def status(self) -> RunStatus:
+        return self.client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status
 
-    def wait_for(self, holds: Callable[[m.Status], object], timeout_s: float = 60.0) -> m.Status:
+    def wait_for(self, holds: Callable[[RunStatus], object], timeout_s: float = 60.0) -> RunStatus:
         deadline = time.monotonic() + timeout_s
         while not holds(status := self.status()):
             assert time.monotonic() < deadline, status
@@ -67,7 +69,7 @@ class Rig:
         return status
 
     def close(self) -> None:
-        self.client.call(m.Stop(reason="over"), m.Done)
+        self.client.call(m.StopRun(reason="over"), m.Acknowledged)
         for thread in self.threads[1:]:
             thread.join(timeout=60)
             assert not thread.is_alive()
@@ -90,9 +92,13 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
         rig.close()
 
 
-def heard_lately(status: m.Status, for_s: float) -> bool:
+def heard_lately(status: RunStatus, activity_s: float) -> bool:
     """The generator has said within a second that it does something for so long already."""
-    return "g" in status.roles and status.roles["g"].for_s > for_s and status.roles["g"].last_heard_s < 1
+    return (
+        "g" in status.roles
+        and status.roles["g"].activity_s > activity_s
+        and status.roles["g"].last_heard_s < 1
+    )
 
 
 def engine() -> SimulatedEngine:
@@ -137,7 +143,7 @@ def test_a_pull_in_which_nothing_comes_keeps_its_leases_until_it_counts_as_stall
     rig, pulling = start("buffer.stalled_s=5"), Pulling(bytes_come_in=False)
     rig.publish(0)
     rig.generate(engine(), pulling)
-    status = rig.wait_for(lambda status: "g" in status.roles and status.roles["g"].for_s > 3)
+    status = rig.wait_for(lambda status: "g" in status.roles and status.roles["g"].activity_s > 3)
     assert not status.quarantined and status.groups.in_flight, "longer than a lease lasts"
     status = rig.wait_for(lambda status: status.quarantined)
     assert any(
@@ -199,19 +205,21 @@ def test_the_wait_for_a_batch_names_the_generators_states_until_all_are_ready(
     rig = start("generators.count=2")
     buffer = rig.server.buffer
 
-    def beat(generator: str, activity: str, for_s: float = 0.0) -> None:
-        report = m.GeneratorReport()
-        beat = m.Heartbeat(generator=generator, progress={}, report=report, activity=activity, for_s=for_s)
-        rig.client.call(beat, m.Standing)
+    def beat(generator: str, activity: str, activity_s: float = 0.0) -> None:
+        report = GeneratorReport()
+        beat = m.GeneratorHeartbeat(
+            generator=generator, progress={}, report=report, activity=activity, activity_s=activity_s
+        )
+        rig.client.call(beat, m.GeneratorStanding)
 
     assert buffer.waiting_for().endswith("to publish version 0; 0 of 2 generators ready, 2 not here yet")
     rig.publish(0)
     nobody = "the learner waits: step 0 has 0 of 4 groups; "
-    rig.client.call(m.Join(generator="a"), m.Welcome)
+    rig.client.call(m.JoinRun(generator="a"), m.JoinedRun)
     assert buffer.waiting_for() == nobody + "0 of 2 generators ready, 1 joined, 1 not here yet"
     assert rig.status().roles["a"].activity == "joined"
     beat("a", "starting the engine", 7.2)
-    rig.client.call(m.Join(generator="b"), m.Welcome)
+    rig.client.call(m.JoinRun(generator="b"), m.JoinedRun)
     beat("b", "starting the engine", 3.2)
     assert buffer.waiting_for() == nobody + "0 of 2 generators ready, 2 starting the engine for 7 s"
     assert "engines" not in buffer.reached
@@ -230,11 +238,11 @@ def test_an_engine_that_starts_while_others_work_is_named(start: Callable[..., R
     rig = start("generators.count=2")
     rig.publish(0)
     rig.generate(engine(), Subscriber())
-    beat = m.Heartbeat(
-        generator="b", progress={}, report=m.GeneratorReport(), activity="starting the engine", for_s=60.0
+    beat = m.GeneratorHeartbeat(
+        generator="b", progress={}, report=GeneratorReport(), activity="starting the engine", activity_s=60.0
     )
-    rig.client.call(m.Join(generator="b"), m.Welcome)
-    rig.client.call(beat, m.Standing)
+    rig.client.call(m.JoinRun(generator="b"), m.JoinedRun)
+    rig.client.call(beat, m.GeneratorStanding)
     status = rig.wait_for(
         lambda status: "b: starting the engine for 60 s" in status.waiting_for or status.groups.total
     )
@@ -260,14 +268,16 @@ def test_a_role_that_is_not_heard_of_is_named_and_one_that_has_said_farewell_is_
 ) -> None:
     rig = start()
     hearts = [
-        HeartbeatThread(rig.client.another(), partial(m.Alive, role=f"learner-{rank}"), "loading the model")
+        HeartbeatThread(
+            rig.client.another(), partial(m.RoleHeartbeat, role=f"learner-{rank}"), "loading the model"
+        )
         for rank in (0, 1)
     ]
     rig.wait_for(lambda status: len(status.roles) == 2)
     hearts[0].say("training step 3")
     status = rig.wait_for(lambda status: "learner-0: training step 3 for" in status.waiting_for)
     hearts[0].close()
-    hearts[1].close(m.Alive(role="learner-1", activity="leaving", ended=True))
+    hearts[1].close(m.RoleHeartbeat(role="learner-1", activity="leaving", ended=True))
     status = rig.wait_for(
         lambda status: re.search(
             r"learner-0: not heard of for \d+ s \(then: training step 3\)", status.waiting_for
@@ -284,11 +294,11 @@ def test_a_heartbeat_that_comes_after_its_generator_has_left_does_not_bring_it_b
 ) -> None:
     rig, beat = (
         start(),
-        m.Heartbeat(generator="g", progress={}, report=m.GeneratorReport(), activity="sampling"),
+        m.GeneratorHeartbeat(generator="g", progress={}, report=GeneratorReport(), activity="sampling"),
     )
     for request, known in (
-        (m.Join(generator="g"), True), (beat, True), (m.Leave(generator="g"), False), (beat, False),
-        (m.Join(generator="g"), True), (beat, True),
+        (m.JoinRun(generator="g"), True), (beat, True), (m.LeaveRun(generator="g"), False), (beat, False),
+        (m.JoinRun(generator="g"), True), (beat, True),
     ):  # fmt: skip
         rig.client.exchange(request)  # type: ignore[arg-type]
         assert ("g" in rig.status().roles) == known, request
@@ -298,9 +308,9 @@ def test_a_buffer_that_is_away_is_not_sent_more_and_more(monkeypatch: pytest.Mon
     monkeypatch.setattr(beats, "HEARTBEAT_S", 0.02)
     composed: list[str] = []
 
-    def compose(*, activity: str, for_s: float, still_s: float) -> m.Alive:
+    def compose(*, activity: str, activity_s: float, standstill_s: float) -> m.RoleHeartbeat:
         composed.append(activity)
-        return m.Alive(role="learner-0", activity=activity)
+        return m.RoleHeartbeat(role="learner-0", activity=activity)
 
     heart = HeartbeatThread(BufferClient("ipc:///tmp/slipstream-nobody"), compose, "waiting")
     deadline = time.monotonic() + 60
@@ -316,9 +326,9 @@ def test_of_answers_over_two_connections_the_older_does_not_take_a_generator_bac
 ) -> None:
     rig = start()
     generator = Generator("g", rig.config, rig.client.another(), engine(), SimulatedEpisodes())
-    newer = m.Work(leases=[], version=6, weights="v6", change=12)
-    older = m.Standing(revoked=[], version=5, weights="v5", change=11)
-    rewound = m.Standing(revoked=[], version=4, weights="v4", change=13)
+    newer = m.LeaseGrant(leases=[], version=6, manifest_locator="v6", announcement_number=12)
+    older = m.GeneratorStanding(revoked=[], version=5, manifest_locator="v5", announcement_number=11)
+    rewound = m.GeneratorStanding(revoked=[], version=4, manifest_locator="v4", announcement_number=13)
     newest = []
     for reply in (newer, older, rewound):
         generator._hear(reply)
@@ -330,8 +340,12 @@ def test_of_answers_over_two_connections_the_older_does_not_take_a_generator_bac
 
 def test_publications_and_rewinds_are_numbered_upwards(start: Callable[..., Rig]) -> None:
     rig, changes = start(), []
-    beat = m.Heartbeat(generator="g", progress={}, report=m.GeneratorReport())
-    for request in (m.Publish(version=0, weights="a"), m.Rewind(step=0), m.Publish(version=0, weights="b")):
-        rig.client.call(request, m.Done)
-        changes.append(rig.client.call(beat, m.Standing).change)
+    beat = m.GeneratorHeartbeat(generator="g", progress={}, report=GeneratorReport())
+    for request in (
+        m.PublishVersion(version=0, manifest_locator="a"),
+        m.RewindToStep(step=0),
+        m.PublishVersion(version=0, manifest_locator="b"),
+    ):
+        rig.client.call(request, m.Acknowledged)
+        changes.append(rig.client.call(beat, m.GeneratorStanding).announcement_number)
     assert changes == sorted(set(changes)) and changes[0] > 0

@@ -19,6 +19,7 @@ from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, KeysRefused, RefusedByBuffer
 from buffers.journal import read_groups
 from buffers.keys import LOOK_S, SPEAKERS, Door, KeyRole, make_keys, open_door, show_key
+from buffers.run_status import GeneratorReport
 from buffers.server import BufferServer
 from configs.load import load
 
@@ -75,12 +76,12 @@ def wait_until(holds: Callable[[], object], patience_s: float = 60.0) -> None:
 
 
 REQUESTS: list[m.Request] = [
-    m.Join(generator="g"), m.Leave(generator="g"), m.Ask(generator="g", count=1, wait_s=0.0),
-    m.Heartbeat(generator="g", progress={}, report=m.GeneratorReport()), m.Submit(generator="g", leases=[1], schema=1),
-    m.Evaluated(generator="g", lease=1, reward=0.0), m.Fail(generator="g", lease=1, num_tokens=0, error="e"), m.Locate(),
-    m.Next(step=0, wait_s=0.0), m.Read(segment=0, offset=0, size=0), m.Damaged(groups=[0]), m.Publish(version=0, weights="w"),
-    m.Consumed(step=0, num_trained=0, idle_s=0.0, alive_s=0.0, metrics={}), m.Checkpointed(step=0, oldest=0), m.Rewind(step=0),
-    m.SubmitProbe(generator="g", weights="w"), m.NextProbe(wait_s=0.0), m.Finish(wait_s=0.0), m.Watch(after=0, wait_s=0.0), m.Stop(reason="r"),
+    m.JoinRun(generator="g"), m.LeaveRun(generator="g"), m.RequestLeases(generator="g", count=1, wait_s=0.0),
+    m.GeneratorHeartbeat(generator="g", progress={}, report=GeneratorReport()), m.SubmitGroups(generator="g", leases=[1], schema=1),
+    m.SubmitEvaluation(generator="g", lease=1, reward=0.0), m.FailLease(generator="g", lease=1, num_tokens=0, error="e"), m.LocateJournal(),
+    m.RequestBatch(step=0, wait_s=0.0), m.ReadBatchPart(segment=0, offset=0, size=0), m.ReportDamagedGroups(groups=[0]), m.PublishVersion(version=0, manifest_locator="w"),
+    m.ReportTrainedStep(step=0, num_trained=0, idle_s=0.0, alive_s=0.0, metrics={}), m.ReportCheckpoint(step=0, oldest=0), m.RewindToStep(step=0),
+    m.SubmitParityProbe(generator="g", manifest_locator="w"), m.RequestParityProbe(wait_s=0.0), m.AwaitEvaluations(wait_s=0.0), m.WatchRun(after=0, wait_s=0.0), m.StopRun(reason="r"),
 ]  # fmt: skip
 
 
@@ -104,12 +105,18 @@ def test_a_key_may_say_what_its_role_says_and_nothing_else(connect: Connect, rol
 
 def test_a_generators_key_cannot_publish_stop_or_rewind(connect: Connect, served: Served) -> None:
     generator, operator = connect(KeyRole.generator), connect(KeyRole.operator)
-    for request in (m.Publish(version=0, weights="w"), m.Stop(reason="r"), m.Rewind(step=0)):
+    for request in (
+        m.PublishVersion(version=0, manifest_locator="w"),
+        m.StopRun(reason="r"),
+        m.RewindToStep(step=0),
+    ):
         with pytest.raises(RefusedByBuffer, match="must not be said with the key of a generator"):
             generator.exchange(request)
-    status = operator.call(m.Watch(after=0, wait_s=0.0), m.News).status
+    status = operator.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status
     assert (
-        status.version == -1 and status.refused == {"forbidden": 3} and served.server.buffer.stopping is None
+        status.version == -1
+        and status.refused_requests == {"forbidden": 3}
+        and served.server.buffer.stopping is None
     )
 
 
@@ -117,21 +124,23 @@ def test_a_key_that_is_deleted_is_shut_out_within_a_second_on_open_connections_t
     connect: Connect, folder: Path, served: Served
 ) -> None:
     generator, learner = connect(KeyRole.generator), connect(KeyRole.learner)
-    generator.call(m.Join(generator="g"), m.Welcome)
+    generator.call(m.JoinRun(generator="g"), m.JoinedRun)
     assert LOOK_S <= 0.5
-    generator.post(m.Ask(generator="g", count=9, wait_s=600.0))
+    generator.post(m.RequestLeases(generator="g", count=9, wait_s=600.0))
     wait_until(lambda: served.server._parked.asks)
     (folder / "allowed" / "generator" / "generator.key").unlink()
     wait_until(lambda: not served.server._parked.asks)
     assert not list(generator.receive(0.2)), "the question was forgotten, not answered"
-    learner.call(m.Publish(version=0, weights="w"), m.Done)  # would answer the question
+    learner.call(
+        m.PublishVersion(version=0, manifest_locator="w"), m.Acknowledged
+    )  # would answer the question
     with pytest.raises(KeysRefused, match="it has refused this client's"):
         for _ in range(20):
-            generator.call(m.Watch(after=0, wait_s=0.0), m.News)
+            generator.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
     with pytest.raises(KeysRefused):
-        connect(KeyRole.generator).call(m.Watch(after=0, wait_s=0.0), m.News)
-    status = learner.call(m.Watch(after=0, wait_s=0.0), m.News).status
-    assert status.refused["revoked key"] == 1 and status.groups.total == 0, "no lease went to it"
+        connect(KeyRole.generator).call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
+    status = learner.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status
+    assert status.refused_requests["revoked key"] == 1 and status.groups.total == 0, "no lease went to it"
 
 
 def test_a_key_that_is_added_is_let_in_without_a_restart(
@@ -143,23 +152,23 @@ def test_a_key_that_is_added_is_let_in_without_a_restart(
     shutil.copy(folder / "server.key", machine)
     for suffix in ("key", "key_secret"):
         shutil.copy(folder / f"other.{suffix}", machine / f"generator.{suffix}")
-    connect(KeyRole.generator, machine).call(m.Join(generator="other"), m.Welcome)
+    connect(KeyRole.generator, machine).call(m.JoinRun(generator="other"), m.JoinedRun)
     (folder / "allowed" / "watcher" / "broken.key").write_text("no key at all")
     wait_until(lambda: "nobody is let in by" in caplog.text)
-    connect(KeyRole.generator).call(m.Join(generator="g"), m.Welcome)
+    connect(KeyRole.generator).call(m.JoinRun(generator="g"), m.JoinedRun)
 
 
 def test_when_the_authenticator_dies_nobody_gets_in_and_the_server_ends_with_its_traceback(
     connect: Connect, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connect(KeyRole.watcher).call(m.Watch(after=0, wait_s=0.0), m.News)
+    connect(KeyRole.watcher).call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
 
     def die(*_: object) -> list[bytes]:
         raise OSError("a disk has gone")
 
     monkeypatch.setattr(Door, "_answer", die)
     with pytest.raises((BufferGone, KeysRefused)):
-        connect(KeyRole.watcher, timeout_s=1.0).call(m.Watch(after=0, wait_s=0.0), m.News)
+        connect(KeyRole.watcher, timeout_s=1.0).call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
     served.thread.join(timeout=30)
     assert not served.thread.is_alive() and "the thread that lets clients in has died" in str(served.error)
     assert isinstance(served.error, RuntimeError) and "a disk has gone" in str(served.error.__cause__)

@@ -42,9 +42,11 @@ def test_what_is_served_is_what_the_status_says(run: tuple[BufferHarness, int]) 
         harness.submit(lease)
     harness.train(0)
     with pytest.raises(RefusedByBuffer):
-        harness.client.call(m.Consumed(step=3, num_trained=0, idle_s=0, alive_s=0, metrics={}), m.Done)
+        harness.client.call(
+            m.ReportTrainedStep(step=3, num_trained=0, idle_s=0, alive_s=0, metrics={}), m.Acknowledged
+        )
     for _ in range(3):
-        harness.client.call(m.Watch(after=99, wait_s=0.1), m.News, wait_s=1)  # the loop turns meanwhile
+        harness.client.call(m.WatchRun(after=99, wait_s=0.1), m.RunNews, wait_s=1)  # the loop turns meanwhile
     status, served = harness.status(), scrape(port)
     assert served["slipstream_ledger_tokens", "trained"] == status.tokens.trained == 8
     assert served["slipstream_ledger_tokens", "in_flight"] == status.tokens.in_flight

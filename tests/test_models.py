@@ -13,6 +13,7 @@ from training_steps import STEP, assert_equal, configure_step, copy_state, draw_
 
 from algos.values import implicit_rewards
 from buffers import messages as m
+from buffers.run_status import LedgerAccount
 from learners import checkpoint
 from learners.engine import Engine
 from learners.fsdp import FsdpEngine
@@ -173,8 +174,8 @@ class Deaf:
         self.heard.append(request)
 
     def exchange(self, request: m.Request, *, wait_s: float = 0.0) -> tuple[m.Reply, list[memoryview]]:
-        tokens = m.Account(total=9, trained=5, masked=1, rejected={}, in_flight=3)
-        return m.News(records=[], evaluations=[], status=SimpleNamespace(tokens=tokens)), []  # type: ignore[arg-type]
+        tokens = LedgerAccount(total=9, trained=5, masked=1, rejected={}, in_flight=3)
+        return m.RunNews(records=[], evaluations=[], status=SimpleNamespace(tokens=tokens)), []  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_holds_where_the_coefficient_has_come_to(fixed_model: Path, tmp_path: Path) -> None:
@@ -188,7 +189,7 @@ def test_a_checkpoint_holds_where_the_coefficient_has_come_to(fixed_model: Path,
     assert msgspec.structs.replace(found.manifest, files={}) == checkpoint.CheckpointManifest(
         3, "life", 0, 0.017, checkpoint.LedgerTotals(9, 5, 1), "fsdp"
     )
-    assert buffer.heard == [m.Checkpointed(step=3, oldest=3)]
+    assert buffer.heard == [m.ReportCheckpoint(step=3, oldest=3)]
 
 
 # ---- the reference

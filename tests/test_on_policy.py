@@ -44,7 +44,7 @@ def synchronous(config: Config, folder: Path) -> dict[str, Tensor]:
         engine.load(Snapshot(publisher.publish_version(step, trainer.stream_weights())))
         openings = {}
         for group in range(step * GROUPS, (step + 1) * GROUPS):
-            lease = Lease(id=0, split="train", task="sorting", index=group, seed=0, group=group, due=step, floor=step,
+            lease = Lease(id=0, split="train", task="sorting", index=group, seed=0, group=group, due=step, min_version=step,
                           num_samples=SAMPLES)  # fmt: skip
             openings[group] = episodes.open(lease)
             for i in range(SAMPLES):

@@ -241,8 +241,8 @@ def test_later_versions_are_probed_now_and_then_each_with_tokens_of_its_own(
 
 
 def next_probe(run: BufferHarness, wait_s: float = 0.0) -> bytes | m.Reply:
-    reply, rows = run.client.exchange(m.NextProbe(wait_s=wait_s), wait_s=wait_s)
-    return bytes(rows[0]) if isinstance(reply, m.Part) else reply
+    reply, rows = run.client.exchange(m.RequestParityProbe(wait_s=wait_s), wait_s=wait_s)
+    return bytes(rows[0]) if isinstance(reply, m.BatchPart) else reply
 
 
 def test_a_probe_reaches_the_learner_off_the_ledger_and_only_that_of_the_newest_version(
@@ -251,8 +251,8 @@ def test_a_probe_reaches_the_learner_off_the_ledger_and_only_that_of_the_newest_
     engine = Parrot()
     run.publish(0)
     waiting = next_probe(run)
-    assert isinstance(waiting, m.NotYet) and "an engine's parity probe" in waiting.waiting_for
-    number = run.client.post(m.NextProbe(wait_s=30.0))
+    assert isinstance(waiting, m.NotReadyYet) and "an engine's parity probe" in waiting.waiting_for
+    number = run.client.post(m.RequestParityProbe(wait_s=30.0))
     probe_of(run, engine, "an older life's")
     probe_of(run, engine, "w0", "first")
     probe_of(run, engine, "w0", "second")
@@ -266,9 +266,9 @@ def test_a_probe_reaches_the_learner_off_the_ledger_and_only_that_of_the_newest_
     assert [len(row["tokens"]) for row in rows] == probe_lengths(run.server._config)
     assert all(set(row["versions"]) == {-1, 0} for row in rows)
     run.publish(1)
-    assert isinstance(next_probe(run), m.NotYet), "what version 0 has sampled says nothing of version 1"
+    assert isinstance(next_probe(run), m.NotReadyYet), "what version 0 has sampled says nothing of version 1"
     status = run.status()
-    assert status.tokens.total == status.groups.total == 0 and not status.refused
+    assert status.tokens.total == status.groups.total == 0 and not status.refused_requests
 
 
 @pytest.mark.parametrize(
@@ -291,19 +291,23 @@ def test_what_is_no_probe_is_refused_and_the_next_one_is_taken(
     rows = [replace(good, sample=place) for place in range(8)]
     for sent in ([*rows[:7], replace(rows[7], **change)], rows[:7]):
         with pytest.raises(RefusedByBuffer, match=why if len(sent) == 8 else "got 7 rows"):
-            run.client.exchange(m.SubmitProbe(generator="g", weights="w0"), payload=encode(to_batch(sent)))
+            run.client.exchange(
+                m.SubmitParityProbe(generator="g", manifest_locator="w0"), payload=encode(to_batch(sent))
+            )
     with pytest.raises(RefusedByBuffer, match="one Arrow frame"):
-        run.client.exchange(m.SubmitProbe(generator="g", weights="w0"))
-    run.client.exchange(m.SubmitProbe(generator="g", weights="w0"), payload=encode(to_batch(rows)))
-    assert isinstance(next_probe(run, 1.0), bytes) and run.status().refused == {"malformed probe": 3}
+        run.client.exchange(m.SubmitParityProbe(generator="g", manifest_locator="w0"))
+    run.client.exchange(
+        m.SubmitParityProbe(generator="g", manifest_locator="w0"), payload=encode(to_batch(rows))
+    )
+    assert isinstance(next_probe(run, 1.0), bytes) and run.status().refused_requests == {"malformed probe": 3}
 
 
 def test_a_learner_that_waits_for_a_probe_hears_that_the_run_is_over(run: BufferHarness) -> None:
     run.publish(0)
-    number = run.client.post(m.NextProbe(wait_s=30.0))
-    run.client.call(m.Stop(reason="enough"), m.Done)
-    again = run.client.exchange(m.NextProbe(wait_s=1.0))[0]
-    assert again == m.Over(reason="enough") and number >= 0
+    number = run.client.post(m.RequestParityProbe(wait_s=30.0))
+    run.client.call(m.StopRun(reason="enough"), m.Acknowledged)
+    again = run.client.exchange(m.RequestParityProbe(wait_s=1.0))[0]
+    assert again == m.RunStopped(reason="enough") and number >= 0
 
 
 # ---- the learner
@@ -316,10 +320,12 @@ class Buffered:
         self.rows, self.asked = rows, 0
 
     def exchange(self, request: m.Request, *, wait_s: float = 0.0) -> tuple[m.Reply, list[memoryview]]:
-        assert isinstance(request, m.NextProbe)
+        assert isinstance(request, m.RequestParityProbe)
         self.asked += 1
         return (
-            (m.NotYet(waiting_for="engines"), []) if self.asked == 1 else (m.Part(), [memoryview(self.rows)])
+            (m.NotReadyYet(waiting_for="engines"), [])
+            if self.asked == 1
+            else (m.BatchPart(), [memoryview(self.rows)])
         )
 
 
@@ -345,7 +351,7 @@ class Probed:
         self.probes = probes
 
     def exchange(self, request: m.Request, *, wait_s: float = 0.0) -> tuple[m.Reply, list[memoryview]]:
-        return m.Part(), [memoryview(self.probes.pop(0))]
+        return m.BatchPart(), [memoryview(self.probes.pop(0))]
 
 
 def probed_twice(world: World, model: Path, folder: Path) -> list[float]:

@@ -18,7 +18,7 @@ from buffers import journal as journal_module
 from buffers import messages as m
 from buffers.book_state import export_book
 from buffers.buffer import Buffer
-from buffers.client import RefusedByBuffer, Taken
+from buffers.client import RefusedByBuffer, TakenBatch
 from buffers.event_log import DamagedLog, read_events
 from buffers.files import replace_file
 from buffers.repair import repair_journal
@@ -202,8 +202,10 @@ def test_a_group_whose_bytes_have_changed_is_never_delivered_and_a_fresh_one_tak
     assert [run.submit(lease) for lease in leases] == ["accepted"] * 3
     flip_logprob(tmp_path / "journal", 1)
     told = run.client.next(0, wait_s=1.0)
-    assert isinstance(told, m.NotYet) and "1 fresh groups in the place of damaged ones" in told.waiting_for
-    assert isinstance(run.client.next(0, wait_s=0.1), m.NotYet), "the step waits for the fresh one"
+    assert (
+        isinstance(told, m.NotReadyYet) and "1 fresh groups in the place of damaged ones" in told.waiting_for
+    )
+    assert isinstance(run.client.next(0, wait_s=0.1), m.NotReadyYet), "the step waits for the fresh one"
     (fresh,) = run.ask(1)
     assert (fresh.group, fresh.due) == (
         3 if fresh.group == 3 else fresh.group,
@@ -211,10 +213,10 @@ def test_a_group_whose_bytes_have_changed_is_never_delivered_and_a_fresh_one_tak
     )
     assert run.submit(fresh) == "accepted"
     taken = run.client.next(0, wait_s=1.0)
-    assert isinstance(taken, Taken) and taken.groups == [0, 2, fresh.group]
+    assert isinstance(taken, TakenBatch) and taken.groups == [0, 2, fresh.group]
     assert set(taken.table.column("logprobs").combine_chunks().flatten().to_pylist()) == {0.0, -0.5, -1.0}
-    done = m.Consumed(step=0, num_trained=12, idle_s=0, alive_s=1, metrics={})
-    run.client.call(done, m.Done)
+    done = m.ReportTrainedStep(step=0, num_trained=12, idle_s=0, alive_s=1, metrics={})
+    run.client.call(done, m.Acknowledged)
     status = run.status()
     assert status.groups.rejected["damaged"] == 1 and status.tokens.rejected["damaged"] == 4
     assert status.groups.trained == 3 and status.trained_twice == 0
@@ -224,7 +226,7 @@ def test_a_claim_of_damage_that_is_not_true_changes_nothing(harness: Callable[..
     run = harness()
     run.publish(0)
     assert [run.submit(lease) for lease in run.ask(3)] == ["accepted"] * 3
-    assert run.client.call(m.Damaged(groups=[0, 1, 2, 99, 2**50]), m.Replaced).count == 0
+    assert run.client.call(m.ReportDamagedGroups(groups=[0, 1, 2, 99, 2**50]), m.ReplacedGroups).count == 0
     assert run.train(0) == [0, 1, 2]
 
 
@@ -237,10 +239,10 @@ def test_damage_to_a_step_that_was_undone_is_mended_by_fresh_groups(
         assert {run.submit(lease) for lease in run.ask(100)} == {"accepted"}
         run.train(step)
     run.publish(2)
-    run.client.call(m.Rewind(step=1), m.Done)
+    run.client.call(m.RewindToStep(step=1), m.Acknowledged)
     flip_logprob(tmp_path / "journal", 4)
-    run.client.call(m.Publish(version=1, weights="again"), m.Done)
-    assert isinstance(run.client.next(1, wait_s=0.2), m.NotYet)
+    run.client.call(m.PublishVersion(version=1, manifest_locator="again"), m.Acknowledged)
+    assert isinstance(run.client.next(1, wait_s=0.2), m.NotReadyYet)
     fresh = [lease for lease in run.ask(100) if lease.due == 1]
     assert len(fresh) == 1
     # Whoever still holds version 2, of the life before, may not make a group for step 1.
@@ -265,13 +267,13 @@ def test_a_large_batch_comes_in_parts_and_others_are_answered_between_them(
     asked: list[int] = []
     read_part = run.server.buffer.read_part
 
-    def note_part(request: m.Read) -> bytes:
+    def note_part(request: m.ReadBatchPart) -> bytes:
         asked.append(request.size)
         return read_part(request)
 
     monkeypatch.setattr(run.server.buffer, "read_part", note_part)
     taken = run.client.next(0, wait_s=1.0)
-    assert isinstance(taken, Taken) and taken.table.num_rows == 6
+    assert isinstance(taken, TakenBatch) and taken.table.num_rows == 6
     assert len(asked) > 300 and max(asked) <= 1000
     assert taken.table.column("tokens").combine_chunks().flatten().to_pylist() == [7] * 30_006
 
@@ -412,7 +414,7 @@ def train_step(buffer: Buffer, step: int) -> None:
     handout = buffer.next(step)
     assert handout is not None
     trained = sum(buffer.book.content(group).tokens for group in handout.groups)
-    buffer.consumed(m.Consumed(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={}))
+    buffer.consumed(m.ReportTrainedStep(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={}))
     buffer.commit()
 
 
@@ -421,8 +423,8 @@ def test_a_step_beyond_those_trained_is_no_checkpoint(harness: Callable[..., Buf
     run.publish(0)
     for step, oldest in ((1, 0), (2**62, 2**62), (0, 1), (5, 2**40)):
         with pytest.raises(RefusedByBuffer):
-            run.client.call(m.Checkpointed(step=step, oldest=oldest), m.Done)
-    assert run.status().step == 0, "the buffer answers still"
+            run.client.call(m.ReportCheckpoint(step=step, oldest=oldest), m.Acknowledged)
+    assert run.status().num_trained_steps == 0, "the buffer answers still"
 
 
 @pytest.mark.parametrize("place", ["create_segment", "open_log", "lock"])
@@ -460,7 +462,9 @@ def test_another_sampler_leaves_no_group_beyond_the_bound_to_be_trained(tmp_path
             handout = again.next(step)
         assert all(again.book.content(group).oldest >= step - 3 for group in handout.groups)
         trained = sum(again.book.content(group).tokens for group in handout.groups)
-        again.consumed(m.Consumed(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={}))
+        again.consumed(
+            m.ReportTrainedStep(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
+        )
     assert again.ledger.closes() and not again.ledger.tokens["late"]
     again.close()
 

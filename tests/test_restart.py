@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from buffers import messages as m
 from buffers.client import BufferClient, RefusedByBuffer
+from buffers.run_status import GeneratorReport
 from configs.load import load
 from learners import checkpoint
 from slipstream.cluster import cluster as in_cluster
@@ -230,13 +231,15 @@ def test_what_a_dead_learner_has_sent_does_not_reach_the_life_after_it(harness: 
         BufferClient(harness.server.address),
     )
     harness.publish(0)
-    waiting = dead.post(m.Next(step=0, wait_s=30.0))
-    driver.call(m.Rewind(step=0), m.Done)
-    with pytest.raises(RefusedByBuffer, match="Publish of a life before the rewind"):
-        dead.call(m.Publish(version=1, weights="late"), m.Done)
-    assert learner.call(m.Publish(version=0, weights="anew"), m.Done) == m.Done()
-    assert driver.call(m.Watch(after=0, wait_s=0.0), m.News).status.version == 0
-    leases = harness.client.call(m.Ask(generator="g", count=100, wait_s=0.2), m.Work).leases
+    waiting = dead.post(m.RequestBatch(step=0, wait_s=30.0))
+    driver.call(m.RewindToStep(step=0), m.Acknowledged)
+    with pytest.raises(RefusedByBuffer, match="PublishVersion of a life before the rewind"):
+        dead.call(m.PublishVersion(version=1, manifest_locator="late"), m.Acknowledged)
+    assert (
+        learner.call(m.PublishVersion(version=0, manifest_locator="anew"), m.Acknowledged) == m.Acknowledged()
+    )
+    assert driver.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status.version == 0
+    leases = harness.client.call(m.RequestLeases(generator="g", count=100, wait_s=0.2), m.LeaseGrant).leases
     assert [harness.submit(lease) for lease in leases if lease.split == "train"]
     assert isinstance(learner.next(0, wait_s=5.0), object)
     assert not [answer for answer in dead.receive(0.3) if answer.number == waiting], (
@@ -252,16 +255,20 @@ def test_evaluations_of_a_version_that_was_undone_are_asked_again_and_stay_off_t
     harness.publish(0)
     before = [lease for lease in harness.ask(2) if lease.split == "eval"]
     assert len(before) == 2, "two of the two prompts"
-    harness.client.call(m.Rewind(step=0), m.Done)
-    harness.client.call(m.Publish(version=0, weights="anew"), m.Done)
-    beat = m.Heartbeat(generator="g", progress={lease.id: 5 for lease in before}, report=m.GeneratorReport())
-    assert harness.client.call(beat, m.Standing).revoked == [], "a generator may end what it has begun"
+    harness.client.call(m.RewindToStep(step=0), m.Acknowledged)
+    harness.client.call(m.PublishVersion(version=0, manifest_locator="anew"), m.Acknowledged)
+    beat = m.GeneratorHeartbeat(
+        generator="g", progress={lease.id: 5 for lease in before}, report=GeneratorReport()
+    )
+    assert harness.client.call(beat, m.GeneratorStanding).revoked == [], (
+        "a generator may end what it has begun"
+    )
     for lease in before:
-        harness.client.call(m.Evaluated(generator="g", lease=lease.id, reward=0.0), m.Receipt)
-    news = harness.client.call(m.Watch(after=0, wait_s=0.0), m.News)
+        harness.client.call(m.SubmitEvaluation(generator="g", lease=lease.id, reward=0.0), m.LeaseReceipt)
+    news = harness.client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
     assert news.evaluations == [] and news.status.tokens.total == 0
     for lease in harness.ask(2):
         assert lease.split == "eval"
-        harness.client.call(m.Evaluated(generator="g", lease=lease.id, reward=1.0), m.Receipt)
-    (score,) = harness.client.call(m.Watch(after=0, wait_s=0.0), m.News).evaluations
+        harness.client.call(m.SubmitEvaluation(generator="g", lease=lease.id, reward=1.0), m.LeaseReceipt)
+    (score,) = harness.client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).evaluations
     assert (score.version, score.reward, score.num_prompts) == (0, 1.0, 2)

@@ -164,7 +164,7 @@ def test_a_group_is_trained_up_to_max_uses_and_half_as_many_are_made(tmp_path: P
         assert handout is not None and len(handout.groups) == 4
         uses.update(handout.groups)
         tokens = sum(buffer.book.content(group).tokens for group in handout.groups)
-        buffer.consumed(m.Consumed(step=step, num_trained=tokens, idle_s=0, alive_s=1, metrics={}))
+        buffer.consumed(m.ReportTrainedStep(step=step, num_trained=tokens, idle_s=0, alive_s=1, metrics={}))
         buffer.publish(step + 1, f"w{step + 1}")
         while (lease := buffer.lease("g")) is not None:
             rows = make_group(lease, version=step + 1)
@@ -179,7 +179,10 @@ def test_a_group_is_trained_up_to_max_uses_and_half_as_many_are_made(tmp_path: P
             )
     assert max(uses.values()) == 2 and len(uses) < 6 * 4
     status = buffer.status("")
-    assert status.replayed > 0 and sum(status.staleness.values()) == status.tokens.trained + status.replayed
+    assert (
+        status.replayed_tokens > 0
+        and sum(status.staleness_histogram.values()) == status.tokens.trained + status.replayed_tokens
+    )
     assert buffer.ledger.closes() and status.trained_twice == 0
     buffer.close()
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from buffers import messages as m
-from buffers.client import BufferClient, Taken
+from buffers.client import BufferClient, TakenBatch
+from buffers.run_status import RunStatus
 from buffers.server import BufferServer
 from buffers.trajectory import GREEDY, flat
 from configs.load import load
@@ -329,8 +330,8 @@ class Slow(SimulatedEpisodes):
 
 
 def train(
-    folder: Path, episodes: SimulatedEpisodes, told: Callable[[m.Status], bool], *overrides: str
-) -> tuple[list[int], m.Status]:
+    folder: Path, episodes: SimulatedEpisodes, told: Callable[[RunStatus], bool], *overrides: str
+) -> tuple[list[int], RunStatus]:
     """Three steps of a run with one generator; the groups trained, and how it stood when the generator had `told` all."""
     config = load([
         "generators.engine=simulated", "learner.engine=simulated", "learner.groups_per_step=4", "run.steps=3",
@@ -346,17 +347,23 @@ def train(
         thread.start()
     for step in range(3):
         manifest = publisher.publish_version(step, whole_parts({"w": torch.tensor([float(step)])}))
-        client.call(m.Publish(version=step, weights=publisher.announce_version(manifest)), m.Done)
+        client.call(
+            m.PublishVersion(version=step, manifest_locator=publisher.announce_version(manifest)),
+            m.Acknowledged,
+        )
         taken = client.next(step, wait_s=50.0)
-        assert isinstance(taken, Taken), taken
+        assert isinstance(taken, TakenBatch), taken
         trained += taken.groups
         count = int(np.count_nonzero(flat(taken.table, "sampled")))
-        client.call(m.Consumed(step=step, num_trained=count, idle_s=0.0, alive_s=1.0, metrics={}), m.Done)
+        client.call(
+            m.ReportTrainedStep(step=step, num_trained=count, idle_s=0.0, alive_s=1.0, metrics={}),
+            m.Acknowledged,
+        )
     deadline = time.monotonic() + 60
-    while not told(status := client.call(m.Watch(after=0, wait_s=0.0), m.News).status):
+    while not told(status := client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status):
         assert time.monotonic() < deadline, status
         time.sleep(0.05)
-    client.call(m.Stop(reason="over"), m.Done)
+    client.call(m.StopRun(reason="over"), m.Acknowledged)
     threads[1].join(timeout=60)
     server.stop()
     threads[0].join(timeout=60)
@@ -392,7 +399,7 @@ def test_a_task_that_hangs_exits_and_scores_nonsense_costs_its_groups_and_the_ru
 
 def test_an_engine_that_has_nothing_to_do_while_scores_are_under_way_is_idle(tmp_path: Path) -> None:
     trained, status = train(
-        tmp_path, Slow(), lambda status: status.generator_idle > 0.5, "staleness.max_versions=0"
+        tmp_path, Slow(), lambda status: status.generator_idle_share > 0.5, "staleness.max_versions=0"
     )
     assert len(trained) == 12, "12 groups take 5 s to score, and far less to sample"
 

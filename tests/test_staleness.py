@@ -162,8 +162,8 @@ class World:
             return
         out = sum(bool(group.attempts) for group in self.book.groups.values())
         assert out <= (self.terms.max_versions + 1) * self.terms.groups_per_step
-        if generator.obeys_floor and generator.version < lease.floor:
-            generator.version = self.rng.randint(lease.floor, self.book.version)
+        if generator.obeys_floor and generator.version < lease.min_version:
+            generator.version = self.rng.randint(lease.min_version, self.book.version)
         generator.version = max(generator.version, 0)
         generator.work[lease.id] = Work(lease, self.rng.choice([1, 2, 5, 40]))
 
@@ -401,7 +401,7 @@ def test_admission_lets_out_exactly_the_groups_of_the_steps_within_the_bound(bou
     book.publish(0)
     leases = list(iter(lambda: book.lease("g", 0.0), None))
     assert [lease.group for lease in leases] == list(range(4 * (bound + 1)))
-    assert [lease.floor for lease in leases] == [max(0, g // 4 - bound) for g in range(len(leases))]
+    assert [lease.min_version for lease in leases] == [max(0, g // 4 - bound) for g in range(len(leases))]
 
 
 def test_a_group_that_keeps_failing_is_quarantined_and_its_place_refilled() -> None:

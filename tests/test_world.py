@@ -24,7 +24,7 @@ from training_steps import (
 )
 
 from buffers import messages as m
-from buffers.client import Taken
+from buffers.client import TakenBatch
 from buffers.trajectory import Trajectory, to_batch
 from configs.schema import Config
 from learners.engine import AbsentEngine
@@ -81,9 +81,9 @@ class Slow:
     def __init__(self, rows: list[Trajectory], wait_s: float) -> None:
         self._table, self._ready_at = pa.Table.from_batches([to_batch(rows)]), time.monotonic() + wait_s
 
-    def next(self, step: int, wait_s: float) -> Taken | m.NotYet | m.Over:
+    def next(self, step: int, wait_s: float) -> TakenBatch | m.NotReadyYet | m.RunStopped:
         time.sleep(max(0.0, self._ready_at - time.monotonic()))
-        return Taken(step, [0, 1, 2, 3, 4, 5], [1.0] * 6, self._table)
+        return TakenBatch(step, [0, 1, 2, 3, 4, 5], [1.0] * 6, self._table)
 
 
 def waited(world: World, rows: list[Trajectory], store: Path) -> int:
@@ -106,14 +106,16 @@ class Buffer:
         self.asked: Counter[int] = Counter()
         self._rows = rows
 
-    def next(self, step: int, wait_s: float) -> Taken | m.NotYet | m.Over:
+    def next(self, step: int, wait_s: float) -> TakenBatch | m.NotReadyYet | m.RunStopped:
         self.asked[step] += 1
         if step == 2:
-            return m.Over(reason="enough")
+            return m.RunStopped(reason="enough")
         if self.asked[step] == 1:
-            return m.NotYet(waiting_for="a moment")
+            return m.NotReadyYet(waiting_for="a moment")
         halves = [to_batch(self._rows[:5]), to_batch(self._rows[5:])]
-        return Taken(step, [0, 1, 2, 3, 4, 5], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], pa.Table.from_batches(halves))
+        return TakenBatch(
+            step, [0, 1, 2, 3, 4, 5], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], pa.Table.from_batches(halves)
+        )
 
 
 def fed(
@@ -123,7 +125,7 @@ def fed(
     feed = Feed(buffer, world, log.append, host="one" if world.rank < 2 else "two")
     batches = [feed.next(0), feed.next(1)]
     over = feed.next(2)
-    assert isinstance(over, m.Over) and all(isinstance(batch, Batch) for batch in batches)
+    assert isinstance(over, m.RunStopped) and all(isinstance(batch, Batch) for batch in batches)
     shared = [_is_shared(batch.tokens) for batch in batches if isinstance(batch, Batch)]
     world.barrier()
     assert not [name for name in os.listdir("/dev/shm") if "batch" in name]
@@ -168,7 +170,9 @@ def fed_differently(world: World, rows: list[Trajectory]) -> str:
     buffer = Buffer(rows)
     if world.rank == 1:
         buffer.asked[0] = 1
-        buffer.next = lambda step, wait_s: Taken(step, [0, 1, 9], [], pa.Table.from_batches([to_batch(rows)]))  # type: ignore
+        buffer.next = lambda step, wait_s: TakenBatch(
+            step, [0, 1, 9], [], pa.Table.from_batches([to_batch(rows)])
+        )  # type: ignore
     try:
         Feed(buffer, world, print, host="one" if world.rank < 1 else "two").next(0)
     except RuntimeError as error:

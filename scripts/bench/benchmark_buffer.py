@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from buffers import messages as m
-from buffers.client import BufferClient, Taken
+from buffers.client import BufferClient, TakenBatch
 from buffers.server import BufferServer
 from buffers.trajectory import SCHEMA, SCHEMA_VERSION, Trajectory, encode, to_batch
 from configs.load import load
@@ -167,22 +167,22 @@ class Producer:
     def turn(self) -> None:
         """Takes in the answers that are there, and sends all that may be sent."""
         for answer in self.client.receive(0.0):
-            if isinstance(answer.reply, m.Work):
+            if isinstance(answer.reply, m.LeaseGrant):
                 self._asked, self.over = None, answer.reply.ended
                 self._leases += answer.reply.leases
                 self._scarce = not answer.reply.leases
-            elif isinstance(answer.reply, m.Receipt):
+            elif isinstance(answer.reply, m.LeaseReceipt):
                 self.latencies.append(time.perf_counter() - self._sent.pop(answer.number))
         most = self._size.per_message
         if self._asked is None and len(self._leases) < self._in_flight * most:
             self._asked = self.client.post(
-                m.Ask(generator=self._name, count=self._in_flight * most, wait_s=0.3)
+                m.RequestLeases(generator=self._name, count=self._in_flight * most, wait_s=0.3)
             )
         while len(self._sent) < self._in_flight and (
             len(self._leases) >= most or (self._leases and self._scarce)
         ):
             mine, self._leases = self._leases[:most], self._leases[most:]
-            request = m.Submit(
+            request = m.SubmitGroups(
                 generator=self._name, leases=[lease.id for lease in mine], schema=SCHEMA_VERSION
             )
             self._sent[self.client.post(request, self._groups(mine))] = time.perf_counter()
@@ -252,21 +252,23 @@ def through_the_buffer(
     with processes(work) as pids:
         server = psutil.Process(pids[0])
         client = BufferClient(address, timeout_s=120.0)
-        client.call(m.Publish(version=0, weights="w"), m.Done)
+        client.call(m.PublishVersion(version=0, manifest_locator="w"), m.Acknowledged)
         marks, step, ready = [], 0, 2 if groups is None else 16  # by then as much waits as may
         sampled = SAMPLES * (size.num_tokens - size.num_tokens // 4) * size.groups_per_step
         began = time.perf_counter()
         while True:
             taken = client.next(step, wait_s=60.0)
-            assert isinstance(taken, Taken), taken
+            assert isinstance(taken, TakenBatch), taken
             add_up(taken.table)
-            consumed = m.Consumed(step=step, num_trained=sampled, idle_s=0.0, alive_s=1.0, metrics={})
-            for request in (consumed, m.Publish(version=step + 1, weights="w")):
+            consumed = m.ReportTrainedStep(
+                step=step, num_trained=sampled, idle_s=0.0, alive_s=1.0, metrics={}
+            )
+            for request in (consumed, m.PublishVersion(version=step + 1, manifest_locator="w")):
                 client.post(request)
             step += 1
             if step % 16 == 0:
                 client.call(
-                    m.Checkpointed(step=step, oldest=step - 1), m.Done
+                    m.ReportCheckpoint(step=step, oldest=step - 1), m.Acknowledged
                 )  # so that the disk does not fill up
             if step == ready:
                 began = time.perf_counter()
@@ -276,7 +278,7 @@ def through_the_buffer(
                 groups and (step - ready) * size.groups_per_step >= groups
             ):
                 break
-        client.call(m.Stop(reason="done"), m.Done)
+        client.call(m.StopRun(reason="done"), m.Acknowledged)
         client.close()
     latencies = [x for path in folder.glob("latencies-*") for x in json.loads(path.read_text())]
     shutil.rmtree(folder)

@@ -57,7 +57,9 @@ def write_run(folder: Path, num_groups: int, checkpoints: bool) -> None:
         handout = buffer.next(step)
         assert handout is not None
         trained = sum(buffer.book.content(group).tokens for group in handout.groups)
-        buffer.consumed(m.Consumed(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={}))
+        buffer.consumed(
+            m.ReportTrainedStep(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
+        )
         if checkpoints and (step + 1) % CHECKPOINT_EVERY == 0:
             buffer.checkpointed(step + 1, max(0, step + 1 - (KEEP - 1) * CHECKPOINT_EVERY))
         buffer.commit()

@@ -43,6 +43,7 @@ from rich.table import Table
 from buffers import events as e
 from buffers import messages as m
 from buffers.client import BufferClient
+from buffers.run_status import RunStatus
 from buffers.segments import is_closed
 from buffers.state import state_numbers
 from configs.schema import OnLate
@@ -67,7 +68,7 @@ class Harness:
     """Those that kill nobody."""
     recovery_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     wrong: list[str] = field(default_factory=list)
-    status: m.Status | None = None
+    status: RunStatus | None = None
     """What the server said of itself when all others were gone."""
     long_log: int = LONG_LOG
     """Lines of the log that is recovered first."""
@@ -122,7 +123,7 @@ class Harness:
                 self.kill(name)
             time.sleep(1.5 * LEASE_S)  # by then all leases have expired
             client = BufferClient(self.config.buffer.address)
-            self.status = client.call(m.Watch(after=0, wait_s=0.0), m.News).status
+            self.status = client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status
             client.close()
         finally:
             for name in self.names[1:]:
@@ -337,7 +338,7 @@ class Harness:
     def wait_for_answer(self, timeout_s: float = 60.0) -> None:
         """Until the server answers."""
         client = BufferClient(self.config.buffer.address, timeout_s=timeout_s)
-        client.call(m.Locate(), m.Located)
+        client.call(m.LocateJournal(), m.JournalLocation)
         client.close()
 
     def wait_for(self, killed: str | None, awaited: dict[str, "Seen"], timeout_s: float = 60.0) -> None:

@@ -33,8 +33,9 @@ from rich.console import Console
 from rich.table import Table
 
 from buffers import messages as m
-from buffers.client import BufferClient, BufferGone, RefusedByBuffer, Taken
+from buffers.client import BufferClient, BufferGone, RefusedByBuffer, TakenBatch
 from buffers.keys import KeyRole
+from buffers.run_status import GeneratorReport, RunStatus
 from buffers.server import BufferServer
 from buffers.trajectory import flat, to_batch
 from configs.load import load
@@ -106,34 +107,37 @@ def connect(address: str, keys: Path | None, role: KeyRole) -> BufferClient:
 def run_buffer(address: str, keys: Path | None, done: Counter[str]) -> Iterator[None]:
     """Two generators and a learner of a run: every request is answered, or this raises BufferGone."""
     client, learner = connect(address, keys, KeyRole.generator), connect(address, keys, KeyRole.learner)
-    learner.call(m.Publish(version=0, weights="v0"), m.Done)
+    learner.call(m.PublishVersion(version=0, manifest_locator="v0"), m.Acknowledged)
     step = 0
     for turn in itertools.count():
         name = f"honest-{turn % 2}"
-        leases = client.call(m.Ask(generator=name, count=4, wait_s=0.0), m.Work).leases
-        report = m.GeneratorReport(version=step, sampled_tokens=turn)
+        leases = client.call(m.RequestLeases(generator=name, count=4, wait_s=0.0), m.LeaseGrant).leases
+        report = GeneratorReport(version=step, sampled_tokens=turn)
         client.call(
-            m.Heartbeat(generator=name, progress={lease.id: 1 for lease in leases}, report=report), m.Standing
+            m.GeneratorHeartbeat(generator=name, progress={lease.id: 1 for lease in leases}, report=report),
+            m.GeneratorStanding,
         )
         for lease in leases:
             if lease.split == "eval":
-                client.call(m.Evaluated(generator=name, lease=lease.id, reward=1.0), m.Receipt)
+                client.call(m.SubmitEvaluation(generator=name, lease=lease.id, reward=1.0), m.LeaseReceipt)
             else:
-                (verdict,) = client.submit(name, [lease.id], to_batch(rows_of(lease, lease.floor)))
+                (verdict,) = client.submit(name, [lease.id], to_batch(rows_of(lease, lease.min_version)))
                 done[f"groups {verdict}"] += 1
         taken = learner.next(step, wait_s=0.0)
-        if isinstance(taken, Taken):
+        if isinstance(taken, TakenBatch):
             trained = int(
                 (flat(taken.table, "versions") >= max(0, step - STALENESS)).sum()
             )  # a stranger's may be older
             learner.call(
-                m.Consumed(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={"x": 1.0}),
-                m.Done,
+                m.ReportTrainedStep(
+                    step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={"x": 1.0}
+                ),
+                m.Acknowledged,
             )
             step += 1
-            learner.call(m.Publish(version=step, weights=f"v{step}"), m.Done)
+            learner.call(m.PublishVersion(version=step, manifest_locator=f"v{step}"), m.Acknowledged)
             if step % 5 == 0:
-                learner.call(m.Checkpointed(step=step, oldest=step - 5), m.Done)
+                learner.call(m.ReportCheckpoint(step=step, oldest=step - 5), m.Acknowledged)
         done["steps"] = step
         yield
 
@@ -310,11 +314,11 @@ def judge_honest(console: Console, processes: Processes) -> list[str]:
     return [f"the honest were stopped: {done}"] if process.returncode or not done or lazy else []
 
 
-def status_of(client: BufferClient) -> m.Status:
-    return client.call(m.Watch(after=2**63 - 1, wait_s=0.0), m.News).status
+def status_of(client: BufferClient) -> RunStatus:
+    return client.call(m.WatchRun(after=2**63 - 1, wait_s=0.0), m.RunNews).status
 
 
-def wait_until_settled(client: BufferClient) -> m.Status:
+def wait_until_settled(client: BufferClient) -> RunStatus:
     """Returns the status once the leases of those who have gone have expired: nothing changes by itself any more."""
     status, since = status_of(client), time.monotonic()
     while time.monotonic() - since < 2 * LEASE_S:
@@ -329,7 +333,7 @@ def judge_buffer(console: Console, processes: Processes, address: str, keys: Pat
     """The ledger closes, and the journal is recovered to the same."""
     client = connect(address, keys, KeyRole.watcher)
     problems = []
-    console.print("refused by the buffer:", status_of(client).refused)
+    console.print("refused by the buffer:", status_of(client).refused_requests)
     problems += judge_honest(console, processes)
     before = wait_until_settled(client)
     client.close()
@@ -338,7 +342,9 @@ def judge_buffer(console: Console, processes: Processes, address: str, keys: Pat
     after = status_of(client)
     client.close()
     for when, status in (("before", before), ("after", after)):
-        console.print(f"the ledger {when} a restart, at step {status.step}:", status.tokens, status.groups)
+        console.print(
+            f"the ledger {when} a restart, at step {status.num_trained_steps}:", status.tokens, status.groups
+        )
         for unit, account in (("tokens", status.tokens), ("groups", status.groups)):
             fates = (
                 account.trained
@@ -348,8 +354,8 @@ def judge_buffer(console: Console, processes: Processes, address: str, keys: Pat
             )
             if account.total != fates:
                 problems.append(f"the ledger of {unit} does not close {when} a restart: {account}")
-    if (before.step, before.tokens.trained, before.groups) != (
-        after.step,
+    if (before.num_trained_steps, before.tokens.trained, before.groups) != (
+        after.num_trained_steps,
         after.tokens.trained,
         after.groups,
     ):

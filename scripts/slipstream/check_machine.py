@@ -138,7 +138,7 @@ def buffer() -> str:
     import threading
 
     from buffers import messages as m
-    from buffers.client import BufferClient, Taken
+    from buffers.client import BufferClient, TakenBatch
     from buffers.server import BufferServer
     from buffers.trajectory import Trajectory, to_batch
     from configs.load import load
@@ -150,8 +150,8 @@ def buffer() -> str:
         thread.start()
         client = BufferClient(server.address, timeout_s=10.0)
         try:
-            client.call(m.Publish(version=0, weights="w"), m.Done)
-            lease = client.call(m.Ask(generator="g", count=1, wait_s=5.0), m.Work).leases[0]
+            client.call(m.PublishVersion(version=0, manifest_locator="w"), m.Acknowledged)
+            lease = client.call(m.RequestLeases(generator="g", count=1, wait_s=5.0), m.LeaseGrant).leases[0]
             rows = [
                 Trajectory(
                     group=lease.group, sample=sample, due=lease.due, prompt_id=lease.index, task="t", tokens=[1, 2],
@@ -162,7 +162,7 @@ def buffer() -> str:
             ]  # fmt: skip
             verdicts = client.submit("g", [lease.id], to_batch(rows))
             taken = client.next(0, wait_s=5.0)
-            if verdicts != ["accepted"] or not isinstance(taken, Taken) or taken.table.num_rows != 2:
+            if verdicts != ["accepted"] or not isinstance(taken, TakenBatch) or taken.table.num_rows != 2:
                 raise RuntimeError(f"a group must be accepted and handed out, got {verdicts} and {taken}")
         finally:
             client.close()

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from buffers import messages as m
 from buffers.fleet import MAX_NAMED, SILENT_S
+from buffers.run_status import LedgerAccount, RunStatus
 from configs.schema import Config, Controller
 from learners.memory import GIB, format_bytes
 
@@ -62,7 +63,7 @@ class Console:
     def say(self, text: str) -> None:
         self._rich.print(f"{self._clock()}  {text}", soft_wrap=True, markup=False)
 
-    def take(self, news: m.News) -> None:
+    def take(self, news: m.RunNews) -> None:
         if (
             news.records
             and not self._rewards
@@ -88,7 +89,7 @@ class Console:
             self._last_line = time.monotonic()
             self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True, markup=False)
 
-    def say_what_stops(self, status: m.Status) -> None:
+    def say_what_stops(self, status: RunStatus) -> None:
         """What a run that is told to stop waits for, now and then."""
         now = time.monotonic()
         if now - self._said_what_stops < STILL_S:
@@ -102,7 +103,7 @@ class Console:
                     f", not heard of for {role.last_heard_s:.0f} s" if role.last_heard_s > SILENT_S else ""
                 )
                 self.say(
-                    f"stopping: waiting for {name}: {role.activity} for {role.for_s:.0f} s{last}{silent}"
+                    f"stopping: waiting for {name}: {role.activity} for {role.activity_s:.0f} s{last}{silent}"
                 )
 
     def first_step(self, start_s: dict[str, float]) -> None:
@@ -118,7 +119,9 @@ class Console:
         self._rewards = {trained: reward for trained, reward in self._rewards.items() if trained < step}
         self._evaluated = {version for version in self._evaluated if version < step}
 
-    def conclude(self, status: str, news: m.News | None, evaluations: Sequence[dict[str, Any]] = ()) -> None:
+    def conclude(
+        self, status: str, news: m.RunNews | None, evaluations: Sequence[dict[str, Any]] = ()
+    ) -> None:
         """The last lines. `evaluations` as in the summary."""
         if news is not None:
             self._last_line = time.monotonic()  # the line that follows is the last
@@ -145,16 +148,24 @@ class Console:
     def _clock(self) -> str:
         return str(timedelta(seconds=int(time.monotonic() - self._began))).rjust(8)
 
-    def _left(self, status: m.Status) -> str:
-        done = status.step - self._first_step
+    def _left(self, status: RunStatus) -> str:
+        done = status.num_trained_steps - self._first_step
         if not done:
             return "?"
-        return str(timedelta(seconds=int(status.seconds / done * (self._config.run.steps - status.step))))
+        return str(
+            timedelta(
+                seconds=int(status.elapsed_s / done * (self._config.run.steps - status.num_trained_steps))
+            )
+        )
 
-    def _admitted(self, status: m.Status) -> str:
-        return f", {status.admitted} admitted" if self._config.staleness.controller is Controller.ess else ""
+    def _admitted(self, status: RunStatus) -> str:
+        return (
+            f", {status.admission_lag} admitted"
+            if self._config.staleness.controller is Controller.ess
+            else ""
+        )
 
-    def _line(self, status: m.Status) -> str:
+    def _line(self, status: RunStatus) -> str:
         if status.version < 0:
             return f"starting: {status.waiting_for}"
         failed = ""
@@ -165,22 +176,22 @@ class Console:
             return status.waiting_for + failed
         rewards, staleness, seconds = (
             list(self._rewards.values()),
-            status.staleness,
-            max(status.seconds, 1e-9),
+            status.staleness_histogram,
+            max(status.elapsed_s, 1e-9),
         )
         mean = sum(k * n for k, n in staleness.items()) / max(1, sum(staleness.values()))
         return (
-            f"step {status.step}/{self._config.run.steps}  v{status.version}  reward {_recent(rewards):.3f}  "
+            f"step {status.num_trained_steps}/{self._config.run.steps}  v{status.version}  reward {_recent(rewards):.3f}  "
             f"staleness {mean:.2f} (max {max(staleness, default=0)} of {self._config.bound}{self._admitted(status)})  "
             f"tok/s {status.tokens.total / seconds:,.0f} generated {status.tokens.trained / seconds:,.0f} trained  "
-            f"idle learner {status.learner_idle:.0%} generators {status.generator_idle:.0%}  left {self._left(status)}"
+            f"idle learner {status.learner_idle_share:.0%} generators {status.generator_idle_share:.0%}  left {self._left(status)}"
             f"{failed}{self._waiting(status)}"
         )
 
-    def _waiting(self, status: m.Status) -> str:
+    def _waiting(self, status: RunStatus) -> str:
         """The sentence of who waits for whom where that matters; else only who has not been heard of."""
-        if status.still_s > STILL_S:
-            return f"  waiting for {status.still_s:.0f} s: {status.waiting_for}"
+        if status.standstill_s > STILL_S:
+            return f"  waiting for {status.standstill_s:.0f} s: {status.waiting_for}"
         silent = [
             f"{name} not heard of for {role.last_heard_s:.0f} s"
             for name, role in status.roles.items()
@@ -188,18 +199,20 @@ class Console:
         ]
         return "".join(f"  {words}" for words in silent[:MAX_NAMED])
 
-    def _picture(self, status: m.Status) -> Panel:
-        rewards, seconds = list(self._rewards.values()), max(status.seconds, 1e-9)
+    def _picture(self, status: RunStatus) -> Panel:
+        rewards, seconds = list(self._rewards.values()), max(status.elapsed_s, 1e-9)
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")
         table.add_column()
         rows = {
-            "step": f"{status.step} of {self._config.run.steps}, version {status.version}, {self._left(status)} left",
+            "step": f"{status.num_trained_steps} of {self._config.run.steps}, version {status.version}, {self._left(status)} left",
             "reward": f"{_recent(rewards):.3f}  {_sparkline(rewards)}" if rewards else "–",
-            "staleness": "  ".join(f"{k}: {share:.0%}" for k, share in _shares(status.staleness).items())
+            "staleness": "  ".join(
+                f"{k}: {share:.0%}" for k, share in _shares(status.staleness_histogram).items()
+            )
             + f"   (bound {self._config.bound}{self._admitted(status)})",
             "tokens/s": f"{status.tokens.total / seconds:,.0f} generated, {status.tokens.trained / seconds:,.0f} trained",
-            "idle": f"learner {status.learner_idle:.0%}, generators {status.generator_idle:.0%}",
+            "idle": f"learner {status.learner_idle_share:.0%}, generators {status.generator_idle_share:.0%}",
             "tokens": _account(status.tokens),
             "groups": _account(status.groups),
             "weights": f"{status.weight_updates} updates, {status.weight_bytes / 1e6:,.1f} MB, "
@@ -219,14 +232,14 @@ class Console:
         if status.quarantined:
             group, error = next(reversed(status.quarantined.items()))
             rows["quarantined"] = f"{status.num_quarantined} groups; last {group}: {error}"
-        if status.refused:
+        if status.refused_requests:
             rows["refused"] = (
-                ", ".join(f"{n} × {reason}" for reason, n in status.refused.items())
+                ", ".join(f"{n} × {reason}" for reason, n in status.refused_requests.items())
                 + " (see logs/buffer.log)"
             )
         for name, value in rows.items():
             table.add_row(name, Text(value))
-        table.add_row("", ProgressBar(total=self._config.run.steps, completed=status.step))
+        table.add_row("", ProgressBar(total=self._config.run.steps, completed=status.num_trained_steps))
         return Panel(table, title=f"{self._folder.name} {self._clock().strip()}", title_align="left")
 
 
@@ -246,7 +259,7 @@ def _shares(histogram: dict[int, int]) -> dict[int, float]:
     return {k: n / total for k, n in histogram.items()}
 
 
-def _account(account: m.Account) -> str:
+def _account(account: LedgerAccount) -> str:
     parts = {
         "trained": account.trained,
         "masked": account.masked,

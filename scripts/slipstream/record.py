@@ -21,6 +21,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from buffers import messages as m
 from buffers.files import replace_file
+from buffers.run_status import EvaluationRecord, RunStatus
 from configs.disk import disk_full, is_disk_full
 from configs.schema import Config
 
@@ -43,7 +44,7 @@ class Record:
         self._lags: dict[str, list[int]] = {}
         """Versions that each generator was behind, as far as it had said, when a step was recorded."""
         self._purge_step, self._num_restarts = self._first_step, 0
-        self._status: m.Status | None = None
+        self._status: RunStatus | None = None
         self._before = self._read_before() if resume_step is not None else {}
         self._evaluations: dict[int, dict[str, Any]] = {
             one["version"]: one
@@ -61,7 +62,7 @@ class Record:
     @property
     def start_s(self) -> dict[str, float]:
         """Seconds from the command until each part of the run had started. Parts start side by side."""
-        reached = {} if self._status is None else self._status.reached
+        reached = {} if self._status is None else self._status.milestones
         return self._start_s | {what: round(at - self._command_began, 3) for what, at in reached.items()}
 
     @property
@@ -73,7 +74,7 @@ class Record:
         path = self._folder / "summary.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
-    def take(self, news: m.News) -> None:
+    def take(self, news: m.RunNews) -> None:
         self._status = news.status
         for record in news.records:
             self.num_steps += 1
@@ -146,15 +147,15 @@ class Record:
         summary = json.dumps(self.summary(self._status, status), indent=1) + "\n"
         replace_file(self._folder / "summary.json", summary.encode(), sync=False)
 
-    def summary(self, news: m.Status, status: str) -> dict[str, Any]:
+    def summary(self, news: RunStatus, status: str) -> dict[str, Any]:
         rewards = list(self._rewards.values())
         tokens, groups = news.tokens, news.groups
-        count = sum(news.staleness.values())
-        seconds = max(news.seconds, 1e-9)
+        count = sum(news.staleness_histogram.values())
+        seconds = max(news.elapsed_s, 1e-9)
         return {
             "mode": str(self._config.mode),
             "status": status,
-            "steps": news.step,
+            "steps": news.num_trained_steps,
             "version": news.version,
             "wall_s": round(time.monotonic() - self._began + self._before.get("wall_s", 0.0), 3),
             "start_s": self.start_s,
@@ -180,17 +181,19 @@ class Record:
             },
             "staleness": {
                 "bound": self._config.bound,
-                "admitted": news.admitted,
-                "max": max(news.staleness, default=0),
-                "mean": sum(k * n for k, n in news.staleness.items()) / count if count else 0.0,
-                "histogram": {str(k): news.staleness.get(k, 0) for k in range(self._config.bound + 1)},
+                "admitted": news.admission_lag,
+                "max": max(news.staleness_histogram, default=0),
+                "mean": sum(k * n for k, n in news.staleness_histogram.items()) / count if count else 0.0,
+                "histogram": {
+                    str(k): news.staleness_histogram.get(k, 0) for k in range(self._config.bound + 1)
+                },
             },
             "throughput": {
                 "generated_tokens_per_s": tokens.total / seconds,
                 "trained_tokens_per_s": tokens.trained / seconds,
-                "steps_per_s": (news.step - self._first_step) / seconds,
+                "steps_per_s": (news.num_trained_steps - self._first_step) / seconds,
             },
-            "idle": {"learner": news.learner_idle, "generators": news.generator_idle},
+            "idle": {"learner": news.learner_idle_share, "generators": news.generator_idle_share},
             "weights": {
                 "updates": news.weight_updates,
                 "bytes": news.weight_bytes,
@@ -206,7 +209,7 @@ class Record:
         }
 
 
-def in_summary(evaluation: m.Evaluation) -> dict[str, Any]:
+def in_summary(evaluation: EvaluationRecord) -> dict[str, Any]:
     """An evaluation with the 95 % interval of its mean (normal approximation)."""
     arm = 1.96 * evaluation.std / math.sqrt(evaluation.num_prompts)
     interval = [round(evaluation.reward - arm, 4), round(evaluation.reward + arm, 4)]
@@ -218,14 +221,14 @@ def in_summary(evaluation: m.Evaluation) -> dict[str, Any]:
     }
 
 
-def status_metrics(status: m.Status) -> dict[str, float]:
+def status_metrics(status: RunStatus) -> dict[str, float]:
     """The buffer's side of a step, for TensorBoard."""
-    seconds = max(status.seconds, 1e-9)
+    seconds = max(status.elapsed_s, 1e-9)
     metrics = {
         "throughput/generated_tokens_per_s": status.tokens.total / seconds,
         "throughput/trained_tokens_per_s": status.tokens.trained / seconds,
-        "idle/learner": status.learner_idle,
-        "idle/generators": status.generator_idle,
+        "idle/learner": status.learner_idle_share,
+        "idle/generators": status.generator_idle_share,
         "weights/bytes": status.weight_bytes,
         "weights/fetched_bytes": status.fetched_bytes,
         "weights/gb_per_s": gb_per_s(status),
@@ -240,7 +243,9 @@ def status_metrics(status: m.Status) -> dict[str, float]:
     }
     metrics |= {f"ledger/rejected_{reason}": count for reason, count in status.tokens.rejected.items()}
     metrics["scoring/abandoned"] = status.abandoned_scores
-    metrics |= {f"refused/{reason.replace(' ', '_')}": count for reason, count in status.refused.items()}
+    metrics |= {
+        f"refused/{reason.replace(' ', '_')}": count for reason, count in status.refused_requests.items()
+    }
     metrics |= {
         f"weights/lag_{name}": max(0, status.version - report.version)
         for name, report in status.generators.items()
@@ -249,7 +254,7 @@ def status_metrics(status: m.Status) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def gb_per_s(status: m.Status) -> float:
+def gb_per_s(status: RunStatus) -> float:
     """Bytes of the versions taken up, over the seconds from announced to in service (waiting for the engine left out)."""
     seconds = status.weight_updates * (status.prepare_s_mean + status.pause_s_mean)
     return status.weight_bytes / seconds / 1e9 if seconds else 0.0

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from buffers import events as e
 from buffers import messages as m
-from buffers.client import Taken
+from buffers.client import TakenBatch
 from buffers.event_log import read_events
 from buffers.segments import Reader
 from buffers.trajectory import SCHEMA
@@ -65,11 +65,11 @@ class Recording:
         ]
         return max(gone, default=-1) + 1
 
-    def take(self, step: int) -> Taken:
+    def take(self, step: int) -> TakenBatch:
         """Raises DamagedGroup when the journal's bytes have changed."""
         trained = self.steps[step]
         batches = [self._reader.read(self._contents[group]) for group in trained.groups]
-        return Taken(step, trained.groups, trained.weights, pa.Table.from_batches(batches, SCHEMA))
+        return TakenBatch(step, trained.groups, trained.weights, pa.Table.from_batches(batches, SCHEMA))
 
 
 class Playback:
@@ -81,11 +81,15 @@ class Playback:
         self._bar = progress.add_task("replay", total=last)
         self.metrics: list[dict[str, float]] = []
 
-    def next(self, step: int, wait_s: float) -> Taken | m.Over:
-        return self._recording.take(step) if step < self._last else m.Over(reason="the recording ends here")
+    def next(self, step: int, wait_s: float) -> TakenBatch | m.RunStopped:
+        return (
+            self._recording.take(step)
+            if step < self._last
+            else m.RunStopped(reason="the recording ends here")
+        )
 
-    def call(self, request: m.Request, expect: type[m.Done]) -> m.Done:
-        if isinstance(request, m.Consumed):
+    def call(self, request: m.Request, expect: type[m.Acknowledged]) -> m.Acknowledged:
+        if isinstance(request, m.ReportTrainedStep):
             recorded = sum(self._recording.steps[request.step].trained)
             if self._exact and request.num_trained != recorded:
                 raise ValueError(
@@ -98,10 +102,10 @@ class Playback:
             self._progress.update(
                 self._bar, completed=request.step + 1, description=f"step {request.step}  loss {loss:+.4f}"
             )
-        return m.Done()
+        return m.Acknowledged()
 
     def exchange(self, request: m.Request, *, wait_s: float = 0.0) -> tuple[m.Reply, list[memoryview]]:
-        return m.Done(), []
+        return m.Acknowledged(), []
 
     def close(self) -> None:
         self._writer.close()

@@ -143,13 +143,13 @@ def named_shortage_of_engine() -> Iterator[None]:
 @contextlib.contextmanager
 def heartbeat(client: BufferClient, name: str) -> Iterator[HeartbeatThread]:
     """The buffer hears of a rank of the learner. One that ends well says farewell; one that fails is heard of no more."""
-    heart = HeartbeatThread(client, partial(m.Alive, role=name), "loading the model")
+    heart = HeartbeatThread(client, partial(m.RoleHeartbeat, role=name), "loading the model")
     try:
         yield heart
     except BaseException:
         heart.close()
         raise
-    heart.close(m.Alive(role=name, activity="leaving", ended=True))
+    heart.close(m.RoleHeartbeat(role=name, activity="leaving", ended=True))
 
 
 class BufferRole(Role):

@@ -42,6 +42,7 @@ from buffers.client import BufferClient, BufferGone, KeysRefused, RefusedByBuffe
 from buffers.files import replace_file
 from buffers.journal import lock_journal
 from buffers.keys import KeyRole
+from buffers.run_status import RunStatus
 from buffers.samplers import load_sampler
 from configs import load as configs
 from configs.disk import DiskFull, is_disk_full
@@ -342,16 +343,16 @@ class Run:
     def _start_generator(self, generator: Any, address: str, name: str, seed: int, place: Placement) -> None:
         self._refs[generator.run.remote(address, name, seed, self._config.buffer.keys, place)] = name
 
-    def _start_beside_learner(self, status: m.Status) -> None:
+    def _start_beside_learner(self, status: RunStatus) -> None:
         """Once the learner has loaded; until its first batch it waits for no generator."""
         if self._after_learner and has_begun(status):
             self._console.say("the learner has loaded: the generators that share its GPU start")
             while self._after_learner:
                 self._after_learner.pop(0)()
 
-    def _watch(self, client: BufferClient, learner: LearnerRanks) -> tuple[str, m.News | None]:
+    def _watch(self, client: BufferClient, learner: LearnerRanks) -> tuple[str, m.RunNews | None]:
         """Until the end; returns how it ended, and the last news."""
-        news: m.News | None = None
+        news: m.RunNews | None = None
         stopping = False
         while not learner.ended():
             self._answers.check()
@@ -367,12 +368,12 @@ class Run:
                 self._console.say(
                     f"{self._signals.received}: stopping after the step under way and its checkpoint (again: at once)"
                 )
-                client.post(m.Stop(reason=self._signals.received))
+                client.post(m.StopRun(reason=self._signals.received))
                 stopping = True
             if stopping and (news is None or not has_begun(news.status)):
                 return "interrupted", news  # there is nothing to be saved
             try:
-                news = client.call(m.Watch(after=self._record.num_steps, wait_s=0.25), m.News)
+                news = client.call(m.WatchRun(after=self._record.num_steps, wait_s=0.25), m.RunNews)
             except BufferGone:
                 continue  # its role has ended, or will be heard again
             is_first = news.records and not self._record.num_steps
@@ -383,11 +384,11 @@ class Run:
                 self._console.say_what_stops(news.status)
             if is_first:
                 self._console.first_step(self._record.start_s)
-        news = client.call(m.Watch(after=self._record.num_steps, wait_s=0.0), m.News)
+        news = client.call(m.WatchRun(after=self._record.num_steps, wait_s=0.0), m.RunNews)
         self._record.take(news)
         return ("interrupted" if self._signals.received else "finished"), news
 
-    def _restart(self, learner: LearnerRanks, loss: Loss, client: BufferClient) -> m.News:
+    def _restart(self, learner: LearnerRanks, loss: Loss, client: BufferClient) -> m.RunNews:
         """The learner goes on from its newest checkpoint, and so does the buffer; generators notice no more than a longer step."""
         learner.kill()
         step = learner.newest_checkpoint()
@@ -395,11 +396,11 @@ class Run:
         times = f"restart {learner.num_restarts + 1} of {self._config.learner.max_restarts}"
         self._console.say(f"{loss}: the learner goes on {whence} ({times})")
         try:
-            client.call(m.Rewind(step=step or 0), m.Done, wait_s=PATIENCE_S)
+            client.call(m.RewindToStep(step=step or 0), m.Acknowledged, wait_s=PATIENCE_S)
         except BufferGone:
             self._ended_roles()  # raises what has ended the buffer, and with it the learner
             raise
-        news = client.call(m.Watch(after=self._record.num_steps, wait_s=0.0), m.News, wait_s=PATIENCE_S)
+        news = client.call(m.WatchRun(after=self._record.num_steps, wait_s=0.0), m.RunNews, wait_s=PATIENCE_S)
         for view in (self._record, self._console):
             view.take(news)  # the last that the dead have done, most of it to be done again
             view.rewind(step or 0)
@@ -421,7 +422,7 @@ class Run:
         """Lets the generators leave by themselves, then the buffer; whoever is too slow is killed with the cluster."""
         import ray
 
-        client.post(m.Stop(reason="the run is over"))
+        client.post(m.StopRun(reason="the run is over"))
         patience = time.monotonic() + 3.0
         generators = [ref for ref, name in self._refs.items() if name.startswith("generator")]
         ray.wait(generators, num_returns=len(generators), timeout=3.0) if generators else None
@@ -430,7 +431,9 @@ class Run:
             with suppress(
                 BufferGone, RefusedByBuffer, DiskFull
             ):  # steps that were trained since the driver has looked
-                self._record.take(client.call(m.Watch(after=self._record.num_steps, wait_s=0.0), m.News))
+                self._record.take(
+                    client.call(m.WatchRun(after=self._record.num_steps, wait_s=0.0), m.RunNews)
+                )
         stop_buffer()
         ray.wait(buffers, timeout=max(0.5, patience - time.monotonic())) if buffers else None
         client.close()
@@ -439,7 +442,7 @@ class Run:
         return result(ref, name, self._folder / "logs")
 
 
-def has_begun(status: m.Status) -> bool:
+def has_begun(status: RunStatus) -> bool:
     """True when the learner of this life is past its start, and may hold steps that are in no checkpoint."""
     learner = status.roles.get("learner-0")
     return status.version >= 0 and learner is not None and not learner.activity.startswith(STARTING)
@@ -463,10 +466,13 @@ class Fleet:
         address = self._config.buffer.address
         client = BufferClient(address, timeout_s=10.0, keys=self._config.buffer.keys)
         try:
-            news = client.call(m.Watch(after=sys.maxsize, wait_s=0.0), m.News)
+            news = client.call(m.WatchRun(after=sys.maxsize, wait_s=0.0), m.RunNews)
         except (BufferGone, RefusedByBuffer) as error:
             raise ValueError(f"buffer.address must be a running buffer's, got {address}: {error}") from error
-        print(f"{address} is at step {news.status.step}; starting {len(self._names)} generators", flush=True)
+        print(
+            f"{address} is at step {news.status.num_trained_steps}; starting {len(self._names)} generators",
+            flush=True,
+        )
         try:
             with cluster(self._config):
                 self._signals.install()
@@ -478,7 +484,7 @@ class Fleet:
             with suppress(BufferGone):  # as one that lets us in no more is, to us
                 for name in self._names:
                     client.post(
-                        m.Leave(generator=name)
+                        m.LeaveRun(generator=name)
                     )  # they have been killed: others may take their leases at once
             client.close()
 
@@ -505,7 +511,7 @@ class Fleet:
             for ref in done:
                 result(ref, refs.pop(ref), self._logs)
             try:
-                status = client.call(m.Watch(after=sys.maxsize, wait_s=0.0), m.News).status
+                status = client.call(m.WatchRun(after=sys.maxsize, wait_s=0.0), m.RunNews).status
             except BufferGone:
                 continue  # the run is over, or its host is gone: the generators find out by themselves
             for name in self._names:

@@ -20,7 +20,15 @@ STALLED_S = 2.0
 PATIENCE_S = 30.0
 """A request is taken in, and an honest one answered, within this time, however busy the machine is."""
 ENDED, ENDLESS = "unfinished messages ended by the server", "messages that do not end"
-LEARNERS_OWN = m.Publish | m.Consumed | m.Checkpointed | m.Rewind | m.Stop | m.Finish | m.Next
+LEARNERS_OWN = (
+    m.PublishVersion
+    | m.ReportTrainedStep
+    | m.ReportCheckpoint
+    | m.RewindToStep
+    | m.StopRun
+    | m.AwaitEvaluations
+    | m.RequestBatch
+)
 """Requests that only keys can forbid: where there are none, an attack that came out as a right one is not sent."""
 
 
@@ -138,7 +146,9 @@ class BufferAttack:
         self._forge = Forge(m.Request, rng, ["x", "stranger", "y" * 200])
         self._frames, self._numbers = hand_made(rng), itertools.count()
         self._leases: list[m.Lease] = [
-            m.Lease(id=1, split="train", task="t", index=0, seed=0, group=0, due=0, floor=0, num_samples=2)
+            m.Lease(
+                id=1, split="train", task="t", index=0, seed=0, group=0, due=0, min_version=0, num_samples=2
+            )
         ]
         self._payloads = [encode(to_batch(rows_of(self._leases[0], 0) * n)).to_pybytes() for n in (1, 3)]
         self._corpus = [self._forge.right() for _ in range(300)]
@@ -160,7 +170,9 @@ class BufferAttack:
                 self._hand_in(number)
             case "leases":
                 body = m.encoder.encode(
-                    m.Ask(generator="stranger", count=rng.randrange(3), wait_s=rng.choice([0.0, 0.05]))
+                    m.RequestLeases(
+                        generator="stranger", count=rng.randrange(3), wait_s=rng.choice([0.0, 0.05])
+                    )
                 )
                 self.attacker.send("leases asked for", [number, body])
             case "frames":
@@ -173,27 +185,27 @@ class BufferAttack:
 
     def listen(self) -> None:
         for reply in self.attacker.read(m.reply_decoder.decode):
-            if isinstance(reply, m.Work):
+            if isinstance(reply, m.LeaseGrant):
                 self._leases = (self._leases + reply.leases)[-50:]
 
     def _send(self, kind: str, number: bytes, body: bytes) -> None:
         try:
             request = m.decode_request(body)
-        except m.Undecodable:
+        except m.UndecodableRequest:
             request = None
         forbidden = isinstance(request, LEARNERS_OWN)
-        if (forbidden and not self._has_key) or (isinstance(request, m.Ask) and request.count > 3):
+        if (forbidden and not self._has_key) or (isinstance(request, m.RequestLeases) and request.count > 3):
             return self.strike()  # it came out right, and would take the run from those whose it is
         kind = "right ones that are a learner's or an operator's" if forbidden else kind
         self.attacker.send(kind, [number, body])
 
     def right(self) -> list[bytes]:
         """A message that nobody forbids to the owner of any key."""
-        return [b"n", m.encoder.encode(m.Watch(after=2**63 - 1, wait_s=0.0))]
+        return [b"n", m.encoder.encode(m.WatchRun(after=2**63 - 1, wait_s=0.0))]
 
     def _hand_in(self, number: bytes) -> None:
         rng, lease = self._rng, self._rng.choice(self._leases)
-        request = m.Submit(
+        request = m.SubmitGroups(
             generator="stranger", leases=[lease.id], schema=rng.choice([SCHEMA_VERSION] * 9 + [0])
         )
         if rng.random() < 0.3:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pyarrow as pa
 
 from buffers import events as e
-from buffers import messages as m
 from buffers.book_state import export_book
 from buffers.buffer import Buffer
 from buffers.event_log import read_events
 from buffers.prompts import PromptOrder
+from buffers.run_status import RunStatus
 from buffers.segments import Reader
 from buffers.trajectory import flat
 from configs.schema import Config, OnLate
@@ -53,7 +53,7 @@ class Records:
     num_undone: int = 0
 
 
-def audit(folder: Path, config: Config, train: Train, status: m.Status | None = None) -> Audit:
+def audit(folder: Path, config: Config, train: Train, status: RunStatus | None = None) -> Audit:
     """Audits the run in `folder`. `status` is what its server said of itself at the end, when nothing was under way."""
     found = Audit()
     bring_back(folder)
@@ -279,7 +279,7 @@ def _check_epochs(config: Config, records: Records, found: Audit) -> None:
 
 
 def _check_ledger(
-    folder: Path, config: Config, records: Records, status: m.Status | None, found: Audit
+    folder: Path, config: Config, records: Records, status: RunStatus | None, found: Audit
 ) -> None:
     """The newest state and the log since, and the log alone from its beginning, must make the same ledger, which closes
     and agrees with the journal and with `status`."""

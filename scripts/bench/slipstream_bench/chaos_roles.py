@@ -20,6 +20,7 @@ from buffers import files, journal
 from buffers import messages as m
 from buffers.buffer import Buffer
 from buffers.client import BufferClient, BufferGone, RefusedByBuffer
+from buffers.run_status import GeneratorReport
 from buffers.server import BufferServer
 from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode, flat, to_batch
 from configs.disk import DiskFull
@@ -114,7 +115,7 @@ def produce(config: Config, folder: Path, seed: int, name: str) -> None:
     """Makes groups; writes down each that the buffer has acknowledged as accepted."""
     rng = random.Random(f"{seed} {name} {time.time_ns()}")
     client = BufferClient(config.buffer.address, timeout_s=30.0)
-    client.call(m.Join(generator=name), m.Welcome)
+    client.call(m.JoinRun(generator=name), m.JoinedRun)
     record = open(folder / f"{name}.acknowledged", "a", buffering=1)  # noqa: SIM115
     waiting: dict[int, m.Lease] = {}  # leased, by lease
     submitted: dict[int, list[m.Lease]] = {}  # by request
@@ -122,40 +123,42 @@ def produce(config: Config, folder: Path, seed: int, name: str) -> None:
     version, beat_at = -1, 0.0
     while True:
         if asked is None and len(waiting) < 4:
-            asked = client.post(m.Ask(generator=name, count=4, wait_s=2.0))
+            asked = client.post(m.RequestLeases(generator=name, count=4, wait_s=2.0))
         if time.monotonic() - beat_at > 0.3:
             beat_at = time.monotonic()
-            report = m.GeneratorReport(
+            report = GeneratorReport(
                 version=version, alive_s=1
             )  # fmt: skip
             held = [*waiting, *(lease.id for leases in submitted.values() for lease in leases)]
-            client.post(m.Heartbeat(generator=name, progress=dict.fromkeys(held, 0), report=report))
+            client.post(m.GeneratorHeartbeat(generator=name, progress=dict.fromkeys(held, 0), report=report))
         for answer in client.receive(0.02):
             match answer.reply:
-                case m.Work(leases=leases):
+                case m.LeaseGrant(leases=leases):
                     asked = None if answer.number == asked else asked
                     version = answer.reply.version
                     waiting |= {lease.id: lease for lease in leases}
-                case m.Standing(revoked=revoked):
+                case m.GeneratorStanding(revoked=revoked):
                     version = answer.reply.version
                     for lease in revoked:
                         if waiting.pop(lease, None) is not None:
                             client.post(
-                                m.Fail(
+                                m.FailLease(
                                     generator=name, lease=lease, num_tokens=0, error="revoked", revoked=True
                                 )
                             )
-                case m.Receipt(leases=ids, verdicts=verdicts):
+                case m.LeaseReceipt(leases=ids, verdicts=verdicts):
                     mine = {lease.id: lease for lease in submitted.pop(answer.number, [])}
                     for lease_id, verdict in zip(ids, verdicts, strict=True):
                         if verdict == "accepted" and lease_id in mine:
                             record.write(f"{lease_id} {mine[lease_id].group}\n")
-        ready = [lease for lease in waiting.values() if lease.floor <= version and rng.random() < 0.3]
+        ready = [lease for lease in waiting.values() if lease.min_version <= version and rng.random() < 0.3]
         if ready:
             for one in ready:
                 del waiting[one.id]
             batch = to_batch([row for lease in ready for row in rows_of(lease, version, name, rng)])
-            request = m.Submit(generator=name, leases=[lease.id for lease in ready], schema=SCHEMA_VERSION)
+            request = m.SubmitGroups(
+                generator=name, leases=[lease.id for lease in ready], schema=SCHEMA_VERSION
+            )
             submitted[client.post(request, encode(batch))] = ready
 
 
@@ -163,7 +166,7 @@ def rows_of(lease: m.Lease, version: int, name: str, rng: random.Random) -> list
     rows = []
     for sample in range(lease.num_samples):
         length = rng.randint(1, 40)
-        versions = sorted(rng.randint(lease.floor, version) for _ in range(length))
+        versions = sorted(rng.randint(lease.min_version, version) for _ in range(length))
         rows.append(
             Trajectory(
                 group=lease.group, sample=sample, due=lease.due, prompt_id=lease.index, task=lease.task,
@@ -183,34 +186,34 @@ def consume(config: Config, folder: Path) -> None:
     life = os.getpid()
     record = open(folder / "consumer.states", "a", buffering=1)  # noqa: SIM115
     while True:
-        client.call(m.Publish(version=step, weights=f"{life}/{step}"), m.Done)
-        while isinstance(taken := client.next(step, wait_s=5.0), m.NotYet):
+        client.call(m.PublishVersion(version=step, manifest_locator=f"{life}/{step}"), m.Acknowledged)
+        while isinstance(taken := client.next(step, wait_s=5.0), m.NotReadyYet):
             pass
-        if isinstance(taken, m.Over):
+        if isinstance(taken, m.RunStopped):
             return
         state = train(state, taken.table)
         versions = flat(taken.table, "versions")
         mine = versions[versions >= 0]
         trained = int(((step - mine >= 0) & (step - mine <= STALENESS)).sum())
-        done = m.Consumed(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
-        client.call(done, m.Done)
+        done = m.ReportTrainedStep(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
+        client.call(done, m.Acknowledged)
         record.write(f"{step} {state}\n")
         step += 1
         if step % CHECKPOINT_EVERY == 0:
             kept = save(folder / "checkpoints", step, state)
-            client.call(m.Checkpointed(step=step, oldest=kept[0]), m.Done)
+            client.call(m.ReportCheckpoint(step=step, oldest=kept[0]), m.Acknowledged)
 
 
 def go_back(client: BufferClient, folder: Path) -> tuple[int, str]:
     """The newest checkpoint that the buffer can go back to, and its state: a repair may have lost the last steps."""
     for step in sorted((int(path.stem) for path in folder.glob("checkpoints/*.json")), reverse=True):
         try:
-            client.call(m.Rewind(step=step), m.Done)
+            client.call(m.RewindToStep(step=step), m.Acknowledged)
         except RefusedByBuffer:
             (folder / "checkpoints" / f"{step}.json").unlink()
             continue
         return step, json.loads((folder / "checkpoints" / f"{step}.json").read_text())["state"]
-    client.call(m.Rewind(step=0), m.Done)
+    client.call(m.RewindToStep(step=0), m.Acknowledged)
     return 0, ""
 
 
