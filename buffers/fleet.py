@@ -145,7 +145,7 @@ class Fleet:
         return {
             "generators": dict(sorted(self._lives.items())),
             "roles": self.roles(now),
-            "generator_idle": sum(life.idle_s for life in lives) / alive if alive else 0.0,
+            "generator_idle_share": sum(life.idle_s for life in lives) / alive if alive else 0.0,
             "weight_updates": updates,
             "weight_bytes": sum(life.update_bytes for life in lives),
             "fetched_bytes": sum(life.fetched_bytes for life in lives),

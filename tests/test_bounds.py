@@ -150,7 +150,7 @@ def test_no_number_overflows_the_status_or_the_log(
     before = run.status()
     assert run.server.buffer.ledger.closes() and before.tokens.total < 1000, before.tokens
     assert (
-        before.refused_requests["malformed message"] + before.refused.get("out of bounds", 0)
+        before.refused_requests["malformed message"] + before.refused_requests.get("out of bounds", 0)
         > len(bodies) // 2
     )
     run.close()
