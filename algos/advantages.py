@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from algos.returns import discounted, gae, length_adaptive_lambda, turn_gae, vtrace
-from configs.algorithms import Advantage, AlgoConfig, Span
+from configs.advantages import Advantage, Span
+from configs.algo import AlgoConfig
 
 
 def _group_mean(values: Tensor, group: Tensor, size: Tensor) -> Tensor:
@@ -151,7 +152,7 @@ ADVANTAGES: dict[Advantage, Function] = {
 
 def value_targets(samples: Samples, algo: AlgoConfig) -> Tensor:
     """[T] what the critic learns: the returns of `gae` with λ = `critic_lam`, or V-trace's targets."""
-    if algo.advantage is Advantage.vtrace:
+    if algo.advantage.corrects_itself:
         return _vtrace(samples, algo)[1]
     return _gae(samples, algo, algo.gae.critic_lam)[1]
 

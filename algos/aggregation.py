@@ -6,7 +6,7 @@ The weights come from the whole minibatch, so sums over microbatches and ranks e
 import torch
 from torch import Tensor
 
-from configs.algorithms import Aggregation
+from configs.algo import Aggregation
 
 
 def token_weights(

@@ -11,7 +11,8 @@ from torch import Tensor
 from algos import kl
 from algos.ratios import clamped, sequence_mean, sequence_sum
 from algos.surrogates import second_moment_mask
-from configs.algorithms import AlgoConfig, Correction, Level, RejectionConfig
+from configs.algo import AlgoConfig
+from configs.corrections import Correction, Level, RejectionConfig
 
 
 def token_tis(log_ratio: Tensor, cap: float) -> Tensor:
@@ -86,15 +87,16 @@ def off_policy_weights(
 ) -> Tensor:
     """[T] what the composition weighs each token by: correction × rejection × M2PO's mask, normalised where that is asked for.
 
-    `log_ratio` [T] is log π_p − log μ, 0 where not trained. Where `algo.needs_minibatch`, all columns must be of the whole minibatch.
+    `log_ratio` [T] is log π_p − log μ, 0 where not trained. Where `algo.needs_whole_minibatch`, all columns must be of the whole minibatch.
     """
     log_ratio = torch.where(mask, log_ratio.detach(), 0.0)
     weights = correction_weights(algo, log_ratio, mask, sequence) * rejection(
         log_ratio, mask, sequence, algo.rejection
     )
-    if algo.surrogate == "m2po":
-        weights = weights * second_moment_mask(log_ratio, advantages, mask, algo.m2po.threshold)
-    return normalised(weights, mask) if algo.normalise_weights else weights
+    threshold = algo.surrogate_section.second_moment_threshold
+    if threshold is not None:
+        weights = weights * second_moment_mask(log_ratio, advantages, mask, threshold)
+    return normalised(weights, mask) if algo.normalize_weights else weights
 
 
 def correction_weights(algo: AlgoConfig, log_ratio: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:

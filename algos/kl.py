@@ -17,7 +17,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from algos.ratios import clamped
-from configs.algorithms import Estimator
+from configs.kl import Estimator
 
 
 def k1(logprobs: Tensor, other: Tensor) -> Tensor:

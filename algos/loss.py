@@ -12,7 +12,7 @@ from torch import Tensor
 from algos import kl, metrics
 from algos.corrections import off_policy_weights
 from algos.surrogates import SURROGATES, Tokens
-from configs.algorithms import AlgoConfig
+from configs.algo import AlgoConfig
 
 
 def policy_loss(
@@ -52,7 +52,7 @@ def policy_loss(
             algo, tokens.proximal - tokens.behavior, tokens.advantages, mask, sequence
         )
     correction = kept(correction)
-    objective = SURROGATES[algo.surrogate](tokens, algo.loss)
+    objective = SURROGATES[algo.surrogate](tokens, algo.surrogate_section)
     penalty = torch.zeros_like(objective)
     if reference_logprobs is not None:
         penalty = kl.ESTIMATORS[algo.kl.estimator](tokens.logprobs, kept(reference_logprobs))

@@ -13,7 +13,7 @@ from algos import kl
 from algos.corrections import correction_weights
 from algos.ratios import clamped, sequence_mean, sequence_sum
 from algos.surrogates import SURROGATES, Tokens
-from configs.algorithms import AlgoConfig, Correction
+from configs.algo import AlgoConfig
 
 BUCKETS = {"0": 0, "1": 1, "2_3": 2, "4_7": 4, "8_15": 8, "16_up": 16}
 """Staleness, by the least of each bucket."""
@@ -34,15 +34,15 @@ def sums(
     """Of a microbatch: columns [buckets of staleness], bins, and numbers. All columns [T] are 0 where not trained."""
     mask = tokens.mask
     log_ratio = clamped(tokens.logprobs - tokens.proximal)
-    if algo.surrogate == "gspo":
+    if algo.surrogate_section.compares_sequences:
         log_ratio = sequence_mean(log_ratio, mask, tokens.sequence)
     ell = clamped(tokens.logprobs - tokens.behavior).double()
     rho, nothing = ell.exp(), torch.zeros_like(ell)
-    truncates = algo.correction in (Correction.token_tis, Correction.sequence_tis)
+    truncates = algo.correction.truncates
     unscaled = correction
-    if algo.normalise_weights:
+    if algo.normalize_weights:
         unscaled = correction_weights(algo, tokens.proximal - tokens.behavior, mask, tokens.sequence)
-    weight = correction * _own_weight(algo, tokens) if algo.loss.corrects else correction
+    weight = correction * _own_weight(algo, tokens) if algo.surrogate_section.corrects_itself else correction
     columns = {
         "tokens": mask,
         "entropy": entropy,
@@ -99,7 +99,7 @@ def _gradient(algo: AlgoConfig, tokens: Tokens) -> Tensor:
     """[T] of the surrogate, with respect to log π_θ."""
     with torch.enable_grad():
         leaf = tokens.logprobs.detach().requires_grad_()
-        objective = SURROGATES[algo.surrogate](replace(tokens, logprobs=leaf), algo.loss)
+        objective = SURROGATES[algo.surrogate](replace(tokens, logprobs=leaf), algo.surrogate_section)
         (gradient,) = torch.autograd.grad(objective.sum(), leaf)
     return gradient
 

@@ -15,7 +15,7 @@ from buffers.groups import (
 )
 from buffers.leases import LeaseBook
 from buffers.state import BookState, StepState
-from configs.schema import OnLate
+from configs.staleness import OnLate
 
 
 def apply_event(book: LeaseBook, event: e.AnyEvent, now: float) -> None:

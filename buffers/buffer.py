@@ -49,7 +49,9 @@ from buffers.trajectory import (
 )
 from buffers.vocabulary import read_routing, read_vocabulary
 from buffers.watchdog import Stuck, Watchdog
-from configs.schema import Config, OnLate, Retention
+from configs.buffer import Retention
+from configs.schema import Config
+from configs.staleness import OnLate
 
 log = logging.getLogger("slipstream.buffer")
 
@@ -70,7 +72,7 @@ class Buffer:
     ) -> None:
         """Opens the journal in `folder`, and goes on from what it holds: with `resume_step`, from the checkpoint of that
         step. Raises ValueError for a step that it cannot go back to, and when another process writes the journal."""
-        self._config, self._clock, self._bound = config, clock, config.bound
+        self._config, self._clock, self._bound = config, clock, config.max_versions
         self._vocabulary = read_vocabulary(Path(config.model.path))
         self._routing = read_routing(Path(config.model.path), config.learner.moe.router_replay)
         self.ledger = Ledger()

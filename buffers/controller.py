@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Mapping
 
-from configs.schema import Controller, StalenessConfig
+from configs.staleness import Controller, StalenessConfig
 
 log = logging.getLogger("slipstream.buffer")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from buffers import events as e
 from buffers.files import numbers_in
 from buffers.state import state_numbers
-from configs.schema import Durability
+from configs.buffer import Durability
 
 Place = tuple[int, int]
 """(number of the file, byte in it)."""

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 
 from buffers import events as e
 from buffers.state import AttemptState, GroupState
-from configs.schema import Config, OnLate
+from configs.schema import Config
+from configs.staleness import OnLate
 
 
 @dataclass(slots=True)
@@ -172,7 +173,7 @@ def make_terms(config: Config) -> Terms:
     return Terms(
         groups_per_step=config.learner.groups_per_step,
         steps=config.run.steps,
-        max_versions=config.bound,
+        max_versions=config.max_versions,
         on_late=config.staleness.on_late,
         samples_per_prompt=config.learner.samples_per_prompt,
         lease_s=config.buffer.lease_s,

@@ -42,9 +42,9 @@ from buffers.state import (
     state_path,
     write_state,
 )
+from configs.buffer import Durability
 from configs.disk import write_all
 from configs.host import boot_id
-from configs.schema import Durability
 
 log = logging.getLogger("slipstream.buffer")
 

@@ -31,7 +31,7 @@ from buffers.places import Places
 from buffers.prompts import PromptOrder
 from buffers.samplers import Fifo, Sampler, draw
 from buffers.staleness import admits, floor
-from configs.schema import OnLate
+from configs.staleness import OnLate
 
 MAX_DEAD = 10_000  # lost leases remembered, so that what their generators still say of them is understood
 

@@ -36,7 +36,7 @@ def num_sampled(length: int) -> int:
 def is_probed(config: Config, version: int) -> bool:
     """Is this version probed wherever it stands in a life of the learner?"""
     every = config.learner.parity_every
-    return every > 0 and config.bound > 0 and 0 < version < config.run.steps and version % every == 0
+    return every > 0 and config.max_versions > 0 and 0 < version < config.run.steps and version % every == 0
 
 
 class Probes:

@@ -13,8 +13,8 @@ from buffers.leases import LeaseBook
 from buffers.segments import Reader, is_closed, schema_version, segment_numbers, segment_path
 from buffers.state import State, read_newest_state
 from buffers.trajectory import SCHEMA_VERSION
+from configs.buffer import Durability
 from configs.host import boot_id
-from configs.schema import Durability
 
 
 @dataclass(slots=True)

@@ -32,8 +32,9 @@ from buffers.segments import HEAD, is_closed, segment_numbers, segment_path
 from buffers.staleness import count
 from buffers.state import State, read_newest_state
 from buffers.trajectory import Expected, Facts, check_groups, decode, encode
+from configs.buffer import Durability
 from configs.host import boot_id
-from configs.schema import Durability, OnLate
+from configs.staleness import OnLate
 
 LOST_LEASE = "lost by the log"
 """The generator of a lease whose line is lost."""

@@ -31,7 +31,8 @@ from buffers.process import keep_freed_memory
 from buffers.refusal import Refusal
 from buffers.run_status import RunStatus
 from buffers.watchdog import Stuck
-from configs.schema import Config, Durability
+from configs.buffer import Durability
+from configs.schema import Config
 from configs.sockets import hide_names
 
 __all__ = ["BufferServer", "Stuck"]

@@ -1,278 +1,194 @@
-"""The learner's settings: what trains, how it is divided over ranks, and what it costs in memory."""
+"""`learner`: what trains, how a batch is divided, and the optimizer."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
-from configs.rules import gpu_share, not_negative, positive, within_one
+from configs.parallel import FsdpConfig, LoraConfig, MegatronConfig, MoeConfig
+from configs.rules import NOT_NEGATIVE, POSITIVE, SHARE, Rule, above_up_to, gpu_share
+from configs.setting import Condition, Section, section, setting
+
+ADAM_BETAS = (0.9, 0.99)
+"""Decay of AdamW's first and second moment, unless `learner.betas` says otherwise."""
+
+BETAS = Rule("two numbers in [0, 1)", lambda values: len(values) == 2 and all(0 <= b < 1 for b in values))
 
 
 class LearnerKind(StrEnum):
+    """The training engine."""
+
     fsdp = "fsdp"
+    """FSDP2 over a Hugging Face model."""
     megatron = "megatron"
+    """Megatron-core (extra `megatron`)."""
     simulated = "simulated"
+    """Keeps time like a real learner and trains nothing. For benchmarks of overlap."""
 
 
 class Attention(StrEnum):
+    """The attention kernel of the FSDP engine, over packed sequences."""
+
     auto = "auto"
+    """`flash_attention_2` where a GPU and flash-attn exist, `varlen` on other GPUs (not for a model that caps its
+    attention scores), else `packed_sdpa`."""
     packed_sdpa = "packed_sdpa"
+    """PyTorch's scaled dot product, one sequence at a time. Runs everywhere."""
     varlen = "varlen"
+    """PyTorch's kernel for sequences of different lengths. GPU only."""
     flash_attention_2 = "flash_attention_2"
-
-
-class Accumulate(StrEnum):
-    reduce = "reduce"
-    whole = "whole"
-
-
-class LoraPublish(StrEnum):
-    merged = "merged"
-    adapter = "adapter"
-
-
-class CriticPlace(StrEnum):
-    with_actor = "with_actor"
-    own = "own"
+    """The package flash-attn. GPU only."""
 
 
 @dataclass(kw_only=True, slots=True)
-class FsdpConfig:
-    """`learner.engine=fsdp`."""
+class LearnerConfig(Section):
+    """The training engine, the division of a batch, and the optimizer."""
 
-    replicas: int = 1
-    """Hybrid sharding: the model is sharded over ranks / replicas ranks, and held `replicas` times. 1: over all ranks."""
-    sequence_parallel: int = 1
-    """Ulysses (2023): so many ranks share the tokens of each microbatch, and in attention its heads: for long sequences."""
-    cpu_offload: bool = False
-    """Parameters, gradients and optimizer live in the host's memory; the GPU holds the layer at work."""
-    accumulate: Accumulate = Accumulate.reduce
-    """Gradients of several microbatches: `reduce` shards them after each one; `whole` keeps them unsharded on every rank, and shards
-    them once an update: less to send, but 4 bytes for each trained parameter of the whole model, on each rank's GPU."""
-    compile: bool = False
-    """`torch.compile` of each layer (GPU)."""
-    liger: bool = False
-    """Liger's fused norm, rope and SwiGLU kernels (GPU, extra `liger`)."""
-
-    def problems(self) -> list[str]:
-        return positive(
-            **{
-                "learner.fsdp.replicas": self.replicas,
-                "learner.fsdp.sequence_parallel": self.sequence_parallel,
-            }
-        )
-
-
-@dataclass(kw_only=True, slots=True)
-class MegatronConfig:
-    """`learner.engine=megatron` (extra `megatron`). What the three leave of `learner.ranks` is data parallel, with the distributed
-    optimizer."""
-
-    tensor_parallel: int = 1
-    """Ranks that share each layer's matrices; above 1 with Megatron's sequence parallelism."""
-    pipeline_parallel: int = 1
-    """Stages, each with a share of the layers."""
-    expert_parallel: int = 1
-    """Data-parallel ranks that share the experts of a mixture."""
-
-    def problems(self) -> list[str]:
-        return positive(
-            **{
-                "learner.megatron.tensor_parallel": self.tensor_parallel,
-                "learner.megatron.pipeline_parallel": self.pipeline_parallel,
-                "learner.megatron.expert_parallel": self.expert_parallel,
-            }
-        )
-
-
-@dataclass(kw_only=True, slots=True)
-class LoraConfig:
-    """Low-rank adaptation (Hu et al., 2021) by peft: the policy's matrices stay as they are, and adapters are trained."""
-
-    rank: int | None = None
-    """Rank of the adapters; None trains the whole model."""
-    alpha: float = 32.0
-    """The adapter's product counts alpha / rank."""
-    targets: str = "all-linear"
-    """Which matrices are adapted: `all-linear`, or names divided by commas (`q_proj,v_proj`)."""
-    publish: LoraPublish = LoraPublish.merged
-    """What is published: the whole model with the adapters merged in, or the adapters alone, which generators merge."""
-
-    def problems(self) -> list[str]:
-        return positive(**{"learner.lora.rank": self.rank, "learner.lora.alpha": self.alpha})
-
-
-@dataclass(kw_only=True, slots=True)
-class MoeConfig:
-    """Mixtures of experts, in either engine."""
-
-    aux_loss_coefficient: float = 0.0
-    """Weight of the auxiliary load-balancing loss (`learners/routing.py`: 1 a layer where the load is even), over all tokens of a
-    minibatch. Above 0 each update runs forward once more, to count where they go."""
-
-    router_replay: bool = False
-    """Training sends every token to the experts that the generator's routers chose for it (R3: Ma et al., 2025, arXiv 2510.11370), which
-    each trajectory then records; their weights are the trained router's. Otherwise rounding makes some tokens choose others."""
-
-    def problems(self) -> list[str]:
-        return not_negative(**{"learner.moe.aux_loss_coefficient": self.aux_loss_coefficient})
-
-
-@dataclass(kw_only=True, slots=True)
-class PlacementConfig:
-    critic: CriticPlace = CriticPlace.with_actor
-    """Where a critic lives: on the ranks of the policy, which train one after the other, or on ranks of its own, at the same time."""
-    critic_ranks: int = 1
-    """`own` only: how many."""
-
-    def problems(self) -> list[str]:
-        return positive(**{"placement.critic_ranks": self.critic_ranks})
-
-
-@dataclass(kw_only=True, slots=True)
-class LearnerConfig:
-    engine: LearnerKind = LearnerKind.fsdp
-    ranks: int = 1
-    """Processes that share the model; one GPU each where there are GPUs."""
-    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
-    megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    moe: MoeConfig = field(default_factory=MoeConfig)
-    max_restarts: int = 3
-    """How often the learner may lose a rank and go on from its newest checkpoint before the run stops."""
-    groups_per_step: int = 64
-    """B: groups that one step consumes."""
-    samples_per_prompt: int = 8
+    engine: LearnerKind = setting(LearnerKind.fsdp)
+    """The training engine."""
+    ranks: int = setting(1, POSITIVE)
+    """Processes that share the model. One GPU each where there are GPUs."""
+    fsdp: FsdpConfig = section(FsdpConfig)
+    megatron: MegatronConfig = section(MegatronConfig)
+    lora: LoraConfig = section(LoraConfig)
+    moe: MoeConfig = section(MoeConfig)
+    max_restarts: int = setting(3, NOT_NEGATIVE)
+    """Lost ranks after which the run stops. Before that the learner goes on from its newest checkpoint."""
+    groups_per_step: int = setting(64, POSITIVE)
+    """Groups that one step consumes (B)."""
+    samples_per_prompt: int = setting(8, POSITIVE)
     """Trajectories in a group."""
-    minibatches: int = 1
-    """Optimizer updates in a step; must divide `groups_per_step`."""
-    tokens_per_microbatch: int = 16384
-    """Packed tokens that one forward pass holds at most; a longer sequence goes alone."""
-    lr: float = 2e-4
-    """Peak learning rate of AdamW."""
-    warmup_steps: int = 10
+    minibatches: int = setting(1, POSITIVE)
+    """Optimizer updates in a step. Must divide `groups_per_step`."""
+    tokens_per_microbatch: int = setting(16384, POSITIVE)
+    """Packed tokens that one forward pass holds at most. A longer sequence goes alone."""
+    lr: float = setting(2e-4, POSITIVE)
+    """Peak learning rate of AdamW. The default is for the tiny model; 1e-6 to 1e-5 is usual for whole pretrained
+    models."""
+    warmup_steps: int = setting(10, NOT_NEGATIVE)
     """Steps over which the learning rate rises linearly from zero."""
-    lr_end: float = 0.1
-    """Share of `lr` that is left after `decay_steps`; 1: it does not fall."""
-    decay_steps: int | None = None
-    """Steps, counted from the first, over which it falls linearly, once it has risen. None: the `run.steps` that the run began with, also
-    where it goes on to more."""
-    weight_decay: float = 0.0
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
-    max_grad_norm: float = 1.0
-    activation_checkpointing: bool = False
-    attention: Attention = Attention.auto
-    """`auto`: `flash_attention_2` where a GPU and flash-attn are found, `varlen` on other GPUs (not for a model that
-    caps its attention scores), else `packed_sdpa`."""
-    threads: int | None = 1
-    """CPU threads of a rank; None leaves the choice to torch. On a machine that generators share, one is fastest: threads
+    lr_end: float = setting(0.1, SHARE)
+    """Share of `lr` that is left after `decay_steps`. 1: the rate does not fall."""
+    decay_steps: int | None = setting(None, POSITIVE)
+    """Steps, counted from the first, over which the rate falls linearly once it has risen. Null: the `run.steps` that the
+    run began with, also where the run is continued to more steps."""
+    weight_decay: float = setting(0.0, NOT_NEGATIVE)
+    """Weight decay of AdamW."""
+    betas: list[float] = setting(list(ADAM_BETAS), BETAS)
+    """Decay of AdamW's first and second moment."""
+    max_grad_norm: float = setting(1.0, POSITIVE)
+    """Norm to which a larger gradient is scaled down."""
+    activation_checkpointing: bool = setting(False)
+    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
+    attention: Attention = setting(Attention.auto)
+    """Attention kernel of the FSDP engine."""
+    threads: int | None = setting(1, POSITIVE)
+    """CPU threads of a rank. Null leaves the choice to torch. On a machine that generators share, one is fastest: threads
     that spin while they wait take the cores from the engines."""
-    checkpoint_every: int = 50
-    """Steps between checkpoints; one is also written at the end and when a run is stopped."""
-    keep_checkpoints: int = 2
-    """Checkpoints kept; older ones are deleted."""
-    parity_tolerance: float | None = None
-    """Largest difference of a token's log-probability between generator and learner that counts as rounding; the mean must be below a
-    tenth of it (`learners/parity.py`). None: 1e-3 for float32, 1 for bfloat16, over the sampling temperature where that is below 1."""
-    parity_every: int = 50
-    """Steps between parity probes of an asynchronous run, for which the learner waits as long as an engine takes to sample 32 tokens;
-    0: only before the first step. At S = 0 every step compares its own tokens."""
-    gpus: float | None = None
-    """GPUs of one rank; None divides what the driver's host has between generators and learner (docs/learner.md); 0: the CPU."""
-    gpu_memory_fraction: float | None = None
-    """Share of its GPU's memory that a rank may take. None: all, or an even part of 0.9 where engines share the GPU."""
-
-    def problems(self) -> list[str]:
-        found = positive(
-            **{
-                "learner.ranks": self.ranks,
-                "learner.groups_per_step": self.groups_per_step,
-                "learner.samples_per_prompt": self.samples_per_prompt,
-                "learner.minibatches": self.minibatches,
-                "learner.tokens_per_microbatch": self.tokens_per_microbatch,
-                "learner.lr": self.lr,
-                "learner.decay_steps": self.decay_steps,
-                "learner.max_grad_norm": self.max_grad_norm,
-                "learner.threads": self.threads,
-                "learner.checkpoint_every": self.checkpoint_every,
-                "learner.keep_checkpoints": self.keep_checkpoints,
-                "learner.parity_tolerance": self.parity_tolerance,
-                "learner.gpu_memory_fraction": self.gpu_memory_fraction,
-            }
-        )
-        found += within_one(
-            **{"learner.gpu_memory_fraction": self.gpu_memory_fraction, "learner.lr_end": self.lr_end}
-        )
-        found += gpu_share("learner.gpus", self.gpus, most=1)
-        found += not_negative(
-            **{"learner.max_restarts": self.max_restarts, "learner.parity_every": self.parity_every}
-        )
-        found += self.fsdp.problems() + self.megatron.problems() + self.lora.problems() + self.moe.problems()
-        found = found or self._of_engine()
-        if self.minibatches > 0 and self.groups_per_step % self.minibatches:
-            found.append(
-                f"learner.minibatches must divide learner.groups_per_step, got {self.minibatches} and {self.groups_per_step}"
-            )
-        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
-            found.append(f"learner.betas must be two numbers in [0, 1), got {list(self.betas)}")
-        if self.warmup_steps < 0:
-            found.append(f"learner.warmup_steps must be >= 0, got {self.warmup_steps}")
-        if self.lr_end < 0:
-            found.append(f"learner.lr_end must be >= 0, got {self.lr_end}")
-        return found
+    checkpoint_every: int = setting(50, POSITIVE)
+    """Steps between checkpoints. The learner also writes one at the end and when a run is stopped."""
+    keep_checkpoints: int = setting(2, POSITIVE)
+    """Checkpoints kept. Older ones are deleted."""
+    parity_tolerance: float | None = setting(None, POSITIVE)
+    """Largest difference of a token's log-probability between generator and learner that counts as rounding. The mean
+    must be below a tenth of it (`learners/parity.py`). Null: 1e-3 for float32, 1 for bfloat16, over the sampling
+    temperature where that is below 1."""
+    parity_every: int = setting(50, NOT_NEGATIVE)
+    """Steps between parity probes of an asynchronous run. The learner waits for each as long as an engine takes to sample
+    32 tokens. 0: only before the first step. At S = 0 every step compares its own tokens."""
+    gpus: float | None = setting(None, gpu_share(most=1))
+    """GPUs of one rank. Null divides those of the driver's host between generators and learner (docs/learner.md). 0: the
+    CPU."""
+    gpu_memory_fraction: float | None = setting(None, above_up_to(0, 1))
+    """Share of its GPU's memory that a rank may take. Null: all, or an even part of 0.9 where engines share the GPU."""
 
     @property
     def num_shares(self) -> int:
-        """Parts that a batch is divided into: ranks that hold pieces of one model between them have one together."""
+        """Number of parts that a batch is divided into. Ranks that hold pieces of one model train one part together."""
         if self.engine is LearnerKind.megatron:
-            return self.ranks // (self.megatron.tensor_parallel * self.megatron.pipeline_parallel)
+            return self.ranks // self.megatron.num_pieces
         return self.ranks // self.fsdp.sequence_parallel
 
-    def _of_engine(self) -> list[str]:
-        """Rules of the engine that was chosen; what only another one heeds must be left alone."""
-        fsdp, megatron, is_fsdp = self.fsdp, self.megatron, self.engine is LearnerKind.fsdp
-        pieces = megatron.tensor_parallel * megatron.pipeline_parallel
-        rules = [
-            (
-                self.moe.router_replay and self.activation_checkpointing and megatron.pipeline_parallel > 1,
-                "learner.moe.router_replay must be false with learner.activation_checkpointing and "
-                f"learner.megatron.pipeline_parallel > 1, got true with {megatron.pipeline_parallel}",
+    def conditions(self) -> list[Condition]:
+        return [
+            Condition(
+                self.groups_per_step % self.minibatches == 0,
+                "learner.minibatches",
+                "divide learner.groups_per_step",
+                f"{self.minibatches} and {self.groups_per_step}",
             ),
-            (
-                not is_fsdp and fsdp != FsdpConfig(),
-                f"learner.fsdp must be left alone unless learner.engine=fsdp, got {fsdp} with {self.engine}",
+            *self._fsdp_conditions(),
+            *self._megatron_conditions(),
+        ]
+
+    def _fsdp_conditions(self) -> list[Condition]:
+        """Returns the rules of the FSDP engine. What only this engine heeds must be left alone with another."""
+        is_fsdp = self.engine is LearnerKind.fsdp
+        return [
+            Condition(
+                is_fsdp or self.fsdp == FsdpConfig(),
+                "learner.fsdp",
+                "be left alone unless learner.engine=fsdp",
+                f"{self.fsdp} with {self.engine}",
             ),
-            (
-                not is_fsdp and self.lora.rank is not None,
-                f"learner.lora.rank must be null unless learner.engine=fsdp, got {self.lora.rank} with {self.engine}",
+            Condition(
+                is_fsdp or self.lora.rank is None,
+                "learner.lora.rank",
+                "be null unless learner.engine=fsdp",
+                f"{self.lora.rank} with {self.engine}",
             ),
-            (
-                not is_fsdp and self.attention is not Attention.auto,
-                f"learner.attention must be auto unless learner.engine=fsdp, got {self.attention} with {self.engine}",
+            Condition(
+                is_fsdp or self.attention is Attention.auto,
+                "learner.attention",
+                "be auto unless learner.engine=fsdp",
+                f"{self.attention} with {self.engine}",
             ),
-            (
-                self.lora.rank is None and self.lora != LoraConfig(),
-                f"learner.lora.rank must be set where other settings of learner.lora are, got null with {self.lora}",
+            Condition(
+                self.lora.rank is not None or self.lora == LoraConfig(),
+                "learner.lora.rank",
+                "be set where other settings of learner.lora are",
+                f"null with {self.lora}",
             ),
-            (
-                self.engine is not LearnerKind.megatron and megatron != MegatronConfig(),
-                f"learner.megatron must be left alone unless learner.engine=megatron, got {megatron} with {self.engine}",
+            Condition(
+                self.ranks % self.fsdp.replicas == 0,
+                "learner.fsdp.replicas",
+                "divide learner.ranks",
+                f"{self.fsdp.replicas} and {self.ranks}",
             ),
-            (
-                self.ranks % fsdp.replicas != 0,
-                f"learner.fsdp.replicas must divide learner.ranks, got {fsdp.replicas} and {self.ranks}",
-            ),
-            (
-                self.ranks % fsdp.sequence_parallel != 0,
-                f"learner.fsdp.sequence_parallel must divide learner.ranks, got {fsdp.sequence_parallel} and {self.ranks}",
-            ),
-            (
-                self.ranks % pieces != 0,
-                "learner.megatron.tensor_parallel × pipeline_parallel must divide learner.ranks, got "
-                f"{megatron.tensor_parallel} × {megatron.pipeline_parallel} and {self.ranks}",
-            ),
-            (
-                self.ranks % pieces == 0 and self.ranks // pieces % megatron.expert_parallel != 0,
-                "learner.megatron.expert_parallel must divide the data-parallel ranks (learner.ranks / (tensor_parallel × "
-                f"pipeline_parallel)), got {megatron.expert_parallel} and {self.ranks // pieces}",
+            Condition(
+                self.ranks % self.fsdp.sequence_parallel == 0,
+                "learner.fsdp.sequence_parallel",
+                "divide learner.ranks",
+                f"{self.fsdp.sequence_parallel} and {self.ranks}",
             ),
         ]
-        return [problem for broken, problem in rules if broken]
+
+    def _megatron_conditions(self) -> list[Condition]:
+        """Returns the rules of the Megatron engine. What only this engine heeds must be left alone with another."""
+        megatron = self.megatron
+        pieces = megatron.num_pieces
+        return [
+            Condition(
+                self.engine is LearnerKind.megatron or megatron == MegatronConfig(),
+                "learner.megatron",
+                "be left alone unless learner.engine=megatron",
+                f"{megatron} with {self.engine}",
+            ),
+            Condition(
+                not (self.moe.router_replay and self.activation_checkpointing)
+                or megatron.pipeline_parallel == 1,
+                "learner.moe.router_replay",
+                "be false with learner.activation_checkpointing and learner.megatron.pipeline_parallel > 1",
+                f"true with {megatron.pipeline_parallel}",
+            ),
+            Condition(
+                self.ranks % pieces == 0,
+                "learner.megatron.tensor_parallel × pipeline_parallel",
+                "divide learner.ranks",
+                f"{megatron.tensor_parallel} × {megatron.pipeline_parallel} and {self.ranks}",
+            ),
+            Condition(
+                self.ranks % pieces != 0 or self.ranks // pieces % megatron.expert_parallel == 0,
+                "learner.megatron.expert_parallel",
+                "divide the data-parallel ranks (learner.ranks / (tensor_parallel × pipeline_parallel))",
+                f"{megatron.expert_parallel} and {self.ranks // pieces}",
+            ),
+        ]

@@ -1,40 +1,65 @@
-"""Rules that many fields share. Each gives a problem, with field, rule and value, for each field that breaks it."""
+"""Rules for the value of one key. `text` completes the sentence "KEY must be ..."; NaN breaks every rule over numbers."""
 
 import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 
-def positive(**fields: float | None) -> list[str]:
-    """A problem for each field that is not a finite number above zero; None means "not set" and is fine."""
-    return [
-        f"{name} must be a finite number above 0, got {value}"
-        for name, value in fields.items()
-        if value is not None and not (math.isfinite(value) and value > 0)
-    ]
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one value must be."""
+
+    text: str
+    holds: Callable[[Any], bool]
+    """True for a value that keeps the rule. Never asked about None, which stands for "not set"."""
 
 
-def not_negative(**fields: float) -> list[str]:
-    return [
-        f"{name} must be a finite number of at least 0, got {value}"
-        for name, value in fields.items()
-        if not (math.isfinite(value) and value >= 0)
-    ]
+POSITIVE = Rule("a finite number above 0", lambda value: math.isfinite(value) and value > 0)
+NOT_NEGATIVE = Rule("a finite number of at least 0", lambda value: math.isfinite(value) and value >= 0)
+SHARE = Rule("in [0, 1]", lambda value: 0 <= value <= 1)
+"""A part of a whole, both ends included."""
 
 
-def within_one(**fields: float | None) -> list[str]:
-    return [
-        f"{name} must be in [0, 1], got {value}"
-        for name, value in fields.items()
-        if value is not None and not 0 <= value <= 1
-    ]
+def above(low: float, note: str) -> Rule:
+    """Returns the rule of finite numbers above `low`. The note says what is usual, or why."""
+    return Rule(f"a finite number above {low:g} ({note})", lambda value: math.isfinite(value) and value > low)
+
+
+def at_least(low: int, note: str) -> Rule:
+    return Rule(f"at least {low} ({note})", lambda value: value >= low)
+
+
+def above_up_to(low: float, high: float, note: str = "") -> Rule:
+    """Returns the rule of the half-open interval (low, high]."""
+    return Rule(f"in ({low:g}, {high:g}]{_bracketed(note)}", lambda value: low < value <= high)
+
+
+def strictly_between(low: float, high: float, note: str = "") -> Rule:
+    """Returns the rule of the open interval (low, high)."""
+    return Rule(f"in ({low:g}, {high:g}){_bracketed(note)}", lambda value: low < value < high)
+
+
+def one_of(names: Collection[str]) -> Rule:
+    return Rule(f"one of {', '.join(names)}", lambda value: value in names)
+
+
+def two_numbers_below_one(values: Sequence[float]) -> bool:
+    return len(values) == 2 and all(0 <= value < 1 for value in values)
 
 
 LEAST_GPU_SHARE = 0.05
 """The smallest part of a GPU that is worth a process."""
 
 
-def gpu_share(name: str, gpus: float | None, *, most: float) -> list[str]:
-    """A problem unless the process takes no GPU, a part of one, or several whole ones; None means "not set" and is fine."""
-    if gpus is None or gpus == 0 or LEAST_GPU_SHARE <= gpus <= 1 or (1 < gpus <= most and gpus % 1 == 0):
-        return []
+def gpu_share(*, most: float) -> Rule:
+    """Returns the rule of GPUs for one process: none, a part of one, or several whole ones up to `most`."""
     several = "" if most <= 1 else " or a whole number"
-    return [f"{name} must be 0, in [{LEAST_GPU_SHARE}, 1]{several}, got {gpus}"]
+    return Rule(
+        f"0, in [{LEAST_GPU_SHARE}, 1]{several}",
+        lambda gpus: gpus == 0 or LEAST_GPU_SHARE <= gpus <= 1 or (1 < gpus <= most and gpus % 1 == 0),
+    )
+
+
+def _bracketed(note: str) -> str:
+    return f" ({note})" if note else ""

@@ -13,7 +13,8 @@ from buffers.client import BufferClient
 from buffers.probe import is_probed, num_sampled, probe_lengths
 from buffers.trajectory import Trajectory, encode, to_batch
 from buffers.vocabulary import ANY, read_vocabulary
-from configs.schema import Config, EngineKind
+from configs.generators import EngineKind
+from configs.schema import Config
 from generators.engine import Completion, Engine, Sample
 from generators.group import sample_of, sample_seed
 

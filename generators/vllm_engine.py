@@ -37,8 +37,8 @@ from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 from vllm.v1.engine.core_client import InprocClient  # noqa: E402
 from vllm.v1.executor import Executor  # noqa: E402
 
-from configs.schema import KvCache  # noqa: E402
 from configs.sizes import sizes_of  # noqa: E402
+from configs.sync import KvCache  # noqa: E402
 from generators.engine import Completion, Sample  # noqa: E402
 from generators.shared_gpu import kv_cache_bytes  # noqa: E402
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest  # noqa: E402

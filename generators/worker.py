@@ -30,9 +30,10 @@ from buffers.keys import has_door, open_door, show_key
 from buffers.probe import probe_lengths
 from buffers.run_status import GeneratorReport
 from buffers.trajectory import GREEDY, Trajectory, to_batch
-from configs import load as configs
-from configs.algorithms import Advantage
-from configs.schema import Config, EngineKind, Transport
+from configs.generators import EngineKind
+from configs.load import parse_config
+from configs.schema import Config
+from configs.sync import Transport
 from generators.engine import Engine, Sample
 from generators.episode import Episodes, SimulatedEpisodes, TextEpisodes
 from generators.group import Group, lease_of, sample_of, sample_seed, trajectory
@@ -69,7 +70,7 @@ class Generator:
         self.name, self._config, self._client = name, config, client
         self._subscriber = Subscriber() if subscriber is None else subscriber
         self._engine, self._episodes, self._clock = engine, episodes, clock
-        self._makes_baselines = config.algo.advantage is Advantage.remax
+        self._makes_baselines = config.algo.needs_greedy_response
         self._groups: dict[int, Group] = {}  # in the engine
         self._scoring: dict[int, Group] = {}  # in the scoring pool
         self._waiting: deque[m.Lease] = deque()  # leased, not begun
@@ -464,7 +465,7 @@ def join(
     its GPU that the engine may take, and whether others are on that GPU are matters of this host."""
     client = BufferClient(address, keys=keys)
     welcome = client.call(m.JoinRun(generator=name), m.JoinedRun)
-    config, heart = configs.parse(welcome.config), heartbeat(client.another(), name)
+    config, heart = parse_config(welcome.config), heartbeat(client.another(), name)
     config.generators.gpu_memory_fraction = gpu_memory
     try:
         engine, episodes = make_engine(config, seed, shares_gpu), make_episodes(config)

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from configs.learner import Attention
-from configs.schema import Dtype
+from configs.model import Dtype
 
 BLOCK = 1024
 """Queries whose scores exist at the same time, at most, where a layer has a window or a cap."""

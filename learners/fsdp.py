@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.core_model_loading import revert_weight_conversion
 
-from configs.learner import Accumulate, Attention, FsdpConfig, LoraConfig, LoraPublish
-from configs.schema import Dtype
+from configs.learner import Attention
+from configs.model import Dtype
+from configs.parallel import Accumulate, FsdpConfig, LoraConfig, LoraPublish
 from learners import lora as adapters
 from learners.attention import choose_attention
 from learners.checkpoint import StateWriter

@@ -26,8 +26,10 @@ from buffers.connections import watch_small_requests
 from buffers.keys import open_door
 from buffers.probe import is_probed
 from buffers.trajectory import decode
-from configs.learner import LearnerKind, LoraPublish
-from configs.schema import Config, Transport
+from configs.learner import LearnerKind
+from configs.parallel import LoraPublish
+from configs.schema import Config
+from configs.sync import Transport
 from learners import checkpoint
 from learners.feed import PATIENCE_S, Feed
 from learners.memory import GIB, MemoryMeter, plan_memory

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from configs.learner import LoraConfig
+from configs.parallel import LoraConfig
 from learners.engine import AbsentEngine, Engine
 from learners.packing import Packed
 from learners.shards import sharded_like

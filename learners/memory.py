@@ -26,9 +26,13 @@ from pathlib import Path
 
 import psutil
 
-from configs.learner import Accumulate, CriticPlace, LearnerKind
-from configs.schema import Config, Dtype, Transport
+from configs.learner import LearnerKind
+from configs.model import Dtype
+from configs.parallel import Accumulate
+from configs.placement import CriticPlace
+from configs.schema import Config
 from configs.sizes import sizes_of
+from configs.sync import Transport
 
 GIB = 2**30
 CHUNK_ELEMENTS = 2**27
@@ -68,7 +72,7 @@ def plan_memory(config: Config, *, cuda: bool) -> MemoryPlan | None:
     if learner.lora.rank is not None:
         each, frozen = min(sizes.parameters, learner.lora.rank * sizes.lora_per_rank), sizes.parameters
     with_actor = config.placement.critic is CriticPlace.with_actor
-    others = (algo.advantage.needs_critic and with_actor) + (str(algo.advantage) == "prime")
+    others = (algo.needs_critic and with_actor) + algo.needs_reward_model
     if algo.needs_reference and learner.lora.rank is None:
         frozen += sizes.parameters
     trained = each + others * sizes.parameters

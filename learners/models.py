@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from configs.algorithms import Advantage
-from configs.learner import LearnerKind, LoraConfig
+from configs.learner import LearnerKind
+from configs.parallel import LoraConfig
 from configs.schema import Config
 from learners import flops
 from learners import lora as adapters
@@ -126,12 +126,12 @@ def load_models(config: Config, pool: Pool = Pool.all) -> Models:
     return Models(
         policy=policy,
         critic=when(
-            algo.advantage.needs_critic,
+            algo.needs_critic,
             Pool.critic,
             lambda: make_engine(config, ModelKind.critic, algo.critic.path),
         ),
         reward_model=when(
-            algo.advantage is Advantage.prime, Pool.policy, lambda: make_engine(config, ModelKind.policy)
+            algo.needs_reward_model, Pool.policy, lambda: make_engine(config, ModelKind.policy)
         ),
         reference=when(algo.needs_reference, Pool.policy, reference),
         cost=cost_of(config.model.path),

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configs.schema import Config, Dtype
+from configs.model import Dtype
+from configs.schema import Config
 from learners.packing import Batch
 
 log = logging.getLogger("slipstream.learner")

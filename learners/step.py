@@ -29,7 +29,8 @@ from algos.values import (
     value_loss,
 )
 from buffers.staleness import trainable
-from configs.algorithms import Advantage, Aggregation, Proximal
+from configs.algo import Aggregation
+from configs.corrections import Proximal
 from configs.schema import Config
 from learners.engine import Engine, LossFn
 from learners.models import Models
@@ -146,7 +147,7 @@ class Trainer:
     def _prepare(self, batch: Batch, step: int) -> Prepared:
         algo, sequence = self._algo, batch.sequence
         within = torch.from_numpy(
-            trainable(batch.versions.numpy(), batch.sampled.numpy(), step, self._config.bound)
+            trainable(batch.versions.numpy(), batch.sampled.numpy(), step, self._config.max_versions)
         )
         mask = within & ~batch.truncated[sequence] if algo.reward.overlong_filter else within
         proximal = self._proximal(batch)
@@ -172,8 +173,11 @@ class Trainer:
                 return batch.behavior_logprobs
             case Proximal.loglinear:
                 return None
-        needed = algo.needs_minibatch or algo.kl.reward_coef > 0 or algo.advantage is Advantage.vtrace
-        return self.logprobs(batch) if needed or self._config.learner.minibatches > 1 else None
+        return (
+            self.logprobs(batch)
+            if algo.needs_proximal_beforehand or self._config.learner.minibatches > 1
+            else None
+        )
 
     def _samples(
         self, batch: Batch, sequence: Tensor, mask: Tensor, proximal: Tensor | None, reference: Tensor | None,
@@ -181,11 +185,11 @@ class Trainer:
     ) -> Samples:  # fmt: skip
         algo = self._algo
         rewards, greedy = self._shaped(batch, sequence), batch.greedy
-        if algo.advantage is Advantage.remax:
+        if algo.needs_greedy_response:
             if greedy.isnan().any():
                 first = int(batch.groups[greedy.isnan()][0])
                 raise ValueError(
-                    "algo.advantage=remax needs the reward of a greedy response with every group (generators make one when the run "
+                    f"algo.advantage={algo.advantage} needs the reward of a greedy response with every group (generators make one when the run "
                     f"is started with it), got none with group {first}"
                 )
             greedy = greedy if algo.reward.clip is None else greedy.clamp(-algo.reward.clip, algo.reward.clip)
@@ -219,7 +223,7 @@ class Trainer:
             lengths = torch.zeros(batch.num_sequences).index_add_(0, sequence, batch.sampled.float())
             most = self._config.sampling.max_tokens
             rewards = rewards + soft_overlong_penalty(lengths, most, shaping.overlong_share * most)
-        if shaping.normalise:
+        if shaping.normalize:
             rewards = normalised(rewards)
         return rewards if shaping.clip is None else rewards.clamp(-shaping.clip, shaping.clip)
 
@@ -261,7 +265,7 @@ class Trainer:
         algo, batch = self._algo, given.batch
         inside = _inside(given, rows)
         weights = self._token_weights(given, inside, num_parts)
-        correction = self._correction(given, inside, rows) if algo.needs_minibatch else None
+        correction = self._correction(given, inside, rows) if algo.needs_whole_minibatch else None
         imitation = self._imitation(given, inside) if algo.imitation_coef else None
         staleness = given.step - batch.versions
         penalized = algo.kl.loss_coef > 0
@@ -313,7 +317,7 @@ class Trainer:
     def _correction(self, given: Prepared, inside: Tensor, rows: list[int]) -> Tensor:
         """[T] the off-policy weights of a minibatch, from the policy as it is now where M2PO's mask speaks of it."""
         now = given.proximal
-        if self._algo.surrogate == "m2po" and self._config.learner.minibatches > 1:
+        if self._algo.masks_second_moment and self._config.learner.minibatches > 1:
             now = self._infer(self.models.policy, given.batch, rows)
         assert now is not None
         log_ratio = now - given.batch.behavior_logprobs

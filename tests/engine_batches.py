@@ -20,7 +20,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from configs.learner import FsdpConfig
+from configs.parallel import FsdpConfig
 from learners.engine import Engine
 from learners.fsdp import FsdpEngine
 from learners.packing import Batch

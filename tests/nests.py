@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from configs.load import load
+from configs.load import load_config
 from slipstream.cluster import nursery_stages
 from slipstream.nursery import Stage, nursery
 
@@ -20,7 +20,7 @@ RAY = ("ray._private.workers.default_worker", "slipstream.roles")
 
 @contextmanager
 def nursery_for_all() -> Iterator[None]:
-    ahead = {name: stage.ahead for name, stage in nursery_stages(load([])).items()}
+    ahead = {name: stage.ahead for name, stage in nursery_stages(load_config([])).items()}
     ahead |= {"buffer": [*ahead["buffer"], "faults"], "generator": ["import_engines"]}
     nest = nursery({name: Stage(modules, []) for name, modules in ahead.items()})
     path = os.environ.get("PYTHONPATH", "")
@@ -39,7 +39,7 @@ def import_engines() -> None:
     """What generators need, but without Ray, for which vLLM looks."""
     sys.modules["ray"] = None  # type: ignore[assignment]
     for overrides in ([], SIMULATED):
-        for module in nursery_stages(load(overrides))["generator"].asked:
+        for module in nursery_stages(load_config(overrides))["generator"].asked:
             if module not in RAY:
                 importlib.import_module(module)
     del sys.modules["ray"]

@@ -23,7 +23,9 @@ from algos.advantages import (
     whitened,
 )
 from algos.returns import discounted, gae, length_adaptive_lambda, turn_gae, vtrace
-from configs.algorithms import Advantage, AlgoConfig, GaeConfig, OpmdConfig, PrimeConfig, Span, VtraceConfig
+from configs.advantages import Advantage, GaeConfig, PrimeConfig, Span, VtraceConfig
+from configs.algo import AlgoConfig
+from configs.surrogates import OpmdConfig
 
 rewards_and_sizes = st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=5), min_size=1, max_size=5)
 
@@ -236,7 +238,7 @@ def test_what_is_not_sampled_cannot_matter_to_an_advantage_even_when_it_is_nan(n
         )
         found = [ADVANTAGES[algo.advantage](s, algo)[dirty.sampled] for s in (dirty, clean)]
         assert found[0].isfinite().all() and torch.equal(*found)
-        if algo.advantage.needs_critic:
+        if algo.needs_critic:
             targets = [value_targets(s, algo)[dirty.sampled] for s in (dirty, clean)]
             assert targets[0].isfinite().all() and torch.equal(*targets)
 
@@ -272,7 +274,7 @@ def test_equal_rewards_a_group_of_one_and_nothing_to_train_give_finite_advantage
         nothing,
     ):
         assert ADVANTAGES[algo.advantage](case, algo).isfinite().all()
-    compares = algo.advantage.needs_group and algo.advantage is not Advantage.prime
+    compares = algo.advantage.needs_groups and algo.advantage is not Advantage.prime
     if compares:
         alone = ADVANTAGES[algo.advantage](dataclasses.replace(s, groups=torch.arange(7)), algo)
         assert alone.tolist() == pytest.approx([0.0] * len(alone), abs=1e-6)

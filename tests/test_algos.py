@@ -15,18 +15,11 @@ from algos.corrections import correction_weights, icepop, off_policy_weights, to
 from algos.loss import policy_loss
 from algos.metrics import summarize
 from algos.surrogates import SURROGATES, Tokens, ppo
-from configs.algorithms import (
-    Aggregation,
-    AlgoConfig,
-    Correction,
-    Estimator,
-    GspoConfig,
-    KlConfig,
-    Level,
-    PpoConfig,
-    RejectionConfig,
-)
+from configs.algo import Aggregation, AlgoConfig
+from configs.corrections import Correction, Level, RejectionConfig
+from configs.kl import Estimator, KlConfig
 from configs.load import FOLDER
+from configs.surrogates import GspoConfig, PpoConfig
 from learners.step import loglinear
 
 Columns = dict[str, Tensor]
@@ -220,7 +213,7 @@ def test_masked_tokens_cannot_matter_even_when_they_are_nan(surrogate: str, corr
         for estimator in (None, list(Estimator)[number % 3]):
             algo = AlgoConfig(
                 surrogate=surrogate, correction=correction, rejection=drop, entropy_coef=0.1, imitation_coef=0.1,
-                kl=KlConfig(estimator=estimator or Estimator.k3, loss_coef=0.1), normalise_weights=number % 2 == 1,
+                kl=KlConfig(estimator=estimator or Estimator.k3, loss_coef=0.1), normalize_weights=number % 2 == 1,
             )  # fmt: skip
             absent = () if estimator else ("reference_logprobs", "imitation")
             gradients, found = [], []
@@ -248,7 +241,7 @@ ALGOS: dict[str, AlgoConfig] = {
     **{f"ppo with {kind}": AlgoConfig(correction=kind) for kind in Correction},
     **{f"rejection by {drop.level} {drop.estimator}": AlgoConfig(rejection=drop) for drop in rejections()},
     **{f"penalty {kind}": AlgoConfig(kl=KlConfig(estimator=kind, loss_coef=0.2)) for kind in Estimator},
-    "weights normalised": AlgoConfig(correction=Correction.sequence_tis, normalise_weights=True),
+    "weights normalised": AlgoConfig(correction=Correction.sequence_tis, normalize_weights=True),
     "bonus and imitation": AlgoConfig(entropy_coef=0.1, imitation_coef=0.2),
 }
 
@@ -258,7 +251,7 @@ ALGOS: dict[str, AlgoConfig] = {
 def test_the_loss_is_the_same_however_the_batch_is_split(algo: AlgoConfig, cuts: list[int]) -> None:
     columns = case()
     log_ratio = columns["proximal_logprobs"] - columns["behavior_logprobs"]
-    if algo.needs_minibatch:
+    if algo.needs_whole_minibatch:
         columns["correction"] = off_policy_weights(
             algo, log_ratio, columns["advantages"], columns["mask"], columns["sequence"]
         )

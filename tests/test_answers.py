@@ -8,7 +8,7 @@ from pathlib import Path
 SILENT = """
 import os, socket, sys, tempfile, time, ray
 from pathlib import Path
-from configs.load import load
+from configs.load import load_config
 folder = tempfile.mkdtemp()
 never = socket.socket(socket.AF_UNIX)
 never.bind(f"{folder}/generator")
@@ -27,7 +27,7 @@ class Stopped(Up):
     def pid(self):
         time.sleep(600)
 
-with cluster(load(["generators.count=2"])):
+with cluster(load_config(["generators.count=2"])):
     said, clock = [], [0.0]
     answers = Answers(said.append, clock=lambda: clock[0])
     roles = {"learner-0": ray.remote(Up).options(num_cpus=0).remote(), "stopped": ray.remote(Stopped).options(num_cpus=0).remote()}

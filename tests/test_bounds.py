@@ -26,7 +26,7 @@ from buffers.run_status import GeneratorReport
 from buffers.server import BufferServer
 from buffers.trajectory import SCHEMA_VERSION, encode, to_batch
 from buffers.vocabulary import read_vocabulary
-from configs.load import load
+from configs.load import load_config
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def harness(tmp_path: Path) -> Iterator[Callable[..., BufferHarness]]:
     running: list[BufferHarness] = []
 
     def start(*overrides: str) -> BufferHarness:
-        running.append(BufferHarness(load([*SMALL_RUN, *overrides]), tmp_path / "journal"))
+        running.append(BufferHarness(load_config([*SMALL_RUN, *overrides]), tmp_path / "journal"))
         return running[-1]
 
     yield start
@@ -154,7 +154,7 @@ def test_no_number_overflows_the_status_or_the_log(
         > len(bodies) // 2
     )
     run.close()
-    again = BufferHarness(load([*SMALL_RUN, "staleness.max_versions=1"]), tmp_path / "journal")
+    again = BufferHarness(load_config([*SMALL_RUN, "staleness.max_versions=1"]), tmp_path / "journal")
     assert again.status().tokens == before.tokens
     again.close()
 
@@ -322,7 +322,7 @@ def test_a_message_that_never_ends_costs_its_sender_the_connection(
 ) -> None:
     """A client by hand: every frame says that more follow. What ZeroMQ keeps of it must stay below the limit."""
     monkeypatch.setattr(m, "MAX_PAYLOAD_BYTES", 32 << 20)
-    server = BufferServer(load(SMALL_RUN), tmp_path / "journal")
+    server = BufferServer(load_config(SMALL_RUN), tmp_path / "journal")
     thread = threading.Thread(target=server.run)
     thread.start()
     honest = BufferClient(server.address, timeout_s=5.0)
@@ -488,7 +488,9 @@ def test_a_server_that_dies_in_the_handshake_does_not_look_like_refused_keys(
         assert not list(client.receive(0.2))
     listener.close()
     assert not list(client.receive(0.5)), "nobody listens: no reason to think of keys either"
-    server = BufferServer(load([*SMALL_RUN, f"buffer.address=tcp://127.0.0.1:{port}"]), tmp_path / "journal")
+    server = BufferServer(
+        load_config([*SMALL_RUN, f"buffer.address=tcp://127.0.0.1:{port}"]), tmp_path / "journal"
+    )
     thread = threading.Thread(target=server.run)
     thread.start()
     answers: list[int] = []
@@ -532,7 +534,7 @@ def test_a_server_that_breaks_off_every_handshake_is_named(monkeypatch: pytest.M
 def test_a_server_whose_journal_cannot_be_closed_lets_go_of_its_sockets_and_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = BufferServer(load(SMALL_RUN), tmp_path / "journal")
+    server = BufferServer(load_config(SMALL_RUN), tmp_path / "journal")
     closes = server.buffer.close
 
     def fail(*, in_good_order: bool) -> None:
@@ -648,7 +650,7 @@ def test_a_step_without_the_mean_reward_does_not_end_the_run(
         run.submit(lease)
     run.train(0)  # says nothing of it
     news = run.client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
-    config = load(SMALL_RUN)
+    config = load_config(SMALL_RUN)
     record, console = Record(config, tmp_path, None), Console(config, tmp_path, None)
     for view in (record, console):
         view.take(news)

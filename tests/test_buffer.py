@@ -14,7 +14,7 @@ from buffers.client import BufferClient, RefusedByBuffer, TakenBatch
 from buffers.fleet import GONE_S
 from buffers.server import BufferServer, Stuck
 from buffers.trajectory import SCHEMA, SCHEMA_VERSION, encode, to_batch
-from configs.load import load
+from configs.load import load_config
 
 
 @pytest.fixture
@@ -22,7 +22,9 @@ def harness(tmp_path: Path) -> Iterator[Callable[..., BufferHarness]]:
     running: list[BufferHarness] = []
 
     def start(*overrides: str, resume_step: int | None = None) -> BufferHarness:
-        running.append(BufferHarness(load([*SMALL_RUN, *overrides]), tmp_path / "journal", resume_step))
+        running.append(
+            BufferHarness(load_config([*SMALL_RUN, *overrides]), tmp_path / "journal", resume_step)
+        )
         return running[-1]
 
     yield start
@@ -292,7 +294,9 @@ def still(tmp_path: Path) -> Iterator[tuple[Buffer, list[float]]]:
     """A buffer whose learner has a batch to train, its clock, and a watchdog that ends the run after 20 s without movement."""
     clock = [0.0]
     buffer = Buffer(
-        load([*SMALL_RUN, "buffer.watchdog_s=10", "buffer.stalled_s=100"]), tmp_path, clock=lambda: clock[0]
+        load_config([*SMALL_RUN, "buffer.watchdog_s=10", "buffer.stalled_s=100"]),
+        tmp_path,
+        clock=lambda: clock[0],
     )
     buffer.publish(0, "w0")
     yield buffer, clock
@@ -361,7 +365,7 @@ def test_a_taken_port_is_refused_with_its_address(
 ) -> None:
     run = harness()
     with pytest.raises(ValueError, match=f"buffer.address must be free, got {run.server.address}"):
-        BufferServer(load([*SMALL_RUN, f"buffer.address={run.server.address}"]), tmp_path / "other")
+        BufferServer(load_config([*SMALL_RUN, f"buffer.address={run.server.address}"]), tmp_path / "other")
 
 
 def test_evaluation_is_leased_first_averaged_and_kept_off_the_ledger(

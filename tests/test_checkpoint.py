@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 import learners.world
 from configs.disk import DiskFull
-from configs.load import load
+from configs.load import load_config
 from learners import checkpoint
 from learners.fsdp import FsdpEngine
 from learners.learner import check_checkpoint
@@ -103,7 +103,7 @@ def test_a_half_written_checkpoint_is_never_chosen(tmp_path: Path) -> None:
 DYING = """
 import os, signal, sys
 from pathlib import Path
-from configs.load import load
+from configs.load import load_config
 from learners import checkpoint
 from learners.world import World
 def write(folder):
@@ -185,7 +185,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_engine_or_another_run_is_refused() -> None:
-    config = load(["algo=grpo"])
+    config = load_config(["algo=grpo"])
     held = checkpoint.CheckpointManifest(3, "life", 0, ledger=checkpoint.LedgerTotals(90, 50, 1))
     check_checkpoint(held, config, checkpoint.LedgerTotals(120, 50, 1))  # what is in flight may differ
     check_checkpoint(held, config, None)

@@ -36,7 +36,7 @@ from buffers.trajectory import (
     encode,
     to_batch,
 )
-from configs.load import load
+from configs.load import load_config
 
 ROOT = Path(__file__).parents[1]
 LEASE = m.Lease(id=1, split="train", task="t", index=0, seed=0, group=0, due=0, min_version=0, num_samples=2)
@@ -68,7 +68,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., BufferServer]]:
 
     def start(*overrides: str) -> BufferServer:
         server = BufferServer(
-            load([*SMALL_RUN, *overrides]), tmp_path / f"journal-{len(running)}", config_text="text"
+            load_config([*SMALL_RUN, *overrides]), tmp_path / f"journal-{len(running)}", config_text="text"
         )
         running.append((server, threading.Thread(target=server.run)))
         running[-1][1].start()
@@ -292,8 +292,8 @@ def test_hostile_buffers_are_malformed(kind: str) -> None:
 
 SERVER = """
 import sys; from pathlib import Path
-from buffers.server import BufferServer; from configs.load import load
-server = BufferServer(load(sys.argv[2:]), Path(sys.argv[1])); print(server.address, flush=True); server.run()
+from buffers.server import BufferServer; from configs.load import load_config
+server = BufferServer(load_config(sys.argv[2:]), Path(sys.argv[1])); print(server.address, flush=True); server.run()
 """
 
 

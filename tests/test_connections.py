@@ -21,7 +21,7 @@ from buffers import messages as m
 from buffers.client import BufferClient
 from buffers.connections import Connection, Connections, Loan, watch_small_requests
 from buffers.keys import WEIGHTS_SPEAKERS, KeyRole, make_keys, open_door, show_key
-from configs.load import load
+from configs.load import load_config
 from sync.transports import tcp
 from sync.transports.server import SnapshotServer
 
@@ -33,7 +33,7 @@ def harness(tmp_path: Path) -> Iterator[Callable[..., BufferHarness]]:
     running: list[BufferHarness] = []
 
     def start(*overrides: str) -> BufferHarness:
-        running.append(BufferHarness(load([*SMALL_RUN, *overrides]), tmp_path / "journal"))
+        running.append(BufferHarness(load_config([*SMALL_RUN, *overrides]), tmp_path / "journal"))
         return running[-1]
 
     yield start
@@ -138,8 +138,8 @@ import resource, sys
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
 from buffers.server import BufferServer
-from configs.load import load
-server = BufferServer(load(sys.argv[2:]), Path(sys.argv[1]))
+from configs.load import load_config
+server = BufferServer(load_config(sys.argv[2:]), Path(sys.argv[1]))
 print(server.address, flush=True)
 server.run()
 """

@@ -11,7 +11,7 @@ from buffers import messages as m
 from buffers.buffer import Buffer
 from buffers.controller import first_lag, next_lag
 from buffers.trajectory import SCHEMA_VERSION, encode, to_batch
-from configs.load import load
+from configs.load import load_config
 
 ess, target, bounds = st.floats(0, 1), st.floats(0.01, 0.99), st.integers(0, 20)
 
@@ -77,7 +77,7 @@ def test_the_buffer_admits_what_the_controller_says(tmp_path: Path, controller: 
         "eval.prompts=0",
     ]
     buffer = Buffer(
-        load([*overrides, "staleness.max_versions=4", f"staleness.controller={controller}"]), tmp_path
+        load_config([*overrides, "staleness.max_versions=4", f"staleness.controller={controller}"]), tmp_path
     )
     for number in range(30):
         step(buffer, number, 1.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.load import load
+from configs.load import load_config
 from slipstream.role_placement import Division, Placement, Wishes, divide, wishes
 
 GPUS = (0, 1, 2, 3, 4, 7, 8, 16)
@@ -123,12 +123,12 @@ def test_every_process_is_placed_and_no_gpu_has_two_ranks_or_shares_above_one_an
 
 
 def shown(num_gpus: int, *overrides: str) -> str:
-    return str(divide({"here": num_gpus}, "here", wishes(load(list(overrides)))))
+    return str(divide({"here": num_gpus}, "here", wishes(load_config(list(overrides)))))
 
 
 @pytest.mark.parametrize("num_gpus", GPUS)
 def test_the_defaults_work_with_any_number_of_gpus(num_gpus: int) -> None:
-    wanted = wishes(load([]))
+    wanted = wishes(load_config([]))
     check(num_gpus, wanted, divide({"here": num_gpus}, "here", wanted))
 
 
@@ -220,7 +220,7 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(
     gpus: dict[str, int], overrides: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        divide(gpus, "here", wishes(load(overrides.split())))
+        divide(gpus, "here", wishes(load_config(overrides.split())))
 
 
 def test_gpus_of_other_nodes_do_not_count() -> None:
@@ -233,7 +233,7 @@ def test_gpus_of_other_nodes_do_not_count() -> None:
 
 FAKE = """
 import os, sys, time, ray
-from configs.load import load
+from configs.load import load_config
 from slipstream.cluster import start_node
 from slipstream.nursery import Stage, nursery
 from slipstream.roles import Places, RoleFailed
@@ -251,16 +251,16 @@ with nursery({"learner": Stage([], ["ray._private.workers.default_worker"])}):
     nodes = [start_node(num_cpus=5, num_gpus=2)]
     nodes.append(start_node(num_cpus=8, num_gpus=8, address=nodes[0].gcs_address))
     ray.init(address=nodes[0].gcs_address, log_to_driver=False, logging_level="ERROR")
-    places = Places(load(["learner.ranks=2", "generators.count=1", "learner.gpus=0.3333"]))
+    places = Places(load_config(["learner.ranks=2", "generators.count=1", "learner.gpus=0.3333"]))
     actors = [probe(places, place) for place in places.division.all]
     print(*visible(*actors))
     ray.kill(actors[0])
     print(*visible(probe(places, places.division.ranks[0])))
     try:
-        Places(load(["generators.count=1"]), patience_s=1.0)
+        Places(load_config(["generators.count=1"]), patience_s=1.0)
     except RoleFailed as error:
         print(error)
-    on_cpu = Places(load(["learner.gpus=0", "generators.count=0"]))
+    on_cpu = Places(load_config(["learner.gpus=0", "generators.count=0"]))
     print(repr(*visible(probe(on_cpu, on_cpu.division.ranks[0]))))
     ray.shutdown()
     for node in reversed(nodes):

@@ -11,7 +11,7 @@ from buffers import messages as m
 from buffers.buffer import Buffer
 from buffers.journal import read_groups
 from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode, to_batch
-from configs.load import load
+from configs.load import load_config
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -38,7 +38,7 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "algo=dapo",
         "learner.minibatches=1",
     ]
-    buffer = Buffer(load(small), folder)
+    buffer = Buffer(load_config(small), folder)
     for step in range(2):
         buffer.publish(step, f"w{step}")
         while (lease := buffer.lease("g")) is not None:

@@ -20,7 +20,7 @@ from buffers.event_log import read_events
 from buffers.journal import Journal
 from buffers.recovery import read_journal
 from buffers.segments import Reader, is_closed, segment_numbers
-from configs.load import load
+from configs.load import load_config
 from configs.schema import Config
 
 SMALL = 3000
@@ -189,7 +189,7 @@ class Acknowledged:
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    return load(LIFE_SETTINGS)
+    return load_config(LIFE_SETTINGS)
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_a_loss_of_power_at_any_moment_costs_nothing_that_was_acknowledged(
     tmp_path: Path, quick: None, seed: int, retention: str
 ) -> None:
     rng = random.Random(seed)
-    config = load([*LIFE_SETTINGS, "buffer.durability=fsync", f"buffer.retention={retention}"])
+    config = load_config([*LIFE_SETTINGS, "buffer.durability=fsync", f"buffer.retention={retention}"])
     folder, known = tmp_path / "journal", Acknowledged()
     folder.mkdir()
     for life in range(3):
@@ -246,7 +246,7 @@ def test_what_is_committed_first_is_kept_with_the_folders_that_it_lies_in(
 ) -> None:
     folder = tmp_path / "journal"
     folder.mkdir()
-    config = load([*LIFE_SETTINGS, "buffer.durability=fsync"])
+    config = load_config([*LIFE_SETTINGS, "buffer.durability=fsync"])
     with Disk(folder) as disk:
         buffer = Buffer(config, folder)
         buffer.publish(0, "w0")
@@ -271,7 +271,7 @@ def test_segments_go_when_a_state_that_forgets_them_is_on_the_disk_and_not_befor
         present.append(segment_numbers(tmp_path / "journal"))
 
     monkeypatch.setattr(os, "replace", watch)
-    buffer = Buffer(load([*LIFE_SETTINGS, "buffer.retention=checkpoints"]), tmp_path / "journal")
+    buffer = Buffer(load_config([*LIFE_SETTINGS, "buffer.retention=checkpoints"]), tmp_path / "journal")
     live_steps(buffer, 0, 6)
     dropped = [
         set(event.segments) for event in read_events(tmp_path / "journal") if isinstance(event, e.Dropped)

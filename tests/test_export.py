@@ -11,8 +11,9 @@ from ranks import on_ranks
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from configs import load as configs
-from configs.learner import LearnerConfig, LearnerKind, LoraConfig, MegatronConfig
+from configs.learner import LearnerConfig, LearnerKind
+from configs.load import load_config, to_yaml
+from configs.parallel import LoraConfig, MegatronConfig
 from configs.schema import Config
 from learners import checkpoint
 from learners.engine import ModelKind
@@ -30,7 +31,7 @@ SHARDED = {
 
 
 def configured(model: Path, ranks: int, learner: dict[str, Any]) -> Config:
-    config = configs.load([f"model.path={model}", "algo=grpo"])
+    config = load_config([f"model.path={model}", "algo=grpo"])
     return replace(config, learner=replace(config.learner, ranks=ranks, **learner))
 
 
@@ -83,7 +84,7 @@ def test_an_export_is_the_policy_for_transformers_and_for_the_other_engine(
     ranks, learner = SHARDED[name]
     config, run = configured(model, ranks, learner), tmp_path / "run"
     run.mkdir()
-    (run / "config.yaml").write_text(configs.to_yaml(config))
+    (run / "config.yaml").write_text(to_yaml(config))
     expected = on_ranks(ranks, trained, tmp_path / "train", config, run)[0]
     assert on_ranks(1, exported, tmp_path / "export", run, tmp_path / "model") == [2]
 

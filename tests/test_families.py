@@ -18,9 +18,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from configs.learner import Attention, FsdpConfig
-from configs.load import load
-from configs.schema import Dtype
+from configs.learner import Attention
+from configs.load import load_config
+from configs.model import Dtype
+from configs.parallel import FsdpConfig
 from learners import attention, families
 from learners.attention import choose_attention, packed_sdpa, padded_sdpa, varlen_attention
 from learners.families import TESTED_FAMILIES
@@ -322,7 +323,7 @@ def test_a_family_that_has_not_been_compared_starts_with_a_note(tmp_path: Path) 
     found = []
     for family in ("llama", "phi"):
         (tmp_path / "config.json").write_text(f'{{"model_type": "{family}"}}')
-        found.append(families.describe_untested_family(load([f"model.path={tmp_path}"])))
+        found.append(families.describe_untested_family(load_config([f"model.path={tmp_path}"])))
     assert found[0] is None and found[1] is not None
     assert (
         "phi (model_type of model.path) is not among the families held to Hugging Face's numbers: llama,"

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Qwen3C
 
 import learners.world
 from configs.learner import Attention
-from configs.schema import Dtype
+from configs.model import Dtype
 from learners import heads
 from learners.attention import choose_attention
 from learners.fsdp import FsdpEngine

@@ -19,7 +19,7 @@ from buffers.run_status import RunStatus
 from buffers.server import BufferServer, Stuck
 from buffers.trajectory import GREEDY, decode, flat
 from configs.host import boot_id
-from configs.load import load
+from configs.load import load_config
 from configs.schema import Config
 from generators.engine import Completion, Sample
 from generators.episode import Opening, SimulatedEpisodes
@@ -114,7 +114,7 @@ class Rig:
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
     yield lambda *overrides, episodes=None, count=1, far=False: Rig(
-        load([*BASE, *overrides]), tmp_path, episodes or SimulatedEpisodes(), count, far
+        load_config([*BASE, *overrides]), tmp_path, episodes or SimulatedEpisodes(), count, far
     )
 
 
@@ -161,7 +161,7 @@ class Broken(SimulatedEpisodes):
 
 
 def test_a_task_that_always_fails_ends_the_run_with_its_error(tmp_path: Path) -> None:
-    config = load([*BASE, "buffer.max_quarantined=5", "buffer.lease_s=2"])
+    config = load_config([*BASE, "buffer.max_quarantined=5", "buffer.lease_s=2"])
     server = BufferServer(config, tmp_path / "journal")
     client = BufferClient(server.address, timeout_s=10.0)
     engine = SimulatedEngine(tokens_per_s=5000, slots=16, mean_tokens=2, cv=0.5)
@@ -192,7 +192,7 @@ def test_a_task_that_always_fails_ends_the_run_with_its_error(tmp_path: Path) ->
 def test_a_generator_leaves_when_its_buffer_has_been_silent_for_as_long_as_a_lease_lasts(
     tmp_path: Path,
 ) -> None:
-    config = load([*BASE, "buffer.lease_s=0.4"])
+    config = load_config([*BASE, "buffer.lease_s=0.4"])
     server = BufferServer(config, tmp_path)
     client = BufferClient(server.address, timeout_s=10.0)
     with pytest.raises(BufferGone, match=f"{server.address} has been silent for"):
@@ -209,7 +209,7 @@ def test_a_generator_leaves_when_its_buffer_has_been_silent_for_as_long_as_a_lea
 def test_an_engine_that_takes_longer_to_build_than_a_lease_lasts_is_no_silence_of_the_buffers(
     tmp_path: Path,
 ) -> None:
-    config = load([*BASE, "buffer.lease_s=2"])
+    config = load_config([*BASE, "buffer.lease_s=2"])
     server, stop = serve(config, tmp_path)
     client, own = (BufferClient(server.address, timeout_s=10.0) for _ in range(2))
     own.call(m.JoinRun(generator="g"), m.JoinedRun)
@@ -263,7 +263,7 @@ class Refusing(SimulatedEngine):
 
     times = 1
 
-    def load(self, source: Snapshot | NcclBroadcast) -> None:
+    def load_config(self, source: Snapshot | NcclBroadcast) -> None:
         if self.times:
             self.times -= 1
             raise EngineMismatch(
@@ -282,9 +282,9 @@ def refusing(times: int) -> Refusing:
 def test_a_mismatch_is_repaired_once_and_a_second_one_takes_the_generator_out_of_service(
     tmp_path: Path, times: int
 ) -> None:
-    server, stop = serve(load([*BASE, "buffer.lease_s=2"]), tmp_path)
+    server, stop = serve(load_config([*BASE, "buffer.lease_s=2"]), tmp_path)
     client, own = (BufferClient(server.address, timeout_s=10.0) for _ in range(2))
-    generator = Generator("g", load(BASE), own, refusing(times), SimulatedEpisodes())
+    generator = Generator("g", load_config(BASE), own, refusing(times), SimulatedEpisodes())
     ended: list[BaseException | None] = []
 
     def generate() -> None:
@@ -387,7 +387,7 @@ class Scripted:
     def num_unfinished(self) -> int:
         return len(self.samples)
 
-    def load(self, source: Snapshot | NcclBroadcast) -> None: ...
+    def load_config(self, source: Snapshot | NcclBroadcast) -> None: ...
 
     def shutdown(self) -> None: ...
 
@@ -475,7 +475,7 @@ def test_the_greedy_sample_of_remax_is_scored_and_counted_nowhere_and_evaluation
     client = Recorded([work, standing, standing, revoked, over])
     engine = Scripted([[], ["6/0", "7/2", "7/0", "8/2"], ["8/0", "8/1", "9/0", "9/1", "9/2"]])
     ticks = itertools.count()
-    config = load([*BASE, "algo=remax"])
+    config = load_config([*BASE, "algo=remax"])
     Generator("g", config, client, engine, Lengths(), heart=client, clock=lambda: float(next(ticks))).run()  # type: ignore[arg-type]
 
     assert [sample.id for sample in engine.added if sample.greedy] == ["7/2", "8/2", "9/2"]

@@ -18,7 +18,7 @@ from buffers.heartbeat import HeartbeatThread
 from buffers.metrics import families
 from buffers.run_status import GeneratorReport, RunStatus
 from buffers.server import BufferServer
-from configs.load import load, to_yaml
+from configs.load import load_config, to_yaml
 from generators.episode import SimulatedEpisodes
 from generators.simulated_engine import SimulatedEngine
 from generators.worker import Generator, join
@@ -38,7 +38,7 @@ class Rig:
     """A buffer in a thread, and one who publishes and looks. A lease that is lost is quarantined at once."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
-        self.config = load([*BASE, *overrides])
+        self.config = load_config([*BASE, *overrides])
         self.server = BufferServer(self.config, folder / "journal", config_text=to_yaml(self.config))
         self.threads = [threading.Thread(target=self.server.run)]
         self.threads[0].start()
@@ -155,7 +155,7 @@ def test_a_pull_in_which_nothing_comes_keeps_its_leases_until_it_counts_as_stall
 class Hanging(SimulatedEngine):
     end = threading.Event()
 
-    def load(self, source: Snapshot | NcclBroadcast) -> None:
+    def load_config(self, source: Snapshot | NcclBroadcast) -> None:
         self.end.wait(timeout=90)
         super().load(source)
 

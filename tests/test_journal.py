@@ -24,8 +24,8 @@ from buffers.recovery import read_journal
 from buffers.segments import DamagedGroup
 from buffers.state import State
 from buffers.trajectory import SCHEMA, Trajectory, encode, to_batch
-from configs.load import load
-from configs.schema import Durability
+from configs.buffer import Durability
+from configs.load import load_config
 
 
 def group(number: int, num_tokens: int = 3) -> pa.RecordBatch:
@@ -63,7 +63,7 @@ def open_journal(
 
 @lru_cache
 def default_terms() -> Terms:
-    return make_terms(load([]))
+    return make_terms(load_config([]))
 
 
 def empty_state() -> State:

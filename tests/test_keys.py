@@ -21,7 +21,7 @@ from buffers.journal import read_groups
 from buffers.keys import LOOK_S, SPEAKERS, Door, KeyRole, make_keys, open_door, show_key
 from buffers.run_status import GeneratorReport
 from buffers.server import BufferServer
-from configs.load import load
+from configs.load import load_config
 
 Connect = Callable[..., BufferClient]
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 class Served:
     def __init__(self, folder: Path, journal: Path) -> None:
-        self.server = BufferServer(load([*SMALL_RUN, f"buffer.keys={folder}"]), journal)
+        self.server = BufferServer(load_config([*SMALL_RUN, f"buffer.keys={folder}"]), journal)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -197,7 +197,7 @@ def test_keys_of_a_folder_without_roles_are_not_let_in(folder: Path, tmp_path: P
     for path in (folder / "allowed").glob("*/*.key"):
         path.rename(folder / "allowed" / path.name)
     with pytest.raises(ValueError, match="public key of at least one client in `allowed/ROLE`"):
-        BufferServer(load([*SMALL_RUN, f"buffer.keys={folder}"]), tmp_path / "journal")
+        BufferServer(load_config([*SMALL_RUN, f"buffer.keys={folder}"]), tmp_path / "journal")
     with pytest.raises(
         ValueError, match="ROLE or ROLE:NAME with one of generator, learner, watcher, operator, got 'king'"
     ):
@@ -265,6 +265,6 @@ def test_generators_whose_buffer_refuses_them_end_with_a_sentence(
         f"buffer.keys={folder}",
         f"run.outputs={tmp_path}",
     ]
-    fleet = train.Fleet(load([*SMALL_RUN, *overrides]), train.Signals())
+    fleet = train.Fleet(load_config([*SMALL_RUN, *overrides]), train.Signals())
     assert fleet.drive() == 1
     assert re.search("revoked|not allowed any more|must hold a key", capsys.readouterr().err)

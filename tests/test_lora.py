@@ -24,7 +24,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from configs.learner import FsdpConfig, LoraConfig, LoraPublish
+from configs.parallel import FsdpConfig, LoraConfig, LoraPublish
 from learners import lora as adapters
 from learners.engine import ModelKind
 from learners.fsdp import FsdpEngine

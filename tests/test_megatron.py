@@ -29,7 +29,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from configs.schema import Dtype
+from configs.model import Dtype
 from learners import heads
 from learners.engine import ModelKind
 from learners.fsdp import FsdpEngine

@@ -13,14 +13,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from buffers import messages as m
 from buffers.client import RefusedByBuffer
 from buffers.server import BufferServer
-from configs.load import load
+from configs.load import load_config
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[tuple[BufferHarness, int]]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    harness = BufferHarness(load([*SMALL_RUN, f"buffer.metrics_port={port}"]), tmp_path)
+    harness = BufferHarness(load_config([*SMALL_RUN, f"buffer.metrics_port={port}"]), tmp_path)
     yield harness, port
     harness.close()
 
@@ -61,5 +61,5 @@ def test_a_taken_port_is_named_and_no_port_serves_nothing(
 ) -> None:
     _, port = run
     with pytest.raises(ValueError, match=re.escape(f"buffer.metrics_port must be free, got {port}")):
-        BufferServer(load([*SMALL_RUN, f"buffer.metrics_port={port}"]), tmp_path / "other")
-    BufferServer(load(SMALL_RUN), tmp_path / "quiet").close()
+        BufferServer(load_config([*SMALL_RUN, f"buffer.metrics_port={port}"]), tmp_path / "other")
+    BufferServer(load_config(SMALL_RUN), tmp_path / "quiet").close()

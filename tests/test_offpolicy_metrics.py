@@ -12,17 +12,10 @@ from algos.corrections import off_policy_weights
 from algos.loss import policy_loss
 from algos.metrics import BUCKETS, LOG_RATIO_EDGES, QUANTILES, summarize
 from algos.values import implicit_reward_loss, summarize_rewards, summarize_values, value_loss
-from configs.algorithms import (
-    AlgoConfig,
-    Correction,
-    DppoConfig,
-    Estimator,
-    GspoConfig,
-    KlConfig,
-    Level,
-    PpoConfig,
-    RejectionConfig,
-)
+from configs.algo import AlgoConfig
+from configs.corrections import Correction, Level, RejectionConfig
+from configs.kl import Estimator, KlConfig
+from configs.surrogates import DppoConfig, GspoConfig, PpoConfig
 
 Columns = dict[str, Tensor]
 FLOOR, CAP = 0.7, 1.3
@@ -254,7 +247,7 @@ def test_truncated_and_dropped_tokens_are_counted_apart(
     """One token a sequence. The cap is none that float32 can hold, and lies on the other side of a weight once it is normalised."""
     n = len(ratios)
     _, sums = policy_loss(
-        AlgoConfig(correction=Correction(kind), correction_cap=1.3, normalise_weights=normalise),
+        AlgoConfig(correction=Correction(kind), correction_cap=1.3, normalize_weights=normalise),
         logprobs=torch.zeros(n),
         proximal_logprobs=torch.zeros(n),
         behavior_logprobs=-torch.tensor(ratios).log(),
@@ -276,7 +269,7 @@ def test_a_token_that_is_rejected_is_dropped_and_not_truncated() -> None:
 
 def test_what_is_normalised_has_the_same_effective_sample_size_and_a_mean_of_one() -> None:
     columns = case(0)
-    plain, normalised = (figures(algo_of("ppo", normalise_weights=n), columns) for n in (False, True))
+    plain, normalised = (figures(algo_of("ppo", normalize_weights=n), columns) for n in (False, True))
     assert normalised["offpolicy/ess"] == pytest.approx(plain["offpolicy/ess"])
     assert (
         normalised["offpolicy/weight_mean"]

@@ -16,7 +16,7 @@ from algos.aggregation import token_weights
 from algos.loss import policy_loss
 from buffers.messages import Lease
 from buffers.trajectory import Trajectory, to_batch
-from configs.load import load
+from configs.load import load_config
 from configs.schema import Config
 from generators.engine import Sample
 from generators.worker import make_engine, make_episodes, sample_seed
@@ -110,7 +110,7 @@ def test_the_pipeline_at_s_zero_is_the_synchronous_loop_bit_for_bit(tiny_model: 
     torch.set_num_threads(1)
     try:
         with process_group(tmp_path / "loop"):  # beside the run
-            expected = synchronous(load([*SAME, f"model.path={tiny_model}"]), tmp_path / "weights")
+            expected = synchronous(load_config([*SAME, f"model.path={tiny_model}"]), tmp_path / "weights")
         said, _ = run.communicate(timeout=400)
         assert run.returncode == 0, said
     finally:

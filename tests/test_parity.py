@@ -21,8 +21,8 @@ from buffers import messages as m
 from buffers.client import RefusedByBuffer
 from buffers.probe import MAX_SAMPLED, num_sampled, probe_lengths
 from buffers.trajectory import Trajectory, decode, encode, to_batch
-from configs.load import load
-from configs.schema import Dtype
+from configs.load import load_config
+from configs.model import Dtype
 from generators.engine import Completion, Sample
 from generators.probe import ParityProbe
 from learners.learner import Learner
@@ -50,7 +50,7 @@ def batch(trajectories: list[Trajectory]) -> Batch:
 # ---- the rule
 
 
-DEFAULT = load([])
+DEFAULT = load_config([])
 
 
 def rule(differences: list[float], dtype: Dtype = Dtype.float32, outliers: int = 0) -> bool:
@@ -187,7 +187,7 @@ PROBED = [*SMALL_RUN, "generators.max_model_len=40", "learner.groups_per_step=4"
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[BufferHarness]:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50}))
-    harness = BufferHarness(load([*PROBED, f"model.path={tmp_path}"]), tmp_path / "journal")
+    harness = BufferHarness(load_config([*PROBED, f"model.path={tmp_path}"]), tmp_path / "journal")
     yield harness
     harness.close()
 
@@ -217,7 +217,9 @@ def test_an_engine_is_probed_once_a_life_of_the_learner_with_forced_samples_of_k
     assert all(
         sample.forced and 0 <= min(sample.prompt) <= max(sample.prompt) < 50 for sample in engine.asked
     )
-    simulated = ParityProbe(load([*PROBED, "generators.engine=simulated", "learner.engine=simulated"]), "g")
+    simulated = ParityProbe(
+        load_config([*PROBED, "generators.engine=simulated", "learner.engine=simulated"]), "g"
+    )
     simulated.begin(engine, "w0", "third", 50)  # type: ignore[arg-type]
     assert len(engine.asked) == 2 * half
 
@@ -229,7 +231,7 @@ def test_an_engine_is_probed_once_a_life_of_the_learner_with_forced_samples_of_k
 def test_later_versions_are_probed_now_and_then_each_with_tokens_of_its_own(
     tmp_path: Path, overrides: tuple[str, ...], probed: list[int]
 ) -> None:
-    config, engine = load([*PROBED, *overrides, f"model.path={tmp_path}"]), Parrot()
+    config, engine = load_config([*PROBED, *overrides, f"model.path={tmp_path}"]), Parrot()
     probe, found, prompts = ParityProbe(config, "g"), [], []
     for version in (0, 1, 3, 4, 6, 50, 60, 100):
         probe.begin(engine, f"w{version}", "life", version)  # type: ignore[arg-type]

@@ -25,13 +25,14 @@ from buffers.repair import repair_journal
 from buffers.state import read_newest_state
 from buffers.trajectory import SCHEMA_VERSION, encode, to_batch
 from configs.disk import DiskFull
-from configs.load import load
-from configs.schema import Config, OnLate
+from configs.load import load_config
+from configs.schema import Config
+from configs.staleness import OnLate
 
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    return load(LIFE_SETTINGS)
+    return load_config(LIFE_SETTINGS)
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["closed", "killed"])
@@ -39,7 +40,7 @@ def test_retention_and_any_number_of_restarts_lose_no_group(
     tmp_path: Path, config: Config, dies: bool
 ) -> None:
     folder, step = tmp_path / "journal", 0
-    dropping = load([*LIFE_SETTINGS, "buffer.retention=checkpoints"])
+    dropping = load_config([*LIFE_SETTINGS, "buffer.retention=checkpoints"])
     for life in range(4):
         buffer = Buffer(dropping, folder, resume_step=step if life else None)
         assert buffer.book.num_consumed == step and (life == 0 or len(buffer.book.pool) == 3)
@@ -120,7 +121,7 @@ def test_settings_that_the_journal_rests_on_are_refused_by_name_and_nothing_is_t
     buffer.close()
     before = {path: path.read_bytes() for path in (tmp_path / "journal").rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match=rule):
-        Buffer(load([*LIFE_SETTINGS, change]), tmp_path / "journal")
+        Buffer(load_config([*LIFE_SETTINGS, change]), tmp_path / "journal")
     assert before == {path: path.read_bytes() for path in (tmp_path / "journal").rglob("*") if path.is_file()}
     Buffer(config, tmp_path / "journal").close()
 
@@ -129,7 +130,7 @@ def test_settings_that_the_journal_rests_on_are_refused_by_name_and_nothing_is_t
 def test_attempts_count_as_they_did_when_they_were_made_whatever_the_limit_is_now(
     tmp_path: Path, config: Config, attempts: int
 ) -> None:
-    buffer = Buffer(load([*LIFE_SETTINGS, "buffer.max_attempts=3"]), tmp_path / "journal")
+    buffer = Buffer(load_config([*LIFE_SETTINGS, "buffer.max_attempts=3"]), tmp_path / "journal")
     buffer.publish(0, "w")
     first = buffer.lease("g")
     assert first is not None
@@ -140,7 +141,7 @@ def test_attempts_count_as_they_did_when_they_were_made_whatever_the_limit_is_no
     folder = copy_killed(buffer, tmp_path / "killed")
     buffer.close()
     shutil.rmtree(folder / "state")  # the whole log is applied again
-    again = Buffer(load([*LIFE_SETTINGS, f"buffer.max_attempts={attempts}"]), folder)
+    again = Buffer(load_config([*LIFE_SETTINGS, f"buffer.max_attempts={attempts}"]), folder)
     assert first is not None and again.book.groups[first.group].num_failures == 2
     assert again.fail(first.id, 5, "ValueError: no") == "failed"
     assert (first.group in again.book.groups) == (attempts > 3), "from now on the new limit holds"
@@ -150,10 +151,10 @@ def test_attempts_count_as_they_did_when_they_were_made_whatever_the_limit_is_no
 
 
 def test_more_steps_and_a_higher_bound_are_taken_up(tmp_path: Path, config: Config) -> None:
-    buffer = Buffer(load([*LIFE_SETTINGS, "run.steps=3"]), tmp_path / "journal")
+    buffer = Buffer(load_config([*LIFE_SETTINGS, "run.steps=3"]), tmp_path / "journal")
     live_steps(buffer, 0, 3)
     buffer.close()
-    again = Buffer(load([*LIFE_SETTINGS, "staleness.max_versions=3"]), tmp_path / "journal")
+    again = Buffer(load_config([*LIFE_SETTINGS, "staleness.max_versions=3"]), tmp_path / "journal")
     live_steps(again, 3, 9)
     assert again.ledger.closes()
     again.close()
@@ -177,7 +178,9 @@ def harness(tmp_path: Path) -> Iterator[Callable[..., BufferHarness]]:
     running: list[BufferHarness] = []
 
     def start(*overrides: str, resume_step: int | None = None) -> BufferHarness:
-        running.append(BufferHarness(load([*LIFE_SETTINGS, *overrides]), tmp_path / "journal", resume_step))
+        running.append(
+            BufferHarness(load_config([*LIFE_SETTINGS, *overrides]), tmp_path / "journal", resume_step)
+        )
         return running[-1]
 
     yield start
@@ -284,7 +287,7 @@ def test_a_log_with_a_rotten_line_refuses_to_open_is_repaired_and_the_run_goes_o
     tmp_path: Path, seed: int, on_late: str
 ) -> None:
     rng = random.Random(seed)
-    config = load([*LIFE_SETTINGS, f"staleness.on_late={on_late}"])
+    config = load_config([*LIFE_SETTINGS, f"staleness.on_late={on_late}"])
     buffer = Buffer(config, tmp_path / "journal")
     live_steps(buffer, 0, rng.randrange(1, 5), checkpoint_every=100)
     step = buffer.book.num_consumed
@@ -383,7 +386,7 @@ def test_a_torn_segment_costs_the_groups_in_it_and_no_other(tmp_path: Path, conf
 def test_a_full_disk_is_named_and_the_run_goes_on_after_room_is_made(
     small_disk: Path, durability: str
 ) -> None:
-    config = load([*LIFE_SETTINGS, f"buffer.durability={durability}"])
+    config = load_config([*LIFE_SETTINGS, f"buffer.durability={durability}"])
     buffer = Buffer(config, small_disk / "journal")
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(1 << 19))
@@ -449,10 +452,10 @@ def test_a_file_system_without_room_for_another_file_is_named(
 @pytest.mark.parametrize("sampler", ["freshest", "prioritized"])
 def test_another_sampler_leaves_no_group_beyond_the_bound_to_be_trained(tmp_path: Path, sampler: str) -> None:
     wide = [*LIFE_SETTINGS, "staleness.max_versions=3"]
-    buffer = Buffer(load([*wide, f"buffer.sampler={sampler}"]), tmp_path / "journal")
+    buffer = Buffer(load_config([*wide, f"buffer.sampler={sampler}"]), tmp_path / "journal")
     live_steps(buffer, 0, 3)
     buffer.close()
-    again = Buffer(load(wide), tmp_path / "journal")
+    again = Buffer(load_config(wide), tmp_path / "journal")
     for step in range(3, 12):
         again.publish(step, f"w{step}")
         handout = None
@@ -527,7 +530,7 @@ def test_whatever_a_repair_changes_stays_beside_also_the_second_time(tmp_path: P
 
 
 def test_no_step_waits_after_a_repair_for_groups_whose_due_steps_are_lost(tmp_path: Path) -> None:
-    config = load([*LIFE_SETTINGS, "algo.dynamic_sampling=true", "buffer.durability=fsync"])
+    config = load_config([*LIFE_SETTINGS, "algo.dynamic_sampling=true", "buffer.durability=fsync"])
     buffer = Buffer(config, tmp_path / "journal")
     buffer.publish(0, "w")
     leases = [lease for _ in range(6) if (lease := buffer.lease("g")) is not None]
@@ -554,14 +557,14 @@ def test_no_step_waits_after_a_repair_for_groups_whose_due_steps_are_lost(tmp_pa
     buffer.close()
     lose_lines(folder, lambda event: isinstance(event, e.Leased) and event.group in (2, 3, 4, 5))
     repair_journal(folder)
-    again = Buffer(load([*LIFE_SETTINGS, "buffer.durability=fsync"]), folder)
+    again = Buffer(load_config([*LIFE_SETTINGS, "buffer.durability=fsync"]), folder)
     again.rewind(again.book.num_consumed)
     live_steps(again, again.book.num_consumed, 6, checkpoint_every=100)
     again.close()
 
 
 def test_a_duplicate_whose_cause_is_lost_does_not_hold_its_group_for_ever(tmp_path: Path) -> None:
-    config = load([*LIFE_SETTINGS, "staleness.on_late=cancel", "staleness.straggler_timeout_s=1.0"])
+    config = load_config([*LIFE_SETTINGS, "staleness.on_late=cancel", "staleness.straggler_timeout_s=1.0"])
     now = 0.0
     buffer = Buffer(config, tmp_path / "journal", clock=lambda: now)
     buffer.publish(0, "w")

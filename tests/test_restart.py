@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from buffers import messages as m
 from buffers.client import BufferClient, RefusedByBuffer
 from buffers.run_status import GeneratorReport
-from configs.load import load
+from configs.load import load_config
 from learners import checkpoint
 from slipstream.cluster import cluster as in_cluster
 from slipstream.nursery import FOLDER, Stage, nursery
@@ -143,7 +143,7 @@ def cluster() -> Iterator[None]:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # so that workers find this file
         patch.delenv(FOLDER, raising=False)
         imports = ["ray._private.workers.default_worker", "slipstream.roles", "scripted"]
-        with nursery({"buffer": Stage([], imports)}), in_cluster(load([])):
+        with nursery({"buffer": Stage([], imports)}), in_cluster(load_config([])):
             yield
 
 
@@ -153,7 +153,7 @@ class Play:
     def __init__(self, folder: Path, *scripts: str, max_restarts: int = 1) -> None:
         for rank, script in enumerate(scripts):
             (folder / f"learner-{rank}").write_text(script)
-        config = load([f"learner.ranks={len(scripts)}", f"learner.max_restarts={max_restarts}"])
+        config = load_config([f"learner.ranks={len(scripts)}", f"learner.max_restarts={max_restarts}"])
         self.ranks = LearnerRanks(config, folder, "nowhere", lambda rank: ray.remote(ScriptedRole), ())
         self.ranks.start(None)
 
@@ -219,7 +219,7 @@ def test_a_rank_that_does_not_listen_is_killed_all_the_same(cluster: None, tmp_p
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[BufferHarness]:
-    harness = BufferHarness(load([*SMALL_RUN, "eval.prompts=2"]), tmp_path / "journal")
+    harness = BufferHarness(load_config([*SMALL_RUN, "eval.prompts=2"]), tmp_path / "journal")
     yield harness
     harness.close()
 

@@ -22,7 +22,7 @@ from buffers.trajectory import (
     to_batch,
 )
 from buffers.vocabulary import read_routing
-from configs.load import load
+from configs.load import load_config
 from learners.packing import from_arrow, pack, padded_to
 from learners.routing import replay_choices
 
@@ -107,18 +107,18 @@ def test_a_model_without_experts_and_settings_that_lose_records_are_refused(tmp_
     with pytest.raises(
         ValueError, match="generators.prefix_cache must be false with learner.moe.router_replay"
     ):
-        load(["learner.moe.router_replay=true", "generators.prefix_cache=true"])
+        load_config(["learner.moe.router_replay=true", "generators.prefix_cache=true"])
     with pytest.raises(
         ValueError, match="router_replay must be false with learner.activation_checkpointing and"
     ):
-        load([
+        load_config([
             "learner.moe.router_replay=true", "learner.activation_checkpointing=true", "learner.engine=megatron",
             "learner.ranks=2", "learner.megatron.pipeline_parallel=2",
         ])  # fmt: skip
     with pytest.raises(
         ValueError, match="learner.moe.aux_loss_coefficient must be a finite number of at least 0, got -1"
     ):
-        load(["learner.moe.aux_loss_coefficient=-1"])
+        load_config(["learner.moe.aux_loss_coefficient=-1"])
 
 
 def test_a_journal_of_another_schema_is_refused_and_left_as_it_is(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from runs import SIMULATED
 
 from buffers.journal import lock_journal
-from configs import load as configs
+from configs.load import load_config, load_resumed_config, to_yaml
 from slipstream import train
 
 
@@ -17,7 +17,7 @@ def run(tmp_path: Path) -> Path:
     """The folder of a run, as its files lie."""
     folder = tmp_path / "run"
     (folder / "journal/log").mkdir(parents=True)
-    (folder / "config.yaml").write_text(configs.to_yaml(configs.load(SIMULATED)))
+    (folder / "config.yaml").write_text(to_yaml(load_config(SIMULATED)))
     (folder / "journal/log/000000.jsonl").write_text("what a living buffer is writing")
     (folder / "journal/.lock").write_text("mark")
     (folder / ".lock").write_text("process 1 of elsewhere")
@@ -41,9 +41,9 @@ def test_a_run_that_lives_is_refused_by_name_and_nothing_in_it_is_touched(
         lock = lock_journal(run / "journal")
     before = contents(run)
     if setting == "run.resume":
-        config = configs.resume(run, [f"run.resume={run}"])
+        config = load_resumed_config(run, [f"run.resume={run}"])
     else:
-        config = configs.load([*SIMULATED, f"run.outputs={run.parent}", "run.name=run", "run.overwrite=true"])
+        config = load_config([*SIMULATED, f"run.outputs={run.parent}", "run.name=run", "run.overwrite=true"])
     with pytest.raises(
         ValueError,
         match=f"{setting} must name a run that has ended, got {run}, where process 1 of elsewhere is at work",
@@ -57,7 +57,7 @@ def test_a_run_that_lives_is_refused_by_name_and_nothing_in_it_is_touched(
 def test_a_run_goes_on_from_the_beginning_where_it_has_no_checkpoint_but_not_where_it_has_a_damaged_one(
     run: Path, damaged: bool
 ) -> None:
-    config = configs.resume(run, [f"run.resume={run}"])
+    config = load_resumed_config(run, [f"run.resume={run}"])
     if not damaged:
         assert train.prepare(config) == (config, run, 0)
         return
@@ -71,7 +71,7 @@ def test_a_run_goes_on_from_the_beginning_where_it_has_no_checkpoint_but_not_whe
 def test_a_folder_that_is_no_runs_is_not_deleted(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/thesis.tex").write_text("theirs")
-    config = configs.load([*SIMULATED, f"run.outputs={tmp_path}", "run.name=run", "run.overwrite=true"])
+    config = load_config([*SIMULATED, f"run.outputs={tmp_path}", "run.name=run", "run.overwrite=true"])
     with pytest.raises(ValueError, match=f"run.overwrite must name the folder of a run, got {tmp_path}/run"):
         train.prepare(config)
     assert contents(tmp_path) == {tmp_path / "run/thesis.tex": b"theirs"}

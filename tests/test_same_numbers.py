@@ -33,7 +33,7 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
-from configs.learner import Accumulate
+from configs.parallel import Accumulate
 from learners.packing import Packed, pack
 from learners.world import World
 from sync.stream import collect_tensors

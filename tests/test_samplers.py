@@ -15,7 +15,7 @@ from buffers.buffer import Buffer
 from buffers.events import Accepted
 from buffers.samplers import Candidates, Prioritized, RewardBalanced, draw, load_sampler
 from buffers.trajectory import SCHEMA_VERSION, encode, to_batch
-from configs.load import load
+from configs.load import load_config
 
 
 def candidates(num: int, seed: int = 0) -> Candidates:
@@ -123,7 +123,7 @@ class Rubbish:
 def a_step(folder: Path, *overrides: str) -> Buffer:
     """A buffer in which the groups of steps 0 and 1 are complete; group g has 2 + g sampled tokens a row."""
     small = ["learner.groups_per_step=4", "learner.samples_per_prompt=2", "run.steps=9", "eval.prompts=0"]
-    buffer = Buffer(load([*small, "staleness.max_versions=1", *overrides]), folder)
+    buffer = Buffer(load_config([*small, "staleness.max_versions=1", *overrides]), folder)
     buffer.publish(0, "w")
     while (lease := buffer.lease("g")) is not None:
         n = 2 + lease.group
@@ -196,7 +196,7 @@ def test_weights_of_a_sampler_reach_the_batch(tmp_path: Path) -> None:
         and max(handout.weights) == 1.0 > min(handout.weights)
     )
     buffer.close()
-    again = Buffer(load(["learner.groups_per_step=4", "learner.samples_per_prompt=2", "run.steps=9", "eval.prompts=0",
+    again = Buffer(load_config(["learner.groups_per_step=4", "learner.samples_per_prompt=2", "run.steps=9", "eval.prompts=0",
                          "staleness.max_versions=1", "buffer.sampler=freshest"]), tmp_path)  # fmt: skip
     assert again.next(0) == handout, "what was handed out stays so, whatever is started again"
     again.close()

@@ -16,7 +16,7 @@ from buffers.client import BufferClient, TakenBatch
 from buffers.run_status import RunStatus
 from buffers.server import BufferServer
 from buffers.trajectory import GREEDY, flat
-from configs.load import load
+from configs.load import load_config
 from generators import scoring
 from generators.episode import Opening, SimulatedEpisodes
 from generators.scoring import MAX_ERROR, Scored, ScoresHang, ScoringPool, checked, describe
@@ -333,7 +333,7 @@ def train(
     folder: Path, episodes: SimulatedEpisodes, told: Callable[[RunStatus], bool], *overrides: str
 ) -> tuple[list[int], RunStatus]:
     """Three steps of a run with one generator; the groups trained, and how it stood when the generator had `told` all."""
-    config = load([
+    config = load_config([
         "generators.engine=simulated", "learner.engine=simulated", "learner.groups_per_step=4", "run.steps=3",
         "eval.prompts=0", "learner.samples_per_prompt=2", "generators.max_sequences=16", "buffer.max_attempts=1", *overrides,
     ])  # fmt: skip
@@ -423,8 +423,8 @@ def test_threads_and_deadline_must_be_above_zero() -> None:
     with pytest.raises(
         ValueError, match=r"generators.score_timeout_s must be a finite number above 0, got 0.0"
     ):
-        load(["generators.score_timeout_s=0"])
+        load_config(["generators.score_timeout_s=0"])
     with pytest.raises(ValueError, match=r"generators.score_threads must be a finite number above 0, got -1"):
-        load(["generators.score_threads=-1"])
+        load_config(["generators.score_threads=-1"])
     with pytest.raises(ValueError, match=r"buffer.stalled_s must be a finite number above 0, got 0.0"):
-        load(["buffer.stalled_s=0"])
+        load_config(["buffer.stalled_s=0"])

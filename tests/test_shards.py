@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from configs.learner import Accumulate, LoraConfig
+from configs.parallel import Accumulate, LoraConfig
 from learners import fsdp, lora
 from learners.packing import Packed, pack
 from learners.world import World

@@ -22,7 +22,7 @@ from buffers.prompts import PromptOrder
 from buffers.samplers import SAMPLERS, load_sampler
 from buffers.staleness import count, floor, trainable
 from buffers.state import BookState
-from configs.schema import OnLate
+from configs.staleness import OnLate
 
 
 def submit(book: LeaseBook, lease_id: int, versions: list[int]) -> str:

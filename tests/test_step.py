@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from algos.advantages import dr_grpo, grpo
 from buffers.trajectory import Trajectory
-from configs.algorithms import Aggregation
+from configs.algo import Aggregation
 from configs.load import FOLDER
 from configs.schema import Config
 from learners.engine import Engine, ModelKind
@@ -42,9 +42,9 @@ COMPOSITIONS = {path.stem: [f"algo={path.stem}"] for path in sorted(FOLDER.glob(
     "m2po_strict": ["algo=m2po", "algo.m2po.threshold=0.003"],
     "dapo_loglinear": ["algo=dapo", "algo.proximal=loglinear"],
     "grpo_with_everything": [
-        "algo=grpo", "algo.kl.loss_coef=0.04", "algo.entropy_coef=0.01", "algo.normalise_weights=true", "algo.imitation_coef=0.1",
+        "algo=grpo", "algo.kl.loss_coef=0.04", "algo.entropy_coef=0.01", "algo.normalize_weights=true", "algo.imitation_coef=0.1",
         "algo.rejection.estimator=k3", "algo.rejection.level=sequence_max", "algo.rejection.threshold=0.02",
-        "algo.reward.overlong_filter=true", "algo.reward.normalise=true", "algo.reward.clip=1", "algo.reward.filter_power=1",
+        "algo.reward.overlong_filter=true", "algo.reward.normalize=true", "algo.reward.clip=1", "algo.reward.filter_power=1",
     ],
 }  # fmt: skip
 IN_TWO = {
@@ -79,8 +79,8 @@ class ModelStock:
     def reset_models(self, config: Config) -> Models:
         algo = config.algo
         key = (
-            algo.advantage.needs_critic,
-            algo.advantage == "prime",
+            algo.needs_critic,
+            algo.needs_reward_model,
             algo.needs_reference,
             algo.entropy_coef > 0,
         )
@@ -329,7 +329,7 @@ def test_rewards_are_shaped_before_they_become_advantages(
         drifted,
         "algo=dr_grpo",
         "algo.reward.overlong_share=0.5",
-        "algo.reward.normalise=true",
+        "algo.reward.normalize=true",
         "algo.reward.clip=0.9",
     )
     given = Trainer(config, stock.reset_models(config))._prepare(batch, STEP)

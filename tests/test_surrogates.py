@@ -13,20 +13,18 @@ from torch import Tensor
 from algos import corrections, kl
 from algos.corrections import correction_weights, off_policy_weights, rejection
 from algos.surrogates import SURROGATES, Tokens, second_moment_mask
-from configs.algorithms import (
+from configs.algo import AlgoConfig
+from configs.corrections import Correction, Level, RejectionConfig
+from configs.kl import Estimator
+from configs.surrogates import (
     AipoConfig,
-    AlgoConfig,
     CispoConfig,
-    Correction,
     DppoConfig,
-    Estimator,
     GspoConfig,
     KimiConfig,
-    Level,
     M2poConfig,
     OpmdConfig,
     PpoConfig,
-    RejectionConfig,
     SapoConfig,
     SurrogateConfig,
     ToprConfig,
@@ -379,7 +377,7 @@ def test_off_policy_weights_are_the_product_of_their_parts(
         drop.threshold = middle([round(estimate_reference(drop, tokens, ell, t), 9) for t in trained])
         algo = AlgoConfig(
             surrogate=surrogate, correction=kind, correction_floor=FLOOR, correction_cap=CAP, rejection=drop,
-            normalise_weights=normalise,
+            normalize_weights=normalise,
         )  # fmt: skip
         kept = second_moment_kept(tokens, ell, 0.04) if surrogate == "m2po" else set(trained)
         expected = [
@@ -422,7 +420,7 @@ def test_where_the_policies_are_equal_every_weight_is_one() -> None:
                 drop = RejectionConfig(estimator=estimator, level=level, threshold=1e-9)
                 for surrogate in ("ppo", "m2po"):
                     algo = AlgoConfig(
-                        surrogate=surrogate, correction=kind, rejection=drop, normalise_weights=True
+                        surrogate=surrogate, correction=kind, rejection=drop, normalize_weights=True
                     )
                     found = off_policy_weights(
                         algo, torch.zeros(24), tokens.advantages, tokens.mask, tokens.sequence
@@ -443,7 +441,7 @@ def test_infinite_log_ratios_and_empty_masks_give_finite_weights() -> None:
                             surrogate=surrogate,
                             correction=kind,
                             rejection=drop,
-                            normalise_weights=estimator is None,
+                            normalize_weights=estimator is None,
                         )
                         weights = off_policy_weights(algo, infinite, advantages, mask, sequence)
                         assert weights.isfinite().all() and (weights >= 0).all()
@@ -463,7 +461,7 @@ def test_nothing_to_weigh_is_allowed() -> None:
     for kind in Correction:
         for level in Level:
             drop = RejectionConfig(estimator=Estimator.k3, level=level)
-            algo = AlgoConfig(surrogate="m2po", correction=kind, rejection=drop, normalise_weights=True)
+            algo = AlgoConfig(surrogate="m2po", correction=kind, rejection=drop, normalize_weights=True)
             assert off_policy_weights(algo, empty, empty, mask, sequence).shape == (0,)
 
 

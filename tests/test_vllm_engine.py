@@ -14,8 +14,8 @@ from ranks import on_ranks
 from safetensors.torch import load_file
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from configs.learner import LoraConfig, LoraPublish
-from configs.schema import KvCache
+from configs.parallel import LoraConfig, LoraPublish
+from configs.sync import KvCache
 from generators.engine import Completion, Sample
 from learners.fsdp import FsdpEngine
 from learners.packing import Batch, pack

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from buffers.trajectory import GREEDY, Trajectory, to_batch
-from configs.load import load
+from configs.load import load_config
 from configs.schema import Config
 from learners.engine import Engine
 from learners.fsdp import FsdpEngine
@@ -76,7 +76,7 @@ def make_step_batch(rows: list[Trajectory], weights: list[float] | None = None) 
 @cache
 def configure_step(model: Path, *overrides: str) -> Config:
     """Gradients are not clipped, so that their scale shows."""
-    return load([
+    return load_config([
         f"model.path={model}", f"learner.groups_per_step={GROUPS}", f"learner.samples_per_prompt={SAMPLES}",
         f"sampling.max_tokens={LONGEST}", "learner.lr=1e-4", "learner.warmup_steps=0", "learner.lr_end=1", "learner.max_grad_norm=1e6",
         "algo=grpo", "learner.minibatches=1", *overrides,

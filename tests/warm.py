@@ -23,7 +23,7 @@ import learners.step  # noqa: F401
 
 torch.set_num_threads(1)
 get_checkpoint_conversion_mapping("qwen3")  # compiles hundreds of patterns, once a process
-configs.load.load([])  # reads the schema, once a process
+configs.load.load_config([])  # reads the schema, once a process
 gc.collect()
 atexit.register(
     gc.unfreeze

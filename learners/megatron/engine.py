@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from configs.schema import Dtype
+from configs.model import Dtype
 from learners.checkpoint import StateWriter
 from learners.engine import LossFn, ModelKind, Share
 from learners.megatron import stand_ins

@@ -29,7 +29,7 @@ ROPES = ("default", "linear", "llama3")
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """Ranks that divide one model between them; see `configs.learner.MegatronConfig`."""
+    """Ranks that divide one model between them; see `configs.parallel.MegatronConfig`."""
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1

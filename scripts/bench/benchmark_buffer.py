@@ -39,7 +39,7 @@ from buffers import messages as m
 from buffers.client import BufferClient, TakenBatch
 from buffers.server import BufferServer
 from buffers.trajectory import SCHEMA, SCHEMA_VERSION, Trajectory, encode, to_batch
-from configs.load import load
+from configs.load import load_config
 from configs.schema import Config
 from slipstream_bench.buffer_peers import PEERS, measure_peer
 
@@ -131,7 +131,7 @@ def disk(size: Size, seconds: float, folder: Path) -> float:
 
 
 def configure(size: Size, address: str, durability: str) -> Config:
-    return load(
+    return load_config(
         [
             "generators.max_model_len=4096",
             "generators.engine=simulated", "learner.engine=simulated", "eval.prompts=0", f"buffer.address={address}",

@@ -46,8 +46,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from benchmark_loss import cost
-from configs import load as configs
-from configs.schema import Dtype
+from configs.load import load_config
+from configs.model import Dtype
 from learners.flops import count_step_flops
 from learners.fsdp import FsdpEngine
 from learners.heads import chunked_logprobs
@@ -128,7 +128,7 @@ class Timed(FsdpEngine):
 def trainer(work: Work, engine: Timed) -> Step:
     """`Trainer.train`. Its engine has the update's seconds and microbatches."""
     num = work.batch.num_sequences
-    config = configs.load([
+    config = load_config([
         f"model.path={work.path}", "algo=grpo", "algo.aggregation=token_mean", "eval.prompts=0",
         f"learner.lr={LR}", "learner.lr_end=1", "learner.minibatches=1", "learner.warmup_steps=0", f"learner.tokens_per_microbatch={work.budget}", f"learner.groups_per_step={num // GROUP}",
         f"learner.samples_per_prompt={GROUP}", f"sampling.max_tokens={max(work.lengths)}",

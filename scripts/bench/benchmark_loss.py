@@ -44,8 +44,9 @@ from algos.loss import policy_loss
 from algos.rewards import with_kl
 from algos.surrogates import Tokens
 from algos.values import implicit_reward_loss, value_loss
-from configs import load as configs
-from configs.algorithms import Advantage, Aggregation, AlgoConfig, GaeConfig, Span
+from configs.advantages import Advantage, GaeConfig, Span
+from configs.algo import Aggregation, AlgoConfig
+from configs.load import FOLDER, load_config
 
 NUM_SEQUENCES, GROUP, HORIZON = 64, 8, 8_192
 VOCABULARY, CHUNK = 32_768, 4_096
@@ -130,7 +131,7 @@ class Step:
             found = policy_loss(
                 algo, logprobs=self.logprobs, proximal_logprobs=self.proximal, behavior_logprobs=self.behavior,
                 advantages=advantages, mask=s.mask, weights=weights, entropy=self.entropy, sequence=s.sequence,
-                staleness=self.staleness, correction=correction if algo.needs_minibatch else None,
+                staleness=self.staleness, correction=correction if algo.needs_whole_minibatch else None,
                 reference_logprobs=self.reference if algo.needs_reference else None,
                 imitation=weights if algo.imitation_coef else None,
             )  # fmt: skip
@@ -148,15 +149,15 @@ class Step:
             "advantages": partial(self.advantages, algo),
         }
         found["weights"] = partial(self.weights, algo.aggregation)
-        if algo.needs_minibatch:
+        if algo.needs_whole_minibatch:
             found["off-policy weights"] = partial(self.correction, algo, advantages)
-        if algo.advantage.needs_critic:
+        if algo.needs_critic:
             targets = value_targets(s, algo)
             found |= {
                 "targets": partial(value_targets, s, algo),
                 "critic": partial(self.critic, targets, weights),
             }
-        if algo.advantage is Advantage.prime:
+        if algo.needs_reward_model:
             found["reward model"] = self.reward_model
         return found
 
@@ -239,8 +240,8 @@ def main() -> None:
         torch.set_default_device("cuda")
     step = Step(options.tokens)
     measured = {"log-softmax": log_softmax(options.tokens), "choices": step.choices()}
-    names = sorted(path.stem for path in (configs.FOLDER / "algo").glob("*.yaml"))
-    measured |= {name: step.parts(configs.load([f"algo={name}"]).algo) for name in names}
+    names = sorted(path.stem for path in (FOLDER / "algo").glob("*.yaml"))
+    measured |= {name: step.parts(load_config([f"algo={name}"]).algo) for name in names}
     found: dict[str, dict[str, Cost]] = {}
     for name, actions in measured.items():
         say.print(f"{name} ...")

@@ -26,14 +26,14 @@ from buffers import messages as m
 from buffers.buffer import Buffer
 from buffers.recovery import read_journal
 from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode, to_batch
-from configs.load import load
+from configs.load import load_config
 from configs.schema import Config
 
 GROUPS_PER_STEP, CHECKPOINT_EVERY, KEEP = 64, 50, 3
 
 
 def configure() -> Config:
-    return load(
+    return load_config(
         [
             f"learner.groups_per_step={GROUPS_PER_STEP}", "learner.samples_per_prompt=2", "run.steps=100000000",
             "eval.prompts=0", "staleness.max_versions=2", "generators.engine=simulated", "learner.engine=simulated",

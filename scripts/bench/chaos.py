@@ -46,7 +46,7 @@ from buffers.client import BufferClient
 from buffers.run_status import RunStatus
 from buffers.segments import is_closed
 from buffers.state import state_numbers
-from configs.schema import OnLate
+from configs.staleness import OnLate
 from slipstream_bench.audit import Audit, audit
 from slipstream_bench.chaos_roles import FULL_DISK, LEASE_S, LONG_LOG, REFUSED, configure, play_role, train
 

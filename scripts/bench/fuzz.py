@@ -38,7 +38,7 @@ from buffers.keys import KeyRole
 from buffers.run_status import GeneratorReport, RunStatus
 from buffers.server import BufferServer
 from buffers.trajectory import flat, to_batch
-from configs.load import load
+from configs.load import load_config
 from configs.schema import Config
 from slipstream_bench.attack_keys import attack_with_keys, make_all_keys
 from slipstream_bench.attacks import ENDED, ENDLESS, PATIENCE_S, Attacker, BufferAttack, rows_of
@@ -57,7 +57,7 @@ KEYED_SHARE, LEAST_KEYED = 100, 600
 
 
 def configure(keys: Path | None) -> Config:
-    return load(
+    return load_config(
         [
             *([] if keys is None else [f"buffer.keys={keys}"]),
             "generators.engine=simulated", "learner.engine=simulated", "eval.prompts=2", "eval.every=50", "run.steps=1000000",

@@ -22,8 +22,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from configs.host import boot_id
-from configs.learner import LoraConfig, LoraPublish
-from configs.schema import Dtype
+from configs.model import Dtype
+from configs.parallel import LoraConfig, LoraPublish
 from learners.fsdp import FsdpEngine
 from learners.packing import Batch, pack
 from sync.adapter import describe_adapters

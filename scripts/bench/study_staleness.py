@@ -35,7 +35,7 @@ from rich.progress import (
 from rich.table import Table
 from torch import Tensor
 
-from configs.load import load
+from configs.load import load_config
 from slipstream_bench.intervals import interval
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +97,7 @@ def run(job: Job) -> Outcome:
         f"staleness.max_versions={job.lag}",
         f"learner.lr={job.lr}",
     ]
-    config = load(
+    config = load_config(
         [*overrides, f"run.seed={job.seed}", f"run.steps={job.steps}", f"model.path={_sampler().path}"]
     )
     torch.manual_seed(job.seed)

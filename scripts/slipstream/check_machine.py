@@ -141,11 +141,11 @@ def buffer() -> str:
     from buffers.client import BufferClient, TakenBatch
     from buffers.server import BufferServer
     from buffers.trajectory import Trajectory, to_batch
-    from configs.load import load
+    from configs.load import load_config
 
     small = ["learner.groups_per_step=1", "learner.samples_per_prompt=2", "eval.prompts=0", "run.steps=1"]
     with tempfile.TemporaryDirectory() as folder:
-        server = BufferServer(load([*small, "buffer.durability=fsync"]), Path(folder))
+        server = BufferServer(load_config([*small, "buffer.durability=fsync"]), Path(folder))
         thread = threading.Thread(target=server.run)
         thread.start()
         client = BufferClient(server.address, timeout_s=10.0)
@@ -173,11 +173,11 @@ def buffer() -> str:
 
 def ray_cluster() -> str:
     """A cluster on this host, as a run starts one."""
-    from configs.load import load
+    from configs.load import load_config
     from slipstream.cluster import cluster
 
     simulated = ["generators.engine=simulated", "learner.engine=simulated", "generators.count=1"]
-    with cluster(load(simulated)):
+    with cluster(load_config(simulated)):
         return f"ray {version('ray')}"
 
 

@@ -54,7 +54,7 @@ def must_agree(found: Any, expected: Any, dtype: str) -> str:
     """By the rule of a run's parity probe; returns the differences in words."""
     import torch
 
-    from configs.schema import Dtype
+    from configs.model import Dtype
     from learners.parity import FEW, TOLERANCE, agrees, compare
 
     everything = torch.ones(len(found), dtype=torch.bool)
@@ -146,8 +146,9 @@ def learner(
     """The learner's log-probabilities of packed sequences, and an update."""
     import torch
 
-    from configs.learner import Attention, FsdpConfig, LoraConfig
-    from configs.schema import Dtype
+    from configs.learner import Attention
+    from configs.model import Dtype
+    from configs.parallel import FsdpConfig, LoraConfig
     from learners.packing import microbatches
 
     torch.set_num_threads(1)

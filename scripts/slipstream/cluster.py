@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from configs.generators import EngineKind
 from configs.learner import LearnerKind
-from configs.schema import Config, EngineKind
+from configs.schema import Config
 from generators import tasks
 from slipstream import agent, newborn
 from slipstream.nursery import FOLDER, Stage, nursery

@@ -17,7 +17,9 @@ from rich.text import Text
 from buffers import messages as m
 from buffers.fleet import MAX_NAMED, SILENT_S
 from buffers.run_status import LedgerAccount, RunStatus
-from configs.schema import Config, Controller
+from configs.checks import find_warnings
+from configs.schema import Config
+from configs.staleness import Controller
 from learners.memory import GIB, format_bytes
 
 LINE_EVERY_S = 2.0
@@ -47,11 +49,11 @@ class Console:
     def __enter__(self) -> None:
         self._rich.print(
             f"[bold]Slipstream[/] {self._config.mode}, {self._config.algo.name}, task {self._config.task.name}, "
-            f"S = {self._config.bound} ({self._config.staleness.on_late}), {self._config.run.steps} steps of "
+            f"S = {self._config.max_versions} ({self._config.staleness.on_late}), {self._config.run.steps} steps of "
             f"{self._config.learner.groups_per_step} × {self._config.learner.samples_per_prompt} → {self._folder}",
             soft_wrap=True,
         )
-        for warning in self._config.warnings():
+        for warning in find_warnings(self._config):
             self._rich.print(f"[yellow]note:[/] {warning}", soft_wrap=True)
         if self._live is not None:
             self._live.start()
@@ -182,7 +184,7 @@ class Console:
         mean = sum(k * n for k, n in staleness.items()) / max(1, sum(staleness.values()))
         return (
             f"step {status.num_trained_steps}/{self._config.run.steps}  v{status.version}  reward {_recent(rewards):.3f}  "
-            f"staleness {mean:.2f} (max {max(staleness, default=0)} of {self._config.bound}{self._admitted(status)})  "
+            f"staleness {mean:.2f} (max {max(staleness, default=0)} of {self._config.max_versions}{self._admitted(status)})  "
             f"tok/s {status.tokens.total / seconds:,.0f} generated {status.tokens.trained / seconds:,.0f} trained  "
             f"idle learner {status.learner_idle_share:.0%} generators {status.generator_idle_share:.0%}  left {self._left(status)}"
             f"{failed}{self._waiting(status)}"
@@ -210,7 +212,7 @@ class Console:
             "staleness": "  ".join(
                 f"{k}: {share:.0%}" for k, share in _shares(status.staleness_histogram).items()
             )
-            + f"   (bound {self._config.bound}{self._admitted(status)})",
+            + f"   (bound {self._config.max_versions}{self._admitted(status)})",
             "tokens/s": f"{status.tokens.total / seconds:,.0f} generated, {status.tokens.trained / seconds:,.0f} trained",
             "idle": f"learner {status.learner_idle_share:.0%}, generators {status.generator_idle_share:.0%}",
             "tokens": _account(status.tokens),

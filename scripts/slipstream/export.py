@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from configs import load as configs
-from configs.learner import FsdpConfig, LoraConfig, LoraPublish, MegatronConfig
-from configs.schema import Config, Dtype, ModelConfig
+from configs.load import parse_config
+from configs.model import Dtype, ModelConfig
+from configs.parallel import FsdpConfig, LoraConfig, LoraPublish, MegatronConfig
+from configs.schema import Config
 from learners import checkpoint
 from learners.engine import ModelKind
 
@@ -38,7 +39,7 @@ def export(run: Path, folder: Path, step: int | None, dtype: Dtype | None) -> in
     chosen = max(kept) if step is None else step
     if chosen not in kept:
         raise ValueError(f"--step must be one of {sorted(kept)} (the checkpoints kept), got {chosen}")
-    config = configs.parse((run / "config.yaml").read_text())
+    config = parse_config((run / "config.yaml").read_text())
     source = Path(config.model.path)
     if not (source / "config.json").is_file():
         raise ValueError(

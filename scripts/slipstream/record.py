@@ -180,12 +180,12 @@ class Record:
                 "trained_twice": news.trained_twice,
             },
             "staleness": {
-                "bound": self._config.bound,
+                "bound": self._config.max_versions,
                 "admitted": news.admission_lag,
                 "max": max(news.staleness_histogram, default=0),
                 "mean": sum(k * n for k, n in news.staleness_histogram.items()) / count if count else 0.0,
                 "histogram": {
-                    str(k): news.staleness_histogram.get(k, 0) for k in range(self._config.bound + 1)
+                    str(k): news.staleness_histogram.get(k, 0) for k in range(self._config.max_versions + 1)
                 },
             },
             "throughput": {

@@ -29,7 +29,7 @@ from buffers.client import TakenBatch
 from buffers.event_log import read_events
 from buffers.segments import Reader
 from buffers.trajectory import SCHEMA
-from configs import load as configs
+from configs.load import load_study_config, to_yaml
 from configs.schema import Config
 from learners import checkpoint
 from learners.learner import start
@@ -134,7 +134,7 @@ def replay(
         )
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(configs.to_yaml(config))
+    (folder / "config.yaml").write_text(to_yaml(config))
     if from_step:
         shutil.copytree(source, folder / "checkpoints" / source.name, dirs_exist_ok=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -185,7 +185,7 @@ def main(arguments: list[str]) -> int:
     name = options.name or "_".join(options.overrides).replace("/", "-") or "same"
     folder = options.run / "replays" / name
     try:
-        config = configs.study(options.run, options.overrides)
+        config = load_study_config(options.run, options.overrides)
         config = dataclasses.replace(config, learner=dataclasses.replace(config.learner, ranks=1))
         exact = not options.overrides
         playback = replay(options.run, config, folder, options.from_step, options.to_step, exact)

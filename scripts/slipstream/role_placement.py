@@ -12,9 +12,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from configs.generators import EngineKind
 from configs.learner import LearnerKind
 from configs.rules import LEAST_GPU_SHARE
-from configs.schema import Config, EngineKind, Role
+from configs.schema import Config, Role
 
 SHARED_MEMORY = 0.9
 """Memory of a shared GPU that is divided when the configuration does not say; CUDA itself takes some for each process."""

@@ -25,7 +25,7 @@ from buffers.client import BufferClient
 from buffers.heartbeat import HeartbeatThread
 from buffers.keys import KeyRole
 from buffers.watchdog import Stuck
-from configs import load as configs
+from configs.load import to_yaml
 from configs.schema import Config
 from learners.memory import explain_shortage
 from slipstream.cluster import stage
@@ -157,9 +157,7 @@ class BufferRole(Role):
         """Binds the buffer; returns its address."""
         from buffers.server import BufferServer
 
-        self.server = BufferServer(
-            config, folder, config_text=configs.to_yaml(config), resume_step=resume_step
-        )
+        self.server = BufferServer(config, folder, config_text=to_yaml(config), resume_step=resume_step)
         return self.server.address
 
     def run(self) -> None:

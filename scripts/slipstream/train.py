@@ -44,10 +44,11 @@ from buffers.journal import lock_journal
 from buffers.keys import KeyRole
 from buffers.run_status import RunStatus
 from buffers.samplers import load_sampler
-from configs import load as configs
 from configs.disk import DiskFull, is_disk_full
+from configs.generators import EngineKind
 from configs.learner import LearnerKind
-from configs.schema import Config, EngineKind, Role
+from configs.load import find_resumed_folder, list_defaults, load_config, load_resumed_config, to_yaml
+from configs.schema import Config, Role
 from generators.tasks import load_task
 from learners import checkpoint, families
 from learners.memory import plan_memory
@@ -103,16 +104,16 @@ def main(arguments: list[str]) -> int:
     threading.excepthook = quiet_full_disk
     if "--help" in arguments or "-h" in arguments:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that it may be piped into `head`
-        print(__doc__, "", *(f"{name}={value}" for name, value in configs.fields().items()), sep="\n")
+        print(__doc__, "", *(f"{name}={value}" for name, value in list_defaults().items()), sep="\n")
         return 0
     overrides = [argument for argument in arguments if argument != "--cfg"]
     try:
-        resumed = configs.resumed_folder(overrides)
-        config = configs.load(overrides) if resumed is None else configs.resume(resumed, overrides)
+        resumed = find_resumed_folder(overrides)
+        config = load_config(overrides) if resumed is None else load_resumed_config(resumed, overrides)
         if resumed is None and config.run.resume is not None:
             raise ValueError(f"run.resume must be said as run.resume=FOLDER, got {' '.join(overrides)}")
         if "--cfg" in arguments:
-            print(configs.to_yaml(config), end="")
+            print(to_yaml(config), end="")
             return 0
         signals = Signals()
         with import_ahead(config):
@@ -188,7 +189,7 @@ def prepare(config: Config) -> tuple[Config, Path, int | None]:
     )
     folder.mkdir(parents=True, exist_ok=True)
     claim_run(folder, "run.name")
-    replace_file(folder / "config.yaml", configs.to_yaml(config).encode())
+    replace_file(folder / "config.yaml", to_yaml(config).encode())
     return config, folder, None
 
 

@@ -17,7 +17,8 @@ from buffers.prompts import PromptOrder
 from buffers.run_status import RunStatus
 from buffers.segments import Reader
 from buffers.trajectory import flat
-from configs.schema import Config, OnLate
+from configs.schema import Config
+from configs.staleness import OnLate
 
 Train = Callable[[str, pa.Table], str]
 """(state, a step's groups) -> the next state: what the consumer does with what it is handed."""
@@ -196,7 +197,7 @@ def _check_training(
             if group in batches:
                 versions = flat(batches[group], "versions")
                 stale = step - versions[versions >= 0]
-                late = int(((stale < 0) | (stale > config.bound)).sum())
+                late = int(((stale < 0) | (stale > config.max_versions)).sum())
                 beyond += late - done.excluded[done.groups.index(group)]
     if beyond:
         found.wrong.append(f"{beyond} tokens were beyond the staleness bound when they were trained")

@@ -24,7 +24,7 @@ from buffers.run_status import GeneratorReport
 from buffers.server import BufferServer
 from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode, flat, to_batch
 from configs.disk import DiskFull
-from configs.load import load
+from configs.load import load_config
 from configs.schema import Config
 from slipstream import repair
 
@@ -38,7 +38,7 @@ FULL_DISK, REFUSED = 3, 4
 
 def configure(folder: Path, seed: int, on_late: str = "wait") -> Config:
     late = {"cancel": ["staleness.straggler_timeout_s=1.0"]}.get(on_late, [])
-    return load(
+    return load_config(
         [
             *late, f"staleness.on_late={on_late}", "buffer.retention=checkpoints",
             "generators.engine=simulated", "learner.engine=simulated", "eval.prompts=0", f"run.seed={seed}",

@@ -1,0 +1,64 @@
+"""`generators`: the engines that sample, and the threads that score."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from configs.rules import NOT_NEGATIVE, POSITIVE, above_up_to, gpu_share
+from configs.setting import Section, section, setting
+
+
+class EngineKind(StrEnum):
+    """The inference engine of a generator."""
+
+    vllm = "vllm"
+    """vLLM, on a GPU or a CPU."""
+    simulated = "simulated"
+    """Keeps time like a real engine and samples nothing. For benchmarks of overlap."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SimulatedConfig(Section):
+    """The simulated engine and learner, which keep time like real ones and use no CPU. For benchmarks of overlap."""
+
+    tokens_per_s: float = setting(100.0, POSITIVE)
+    """Tokens that one sequence decodes a second."""
+    slots: int = setting(16, POSITIVE)
+    """Sequences that one engine decodes at a time."""
+    mean_tokens: float = setting(100.0, POSITIVE)
+    """Mean response length in tokens. Lengths are lognormal, truncated at 8 × the mean."""
+    cv: float = setting(0.5, NOT_NEGATIVE)
+    """Coefficient of variation of the response length."""
+    train_tokens_per_s: float = setting(3200.0, POSITIVE)
+    """Sampled tokens that the simulated learner trains a second."""
+
+
+@dataclass(kw_only=True, slots=True)
+class GeneratorsConfig(Section):
+    """The engines that sample, and the threads that score."""
+
+    count: int = setting(2, NOT_NEGATIVE)
+    """Generators that this command starts. Others may join a run at any time (`role=generators`)."""
+    engine: EngineKind = setting(EngineKind.vllm)
+    """The inference engine."""
+    max_sequences: int = setting(256, POSITIVE)
+    """Sequences in flight in one engine. Must hold a whole group of `learner.samples_per_prompt`."""
+    max_model_len: int = setting(64, POSITIVE)
+    """Longest prompt and response together that an engine takes, in tokens."""
+    kv_cache_mb: int | None = setting(None, POSITIVE)
+    """KV cache of one engine, in MB. Null: 64 on a CPU; on a GPU what its part of the memory leaves."""
+    prefix_cache: bool = setting(False)
+    """Reuse the KV of shared prompts. The cache is salted with the version, so no request reads another version's KV."""
+    max_restarts: int = setting(5, NOT_NEGATIVE)
+    """Crashes of one generator after which the run stops. Before that it is started again."""
+    gpus: float | None = setting(None, gpu_share(most=1024))
+    """GPUs of one engine. Null divides those of the driver's host between generators and learner (docs/learner.md). 0:
+    the CPU."""
+    gpu_memory_fraction: float | None = setting(None, above_up_to(0, 1))
+    """Share of its GPU's memory that an engine may take. Null: 0.9, or an even part of it where others share the GPU."""
+    score_threads: int = setting(1, POSITIVE)
+    """Threads of one generator that score, beside the engine. Above 1, the task's `score_response` must bear to run several times
+    at once."""
+    score_timeout_s: float = setting(30.0, POSITIVE)
+    """Seconds that one call of the task's `score_response` may take. Then its group fails, and another thread takes the place of
+    the one that hangs."""
+    simulated: SimulatedConfig = section(SimulatedConfig)

@@ -1,0 +1,26 @@
+"""`model`: the policy that is trained."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from configs.setting import Section, setting
+
+
+class Dtype(StrEnum):
+    """Number format of model weights."""
+
+    float32 = "float32"
+    """4 bytes an element. Exact, and the only format in which runs repeat bit for bit on a CPU."""
+    bfloat16 = "bfloat16"
+    """2 bytes an element. For GPUs."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig(Section):
+    """The policy that is trained."""
+
+    path: str = setting("tiny")
+    """Folder of a Hugging Face causal language model. `tiny` is a small Qwen3, which the project makes for the task and
+    caches."""
+    dtype: Dtype = setting(Dtype.float32)
+    """Number format in which generators compute and model weights travel. The learner keeps float32 master weights."""

@@ -1,0 +1,72 @@
+"""`sync`: how model weights come from the learner to the generators."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from configs.addresses import TCP_ADDRESS, names_no_host
+from configs.rules import POSITIVE
+from configs.setting import Condition, Section, setting
+
+
+class KvCache(StrEnum):
+    """What becomes of the KV cache of running requests when an engine loads a version."""
+
+    keep = "keep"
+    """It stays: later tokens see keys and values of earlier versions."""
+    recompute = "recompute"
+    """It is computed again under the new weights."""
+
+
+class Transport(StrEnum):
+    """The way of model weights from the learner to the generators."""
+
+    auto = "auto"
+    """Through memory on the learner's host (and its GPU, where an engine shares it), over `tcp` elsewhere."""
+    shared_memory = "shared_memory"
+    """Through memory, on the learner's host only."""
+    tcp = "tcp"
+    """Over ZeroMQ, to any host."""
+    disk = "disk"
+    """Through `sync.folder`, for hosts that share a file system. At the end the folder is a model folder."""
+    nccl = "nccl"
+    """From GPU to GPU."""
+    cuda_ipc = "cuda_ipc"
+    """Through the memory of the GPU that the learner's rank and the engine share."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SyncConfig(Section):
+    """The way of model weights from the learner to the generators."""
+
+    transport: Transport = setting(Transport.auto)
+    """How model weights come to the generators."""
+    address: str | None = setting(None, TCP_ADDRESS)
+    """Address at which the learner serves model weights to other hosts. They connect to it, so it names the host (port 0:
+    any free one). Null: the host of `buffer.address`, any free port."""
+    relays: bool = setting(True)
+    """Hosts hand on the weights that they have fetched, so that the learner's own link carries a few copies only."""
+    folder: str | None = setting(None)
+    """The shared folder of `transport=disk`. Null: `<outputs>/<name>/weights`."""
+    bucket_mb: int = setting(64, POSITIVE)
+    """MB of weights that the learner gathers from its ranks at a time: the memory that publishing needs beside the
+    snapshot."""
+    in_flight: bool = setting(True)
+    """Load new weights between two engine steps, and keep the requests. False: an engine first finishes its requests."""
+    kv_cache: KvCache = setting(KvCache.keep)
+    """What becomes of the KV cache of running requests at an update."""
+
+    def conditions(self) -> list[Condition]:
+        return [
+            Condition(
+                self.folder is None or self.transport is Transport.disk,
+                "sync.folder",
+                "be set only when sync.transport=disk",
+                f"{self.folder!r} with {self.transport}",
+            ),
+            Condition(
+                self.address is None or not names_no_host(self.address),
+                "sync.address",
+                "name a host (other hosts connect to it)",
+                f"{self.address!r}",
+            ),
+        ]

@@ -1,0 +1,20 @@
+"""`task`: the prompts and the reward."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from configs.rules import POSITIVE
+from configs.setting import Section, setting
+
+
+@dataclass(kw_only=True, slots=True)
+class TaskConfig(Section):
+    """The prompts and the reward."""
+
+    name: str = setting("sorting")
+    """A file of `generators/tasks/`, or `module:Class` for a task of your own."""
+    args: dict[str, Any] = setting({})
+    """Keyword arguments for the task's class: `task.args.numbers=4`."""
+    size: int | None = setting(None, POSITIVE)
+    """Number of training prompts. Epochs walk through them, each in an order of its own. Null: the `num_prompts` of the
+    task, or prompts without end."""
