@@ -18,6 +18,7 @@ os.environ["SLIPSTREAM_NURSERY"] = folder
 from slipstream.answers import Answers
 from slipstream.cluster import cluster, stage
 from slipstream.roles import RoleFailed
+from slipstream.stop_signals import StopSignals
 
 class Up:
     def pid(self):
@@ -29,7 +30,7 @@ class Stopped(Up):
 
 with cluster(load_config(["generators.count=2"])):
     said, clock = [], [0.0]
-    answers = Answers(said.append, clock=lambda: clock[0])
+    answers = Answers(said.append, StopSignals(), clock=lambda: clock[0])
     roles = {"learner-0": ray.remote(Up).options(num_cpus=0).remote(), "stopped": ray.remote(Stopped).options(num_cpus=0).remote()}
     roles["generator-0"] = ray.remote(Up).options(num_cpus=0, **stage("generator")).remote()
     for name, actor in roles.items():

@@ -237,6 +237,7 @@ from configs.load import load_config
 from slipstream.cluster import start_node
 from slipstream.nursery import Stage, nursery
 from slipstream.roles import Places, RoleFailed
+from slipstream.stop_signals import StopSignals
 
 class Probe:
     def visible(self): return os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -251,16 +252,16 @@ with nursery({"learner": Stage([], ["ray._private.workers.default_worker"])}):
     nodes = [start_node(num_cpus=5, num_gpus=2)]
     nodes.append(start_node(num_cpus=8, num_gpus=8, address=nodes[0].gcs_address))
     ray.init(address=nodes[0].gcs_address, log_to_driver=False, logging_level="ERROR")
-    places = Places(load_config(["learner.ranks=2", "generators.count=1", "learner.gpus=0.3333"]))
+    places = Places(load_config(["learner.ranks=2", "generators.count=1", "learner.gpus=0.3333"]), StopSignals())
     actors = [probe(places, place) for place in places.division.all]
     print(*visible(*actors))
     ray.kill(actors[0])
     print(*visible(probe(places, places.division.ranks[0])))
     try:
-        Places(load_config(["generators.count=1"]), patience_s=1.0)
+        Places(load_config(["generators.count=1"]), StopSignals(), patience_s=1.0)
     except RoleFailed as error:
         print(error)
-    on_cpu = Places(load_config(["learner.gpus=0", "generators.count=0"]))
+    on_cpu = Places(load_config(["learner.gpus=0", "generators.count=0"]), StopSignals())
     print(repr(*visible(probe(on_cpu, on_cpu.division.ranks[0]))))
     ray.shutdown()
     for node in reversed(nodes):

@@ -21,9 +21,9 @@ ONLY_IN = {
     "vllm": {"generators/vllm_engine.py", "sync/vllm_plugin.py"},
     "ray": {
         "scripts/slipstream/answers.py",
-        "scripts/slipstream/train.py",
         "scripts/slipstream/cluster.py",
         "scripts/slipstream/newborn.py",
+        "scripts/slipstream/ray_waits.py",
         "scripts/slipstream/roles.py",
         "scripts/slipstream/supervisor.py",
         "scripts/bench/slipstream_bench/buffer_peers.py",

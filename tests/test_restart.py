@@ -25,6 +25,7 @@ from learners import checkpoint
 from slipstream.cluster import cluster as in_cluster
 from slipstream.nursery import FOLDER, Stage, nursery
 from slipstream.roles import RoleFailed
+from slipstream.stop_signals import StopSignals
 from slipstream.supervisor import LearnerRanks, Loss
 
 SYNCHRONOUS = [
@@ -154,7 +155,9 @@ class Play:
         for rank, script in enumerate(scripts):
             (folder / f"learner-{rank}").write_text(script)
         config = load_config([f"learner.ranks={len(scripts)}", f"learner.max_restarts={max_restarts}"])
-        self.ranks = LearnerRanks(config, folder, "nowhere", lambda rank: ray.remote(ScriptedRole), ())
+        self.ranks = LearnerRanks(
+            config, folder, "nowhere", lambda rank: ray.remote(ScriptedRole), (), StopSignals()
+        )
         self.ranks.start(None)
 
     def loss(self) -> Loss:

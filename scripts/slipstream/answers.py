@@ -8,7 +8,9 @@ from typing import Any
 
 import ray
 
+from slipstream.ray_waits import wait_for
 from slipstream.roles import RoleFailed
+from slipstream.stop_signals import StopSignals
 
 NAMED_S = 45.0
 """How long an actor may take to answer before it is named. Its process starts in a second or two, and imports little before it answers."""
@@ -28,11 +30,12 @@ class Answers:
     """The first answers of a command's actors."""
 
     def __init__(
-        self, say: Callable[[str], None], named_s: float = NAMED_S, given_up_s: float = GIVEN_UP_S,
-        clock: Callable[[], float] = time.monotonic,
+        self, say: Callable[[str], None], signals: StopSignals, named_s: float = NAMED_S,
+        given_up_s: float = GIVEN_UP_S, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """`say` is told of each actor that has not answered within `named_s`."""
-        self._say, self._named_s, self._given_up_s, self._clock = say, named_s, given_up_s, clock
+        self._say, self._signals = say, signals
+        self._named_s, self._given_up_s, self._clock = named_s, given_up_s, clock
         self._silent: dict[Any, Silent] = {}
 
     def expect(self, name: str, actor: Any, answer: Any = None) -> None:
@@ -60,7 +63,7 @@ class Answers:
 
     def get(self, ref: Any, get: Callable[[Any], Any]) -> Any:
         """`get(ref)`, and who is silent meanwhile is named."""
-        while not ray.wait([ref], timeout=1.0)[0]:
+        while not wait_for([ref], 1, 1.0, self._signals):
             self.check()
         return get(ref)
 

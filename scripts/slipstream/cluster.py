@@ -1,6 +1,7 @@
 """The Ray cluster of a run: one of its own, without what only a cluster for many needs, or the one at `cluster.address`."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -88,14 +89,30 @@ def cluster(config: Config) -> Iterator[None]:
 
     node: Any = None if config.cluster.address else start_node(num_roles)
     try:
-        ray.init(
-            address=config.cluster.address or node.gcs_address, log_to_driver=False, logging_level="ERROR"
-        )
+        with keep_sigterm_handler():
+            ray.init(
+                address=config.cluster.address or node.gcs_address, log_to_driver=False, logging_level="ERROR"
+            )
         yield
     finally:
         ray.shutdown()
         if node is not None:
             node.kill_all_processes(check_alive=False, allow_graceful=True)
+
+
+@contextmanager
+def keep_sigterm_handler() -> Iterator[None]:
+    """Undoes what `ray.init` does to SIGTERM: a Python handler that raises SystemExit inside Ray's calls, installed first, and a
+    compiled one that aborts the process, installed last. Python does not see the second, so it is replaced in any case."""
+    from ray._private import utils
+
+    handler, install_handler = signal.getsignal(signal.SIGTERM), utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = install_handler
+        signal.signal(signal.SIGTERM, handler)
 
 
 def start_node(num_cpus: int, num_gpus: int | None = None, address: str | None = None) -> Any:

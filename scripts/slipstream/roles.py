@@ -29,7 +29,9 @@ from configs.load import to_yaml
 from configs.schema import Config
 from learners.memory import explain_shortage
 from slipstream.cluster import stage
+from slipstream.ray_waits import wait_for
 from slipstream.role_placement import Placement, divide, wishes
+from slipstream.stop_signals import StopSignals
 from sync.folders import leave_all_folders
 
 
@@ -255,7 +257,7 @@ PLACED_S = 60.0
 class Places:
     """Actor classes of the roles, each with the place that the division has given it."""
 
-    def __init__(self, config: Config, patience_s: float = PLACED_S) -> None:
+    def __init__(self, config: Config, signals: StopSignals, patience_s: float = PLACED_S) -> None:
         """Sets aside, at once for all roles, the processors and GPUs that they need: none of them can stay pending, and a role that
         starts again finds its place free. Bundles hold whole GPUs, because Ray may put two fractions on one GPU. Raises ValueError
         when the configuration asks for more than the node has, RoleFailed when it is not free within `patience_s`."""
@@ -269,11 +271,9 @@ class Places:
         ]
         on_this_node = [{"ray.io/node-id": here}] * len(bundles)
         self._group = placement_group(bundles, bundle_label_selector=on_this_node) if bundles else None
-        deadline = time.monotonic() + patience_s
-        while self._group is not None and not self._group.wait(min(1.0, patience_s)):
-            if time.monotonic() > deadline:
-                remove_placement_group(self._group)
-                raise RoleFailed(self._unplaced(bundles, patience_s))
+        if self._group is not None and not wait_for([self._group.ready()], 1, patience_s, signals):
+            remove_placement_group(self._group)
+            raise RoleFailed(self._unplaced(bundles, patience_s))
 
     def buffer(self) -> Any:
         here = NodeAffinitySchedulingStrategy(self.division.node, soft=False)

@@ -21,7 +21,9 @@ import ray
 from configs.schema import Config
 from learners import checkpoint
 from slipstream.answers import Answers
+from slipstream.ray_waits import is_ready
 from slipstream.roles import Failure, RoleFailed, died, free_port
+from slipstream.stop_signals import StopSignals
 
 SETTLE_S = 1.0
 """After the first sign of a failure, how long to look for an earlier one: the ranks that noticed must not be taken for its cause."""
@@ -78,12 +80,12 @@ class Rank:
         return None if failure is None else Loss(self.name, failure)
 
     def has_ended(self) -> bool:
-        return _is_ready(self.end)
+        return is_ready(self.end)
 
     def has_died(self) -> bool:
         """Known at once; Ray says so a moment later, when other ranks may have raised what they noticed of it."""
         try:
-            if self.process is None and _is_ready(self.pid):
+            if self.process is None and is_ready(self.pid):
                 self.process = psutil.Process(ray.get(self.pid))
             return self.process is not None and not _lives(self.process)
         except (psutil.NoSuchProcess, ray.exceptions.RayError):
@@ -99,17 +101,13 @@ class LearnerRanks:
     """All of a learner's ranks, one life of them after the other."""
 
     def __init__(
-        self, config: Config, folder: Path, address: str, role: Callable[[int], Any], common: tuple[Any, ...]
-    ) -> None:
+        self, config: Config, folder: Path, address: str, role: Callable[[int], Any], common: tuple[Any, ...],
+        signals: StopSignals,
+    ) -> None:  # fmt: skip
         """`address` is the buffer's; `role` gives each rank's actor class; `common` is what the constructor of any role takes after its
         name."""
-        self._config, self._folder, self._address, self._role, self._common = (
-            config,
-            folder,
-            address,
-            role,
-            common,
-        )
+        self._config, self._folder, self._address = config, folder, address
+        self._role, self._common, self._signals = role, common, signals
         self._ranks: list[Rank] = []
         self.num_restarts = -1
 
@@ -140,6 +138,7 @@ class LearnerRanks:
         while (
             min(loss.at for loss in losses) and len(losses) < len(self._ranks) and time.monotonic() < deadline
         ):
+            self._signals.raise_if_hurried()
             time.sleep(0.05)
             losses = self._losses()
         first = min(losses, key=lambda loss: loss.at)
@@ -163,16 +162,13 @@ class LearnerRanks:
             if time.monotonic() - began > LISTENING_S:
                 for rank in alive:
                     rank.kill()
+            self._signals.raise_if_hurried()
             time.sleep(0.02)
 
     def newest_checkpoint(self) -> int | None:
         """Its step."""
         newest = checkpoint.find_latest(self._folder / "checkpoints")
         return None if newest is None else newest.manifest.step
-
-
-def _is_ready(ref: Any) -> bool:
-    return bool(ray.wait([ref], timeout=0)[0])
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -25,14 +25,12 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import xxhash
@@ -55,9 +53,11 @@ from learners.memory import plan_memory
 from slipstream.answers import Answers
 from slipstream.cluster import cluster, import_ahead
 from slipstream.console import Console
+from slipstream.ray_waits import is_ready, wait_for
 from slipstream.record import Record
 from slipstream.role_placement import Placement
 from slipstream.roles import Places, RoleFailed, result
+from slipstream.stop_signals import Interrupted, StopSignals
 from slipstream.supervisor import LearnerRanks, Loss
 from sync.folders import sweep_folders
 
@@ -68,30 +68,6 @@ STARTING = ("loading", "verifying")
 """How a learner's activities begin before its first step."""
 PATIENCE_S = 30.0
 """How long the buffer may take to go back to a checkpoint."""
-
-
-class Interrupted(Exception):
-    """Ctrl-C or SIGTERM, a second time: the user will not wait."""
-
-
-class Signals:
-    """Remembers a request to stop; the second one does not wait."""
-
-    def __init__(self) -> None:
-        self.received: str | None = None
-        self.install()
-
-    def install(self) -> None:
-        """Takes SIGINT and SIGTERM. To be repeated after `ray.init`, which puts its own handler in the place of SIGTERM's."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._receive)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
-            for number in (signal.SIGINT, signal.SIGTERM):  # a third one would interrupt the clearing away
-                signal.signal(number, signal.SIG_IGN)
-            raise Interrupted
-        self.received = signal.Signals(number).name
 
 
 def quiet_full_disk(failed: threading.ExceptHookArgs) -> None:
@@ -115,12 +91,20 @@ def main(arguments: list[str]) -> int:
         if "--cfg" in arguments:
             print(to_yaml(config), end="")
             return 0
-        signals = Signals()
-        with import_ahead(config):
-            if config.role is Role.generators:
-                return Fleet(config, signals).drive()
-            config, folder, step = prepare(config)
-            return Run(config, folder, step, signals).drive()
+        signals = StopSignals()
+        signals.install()
+        try:
+            with import_ahead(config):
+                if config.role is Role.generators:
+                    return Fleet(config, signals).drive()
+                with signals.interruptible():
+                    config, folder, step = prepare(config)
+                return Run(config, folder, step, signals).drive()
+        finally:
+            signals.ignore_further_signals()
+    except Interrupted:
+        print("interrupted", file=sys.stderr)
+        return KILLED
     except ValueError as error:
         print(f"Slipstream cannot start:\n{error}", file=sys.stderr)
         return 2
@@ -235,7 +219,7 @@ def resolve_model(config: Config) -> Path:
 class Run:
     """One whole run, from the first process to the last."""
 
-    def __init__(self, config: Config, folder: Path, resume_step: int | None, signals: Signals) -> None:
+    def __init__(self, config: Config, folder: Path, resume_step: int | None, signals: StopSignals) -> None:
         self._config, self._folder, self._resume_step, self._signals = (
             config,
             folder.resolve(),
@@ -246,7 +230,7 @@ class Run:
         self._console = Console(config, self._folder, resume_step)
         self._record.reach("imports")
         self._refs: dict[Any, str] = {}  # what each `run()` will return -> its role
-        self._answers = Answers(self._console.say)
+        self._answers = Answers(self._console.say, signals)
         self._after_learner: list[Callable[[], None]] = []
         """Start the generators that share a GPU with a rank of the learner, which loads first: both would take memory at the same time."""
 
@@ -259,7 +243,6 @@ class Run:
         status, news = "failed", None
         try:
             with cluster(self._config), self._console:
-                self._signals.install()
                 self._record.reach("cluster")
                 self._console.say("starting the buffer, the learner and the generators")
                 address, learner, stop_buffer = self._launch()
@@ -290,7 +273,8 @@ class Run:
         try:
             from slipstream.curves import draw_curves  # here: the picture's library takes a second to import
 
-            draw_curves(self._folder, self._record.evaluations)
+            with self._signals.interruptible():
+                draw_curves(self._folder, self._record.evaluations)
         except Interrupted:
             pass
         except Exception as error:
@@ -307,7 +291,7 @@ class Run:
         return status
 
     def _launch(self) -> tuple[str, LearnerRanks, Any]:
-        config, logs, places = self._config, self._folder / "logs", Places(self._config)
+        config, logs, places = self._config, self._folder / "logs", Places(self._config, self._signals)
         division = places.division
         if str(division):
             self._console.say(str(division))
@@ -327,7 +311,7 @@ class Run:
         started = buffer.start.remote(config, self._folder / "journal", self._resume_step)
         address = self._answers.get(started, lambda ref: self._get(ref, "buffer"))
         self._refs[buffer.run.remote()] = "buffer"
-        learner = LearnerRanks(own, self._folder, address, places.learner, common)
+        learner = LearnerRanks(own, self._folder, address, places.learner, common, self._signals)
         learner.start(self._resume_step or None, self._answers)  # no checkpoint is of step 0
         for number, (name, generator) in enumerate(zip(names, generators, strict=True)):
             place = division.engines[number]
@@ -374,7 +358,8 @@ class Run:
             if stopping and (news is None or not has_begun(news.status)):
                 return "interrupted", news  # there is nothing to be saved
             try:
-                news = client.call(m.WatchRun(after=self._record.num_steps, wait_s=0.25), m.RunNews)
+                with self._signals.interruptible():
+                    news = client.call(m.WatchRun(after=self._record.num_steps, wait_s=0.25), m.RunNews)
             except BufferGone:
                 continue  # its role has ended, or will be heard again
             is_first = news.records and not self._record.num_steps
@@ -385,7 +370,8 @@ class Run:
                 self._console.say_what_stops(news.status)
             if is_first:
                 self._console.first_step(self._record.start_s)
-        news = client.call(m.WatchRun(after=self._record.num_steps, wait_s=0.0), m.RunNews)
+        with self._signals.interruptible():
+            news = client.call(m.WatchRun(after=self._record.num_steps, wait_s=0.0), m.RunNews)
         self._record.take(news)
         return ("interrupted" if self._signals.received else "finished"), news
 
@@ -397,11 +383,15 @@ class Run:
         times = f"restart {learner.num_restarts + 1} of {self._config.learner.max_restarts}"
         self._console.say(f"{loss}: the learner goes on {whence} ({times})")
         try:
-            client.call(m.RewindToStep(step=step or 0), m.Acknowledged, wait_s=PATIENCE_S)
+            with self._signals.interruptible():
+                client.call(m.RewindToStep(step=step or 0), m.Acknowledged, wait_s=PATIENCE_S)
         except BufferGone:
             self._ended_roles()  # raises what has ended the buffer, and with it the learner
             raise
-        news = client.call(m.WatchRun(after=self._record.num_steps, wait_s=0.0), m.RunNews, wait_s=PATIENCE_S)
+        with self._signals.interruptible():
+            news = client.call(
+                m.WatchRun(after=self._record.num_steps, wait_s=0.0), m.RunNews, wait_s=PATIENCE_S
+            )
         for view in (self._record, self._console):
             view.take(news)  # the last that the dead have done, most of it to be done again
             view.rewind(step or 0)
@@ -409,11 +399,8 @@ class Run:
         return news
 
     def _ended_roles(self) -> list[str]:
-        import ray
-
-        ready, _ = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0)
         names = []
-        for ref in ready:
+        for ref in [ref for ref in self._refs if is_ready(ref)]:
             name = self._refs.pop(ref)
             self._get(ref, name)
             names.append(name)
@@ -421,22 +408,20 @@ class Run:
 
     def _wind_up(self, client: BufferClient, stop_buffer: Any) -> None:
         """Lets the generators leave by themselves, then the buffer; whoever is too slow is killed with the cluster."""
-        import ray
-
         client.post(m.StopRun(reason="the run is over"))
         patience = time.monotonic() + 3.0
         generators = [ref for ref, name in self._refs.items() if name.startswith("generator")]
-        ray.wait(generators, num_returns=len(generators), timeout=3.0) if generators else None
+        wait_for(generators, len(generators), 3.0, self._signals)
         buffers = [ref for ref, name in self._refs.items() if name == "buffer"]
-        if buffers and not ray.wait(buffers, timeout=0)[0]:
+        if buffers and not is_ready(buffers[0]):
             with suppress(
                 BufferGone, RefusedByBuffer, DiskFull
             ):  # steps that were trained since the driver has looked
-                self._record.take(
-                    client.call(m.WatchRun(after=self._record.num_steps, wait_s=0.0), m.RunNews)
-                )
+                with self._signals.interruptible():
+                    last = client.call(m.WatchRun(after=self._record.num_steps, wait_s=0.0), m.RunNews)
+                self._record.take(last)
         stop_buffer()
-        ray.wait(buffers, timeout=max(0.5, patience - time.monotonic())) if buffers else None
+        wait_for(buffers, 1, max(0.5, patience - time.monotonic()), self._signals)
         client.close()
 
     def _get(self, ref: Any, name: str) -> Any:
@@ -452,12 +437,12 @@ def has_begun(status: RunStatus) -> bool:
 class Fleet:
     """Generators that join a run which another command has started."""
 
-    def __init__(self, config: Config, signals: Signals) -> None:
+    def __init__(self, config: Config, signals: StopSignals) -> None:
         self._config, self._signals = config, signals
         name = f"{socket.gethostname()}-{os.getpid()}"
         self._names = [f"{name}-{number}" for number in range(config.generators.count)]
         self._logs = Path(config.run.outputs).resolve() / f"fleet-{name}" / "logs"
-        self._answers = Answers(partial(print, flush=True))
+        self._answers = Answers(partial(print, flush=True), signals)
 
     def drive(self) -> int:
         """Consumes the buffer's news; waits for the generators. Ends when the run does, or when the user asks for it.
@@ -467,7 +452,8 @@ class Fleet:
         address = self._config.buffer.address
         client = BufferClient(address, timeout_s=10.0, keys=self._config.buffer.keys)
         try:
-            news = client.call(m.WatchRun(after=sys.maxsize, wait_s=0.0), m.RunNews)
+            with self._signals.interruptible():
+                news = client.call(m.WatchRun(after=sys.maxsize, wait_s=0.0), m.RunNews)
         except (BufferGone, RefusedByBuffer) as error:
             raise ValueError(f"buffer.address must be a running buffer's, got {address}: {error}") from error
         print(
@@ -476,7 +462,6 @@ class Fleet:
         )
         try:
             with cluster(self._config):
-                self._signals.install()
                 return self._watch(client, self._launch())
         except (RoleFailed, KeysRefused, RefusedByBuffer) as error:
             print(f"{error}\nLogs: {self._logs}", file=sys.stderr)
@@ -490,7 +475,7 @@ class Fleet:
             client.close()
 
     def _launch(self) -> dict[Any, str]:
-        places, refs = Places(self._config), {}
+        places, refs = Places(self._config, self._signals), {}
         for number, name in enumerate(self._names):
             seed, place = xxhash.xxh32_intdigest(name.encode()), places.division.engines[number]
             role = places.generator(number).remote(
@@ -503,16 +488,15 @@ class Fleet:
         return refs
 
     def _watch(self, client: BufferClient, refs: dict[Any, str]) -> int:
-        import ray
-
         joined: set[str] = set()
         while refs and not self._signals.received:
-            done, _ = ray.wait(list(refs), timeout=1.0)
+            ended = wait_for(list(refs), 1, 1.0, self._signals)
             self._answers.check()
-            for ref in done:
+            for ref in ended:
                 result(ref, refs.pop(ref), self._logs)
             try:
-                status = client.call(m.WatchRun(after=sys.maxsize, wait_s=0.0), m.RunNews).status
+                with self._signals.interruptible():
+                    status = client.call(m.WatchRun(after=sys.maxsize, wait_s=0.0), m.RunNews).status
             except BufferGone:
                 continue  # the run is over, or its host is gone: the generators find out by themselves
             for name in self._names:
@@ -525,11 +509,7 @@ class Fleet:
 
 def run_command() -> None:
     """Entry point of the `slipstream` command."""
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except Interrupted:
-        traceback.print_exc(limit=0)
-        sys.exit(KILLED)
+    sys.exit(main(sys.argv[1:]))
 
 
 if __name__ == "__main__":
