@@ -1,4 +1,7 @@
-"""What a generator asks of an inference engine. `vllm_engine` is the real one, `simulated_engine` keeps time like one."""
+"""The protocol of an inference engine, with its requests and results.
+
+`vllm_engine` is the real engine. `simulated_engine` keeps time like a real one and computes nothing.
+"""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,12 +24,13 @@ class Sample:
     """The same prompt, seed and weights give the same tokens, whatever else the engine is doing."""
     greedy: bool = False
     forced: bool = False
-    """All of `max_tokens` are sampled, whatever comes, from the whole distribution (no top-p, top-k or min-p): for the parity probe."""
+    """True for the parity probe: the engine samples exactly `max_tokens` tokens, past the end of sequence too, from the whole
+    distribution (no top-p, top-k or min-p)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A finished sample of n tokens. An aborted one comes back too, with what it had."""
+    """A finished sample of n tokens. An aborted sample has the n tokens that it had until then."""
 
     id: str
     tokens: list[int]
@@ -38,41 +42,42 @@ class Completion:
     finish_reason: str
     """`stop`, `length` or `abort`."""
     experts: np.ndarray | None = None
-    """[prompt + n, layers · k] int16 experts that each token was sent to, -1 for the last; None where that is not recorded."""
+    """[prompt + n, layers · k] int16 experts that each token was sent to, -1 for the last token. None where the engine does not
+    record them."""
 
 
 class Engine(Protocol):
-    """Driven by one thread: `add` requests, `step` until they are done; weights change between two steps.
+    """Samples for one thread, which adds samples and steps until they are done. Weights change between two steps.
 
-    The engine starts without a version: `load` must be called once before the first `add`.
+    The engine starts without a version: `load_version` must be called once before the first `add_sample`.
     """
 
     version: int | None
-    """Version of the weights that the next step samples from; None before the first `load`."""
+    """Version of the weights that the next step samples from; None before the first `load_version`."""
 
-    def add(self, sample: Sample) -> None: ...
+    def add_sample(self, sample: Sample) -> None: ...
 
-    def abort(self, ids: list[str]) -> list[Completion]:
-        """Ends samples at once; returns what each had (unknown ids are passed over)."""
+    def abort_samples(self, ids: list[str]) -> list[Completion]:
+        """Ends samples at once; returns what each had. Unknown ids are passed over."""
         ...
 
     def step(self) -> list[Completion]:
-        """One decoding step over the running batch; returns the samples that it finished."""
+        """Runs one decoding step over the running batch; returns the samples that it finished."""
         ...
 
-    def progress(self) -> dict[str, int]:
-        """Tokens sampled so far by each unfinished sample."""
+    def count_sampled_tokens(self) -> dict[str, int]:
+        """Returns the tokens sampled so far by each unfinished sample, by its id."""
         ...
 
     @property
     def num_unfinished(self) -> int: ...
 
-    def load(self, source: Snapshot | NcclBroadcast) -> None:
-        """Takes up a version, requests kept, and verifies that what the engine now holds has the manifest's digest.
+    def load_version(self, source: Snapshot | NcclBroadcast) -> None:
+        """Loads a version while requests are kept, and verifies that the engine then holds what the manifest's digests say.
 
-        Raises FileNotFoundError when it is gone (a newer one has replaced it) and `sync.manifest.DigestMismatch` when it is
-        not what was published: the old version stays in service. Raises `sync.manifest.EngineMismatch` when the engine does
-        not hold what it was given: nothing may be sampled before a later `load` succeeds.
+        Raises FileNotFoundError when the version is gone (a newer one has replaced it), and `sync.manifest.DigestMismatch` when
+        it is not what was published: the old version stays in service. Raises `sync.manifest.EngineMismatch` when the engine
+        does not hold what it was given: nothing may be sampled before a later `load_version` succeeds.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""From a lease to token ids, and from sampled tokens to a score: what lies between the task and the engine."""
+"""Episodes stand between a task and an engine: they turn leases into token ids, and sampled tokens into scores."""
 
 import random
 import threading
@@ -10,35 +10,37 @@ from generators.task import Prompt, Score, Task
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
-    """A prompt, ready for an engine."""
+class EncodedPrompt:
+    """A task's prompt and its token ids."""
 
     prompt: Prompt
     tokens: list[int]
 
 
 class Episodes(Protocol):
-    def open(self, lease: Lease) -> Opening:
-        """In the engine's loop."""
+    def encode_prompt(self, lease: Lease) -> EncodedPrompt:
+        """Makes the prompt that a lease names. Runs in the engine's loop, which waits for it."""
         ...
 
-    def score(self, opening: Opening, tokens: list[int]) -> Score:
-        """In a thread of the scoring pool, while the loop opens others."""
+    def score_tokens(self, prompt: EncodedPrompt, tokens: list[int]) -> Score:
+        """Scores one response of sampled tokens. Runs in a thread of the scoring pool, while the loop encodes other prompts."""
         ...
 
 
 class TextEpisodes:
-    """One turn: the task's prompt as text (through the tokenizer's chat template if it has one), one sampled response."""
+    """Episodes of one turn: the task's prompt as text, and one sampled response.
+
+    The tokenizer's chat template wraps the prompt where there is one.
+    """
 
     def __init__(self, task: Task, tokenizer: Any) -> None:
         self._task, self._tokenizer = task, tokenizer
-        self._lock = (
-            threading.Lock()
-        )  # of the tokenizer: no other promise is made of using one from two threads
+        self._tokenizer_lock = threading.Lock()
+        """No tokenizer promises that two threads may use it at once."""
 
-    def open(self, lease: Lease) -> Opening:
+    def encode_prompt(self, lease: Lease) -> EncodedPrompt:
         prompt = self._task.make_prompt(lease.split, lease.index, lease.seed)
-        with self._lock:
+        with self._tokenizer_lock:
             if self._tokenizer.chat_template:
                 turns = [{"role": "user", "content": prompt.text}]
                 tokens = self._tokenizer.apply_chat_template(
@@ -46,21 +48,20 @@ class TextEpisodes:
                 )
             else:
                 tokens = self._tokenizer.encode(prompt.text)
-        return Opening(prompt, list(tokens))
+        return EncodedPrompt(prompt, list(tokens))
 
-    def score(self, opening: Opening, tokens: list[int]) -> Score:
-        with self._lock:
+    def score_tokens(self, prompt: EncodedPrompt, tokens: list[int]) -> Score:
+        with self._tokenizer_lock:
             response = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return self._task.score_response(opening.prompt, response)
+        return self._task.score_response(prompt.prompt, response)
 
 
 class SimulatedEpisodes:
-    """For the simulated engine: prompts of eight tokens, and rewards by the toss of a coin."""
+    """Episodes for the simulated engine: prompts of eight tokens, and a coin toss for a reward."""
 
-    def open(self, lease: Lease) -> Opening:
-        return Opening(
-            Prompt(f"simulated {lease.index}", random.Random(f"{lease.seed} {lease.index}")), [0] * 8
-        )
+    def encode_prompt(self, lease: Lease) -> EncodedPrompt:
+        coin = random.Random(f"{lease.seed} {lease.index}")
+        return EncodedPrompt(Prompt(f"simulated {lease.index}", coin), [0] * 8)
 
-    def score(self, opening: Opening, tokens: list[int]) -> Score:
-        return Score(float(opening.prompt.entry.random() < 0.5))
+    def score_tokens(self, prompt: EncodedPrompt, tokens: list[int]) -> Score:
+        return Score(float(prompt.prompt.entry.random() < 0.5))

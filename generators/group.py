@@ -1,4 +1,4 @@
-"""A group under way in a generator, and the rows that it becomes."""
+"""A group that a generator samples, and the trajectory rows that it becomes."""
 
 import time
 from collections.abc import Iterable
@@ -9,42 +9,64 @@ import xxhash
 from buffers.messages import Lease
 from buffers.trajectory import Trajectory
 from generators.engine import Completion
-from generators.episode import Opening
+from generators.episode import EncodedPrompt
 from generators.task import Score
 
 
 @dataclass(slots=True)
-class Group:
-    """A lease being worked on."""
+class SampledGroup:
+    """A lease, its prompt, and the samples of it that are finished."""
 
     lease: Lease
-    opening: Opening
+    prompt: EncodedPrompt
     started_at: float
-    done: dict[int, Completion] = field(default_factory=dict)
-    """Finished samples by index; beyond the lease's `num_samples` stands ReMax's greedy one."""
+    """Unix time in seconds."""
+    completions: dict[int, Completion] = field(default_factory=dict)
+    """Finished samples by index. The index `lease.num_samples` is ReMax's greedy sample, which is not trained."""
 
-    def num_tokens(self, completions: Iterable[Completion]) -> int:
-        """Sampled tokens of those that are the group's."""
-        return sum(len(c.tokens) for c in completions if sample_of(c.id) < self.lease.num_samples)
+    def is_trained(self, sample_id: str) -> bool:
+        """True for the group's own samples, false for ReMax's greedy one."""
+        return parse_sample_index(sample_id) < self.lease.num_samples
+
+    def count_tokens(self, completions: Iterable[Completion]) -> int:
+        """Returns the sampled tokens of those completions that are trained."""
+        return sum(len(completion.tokens) for completion in completions if self.is_trained(completion.id))
+
+    def list_completions(self) -> list[Completion]:
+        """Returns the completions of a group that is whole, in the order of their index."""
+        return [self.completions[index] for index in range(len(self.completions))]
 
 
-def sample_seed(run_seed: int, split: str, group: int, sample: int) -> int:
-    """The seed of one sample: the same for every attempt at the group, whoever makes it."""
-    return xxhash.xxh32_intdigest(f"{run_seed}/{split}/{group}/{sample}".encode())
+def make_sample_id(lease_id: int, index: int) -> str:
+    return f"{lease_id}/{index}"
 
 
-def trajectory(
-    group: Group,
-    sample: int,
+def parse_lease_id(sample_id: str) -> int:
+    return int(sample_id.partition("/")[0])
+
+
+def parse_sample_index(sample_id: str) -> int:
+    return int(sample_id.partition("/")[2])
+
+
+def make_sample_seed(run_seed: int, split: str, group: int, index: int) -> int:
+    """Returns the seed of one sample: the same for every attempt at the group, in any generator."""
+    return xxhash.xxh32_intdigest(f"{run_seed}/{split}/{group}/{index}".encode())
+
+
+def make_trajectory(
+    group: SampledGroup,
+    index: int,
     completion: Completion,
     score: Score,
     baseline: dict[str, float],
     generator: str,
 ) -> Trajectory:
-    prompt = group.opening.tokens
+    """Returns the row of a finished and scored sample. `baseline` holds ReMax's greedy reward by its name; else it is empty."""
+    prompt = group.prompt.tokens
     return Trajectory(
         group=group.lease.group,
-        sample=sample,
+        sample=index,
         due=group.lease.due,
         prompt_id=group.lease.index,
         task=group.lease.task,
@@ -60,11 +82,3 @@ def trajectory(
         finished_at=time.time(),
         experts=[] if completion.experts is None else completion.experts.reshape(-1),
     )
-
-
-def lease_of(sample_id: str) -> int:
-    return int(sample_id.partition("/")[0])
-
-
-def sample_of(sample_id: str) -> int:
-    return int(sample_id.partition("/")[2])

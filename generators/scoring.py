@@ -1,9 +1,10 @@
-"""Scoring beside the engine's loop: user code that is slow, hangs, raises or exits costs its own group and nothing else.
+"""Scoring beside the engine's loop. User code that is slow, hangs, raises or exits costs its own group and nothing else.
 
-    submit(lease, calls) ─▶ queue ─▶ a thread: score after score, each within the deadline ─▶ collect()
-                                       └── past it ─▶ the group fails; its thread is abandoned, and another takes its place
+    submit_group(lease, calls) ─▶ queue ─▶ a thread: score after score, each within the deadline ─▶ collect_results()
+                                    └── past the deadline ─▶ the group fails; the thread is abandoned, another takes its place
 
-A thread cannot be killed, so one that hangs stays until the process ends. They are daemons: none holds up that end.
+A thread cannot be killed, so one that hangs stays until the process ends. The threads are daemons, so none of them holds up
+that end.
 """
 
 import math
@@ -19,21 +20,22 @@ from buffers.trajectory import GREEDY
 from generators.task import Score
 
 MAX_HANGING = 32
-"""Threads that hang, at which the generator ends: their memory and whatever they hold is lost until then. One that was only late
-hangs no more."""
+"""Hanging threads that a generator bears; with one more it ends. Their memory, and whatever they hold, is lost until then. A thread
+that was only late does not count any more once it has come back."""
 MAX_COMPONENTS = 64
 MAX_NAME = 200
+"""Characters in the name of a component."""
 MAX_ERROR = 2000
-"""Characters of an error that travel."""
+"""Characters of an error that travel to the buffer."""
 
 
-class ScoresHang(ValueError):
-    """So many scores hang that the task is at fault."""
+class TooManyScoresHang(ValueError):
+    """More scores hang than `MAX_HANGING`, so the task is at fault."""
 
 
 @dataclass(slots=True, eq=False)
-class Scored:
-    """What has become of a group: scores, or an error."""
+class ScoringResult:
+    """The scores of a group, or the error that has failed it."""
 
     lease: int
     scores: list[Score]
@@ -42,157 +44,170 @@ class Scored:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class ScoringJob:
+    """A group to be scored, by one thread."""
+
     lease: int
     calls: Sequence[Callable[[], Score]]
     """One for each sample of the group."""
     what: str
+    """Names the group in errors."""
     scores: list[Score] = field(default_factory=list)
     began_at: float = 0.0
-    """When the call under way began."""
-    unwanted: bool = False
-    """Nobody waits for it any more: its thread has been abandoned, or the lease is gone."""
-    abandoned: bool = False
+    """Time of the pool's clock at which the call under way began."""
+    is_unwanted: bool = False
+    """True when nobody waits for the result: the lease is gone, or the pool is closed."""
+    is_abandoned: bool = False
+    """True when a call of it has missed the deadline: its group has failed, and its thread ends as soon as the call does."""
 
 
 class ScoringPool:
-    """`submit`, `collect` and `forget` are for one thread, the engine's loop."""
+    """Threads that score groups. Its methods are for one thread, the engine's loop."""
 
     def __init__(
         self, num_threads: int, timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`timeout_s`: how long one call may take, from the moment that a thread begins it."""
         self._timeout_s, self._clock = timeout_s, clock
-        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of jobs' states, `_running`, `_done` and `_num_hanging`
-        self._running: set[Job] = set()
-        self._done: list[Scored] = []
-        self._is_done = threading.Event()  # there is something in `_done`
-        self._jobs: dict[int, Job] = {}
+        self._queue: queue.SimpleQueue[ScoringJob | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        """Guards the jobs' states, `_running`, `_results` and `_num_hanging`."""
+        self._running: set[ScoringJob] = set()
+        self._results: list[ScoringResult] = []
+        self._has_results = threading.Event()
+        self._jobs: dict[int, ScoringJob] = {}
+        """By lease id: the groups whose results are wanted."""
         self.num_abandoned = self._num_hanging = 0
         self._num_threads = num_threads
         for _ in range(num_threads):
             self._start_thread()
 
-    def submit(self, lease: int, calls: Sequence[Callable[[], Score]], what: str) -> None:
-        """`calls` score the samples of the lease's group, one each; they run in a thread, one after the other. `what` names
-        the group in errors."""
-        self._jobs[lease] = Job(lease, calls, what)
+    def submit_group(self, lease: int, calls: Sequence[Callable[[], Score]], what: str) -> None:
+        """Queues a group. `calls` score its samples, one each, and run in one thread, one after the other. `what` names the group in
+        errors."""
+        self._jobs[lease] = ScoringJob(lease, calls, what)
         self._queue.put(self._jobs[lease])
 
-    def forget(self, lease: int) -> None:
-        """Nobody wants the group any more."""
+    def forget_group(self, lease: int) -> None:
+        """Drops a group: its result is not returned, and no further sample of it is scored."""
         if (job := self._jobs.pop(lease, None)) is not None:
-            job.unwanted = True  # a call under way is still watched: see `collect`
+            # A call of it that is under way stays in `_running`, so `collect_results` still notices when it hangs.
+            job.is_unwanted = True
 
-    def collect(self, wait_s: float = 0.0) -> list[Scored]:
-        """Groups that are done; waits up to `wait_s` for the first. Those past the deadline have failed, with a TimeoutError.
+    def collect_results(self, wait_s: float = 0.0) -> list[ScoringResult]:
+        """Returns the groups that are done; waits up to `wait_s` for the first. A group past the deadline has failed, with a
+        TimeoutError.
 
-        Raises ScoresHang when more than `MAX_HANGING` threads hang.
+        Raises TooManyScoresHang when more than `MAX_HANGING` threads hang.
         """
         if wait_s > 0:
-            self._is_done.wait(wait_s)
-        now, late = self._clock(), []
+            self._has_results.wait(wait_s)
+        now, late_jobs = self._clock(), []
         with self._lock:
-            done, self._done = self._done, []
-            self._is_done.clear()
+            results, self._results = self._results, []
+            self._has_results.clear()
             for job in [job for job in self._running if now - job.began_at > self._timeout_s]:
                 self._running.discard(job)
-                job.abandoned = True
+                job.is_abandoned = True
                 self._num_hanging += 1
-                late.append(job)
+                late_jobs.append(job)
             num_hanging = self._num_hanging
-        for job in late:
+        for job in late_jobs:
             self.num_abandoned += 1
             error = TimeoutError(
-                f"a score must take at most {self._timeout_s:g} s (generators.score_timeout_s), got {now - job.began_at:.1f} s "
-                f"without an end for sample {len(job.scores)} of {job.what}"
+                f"a score must take at most {self._timeout_s:g} s (generators.score_timeout_s), got "
+                f"{now - job.began_at:.1f} s without an end for sample {len(job.scores)} of {job.what}"
             )
-            done.append(Scored(job.lease, [], describe(error), error))
+            results.append(ScoringResult(job.lease, [], describe_error(error), error))
             if num_hanging > MAX_HANGING:
-                raise ScoresHang(
+                raise TooManyScoresHang(
                     f"at most {MAX_HANGING} scores of a generator may hang at a time, got one more: {error}"
                 )
             self._start_thread()
-        return [scored for scored in done if self._jobs.pop(scored.lease, None) is not None]
+        return [result for result in results if self._jobs.pop(result.lease, None) is not None]
 
     def close(self) -> None:
-        """Does not wait: what is under way is let go."""
+        """Tells the threads to end, and does not wait for calls under way."""
         for job in self._jobs.values():
-            job.unwanted = True
+            job.is_unwanted = True
         self._jobs.clear()
         for _ in range(self._num_threads):
             self._queue.put(None)
 
     def _start_thread(self) -> None:
-        threading.Thread(target=self._work, daemon=True, name="score").start()
+        threading.Thread(target=self._run_jobs, daemon=True, name="score").start()
 
-    def _work(self) -> None:
+    def _run_jobs(self) -> None:
         while (job := self._queue.get()) is not None:
-            self._score(job)
-            if job.abandoned:
+            self._run_job(job)
+            if job.is_abandoned:
+                # The call has ended after all. Another thread has this one's place, so this one ends.
                 with self._lock:
-                    self._num_hanging -= 1  # it has ended after all
+                    self._num_hanging -= 1
                 return
 
-    def _score(self, job: Job) -> None:
-        scored = Scored(job.lease, job.scores)
+    def _run_job(self, job: ScoringJob) -> None:
+        result = ScoringResult(job.lease, job.scores)
         try:
             for call in job.calls:
                 with self._lock:
-                    if job.unwanted or job.abandoned:
+                    if job.is_unwanted or job.is_abandoned:
                         break
                     job.began_at = self._clock()
                     self._running.add(job)
-                job.scores.append(checked(call()))
-        except BaseException as raised:  # user code may exit, or interrupt: in a thread that ends nothing
-            scored.error, scored.raised = describe(raised), raised
+                job.scores.append(check_score(call()))
+        # User code may raise `SystemExit` or `KeyboardInterrupt`, which end nothing when they are raised in a thread.
+        except BaseException as raised:
+            result.error, result.raised = describe_error(raised), raised
         with self._lock:
             self._running.discard(job)
-            if not job.abandoned:
-                self._done.append(scored)
-                self._is_done.set()
+            if not job.is_abandoned:
+                self._results.append(result)
+                self._has_results.set()
 
 
-def checked(score: Any) -> Score:
-    """The score in plain floats. Raises ValueError for what a trajectory cannot hold."""
+def check_score(score: Any) -> Score:
+    """Returns the score in plain floats. Raises ValueError for a score that a trajectory cannot hold."""
     if not isinstance(score, Score):
-        raise ValueError(f"score must be a generators.task.Score, got {_shown(score)}")
-    parts = score.components
-    if not isinstance(parts, Mapping):
-        raise ValueError(f"components must be a dict of numbers by name, got {_shown(parts)}")
-    if len(parts) > MAX_COMPONENTS:
-        raise ValueError(f"components must be at most {MAX_COMPONENTS}, got {len(parts)}")
-    for name in parts:
+        raise ValueError(f"score must be a generators.task.Score, got {_show_value(score)}")
+    components = score.components
+    if not isinstance(components, Mapping):
+        raise ValueError(f"components must be a dict of numbers by name, got {_show_value(components)}")
+    if len(components) > MAX_COMPONENTS:
+        raise ValueError(f"components must be at most {MAX_COMPONENTS}, got {len(components)}")
+    for name in components:
         if not isinstance(name, str) or len(name) > MAX_NAME or name == GREEDY or not _is_text(name):
             raise ValueError(
-                f"names of components must be text of at most {MAX_NAME} characters other than {GREEDY!r}, got {_shown(name)}"
+                f"names of components must be text of at most {MAX_NAME} characters other than {GREEDY!r}, "
+                f"got {_show_value(name)}"
             )
-    components = {name: _number(f"components[{name!r}]", value) for name, value in parts.items()}
-    return Score(_number("reward", score.reward), components)
+    checked = {name: _check_number(f"components[{name!r}]", value) for name, value in components.items()}
+    return Score(_check_number("reward", score.reward), checked)
 
 
-def _number(what: str, value: Any) -> float:
-    """Anything that says of itself that it is one number: of Python, numpy or torch."""
-    if isinstance(value, str | bytes | bytearray) or not (
-        hasattr(value, "__float__") or hasattr(value, "__index__")
-    ):
-        raise ValueError(f"{what} must be a number, got {_shown(value)}")
+def _check_number(what: str, value: Any) -> float:
+    """Returns the value of anything that can be turned into one number: of Python, numpy or torch."""
+    has_number = hasattr(value, "__float__") or hasattr(value, "__index__")
+    if isinstance(value, str | bytes | bytearray) or not has_number:
+        raise ValueError(f"{what} must be a number, got {_show_value(value)}")
     try:
         number = float(value)
-    except OverflowError:  # an integer of more than 300 digits
+    # An integer of more than 300 digits is finite, and too large: the last check says so.
+    except OverflowError:
         number = MAX_FLOAT32 * 2
     except Exception as error:
-        raise ValueError(f"{what} must be a number, got {_shown(value)} ({describe(error)})") from error
+        raise ValueError(
+            f"{what} must be a number, got {_show_value(value)} ({describe_error(error)})"
+        ) from error
     if not math.isfinite(number):
         raise ValueError(f"{what} must be finite, got {number}")
     if abs(number) > MAX_FLOAT32:
-        raise ValueError(f"{what} must be within ± 3.4e38 (it is kept in float32), got {_shown(value)}")
+        raise ValueError(f"{what} must be within ± 3.4e38 (it is kept in float32), got {_show_value(value)}")
     return number
 
 
-def _shown(value: Any) -> str:
-    """A value as an error shows it, whatever its own `repr` does."""
+def _show_value(value: Any) -> str:
+    """Returns a value as an error shows it, also when its own `repr` raises."""
     try:
         text = repr(value)
     except Exception:
@@ -201,6 +216,7 @@ def _shown(value: Any) -> str:
 
 
 def _is_text(name: str) -> bool:
+    """False for a string with surrogates, which cannot be encoded."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -208,8 +224,8 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def describe(error: BaseException) -> str:
-    """An error in words that can travel: at most `MAX_ERROR` characters, whatever its own `str` does."""
+def describe_error(error: BaseException) -> str:
+    """Returns an error in at most `MAX_ERROR` characters that can be encoded, also when its own `str` raises."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:

@@ -1,4 +1,4 @@
-"""The simulated engine: it keeps time like a real one and computes nothing. For benchmarks of overlap."""
+"""The simulated engine keeps time like a real one and computes nothing. Benchmarks of overlap use it."""
 
 import heapq
 import math
@@ -14,12 +14,12 @@ from sync.snapshot import Snapshot
 from sync.transports.nccl import NcclBroadcast
 
 TOKEN = 1
-"""What every simulated token is."""
+"""Id of every simulated token."""
 
 
 @dataclass(slots=True, order=True)
-class Decoding:
-    """A sample in a slot. Token i of it, counted from 1, is decoded at `started_at + i / rate`."""
+class DecodingSample:
+    """A sample in a slot. Its token i, counted from 1, is decoded at `started_at + i / rate`."""
 
     ends_at: float
     order: int
@@ -29,11 +29,11 @@ class Decoding:
 
 
 class SimulatedEngine:
-    """An `Engine` in real time: `slots` samples decode side by side at `tokens_per_s` each, others queue.
+    """An `Engine` in real time: `slots` samples decode side by side at `tokens_per_s` each, and others queue.
 
-    Time is kept exactly: a sample ends num_tokens / tokens_per_s after it got its slot, and its slot passes to the next
-    at that very moment, however late anybody asks. Lengths are lognormal with mean `mean_tokens` and coefficient of
-    variation `cv`, cut at 8 × the mean and at the sample's `max_tokens`, and drawn from the sample's seed.
+    Time is kept exactly. A sample ends num_tokens / tokens_per_s after it got its slot, and its slot passes to the next sample
+    at that very moment, however late the caller asks. Lengths are lognormal with mean `mean_tokens` and coefficient of
+    variation `cv`, cut at 8 × the mean and at the sample's `max_tokens`. They are drawn from the sample's seed.
     Every log-probability is 0.
     """
 
@@ -48,108 +48,110 @@ class SimulatedEngine:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`patience_s`: the longest that a step sleeps, so that the caller gets round to weights and leases."""
+        """`patience_s`: the longest that a step sleeps, so that the caller comes back to weights and leases."""
         self.version: int | None = None
         self._rate, self._slots, self._patience_s = tokens_per_s, slots, patience_s
         self._sigma = math.sqrt(math.log1p(cv**2))
         self._mean_tokens = mean_tokens
         self._clock, self._sleep = clock, sleep
-        self._decoding: list[Decoding] = []
-        """A heap: the first to end is first."""
+        self._decoding: list[DecodingSample] = []
+        """A heap: the sample that ends first is first."""
         self._waiting: deque[Sample] = deque()
         self._ended: list[Completion] = []
-        """Over, but not yet handed out by `step`."""
+        """Samples that have ended and that `step` has not returned yet."""
         self._loaded_at: list[float] = []
         self._versions: list[int] = []
-        """Every version taken up, beside the time of it."""
+        """Every version that was loaded, in step with the times in `_loaded_at`."""
         self._order = 0
 
-    def add(self, sample: Sample) -> None:
-        assert self.version is not None, "load must be called before the first sample"
-        now = self._advance()
+    def add_sample(self, sample: Sample) -> None:
+        assert self.version is not None, "load_version must be called before the first sample"
+        now = self._advance_to_now()
         self._waiting.append(sample)
-        self._fill(now)
+        self._fill_slots(now)
 
-    def abort(self, ids: list[str]) -> list[Completion]:
-        now, unwanted = self._advance(), set(ids)
+    def abort_samples(self, ids: list[str]) -> list[Completion]:
+        now, unwanted = self._advance_to_now(), set(ids)
         running = [decoding for decoding in self._decoding if decoding.sample.id in unwanted]
         aborted = [
-            self._completion(decoding, self._num_decoded(decoding, now), "abort") for decoding in running
+            self._end_sample(decoding, self._count_decoded(decoding, now), "abort") for decoding in running
         ]
-        aborted += [_completion(sample, [], "abort") for sample in self._waiting if sample.id in unwanted]
+        aborted += [
+            _make_completion(sample, [], "abort") for sample in self._waiting if sample.id in unwanted
+        ]
         aborted += [completion for completion in self._ended if completion.id in unwanted]
         self._ended = [completion for completion in self._ended if completion.id not in unwanted]
         self._decoding = [d for d in self._decoding if d.sample.id not in unwanted]
         heapq.heapify(self._decoding)
         self._waiting = deque(sample for sample in self._waiting if sample.id not in unwanted)
-        self._fill(now)
+        self._fill_slots(now)
         return aborted
 
     def step(self) -> list[Completion]:
-        """Sleeps until the next sample ends, or for `patience_s`; returns the samples that have ended."""
-        now = self._advance()
+        """Sleeps until the next sample ends, or for `patience_s`. Returns the samples that have ended."""
+        now = self._advance_to_now()
         if not self._ended and self._decoding:
             self._sleep(min(self._patience_s, self._decoding[0].ends_at - now))
-            self._advance()
+            self._advance_to_now()
         ended, self._ended = self._ended, []
         return ended
 
-    def progress(self) -> dict[str, int]:
-        now = self._advance()
+    def count_sampled_tokens(self) -> dict[str, int]:
+        now = self._advance_to_now()
         counts = {completion.id: len(completion.tokens) for completion in self._ended}
-        counts |= {d.sample.id: self._num_decoded(d, now) for d in self._decoding}
+        counts |= {d.sample.id: self._count_decoded(d, now) for d in self._decoding}
         return counts | {sample.id: 0 for sample in self._waiting}
 
     @property
     def num_unfinished(self) -> int:
         return len(self._ended) + len(self._decoding) + len(self._waiting)
 
-    def load(self, source: Snapshot | NcclBroadcast) -> None:
-        """Tokens decoded from now on carry its version. The file is not read."""
-        self._loaded_at.append(self._advance())
+    def load_version(self, source: Snapshot | NcclBroadcast) -> None:
+        """Marks tokens that are decoded from now on with its version. The file is not read."""
+        self._loaded_at.append(self._advance_to_now())
         self.version = source.manifest.version
         self._versions.append(self.version)
 
     def shutdown(self) -> None: ...
 
-    def _advance(self) -> float:
-        """Lets happen whatever was to happen by now; returns now."""
+    def _advance_to_now(self) -> float:
+        """Ends the samples whose time has come and gives their slots to others. Returns the present time."""
         now = self._clock()
         while self._decoding and self._decoding[0].ends_at <= now:
             first = heapq.heappop(self._decoding)
-            self._ended.append(self._completion(first, first.num_tokens, self._finish_reason(first)))
-            self._fill(first.ends_at)
+            self._ended.append(self._end_sample(first, first.num_tokens, self._choose_finish_reason(first)))
+            self._fill_slots(first.ends_at)
         return now
 
-    def _fill(self, now: float) -> None:
-        """Gives free slots to those who wait."""
+    def _fill_slots(self, now: float) -> None:
+        """Gives free slots to waiting samples."""
         while self._waiting and len(self._decoding) < self._slots:
             sample = self._waiting.popleft()
-            num_tokens = min(self._length(sample), sample.max_tokens)
+            num_tokens = min(self._draw_length(sample), sample.max_tokens)
             ends_at = now + num_tokens / self._rate
-            heapq.heappush(self._decoding, Decoding(ends_at, self._order, sample, num_tokens, now))
+            heapq.heappush(self._decoding, DecodingSample(ends_at, self._order, sample, num_tokens, now))
             self._order += 1
 
-    def _length(self, sample: Sample) -> int:
+    def _draw_length(self, sample: Sample) -> int:
         mu = math.log(self._mean_tokens) - self._sigma**2 / 2
         length = random.Random(sample.seed).lognormvariate(mu, self._sigma)
         return max(1, round(min(length, 8 * self._mean_tokens)))
 
-    def _finish_reason(self, decoding: Decoding) -> str:
-        return "length" if self._length(decoding.sample) > decoding.sample.max_tokens else "stop"
+    def _choose_finish_reason(self, decoding: DecodingSample) -> str:
+        return "length" if self._draw_length(decoding.sample) > decoding.sample.max_tokens else "stop"
 
-    def _num_decoded(self, decoding: Decoding, now: float) -> int:
+    def _count_decoded(self, decoding: DecodingSample, now: float) -> int:
         return min(decoding.num_tokens, int((now - decoding.started_at) * self._rate))
 
-    def _completion(self, decoding: Decoding, num_tokens: int, finish_reason: str) -> Completion:
+    def _end_sample(self, decoding: DecodingSample, num_tokens: int, finish_reason: str) -> Completion:
         times = [decoding.started_at + i / self._rate for i in range(1, num_tokens + 1)]
-        # A token that is decoded at the very moment of an update is still the old version's.
+        # A token that is decoded at the very moment of an update still belongs to the old version.
         versions = [self._versions[bisect_left(self._loaded_at, t) - 1] for t in times]
-        return _completion(decoding.sample, versions, finish_reason)
+        return _make_completion(decoding.sample, versions, finish_reason)
 
 
-def _completion(sample: Sample, versions: list[int], finish_reason: str) -> Completion:
-    """A completion with a token for each version."""
+def _make_completion(sample: Sample, versions: list[int], finish_reason: str) -> Completion:
+    """Returns a completion with one token for each of `versions`."""
     count = len(versions)
     return Completion(
         id=sample.id,

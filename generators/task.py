@@ -1,4 +1,4 @@
-"""What a task is: where prompts come from and how a response is scored. One file a task, in `generators/tasks/`."""
+"""The protocol of a task: it makes prompts and scores responses. `generators/tasks/` has one file for each task."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -8,32 +8,36 @@ from typing import Any, Protocol
 class Prompt:
     text: str
     entry: Any = None
-    """Whatever the task needs to score a response to this prompt."""
+    """Anything that the task needs to score a response to this prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
     reward: float
-    """What is trained on. Must be finite, in float32 too."""
+    """The number that training raises. It must be finite, in float32 too."""
     components: dict[str, float] = field(default_factory=dict)
-    """Parts of the reward by name, for the record: at most 64 numbers of the same kind, names of at most 200 characters."""
+    """Parts of the reward by name, for the record: at most 64 numbers, finite in float32 too, with names of at most 200
+    characters."""
 
 
 class Task(Protocol):
-    """Prompts are named by (split, index, seed), so that a lease needs to carry no text.
+    """Makes prompts that are named by (split, index, seed), so that a lease needs to carry no text.
 
     The same three give the same prompt in every process. `train` and `eval` never share a prompt.
 
-    A task with a fixed number of training prompts says so in an attribute `num_prompts`: their indices are 0 .. num_prompts - 1,
-    and the buffer walks through them in epochs. Without it, indices go on for ever.
+    A task with a fixed number of training prompts says so in an attribute `num_prompts`: their indices are
+    0 .. num_prompts - 1, and the buffer walks through them in epochs. Without it, indices go on for ever.
+
+    A task with a method `solved_examples(split, seed)` yields pairs of question and answer without end. The tiny model is
+    warm-started on them; without the method a run needs a model folder.
     """
 
     name: str
 
     def make_prompt(self, split: str, index: int, seed: int) -> Prompt:
-        """In the engine's loop, which waits for it."""
+        """Runs in the engine's loop, which waits for it."""
         ...
 
     def score_response(self, prompt: Prompt, response: str) -> Score:
-        """In another thread, while the engine goes on: in several at once where `generators.score_threads` says so."""
+        """Runs in another thread, while the engine goes on. With `generators.score_threads` above 1 several calls run at once."""
         ...

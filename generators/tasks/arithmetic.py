@@ -1,4 +1,4 @@
-"""Sums, by the `reasoning-gym` library: "Calculate 3 + 7 + 10." The response is right when the library says so."""
+"""Sums, from the `reasoning-gym` library: "Calculate 3 + 7 + 10." The library decides whether a response is right."""
 
 import random
 from collections.abc import Iterator
@@ -15,30 +15,37 @@ class Task:
 
     def __init__(self, terms: int = 3, digits: int = 1, operators: tuple[str, ...] = ("+",)) -> None:
         config = BasicArithmeticDatasetConfig(
-            min_terms=terms, max_terms=terms, min_digits=digits, max_digits=digits, operators=list(operators),
-            allow_parentheses=False, allow_negation=False, seed=0, size=1,
-        )  # fmt: skip
+            min_terms=terms,
+            max_terms=terms,
+            min_digits=digits,
+            max_digits=digits,
+            operators=list(operators),
+            allow_parentheses=False,
+            allow_negation=False,
+            seed=0,
+            size=1,
+        )
         config.validate()
         self._questions = BasicArithmeticDataset(config)
 
     def make_prompt(self, split: str, index: int, seed: int) -> Prompt:
-        entry = self._draw(split, random.Random(f"{seed}/{split}/{index}"))
-        return Prompt(_question(entry), entry)
+        entry = self._draw_entry(split, random.Random(f"{seed}/{split}/{index}"))
+        return Prompt(_write_question(entry), entry)
 
     def score_response(self, prompt: Prompt, response: str) -> Score:
         correct = float(self._questions.score_answer(response.strip(), prompt.entry) == 1.0)
         return Score(correct, {"correct": correct})
 
     def solved_examples(self, split: str, seed: int) -> Iterator[tuple[str, str]]:
-        """(question, answer), without end: what a model is warm-started on."""
+        """Yields (question, answer) without end; the tiny model is warm-started on them."""
         rng = random.Random(seed)
         while True:
-            entry = self._draw(split, rng)
-            yield _question(entry), entry["answer"]
+            entry = self._draw_entry(split, rng)
+            yield _write_question(entry), entry["answer"]
 
-    def _draw(self, split: str, rng: random.Random) -> dict[str, Any]:
-        return draw_entry(self._questions, _question, split, rng)
+    def _draw_entry(self, split: str, rng: random.Random) -> dict[str, Any]:
+        return draw_entry(self._questions, _write_question, split, rng)
 
 
-def _question(entry: dict[str, Any]) -> str:
+def _write_question(entry: dict[str, Any]) -> str:
     return str(entry["question"])

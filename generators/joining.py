@@ -1,0 +1,118 @@
+"""How a generator joins a run: it asks the buffer for the run's configuration, and builds its engine, task and subscriber from that."""
+
+from functools import partial
+from pathlib import Path
+
+import xxhash
+
+from buffers import messages as m
+from buffers.client import BufferClient
+from buffers.connections import watch_small_requests
+from buffers.keys import has_door, open_door, show_key
+from buffers.probe import probe_lengths
+from configs import load as configs
+from configs.schema import Config, EngineKind, Transport
+from generators.engine import Engine
+from generators.episode import Episodes, SimulatedEpisodes, TextEpisodes
+from generators.scoring import describe_error
+from generators.worker import Generator, start_heartbeat
+from sync.folders import shared_memory_folder
+from sync.subscriber import Subscriber
+from sync.transports.fetcher import Fetcher
+from sync.transports.server import SnapshotServer
+from sync.transports.tcp import MAX_UNREAD_BYTES
+
+VLLM_TRANSFER_ENGINES = {Transport.auto: "ipc", Transport.cuda_ipc: "ipc", Transport.nccl: "nccl"}
+"""vLLM's name of the weight-transfer engine that a transport needs on a GPU."""
+
+
+def join_run(
+    address: str,
+    name: str,
+    seed: int,
+    keys: str | None,
+    gpu_memory: float | None = None,
+    shares_gpu: bool = False,
+) -> Generator:
+    """Returns a generator of the run whose buffer answers at `address`, ready to run.
+
+    The run's configuration decides model, task and sampling. Two things are matters of this host: `gpu_memory`, the share of its
+    GPU that the engine may take, and `shares_gpu`, whether other processes are on that GPU.
+
+    Heartbeats begin before the engine starts, because that takes long. When it fails the buffer hears why.
+    """
+    client = BufferClient(address, keys=keys)
+    welcome = client.call(m.JoinRun(generator=name), m.JoinedRun)
+    config, heart = configs.parse(welcome.config), start_heartbeat(client.another(), name)
+    config.generators.gpu_memory_fraction = gpu_memory
+    try:
+        engine, episodes = make_engine(config, seed, shares_gpu), make_episodes(config)
+        subscriber = make_subscriber(config, address, keys)
+        return Generator(name, config, client, engine, episodes, subscriber, heart)
+    except BaseException as error:
+        heart.close()
+        client.post(m.LeaveRun(generator=name, error=describe_error(error)))
+        client.close()
+        raise
+
+
+def make_subscriber(config: Config, buffer_address: str, keys: str | None) -> Subscriber:
+    """`buffer_address` and the run's name name this host's folder of fetched versions."""
+    if config.sync.transport not in (Transport.auto, Transport.tcp, Transport.nccl):
+        return Subscriber()
+    run = xxhash.xxh32_hexdigest(f"{buffer_address} {config.run.name}".encode())
+    show = None if keys is None else lambda socket: show_key(socket, Path(keys))
+    door = None if keys is None else lambda socket: open_door(socket, Path(keys))
+    watch = partial(watch_small_requests, encrypted=keys is not None, max_unread=MAX_UNREAD_BYTES)
+    may_relay = config.sync.relays and (keys is None or has_door(Path(keys)))
+    return Subscriber(
+        Fetcher(shared_memory_folder(f"fetched-{run}"), secure=show),
+        relay=partial(SnapshotServer, secure=door, watch=watch) if may_relay else None,
+        broadcast=config.sync.transport is Transport.nccl,
+    )
+
+
+def make_engine(config: Config, seed: int, shares_gpu: bool = False) -> Engine:
+    if config.generators.engine is EngineKind.simulated:
+        from generators.simulated_engine import SimulatedEngine
+
+        simulated = config.generators.simulated
+        return SimulatedEngine(
+            tokens_per_s=simulated.tokens_per_s,
+            slots=simulated.slots,
+            mean_tokens=simulated.mean_tokens,
+            cv=simulated.cv,
+        )
+    # Imported here, because importing vLLM takes seconds and changes torch.
+    from generators.vllm_engine import VllmEngine
+
+    return VllmEngine(
+        config.model.path,
+        dtype=config.model.dtype,
+        max_model_len=config.generators.max_model_len,
+        # Beside the rollouts there is room for the parity probe, which so waits for none of them.
+        max_sequences=config.generators.max_sequences + len(probe_lengths(config)),
+        kv_cache_mb=config.generators.kv_cache_mb,
+        prefix_cache=config.generators.prefix_cache,
+        kv_cache=config.sync.kv_cache,
+        temperature=config.sampling.temperature,
+        top_p=config.sampling.top_p,
+        top_k=config.sampling.top_k,
+        min_p=config.sampling.min_p,
+        seed=seed,
+        gpu_memory_fraction=config.generators.gpu_memory_fraction,
+        shares_gpu=shares_gpu,
+        record_experts=config.learner.moe.router_replay,
+        transfer=VLLM_TRANSFER_ENGINES.get(config.sync.transport),
+    )
+
+
+def make_episodes(config: Config) -> Episodes:
+    if config.generators.engine is EngineKind.simulated:
+        return SimulatedEpisodes()
+    from transformers import AutoTokenizer
+
+    from generators.tasks import load_task
+
+    task = load_task(config.task.name, config.task.args)
+    return TextEpisodes(task, AutoTokenizer.from_pretrained(config.model.path))

@@ -1,0 +1,198 @@
+"""New versions on their way into a generator's engine.
+
+    announced ──▶ fetched and verified, in a thread, while the engine samples ──▶ loaded between two steps of the engine
+                                                                                     └─▶ the thread prepares for the next
+
+A version that cannot be had leaves the one before in service. A version that the engine does not hold as it was published
+is read again once; a second mismatch ends the generator.
+"""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from buffers.heartbeat import HEARTBEAT_S, HeartbeatThread
+from buffers.run_status import GeneratorReport
+from configs.schema import Config
+from generators.engine import Engine
+from sync.manifest import DigestMismatch, Manifest
+from sync.snapshot import Snapshot
+from sync.subscriber import Subscriber
+from sync.transports.nccl import NcclBroadcast
+
+log = logging.getLogger("slipstream.generator")
+
+WAIT_S = 0.05
+"""Seconds that an idle engine's loop waits for weights before it looks at anything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """A version that the preparing thread fetches and verifies."""
+
+    manifest_locator: str
+    source: "Future[Snapshot | NcclBroadcast]"
+
+
+class WeightUpdates:
+    """Follows the announced versions, and loads the newest one into the engine.
+
+    All methods belong to the generator's loop. The subscriber belongs to the preparing thread.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        subscriber: Subscriber,
+        heart: HeartbeatThread,
+        totals: GeneratorReport,
+        clock: Callable[[], float],
+    ) -> None:
+        """`totals` is where updates, bytes, seconds and digests are counted."""
+        self._in_flight, self._engine, self._subscriber = config.sync.in_flight, engine, subscriber
+        self._heart, self._totals, self._clock = heart, totals, clock
+        self._newest_version, self._newest_locator = -1, ""
+        self._newest_number = 0
+        """Number of the publication or rewind that announced the newest version."""
+        self._preparing_thread = ThreadPoolExecutor(1, "weights")
+        self._preparation: Preparation | None = None
+        self._seen_bytes = 0
+        """Bytes that had been fetched when `describe_fetching` was last called."""
+        self.held_locator = ""
+        """Manifest locator of the version that the engine holds; empty before the first."""
+
+    @property
+    def held_version(self) -> int:
+        """Version that the engine holds; -1 before the first."""
+        return -1 if self._engine.version is None else self._engine.version
+
+    @property
+    def held_life(self) -> str:
+        return parse_life(self.held_locator)
+
+    @property
+    def is_fetching(self) -> bool:
+        return self._preparation is not None and not self._is_current
+
+    @property
+    def waits_for_idle_engine(self) -> bool:
+        """True when a newer version may only be loaded once the engine has finished all samples."""
+        return not self._in_flight and not self._is_current
+
+    @property
+    def _is_current(self) -> bool:
+        return self._newest_locator == self.held_locator
+
+    def note_announcement(self, version: int, manifest_locator: str, number: int) -> None:
+        """Notes what the buffer says is newest. `number` counts publications and rewinds.
+
+        The buffer answers over two connections, so an older answer may be read after a newer one: it is passed over. A version
+        alone does not tell which answer is newer, because a rewind makes it a lower one.
+        """
+        if version >= 0 and number >= self._newest_number:
+            self._newest_version, self._newest_locator = version, manifest_locator
+            self._newest_number = number
+
+    def describe_fetching(self) -> tuple[str, bool]:
+        """Returns what is fetched, and whether bytes have come in since the last call."""
+        before, self._seen_bytes = self._seen_bytes, self._subscriber.fetched_bytes
+        return f"fetching version {self._newest_version}", before != self._seen_bytes
+
+    def update_engine(self) -> int | None:
+        """Loads the newest version if it is prepared; returns its number, or None when nothing was loaded.
+
+        With `sync.in_flight=false` it waits until the engine has finished all samples. Raises DigestMismatch when a version
+        mismatches twice, and whatever else preparing or loading raises.
+        """
+        is_busy = self._engine.num_unfinished > 0
+        if self._is_current or (is_busy and not self._in_flight):
+            return None
+        self._preparation = preparation = self._choose_preparation(self._newest_locator)
+        if not preparation.source.done() and not is_busy:
+            wait([preparation.source], WAIT_S)
+        if not preparation.source.done():
+            return None
+        self._preparation = None
+        try:
+            manifest = self._load_or_fetch_again(preparation)
+        except FileNotFoundError as error:
+            # A newer version has replaced it, or it cannot be had for now.
+            log.info("%s cannot be taken up: %s", preparation.manifest_locator, error)
+            if self._newest_locator == preparation.manifest_locator:
+                # The answer to the next heartbeat says which version is newest then.
+                self._newest_version, self._newest_locator = self.held_version, self.held_locator
+            return None
+        self.held_locator = preparation.manifest_locator
+        self._totals.updates += 1
+        self._totals.update_bytes += manifest.num_bytes
+        self._preparing_thread.submit(self._prepare_for_next_version)
+        return manifest.version
+
+    def close(self) -> None:
+        self._preparing_thread.shutdown(cancel_futures=True)
+        self._subscriber.close()
+
+    def _choose_preparation(self, manifest_locator: str) -> Preparation:
+        """Returns the preparation to wait for: the one under way, else a new one of `manifest_locator`.
+
+        A preparation of an older version that has begun goes on and is loaded first. Where versions come faster than they can be
+        fetched, no version would ever be loaded otherwise. A preparation of a life of the learner before a rewind is dropped.
+        """
+        preparation = self._preparation
+        if preparation is not None and preparation.manifest_locator != manifest_locator:
+            was_waiting = preparation.source.cancel()
+            if was_waiting or parse_life(preparation.manifest_locator) != parse_life(manifest_locator):
+                preparation = None
+        return self._start_preparation(manifest_locator) if preparation is None else preparation
+
+    def _start_preparation(self, manifest_locator: str, *, again: bool = False) -> Preparation:
+        source = self._preparing_thread.submit(self._fetch_and_verify, manifest_locator, again)
+        return Preparation(manifest_locator, source)
+
+    def _fetch_and_verify(self, manifest_locator: str, again: bool) -> Snapshot | NcclBroadcast:
+        """Runs in the preparing thread."""
+        began = self._clock()
+        try:
+            source = self._subscriber.prepare_version(manifest_locator, again=again)
+        finally:
+            self._totals.prepare_s += self._clock() - began
+            self._totals.fetched_bytes = self._subscriber.fetched_bytes
+        self._totals.digest_checks += source.checks
+        return source
+
+    def _prepare_for_next_version(self) -> None:
+        """Runs in the preparing thread. An error here only makes the next version slower, so it is logged and not raised."""
+        try:
+            self._subscriber.refresh_spare()
+        except Exception:
+            log.exception("could not prepare for the next version")
+
+    def _load_or_fetch_again(self, preparation: Preparation) -> Manifest:
+        """Loads what was prepared. At a mismatch it fetches everything again; a second mismatch is raised."""
+        try:
+            return self._load_into_engine(preparation.source.result())
+        except DigestMismatch as error:
+            self._totals.digest_mismatches += 1
+            log.error("%s; pulling it again", error)
+        self._preparation = again = self._start_preparation(preparation.manifest_locator, again=True)
+        # The loop waits here: the engine may hold what nobody published, so nothing may be sampled meanwhile.
+        while not again.source.done():
+            self._heart.say(*self.describe_fetching())
+            wait([again.source], HEARTBEAT_S)
+        self._preparation = None
+        return self._load_into_engine(again.source.result())
+
+    def _load_into_engine(self, source: Snapshot | NcclBroadcast) -> Manifest:
+        began = self._clock()
+        self._totals.digest_checks += 1
+        self._heart.say(f"loading version {source.manifest.version}")
+        self._engine.load_version(source)
+        self._totals.pause_s += self._clock() - began
+        return source.manifest
+
+
+def parse_life(manifest_locator: str) -> str:
+    """Returns the life of the learner that announced a version: the end of its manifest's name."""
+    return manifest_locator.rpartition("-")[2]
