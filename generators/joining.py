@@ -10,8 +10,10 @@ from buffers.client import BufferClient
 from buffers.connections import watch_small_requests
 from buffers.keys import has_door, open_door, show_key
 from buffers.probe import probe_lengths
-from configs import load as configs
-from configs.schema import Config, EngineKind, Transport
+from configs.generators import EngineKind
+from configs.load import parse_config
+from configs.schema import Config
+from configs.sync import Transport
 from generators.engine import Engine
 from generators.episode import Episodes, SimulatedEpisodes, TextEpisodes
 from generators.scoring import describe_error
@@ -43,7 +45,7 @@ def join_run(
     """
     client = BufferClient(address, keys=keys)
     welcome = client.call(m.JoinRun(generator=name), m.JoinedRun)
-    config, heart = configs.parse(welcome.config), start_heartbeat(client.another(), name)
+    config, heart = parse_config(welcome.config), start_heartbeat(client.another(), name)
     config.generators.gpu_memory_fraction = gpu_memory
     try:
         engine, episodes = make_engine(config, seed, shares_gpu), make_episodes(config)

@@ -15,7 +15,6 @@ from buffers import messages as m
 from buffers.client import BufferClient, hand_in
 from buffers.run_status import GeneratorReport
 from buffers.trajectory import GREEDY, Trajectory, to_batch
-from configs.algorithms import Advantage
 from configs.schema import Config
 from generators.engine import Completion, Engine, Sample
 from generators.episode import Episodes
@@ -48,7 +47,7 @@ class LeasedGroups:
         self._totals = totals
         self._max_tokens = config.sampling.max_tokens
         self._max_sequences = config.generators.max_sequences
-        self._makes_baselines = config.algo.advantage is Advantage.remax
+        self._makes_baselines = config.algo.needs_greedy_response
         self._samples_per_group = config.learner.samples_per_prompt + self._makes_baselines
         self._waiting: deque[m.Lease] = deque()
         self._sampling: dict[int, SampledGroup] = {}

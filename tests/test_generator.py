@@ -22,7 +22,7 @@ from configs.host import boot_id
 from configs.load import load_config
 from configs.schema import Config
 from generators.engine import Completion, Sample
-from generators.episode import Opening, SimulatedEpisodes
+from generators.episode import EncodedPrompt, SimulatedEpisodes
 from generators.simulated_engine import SimulatedEngine
 from generators.task import Score
 from generators.worker import Generator
@@ -44,26 +44,32 @@ BASE = [
 class Picky(SimulatedEpisodes):
     """Raises, or scores NaN, for some prompts."""
 
-    def open(self, lease: m.Lease) -> Opening:
+    def encode_prompt(self, lease: m.Lease) -> EncodedPrompt:
         if lease.index == 1:
             raise KeyError("no such prompt")
-        return super().open(lease)
+        return super().encode_prompt(lease)
 
-    def score(self, opening: Opening, tokens: list[int]) -> Score:
-        if opening.prompt.text == "simulated 2":
+    def score_tokens(self, prompt: EncodedPrompt, tokens: list[int]) -> Score:
+        if prompt.prompt.text == "simulated 2":
             return Score(float("nan"))
-        if opening.prompt.text == "simulated 5":
+        if prompt.prompt.text == "simulated 5":
             raise TimeoutError("the judge is away")
-        return super().score(opening, tokens)
+        return super().score_tokens(prompt, tokens)
 
 
 class Rig:
     """A buffer, generators in threads, and a learner that only takes and publishes."""
 
     def __init__(
-        self, config: Config, folder: Path, episodes: SimulatedEpisodes, count: int = 1, far: bool = False
+        self,
+        config: Config,
+        folder: Path,
+        episodes: SimulatedEpisodes,
+        count: int = 1,
+        far: bool = False,
+        engine: SimulatedEngine | None = None,
     ) -> None:
-        """`far`: the generators believe that the learner is on another host."""
+        """`far`: the generators believe that the learner is on another host. `engine`: that of the one generator, else fast ones."""
         self.folder, self.far = folder, far
         self.server = BufferServer(config, folder / "journal")
         self.threads = [threading.Thread(target=self.server.run)]
@@ -73,11 +79,11 @@ class Rig:
         self.fetchers = []
         self.generators: list[Generator] = []
         for number in range(count):
-            engine = SimulatedEngine(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5)
+            own = engine or SimulatedEngine(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5)
             client = BufferClient(self.server.address, timeout_s=10.0)
             fetcher = Fetcher(folder / "fetched") if far else None
             self.fetchers.append(fetcher)
-            generator = Generator(f"g{number}", config, client, engine, episodes, Subscriber(fetcher))
+            generator = Generator(f"g{number}", config, client, own, episodes, Subscriber(fetcher))
             self.generators.append(generator)
             self.threads.append(threading.Thread(target=generator.run))
         for thread in self.threads:
@@ -113,8 +119,8 @@ class Rig:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
-    yield lambda *overrides, episodes=None, count=1, far=False: Rig(
-        load_config([*BASE, *overrides]), tmp_path, episodes or SimulatedEpisodes(), count, far
+    yield lambda *overrides, episodes=None, count=1, far=False, engine=None: Rig(
+        load_config([*BASE, *overrides]), tmp_path, episodes or SimulatedEpisodes(), count, far, engine
     )
 
 
@@ -156,7 +162,7 @@ def test_staleness_stays_within_the_bound_with_two_generators(
 
 
 class Broken(SimulatedEpisodes):
-    def score(self, opening: Opening, tokens: list[int]) -> Score:
+    def score_tokens(self, prompt: EncodedPrompt, tokens: list[int]) -> Score:
         raise TimeoutError("the judge is away")
 
 
@@ -263,13 +269,13 @@ class Refusing(SimulatedEngine):
 
     times = 1
 
-    def load_config(self, source: Snapshot | NcclBroadcast) -> None:
+    def load_version(self, source: Snapshot | NcclBroadcast) -> None:
         if self.times:
             self.times -= 1
             raise EngineMismatch(
                 "version 0: 1 of 1 tensors in the engine do not have the published digest: w"
             )
-        super().load(source)
+        super().load_version(source)
 
 
 def refusing(times: int) -> Refusing:
@@ -349,8 +355,8 @@ def test_remax_makes_whole_groups_and_their_baselines_in_an_engine_that_has_just
 
 
 def test_a_generator_tells_of_the_tokens_of_samples_that_have_not_ended(start: Callable[..., Rig]) -> None:
-    rig = start("generators.max_model_len=9000", "sampling.max_tokens=8000")
-    rig.generators[0]._engine = SimulatedEngine(tokens_per_s=50, slots=16, mean_tokens=5000, cv=0)
+    slow = SimulatedEngine(tokens_per_s=50, slots=16, mean_tokens=5000, cv=0)
+    rig = start("generators.max_model_len=9000", "sampling.max_tokens=8000", engine=slow)
     rig.publish(0)
     deadline = time.monotonic() + 20
     while not (
@@ -370,24 +376,24 @@ class Scripted:
         self.steps, self.samples = steps, dict[str, Sample]()
         self.added: list[Sample] = []
 
-    def add(self, sample: Sample) -> None:
+    def add_sample(self, sample: Sample) -> None:
         self.samples[sample.id] = sample
         self.added.append(sample)
 
     def step(self) -> list[Completion]:
         return [self._end(sample, "stop") for sample in (self.steps.pop(0) if self.steps else [])]
 
-    def abort(self, ids: list[str]) -> list[Completion]:
+    def abort_samples(self, ids: list[str]) -> list[Completion]:
         return [self._end(sample, "abort") for sample in ids]
 
-    def progress(self) -> dict[str, int]:
+    def count_sampled_tokens(self) -> dict[str, int]:
         return {sample: self._num_tokens(sample) for sample in self.samples}
 
     @property
     def num_unfinished(self) -> int:
         return len(self.samples)
 
-    def load_config(self, source: Snapshot | NcclBroadcast) -> None: ...
+    def load_version(self, source: Snapshot | NcclBroadcast) -> None: ...
 
     def shutdown(self) -> None: ...
 
@@ -443,8 +449,8 @@ class Recorded:
 class Lengths(SimulatedEpisodes):
     """A response's reward is its length; prompt 9 cannot be scored."""
 
-    def score(self, opening: Opening, tokens: list[int]) -> Score:
-        if opening.prompt.text == "simulated 9":
+    def score_tokens(self, prompt: EncodedPrompt, tokens: list[int]) -> Score:
+        if prompt.prompt.text == "simulated 9":
             raise TimeoutError("the judge is away")
         return Score(float(len(tokens)))
 
@@ -527,7 +533,7 @@ def test_versions_that_come_faster_than_they_can_be_brought_are_taken_up_all_the
         assert begun.acquire(timeout=20)
         rig.publish(version)
         deadline = time.monotonic() + 20
-        while rig.generators[0]._newest[0] < version:
+        while rig.generators[0]._updates._newest_version < version:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         go_on.release()

@@ -14,7 +14,7 @@ import torch
 from test_vllm_engine import Rig, prompts
 
 from configs.sizes import sizes_of
-from generators.shared_gpu import kv_cache_bytes
+from generators.shared_gpu import compute_kv_cache_bytes
 from sync import vllm_plugin
 from sync.manifest import EngineMismatch, Manifest
 from sync.publisher import Publisher
@@ -117,7 +117,7 @@ def test_a_copy_that_an_engine_is_reading_is_not_written_over(
         before = {handle: tensor.clone() for handle, tensor in ipc.items()}
         manifest = rig.publish(0)
         assert all(torch.equal(ipc[handle], tensor) for handle, tensor in before.items())
-    rig.engine.load(Snapshot(manifest))
+    rig.engine.load_version(Snapshot(manifest))
     assert serves(rig, manifest), "through shared memory"
     assert serves(rig, rig.load(1)) and list(rig.publisher.folder.glob("*.ipc")), (
         "and then again from the device"
@@ -129,7 +129,7 @@ def test_a_wrong_byte_on_the_device_is_found_out(rig: Rig, ipc: dict[bytes, torc
     manifest = rig.publish(1)
     next(reversed(ipc.values())).view(-1)[7] += 1
     with pytest.raises(EngineMismatch, match="1 of .* tensors in the engine"):
-        rig.engine.load(Snapshot(manifest))
+        rig.engine.load_version(Snapshot(manifest))
     assert rig.engine.version is None, "nothing is sampled"
     assert serves(rig, rig.load(0))
 
@@ -184,7 +184,7 @@ def test_an_engine_that_shares_its_gpu_is_told_how_much_kv_to_keep(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80 << 30)
     )
     config = told()
-    expected = kv_cache_bytes(
+    expected = compute_kv_cache_bytes(
         sizes_of(json.loads((model / "config.json").read_text())), budget=config.cache_config.gpu_memory_utilization * (80 << 30),
         element_bytes=2, max_sequences=32, tokens_per_step=config.scheduler_config.max_num_batched_tokens,
     )  # fmt: skip
@@ -246,15 +246,15 @@ def test_versions_come_by_nccl_when_the_engine_takes_them_up(
     wire, server, subscriber = nccl
     for model in (0, 1, 0):
         manifest = rig.publish(model)
-        rig.engine.load(subscriber.prepare_version(announce_version(manifest, server.address)))
+        rig.engine.load_version(subscriber.prepare_version(announce_version(manifest, server.address)))
         assert serves(rig, manifest)
     assert wire.joined == 2, "one group for the life of both"
     gone = subscriber.prepare_version(announce_version(rig.publish(1), server.address))
     for model in (0, 1, 0):
         manifest = rig.publish(model)
     with pytest.raises(FileNotFoundError, match="is gone"):
-        rig.engine.load(gone)
-    rig.engine.load(subscriber.prepare_version(announce_version(manifest, server.address)))
+        rig.engine.load_version(gone)
+    rig.engine.load_version(subscriber.prepare_version(announce_version(manifest, server.address)))
     assert serves(rig, manifest)
 
 
@@ -300,9 +300,11 @@ def test_what_nccl_delivers_wrong_is_found_out_and_sent_again(
     received = wire.tensors.get
     monkeypatch.setattr(wire.tensors, "get", lambda timeout: received(timeout=timeout).add(1))
     with pytest.raises(EngineMismatch):
-        rig.engine.load(source)
+        rig.engine.load_version(source)
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    rig.engine.load(subscriber.prepare_version(announce_version(manifest, server.address), again=True))
+    rig.engine.load_version(
+        subscriber.prepare_version(announce_version(manifest, server.address), again=True)
+    )
     assert serves(rig, manifest)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import generators.worker
+import generators.joining
 from buffers import heartbeat as beats
 from buffers import messages as m
 from buffers.client import BufferClient
@@ -20,8 +20,9 @@ from buffers.run_status import GeneratorReport, RunStatus
 from buffers.server import BufferServer
 from configs.load import load_config, to_yaml
 from generators.episode import SimulatedEpisodes
+from generators.joining import join_run
 from generators.simulated_engine import SimulatedEngine
-from generators.worker import Generator, join
+from generators.worker import Generator
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot
 from sync.stream import whole_parts
@@ -155,9 +156,9 @@ def test_a_pull_in_which_nothing_comes_keeps_its_leases_until_it_counts_as_stall
 class Hanging(SimulatedEngine):
     end = threading.Event()
 
-    def load_config(self, source: Snapshot | NcclBroadcast) -> None:
+    def load_version(self, source: Snapshot | NcclBroadcast) -> None:
         self.end.wait(timeout=90)
-        super().load(source)
+        super().load_version(source)
 
 
 def test_a_loop_that_hangs_loses_its_leases_though_its_heart_beats_and_goes_on_when_it_comes_back(
@@ -190,8 +191,8 @@ def test_a_generator_beats_while_its_engine_starts(
         going.wait(timeout=90)
         return engine()
 
-    monkeypatch.setattr(generators.worker, "make_engine", slowly)
-    rig.threads.append(threading.Thread(target=lambda: join(rig.server.address, "g", 0, None).run()))
+    monkeypatch.setattr(generators.joining, "make_engine", slowly)
+    rig.threads.append(threading.Thread(target=lambda: join_run(rig.server.address, "g", 0, None).run()))
     rig.threads[-1].start()
     status = rig.wait_for(lambda status: heard_lately(status, 1.5))
     assert status.roles["g"].activity == "starting the engine"
@@ -256,9 +257,9 @@ def test_an_engine_that_cannot_start_ends_its_heartbeat_and_says_why(
         raise ValueError("no such model")
 
     rig = start()
-    monkeypatch.setattr(generators.worker, "make_engine", broken)
+    monkeypatch.setattr(generators.joining, "make_engine", broken)
     with pytest.raises(ValueError, match="no such model"):
-        join(rig.server.address, "g", 0, None)
+        join_run(rig.server.address, "g", 0, None)
     rig.wait_for(lambda status: "g" in status.generators and "g" not in status.roles)
     assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
 
@@ -331,10 +332,10 @@ def test_of_answers_over_two_connections_the_older_does_not_take_a_generator_bac
     rewound = m.GeneratorStanding(revoked=[], version=4, manifest_locator="v4", announcement_number=13)
     newest = []
     for reply in (newer, older, rewound):
-        generator._hear(reply)
-        newest.append(generator._newest)
+        generator._handle_reply(reply)
+        newest.append((generator._updates._newest_version, generator._updates._newest_locator))
     assert newest == [(6, "v6"), (6, "v6"), (4, "v4")]
-    generator._ended = True
+    generator._has_ended = True
     generator.run()
 
 

@@ -108,7 +108,7 @@ class Rig:
     def load(self, number: int, weights: Weights | None = None) -> Manifest:
         self._version += 1 + (self._version + 1 - number) % 2
         manifest = self.publisher.publish_version(self._version, whole_parts(weights or self.learner[number]))
-        self.engine.load(Snapshot(manifest))
+        self.engine.load_version(Snapshot(manifest))
         return manifest
 
     def parameters(self) -> Weights:
@@ -187,7 +187,7 @@ def test_a_mixture_is_sampled_from_as_published_attested_updated_in_flight_and_i
     assert rig.wrong(before) == []
     samples = [Sample(id=f"{i}", prompt=list(range(5 + i, 17 + i)), max_tokens=20, seed=i, greedy=False) for i in range(6)]  # fmt: skip
     for sample in samples:
-        rig.engine.add(sample)
+        rig.engine.add_sample(sample)
     for _ in range(10):
         assert rig.engine.step() == []
     after = rig.load(1)

@@ -19,7 +19,8 @@ from buffers.trajectory import Trajectory, to_batch
 from configs.load import load_config
 from configs.schema import Config
 from generators.engine import Sample
-from generators.worker import make_engine, make_episodes, sample_seed
+from generators.group import make_sample_seed
+from generators.joining import make_engine, make_episodes
 from learners.fsdp import FsdpEngine
 from learners.packing import from_arrow, microbatches
 from sync.publisher import Publisher
@@ -41,15 +42,17 @@ def synchronous(config: Config, folder: Path) -> dict[str, Tensor]:
     engine, episodes = make_engine(config, seed=123), make_episodes(config)
     trainer, publisher = FsdpEngine(config.model.path, betas=(0.9, 0.99)), Publisher(folder, "reference")
     for step in range(STEPS):
-        engine.load(Snapshot(publisher.publish_version(step, trainer.stream_weights())))
+        engine.load_version(Snapshot(publisher.publish_version(step, trainer.stream_weights())))
         openings = {}
         for group in range(step * GROUPS, (step + 1) * GROUPS):
             lease = Lease(id=0, split="train", task="sorting", index=group, seed=0, group=group, due=step, min_version=step,
                           num_samples=SAMPLES)  # fmt: skip
-            openings[group] = episodes.open(lease)
+            openings[group] = episodes.encode_prompt(lease)
             for i in range(SAMPLES):
-                seed = sample_seed(0, "train", group, i)
-                engine.add(Sample(id=f"{group}/{i}", prompt=openings[group].tokens, max_tokens=16, seed=seed))
+                seed = make_sample_seed(0, "train", group, i)
+                engine.add_sample(
+                    Sample(id=f"{group}/{i}", prompt=openings[group].tokens, max_tokens=16, seed=seed)
+                )
         done = {}
         while engine.num_unfinished:
             done |= {completion.id: completion for completion in engine.step()}
@@ -60,7 +63,7 @@ def synchronous(config: Config, folder: Path) -> dict[str, Tensor]:
                 rows.append(Trajectory(
                     group=group, sample=i, due=step, prompt_id=group, task="t", tokens=opening.tokens + c.tokens,
                     sampled=[False] * n + [True] * len(c.tokens), logprobs=[0.0] * n + c.logprobs,
-                    versions=[-1] * n + c.versions, reward=episodes.score(opening, c.tokens).reward,
+                    versions=[-1] * n + c.versions, reward=episodes.score_tokens(opening, c.tokens).reward,
                     finish_reason=c.finish_reason, generator="g", started_at=0.0, finished_at=0.0,
                 ))  # fmt: skip
         batch = from_arrow(pa.Table.from_batches([to_batch(rows)]))

@@ -163,10 +163,10 @@ class Parrot:
     def __init__(self) -> None:
         self.version, self.asked, self.aborted = 0, list[Sample](), list[str]()
 
-    def add(self, sample: Sample) -> None:
+    def add_sample(self, sample: Sample) -> None:
         self.asked.append(sample)
 
-    def abort(self, ids: list[str]) -> list[Completion]:
+    def abort_samples(self, ids: list[str]) -> list[Completion]:
         self.aborted += ids
         return []
 
@@ -194,9 +194,9 @@ def run(tmp_path: Path) -> Iterator[BufferHarness]:
 
 def probe_of(run: BufferHarness, engine: Parrot, weights: str, name: str = "g") -> None:
     probe = ParityProbe(run.server._config, name)
-    probe.begin(engine, weights, "life", 0)  # type: ignore[arg-type]
+    probe.begin_if_due(engine, weights, "life", 0)  # type: ignore[arg-type]
     for completion in engine.finish():
-        probe.take(completion, run.client)
+        probe.take_completion(completion, run.client)
 
 
 def test_an_engine_is_probed_once_a_life_of_the_learner_with_forced_samples_of_known_tokens(
@@ -204,7 +204,7 @@ def test_an_engine_is_probed_once_a_life_of_the_learner_with_forced_samples_of_k
 ) -> None:
     probe, engine = ParityProbe(run.server._config, "g"), Parrot()
     for life, version in (("first", 0), ("first", 1), ("second", 0)):
-        probe.begin(engine, "w0", life, version)  # type: ignore[arg-type]
+        probe.begin_if_due(engine, "w0", life, version)  # type: ignore[arg-type]
     half = len(engine.asked) // 2
     assert half == len(probe_lengths(run.server._config)) and len(engine.aborted) == half, (
         "one under way is given up"
@@ -220,7 +220,7 @@ def test_an_engine_is_probed_once_a_life_of_the_learner_with_forced_samples_of_k
     simulated = ParityProbe(
         load_config([*PROBED, "generators.engine=simulated", "learner.engine=simulated"]), "g"
     )
-    simulated.begin(engine, "w0", "third", 50)  # type: ignore[arg-type]
+    simulated.begin_if_due(engine, "w0", "third", 50)  # type: ignore[arg-type]
     assert len(engine.asked) == 2 * half
 
 
@@ -234,7 +234,7 @@ def test_later_versions_are_probed_now_and_then_each_with_tokens_of_its_own(
     config, engine = load_config([*PROBED, *overrides, f"model.path={tmp_path}"]), Parrot()
     probe, found, prompts = ParityProbe(config, "g"), [], []
     for version in (0, 1, 3, 4, 6, 50, 60, 100):
-        probe.begin(engine, f"w{version}", "life", version)  # type: ignore[arg-type]
+        probe.begin_if_due(engine, f"w{version}", "life", version)  # type: ignore[arg-type]
         if engine.asked:
             found.append(version)
             prompts.append(engine.asked[0].prompt)

@@ -18,8 +18,15 @@ from buffers.server import BufferServer
 from buffers.trajectory import GREEDY, flat
 from configs.load import load_config
 from generators import scoring
-from generators.episode import Opening, SimulatedEpisodes
-from generators.scoring import MAX_ERROR, Scored, ScoresHang, ScoringPool, checked, describe
+from generators.episode import EncodedPrompt, SimulatedEpisodes
+from generators.scoring import (
+    MAX_ERROR,
+    ScoringPool,
+    ScoringResult,
+    TooManyScoresHang,
+    check_score,
+    describe_error,
+)
 from generators.simulated_engine import SimulatedEngine
 from generators.task import Score
 from generators.worker import Generator
@@ -57,11 +64,11 @@ def make(clock: Clock) -> Iterator[Callable[..., ScoringPool]]:
         pool.close()
 
 
-def collect(pool: ScoringPool, count: int) -> dict[int, Scored]:
-    found: dict[int, Scored] = {}
+def collect(pool: ScoringPool, count: int) -> dict[int, ScoringResult]:
+    found: dict[int, ScoringResult] = {}
     deadline = time.monotonic() + 60
     while len(found) < count:
-        found |= {scored.lease: scored for scored in pool.collect()}
+        found |= {scored.lease: scored for scored in pool.collect_results()}
         assert time.monotonic() < deadline, found
         time.sleep(0.005)
     return found
@@ -98,11 +105,11 @@ def test_a_score_that_hangs_fails_its_group_by_name_and_holds_nobody_else(
     make: Callable[..., ScoringPool], clock: Clock
 ) -> None:
     pool, hang = make(1, 0.3), Hanging()
-    pool.submit(1, [fine, hang], "prompt 7 of task t")
-    pool.submit(2, [fine, fine], "prompt 8 of task t")
+    pool.submit_group(1, [fine, hang], "prompt 7 of task t")
+    pool.submit_group(2, [fine, fine], "prompt 8 of task t")
     hang.wait_for_begin()
     clock.now += 0.3
-    assert pool.collect() == [], "it may take that long"
+    assert pool.collect_results() == [], "it may take that long"
     clock.now += 0.1
     found = collect(pool, 2)
     assert found[2].scores == [Score(1.0), Score(1.0)]
@@ -110,7 +117,7 @@ def test_a_score_that_hangs_fails_its_group_by_name_and_holds_nobody_else(
         "TimeoutError: a score must take at most 0.3 s (generators.score_timeout_s), got 0.4 s without an end for sample 1 of "
         "prompt 7 of task t"
     )
-    assert pool.num_abandoned == 1 and pool.collect() == []
+    assert pool.num_abandoned == 1 and pool.collect_results() == []
 
 
 def test_the_deadline_is_each_scores_own_and_waiting_for_a_thread_does_not_count(
@@ -124,12 +131,12 @@ def test_the_deadline_is_each_scores_own_and_waiting_for_a_thread_does_not_count
         return Score(1.0)
 
     for lease in range(2):
-        pool.submit(lease, [slow] * 4, "a prompt")
-    found: dict[int, Scored] = {}
+        pool.submit_group(lease, [slow] * 4, "a prompt")
+    found: dict[int, ScoringResult] = {}
     deadline = time.monotonic() + 60
     while len(found) < 2:
         assert time.monotonic() < deadline
-        found |= {scored.lease: scored for scored in pool.collect()}
+        found |= {scored.lease: scored for scored in pool.collect_results()}
         looked.release()
         time.sleep(0.005)
     assert [len(scored.scores) for scored in found.values()] == [4, 4]
@@ -139,14 +146,14 @@ def test_an_abandoned_score_that_ends_after_all_is_not_taken_for_anything(
     make: Callable[..., ScoringPool], clock: Clock
 ) -> None:
     pool, late = make(1, 0.1), Hanging()
-    pool.submit(1, [late, fine], "a prompt")
+    pool.submit_group(1, [late, fine], "a prompt")
     late.wait_for_begin()
     clock.now += 1.0
     assert collect(pool, 1)[1].error
     late.end()
-    pool.submit(2, [fine], "a prompt")
+    pool.submit_group(2, [fine], "a prompt")
     assert collect(pool, 1)[2].error is None
-    assert not pool.collect() and pool.num_abandoned == 1
+    assert not pool.collect_results() and pool.num_abandoned == 1
 
 
 def test_what_is_forgotten_is_not_scored_and_not_handed_out(make: Callable[..., ScoringPool]) -> None:
@@ -160,13 +167,13 @@ def test_what_is_forgotten_is_not_scored_and_not_handed_out(make: Callable[..., 
         called.append(2)
         return Score(1.0)
 
-    pool.submit(1, [first], "a prompt")
-    pool.submit(2, [second], "a prompt")
-    pool.submit(3, [fine], "a prompt")
-    pool.forget(1)
-    pool.forget(2)
+    pool.submit_group(1, [first], "a prompt")
+    pool.submit_group(2, [second], "a prompt")
+    pool.submit_group(3, [fine], "a prompt")
+    pool.forget_group(1)
+    pool.forget_group(2)
     going.set()
-    assert list(collect(pool, 1)) == [3] and not called and not pool.collect()
+    assert list(collect(pool, 1)) == [3] and not called and not pool.collect_results()
 
 
 def test_too_many_scores_that_hang_end_the_generator_with_a_sentence(
@@ -175,14 +182,15 @@ def test_too_many_scores_that_hang_end_the_generator_with_a_sentence(
     monkeypatch.setattr(scoring, "MAX_HANGING", 3)
     pool, hanging = make(4, 0.05), [Hanging() for _ in range(4)]
     for lease, hang in enumerate(hanging):
-        pool.submit(lease, [hang], f"prompt {lease} of task t")
+        pool.submit_group(lease, [hang], f"prompt {lease} of task t")
     for hang in hanging:
         hang.wait_for_begin()
     clock.now += 1.0
     with pytest.raises(
-        ScoresHang, match="at most 3 scores of a generator may hang at a time, got one more: .* of task t"
+        TooManyScoresHang,
+        match="at most 3 scores of a generator may hang at a time, got one more: .* of task t",
     ):
-        pool.collect()
+        pool.collect_results()
 
 
 def test_scores_that_were_only_late_do_not_end_the_generator(
@@ -192,7 +200,7 @@ def test_scores_that_were_only_late_do_not_end_the_generator(
     pool = make(1, 0.05)
     for lease in range(8):  # one at a time, and each ends when it has been given up
         late = Hanging()
-        pool.submit(lease, [late], "a prompt")
+        pool.submit_group(lease, [late], "a prompt")
         late.wait_for_begin()
         clock.now += 1.0
         assert collect(pool, 1)[lease].error
@@ -233,8 +241,8 @@ def test_whatever_a_score_raises_fails_its_group_and_its_thread_goes_on(
     make: Callable[..., ScoringPool], score: Callable[[], Score], error: str
 ) -> None:
     pool = make(1)
-    pool.submit(1, [score], "a prompt")
-    pool.submit(2, [fine], "a prompt")
+    pool.submit_group(1, [score], "a prompt")
+    pool.submit_group(2, [fine], "a prompt")
     found = collect(pool, 2)
     assert (
         found[1].error is not None and found[1].error.startswith(error) and len(found[1].error) <= MAX_ERROR
@@ -272,7 +280,7 @@ def test_a_score_that_a_trajectory_cannot_hold_is_refused_with_field_rule_and_va
     score: Score, error: str
 ) -> None:
     with pytest.raises(ValueError) as raised:
-        checked(score)
+        check_score(score)
     assert all(part in str(raised.value) for part in error.split("…"))
 
 
@@ -287,15 +295,15 @@ def test_numbers_of_every_kind_are_taken_for_what_they_are() -> None:
         torch.tensor(1.0),
         torch.tensor(1),
     ):
-        found = checked(Score(number, {"a": number}))  # type: ignore[arg-type, dict-item]
+        found = check_score(Score(number, {"a": number}))  # type: ignore[arg-type, dict-item]
         assert found == Score(1.0, {"a": 1.0}) and type(found.reward) is type(found.components["a"]) is float
-    assert describe(ValueError("plain")) == "ValueError: plain"
+    assert describe_error(ValueError("plain")) == "ValueError: plain"
 
 
 def test_a_score_that_hangs_does_not_hold_up_the_end_of_its_process() -> None:
     code = (
         "import threading; from generators.scoring import ScoringPool; pool = ScoringPool(2, 30.0); "
-        "pool.submit(1, [threading.Event().wait], 'x'); pool.close()"
+        "pool.submit_group(1, [threading.Event().wait], 'x'); pool.close()"
     )
     began = time.monotonic()
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
@@ -305,13 +313,13 @@ def test_a_score_that_hangs_does_not_hold_up_the_end_of_its_process() -> None:
 class Unruly(SimulatedEpisodes):
     """Every way in which the prompts and scores of a task have gone wrong."""
 
-    def open(self, lease: m.Lease) -> Opening:
+    def encode_prompt(self, lease: m.Lease) -> EncodedPrompt:
         if lease.index == 1:
             sys.exit("no prompt")
-        return super().open(lease)
+        return super().encode_prompt(lease)
 
-    def score(self, opening: Opening, tokens: list[int]) -> Score:
-        match opening.prompt.text:
+    def score_tokens(self, prompt: EncodedPrompt, tokens: list[int]) -> Score:
+        match prompt.prompt.text:
             case "simulated 2":
                 return Hanging()()
             case "simulated 3":
@@ -320,13 +328,13 @@ class Unruly(SimulatedEpisodes):
                 return Score(1e39)
             case "simulated 6":
                 return Score(1.0, {"judge": None})  # type: ignore[dict-item]
-        return super().score(opening, tokens)
+        return super().score_tokens(prompt, tokens)
 
 
 class Slow(SimulatedEpisodes):
-    def score(self, opening: Opening, tokens: list[int]) -> Score:
+    def score_tokens(self, prompt: EncodedPrompt, tokens: list[int]) -> Score:
         time.sleep(0.2)
-        return super().score(opening, tokens)
+        return super().score_tokens(prompt, tokens)
 
 
 def train(
@@ -415,7 +423,7 @@ def test_scores_run_side_by_side_in_as_many_threads_as_are_asked_for(
 
     pool = make(4)
     for lease in range(4):
-        pool.submit(lease, [meet], "a prompt")
+        pool.submit_group(lease, [meet], "a prompt")
     assert not any(scored.error for scored in collect(pool, 4).values())
 
 

@@ -8,7 +8,7 @@ import pytest
 from runs import SIMULATED, Started, assert_accounts_close
 
 from configs.sizes import sizes_of
-from generators.shared_gpu import OVERHEAD_BYTES, kv_cache_bytes
+from generators.shared_gpu import OVERHEAD_BYTES, compute_kv_cache_bytes
 from slipstream import train
 from slipstream.cluster import start_node
 
@@ -64,9 +64,9 @@ def test_kv_is_what_weights_activations_logits_and_overhead_leave() -> None:
     tokens, sequences = 8192, 256
     rest = 2 * sizes.parameters + 2 * tokens * sizes.activations + 12 * sequences * 151936 + OVERHEAD_BYTES
     common: dict[str, Any] = dict(element_bytes=2, max_sequences=sequences, tokens_per_step=tokens)
-    assert kv_cache_bytes(sizes, budget=rest + 12345, **common) == 12345
+    assert compute_kv_cache_bytes(sizes, budget=rest + 12345, **common) == 12345
     assert rest < 0.3 * 80 * 2**30, "an engine of 8B fits into a third of 80 GB"
     with pytest.raises(
         ValueError, match=r"must leave room for KV .* got 16.0 GiB for weights 15.3 \+ activations 1.8 \+"
     ):
-        kv_cache_bytes(sizes, budget=16 * 2**30, **common)
+        compute_kv_cache_bytes(sizes, budget=16 * 2**30, **common)

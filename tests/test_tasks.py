@@ -99,7 +99,7 @@ def test_the_questions_of_the_default_task_cannot_be_learned_by_heart() -> None:
 
 
 def test_a_task_may_live_anywhere() -> None:
-    assert load_task(f"{__name__}:Echo", {}).score(Prompt("a"), "a").reward == 1.0
+    assert load_task(f"{__name__}:Echo", {}).score_response(Prompt("a"), "a").reward == 1.0
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ class Rig:
 
     def load(self, model: int) -> Manifest:
         manifest = self.publish(model)
-        self.engine.load(Snapshot(manifest))
+        self.engine.load_version(Snapshot(manifest))
         return manifest
 
     def add(self, prompt: list[int], max_tokens: int, seed: int, greedy: bool = False) -> Sample:
@@ -102,7 +102,7 @@ class Rig:
         sample = Sample(
             id=f"s{self._num_samples}", prompt=prompt, max_tokens=max_tokens, seed=seed, greedy=greedy
         )
-        self.engine.add(sample)
+        self.engine.add_sample(sample)
         return sample
 
     def finish(self) -> dict[str, Completion]:
@@ -179,9 +179,9 @@ def cross(rig: Rig, steps: int = 20) -> tuple[Manifest, Manifest, list[tuple[Sam
     done: dict[str, Completion] = {}
     for _ in range(steps):
         done |= {completion.id: completion for completion in rig.engine.step()}
-    held = rig.engine.progress()
+    held = rig.engine.count_sampled_tokens()
     after = rig.load(1)
-    assert rig.engine.progress() == held, "an update neither loses nor adds a token"
+    assert rig.engine.count_sampled_tokens() == held, "an update neither loses nor adds a token"
     done |= rig.finish()
     crossing = [(sample, done[sample.id], held[sample.id]) for sample in samples if sample.id in held]
     assert len(crossing) >= 4, "too few samples met the update: the test would say nothing"
@@ -265,7 +265,7 @@ def test_adapters_alone_are_taken_up_in_flight_and_sampled_from_as_the_learner_h
     after = publisher.publish_version(before.version + 1, whole_parts(adapters))
     whole = subscriber.prepare_version(announce_version(after))
     assert isinstance(whole, Snapshot)
-    recompute.engine.load(whole)
+    recompute.engine.load_version(whole)
     assert recompute.engine.held_digests(whole.manifest) == {e.name: e.digest for e in whole.manifest.tensors}
     done = recompute.finish()
     recompute.load(0)
@@ -342,7 +342,7 @@ def test_damaged_weights_are_never_served_and_a_good_load_repairs(
     damaged = tied.publish(1)
     damage(damaged)
     with pytest.raises(DigestMismatch, match="1 of 24 tensors in the file|bytes"):
-        tied.engine.load(Snapshot(damaged))
+        tied.engine.load_version(Snapshot(damaged))
     assert tied.engine.version == before.version, "the old version stays, whole"
     assert tied.engine.held_digests(before) == {entry.name: entry.digest for entry in before.tensors}
     tied.engine.step()
@@ -373,7 +373,7 @@ def test_weights_that_do_not_fit_the_model_are_refused_by_name(untied: Rig) -> N
         untied._version += 2
         manifest = untied.publisher.publish_version(untied._version, whole_parts(weights))
         with pytest.raises(DigestMismatch, match=message):
-            untied.engine.load(Snapshot(manifest))
+            untied.engine.load_version(Snapshot(manifest))
         assert untied.engine.version == held.version
     assert untied.engine.held_digests(held) == {entry.name: entry.digest for entry in held.tensors}
 
@@ -429,7 +429,7 @@ def test_weights_are_the_snapshots_own_memory_where_the_layout_allows_and_whole_
 def test_the_same_snapshot_may_be_taken_up_again(tied: Rig) -> None:
     snapshot = Snapshot(tied.publish(0))
     for _ in range(2):
-        tied.engine.load(snapshot)
+        tied.engine.load_version(snapshot)
     assert tied.engine.held_digests(snapshot.manifest) == {
         e.name: e.digest for e in snapshot.manifest.tensors
     }
@@ -450,7 +450,7 @@ def test_a_folder_on_disk_is_a_model_folder_when_its_publisher_has_closed(tied: 
     served = Qwen3ForCausalLM.from_pretrained(publisher.folder)
     assert all(torch.equal(tensor, served.state_dict()[name]) for name, tensor in tied.weights[1].items())
     again = Publisher(publisher.folder, "y")  # another run may use it
-    tied.engine.load(Snapshot(again.publish_version(0, whole_parts(tied.weights[0]))))
+    tied.engine.load_version(Snapshot(again.publish_version(0, whole_parts(tied.weights[0]))))
     again.close()
 
 
@@ -473,7 +473,7 @@ def test_a_version_that_is_gone_leaves_the_one_before_in_service(tied: Rig) -> N
     gone = tied.publish(1)
     Path(gone.path).unlink()
     with pytest.raises(FileNotFoundError):
-        tied.engine.load(Snapshot(gone))
+        tied.engine.load_version(Snapshot(gone))
     assert tied.engine.version == before.version
     assert set(tied.finish()[sample.id].versions) == {before.version}
 
@@ -533,7 +533,7 @@ def test_a_forced_sample_goes_on_beyond_the_end_of_sequence_to_the_models_last_p
         for place, prompt in enumerate(prompts(8, 100))
     ]
     for sample in forced:
-        tied.engine.add(sample)
+        tied.engine.add_sample(sample)
     done = tied.finish()
     assert any(END in completion.tokens[:-1] for completion in done.values())
     for sample in forced:
@@ -546,10 +546,10 @@ def test_a_forced_sample_goes_on_beyond_the_end_of_sequence_to_the_models_last_p
 def test_float32_is_computed_in_float32_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
-    from generators.vllm_engine import float32_environment
+    from generators.vllm_engine import make_make_float32_environment
 
-    assert float32_environment("bfloat16") == {}
-    for name, value in float32_environment("float32").items():
+    assert make_make_float32_environment("bfloat16") == {}
+    for name, value in make_make_float32_environment("float32").items():
         monkeypatch.setenv(name, value)
     assert knobs.language.fp32_default == "ieee", "Triton knows the variable"
 
@@ -561,9 +561,9 @@ def test_an_aborted_sample_returns_what_it_had_and_the_others_go_on(untied: Rig)
     ]  # 8 of them have to wait
     for _ in range(10):
         assert untied.engine.step() == []
-    held = untied.engine.progress()
+    held = untied.engine.count_sampled_tokens()
     ends = [samples[3].id, samples[39].id]
-    aborted = {completion.id: completion for completion in untied.engine.abort([*ends, "unknown"])}
+    aborted = {completion.id: completion for completion in untied.engine.abort_samples([*ends, "unknown"])}
     assert list(aborted) == ends
     for id, completion in aborted.items():
         assert (completion.finish_reason, len(completion.tokens)) == ("abort", held[id])
@@ -588,7 +588,7 @@ def test_the_prefix_cache_never_gives_a_sample_the_kv_of_other_weights(untied: R
         untied.engine.step()
     waiting = untied.add(prompt, 10, seed=1)
     untied.engine.step()
-    assert untied.engine.progress()[waiting.id] == 0
+    assert untied.engine.count_sampled_tokens()[waiting.id] == 0
     after = untied.load(1)
     later = untied.add(prompt, 10, seed=2)
     done = untied.finish()

@@ -137,18 +137,18 @@ def measure(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, float
             note("verify", snapshot.attest)
             engine._map_weights = version > 2 * rounds + 1
             if version <= rounds:
-                note("copy", engine.load, snapshot)
+                note("copy", engine.load_version, snapshot)
             elif engine._map_weights:
                 while engine.num_unfinished < 8:
-                    engine.add(
+                    engine.add_sample(
                         Sample(id=f"{version} {time.time()}", prompt=[5] * 16, max_tokens=200, seed=version)
                     )
                 engine.step()
                 note("engine step", engine.step)
-                note("map", engine.load, snapshot)
+                note("map", engine.load_version, snapshot)
             else:
                 with patch.multiple(vllm_plugin, _copy=bare_copy, expect_digests=lambda *_: None):
-                    note("copy, no check", engine.load, snapshot)
+                    note("copy, no check", engine.load_version, snapshot)
             time.sleep(
                 0.2 + num_bytes / 4e9
             )  # a training step takes longer: what was given up is given back meanwhile

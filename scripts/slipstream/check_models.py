@@ -91,10 +91,10 @@ def engine(dtype: str) -> str:
         )
         weights = {n: t.to(getattr(torch, dtype)) for n, t in load_file(model / "model.safetensors").items()}
         publisher = Publisher(Path(folder) / "weights", "check")
-        served.load(Snapshot(publisher.publish_version(0, whole_parts(weights))))
+        served.load_version(Snapshot(publisher.publish_version(0, whole_parts(weights))))
         prompts = [list(range(1, length - length // 2 + 1)) for length in LENGTHS]
         for place, (prompt, length) in enumerate(zip(prompts, LENGTHS, strict=True)):
-            served.add(
+            served.add_sample(
                 Sample(id=str(place), prompt=prompt, max_tokens=length - len(prompt), seed=place, forced=True)
             )
         done: dict[int, Any] = {}

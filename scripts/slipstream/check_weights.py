@@ -135,7 +135,7 @@ def transport_on_gpu(by_nccl: bool) -> str:
             Subscriber(Fetcher(Path(folder) / "fetched"), broadcast=True) if by_nccl else Subscriber()
         )
         snapshot = subscriber.prepare_version(say.get())
-        served.load(snapshot)
+        served.load_version(snapshot)
         held = served.held_digests(snapshot.manifest)
         wait.put("done")
         learner.join()

@@ -48,7 +48,7 @@ def nursery_stages(config: Config) -> dict[str, Stage]:
             ]
         case LearnerKind.megatron:
             learner += ["learners.megatron.engine"]
-    generator = ["generators.worker"]
+    generator = ["generators.joining"]
     match config.generators.engine:
         case EngineKind.simulated:
             generator += ["generators.simulated_engine"]

@@ -172,11 +172,11 @@ class BufferRole(Role):
 
 class GeneratorRole(Role):
     def run(self, address: str, name: str, seed: int, keys: str | None, place: Placement) -> None:
-        from generators.worker import join
+        from generators.joining import join_run
 
         with ending_with_its_device(), logged(), named_shortage_of_engine():
             # Kept: an engine that is let go of computes for two seconds.
-            self.generator = join(address, name, seed, keys, place.memory, place.is_shared)
+            self.generator = join_run(address, name, seed, keys, place.memory, place.is_shared)
             self.generator.run()
 
 
