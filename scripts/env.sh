@@ -2,7 +2,7 @@
 #
 # With uv (installed into the environment) a cold start takes about a minute and a warm one a second. SLIPSTREAM_VENV names
 # another place for the environment; PYTHON another interpreter (3.11 or 3.12).
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${SLIPSTREAM_VENV:-$root/.venv}
 
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then backend=cuda; else backend=cpu; fi

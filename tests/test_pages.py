@@ -1,0 +1,114 @@
+"""The pages say what is true: their commands run, their links lead somewhere, their keys and files exist."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pages import LINK, PAGES, ROOT, CodeBlock, list_anchors, list_commands, read_blocks, read_section
+
+from configs.load import load
+from slipstream.nursery import FOLDER
+
+SHORT = "run.steps=3 eval.prompts=16"
+"""Ends the runs of a page early where the page itself does not say how long they are."""
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "outputs", "__pycache__", ".*_cache", ".hypothesis")
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for link in LINK.findall(page.read_text()):
+        if not link.startswith(("http://", "https://")):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{named(page)} links to {link}"
+            assert not anchor or anchor in list_anchors(target), f"{named(page)} links to {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    made_by_the_page = {block.place for block in read_blocks(text)}
+    folders = "algos|buffers|configs|generators|learners|sync|scripts|tests|docs"
+    for path in (
+        set(re.findall(rf"\b((?:{folders})/[\w/]+\.(?:py|sh|md|png|svg|yaml))\b", text)) - made_by_the_page
+    ):
+        assert (ROOT / path).exists(), f"{named(page)} names {path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_command_of_a_page_has_keys_that_exist(page: Path) -> None:
+    for words in list_commands(page):
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words = words[1:]
+        if words and words[0].startswith("scripts/"):
+            assert (ROOT / words[0]).exists(), f"{named(page)}: {words}"
+        if words and words[0] in ("scripts/launch.sh", "slipstream"):
+            overrides = [word for word in words[1:] if "=" in word and not word.startswith("-")]
+            asks_for_files = any(one.startswith(("run.resume", "buffer.keys")) for one in overrides)
+            if not asks_for_files:
+                load([one.replace(":PORT", ":5555").replace("HOST", "127.0.0.1") for one in overrides])
+
+
+def test_the_design_page_lists_every_file_of_the_product() -> None:
+    listed = read_section("docs/design.md", "The files")
+    for folder in ("algos", "buffers", "configs", "generators", "learners", "sync", "scripts"):
+        for path in (ROOT / folder).rglob("*.py"):
+            place = str(path.relative_to(ROOT))
+            assert path.name == "__init__.py" or f"`{place}`" in listed, (
+                f"docs/design.md does not list {place}"
+            )
+
+
+def run_blocks(blocks: list[CodeBlock], folder: Path, environment: dict[str, str]) -> str:
+    """Writes the files and runs the commands of a page in `folder`, in its order. Returns all that was printed."""
+    printed = ""
+    for block in blocks:
+        if block.place is not None:
+            path = folder / block.place
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.code)
+        elif block.language == "bash":
+            code = re.sub(r"(scripts/launch\.sh (?!.*run\.steps).*)", rf"\1 {SHORT}", block.code)
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", code], cwd=folder, env=environment, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600,
+            )  # fmt: skip
+            printed += f"$ {code}{done.stdout}"
+            assert done.returncode == 0, printed
+    return printed
+
+
+@pytest.mark.whole_run
+def test_the_tutorial_works_from_its_first_line_to_its_last(tmp_path: Path) -> None:
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    environment = {name: value for name, value in os.environ.items() if name != FOLDER}
+    printed = run_blocks(read_blocks((ROOT / "docs/tutorial.md").read_text()), tmp_path, environment)
+    assert "trajectories, mean reward 0." in printed
+    assert printed.count("finished. Summary") == 5, printed
+    assert (tmp_path / "models/largest/model.safetensors").exists()
+
+
+@pytest.mark.whole_run
+@pytest.mark.parametrize("section", ["Add a task", "Add a loss"])
+def test_what_contributing_tells_to_do_works(section: str, tmp_path: Path) -> None:
+    """A copy of the project gets what the section says; its environment is the one of these tests."""
+    project, place = tmp_path / "slipstream", tmp_path / "environment"
+    shutil.copytree(ROOT, project, ignore=NOT_COPIED)
+    place.mkdir()
+    for part in ("bin", "lib", "pyvenv.cfg"):
+        (place / part).symlink_to(Path(sys.prefix) / part)
+    path = os.pathsep.join(str(project / folder) for folder in (".", "scripts", "scripts/bench"))
+    environment = {name: value for name, value in os.environ.items() if name != FOLDER}
+    environment |= {"SLIPSTREAM_VENV": str(place), "PYTHONPATH": path}
+    prepared = '. scripts/env.sh; touch "$(stamp_of "$backend")" "$(stamp_of "$backend,test")"'
+    subprocess.run(["bash", "-c", prepared], cwd=project, env=environment, check=True)
+    printed = run_blocks(read_blocks(read_section("CONTRIBUTING.md", section)), project, environment)
+    assert " passed" in printed and "finished. Summary" in printed, printed
