@@ -1,5 +1,6 @@
 """A checkpoint of any engine becomes a Hugging Face folder, which stock transformers and the other engine take up."""
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,9 @@ def test_an_export_is_the_policy_for_transformers_and_for_the_other_engine(
 
 
 def exported(world: World, run: Path, folder: Path) -> int:
+    """The folder is named relative to the working directory, as a user names it."""
     torch.distributed.destroy_process_group()
-    step = export(run, folder, None, None)
+    with contextlib.chdir(folder.parent):
+        step = export(run, Path(folder.name), None, None)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}-after", rank=0, world_size=1)
     return step

@@ -47,7 +47,8 @@ def export(run: Path, folder: Path, step: int | None, dtype: Dtype | None) -> in
         )
     model = config.model if dtype is None else dataclasses.replace(config.model, dtype=dtype)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as temporary:
+    # The rendezvous is a URL of a file: of a relative path torch would take the first part for a host's name.
+    with tempfile.TemporaryDirectory(dir=folder.parent.resolve(), prefix=".export-") as temporary:
         dist.init_process_group("gloo", init_method=f"file://{temporary}/rendezvous", rank=0, world_size=1)
         engine = make_engine(alone(config, model), ModelKind.policy, lora=merged(config.learner.lora))
         engine.load_state(kept[chosen].folder / "engine")
