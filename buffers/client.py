@@ -18,7 +18,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from buffers import messages as m
-from buffers.journal import is_here
+from buffers.journal import is_on_this_host
 from buffers.keys import KeyRole, show_key
 from buffers.message_fields import WireRecord
 from buffers.segments import DamagedGroup, Reader
@@ -296,7 +296,7 @@ class BufferClient:
     def _find_reader(self) -> "Reader | RemoteReader":
         if self._reader is None:
             where = self.call(m.LocateJournal(), m.JournalLocation)
-            here = is_here(Path(where.folder), where.mark)
+            here = is_on_this_host(Path(where.folder), where.mark)
             self._reader = Reader(Path(where.folder)) if here else RemoteReader(self._fetch)
         return self._reader
 

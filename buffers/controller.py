@@ -1,6 +1,7 @@
-"""The staleness controller: how far ahead of the newest version groups are admitted, by what staleness does to the gradient.
+"""The staleness controller: decides how far ahead of the newest version groups are leased, by the effect of staleness on the
+gradient.
 
-It works under the bound S and never beyond it (`buffers.staleness`).
+It stays within `staleness.max_versions`, the bound that `buffers.staleness` proves.
 """
 
 import logging
@@ -11,49 +12,59 @@ from configs.staleness import Controller, StalenessConfig
 
 log = logging.getLogger("slipstream.buffer")
 
-ESS = "offpolicy/ess_token"
-"""The learner's metric that a controlled lag follows."""
-ROOM = 0.5
-"""How much of the way from the target to 1 the ESS must have come before the lag is raised again."""
+ESS_METRIC = "offpolicy/ess_token"
+"""The learner's metric that the controller follows."""
+RAISE_SHARE = 0.5
+"""Share of the way from the target to 1 that the ESS must have come before the lag is raised again."""
 
 
-def first_lag(bound: int) -> int:
-    """Where a controlled lag begins: low, for nothing is known yet."""
-    return min(1, bound)
+def first_lag(max_versions: int) -> int:
+    """Returns the lag at which the controller begins. It is low, because nothing is known yet."""
+    return min(1, max_versions)
 
 
-def next_lag(lag: int, ess: float, target: float, bound: int, since: int) -> int:
-    """The lag to admit from now on: half when the effective sample size is below its target, one more, up to the bound, when it is
-    well above; else the same. It begins at `first_lag`.
+def next_lag(lag: int, ess: float, target: float, max_versions: int, steps_since: int) -> int:
+    """Returns the lag to admit from now on.
 
-    `ess`: of the last step, Σ²/(n Σ of squares) of the tokens' π_θ / μ, within 0 .. 1. `since`: steps since the lag was last changed:
-    what was leased before must have been trained before it can be judged, which takes `lag` + 1 steps.
+    It is half as large when the effective sample size is below its target, one larger, up to `max_versions`, when the
+    size is well above, and the same otherwise.
+
+    `ess`: of the last step, (Σ ρ)² / (n Σ ρ²) of the tokens' ρ = π_θ / μ, within 0 .. 1. `steps_since`: steps since the lag
+    was last changed. Groups that were leased before a change must have been trained before it can be judged, which takes
+    `lag` + 1 steps.
     """
-    if since < lag + 1 or not math.isfinite(ess):
+    if steps_since < lag + 1 or not math.isfinite(ess):
         return lag
     if ess < target:
         return lag // 2
-    if ess > target + ROOM * (1 - target):
-        return min(bound, lag + 1)
+    if ess > target + RAISE_SHARE * (1 - target):
+        return min(max_versions, lag + 1)
     return lag
 
 
 class LagController:
-    def __init__(self, config: StalenessConfig, bound: int) -> None:
-        self._config, self._bound, self._since = config, bound, 0
-        self.lag = first_lag(bound) if config.controller is Controller.ess else bound
+    def __init__(self, config: StalenessConfig, max_versions: int) -> None:
+        self._config, self._max_versions, self._steps_since = config, max_versions, 0
+        self.lag = first_lag(max_versions) if config.controller is Controller.ess else max_versions
+        """How many versions ahead of the newest groups are leased."""
 
-    def see(self, step: int, metrics: Mapping[str, float]) -> int:
-        """The lag to admit from now on, after a step with these metrics."""
-        ess = metrics.get(ESS)
+    def update_lag(self, step: int, metrics: Mapping[str, float]) -> int:
+        """Returns the lag to admit from now on, after a step with these metrics."""
+        ess = metrics.get(ESS_METRIC)
         if self._config.controller is Controller.fixed or ess is None:
             return self.lag
-        before, self._since = self.lag, self._since + 1
-        self.lag = next_lag(before, ess, self._config.ess_target, self._bound, self._since)
+        before, self._steps_since = self.lag, self._steps_since + 1
+        self.lag = next_lag(before, ess, self._config.ess_target, self._max_versions, self._steps_since)
         if self.lag != before:
-            self._since = 0
+            self._steps_since = 0
             log.info(
-                "step %d: effective sample size %.3f, target %.3f: groups are admitted %d versions ahead instead of %d (bound %d)",
-                step, ess, self._config.ess_target, self.lag, before, self._bound,
-            )  # fmt: skip
+                "step %d: effective sample size %.3f, target %.3f: groups are admitted %d versions ahead instead of %d "
+                "(max_versions %d)",
+                step,
+                ess,
+                self._config.ess_target,
+                self.lag,
+                before,
+                self._max_versions,
+            )
         return self.lag

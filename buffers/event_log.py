@@ -18,7 +18,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from buffers import events as e
-from buffers.files import numbers_in
+from buffers.files import list_numbers
 from buffers.state import state_numbers
 from configs.buffer import Durability
 
@@ -63,7 +63,7 @@ def log_path(journal: Path, number: int) -> Path:
 
 def log_numbers(journal: Path) -> list[int]:
     """Numbers of the log's files, in order."""
-    return numbers_in(log_folder(journal), ".jsonl")
+    return list_numbers(log_folder(journal), ".jsonl")
 
 
 @dataclass(slots=True)

@@ -131,7 +131,8 @@ class Handed(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     step: int
     groups: list[int]
-    weights: list[float] = []
+    group_weights: list[float] = []
+    """Importance weight of each group; empty when all are 1."""
 
 
 class Trained(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -145,8 +146,8 @@ class Trained(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Sampled tokens of each that were beyond the staleness bound."""
     staleness: dict[int, int]
     """Trained tokens by staleness."""
-    weights: list[float] = []
-    """Importance weight of each group; empty: all 1."""
+    group_weights: list[float] = []
+    """Importance weight of each group; empty when all are 1."""
     at: float = 0.0
 
 
@@ -154,12 +155,12 @@ class Published(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The learner has published a version."""
 
     version: int
-    weights: str
-    """Where its manifest is."""
+    manifest_locator: str
+    """Where the manifest of its model weights is."""
     at: float
 
 
-class Scored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class Evaluated(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A version's evaluation on held-out prompts is done."""
 
     version: int
@@ -201,7 +202,7 @@ AnyEvent = (
     | Handed
     | Trained
     | Published
-    | Scored
+    | Evaluated
     | Rewound
     | Checkpointed
     | Dropped

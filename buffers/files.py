@@ -112,7 +112,7 @@ def free_name(path: Path) -> Path:
     return free
 
 
-def numbers_in(folder: Path, suffix: str) -> list[int]:
+def list_numbers(folder: Path, suffix: str) -> list[int]:
     """Of the files `<number><suffix>`, in order. Whatever else lies there is somebody's own."""
     return sorted(
         int(path.stem) for path in folder.glob(f"*{suffix}") if re.fullmatch(r"[0-9]{6,}", path.stem)

@@ -87,6 +87,7 @@ class Journal:
         self._touched: set[Path] = set()
         """Segments written to since the last state, which vouches for them."""
         self._lines_since = self._bytes_since = 0
+        self._rotation_is_requested = False
         self._rotated_at = time.monotonic()
         self._synced: Place = (-1, 0)
         """The end of the last commit that the disk has confirmed."""
@@ -175,7 +176,7 @@ class Journal:
 
     # ---- writing
 
-    def append(self, message: memoryview) -> tuple[int, int, int]:
+    def append_batch(self, message: memoryview) -> tuple[int, int, int]:
         """Takes in a record batch, as an Arrow IPC message; returns (segment, offset, xxh3-64). Raises DiskFull."""
         try:
             if self._segment is None:
@@ -191,7 +192,7 @@ class Journal:
         self._bytes_since += len(message)
         return self._segment.number, offset, xxh3
 
-    def note(self, event: e.AnyEvent) -> None:
+    def note_event(self, event: e.AnyEvent) -> None:
         self._lines.append(e.encode(event))
 
     def commit(self) -> None:
@@ -248,18 +249,29 @@ class Journal:
 
     # ---- rotating
 
-    def wants_rotation(self, num_entries: int, *, now: bool) -> bool:
-        """True when a state is to be written: asked for `now`, or because recovery would have to read much. One at a
-        time. `num_entries`: groups that the state would hold."""
+    def request_rotation(self) -> None:
+        """Asks for a rotation as soon as one may be made."""
+        self._rotation_is_requested = True
+
+    def wants_rotation(self, num_entries: int) -> bool:
+        """True when a rotation was requested, or when recovery would have to read much without one.
+
+        One state is written at a time. `num_entries`: groups that the state would hold.
+        """
         if not self._state_written.done():
             return False
-        due = now or self._bytes_since >= ROTATE_BYTES and time.monotonic() - self._rotated_at >= ROTATE_S
+        due = (
+            self._rotation_is_requested
+            or self._bytes_since >= ROTATE_BYTES
+            and time.monotonic() - self._rotated_at >= ROTATE_S
+        )
         return due or self._lines_since >= max(ROTATE_LINES, num_entries // 4)
 
     def rotate(self, state: State, *, keep_logs: bool) -> None:
         """Begins a new log file, and writes the state in a thread; older states, and without `keep_logs` the log before
         them, go when that is on the disk. Call it when nothing is noted that is not committed."""
         assert not self._lines, "events were noted and not committed"
+        self._rotation_is_requested = False
         self._state_written.result()  # raises what went wrong with the one before
         old = self._log
         previous = (self._number, self._log_size)
@@ -325,9 +337,9 @@ class Journal:
         """Deletes what nothing needs any more."""
         path.unlink(missing_ok=True)
 
-    def drop(self, segments: list[int]) -> None:
+    def drop_segments(self, segments: list[int]) -> None:
         """Says that these closed segments are not needed any more. The next `rotate` deletes them."""
-        self.note(e.Dropped(segments))
+        self.note_event(e.Dropped(segments))
         self._dropped.update(segments)
         self._doomed += [segment_path(self.folder, number) for number in segments]
 
@@ -363,7 +375,7 @@ def lock_journal(folder: Path, wait_s: float = LOCK_S) -> int:
             time.sleep(0.02)
 
 
-def is_here(folder: Path, mark: str) -> bool:
+def is_on_this_host(folder: Path, mark: str) -> bool:
     """Is the journal in `folder` the one whose `Journal.mark` this is, on this very host (so that it may be mapped)?"""
     try:
         return mark.startswith(boot_id()) and (folder / ".lock").read_text() == mark

@@ -35,14 +35,14 @@ def check_bounds(request: m.Request, buffer: Buffer, config: Config) -> None:
         case m.ReportTrainedStep(step=step) | m.RequestBatch(step=step) | m.RewindToStep(step=step):
             _must(step, "step", config.run.steps)
         case m.ReportCheckpoint(step=step, oldest=oldest):
-            _must(step, "step of a checkpoint", buffer.book.num_consumed)
+            _must(step, "step of a checkpoint", buffer.progress.next_step)
             _must(oldest, "oldest checkpoint's step", step)
 
 
 def _must_hold(name: str, leases: Sequence[int], buffer: Buffer, what: str) -> None:
     """Nobody speaks for the lease of another. Leases that are not known (any more) are nobody's."""
     for lease in leases:
-        if (holder := buffer.holder(lease) or name) != name:
+        if (holder := buffer.find_holder(lease) or name) != name:
             raise Refusal("another's lease", f"lease {lease} is {holder}'s, got {what} from {name}")
 
 

@@ -220,7 +220,7 @@ class JournalLocation(WireRecord):
     folder: str
     """Path on the buffer's host."""
     mark: str
-    """Text by which a reader finds out whether it is on that host (`journal.is_here`)."""
+    """Text by which a reader finds out whether it is on that host (`journal.is_on_this_host`)."""
 
 
 class RequestBatch(WireRecord):

@@ -1,14 +1,14 @@
-"""The places of steps: which fall due when, which wait for a group, and which are filled.
+"""The places of steps: how many groups each step needs, which places wait for a group, and which are filled.
 
-Places are numbered in the order in which they are opened; `Terms.due` says when a place falls due. A group that is
+Places are numbered in the order in which they are opened. `Terms.due_step` says when a place falls due. A group that is
 rejected frees its place for a fresh group, which inherits the due step.
 """
 
 import heapq
 from collections import Counter
 
-from buffers.groups import Terms
 from buffers.state import PlacesState
+from buffers.terms import Terms
 
 
 class Places:
@@ -18,64 +18,69 @@ class Places:
         """The first place that no group has had yet."""
         self.freed: list[int] = []
         """Heap of the due steps of places whose groups are gone."""
-        self._extra: Counter[int] = Counter()  # places beyond `Terms.num_places`, by due step
-        self._filled: Counter[int] = Counter()  # places whose group is complete or was, by due step
+        self._extra: Counter[int] = Counter()
+        """Number of places beyond `Terms.num_places`, by due step."""
+        self._filled: Counter[int] = Counter()
+        """Number of places whose group is complete, or was trained, by due step."""
         self.filled_through = 0
-        """All places due before this step are filled."""
+        """All places that fall due before this step are filled."""
 
     def next_opening(self) -> tuple[int, bool]:
-        """(due step, whether it was freed) of the place to be given to the next fresh group."""
-        fresh = self.terms.due(self.next_place)
+        """Returns (due step, whether it was freed) of the place that the next fresh group gets."""
+        fresh = self.terms.due_step(self.next_place)
         return (self.freed[0], True) if self.freed and self.freed[0] <= fresh else (fresh, False)
 
     def num_open(self, last_due: int) -> int:
-        """Places that wait for a fresh group, and fall due at `last_due` at the latest; freed ones whenever they do."""
+        """Returns how many places wait for a fresh group: all freed ones, and those that fall due at `last_due` or before."""
         return max(0, self.terms.num_places_through(last_due) - self.next_place) + len(self.freed)
 
     def take_place(self, due: int) -> None:
-        """A fresh group has a place that falls due at this step."""
+        """A fresh group takes a place that falls due at this step."""
         if self.freed and self.freed[0] == due:
             heapq.heappop(self.freed)
         else:
             self.next_place += 1
 
     def free_place(self, due: int) -> None:
-        """The group of a place is gone: a fresh one takes it."""
+        """The group of a place is gone, so that a fresh one may take the place."""
         heapq.heappush(self.freed, due)
 
-    def fill_place(self, due: int, by: int = 1) -> None:
-        """The group of a place is complete; `by=-1`: it was, and is not any more."""
-        self._filled[due] += by
-        if by < 0:
-            self.filled_through = min(self.filled_through, due)
-        self._fill_through()
+    def fill_place(self, due: int) -> None:
+        """The group of a place is complete."""
+        self._filled[due] += 1
+        self._advance_filled()
+
+    def empty_place(self, due: int) -> None:
+        """The group of a filled place is lost."""
+        self._filled[due] -= 1
+        self.filled_through = min(self.filled_through, due)
+        self._advance_filled()
 
     def add_places(self, step: int, count: int) -> None:
-        """More places fall due at a step than its terms give it."""
+        """Lets more places fall due at a step than the terms give it."""
         self._extra[step] += count
         self.filled_through = min(self.filled_through, step)
         for _ in range(count):
             heapq.heappush(self.freed, step)
 
     def forget_before(self, oldest: int) -> None:
-        """Steps before this one cannot be undone any more."""
+        """Forgets steps before this one, which cannot be undone any more."""
         for step in [step for step in self._filled if step < min(oldest, self.filled_through)]:
             del self._filled[step]
             self._extra.pop(step, None)
 
-    def _num_places(self, due: int) -> int:
-        return self.terms.num_places(due) + self._extra[due]
-
     def reopen_missing(
         self, first: int, held: Counter[int], unfinished: Counter[int], overtakes: bool
     ) -> int:
-        """For a log that has lost lines: frees the places, due from step `first` on, that no group has, and counts the
-        filled ones anew. Else the steps would wait for those groups for ever. Returns how many places were freed.
+        """Mends the places after a log has lost lines; returns how many places it has freed.
 
-        `held`: groups by due step; `unfinished`: those of them that are not complete. `overtakes`: steps train groups of
-        other due steps too, so that only their whole number can be held against that of the places.
+        Places that fall due from step `first` on and that no group has are freed, and filled places are counted anew.
+        Otherwise the steps would wait for those groups for ever.
+
+        `held` counts groups by due step; `unfinished` counts those of them that are not complete. With `overtakes`, steps
+        train groups of other due steps too, so that only the sums of groups and of places can be compared.
         """
-        last = self.terms.due(self.next_place - 1) if self.next_place else -1
+        last = self.terms.due_step(self.next_place - 1) if self.next_place else -1
         freed = Counter(self.freed)
         if overtakes:
             trained = first * self.terms.groups_per_step
@@ -89,24 +94,26 @@ class Places:
             self.free_place(due)
         freed.update(wanting)
         self.filled_through = min([self.filled_through, first, *freed, *unfinished])
-        for due in range(self.filled_through, last + 1):  # what no group is on its way to is filled, or was
+        # A place that no group is on its way to is filled, or its group was trained.
+        for due in range(self.filled_through, last + 1):
             self._filled[due] = self._num_opened(due) - unfinished[due] - freed[due]
-        self._fill_through()
+        self._advance_filled()
         return len(wanting)
 
+    def _num_places(self, due: int) -> int:
+        return self.terms.num_places(due) + self._extra[due]
+
     def _num_opened(self, due: int) -> int:
-        """Places that fall due at this step, and that a group has had."""
-        return min(self._num_places(due), self.next_place - self._first_place(due) + self._extra[due])
+        """Returns how many places fall due at this step and have had a group."""
+        first_place = 0 if due == 0 else self.terms.num_places_through(due - 1)
+        return min(self._num_places(due), self.next_place - first_place + self._extra[due])
 
-    def _first_place(self, due: int) -> int:
-        return 0 if due == 0 else self.terms.num_places_through(due - 1)
-
-    def _fill_through(self) -> None:
+    def _advance_filled(self) -> None:
         while self._filled[self.filled_through] >= self._num_places(self.filled_through):
             self.filled_through += 1
 
     def export_state(self) -> PlacesState:
-        kept = {step: n for step, n in self._filled.items() if n}
+        kept = {step: count for step, count in self._filled.items() if count}
         return PlacesState(self.next_place, list(self.freed), dict(+self._extra), kept, self.filled_through)
 
     def restore_state(self, state: PlacesState) -> None:

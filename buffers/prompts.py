@@ -1,13 +1,13 @@
-"""Which prompt a group gets. The order is a function of the seed alone, so it survives restarts and passes over no prompt."""
+"""The order of prompts. It is a function of the seed alone, so it survives restarts and passes over no prompt."""
 
 import numpy as np
 
 
 class PromptOrder:
-    """Group g gets prompt `index(g)`.
+    """Gives group g prompt `prompt_index(g)`.
 
     A task without end (`size` None) is walked through in order: 0, 1, 2, … A task of N prompts is walked through in epochs
-    of N groups, each epoch in an order of its own: every prompt is leased once an epoch, whatever fails or is rejected.
+    of N groups, each in an order of its own. Every prompt is leased once an epoch, whatever fails or is rejected.
     """
 
     def __init__(self, size: int | None, seed: int) -> None:
@@ -15,11 +15,9 @@ class PromptOrder:
             raise ValueError(f"task.size must be at least 1, got {size}")
         self._size, self._seed = size, seed
         self._epochs: dict[int, np.ndarray] = {}
+        """Orders of the epochs under way, [N] int64 each."""
 
-    def epoch(self, group: int) -> int:
-        return 0 if self._size is None else group // self._size
-
-    def index(self, group: int) -> int:
+    def prompt_index(self, group: int) -> int:
         if self._size is None:
             return group
         epoch, place = divmod(group, self._size)

@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from buffers import events as e
-from buffers.book_state import apply_event, restore_book
+from buffers.book import Book
+from buffers.book_events import apply_event
+from buffers.book_state import restore_book
 from buffers.evaluation import Evaluations
 from buffers.event_log import Line, Place, Tail, read_tail
-from buffers.groups import Terms, TermsRecord, check_terms, record_terms, recorded_terms
-from buffers.leases import LeaseBook
 from buffers.segments import Reader, is_closed, schema_version, segment_numbers, segment_path
 from buffers.state import State, read_newest_state
+from buffers.terms import Terms, TermsRecord, apply_record, check_terms, record_terms
 from buffers.trajectory import SCHEMA_VERSION
 from configs.buffer import Durability
 from configs.host import boot_id
@@ -91,7 +92,7 @@ def note_line(found: Recovery, line: Line) -> None:
 
 
 def rebuild_book(
-    book: LeaseBook,
+    book: Book,
     evaluations: Evaluations,
     found: Recovery,
     terms: Terms,
@@ -103,12 +104,12 @@ def rebuild_book(
     Raises ValueError, naming the setting, for terms that the journal cannot go on with.
     """
     record: TermsRecord = record_terms(terms)
-    weights = ""
+    manifest_locator = ""
     if found.state is not None:
-        record, weights = found.state.terms, found.state.weights
-        book.adopt_terms(recorded_terms(terms, record))
+        record, manifest_locator = found.state.terms, found.state.manifest_locator
+        book.adopt_terms(apply_record(terms, record))
         restore_book(book, found.state.book, now)
-        for version in found.state.unscored:
+        for version in found.state.unevaluated:
             request_evaluation(version)
     for line in found.tail.lines:
         apply_event(book, line.event, now)
@@ -116,20 +117,20 @@ def rebuild_book(
             case e.Began():
                 record = line.event.terms
             case e.Published():
-                weights = line.event.weights
+                manifest_locator = line.event.manifest_locator
                 request_evaluation(line.event.version)
-            case e.Scored():
-                evaluations.withdraw(line.event.version)
+            case e.Evaluated():
+                evaluations.withdraw_version(line.event.version)
             case e.Rewound():
-                evaluations.clear()
+                evaluations.drop_sweeps()
     check_terms(terms, record)
     book.adopt_terms(terms)
-    return weights
+    return manifest_locator
 
 
-def find_damaged_groups(book: LeaseBook, found: Recovery, reader: Reader) -> list[int]:
+def find_damaged_groups(book: Book, found: Recovery, reader: Reader) -> list[int]:
     """Complete groups in doubt whose bytes are lost indeed. Others are checked whenever they are read."""
-    contents = {number: book.content(number) for number in book.pool}
+    contents = {number: book.pool.get_content(number) for number in book.pool.groups}
     return [
         number for number, one in contents.items() if found.is_in_doubt(one) and not reader.is_intact(one)
     ]

@@ -20,17 +20,17 @@ import xxhash
 
 from buffers import events as e
 from buffers.arrow_ipc import find_blocks
-from buffers.book_state import apply_event, export_book, restore_book
+from buffers.book import Book
+from buffers.book_events import apply_event
+from buffers.book_state import export_book, restore_book
 from buffers.event_log import Line, ParsedFile, Tail, find_end_before, log_numbers, log_path, parse_log_file
 from buffers.files import free_name, replace_file
-from buffers.groups import FIXED, Terms, TermsRecord, recorded_terms
 from buffers.journal import Journal
-from buffers.leases import LeaseBook
-from buffers.ledger import Ledger
 from buffers.recovery import Recovery, note_line
 from buffers.segments import HEAD, is_closed, segment_numbers, segment_path
-from buffers.staleness import count
+from buffers.staleness import count_trainable
 from buffers.state import State, read_newest_state
+from buffers.terms import FIXED_SETTINGS, Terms, TermsRecord, apply_record
 from buffers.trajectory import Expected, Facts, check_groups, decode, encode
 from configs.buffer import Durability
 from configs.host import boot_id
@@ -83,8 +83,8 @@ class _Repair:
         if not report.damage:
             return report
         record = self._find_terms()
-        terms = recorded_terms(_any_terms(), record)
-        self._book = book = LeaseBook(terms, Ledger())
+        terms = apply_record(_any_terms(), record)
+        self._book = book = Book(terms)
         if self._state is not None:
             restore_book(book, self._state.book, 0.0)
         lines = [line for parsed in self._files for line in parsed.lines]
@@ -142,7 +142,7 @@ class _Repair:
         record: TermsRecord | None = None if self._state is None else self._state.terms
         for parsed in self._files:
             record = parsed.began.terms if parsed.began is not None else record
-        if record is None or not FIXED.keys() <= record.keys():
+        if record is None or not FIXED_SETTINGS.keys() <= record.keys():
             raise ValueError(
                 f"a journal must say on what terms it was written, got {self._folder} without a state or first line"
             )
@@ -207,37 +207,35 @@ class _Repair:
         match event:
             case e.Leased(group=number):
                 self._grant_before(number)
-                if number == book.next_group or (
-                    number in book.groups and book.groups[number].content is None
-                ):
+                if number == book.leases.next_group or (number in book.leases.open_groups):
                     self._redo(event)
             case e.Accepted():
                 self._accept(event)
             case e.Duplicate(lease=lease, tokens=tokens) if (
-                lease in book.attempts
+                lease in book.leases.attempts.under_way
             ):  # why it came too late is lost
-                if not self._complete(book.attempts[lease].group):
+                if not self._complete(book.leases.attempts.under_way[lease].group):
                     self._redo(e.Failed(lease, tokens, LOST_LEASE, 0.0, counts=False))
                 else:
                     self._redo(event)
             case e.Retired(groups=groups):
-                self._redo(e.Retired([number for number in groups if number in book.pool]))
+                self._redo(e.Retired([number for number in groups if number in book.pool.groups]))
             case e.Handed():
-                if event.step >= book.num_consumed and all(
+                if event.step >= book.history.next_step and all(
                     [self._complete(number) for number in event.groups]
                 ):
                     self._redo(event)
             case e.Trained():
                 self._train(event)
-            case e.Rewound(step=step) if book.floor_step <= step <= book.num_consumed:
+            case e.Rewound(step=step) if book.history.oldest_checkpoint <= step <= book.history.next_step:
                 self._redo(event)
                 self._training_known = True
-            case e.Checkpointed(step=step) if step <= book.num_consumed:
+            case e.Checkpointed(step=step) if step <= book.history.next_step:
                 self._redo(event)
             case e.Published(version=version):
-                if version < book.version:  # the rewind before it is lost
+                if version < book.history.version:  # the rewind before it is lost
                     self._rewind(version)
-                if version > book.version:
+                if version > book.history.version:
                     self._redo(event)
             case e.Synced() | e.Rewound() | e.Checkpointed():
                 pass
@@ -247,9 +245,9 @@ class _Repair:
     def _grant_before(self, number: int) -> None:
         """Groups below this number that no line speaks of were leased: their leases are lost, and they are made again."""
         book = self._book
-        while book.next_group < number:
+        while book.leases.next_group < number:
             due, _ = book.places.next_opening()
-            lost = book.next_group
+            lost = book.leases.next_group
             self._redo(e.Leased(-1 - lost, lost, due, LOST_LEASE, 0.0))
             self._redo(e.Failed(-1 - lost, 0, LOST_LEASE, 0.0, counts=False))
             self._report.saved.append(f"group {lost}: its lease is lost, and it is given out again")
@@ -257,21 +255,21 @@ class _Repair:
     def _accept(self, content: e.Accepted) -> None:
         book, number = self._book, content.group
         self._grant_before(number)
-        group = book.groups.get(number)
-        if number < book.next_group and (group is None or group.content is not None):
+        group = book.find_group(number)
+        if number < book.leases.next_group and (group is None or group.content is not None):
             return
-        if book.lease_of(content.lease) is None:
+        if book.leases.find_open_group(content.lease) is None:
             self._redo(e.Leased(content.lease, number, content.due, LOST_LEASE, 0.0))
         self._redo(content)
 
     def _complete(self, number: int) -> bool:
         """True when the group is complete, if need be by what its segment says."""
         book = self._book
-        group = book.groups.get(number)
+        group = book.find_group(number)
         if group is not None and group.content is not None:
             return True
         content = self._orphans.get(number)
-        if content is None or (group is None and number < book.next_group):
+        if content is None or (group is None and number < book.leases.next_group):
             return False
         lease = min(group.attempts, default=-1 - number) if group is not None else -1 - number
         self._accept(msgspec.structs.replace(content, lease=lease))
@@ -281,35 +279,36 @@ class _Repair:
         return True
 
     def _rewind(self, step: int) -> None:
-        if self._book.floor_step <= step <= self._book.num_consumed:
+        if self._book.history.oldest_checkpoint <= step <= self._book.history.next_step:
             self._redo(e.Rewound(step))
             self._report.saved.append(f"step {step}: a rewind to it is lost, and was done again")
             self._training_known = True
 
     def _train(self, event: e.Trained) -> None:
         book = self._book
-        if event.step < book.num_consumed:
+        if event.step < book.history.next_step:
             self._rewind(event.step)
-        while self._training_known and book.num_consumed < event.step:
-            self._training_known = self._train_as_handed(book.num_consumed)
-        known = self._training_known and book.num_consumed == event.step
+        while self._training_known and book.history.next_step < event.step:
+            self._training_known = self._train_as_handed(book.history.next_step)
+        known = self._training_known and book.history.next_step == event.step
         if known and all([self._complete(number) for number in event.groups]):
-            if event.step not in book.scripted:
-                self._redo(e.Handed(event.step, event.groups, event.weights))  # its line is lost
+            if event.step not in book.history.handed:
+                self._redo(e.Handed(event.step, event.groups, event.group_weights))  # its line is lost
             self._redo(event)
             return
         self._training_known = False
         self._report.lost.append(f"step {event.step} was trained, and counts as not trained")
-        self._report.lost_groups.update(n for n in event.groups if n not in book.groups)
+        self._report.lost_groups.update(n for n in event.groups if book.find_group(n) is None)
 
     def _train_as_handed(self, step: int) -> bool:
         """A step whose line is lost was trained as it was handed out; false when that is lost too."""
         book = self._book
-        handout = book.scripted.get(step)
-        if handout is None or any(number not in book.pool for number in handout.groups):
+        handout = book.history.handed.get(step)
+        if handout is None or any(number not in book.pool.groups for number in handout.groups):
             return False
         counts = [
-            count(book.content(n).tokens_by_version(), step, book.terms.max_versions) for n in handout.groups
+            count_trainable(book.pool.get_content(n).tokens_by_version(), step, book.terms.max_versions)
+            for n in handout.groups
         ]
         staleness = sum((Counter(by_staleness) for _, _, by_staleness in counts), Counter[int]())
         trained = e.Trained(
@@ -318,7 +317,7 @@ class _Repair:
             [c[0] for c in counts],
             [c[1] for c in counts],
             dict(staleness),
-            handout.weights,
+            handout.group_weights,
         )
         self._redo(trained)
         self._report.saved.append(f"step {step}: its line is lost, it was trained as it was handed out")
@@ -328,7 +327,7 @@ class _Repair:
 
     def _end_repair(self) -> None:
         report = self._report
-        report.step = self._book.num_consumed
+        report.step = self._book.history.next_step
         before = len(self._book.places.freed)
         self._redo(
             e.Repaired(report.step, sorted(report.lost_groups), [*report.damage, *report.saved, *report.lost])
@@ -367,14 +366,19 @@ class _Repair:
     def _begin(self, found: Recovery, record: TermsRecord, last_bytes: int) -> None:
         """The state that the repair has led to is on the disk after this: a repair that is killed has either changed
         nothing that counts, or is done but for the history."""
-        weights, unscored = ("", []) if self._state is None else (self._state.weights, self._state.unscored)
+        locator = "" if self._state is None else self._state.manifest_locator
         for line in found.tail.lines:
-            weights = line.event.weights if isinstance(line.event, e.Published) else weights
+            if isinstance(line.event, e.Published):
+                locator = line.event.manifest_locator
         found.tail.end = (self._files[-1].number, last_bytes)
         state = State(
-            terms=dict(record), book=export_book(self._book), weights=weights, unscored=unscored, next_segment=0,
+            terms=dict(record),
+            book=export_book(self._book),
+            manifest_locator=locator,
+            unevaluated=[] if self._state is None else self._state.unevaluated,
+            next_segment=0,
             open_segment=None,
-        )  # fmt: skip
+        )
         self._journal.begin(found, state)
 
 

@@ -129,7 +129,7 @@ def load_sampler(name: str, args: Mapping[str, Any]) -> Sampler:
     return sampler
 
 
-def draw(
+def draw_groups(
     sampler: Sampler, contents: Sequence[Accepted], uses: Sequence[int], count: int, rng: np.random.Generator
 ) -> tuple[list[int], list[float]]:
     """(rows, weights) that the sampler chooses among groups in order of due step and number.

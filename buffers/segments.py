@@ -15,7 +15,7 @@ import xxhash
 
 from buffers import events as e
 from buffers.arrow_ipc import MAGIC, find_blocks, footer
-from buffers.files import cut_file, naming_full_disk, numbers_in, sync_file
+from buffers.files import cut_file, list_numbers, naming_full_disk, sync_file
 from buffers.messages import GroupSlice
 from buffers.trajectory import SCHEMA
 from configs.disk import write_all
@@ -68,7 +68,7 @@ def segment_path(folder: Path, number: int) -> Path:
 
 def segment_numbers(folder: Path) -> set[int]:
     """Numbers of the segments that are in the folder."""
-    return set(numbers_in(folder, ".arrow"))
+    return set(list_numbers(folder, ".arrow"))
 
 
 def schema_version(path: Path) -> int | None:

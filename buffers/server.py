@@ -177,7 +177,7 @@ class BufferServer:
             self._context.term()
 
     def status(self) -> RunStatus:
-        return self.buffer.status(self._waiting_for())
+        return self.buffer.make_status(self._waiting_for())
 
     # ---- the turn
 
@@ -196,7 +196,9 @@ class BufferServer:
                 self._drained = True
                 break
             if not 3 <= len(frames) <= MAX_FRAMES:
-                self.buffer.refuse("malformed message", f"a message must have 3 or {MAX_FRAMES} frames")
+                self.buffer.refuse_message(
+                    "malformed message", f"a message must have 3 or {MAX_FRAMES} frames"
+                )
             elif len(frames) == MAX_FRAMES or frames[0].bytes in self._queued:
                 self._inbox.append(frames)
                 self._queued[frames[0].bytes] += 1
@@ -230,28 +232,30 @@ class BufferServer:
             check_bounds(request, self.buffer, self._config)
         except m.UndecodableRequest as error:
             self._answer(
-                sender, number[: m.MAX_NUMBER_BYTES], self.buffer.refuse("malformed message", str(error))
+                sender,
+                number[: m.MAX_NUMBER_BYTES],
+                self.buffer.refuse_message("malformed message", str(error)),
             )
             return
         except Refusal as refusal:
-            self._answer(sender, number, self.buffer.refuse(refusal.reason, str(refusal)))
+            self._answer(sender, number, self.buffer.refuse_message(refusal.reason, str(refusal)))
             return
         if isinstance(request, FROM_LEARNER):
             if sender in self._dead:  # what it has sent came late
                 late = f"{type(request).__name__} of a life before the rewind"
-                self._answer(sender, number, self.buffer.refuse("dead learner", late))
+                self._answer(sender, number, self.buffer.refuse_message("dead learner", late))
                 return
             self._learners.add(sender)
         if isinstance(request, Waits):
             self._park(sender, number, request, user)
             return
         if isinstance(request, m.ReadBatchPart):
-            self._answer(sender, number, m.BatchPart(), [self.buffer.read_part(request)])
+            self._answer(sender, number, m.BatchPart(), [self.buffer.progress.read_part(request)])
             return
         try:
             self._answer(sender, number, self._reply(request, payload))
         except Refusal as refusal:
-            self._answer(sender, number, self.buffer.refuse(refusal.reason, str(refusal)))
+            self._answer(sender, number, self.buffer.refuse_message(refusal.reason, str(refusal)))
             return
         if isinstance(request, m.RewindToStep):
             self._bury_learners(but=sender)
@@ -281,7 +285,7 @@ class BufferServer:
     def _park(self, sender: bytes, number: bytes, request: Waits, user: str) -> None:
         if not self._parked.has_room(sender):
             many = f"at most {MAX_PARKED_OF_ONE} requests of a client, and {MAX_PARKED} of all, may wait for an answer"
-            self._answer(sender, number, self.buffer.refuse("too many requests", many))
+            self._answer(sender, number, self.buffer.refuse_message("too many requests", many))
             return
         if isinstance(request, m.RequestLeases):
             self._end_asks(request.generator, but=sender)
@@ -296,14 +300,17 @@ class BufferServer:
                     raise Refusal(
                         "malformed group", f"a submission must carry one Arrow frame, got {len(payload)}"
                     )
-                verdicts = buffer.submit(request.generator, request.leases, request.schema, payload[0])
+                verdicts = buffer.intake.submit_groups(
+                    request.generator, request.leases, request.schema, payload[0]
+                )
                 return m.LeaseReceipt(leases=request.leases, verdicts=verdicts)
             case m.SubmitParityProbe():
-                self._probes.take(request, payload, buffer.book.version, buffer.weights)
+                self._probes.take(request, payload, buffer.progress.version, buffer.progress.manifest_locator)
             case m.GeneratorHeartbeat():
-                revoked = buffer.heartbeat(request)
+                revoked = buffer.take_heartbeat(request)
                 return m.GeneratorStanding(
-                    revoked=revoked, version=buffer.book.version, manifest_locator=buffer.weights, announcement_number=self._change,
+                    revoked=revoked, version=buffer.progress.version, manifest_locator=buffer.progress.manifest_locator,
+                    announcement_number=self._change,
                     ended=self._stopping,
                 )  # fmt: skip
             case m.RoleHeartbeat(role=role):
@@ -312,33 +319,35 @@ class BufferServer:
                 else:
                     buffer.fleet.hear(role, request, self._clock())
             case m.SubmitEvaluation(generator=name, lease=lease, reward=reward):
-                return m.LeaseReceipt(leases=[lease], verdicts=[buffer.evaluated(name, lease, reward)])
+                return m.LeaseReceipt(
+                    leases=[lease], verdicts=[buffer.submit_evaluation(name, lease, reward)]
+                )
             case m.FailLease(lease=lease):
-                verdict = buffer.fail(lease, request.num_tokens, request.error, revoked=request.revoked)
+                verdict = buffer.fail_lease(lease, request.num_tokens, request.error, revoked=request.revoked)
                 return m.LeaseReceipt(leases=[lease], verdicts=[verdict])
             case m.JoinRun(generator=name):
                 self._end_asks(name)
-                buffer.join(name)
+                buffer.join_generator(name)
                 return m.JoinedRun(config=self._config_text)
             case m.LeaveRun(generator=name, error=why):
                 self._end_asks(name)
-                buffer.leave(name, why)
+                buffer.remove_generator(name, why)
             case m.LocateJournal():
                 return m.JournalLocation(
                     folder=str(buffer.journal.folder.resolve()), mark=buffer.journal.mark
                 )
             case m.ReportDamagedGroups():
-                return m.ReplacedGroups(count=buffer.report_damaged(request.groups))
+                return m.ReplacedGroups(count=buffer.progress.replace_damaged(request.groups))
             case m.PublishVersion():
-                buffer.publish(request.version, request.manifest_locator)
+                buffer.progress.publish_version(request.version, request.manifest_locator)
                 self._change += 1
             case m.ReportTrainedStep():
-                buffer.consumed(request)
+                buffer.progress.finish_step(request)
             case m.ReportCheckpoint():
-                buffer.checkpointed(request.step, request.oldest)
+                buffer.progress.keep_checkpoint(request.step, request.oldest)
             case m.RewindToStep(step=step):
                 try:
-                    buffer.rewind(step)
+                    buffer.progress.rewind_to(step)
                 except ValueError as error:
                     raise Refusal("wrong step", str(error)) from error
                 self._change += 1
@@ -369,7 +378,7 @@ class BufferServer:
                 self._socket.send_multipart(reply.frames, zmq.NOBLOCK, copy=len(reply.frames) < 4)
                 self._connections.count_sent(reply.frames)
             except zmq.Again:
-                self.buffer.refuse(
+                self.buffer.refuse_message(
                     "unread answers", f"{SEND_HIGH_WATER_MARK} answers wait for a client to read them"
                 )
                 self._take_back(reply.leases)
@@ -380,7 +389,7 @@ class BufferServer:
 
     def _take_back(self, leases: list[m.Lease]) -> None:
         for lease in leases:
-            self.buffer.fail(
+            self.buffer.fail_lease(
                 lease.id, 0, "its generator had gone before the lease could reach it", revoked=True
             )
 
@@ -397,20 +406,22 @@ class BufferServer:
             return
         self._ticked_at = now
         self._watch_connections()
-        self.buffer.tick()
+        self.buffer.check_time()
         if self._metrics.wanted:
             self._metrics.update(self.status())
         self._serve_overdue = True
 
     def _watch_connections(self) -> None:
         for num_bytes in self._connections.shut_down_unfinished(drained=self._drained):
-            self.buffer.refuse("unfinished message", f"{num_bytes:,} bytes of a message that does not end")
+            self.buffer.refuse_message(
+                "unfinished message", f"{num_bytes:,} bytes of a message that does not end"
+            )
         for num_bytes in self._connections.shut_down_deaf():
-            self.buffer.refuse(
+            self.buffer.refuse_message(
                 "unread answers", f"{num_bytes:,} bytes of answers that a client does not take"
             )
         for _ in range(self._connections.shut_down_surplus()):
-            self.buffer.refuse(
+            self.buffer.refuse_message(
                 "too many connections", "half of the file descriptors that this process may have are taken"
             )
         gone = self._connections.take_gone(drained=self._drained, busy=self._queued)
@@ -444,9 +455,11 @@ class BufferServer:
             for parked in self._parked.asks:
                 self._answer_parked(parked, self._work([]))
             self._parked.asks.clear()
-        if not self._parked.asks or not (room := self.buffer.room()):
+        if not self._parked.asks or not (room := self.buffer.count_openings()):
             return
-        for hand in deal(self._parked.asks, room, self.buffer.lease):  # those who got something are the first
+        for hand in deal(
+            self._parked.asks, room, self.buffer.lease_next
+        ):  # those who got something are the first
             if not hand:
                 break
             self._answer_parked(self._parked.asks.popleft(), self._work(hand))
@@ -455,8 +468,8 @@ class BufferServer:
         buffer = self.buffer
         return m.LeaseGrant(
             leases=leases,
-            version=buffer.book.version,
-            manifest_locator=buffer.weights,
+            version=buffer.progress.version,
+            manifest_locator=buffer.progress.manifest_locator,
             announcement_number=self._change,
             ended=self._stopping,
         )
@@ -464,16 +477,19 @@ class BufferServer:
     def _serve_next(self, parked: Parked[m.RequestBatch], now: float) -> bool:
         """Answers if it can or must; true if it has."""
         try:
-            handout = self.buffer.next(parked.request.step)
+            handout = self.buffer.progress.hand_out(parked.request.step)
         except (Refusal, IndexError) as refusal:
-            self._answer_parked(parked, self.buffer.refuse("wrong step", str(refusal)))
+            self._answer_parked(parked, self.buffer.refuse_message("wrong step", str(refusal)))
             return True
         if self._stopping:
             self._answer_parked(parked, m.RunStopped(reason=self.buffer.stopping or ""))
         elif handout is not None:
-            slices = self.buffer.slices(handout)
+            slices = self.buffer.progress.list_slices(handout)
             reply = m.BatchOffer(
-                step=parked.request.step, groups=handout.groups, slices=slices, group_weights=handout.weights
+                step=parked.request.step,
+                groups=handout.groups,
+                slices=slices,
+                group_weights=handout.group_weights,
             )
             self._answer_parked(parked, reply)
         elif now >= parked.deadline:
@@ -485,7 +501,7 @@ class BufferServer:
     def _serve_probe(self, parked: Parked[m.RequestParityProbe], now: float) -> bool:
         if self._stopping:
             self._answer_parked(parked, m.RunStopped(reason=self.buffer.stopping or ""))
-        elif (rows := self._probes.rows(self.buffer.weights)) is not None:
+        elif (rows := self._probes.rows(self.buffer.progress.manifest_locator)) is not None:
             self._answer_parked(parked, m.ParityProbeRows(), [rows])
         elif now >= parked.deadline:
             self._answer_parked(parked, m.NotReadyYet(waiting_for=self._waiting_for()))
@@ -494,7 +510,7 @@ class BufferServer:
         return True
 
     def _serve_finish(self, parked: Parked[m.AwaitEvaluations], now: float) -> bool:
-        if self._stopping or not self.buffer.num_unevaluated:
+        if self._stopping or not self.buffer.evaluations.num_unanswered:
             self._answer_parked(parked, m.Acknowledged())
         elif now >= parked.deadline:
             self._answer_parked(parked, m.NotReadyYet(waiting_for=self._waiting_for()))
@@ -503,13 +519,13 @@ class BufferServer:
         return True
 
     def _serve_watch(self, parked: Parked[m.WatchRun], now: float) -> bool:
-        buffer, after = self.buffer, parked.request.after
-        if (buffer.num_records <= after and now < parked.deadline) or self._outbox_bytes > MAX_OUTBOX_BYTES:
+        progress, after = self.buffer.progress, parked.request.after
+        if (progress.num_records <= after and now < parked.deadline) or self._outbox_bytes > MAX_OUTBOX_BYTES:
             return False
-        first = max(0, after - (buffer.num_records - len(buffer.records)))
+        first = max(0, after - (progress.num_records - len(progress.records)))
         news = m.RunNews(
-            records=buffer.records[first : first + MAX_RECORDS_PER_NEWS],
-            evaluations=buffer.scores,
+            records=progress.records[first : first + MAX_RECORDS_PER_NEWS],
+            evaluations=self.buffer.evaluations.records,
             status=self.status(),
         )
         self._answer_parked(parked, news)
@@ -518,6 +534,6 @@ class BufferServer:
     def _waiting_for(self) -> str:
         parked = self._parked
         waits = bool(parked.nexts or parked.probes)
-        return self.buffer.waiting_for(
+        return self.buffer.describe_waiting(
             learner_waits=waits, probes=bool(parked.probes), num_asking=len(parked.asks)
         )

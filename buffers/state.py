@@ -1,10 +1,10 @@
-"""The buffer's state, written now and then, so that recovery reads it and the log's tail instead of the whole log.
+"""The buffer's state on disk. Recovery reads it and the log's tail instead of the whole log.
 
-    journal/state/<number>.state    all that happened before file <number> of the log
+    journal/state/<number>.state    the result of all that happened before file <number> of the log
 
     8 bytes magic | 16 bytes xxh3-128 of the rest | msgpack of `State`
 
-The newest two are kept. One that is damaged is passed over for the one before, whose tail of the log is longer.
+The newest two are kept. When one is damaged, recovery uses the one before and reads more of the log.
 """
 
 import logging
@@ -15,16 +15,17 @@ import msgspec
 import xxhash
 
 from buffers import events as e
-from buffers.files import numbers_in, replace_file
+from buffers.files import list_numbers, replace_file
 
 log = logging.getLogger("slipstream.buffer")
 
 MAGIC = b"SLIPST01"
-KEPT = 2
+NUM_KEPT = 2
+"""States that are kept in the folder."""
 
 
 class AttemptState(msgspec.Struct, array_like=True):
-    """One lease of one group (`groups.Attempt`), without its deadline: that begins anew."""
+    """One lease of one group (`attempts.Attempt`). Its deadline is not kept: after a restart it begins anew."""
 
     lease: int
     group: int
@@ -34,25 +35,27 @@ class AttemptState(msgspec.Struct, array_like=True):
 
 
 class GroupState(msgspec.Struct, array_like=True):
-    """A group that may still be trained, or was trained and may have to be again (`groups.Group`)."""
+    """A group that may still be trained, or was trained and may have to be again (`groups.GroupRecord`)."""
 
     number: int
     due: int
     num_failures: int
-    uses: int
+    num_uses: int
     attempts: list[int]
     content: e.Accepted | None
 
 
 class StepState(msgspec.Struct, array_like=True):
-    """A trained step that a rewind may undo."""
+    """A trained step that a rewind may undo (`history.TrainedStep`)."""
 
     trained: e.Trained
-    first: list[bool]
-    """Of each of its groups: whether this was its first time."""
+    is_first: list[bool]
+    """For each group of the step, True when no step before had trained it."""
 
 
 class PlacesState(msgspec.Struct, array_like=True):
+    """The fields of `places.Places`."""
+
     next_place: int
     freed: list[int]
     extra: dict[int, int]
@@ -61,6 +64,8 @@ class PlacesState(msgspec.Struct, array_like=True):
 
 
 class LedgerState(msgspec.Struct, array_like=True):
+    """The fields of `ledger.Ledger`."""
+
     generated: int
     leased: int
     tokens: dict[str, int]
@@ -70,39 +75,40 @@ class LedgerState(msgspec.Struct, array_like=True):
 
 
 class BookState(msgspec.Struct, kw_only=True):
-    """All that the lease book holds."""
+    """The contents of a `book.Book`."""
 
     version: int
     newest_version: int
-    num_consumed: int
+    next_step: int
     trained_twice: int
-    num_rejected: dict[str, int]
     quarantined: int
     quarantine: dict[int, str]
     groups: list[GroupState]
+    """Open and complete groups in the order of their numbers."""
     retired: list[GroupState]
     """Groups that are used up, and come back if the steps that trained them are undone."""
-    attempts: list[AttemptState]
-    dead: list[AttemptState]
+    attempts_under_way: list[AttemptState]
+    attempts_ended: list[AttemptState]
+    """The newest ended attempts, oldest first."""
     next_group: int
     places: PlacesState
-    scripted: dict[int, tuple[list[int], list[float]]]
-    """What steps were handed, by step: groups and their weights."""
+    handed: dict[int, tuple[list[int], list[float]]]
+    """By step: the groups that it was handed, and their weights."""
     trained: list[StepState]
-    floor_step: int
+    oldest_checkpoint: int
     ledger: LedgerState
 
 
 class State(msgspec.Struct, kw_only=True):
-    """All that a buffer goes on from."""
+    """Everything that a buffer goes on from."""
 
     terms: dict[str, str | int | float | None]
-    """What the book was kept by when this was written."""
+    """The terms that the book was kept by when this was written."""
     book: BookState
-    weights: str
-    """Where the newest version's manifest is."""
-    unscored: list[int]
-    """Versions whose evaluation is not done."""
+    manifest_locator: str
+    """Where the manifest of the newest version is."""
+    unevaluated: list[int]
+    """Versions whose evaluation is not finished."""
     next_segment: int
     """Segments from this number on have not been written yet."""
     open_segment: tuple[int, int] | None
@@ -114,8 +120,8 @@ def state_path(journal: Path, number: int) -> Path:
 
 
 def state_numbers(journal: Path) -> list[int]:
-    """Numbers of the states in the folder, in order."""
-    return numbers_in(journal / "state", ".state")
+    """Returns the numbers of the states in the folder, in order."""
+    return list_numbers(journal / "state", ".state")
 
 
 def write_state(journal: Path, number: int, state: bytes, *, sync: bool) -> None:
@@ -128,7 +134,7 @@ def encode_state(state: State) -> bytes:
 
 
 def read_state(journal: Path, number: int) -> State | None:
-    """None, with a word in the log, when the file is damaged."""
+    """Returns a state; None, and a line in the log, when the file is damaged."""
     path = state_path(journal, number)
     data = path.read_bytes()
     head = len(MAGIC) + 16
@@ -144,7 +150,7 @@ def read_state(journal: Path, number: int) -> State | None:
 
 
 def read_newest_state(journal: Path) -> tuple[int, State | None]:
-    """The newest whole state and its number; (0, None) when there is none."""
+    """Returns the newest whole state and its number; (0, None) when there is none."""
     for number in reversed(state_numbers(journal)):
         if (state := read_state(journal, number)) is not None:
             return number, state
@@ -152,8 +158,8 @@ def read_newest_state(journal: Path) -> tuple[int, State | None]:
 
 
 def obsolete_states(numbers: Iterable[int]) -> list[int]:
-    """All but the newest that are kept."""
-    return sorted(numbers)[:-KEPT]
+    """Returns all numbers but those of the newest states, which are kept."""
+    return sorted(numbers)[:-NUM_KEPT]
 
 
 _encoder = msgspec.msgpack.Encoder()

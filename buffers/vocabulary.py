@@ -1,4 +1,7 @@
-"""How many tokens and experts the model has, as its folder tells: a token beyond would end the learner at its embedding, on a GPU for good."""
+"""The number of tokens and experts that a model has, read from its folder.
+
+A token beyond them would end the learner at its embedding, on a GPU for good.
+"""
 
 import json
 from pathlib import Path
@@ -7,26 +10,26 @@ from typing import Any
 from buffers.trajectory import Routing
 
 ANY = 2**31
-"""Tokens are kept in 32 bits."""
+"""The number of tokens of a model that does not say. Tokens are kept in 32 bits."""
 
 
 def read_vocabulary(model: Path) -> int:
-    """The rows of the embedding, from a Hugging Face model's `config.json`; `ANY` where there is none, or it does not say."""
-    size = _read(model, "vocab_size")
+    """Returns the rows of the embedding, from a Hugging Face model's `config.json`; `ANY` where that is missing or does not
+    say."""
+    size = _read_key(model, "vocab_size")
     return size if isinstance(size, int) else ANY
 
 
 def read_routing(model: Path, is_recorded: bool) -> Routing:
-    """What a run's trajectories hold in `experts`: something only where it `is_recorded` (`learner.moe.router_replay`).
+    """Returns the shape of a run's `experts` column. It is empty unless `is_recorded` (`learner.moe.router_replay`).
 
     Raises ValueError for a model without experts.
     """
     if not is_recorded:
         return Routing()
-    layers, per_token = _read(model, "num_hidden_layers"), _read(model, "num_experts_per_tok")
-    experts = (
-        _read(model, "num_experts") or _read(model, "num_local_experts") or _read(model, "n_routed_experts")
-    )
+    layers, per_token = _read_key(model, "num_hidden_layers"), _read_key(model, "num_experts_per_tok")
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next(filter(None, (_read_key(model, name) for name in names)), None)
     if not (layers and per_token and experts):
         raise ValueError(
             f"learner.moe.router_replay must be false for a model without experts, got true with {model}"
@@ -34,7 +37,7 @@ def read_routing(model: Path, is_recorded: bool) -> Routing:
     return Routing(layers * per_token, experts)
 
 
-def _read(model: Path, key: str) -> Any:
+def _read_key(model: Path, key: str) -> Any:
     try:
         told = json.loads((model / "config.json").read_text())
     except FileNotFoundError:

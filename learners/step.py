@@ -28,7 +28,7 @@ from algos.values import (
     summarize_values,
     value_loss,
 )
-from buffers.staleness import trainable
+from buffers.staleness import mask_trainable
 from configs.algo import Aggregation
 from configs.corrections import Proximal
 from configs.schema import Config
@@ -147,7 +147,7 @@ class Trainer:
     def _prepare(self, batch: Batch, step: int) -> Prepared:
         algo, sequence = self._algo, batch.sequence
         within = torch.from_numpy(
-            trainable(batch.versions.numpy(), batch.sampled.numpy(), step, self._config.max_versions)
+            mask_trainable(batch.versions.numpy(), batch.sampled.numpy(), step, self._config.max_versions)
         )
         mask = within & ~batch.truncated[sequence] if algo.reward.overlong_filter else within
         proximal = self._proximal(batch)

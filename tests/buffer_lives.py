@@ -21,7 +21,7 @@ def submit_group(buffer: Buffer, lease: m.Lease, version: int, num_tokens: int =
         "versions": [-1] + [version] * num_tokens, "reward": 1.0,
     }  # fmt: skip
     data = memoryview(encode(to_batch(make_group(lease, **row)))).cast("B")  # type: ignore[arg-type]
-    return buffer.submit("g", [lease.id], SCHEMA_VERSION, data)[0]
+    return buffer.intake.submit_groups("g", [lease.id], SCHEMA_VERSION, data)[0]
 
 
 def live_steps(
@@ -29,17 +29,17 @@ def live_steps(
 ) -> None:
     """Steps `first` to `last` - 1 are published, made and trained; the groups due after the last are made as well."""
     for step in range(first, last):
-        buffer.publish(step, f"w{step}")
-        while (lease := buffer.lease("g")) is not None:
+        buffer.progress.publish_version(step, f"w{step}")
+        while (lease := buffer.lease_next("g")) is not None:
             assert submit_group(buffer, lease, step, tokens) == "accepted"
-        handout = buffer.next(step)
+        handout = buffer.progress.hand_out(step)
         assert handout is not None
-        trained = sum(buffer.book.content(group).tokens for group in handout.groups)
-        buffer.consumed(
+        trained = sum(buffer.book.pool.get_content(group).tokens for group in handout.groups)
+        buffer.progress.finish_step(
             m.ReportTrainedStep(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
         )
         if (step + 1) % checkpoint_every == 0:
-            buffer.checkpointed(step + 1, max(0, step + 1 - (keep - 1) * checkpoint_every))
+            buffer.progress.keep_checkpoint(step + 1, max(0, step + 1 - (keep - 1) * checkpoint_every))
         buffer.commit()
         buffer.journal._state_written.result()
 

@@ -148,7 +148,7 @@ def test_no_number_overflows_the_status_or_the_log(
     for reply in send(run.server.address, *bodies[:200]):
         assert not isinstance(reply, m.RunStopped), reply
     before = run.status()
-    assert run.server.buffer.ledger.closes() and before.tokens.total < 1000, before.tokens
+    assert run.server.buffer.book.ledger.closes() and before.tokens.total < 1000, before.tokens
     assert (
         before.refused_requests["malformed message"] + before.refused_requests.get("out of bounds", 0)
         > len(bodies) // 2
@@ -563,17 +563,17 @@ def test_a_lease_beside_its_predecessor_in_a_refused_message_is_given_out_again(
     receipt, _ = one.client.exchange(request, payload=encode(to_batch(rows)))
     assert isinstance(receipt, m.LeaseReceipt) and receipt.verdicts == ["failed", "failed"]
     while old.group not in [lease.group for lease in one.ask()]:
-        assert time.monotonic() < deadline, one.server.buffer.book.groups[old.group]
+        assert time.monotonic() < deadline, one.server.buffer.book.list_groups()[old.group]
 
 
 def test_nobody_speaks_for_the_leases_of_another(harness: Callable[..., BufferHarness]) -> None:
     run = harness()
     run.publish(0)
     (lease,) = run.ask(1)
-    deadline = run.server.buffer.book.attempts[lease.id].deadline
+    deadline = run.server.buffer.book.leases.attempts.under_way[lease.id].deadline
     beat = m.GeneratorHeartbeat(generator="stranger", progress={lease.id: 1}, report=GeneratorReport())
     assert run.client.call(beat, m.GeneratorStanding).revoked == []
-    assert run.server.buffer.book.attempts[lease.id].deadline == deadline, "not renewed"
+    assert run.server.buffer.book.leases.attempts.under_way[lease.id].deadline == deadline, "not renewed"
     with pytest.raises(RefusedByBuffer, match="is g's, got a failure from stranger"):
         run.client.call(
             m.FailLease(generator="stranger", lease=lease.id, num_tokens=0, error=""), m.LeaseReceipt

@@ -45,7 +45,7 @@ def test_groups_flow_from_lease_to_batch_and_the_ledger_closes(harness: Callable
     status = run.status()
     assert (status.tokens.total, status.tokens.trained, status.tokens.in_flight) == (16, 16, 0)
     assert (status.groups.total, status.groups.trained) == (4, 4)
-    assert status.staleness == {0: 8, 1: 8}
+    assert status.staleness_histogram == {0: 8, 1: 8}
 
 
 @pytest.mark.parametrize("budget", ["max_groups", "max_tokens", "max_bytes"])
@@ -58,7 +58,7 @@ def test_a_budget_holds_back_what_the_step_at_hand_does_not_need(
     run.submit(first)
     (second,) = run.ask()
     assert first.due == second.due == 0 and run.ask() == [], "one group or token or byte is held already"
-    assert f"buffer.{budget} is reached" in run.server.buffer.waiting_for(learner_waits=False)
+    assert f"buffer.{budget} is reached" in run.server.buffer.describe_waiting(learner_waits=False)
     run.submit(second)
     run.train(0)
     run.publish(1)
@@ -88,13 +88,14 @@ def test_whoever_only_asks_does_not_wait_behind_those_who_submit(
     run = harness("staleness.max_versions=3")
     run.publish(0)
     order: list[str] = []
-    submit, waiting_for = run.server.buffer.submit, run.server.buffer.waiting_for
+    buffer = run.server.buffer
+    submit, describe = buffer.intake.submit_groups, buffer.describe_waiting
     monkeypatch.setattr(
-        run.server.buffer, "submit", lambda *args: (order.append("submit"), time.sleep(0.1), submit(*args))[2]
+        buffer.intake,
+        "submit_groups",
+        lambda *args: (order.append("submit"), time.sleep(0.1), submit(*args))[2],
     )  # type: ignore[func-returns-value]
-    monkeypatch.setattr(
-        run.server.buffer, "waiting_for", lambda **kw: (order.append("watch"), waiting_for(**kw))[1]
-    )  # type: ignore[func-returns-value]
+    monkeypatch.setattr(buffer, "describe_waiting", lambda **kw: (order.append("watch"), describe(**kw))[1])  # type: ignore[func-returns-value]
     other = BufferClient(run.server.address, timeout_s=5.0)
     other.call(m.LocateJournal(), m.JournalLocation)  # is connected
     for lease in run.ask():
@@ -130,7 +131,7 @@ def test_a_reader_elsewhere_is_sent_what_one_on_this_host_maps(
     for lease in run.ask():
         run.submit(lease)
     mapped = run.client.next(0, wait_s=1.0)
-    monkeypatch.setattr("buffers.client.is_here", lambda folder, mark: False)
+    monkeypatch.setattr("buffers.client.is_on_this_host", lambda folder, mark: False)
     far = BufferClient(run.server.address, timeout_s=5.0)
     sent = far.next(0, wait_s=1.0)
     assert isinstance(mapped, TakenBatch) and isinstance(sent, TakenBatch)
@@ -298,7 +299,7 @@ def still(tmp_path: Path) -> Iterator[tuple[Buffer, list[float]]]:
         tmp_path,
         clock=lambda: clock[0],
     )
-    buffer.publish(0, "w0")
+    buffer.progress.publish_version(0, "w0")
     yield buffer, clock
     buffer.close()
 
@@ -320,8 +321,8 @@ def test_work_of_any_length_is_no_hang_as_long_as_it_gets_on(
     for second in range(3600):
         clock[0] = float(second)
         buffer.fleet.hear("learner-0", beat(activity, standstill_s=second % 90), clock[0])
-        buffer.tick()
-    assert buffer.status("").standstill_s > 3000, "no data have moved meanwhile, and the status says so"
+        buffer.check_time()
+    assert buffer.make_status("").standstill_s > 3000, "no data have moved meanwhile, and the status says so"
 
 
 @pytest.mark.parametrize(
@@ -342,7 +343,7 @@ def test_what_stands_still_though_its_heart_beats_is_named_and_ends_the_run(
             buffer.fleet.hear(
                 "learner-0", beat(activity, second if still_for_s is None else still_for_s), clock[0]
             )
-            buffer.tick()
+            buffer.check_time()
     assert clock[0] == pytest.approx(expected_s, abs=2)
     if still_for_s is None:
         assert f"learner-0: training step 0 for {clock[0]:.0f} s" in str(stuck.value)
@@ -356,7 +357,7 @@ def test_work_of_a_role_that_is_not_heard_of_any_more_is_not_waited_for(
     with pytest.raises(Stuck, match=r"learner-0: not heard of for \d+ s \(then: training step 0\)"):
         for second in range(1000):
             clock[0] = float(second)
-            buffer.tick()
+            buffer.check_time()
     assert clock[0] == pytest.approx(GONE_S + 20, abs=2)
 
 
@@ -436,6 +437,10 @@ def test_generators_hear_of_a_later_life_also_when_the_clock_was_set_back(
         monkeypatch.setattr("time.time_ns", lambda behind_s=behind_s: int(1e9 * (now - behind_s)))
         run = harness(resume_step=0)
         run.publish(0)
-        told.append(run.client.call(m.RequestLeases(generator="g", count=1, wait_s=0.0), m.LeaseGrant).change)
+        told.append(
+            run.client.call(
+                m.RequestLeases(generator="g", count=1, wait_s=0.0), m.LeaseGrant
+            ).announcement_number
+        )
         run.close()
     assert sorted(set(told)) == told

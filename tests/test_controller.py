@@ -50,18 +50,18 @@ def test_near_the_target_and_without_a_figure_it_stays() -> None:
 
 def step(buffer: Buffer, number: int, found: float) -> int:
     """Trains a step whose effective sample size is `found`; returns how many groups could be leased at its version."""
-    buffer.publish(number, f"w{number}")
+    buffer.progress.publish_version(number, f"w{number}")
     leases = []
-    while (lease := buffer.lease("g")) is not None:
+    while (lease := buffer.lease_next("g")) is not None:
         leases.append(lease)
-        assert lease.min_version == max(0, lease.due - buffer.book.lag)
+        assert lease.min_version == max(0, lease.due - buffer.book.leases.admission_lag)
         rows = memoryview(encode(to_batch(make_group(lease, version=number)))).cast("B")
-        assert buffer.submit("g", [lease.id], SCHEMA_VERSION, rows) == ["accepted"]
-    handout = buffer.next(number)
+        assert buffer.intake.submit_groups("g", [lease.id], SCHEMA_VERSION, rows) == ["accepted"]
+    handout = buffer.progress.hand_out(number)
     assert handout is not None
-    tokens = sum(buffer.book.content(group).tokens for group in handout.groups)
+    tokens = sum(buffer.book.pool.get_content(group).tokens for group in handout.groups)
     metrics = {"offpolicy/ess_token": found}
-    buffer.consumed(
+    buffer.progress.finish_step(
         m.ReportTrainedStep(step=number, num_trained=tokens, idle_s=0, alive_s=1, metrics=metrics)
     )
     buffer.commit()
@@ -81,17 +81,17 @@ def test_the_buffer_admits_what_the_controller_says(tmp_path: Path, controller: 
     )
     for number in range(30):
         step(buffer, number, 1.0)
-    assert buffer.book.lag == 4
+    assert buffer.book.leases.admission_lag == 4
     for number in range(30, 50):
         step(buffer, number, 0.2)
-    assert buffer.book.lag == (4 if controller == "fixed" else 0)
+    assert buffer.book.leases.admission_lag == (4 if controller == "fixed" else 0)
     leased = [step(buffer, number, 0.2) for number in range(50, 55)]
     assert leased == ([2] * 5), "a step's worth a step either way"
-    admitted = [record.metrics["staleness/admitted"] for record in buffer.records]
+    admitted = [record.metrics["staleness/admission_lag"] for record in buffer.progress.records]
     assert (
         admitted[0] == (4.0 if controller == "fixed" else 1.0)
-        and buffer.status("").admission_lag == admitted[-1]
+        and buffer.make_status("").admission_lag == admitted[-1]
     )
-    staleness = [max(0, k) for k in buffer.ledger.staleness]
+    staleness = [max(0, k) for k in buffer.book.ledger.staleness]
     assert max(staleness) <= 4
     buffer.close()

@@ -40,10 +40,10 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     buffer = Buffer(load_config(small), folder)
     for step in range(2):
-        buffer.publish(step, f"w{step}")
-        while (lease := buffer.lease("g")) is not None:
+        buffer.progress.publish_version(step, f"w{step}")
+        while (lease := buffer.lease_next("g")) is not None:
             if lease.group == 5:
-                buffer.fail(lease.id, 7, "KeyError: 'x'")
+                buffer.fail_lease(lease.id, 7, "KeyError: 'x'")
                 continue
             rows = [
                 Trajectory(
@@ -55,11 +55,11 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 )
                 for i in range(2)
             ]  # fmt: skip
-            buffer.submit("g", [lease.id], SCHEMA_VERSION, memoryview(encode(to_batch(rows))))
-        handout = buffer.next(step)
+            buffer.intake.submit_groups("g", [lease.id], SCHEMA_VERSION, memoryview(encode(to_batch(rows))))
+        handout = buffer.progress.hand_out(step)
         assert handout is not None
-        tokens = sum(buffer.book.content(group).tokens for group in handout.groups)
-        buffer.consumed(
+        tokens = sum(buffer.book.pool.get_content(group).tokens for group in handout.groups)
+        buffer.progress.finish_step(
             m.ReportTrainedStep(step=step, num_trained=tokens, idle_s=0.0, alive_s=1.0, metrics={})
         )
     buffer.close()

@@ -128,22 +128,22 @@ class Acknowledged:
 
     def go_on(self, buffer: Buffer, last: int, checkpoint_every: int = 2) -> None:
         """Lives up to step `last`. What follows a line that commits is acknowledged."""
-        for step in range(buffer.book.num_consumed, last):
-            buffer.publish(step, f"w{step}")
+        for step in range(buffer.progress.next_step, last):
+            buffer.progress.publish_version(step, f"w{step}")
             while (group := self.accept(buffer, step)) is not None:
                 buffer.commit()
-                self.accepted[group] = buffer.book.content(group)
+                self.accepted[group] = buffer.book.pool.get_content(group)
             self.train(buffer, step)
             if (step + 1) % checkpoint_every == 0:
                 self.checkpoint = max(
                     0, step + 1 - checkpoint_every
                 )  # the learner keeps the newest two, and says so then
-                buffer.checkpointed(step + 1, self.checkpoint)
+                buffer.progress.keep_checkpoint(step + 1, self.checkpoint)
                 self.write_state_before_groups_are_synced(buffer, step + 1)
             buffer.commit()
 
     def accept(self, buffer: Buffer, version: int) -> int | None:
-        if (lease := buffer.lease("g")) is None:
+        if (lease := buffer.lease_next("g")) is None:
             return None
         assert submit_group(buffer, lease, version) == "accepted"
         return lease.group
@@ -152,20 +152,20 @@ class Acknowledged:
         """As it may come when the disk is slow: the state's thread is done before that of commits has begun."""
         answer = threading.Event()
         buffer.journal._disk.submit(answer.wait)
-        buffer.publish(version, f"w{version}")
+        buffer.progress.publish_version(version, f"w{version}")
         group = self.accept(buffer, version)
         assert group is not None
         done = buffer.start_commit()
         buffer.journal._state_written.result()
         answer.set()
         done.result()
-        self.accepted[group] = buffer.book.content(group)
+        self.accepted[group] = buffer.book.pool.get_content(group)
 
     def train(self, buffer: Buffer, step: int) -> None:
-        handout = buffer.next(step)
+        handout = buffer.progress.hand_out(step)
         assert handout is not None, step
-        trained = sum(buffer.book.content(group).tokens for group in handout.groups)
-        buffer.consumed(
+        trained = sum(buffer.book.pool.get_content(group).tokens for group in handout.groups)
+        buffer.progress.finish_step(
             m.ReportTrainedStep(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
         )
         buffer.commit()
@@ -173,15 +173,19 @@ class Acknowledged:
 
     def check(self, buffer: Buffer) -> None:
         """The learner trains again what it had trained since its checkpoint; all else that was accepted still waits."""
-        assert buffer.book.num_consumed == self.checkpoint and buffer.ledger.closes()
+        assert buffer.progress.next_step == self.checkpoint and buffer.book.ledger.closes()
         reader, wanted = Reader(buffer.journal.folder), set(self.accepted)
         for step, groups in self.handed.items():
             wanted -= set(groups) if step < self.checkpoint else set()
-        assert wanted <= buffer.book.pool.keys(), f"groups {wanted - buffer.book.pool.keys()} are lost"
-        for group in wanted if self.opening else buffer.book.pool:
-            assert reader.is_intact(buffer.book.content(group)), f"the bytes of group {group} are lost"
+        assert wanted <= buffer.book.pool.groups.keys(), (
+            f"groups {wanted - buffer.book.pool.groups.keys()} are lost"
+        )
+        for group in wanted if self.opening else buffer.book.pool.groups:
+            assert reader.is_intact(buffer.book.pool.get_content(group)), (
+                f"the bytes of group {group} are lost"
+            )
         for step in range(self.checkpoint, max([-1, *self.handed]) + 1):
-            buffer.publish(step, f"again{step}")
+            buffer.progress.publish_version(step, f"again{step}")
             expected = self.handed[step]
             self.train(buffer, step)
             assert self.handed[step] == expected
@@ -231,7 +235,7 @@ def test_a_loss_of_power_at_any_moment_costs_nothing_that_was_acknowledged(
             known.check(buffer)
             buffer.commit()
             known.opening = False
-            known.go_on(buffer, buffer.book.num_consumed + 7)
+            known.go_on(buffer, buffer.progress.next_step + 7)
             buffer.close()
         for image, then in images:
             again = Buffer(config, shutil.copytree(image, tmp_path / "again"), resume_step=then.checkpoint)
@@ -249,14 +253,14 @@ def test_what_is_committed_first_is_kept_with_the_folders_that_it_lies_in(
     config = load_config([*LIFE_SETTINGS, "buffer.durability=fsync"])
     with Disk(folder) as disk:
         buffer = Buffer(config, folder)
-        buffer.publish(0, "w0")
+        buffer.progress.publish_version(0, "w0")
         buffer.commit()
         for seed in range(20):
             disk.lose_power(tmp_path / f"lost-{seed}", random.Random(seed))
         buffer.close()
     for seed in range(20):
         again = Buffer(config, tmp_path / f"lost-{seed}")
-        assert again.book.version == 0
+        assert again.progress.version == 0
         again.close()
 
 
@@ -278,7 +282,7 @@ def test_segments_go_when_a_state_that_forgets_them_is_on_the_disk_and_not_befor
     ]
     assert dropped and all(any(numbers <= then for then in present) for numbers in dropped)
     monkeypatch.setattr(journal_module, "write_state", fail)
-    buffer.publish(6, "w6")
+    buffer.progress.publish_version(6, "w6")
     with pytest.raises(OSError, match="no state"):
         live_steps(buffer, 6, 8)
     last = [event for event in read_events(tmp_path / "journal") if isinstance(event, e.Dropped)][-1]
@@ -297,7 +301,7 @@ def test_the_segment_that_a_state_found_open_is_closed_though_nothing_came_after
     buffer = Buffer(config, tmp_path / "journal")
     live_steps(buffer, 0, 2)
     killed = copy_killed(buffer, tmp_path / "killed")
-    expected = set(buffer.book.pool)
+    expected = set(buffer.book.pool.groups)
     buffer.close()
     found = read_journal(killed)
     assert found.state is not None and not any(
@@ -311,8 +315,8 @@ def test_the_segment_that_a_state_found_open_is_closed_though_nothing_came_after
         and (killed / f"000000.arrow.cut-{found.ends[0]}").read_bytes() == b"torn" * 10
     )
     reader = Reader(killed)
-    assert set(again.book.pool) == expected and all(
-        reader.is_intact(again.book.content(group)) for group in expected
+    assert set(again.book.pool.groups) == expected and all(
+        reader.is_intact(again.book.pool.get_content(group)) for group in expected
     )
     again.close()
 
@@ -327,7 +331,7 @@ def test_what_the_disk_may_have_lost_is_looked_at_when_a_journal_is_opened_and_n
     buffer = Buffer(config, tmp_path / "journal")
     live_steps(buffer, 0, 1)
     folder = copy_killed(buffer, tmp_path / "killed")
-    waiting = set(buffer.book.pool)
+    waiting = set(buffer.book.pool.groups)
     buffer.close()
     if segment == "closed":
         shutil.copy(tmp_path / "journal/000000.arrow", folder)

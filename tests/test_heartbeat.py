@@ -213,26 +213,26 @@ def test_the_wait_for_a_batch_names_the_generators_states_until_all_are_ready(
         )
         rig.client.call(beat, m.GeneratorStanding)
 
-    assert buffer.waiting_for().endswith("to publish version 0; 0 of 2 generators ready, 2 not here yet")
+    assert buffer.describe_waiting().endswith("to publish version 0; 0 of 2 generators ready, 2 not here yet")
     rig.publish(0)
     nobody = "the learner waits: step 0 has 0 of 4 groups; "
     rig.client.call(m.JoinRun(generator="a"), m.JoinedRun)
-    assert buffer.waiting_for() == nobody + "0 of 2 generators ready, 1 joined, 1 not here yet"
+    assert buffer.describe_waiting() == nobody + "0 of 2 generators ready, 1 joined, 1 not here yet"
     assert rig.status().roles["a"].activity == "joined"
     beat("a", "starting the engine", 7.2)
     rig.client.call(m.JoinRun(generator="b"), m.JoinedRun)
     beat("b", "starting the engine", 3.2)
-    assert buffer.waiting_for() == nobody + "0 of 2 generators ready, 2 starting the engine for 7 s"
-    assert "engines" not in buffer.reached
+    assert buffer.describe_waiting() == nobody + "0 of 2 generators ready, 2 starting the engine for 7 s"
+    assert "engines" not in buffer.milestones
     beat("a", "waiting for leases")
-    assert buffer.waiting_for() == nobody + "1 of 2 generators ready, 1 starting the engine for 3 s"
-    first = buffer.reached["engines"]
+    assert buffer.describe_waiting() == nobody + "1 of 2 generators ready, 1 starting the engine for 3 s"
+    first = buffer.milestones["engines"]
     beat("b", "waiting for leases")
-    assert buffer.waiting_for() == nobody + "no generator holds a lease for it", "now that is the reason"
-    assert buffer.reached["learner"] < first < buffer.reached["engines"]
-    last = buffer.reached["engines"]
+    assert buffer.describe_waiting() == nobody + "no generator holds a lease for it", "now that is the reason"
+    assert buffer.milestones["learner"] < first < buffer.milestones["engines"]
+    last = buffer.milestones["engines"]
     beat("c", "sampling")
-    assert buffer.reached["engines"] == last, "the run had started when its own generators had"
+    assert buffer.milestones["engines"] == last, "the run had started when its own generators had"
 
 
 def test_an_engine_that_starts_while_others_work_is_named(start: Callable[..., Rig]) -> None:

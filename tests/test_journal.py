@@ -13,16 +13,15 @@ import pyarrow.dataset
 import pytest
 
 from buffers import journal as journal_module
+from buffers.book import Book
 from buffers.book_state import export_book
 from buffers.event_log import DamagedLog, read_events
 from buffers.events import Accepted, AnyEvent, Began, Rejected, Synced
-from buffers.groups import Terms, make_terms, record_terms
 from buffers.journal import Journal, read_groups
-from buffers.leases import LeaseBook
-from buffers.ledger import Ledger
 from buffers.recovery import read_journal
 from buffers.segments import DamagedGroup
 from buffers.state import State
+from buffers.terms import Terms, make_terms, record_terms
 from buffers.trajectory import SCHEMA, Trajectory, encode, to_batch
 from configs.buffer import Durability
 from configs.load import load_config
@@ -43,8 +42,8 @@ def group(number: int, num_tokens: int = 3) -> pa.RecordBatch:
 
 def write(journal: Journal, number: int, num_tokens: int = 3) -> None:
     message = memoryview(encode(group(number, num_tokens))).cast("B")
-    segment, offset, xxh3 = journal.append(message)
-    journal.note(
+    segment, offset, xxh3 = journal.append_batch(message)
+    journal.note_event(
         Accepted(number, number, 0, number, segment, offset, len(message), xxh3, 0, 2, 2 * num_tokens - 2, 0, 0, 0.5, 0.5, 0.0)
     )  # fmt: skip
 
@@ -68,9 +67,9 @@ def default_terms() -> Terms:
 
 def empty_state() -> State:
     terms = default_terms()
-    book = export_book(LeaseBook(terms, Ledger()))
+    book = export_book(Book(terms))
     return State(
-        terms=record_terms(terms), book=book, weights="", unscored=[], next_segment=0, open_segment=None,
+        terms=record_terms(terms), book=book, manifest_locator="", unevaluated=[], next_segment=0, open_segment=None,
     )  # fmt: skip
 
 
@@ -103,7 +102,7 @@ def test_a_journal_is_read_back_whole_across_segments_rotations_and_lives(
             if number % 3 == 0:
                 journal.commit()
                 journal.rotate(empty_state(), keep_logs=True)
-        journal.note(Rejected(life, "zero_variance"))
+        journal.note_event(Rejected(life, "zero_variance"))
         journal.close()
     assert numbers(tmp_path) == list(range(30))
     assert [event for event in events(tmp_path) if isinstance(event, Rejected)] == [
@@ -359,7 +358,7 @@ def test_no_number_of_a_segment_is_used_again_whatever_is_dropped(tmp_path: Path
         made = {path.name for path in tmp_path.glob("*.arrow")} - used
         assert len(made) == 3, f"life {life} wrote over a segment"
         used |= made
-        journal.drop(sorted(journal.closed_segments()))
+        journal.drop_segments(sorted(journal.closed_segments()))
         journal.commit()
         journal.rotate(empty_state(), keep_logs=False)
         journal.close()
@@ -385,7 +384,7 @@ def test_every_event_survives_the_log() -> None:
     events: list[AnyEvent] = [
         e.Leased(1, 2, 3, "g", 4.0), e.Failed(1, 2, "x", 3.0, False), e.Duplicate(1, 2), e.Rejected(1, "failed", "x", 2, 3, 4.0),
         e.Opened(1, 2), e.Handed(1, [2], [0.5]), e.Retired([1]), e.Trained(0, [1], [2], [3], {0: 2}, [0.5], 1.0), e.Published(1, "w", 2.0),
-        e.Scored(1, 0.5, 3, 4.0), e.Rewound(1), e.Checkpointed(2, 1), e.Dropped([0]), e.Synced(3, 4), e.Repaired(3, [4], ["x"]),
+        e.Evaluated(1, 0.5, 3, 4.0), e.Rewound(1), e.Checkpointed(2, 1), e.Dropped([0]), e.Synced(3, 4), e.Repaired(3, [4], ["x"]),
         e.Began(2, 1, 1000, 7, {"seed": 0, "task_size": None, "lease_s": 1.5}, "os", "boot", 3.0),
         e.Accepted(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 0.5, 0.1, 14.0, {12: 5, 13: 6}),
     ]  # fmt: skip

@@ -43,7 +43,7 @@ def test_retention_and_any_number_of_restarts_lose_no_group(
     dropping = load_config([*LIFE_SETTINGS, "buffer.retention=checkpoints"])
     for life in range(4):
         buffer = Buffer(dropping, folder, resume_step=step if life else None)
-        assert buffer.book.num_consumed == step and (life == 0 or len(buffer.book.pool) == 3)
+        assert buffer.progress.next_step == step and (life == 0 or len(buffer.book.pool.groups) == 3)
         live_steps(buffer, step, step + 8, tokens=40_000)
         step += 8
         before = export_book(buffer.book)
@@ -52,9 +52,9 @@ def test_retention_and_any_number_of_restarts_lose_no_group(
         buffer.close()
         again = Buffer(dropping, folder)
         after = export_book(again.book)
-        assert (after.groups, after.num_consumed, after.ledger) == (
+        assert (after.groups, after.next_step, after.ledger) == (
             before.groups,
-            before.num_consumed,
+            before.next_step,
             before.ledger,
         )
         again.close()
@@ -65,8 +65,8 @@ def test_retention_and_any_number_of_restarts_lose_no_group(
 def test_a_state_and_the_tail_lead_to_what_the_whole_log_leads_to(tmp_path: Path, config: Config) -> None:
     buffer = Buffer(config, tmp_path / "journal")
     live_steps(buffer, 0, 7, keep=2)
-    for lease in [buffer.lease("h"), buffer.lease("h")]:
-        assert lease is None or buffer.fail(lease.id, 4, "ValueError: no")
+    for lease in [buffer.lease_next("h"), buffer.lease_next("h")]:
+        assert lease is None or buffer.fail_lease(lease.id, 4, "ValueError: no")
     buffer.commit()
     folder = copy_killed(buffer, tmp_path / "killed")
     buffer.close()
@@ -96,7 +96,7 @@ def test_the_log_rotates_by_itself_and_recovery_reads_only_the_tail(
     )
     assert tail < 150 < sum(1 for _ in read_events(folder)), "the history is there, and is not read"
     again = Buffer(config, folder)
-    assert again.book.num_consumed == 40 and again.ledger.closes()
+    assert again.progress.next_step == 40 and again.book.ledger.closes()
     live_steps(again, 40, 42)
     again.close()
 
@@ -131,22 +131,22 @@ def test_attempts_count_as_they_did_when_they_were_made_whatever_the_limit_is_no
     tmp_path: Path, config: Config, attempts: int
 ) -> None:
     buffer = Buffer(load_config([*LIFE_SETTINGS, "buffer.max_attempts=3"]), tmp_path / "journal")
-    buffer.publish(0, "w")
-    first = buffer.lease("g")
+    buffer.progress.publish_version(0, "w")
+    first = buffer.lease_next("g")
     assert first is not None
     for _ in range(2):
-        assert first is not None and buffer.fail(first.id, 5, "ValueError: no") == "failed"
-        first = buffer.lease("g")
+        assert first is not None and buffer.fail_lease(first.id, 5, "ValueError: no") == "failed"
+        first = buffer.lease_next("g")
     buffer.commit()
     folder = copy_killed(buffer, tmp_path / "killed")
     buffer.close()
     shutil.rmtree(folder / "state")  # the whole log is applied again
     again = Buffer(load_config([*LIFE_SETTINGS, f"buffer.max_attempts={attempts}"]), folder)
-    assert first is not None and again.book.groups[first.group].num_failures == 2
-    assert again.fail(first.id, 5, "ValueError: no") == "failed"
-    assert (first.group in again.book.groups) == (attempts > 3), "from now on the new limit holds"
+    assert first is not None and again.book.list_groups()[first.group].num_failures == 2
+    assert again.fail_lease(first.id, 5, "ValueError: no") == "failed"
+    assert (first.group in again.book.list_groups()) == (attempts > 3), "from now on the new limit holds"
     live_steps(again, 0, 0)
-    assert again.ledger.closes()
+    assert again.book.ledger.closes()
     again.close()
 
 
@@ -156,7 +156,7 @@ def test_more_steps_and_a_higher_bound_are_taken_up(tmp_path: Path, config: Conf
     buffer.close()
     again = Buffer(load_config([*LIFE_SETTINGS, "staleness.max_versions=3"]), tmp_path / "journal")
     live_steps(again, 3, 9)
-    assert again.ledger.closes()
+    assert again.book.ledger.closes()
     again.close()
 
 
@@ -198,7 +198,7 @@ def test_a_group_whose_bytes_have_changed_is_never_delivered_and_a_fresh_one_tak
     on_late: OnLate,
 ) -> None:
     if remote:
-        monkeypatch.setattr("buffers.client.is_here", lambda folder, mark: False)
+        monkeypatch.setattr("buffers.client.is_on_this_host", lambda folder, mark: False)
     run = harness(f"staleness.on_late={on_late}")
     run.publish(0)
     leases = run.ask(3)
@@ -259,7 +259,7 @@ def test_damage_to_a_step_that_was_undone_is_mended_by_fresh_groups(
 def test_a_large_batch_comes_in_parts_and_others_are_answered_between_them(
     harness: Callable[..., BufferHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("buffers.client.is_here", lambda folder, mark: False)
+    monkeypatch.setattr("buffers.client.is_on_this_host", lambda folder, mark: False)
     monkeypatch.setattr(m, "MAX_PART_BYTES", 1000)
     run = harness()
     run.publish(0)
@@ -268,13 +268,13 @@ def test_a_large_batch_comes_in_parts_and_others_are_answered_between_them(
                 "versions": [-1] + [0] * 5000}  # fmt: skip
         assert run.submit(lease, encode(to_batch(make_group(lease, **long)))) == "accepted"  # type: ignore[arg-type]
     asked: list[int] = []
-    read_part = run.server.buffer.read_part
+    read_part = run.server.buffer.progress.read_part
 
     def note_part(request: m.ReadBatchPart) -> bytes:
         asked.append(request.size)
         return read_part(request)
 
-    monkeypatch.setattr(run.server.buffer, "read_part", note_part)
+    monkeypatch.setattr(run.server.buffer.progress, "read_part", note_part)
     taken = run.client.next(0, wait_s=1.0)
     assert isinstance(taken, TakenBatch) and taken.table.num_rows == 6
     assert len(asked) > 300 and max(asked) <= 1000
@@ -290,8 +290,8 @@ def test_a_log_with_a_rotten_line_refuses_to_open_is_repaired_and_the_run_goes_o
     config = load_config([*LIFE_SETTINGS, f"staleness.on_late={on_late}"])
     buffer = Buffer(config, tmp_path / "journal")
     live_steps(buffer, 0, rng.randrange(1, 5), checkpoint_every=100)
-    step = buffer.book.num_consumed
-    acknowledged = set(buffer.book.groups)
+    step = buffer.progress.next_step
+    acknowledged = set(buffer.book.list_groups())
     folder = copy_killed(buffer, tmp_path / "killed")
     buffer.close()
     path = folder / "log/000000.jsonl"
@@ -313,15 +313,17 @@ def test_a_log_with_a_rotten_line_refuses_to_open_is_repaired_and_the_run_goes_o
     again, other = Buffer(config, folder), Buffer(config, tmp_path / "log_alone")
     assert export_book(again.book) == export_book(other.book), "the mended log tells what the repair has done"
     other.close()
-    assert again.ledger.closes() and again.book.num_consumed == report.step
-    kept = set(again.book.groups) | {
-        g for uses, _ in again.book.trained.values() for g in [use.number for use in uses]
+    assert again.book.ledger.closes() and again.progress.next_step == report.step
+    kept = set(again.book.list_groups()) | {
+        g
+        for step_trained in again.book.history.trained.values()
+        for g in [use.number for use in step_trained.uses]
     }
     lost = acknowledged - kept
     assert lost <= report.lost_groups, "what is lost is listed"
-    again.rewind(0)
+    again.progress.rewind_to(0)
     live_steps(again, 0, step + 4, checkpoint_every=100)
-    assert again.ledger.closes() and again.book.num_consumed == step + 4, (
+    assert again.book.ledger.closes() and again.progress.next_step == step + 4, (
         "no step waits for a group that is lost"
     )
     again.close()
@@ -353,8 +355,8 @@ def test_a_repair_that_is_killed_leaves_a_journal_that_opens_or_is_repaired_agai
         patch.setattr("buffers.repair.replace_file", replace_some)
         repair_journal(folder)
     again = Buffer(config, folder)
-    assert again.ledger.closes()
-    again.rewind(0)
+    assert again.book.ledger.closes()
+    again.progress.rewind_to(0)
     live_steps(again, 0, 9, checkpoint_every=100)
     again.close()
 
@@ -362,8 +364,8 @@ def test_a_repair_that_is_killed_leaves_a_journal_that_opens_or_is_repaired_agai
 def test_a_torn_segment_costs_the_groups_in_it_and_no_other(tmp_path: Path, config: Config) -> None:
     """Power was lost: the log is there, a part of what it names is not."""
     buffer = Buffer(config, tmp_path / "journal")
-    buffer.publish(0, "w")
-    leases = [lease for _ in range(6) if (lease := buffer.lease("g")) is not None]
+    buffer.progress.publish_version(0, "w")
+    leases = [lease for _ in range(6) if (lease := buffer.lease_next("g")) is not None]
     assert [submit_group(buffer, lease, 0) for lease in leases] == ["accepted"] * 6
     buffer.commit()
     folder = copy_killed(buffer, tmp_path / "killed")
@@ -373,9 +375,9 @@ def test_a_torn_segment_costs_the_groups_in_it_and_no_other(tmp_path: Path, conf
     data[accepted[2].offset : accepted[2].offset + 400] = bytes(400)
     (folder / "000000.arrow").write_bytes(data[: accepted[5].offset + 100])
     again = Buffer(config, folder)
-    assert sorted(again.book.pool) == [0, 1, 3, 4] and again.ledger.closes()
-    assert again.ledger.groups["damaged"] == 2
-    assert sorted(lease.due for _ in range(6) if (lease := again.lease("g")) is not None) == [0, 1]
+    assert sorted(again.book.pool.groups) == [0, 1, 3, 4] and again.book.ledger.closes()
+    assert again.book.ledger.groups["damaged"] == 2
+    assert sorted(lease.due for _ in range(6) if (lease := again.lease_next("g")) is not None) == [0, 1]
     again.close()
 
 
@@ -397,8 +399,8 @@ def test_a_full_disk_is_named_and_the_run_goes_on_after_room_is_made(
         match=rf"the disk of {small_disk}.* must have room for [\d,]+ bytes more, got [\d,]+ bytes free",
     ):
         for step in range(1000):
-            buffer.publish(step, f"w{step}")
-            while (lease := buffer.lease("g")) is not None:
+            buffer.progress.publish_version(step, f"w{step}")
+            while (lease := buffer.lease_next("g")) is not None:
                 submit_group(buffer, lease, step, num_tokens=2000)
                 buffer.commit()
                 acknowledged.append(lease.group)
@@ -408,16 +410,18 @@ def test_a_full_disk_is_named_and_the_run_goes_on_after_room_is_made(
     again = Buffer(config, small_disk / "journal")
     known = {x.group for x in read_events(small_disk / "journal") if isinstance(x, e.Accepted)}
     assert len(acknowledged) > 10 and set(acknowledged) <= known
-    assert again.ledger.closes() and again.book.num_consumed >= step
-    live_steps(again, again.book.num_consumed, again.book.num_consumed + 2)
+    assert again.book.ledger.closes() and again.progress.next_step >= step
+    live_steps(again, again.progress.next_step, again.progress.next_step + 2)
     again.close()
 
 
 def train_step(buffer: Buffer, step: int) -> None:
-    handout = buffer.next(step)
+    handout = buffer.progress.hand_out(step)
     assert handout is not None
-    trained = sum(buffer.book.content(group).tokens for group in handout.groups)
-    buffer.consumed(m.ReportTrainedStep(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={}))
+    trained = sum(buffer.book.pool.get_content(group).tokens for group in handout.groups)
+    buffer.progress.finish_step(
+        m.ReportTrainedStep(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
+    )
     buffer.commit()
 
 
@@ -457,18 +461,18 @@ def test_another_sampler_leaves_no_group_beyond_the_bound_to_be_trained(tmp_path
     buffer.close()
     again = Buffer(load_config(wide), tmp_path / "journal")
     for step in range(3, 12):
-        again.publish(step, f"w{step}")
+        again.progress.publish_version(step, f"w{step}")
         handout = None
         while handout is None:
-            while (lease := again.lease("g")) is not None:
+            while (lease := again.lease_next("g")) is not None:
                 submit_group(again, lease, step)
-            handout = again.next(step)
-        assert all(again.book.content(group).oldest >= step - 3 for group in handout.groups)
-        trained = sum(again.book.content(group).tokens for group in handout.groups)
-        again.consumed(
+            handout = again.progress.hand_out(step)
+        assert all(again.book.pool.get_content(group).oldest >= step - 3 for group in handout.groups)
+        trained = sum(again.book.pool.get_content(group).tokens for group in handout.groups)
+        again.progress.finish_step(
             m.ReportTrainedStep(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
         )
-    assert again.ledger.closes() and not again.ledger.tokens["late"]
+    assert again.book.ledger.closes() and not again.book.ledger.tokens["late"]
     again.close()
 
 
@@ -511,8 +515,8 @@ def test_a_repair_names_a_first_file_that_is_missing(tmp_path: Path, config: Con
     report = repair_journal(folder)
     assert "000000.jsonl is missing" in report.damage[0]
     again = Buffer(config, folder)
-    again.rewind(again.book.floor_step)
-    live_steps(again, again.book.num_consumed, again.book.num_consumed + 4)
+    again.progress.rewind_to(again.book.history.oldest_checkpoint)
+    live_steps(again, again.progress.next_step, again.progress.next_step + 4)
     again.close()
 
 
@@ -532,34 +536,34 @@ def test_whatever_a_repair_changes_stays_beside_also_the_second_time(tmp_path: P
 def test_no_step_waits_after_a_repair_for_groups_whose_due_steps_are_lost(tmp_path: Path) -> None:
     config = load_config([*LIFE_SETTINGS, "algo.dynamic_sampling=true", "buffer.durability=fsync"])
     buffer = Buffer(config, tmp_path / "journal")
-    buffer.publish(0, "w")
-    leases = [lease for _ in range(6) if (lease := buffer.lease("g")) is not None]
+    buffer.progress.publish_version(0, "w")
+    leases = [lease for _ in range(6) if (lease := buffer.lease_next("g")) is not None]
     for lease in leases[2:3] + leases[4:] + leases[3:4] + leases[:2]:
         spread = [
             replace(row, reward=float(i * (lease.group != 2))) for i, row in enumerate(make_group(lease))
         ]
         data = memoryview(encode(to_batch(spread))).cast("B")
         assert (
-            buffer.submit("g", [lease.id], SCHEMA_VERSION, data)[0]
+            buffer.intake.submit_groups("g", [lease.id], SCHEMA_VERSION, data)[0]
             == ["accepted", "zero_variance"][lease.group == 2]
         )
-    fresh = buffer.lease("g")
+    fresh = buffer.lease_next("g")
     assert fresh is not None and fresh.due == 0
     data = memoryview(
         encode(to_batch([replace(row, reward=float(i)) for i, row in enumerate(make_group(fresh))]))
     ).cast("B")
-    buffer.submit("g", [fresh.id], SCHEMA_VERSION, data)
+    buffer.intake.submit_groups("g", [fresh.id], SCHEMA_VERSION, data)
     for step in range(2):
         if step:
-            buffer.publish(step, f"w{step}")
+            buffer.progress.publish_version(step, f"w{step}")
         train_step(buffer, step)
     folder = copy_killed(buffer, tmp_path / "killed")
     buffer.close()
     lose_lines(folder, lambda event: isinstance(event, e.Leased) and event.group in (2, 3, 4, 5))
     repair_journal(folder)
     again = Buffer(load_config([*LIFE_SETTINGS, "buffer.durability=fsync"]), folder)
-    again.rewind(again.book.num_consumed)
-    live_steps(again, again.book.num_consumed, 6, checkpoint_every=100)
+    again.progress.rewind_to(again.progress.next_step)
+    live_steps(again, again.progress.next_step, 6, checkpoint_every=100)
     again.close()
 
 
@@ -567,13 +571,13 @@ def test_a_duplicate_whose_cause_is_lost_does_not_hold_its_group_for_ever(tmp_pa
     config = load_config([*LIFE_SETTINGS, "staleness.on_late=cancel", "staleness.straggler_timeout_s=1.0"])
     now = 0.0
     buffer = Buffer(config, tmp_path / "journal", clock=lambda: now)
-    buffer.publish(0, "w")
-    leases = [lease for _ in range(6) if (lease := buffer.lease("g")) is not None]
+    buffer.progress.publish_version(0, "w")
+    leases = [lease for _ in range(6) if (lease := buffer.lease_next("g")) is not None]
     for lease in leases[1:]:
         submit_group(buffer, lease, 0)
-    assert buffer.next(0) is None
+    assert buffer.progress.hand_out(0) is None
     now = 2.0
-    buffer.tick()
+    buffer.check_time()
     assert submit_group(buffer, leases[0], 0) == "duplicate"
     buffer.commit()
     folder = copy_killed(buffer, tmp_path / "killed")
@@ -581,7 +585,7 @@ def test_a_duplicate_whose_cause_is_lost_does_not_hold_its_group_for_ever(tmp_pa
     lose_lines(folder, lambda event: isinstance(event, e.Rejected))
     repair_journal(folder)
     again = Buffer(config, folder, clock=lambda: now)
-    again.rewind(0)
+    again.progress.rewind_to(0)
     live_steps(again, 0, 2, checkpoint_every=100)
     again.close()
 

@@ -26,7 +26,7 @@ SUMMARY = {
     "reward": {"first", "last"}, "evaluations": None,
     "tokens": {"generated", "trained", "masked", "rejected", "in_flight"},
     "groups": {"leased", "trained", "rejected", "in_flight", "trained_twice"},
-    "staleness": {"bound", "admitted", "max", "mean", "histogram"},
+    "staleness": {"bound", "admission_lag", "max", "mean", "histogram"},
     "throughput": {"generated_tokens_per_s", "trained_tokens_per_s", "steps_per_s"},
     "idle": {"learner", "generators"}, "weights": {
         "updates", "bytes", "fetched_bytes", "gb_per_s", "prepare_s_mean", "pause_s_mean", "publish_s_mean", "lag",
@@ -77,7 +77,7 @@ def test_a_run_that_is_stopped_in_whatever_way_leaves_no_process_and_goes_on(
     assert_accounts_close(last)
     events = EventAccumulator(str(run.folder / "tensorboard"))
     events.Reload()
-    admitted = events.Scalars("staleness/admitted")
+    admitted = events.Scalars("staleness/admission_lag")
     assert admitted[0].value == 1.0 and events.Tags()["scalars"].count("offpolicy/ess_sequence") == 1, (
         "a controlled lag begins at 1"
     )

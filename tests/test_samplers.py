@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from buffers import messages as m
 from buffers.buffer import Buffer
 from buffers.events import Accepted
-from buffers.samplers import Candidates, Prioritized, RewardBalanced, draw, load_sampler
+from buffers.samplers import Candidates, Prioritized, RewardBalanced, draw_groups, load_sampler
 from buffers.trajectory import SCHEMA_VERSION, encode, to_batch
 from configs.load import load_config
 
@@ -43,7 +43,9 @@ def test_every_sampler_chooses_distinct_rows_and_the_same_again(
 ) -> None:
     count, pool = data.draw(st.integers(1, num)), candidates(num)
     first, again = (
-        draw(load_sampler(name, {}), contents(pool), pool.uses.tolist(), count, np.random.default_rng([3, 7]))
+        draw_groups(
+            load_sampler(name, {}), contents(pool), pool.uses.tolist(), count, np.random.default_rng([3, 7])
+        )
         for _ in range(2)
     )
     assert first == again and len(set(first[0])) == count
@@ -124,8 +126,8 @@ def a_step(folder: Path, *overrides: str) -> Buffer:
     """A buffer in which the groups of steps 0 and 1 are complete; group g has 2 + g sampled tokens a row."""
     small = ["learner.groups_per_step=4", "learner.samples_per_prompt=2", "run.steps=9", "eval.prompts=0"]
     buffer = Buffer(load_config([*small, "staleness.max_versions=1", *overrides]), folder)
-    buffer.publish(0, "w")
-    while (lease := buffer.lease("g")) is not None:
+    buffer.progress.publish_version(0, "w")
+    while (lease := buffer.lease_next("g")) is not None:
         n = 2 + lease.group
         rows = make_group(
             lease,
@@ -134,9 +136,9 @@ def a_step(folder: Path, *overrides: str) -> Buffer:
             logprobs=[0.0] + [-1.0] * n,
             versions=[-1] + [0] * n,
         )
-        assert buffer.submit("g", [lease.id], SCHEMA_VERSION, memoryview(encode(to_batch(rows)))) == [
-            "accepted"
-        ]
+        assert buffer.intake.submit_groups(
+            "g", [lease.id], SCHEMA_VERSION, memoryview(encode(to_batch(rows)))
+        ) == ["accepted"]
     return buffer
 
 
@@ -147,12 +149,12 @@ def test_a_sampler_of_your_own_chooses_and_is_checked(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_samplers", raising=False)
     buffer = a_step(tmp_path / "a", "buffer.sampler=my_samplers:Longest")
-    handout = buffer.next(0)
+    handout = buffer.progress.hand_out(0)
     assert handout is not None and handout.groups == [4, 5, 6, 7]
     buffer.close()
     rubbish = a_step(tmp_path / "b", "buffer.sampler=my_samplers:Rubbish")
     with pytest.raises(ValueError, match="buffer.sampler must choose 4 distinct rows of 8, .* from Rubbish"):
-        rubbish.next(0)
+        rubbish.progress.hand_out(0)
     rubbish.close()
 
 
@@ -160,43 +162,45 @@ def test_a_group_is_trained_up_to_max_uses_and_half_as_many_are_made(tmp_path: P
     buffer = a_step(tmp_path, "buffer.max_uses=2")
     uses: Counter[int] = Counter()
     for step in range(6):
-        handout = buffer.next(step)
+        handout = buffer.progress.hand_out(step)
         assert handout is not None and len(handout.groups) == 4
         uses.update(handout.groups)
-        tokens = sum(buffer.book.content(group).tokens for group in handout.groups)
-        buffer.consumed(m.ReportTrainedStep(step=step, num_trained=tokens, idle_s=0, alive_s=1, metrics={}))
-        buffer.publish(step + 1, f"w{step + 1}")
-        while (lease := buffer.lease("g")) is not None:
+        tokens = sum(buffer.book.pool.get_content(group).tokens for group in handout.groups)
+        buffer.progress.finish_step(
+            m.ReportTrainedStep(step=step, num_trained=tokens, idle_s=0, alive_s=1, metrics={})
+        )
+        buffer.progress.publish_version(step + 1, f"w{step + 1}")
+        while (lease := buffer.lease_next("g")) is not None:
             rows = make_group(lease, version=step + 1)
-            buffer.submit("g", [lease.id], SCHEMA_VERSION, memoryview(encode(to_batch(rows))))
-        buffer.next(step + 1)  # opens places where too few are left
-        while (lease := buffer.lease("g")) is not None:
-            buffer.submit(
+            buffer.intake.submit_groups("g", [lease.id], SCHEMA_VERSION, memoryview(encode(to_batch(rows))))
+        buffer.progress.hand_out(step + 1)  # opens places where too few are left
+        while (lease := buffer.lease_next("g")) is not None:
+            buffer.intake.submit_groups(
                 "g",
                 [lease.id],
                 SCHEMA_VERSION,
                 memoryview(encode(to_batch(make_group(lease, version=step + 1)))),
             )
     assert max(uses.values()) == 2 and len(uses) < 6 * 4
-    status = buffer.status("")
+    status = buffer.make_status("")
     assert (
         status.replayed_tokens > 0
         and sum(status.staleness_histogram.values()) == status.tokens.trained + status.replayed_tokens
     )
-    assert buffer.ledger.closes() and status.trained_twice == 0
+    assert buffer.book.ledger.closes() and status.trained_twice == 0
     buffer.close()
 
 
 def test_weights_of_a_sampler_reach_the_batch(tmp_path: Path) -> None:
     buffer = a_step(tmp_path, "buffer.sampler=prioritized", "buffer.sampler_args.column=tokens")
-    handout = buffer.next(0)
+    handout = buffer.progress.hand_out(0)
     assert (
         handout is not None
-        and len(handout.weights) == 4
-        and max(handout.weights) == 1.0 > min(handout.weights)
+        and len(handout.group_weights) == 4
+        and max(handout.group_weights) == 1.0 > min(handout.group_weights)
     )
     buffer.close()
     again = Buffer(load_config(["learner.groups_per_step=4", "learner.samples_per_prompt=2", "run.steps=9", "eval.prompts=0",
                          "staleness.max_versions=1", "buffer.sampler=freshest"]), tmp_path)  # fmt: skip
-    assert again.next(0) == handout, "what was handed out stays so, whatever is started again"
+    assert again.progress.hand_out(0) == handout, "what was handed out stays so, whatever is started again"
     again.close()

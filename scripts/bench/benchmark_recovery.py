@@ -46,22 +46,22 @@ def write_run(folder: Path, num_groups: int, checkpoints: bool) -> None:
     logging.disable(logging.ERROR)
     buffer = Buffer(configure(), folder)
     for step in range(-(-num_groups // GROUPS_PER_STEP)):
-        buffer.publish(step, f"weights of version {step}")
+        buffer.progress.publish_version(step, f"weights of version {step}")
         leases = []
-        while (lease := buffer.lease("g")) is not None:
+        while (lease := buffer.lease_next("g")) is not None:
             leases.append(lease)
         rows = [row for lease in leases for row in rows_of(lease, step)]
         if leases:
             data = memoryview(encode(to_batch(rows))).cast("B")
-            buffer.submit("g", [lease.id for lease in leases], SCHEMA_VERSION, data)
-        handout = buffer.next(step)
+            buffer.intake.submit_groups("g", [lease.id for lease in leases], SCHEMA_VERSION, data)
+        handout = buffer.progress.hand_out(step)
         assert handout is not None
-        trained = sum(buffer.book.content(group).tokens for group in handout.groups)
-        buffer.consumed(
+        trained = sum(buffer.book.pool.get_content(group).tokens for group in handout.groups)
+        buffer.progress.finish_step(
             m.ReportTrainedStep(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
         )
         if checkpoints and (step + 1) % CHECKPOINT_EVERY == 0:
-            buffer.checkpointed(step + 1, max(0, step + 1 - (KEEP - 1) * CHECKPOINT_EVERY))
+            buffer.progress.keep_checkpoint(step + 1, max(0, step + 1 - (KEEP - 1) * CHECKPOINT_EVERY))
         buffer.commit()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -85,9 +85,9 @@ def open_again(folder: Path) -> None:
     began = time.monotonic()
     buffer = Buffer(configure(), folder)
     seconds = time.monotonic() - began
-    assert buffer.ledger.closes()
+    assert buffer.book.ledger.closes()
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(seconds, lines, max(before, most) / 1024, buffer.book.num_consumed)
+    print(seconds, lines, max(before, most) / 1024, buffer.progress.next_step)
     os._exit(0)  # without a clean end, which would write a state
 
 

@@ -85,7 +85,7 @@ class Outcome(msgspec.Struct, frozen=True):
 def run(job: Job) -> Outcome:
     """In a process of its own."""
     from buffers.controller import first_lag, next_lag
-    from buffers.staleness import admits
+    from buffers.staleness import is_admitted
     from learners.models import load_models
     from learners.step import Trainer
     from sync.stream import collect_tensors
@@ -111,7 +111,7 @@ def run(job: Job) -> Outcome:
     divergence: list[float] = []
     for step in range(job.steps):
         versions.append(collect_tensors(trainer.models.policy.stream_weights()))
-        while admits(len(leased), step, lag):
+        while is_admitted(len(leased), step, lag):
             leased.append(step)
         behind = step - leased[step]
         batch = _sampler().batch(config, versions[-1 - behind], step, behind)

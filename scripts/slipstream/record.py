@@ -181,7 +181,7 @@ class Record:
             },
             "staleness": {
                 "bound": self._config.max_versions,
-                "admitted": news.admission_lag,
+                "admission_lag": news.admission_lag,
                 "max": max(news.staleness_histogram, default=0),
                 "mean": sum(k * n for k, n in news.staleness_histogram.items()) / count if count else 0.0,
                 "histogram": {

@@ -69,7 +69,7 @@ class Recording:
         """Raises DamagedGroup when the journal's bytes have changed."""
         trained = self.steps[step]
         batches = [self._reader.read(self._contents[group]) for group in trained.groups]
-        return TakenBatch(step, trained.groups, trained.weights, pa.Table.from_batches(batches, SCHEMA))
+        return TakenBatch(step, trained.groups, trained.group_weights, pa.Table.from_batches(batches, SCHEMA))
 
 
 class Playback:

@@ -266,7 +266,7 @@ def _check_epochs(config: Config, records: Records, found: Audit) -> None:
         prompts.setdefault(group // size, Counter())[event.prompt] += 1
     order = PromptOrder(size, config.run.seed)
     for group in sorted(records.cancelled):
-        prompts.setdefault(group // size, Counter())[order.index(group)] += 1
+        prompts.setdefault(group // size, Counter())[order.prompt_index(group)] += 1
     for epoch, counts in sorted(prompts.items()):
         if max(counts.values()) > 1 or not set(counts) <= set(range(size)):
             found.wrong.append(
@@ -301,9 +301,9 @@ def _check_ledger(
         return
     if export_book(whole.book) != export_book(buffer.book):
         found.wrong.append("the newest state and the log since lead elsewhere than the log alone")
-    ledger, pool = buffer.ledger, buffer.book.pool
+    ledger, pool = buffer.book.ledger, buffer.book.pool.groups
     trained = [group for done in records.trained.values() for group in done.groups]
-    if not ledger.closes() or buffer.book.trained_twice:
+    if not ledger.closes() or buffer.book.history.trained_twice:
         found.wrong.append(f"the ledger does not close: {vars(ledger)}")
     if ledger.groups["trained"] != len(trained) or len(trained) + len(pool) + len(records.damaged) != len(
         records.accepted

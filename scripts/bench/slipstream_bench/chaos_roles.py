@@ -100,11 +100,11 @@ def write_long_log(config: Config, folder: Path, num_lines: int) -> None:
     journal.ROTATE_LINES = 10**9
     logging.disable(logging.WARNING)
     buffer = Buffer(config, folder / "journal")
-    buffer.publish(0, "long")
+    buffer.progress.publish_version(0, "long")
     for number in range(num_lines // 2):
-        lease = buffer.lease("long")
+        lease = buffer.lease_next("long")
         assert lease is not None
-        buffer.fail(lease.id, 0, "it was never begun")
+        buffer.fail_lease(lease.id, 0, "it was never begun")
         if number % 1000 == 0:
             buffer.commit()
     buffer.commit()

@@ -1,0 +1,185 @@
+"""The intake: groups that generators submit are checked, written to the journal and booked.
+
+lease ─▶ submit: check every row ─▶ append to the journal ─▶ book as accepted ─▶ (dynamic sampling: reject equal rewards)
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from buffers import events as e
+from buffers.book import Book
+from buffers.journal import Journal
+from buffers.prompts import PromptOrder
+from buffers.refusal import RefusalCounts
+from buffers.trajectory import (
+    SCHEMA_VERSION,
+    Checked,
+    Expected,
+    Facts,
+    Malformed,
+    check_groups,
+    divide_groups,
+    encode,
+)
+from buffers.vocabulary import read_routing, read_vocabulary
+from buffers.watchdog import Watchdog
+from configs.schema import Config
+
+log = logging.getLogger("slipstream.buffer")
+
+
+class Intake:
+    def __init__(
+        self,
+        config: Config,
+        book: Book,
+        journal: Journal,
+        refusals: RefusalCounts,
+        watchdog: Watchdog,
+        milestones: dict[str, float],
+    ) -> None:
+        self._config, self._book, self._journal = config, book, journal
+        self._refusals, self._watchdog, self._milestones = refusals, watchdog, milestones
+        self._prompts = PromptOrder(config.task.size, config.run.seed)
+        self._vocabulary = read_vocabulary(Path(config.model.path))
+        self._routing = read_routing(Path(config.model.path), config.learner.moe.router_replay)
+        self.quarantined_in_a_row = 0
+        """Groups that have failed for good since the last accepted one."""
+
+    def submit_groups(
+        self, generator: str, leases: Sequence[int], schema: int, data: memoryview
+    ) -> list[str]:
+        """Checks, journals and books the groups of some leases; returns a verdict for each lease.
+
+        `accepted`; `zero_variance` (complete, and rejected by dynamic sampling); `duplicate`; or `failed` (and counted
+        as refused, because the group breaks a rule, or the message cannot be read at all).
+        """
+        num_samples = self._book.terms.samples_per_prompt
+        wanted = self._find_wanted(leases)
+        spent: dict[int, int] = {}
+        found = None
+        try:
+            if schema != SCHEMA_VERSION:
+                raise Malformed(f"schema version must be {SCHEMA_VERSION}, got {schema}")
+            if len(wanted) < len(leases):
+                data, spent = divide_groups(data, len(leases), wanted, num_samples)
+            if wanted:
+                found = check_groups(
+                    data,
+                    list(wanted.values()),
+                    num_samples=num_samples,
+                    newest_version=self._book.history.newest_version,
+                    longest=self._config.longest_row,
+                    vocabulary=self._vocabulary,
+                    routing=self._routing,
+                )
+        except Malformed as error:
+            self._refusals.refuse_message("malformed group", f"from {generator}: {error}")
+            for place in wanted:
+                self.fail_lease(leases[place], 0, str(error))
+        stored = iter(
+            () if found is None else self._store(generator, [leases[place] for place in wanted], data, found)
+        )
+        return [
+            next(stored, "failed") if place in wanted else self._settle_unwanted(lease, spent.get(place, 0))
+            for place, lease in enumerate(leases)
+        ]
+
+    def _find_wanted(self, leases: Sequence[int]) -> dict[int, Expected]:
+        """Returns, by place in the message, the groups that are still open. A group counts once in a message."""
+        wanted: dict[int, Expected] = {}
+        groups: set[int] = set()
+        for place, lease in enumerate(leases):
+            held = self._book.leases.find_open_group(lease)
+            if held is not None and held[0] not in groups:
+                groups.add(held[0])
+                wanted[place] = Expected(held[0], held[1], self._prompts.prompt_index(held[0]))
+        return wanted
+
+    def _settle_unwanted(self, lease: int, num_tokens: int) -> str:
+        """Books a group that is complete already, or that nobody waits for any more; returns the verdict."""
+        leases = self._book.leases
+        if leases.attempts.is_accepted(lease):
+            return "accepted"  # sent again because the receipt was lost
+        if leases.find_open_group(lease) is not None:
+            return self.fail_lease(lease, num_tokens, "handed in twice in one message, and refused")
+        if leases.attempts.find_attempt(lease) is not None:
+            leases.count_duplicate(lease, num_tokens)
+        return "duplicate"
+
+    def _store(self, generator: str, leases: list[int], data: memoryview, found: Checked) -> Iterator[str]:
+        """Appends the whole groups of a message to the journal and books them; yields a verdict for each lease."""
+        num_samples = self._book.terms.samples_per_prompt
+        good = [number for number, facts in enumerate(found.verdicts) if isinstance(facts, Facts)]
+        if good:
+            message = data
+            if not found.storable:
+                parts = [found.batch.slice(number * num_samples, num_samples) for number in good]
+                message = memoryview(encode(pa.concat_batches(parts))).cast("B")
+            segment, offset, xxh3 = self._journal.append_batch(message)
+            self._watchdog.note_movement()
+            self.quarantined_in_a_row = 0
+            self._milestones.setdefault("first_group", time.time())
+        row = 0
+        for lease, facts in zip(leases, found.verdicts, strict=True):
+            if isinstance(facts, Malformed):
+                self._refusals.refuse_message("malformed group", f"from {generator}: {facts}")
+                self.fail_lease(lease, 0, str(facts))
+                yield "failed"
+                continue
+            held = self._book.leases.find_open_group(lease)
+            assert held is not None
+            group, due = held
+            if self._book.leases.is_too_new(due, facts.newest):
+                row += num_samples
+                error = f"sampled by version {facts.newest}, newer than the step {due} that it is for"
+                self._book.leases.fail_lease(lease, facts.num_tokens, error, counts=False)
+                yield "failed"
+                continue
+            content = e.Accepted(
+                lease=lease,
+                group=group,
+                due=due,
+                prompt=self._prompts.prompt_index(group),
+                segment=segment,
+                offset=offset,
+                size=len(message),
+                xxh3=xxh3,
+                row=row,
+                rows=num_samples,
+                tokens=facts.num_tokens,
+                oldest=facts.oldest,
+                newest=facts.newest,
+                reward_mean=facts.reward_mean,
+                reward_std=facts.reward_std,
+                at=time.time(),
+                versions=facts.versions,
+            )
+            row += num_samples
+            yield self._book_content(content)
+
+    def _book_content(self, content: e.Accepted) -> str:
+        self._book.leases.accept_group(content)
+        if self._config.algo.dynamic_sampling and content.reward_std == 0.0:
+            self._book.history.reject_group(content.group, "zero_variance")
+            return "zero_variance"
+        return "accepted"
+
+    def fail_lease(self, lease: int, num_tokens: int, error: str, *, revoked: bool = False) -> str:
+        """Books that a lease came to nothing. Reports about unknown leases are not worth a line in the journal."""
+        leases = self._book.leases
+        if leases.attempts.find_attempt(lease) is not None:
+            held = leases.find_open_group(lease)
+            outcome = leases.fail_lease(lease, max(0, num_tokens), error, counts=not revoked)
+            if held is not None and outcome != "over":
+                self.note_lost(held[0], outcome, error)
+        return "failed"
+
+    def note_lost(self, group: int, outcome: str, error: str) -> None:
+        """Logs a failed attempt. `outcome` is `lost` or `quarantined`."""
+        log.warning("group %d failed and is %s: %s", group, outcome, error)
+        self.quarantined_in_a_row += outcome == "quarantined"
