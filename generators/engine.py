@@ -24,8 +24,8 @@ class Sample:
     """The same prompt, seed and weights give the same tokens, whatever else the engine is doing."""
     greedy: bool = False
     forced: bool = False
-    """True for the parity probe: the engine samples exactly `max_tokens` tokens, past the end of sequence too, from the whole
-    distribution (no top-p, top-k or min-p)."""
+    """True for the parity probe: the engine samples exactly `max_tokens` tokens, past the end of sequence
+    too, from the whole distribution (no top-p, top-k or min-p)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +42,13 @@ class Completion:
     finish_reason: str
     """`stop`, `length` or `abort`."""
     experts: np.ndarray | None = None
-    """[prompt + n, layers · k] int16 experts that each token was sent to, -1 for the last token. None where the engine does not
-    record them."""
+    """[prompt + n, layers · k] int16 experts that each token was sent to, -1 for the last token. None where
+    the engine does not record them."""
 
 
 class Engine(Protocol):
-    """Samples for one thread, which adds samples and steps until they are done. Weights change between two steps.
+    """Samples for one thread, which adds samples and steps until they are done. Weights change between two
+    steps.
 
     The engine starts without a version: `load_version` must be called once before the first `add_sample`.
     """
@@ -73,11 +74,13 @@ class Engine(Protocol):
     def num_unfinished(self) -> int: ...
 
     def load_version(self, source: Snapshot | NcclBroadcast) -> None:
-        """Loads a version while requests are kept, and verifies that the engine then holds what the manifest's digests say.
+        """Loads a version while requests are kept, and verifies that the engine then holds what the
+        manifest's digests say.
 
-        Raises FileNotFoundError when the version is gone (a newer one has replaced it), and `sync.manifest.DigestMismatch` when
-        it is not what was published: the old version stays in service. Raises `sync.manifest.EngineMismatch` when the engine
-        does not hold what it was given: nothing may be sampled before a later `load_version` succeeds.
+        Raises FileNotFoundError when the version is gone (a newer one has replaced it), and
+        `sync.manifest.DigestMismatch` when it is not what was published: the old version stays in service.
+        Raises `sync.manifest.EngineMismatch` when the engine does not hold what it was given: nothing may be
+        sampled before a later `load_version` succeeds.
         """
         ...
 

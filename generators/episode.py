@@ -1,4 +1,4 @@
-"""Episodes stand between a task and an engine: they turn leases into token ids, and sampled tokens into scores."""
+"""Episodes turn leases into token ids and sampled tokens into scores. They stand between a task and an engine."""
 
 import random
 import threading
@@ -23,7 +23,8 @@ class Episodes(Protocol):
         ...
 
     def score_tokens(self, prompt: EncodedPrompt, tokens: list[int]) -> Score:
-        """Scores one response of sampled tokens. Runs in a thread of the scoring pool, while the loop encodes other prompts."""
+        """Scores one response of sampled tokens. Runs in a thread of the scoring pool, while the loop encodes
+        other prompts."""
         ...
 
 

@@ -22,7 +22,8 @@ class SampledGroup:
     started_at: float
     """Unix time in seconds."""
     completions: dict[int, Completion] = field(default_factory=dict)
-    """Finished samples by index. The index `lease.num_samples` is ReMax's greedy sample, which is not trained."""
+    """Finished samples by index. The index `lease.num_samples` is ReMax's greedy sample, which is not
+    trained."""
 
     def is_trained(self, sample_id: str) -> bool:
         """True for the group's own samples, false for ReMax's greedy one."""
@@ -62,7 +63,8 @@ def make_trajectory(
     baseline: dict[str, float],
     generator: str,
 ) -> Trajectory:
-    """Returns the row of a finished and scored sample. `baseline` holds ReMax's greedy reward by its name; else it is empty."""
+    """Returns the row of a finished and scored sample. `baseline` holds ReMax's greedy reward by its name;
+    else it is empty."""
     prompt = group.prompt.tokens
     return Trajectory(
         group=group.lease.group,

@@ -1,4 +1,4 @@
-"""How a generator joins a run: it asks the buffer for the run's configuration, and builds its engine, task and subscriber from that."""
+"""A generator joins a run: it asks the buffer for the run's configuration and builds its parts from that."""
 
 from functools import partial
 from pathlib import Path
@@ -38,8 +38,9 @@ def join_run(
 ) -> Generator:
     """Returns a generator of the run whose buffer answers at `address`, ready to run.
 
-    The run's configuration decides model, task and sampling. Two things are matters of this host: `gpu_memory`, the share of its
-    GPU that the engine may take, and `shares_gpu`, whether other processes are on that GPU.
+    The run's configuration decides model, task and sampling. Two things are matters of this host:
+    `gpu_memory`, the share of its GPU that the engine may take, and `shares_gpu`, whether other processes are
+    on that GPU.
 
     Heartbeats begin before the engine starts, because that takes long. When it fails the buffer hears why.
     """

@@ -1,8 +1,11 @@
 """The groups that a generator has leases for, from the lease to the message that hands them in.
 
-    waiting (leased, not begun) ──▶ sampling (in the engine) ──▶ scoring (in the scoring pool) ──▶ Submit, Evaluated or Fail
+    waiting (leased, not begun) ──▶ sampling (in the engine) ──▶ scoring (in the scoring pool)
+                                      │                            └─▶ SubmitGroups or SubmitEvaluation
+                                      └── on an error, in each state ──▶ FailLease
 
-The buffer may revoke a lease in each of these states. The task is user code: whatever it raises fails its own group.
+The buffer may revoke a lease in each of these states. The task is user code: whatever it raises fails its own
+group.
 """
 
 import logging
@@ -75,10 +78,11 @@ class LeasedGroups:
         return self._scores.num_abandoned
 
     def count_missing_leases(self, num_rollouts: int) -> int:
-        """Returns how many more leases fill the engine, which has `num_rollouts` unfinished samples of groups. At most 0: it is full.
+        """Returns how many more leases fill the engine, which has `num_rollouts` unfinished samples of
+        groups. At most 0: it is full.
 
-        Groups that wait for their scores count as well, beyond one engine's worth of samples. So a generator whose scoring cannot
-        keep up does not pile up groups.
+        Groups that wait for their scores count as well, beyond one engine's worth of samples. So a generator
+        whose scoring cannot keep up does not pile up groups.
         """
         backlog = max(0, len(self._scoring) * self._samples_per_group - self._max_sequences)
         num_used = num_rollouts + len(self._waiting) * self._samples_per_group + backlog
@@ -123,8 +127,8 @@ class LeasedGroups:
             hand_in(self._client, self._generator, list(rows_by_lease), batch)
 
     def drop_lease(self, lease_id: int) -> None:
-        """Stops a group whose lease the buffer has revoked, and reports how many tokens it had. The lease may have been handed in
-        meanwhile: then nothing happens."""
+        """Stops a group whose lease the buffer has revoked, and reports how many tokens it had. The lease may
+        have been handed in meanwhile: then nothing happens."""
         if lease_id not in self.lease_ids:
             return
         self._waiting = deque(lease for lease in self._waiting if lease.id != lease_id)
@@ -154,8 +158,8 @@ class LeasedGroups:
         self._scores.close()
 
     def _count_samples(self, lease: m.Lease) -> int:
-        """Returns the samples to be made for a lease: a group's, and for ReMax a greedy one after them. The greedy sample is scored
-        and not trained. Like evaluation, it stands outside the ledger."""
+        """Returns the samples to be made for a lease: a group's, and for ReMax a greedy one after them. The
+        greedy sample is scored and not trained. Like evaluation, it stands outside the ledger."""
         return lease.num_samples + (self._makes_baselines and lease.split == "train")
 
     def _begin_group(self, lease: m.Lease) -> None:
@@ -198,8 +202,8 @@ class LeasedGroups:
         self._scores.submit_group(lease.id, calls, _name_prompt(lease))
 
     def _make_rows(self, group: SampledGroup, result: ScoringResult) -> list[Trajectory] | None:
-        """Returns the rows of a scored group. Reports the outcome and returns None for an evaluation prompt, which becomes no rows, and
-        for a group that could not be scored."""
+        """Returns the rows of a scored group. Reports the outcome and returns None for an evaluation prompt,
+        which becomes no rows, and for a group that could not be scored."""
         lease, scores, completions = group.lease, result.scores, group.list_completions()
         if result.error is not None:
             num_tokens = group.count_tokens(completions)

@@ -1,7 +1,7 @@
-"""The generator's part of the parity probe (`buffers.probe`): sequences of many lengths, whose last tokens the engine samples.
+"""The generator's part of the parity probe (`buffers.probe`): the engine samples the ends of sequences.
 
-The prompts are drawn from a seed. The tokens at their end go through everything that a rollout goes through: the prompt's
-forward pass, the cache, decoding in a batch, the sampler.
+The sequences have many lengths, and their prompts are drawn from a seed. The tokens at their end go through everything that a rollout goes through:
+the prompt's forward pass, the cache, decoding in a batch, the sampler.
 """
 
 import random
@@ -25,7 +25,8 @@ SMALL_VOCABULARY = 256
 
 
 class ParityProbe:
-    """Probes the first version of each life of the learner that this engine takes up, and versions that are always probed.
+    """Probes the first version of each life of the learner that this engine takes up, and versions that are
+    always probed.
 
     The generator's loop drives it. Like evaluation, it stands outside the ledger.
     """
@@ -44,7 +45,8 @@ class ParityProbe:
         return len(self._prompts) - len(self._completions)
 
     def begin_if_due(self, engine: Engine, manifest_locator: str, life: str, version: int) -> None:
-        """Adds the probe's samples to the engine, which has just loaded the announced version, if that version is to be probed."""
+        """Adds the probe's samples to the engine, which has just loaded the announced version, if that
+        version is to be probed."""
         is_due = life != self._life or is_probed(self._config, version)
         if not is_due or self._config.generators.engine is EngineKind.simulated:
             return

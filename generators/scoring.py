@@ -1,10 +1,12 @@
-"""Scoring beside the engine's loop. User code that is slow, hangs, raises or exits costs its own group and nothing else.
+"""Scoring beside the engine's loop: user code that hangs, raises or exits costs its own group only.
 
-    submit_group(lease, calls) ─▶ queue ─▶ a thread: score after score, each within the deadline ─▶ collect_results()
-                                    └── past the deadline ─▶ the group fails; the thread is abandoned, another takes its place
+    submit_group(lease, calls) ─▶ queue ─▶ a thread: score after score, each within the deadline
+                                             ├─▶ all scored ─▶ collect_results()
+                                             └─▶ one past the deadline ─▶ the group fails, the thread is
+                                                 abandoned, and another takes its place
 
-A thread cannot be killed, so one that hangs stays until the process ends. The threads are daemons, so none of them holds up
-that end.
+A thread cannot be killed, so one that hangs stays until the process ends. The threads are daemons, so none of
+them holds up that end.
 """
 
 import math
@@ -20,8 +22,8 @@ from buffers.trajectory import GREEDY
 from generators.task import Score
 
 MAX_HANGING = 32
-"""Hanging threads that a generator bears; with one more it ends. Their memory, and whatever they hold, is lost until then. A thread
-that was only late does not count any more once it has come back."""
+"""Hanging threads that a generator bears; with one more it ends. Their memory, and whatever they hold, is
+lost until then. A thread that was only late does not count any more once it has come back."""
 MAX_COMPONENTS = 64
 MAX_NAME = 200
 """Characters in the name of a component."""
@@ -58,7 +60,8 @@ class ScoringJob:
     is_unwanted: bool = False
     """True when nobody waits for the result: the lease is gone, or the pool is closed."""
     is_abandoned: bool = False
-    """True when a call of it has missed the deadline: its group has failed, and its thread ends as soon as the call does."""
+    """True when a call of it has missed the deadline: its group has failed, and its thread ends as soon as
+    the call does."""
 
 
 class ScoringPool:
@@ -83,20 +86,21 @@ class ScoringPool:
             self._start_thread()
 
     def submit_group(self, lease: int, calls: Sequence[Callable[[], Score]], what: str) -> None:
-        """Queues a group. `calls` score its samples, one each, and run in one thread, one after the other. `what` names the group in
-        errors."""
+        """Queues a group. `calls` score its samples, one each, and run in one thread, one after the other.
+        `what` names the group in errors."""
         self._jobs[lease] = ScoringJob(lease, calls, what)
         self._queue.put(self._jobs[lease])
 
     def forget_group(self, lease: int) -> None:
         """Drops a group: its result is not returned, and no further sample of it is scored."""
         if (job := self._jobs.pop(lease, None)) is not None:
-            # A call of it that is under way stays in `_running`, so `collect_results` still notices when it hangs.
+            # A call of it that is under way stays in `_running`, so `collect_results` still notices when it
+            # hangs.
             job.is_unwanted = True
 
     def collect_results(self, wait_s: float = 0.0) -> list[ScoringResult]:
-        """Returns the groups that are done; waits up to `wait_s` for the first. A group past the deadline has failed, with a
-        TimeoutError.
+        """Returns the groups that are done; waits up to `wait_s` for the first. A group past the deadline has
+        failed, with a TimeoutError.
 
         Raises TooManyScoresHang when more than `MAX_HANGING` threads hang.
         """
@@ -156,7 +160,8 @@ class ScoringPool:
                     job.began_at = self._clock()
                     self._running.add(job)
                 job.scores.append(check_score(call()))
-        # User code may raise `SystemExit` or `KeyboardInterrupt`, which end nothing when they are raised in a thread.
+        # User code may raise `SystemExit` or `KeyboardInterrupt`, which end nothing when they are raised in a
+        # thread.
         except BaseException as raised:
             result.error, result.raised = describe_error(raised), raised
         with self._lock:
@@ -225,7 +230,8 @@ def _is_text(name: str) -> bool:
 
 
 def describe_error(error: BaseException) -> str:
-    """Returns an error in at most `MAX_ERROR` characters that can be encoded, also when its own `str` raises."""
+    """Returns an error in at most `MAX_ERROR` characters that can be encoded, also when its own `str`
+    raises."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:

@@ -1,7 +1,8 @@
 """Memory for KV on a GPU that the engine shares with other processes, computed by arithmetic.
 
-vLLM would measure it: the memory that is free on the device before and after a trial. Memory that the learner or another engine
-takes or gives back meanwhile would count as vLLM's own, and vLLM stops when more is free than before.
+vLLM would measure it: the memory that is free on the device before and after a trial. Memory that the learner
+or another engine takes or gives back meanwhile would count as vLLM's own, and vLLM stops when more is free
+than before.
 """
 
 from configs.sizes import Sizes
@@ -16,8 +17,8 @@ COPIES_OF_LOGITS = 3
 def compute_kv_cache_bytes(
     sizes: Sizes, *, budget: float, element_bytes: int, max_sequences: int, tokens_per_step: int
 ) -> int:
-    """Returns the bytes that remain of `budget` bytes after the weights, one layer's activations, the sampler's logits and the
-    overhead. Raises ValueError if nothing remains."""
+    """Returns the bytes that remain of `budget` bytes after the weights, one layer's activations, the
+    sampler's logits and the overhead. Raises ValueError if nothing remains."""
     parts = {
         "weights": element_bytes * sizes.parameters,
         "activations": element_bytes * tokens_per_step * sizes.activations,

@@ -31,10 +31,10 @@ class DecodingSample:
 class SimulatedEngine:
     """An `Engine` in real time: `slots` samples decode side by side at `tokens_per_s` each, and others queue.
 
-    Time is kept exactly. A sample ends num_tokens / tokens_per_s after it got its slot, and its slot passes to the next sample
-    at that very moment, however late the caller asks. Lengths are lognormal with mean `mean_tokens` and coefficient of
-    variation `cv`, cut at 8 × the mean and at the sample's `max_tokens`. They are drawn from the sample's seed.
-    Every log-probability is 0.
+    Time is kept exactly. A sample ends num_tokens / tokens_per_s after it got its slot, and its slot passes
+    to the next sample at that very moment, however late the caller asks. Lengths are lognormal with mean
+    `mean_tokens` and coefficient of variation `cv`, cut at 8 × the mean and at the sample's `max_tokens`.
+    They are drawn from the sample's seed. Every log-probability is 0.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class SimulatedEngine:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`patience_s`: the longest that a step sleeps, so that the caller comes back to weights and leases."""
+        """`patience_s`: the longest that a step sleeps, so that the caller comes back to weights and
+        leases."""
         self.version: int | None = None
         self._rate, self._slots, self._patience_s = tokens_per_s, slots, patience_s
         self._sigma = math.sqrt(math.log1p(cv**2))

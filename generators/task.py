@@ -1,4 +1,4 @@
-"""The protocol of a task: it makes prompts and scores responses. `generators/tasks/` has one file for each task."""
+"""The protocol of a task, which makes prompts and scores responses. The tasks are in `generators/tasks/`."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,8 +16,8 @@ class Score:
     reward: float
     """The number that training raises. It must be finite, in float32 too."""
     components: dict[str, float] = field(default_factory=dict)
-    """Parts of the reward by name, for the record: at most 64 numbers, finite in float32 too, with names of at most 200
-    characters."""
+    """Parts of the reward by name, for the record: at most 64 numbers, finite in float32 too, with names of
+    at most 200 characters."""
 
 
 class Task(Protocol):
@@ -25,11 +25,11 @@ class Task(Protocol):
 
     The same three give the same prompt in every process. `train` and `eval` never share a prompt.
 
-    A task with a fixed number of training prompts says so in an attribute `num_prompts`: their indices are
-    0 .. num_prompts - 1, and the buffer walks through them in epochs. Without it, indices go on for ever.
+    A task with a fixed number of training prompts says so in an attribute `num_prompts`: their indices are 0
+    .. num_prompts - 1, and the buffer walks through them in epochs. Without it, indices go on for ever.
 
-    A task with a method `solved_examples(split, seed)` yields pairs of question and answer without end. The tiny model is
-    warm-started on them; without the method a run needs a model folder.
+    A task with a method `solved_examples(split, seed)` yields pairs of question and answer without end. The
+    tiny model is warm-started on them; without the method a run needs a model folder.
     """
 
     name: str
@@ -39,5 +39,6 @@ class Task(Protocol):
         ...
 
     def score_response(self, prompt: Prompt, response: str) -> Score:
-        """Runs in another thread, while the engine goes on. With `generators.score_threads` above 1 several calls run at once."""
+        """Runs in another thread, while the engine goes on. With `generators.score_threads` above 1 several
+        calls run at once."""
         ...

@@ -1,11 +1,11 @@
 """vLLM as a rollout engine, in this process: our loop calls vLLM's engine core step by step.
 
-Nothing is in flight inside vLLM between two steps, so that is where weights change. That needs no pause and no second process.
-Our loop drives the core below vLLM's request front end (tokenizing, text, streaming), because a loop over token ids has no use
-for that.
+Nothing is in flight inside vLLM between two steps, so that is where weights change. That needs no pause and
+no second process. Our loop drives the core below vLLM's request front end (tokenizing, text, streaming),
+because a loop over token ids has no use for that.
 
-Importing this module changes the process: vLLM takes `torch.set_num_threads` away and binds memory. So no learner may import it.
-The code is written against vLLM 0.32, for one GPU or a CPU (tensor parallel size 1).
+Importing this module changes the process: vLLM takes `torch.set_num_threads` away and binds memory. So no
+learner may import it. The code is written against vLLM 0.32, for one GPU or a CPU (tensor parallel size 1).
 """
 
 import logging
@@ -19,7 +19,8 @@ from typing import Any
 os.environ |= {
     # Several threads would spin against each other and against other roles.
     "OMP_NUM_THREADS": "1",
-    # How vLLM splits a sequence depends on what else is in the batch, and a sum's last bits depend on the split.
+    # How vLLM splits a sequence depends on what else is in the batch, and a sum's last bits depend on the
+    # split.
     "VLLM_CPU_ATTN_SPLIT_KV": "0",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -74,8 +75,8 @@ class RunningSample:
         )
 
     def _join_experts(self) -> np.ndarray:
-        """Returns [prompt + sampled, layers · k]. It holds -1 for tokens that went into no layer: the last sampled one, and those whose
-        experts an aborted sample lacks."""
+        """Returns [prompt + sampled, layers · k]. It holds -1 for tokens that went into no layer: the last
+        sampled one, and those whose experts an aborted sample lacks."""
         found = np.concatenate(self.experts)
         whole = np.full((len(self.sample.prompt) + len(self.tokens), found[0].size), -1, np.int16)
         whole[: len(found)] = found.reshape(len(found), -1)[: len(whole)]
@@ -85,15 +86,16 @@ class RunningSample:
 class VllmEngine:
     """`generators.engine.Engine` on vLLM.
 
-    The model folder gives architecture and end-of-sequence ids only. Weights come from snapshots, so the engine cannot sample
-    from weights that were not attested.
+    The model folder gives architecture and end-of-sequence ids only. Weights come from snapshots, so the
+    engine cannot sample from weights that were not attested.
 
-    A sample depends on its prompt, its seed and the weights only. On a CPU this holds to the last bit, whatever runs beside it, under
-    three conditions: the KV cache is large enough (a sample that was pushed out and computed again may differ in the last bits), the
-    prefix cache is off, and attention is not latent (`deepseek_v3`: the last bits depend on what runs beside it).
+    A sample depends on its prompt, its seed and the weights only. On a CPU this holds to the last bit,
+    whatever runs beside it, under three conditions: the KV cache is large enough (a sample that was pushed
+    out and computed again may differ in the last bits), the prefix cache is off, and attention is not latent
+    (`deepseek_v3`: the last bits depend on what runs beside it).
 
-    Log-probabilities are those of the distribution that was sampled from: after temperature, top-p, top-k and min-p (greedy samples:
-    temperature 1).
+    Log-probabilities are those of the distribution that was sampled from: after temperature, top-p, top-k and
+    min-p (greedy samples: temperature 1).
     """
 
     def __init__(
@@ -117,8 +119,9 @@ class VllmEngine:
         transfer: str | None = None,
         record_experts: bool = False,
     ) -> None:
-        """`kv_cache_mb`: None is 64 on a CPU. On a GPU it is what remains of the engine's part of the memory: measured by vLLM, or computed
-        where other processes are on the device (`shares_gpu`). `gpu_memory_fraction` is that part (None: vLLM's default).
+        """`kv_cache_mb`: None is 64 on a CPU. On a GPU it is what remains of the engine's part of the memory:
+        measured by vLLM, or computed where other processes are on the device (`shares_gpu`).
+        `gpu_memory_fraction` is that part (None: vLLM's default).
 
         `seed` decides whatever no sample's seed decides.
 
@@ -126,7 +129,8 @@ class VllmEngine:
 
         `record_experts`: record, for every token of a mixture, the experts that it was sent to.
 
-        `map_weights`: on a CPU, use the snapshot's memory itself, which all engines of the host share, and copy nothing.
+        `map_weights`: on a CPU, use the snapshot's memory itself, which all engines of the host share, and
+        copy nothing.
         """
         self.version: int | None = None
         self._max_model_len = max_model_len
@@ -251,7 +255,8 @@ class VllmEngine:
             self._restart_unsampled()
 
     def held_digests(self, manifest: Manifest) -> dict[str, str]:
-        """Returns the digests of what the engine's parameters hold now, by the names of the manifest's tensors."""
+        """Returns the digests of what the engine's parameters hold now, by the names of the manifest's
+        tensors."""
         return self._core.collective_rpc("held_digests", args=(manifest,))[0]
 
     def shutdown(self) -> None:
@@ -290,7 +295,8 @@ class VllmEngine:
         return running
 
     def _restart_unsampled(self) -> None:
-        """Begins samples without a token anew. They could read prompt KV that other weights have left in the cache otherwise."""
+        """Begins samples without a token anew. They could read prompt KV that other weights have left in the
+        cache otherwise."""
         request_ids = [request_id for request_id, running in self._running.items() if not running.tokens]
         self._core.abort_requests(request_ids)
         for request_id in request_ids:
@@ -307,8 +313,8 @@ def _compute_kv_cache_bytes(config: Any) -> int:
         sizes = sizes_of(config.model_config.hf_text_config.to_dict())
     except KeyError as error:
         raise ValueError(
-            f"generators.kv_cache_mb must be set for an engine that shares its GPU, for a model of this kind (no {error} in "
-            "its configuration, so that its memory cannot be counted), got null"
+            f"generators.kv_cache_mb must be set for an engine that shares its GPU, for a model of this kind (no "
+            f"{error} in its configuration, so that its memory cannot be counted), got null"
         ) from None
     return compute_kv_cache_bytes(
         sizes,
@@ -338,7 +344,8 @@ def _make_gpu_arguments(
 
 
 def _make_cpu_arguments(kv_cache_mb: int, max_model_len: int) -> dict[str, Any]:
-    """Returns engine arguments for a CPU. It also switches off what must be off there before a model is built."""
+    """Returns engine arguments for a CPU. It also switches off what must be off there before a model is
+    built."""
     # Where torch was imported before this module, OMP_NUM_THREADS came too late.
     torch.set_num_threads(1)
     # vLLM compiles one line of its sampler otherwise, which takes 10 s before the first token.
@@ -360,14 +367,15 @@ def _make_cpu_arguments(kv_cache_mb: int, max_model_len: int) -> dict[str, Any]:
 def make_float32_environment(dtype: str) -> dict[str, str]:
     """Returns environment variables that make an engine compute float32 in float32.
 
-    On a GPU vLLM takes its Triton attention for float32. Triton rounds the products there to TF32 (11 bits) by default, and then
-    about half of the log-probabilities were off by more than 1e-4.
+    On a GPU vLLM takes its Triton attention for float32. Triton rounds the products there to TF32 (11 bits)
+    by default, and then about half of the log-probabilities were off by more than 1e-4.
     """
     return {"TRITON_F32_DEFAULT": "ieee"} if dtype == "float32" else {}
 
 
 def _read_end_of_sequence_ids(model_config: Any) -> list[int]:
-    """Returns the end-of-sequence ids of the model's generation config; of its config where the generation config has none."""
+    """Returns the end-of-sequence ids of the model's generation config; of its config where the generation
+    config has none."""
     ids = model_config.try_get_generation_config().get(
         "eos_token_id", model_config.hf_text_config.eos_token_id
     )

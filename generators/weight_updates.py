@@ -1,10 +1,10 @@
 """New versions on their way into a generator's engine.
 
-    announced ──▶ fetched and verified, in a thread, while the engine samples ──▶ loaded between two steps of the engine
-                                                                                     └─▶ the thread prepares for the next
+    announced ──▶ fetched and verified, in a thread, while the engine samples
+                    └─▶ loaded between two steps of the engine ──▶ the thread prepares for the next version
 
-A version that cannot be had leaves the one before in service. A version that the engine does not hold as it was published
-is read again once; a second mismatch ends the generator.
+A version that cannot be had leaves the one before in service. A version that the engine does not hold as it
+was published is read again once; a second mismatch ends the generator.
 """
 
 import logging
@@ -88,8 +88,9 @@ class WeightUpdates:
     def note_announcement(self, version: int, manifest_locator: str, number: int) -> None:
         """Notes what the buffer says is newest. `number` counts publications and rewinds.
 
-        The buffer answers over two connections, so an older answer may be read after a newer one: it is passed over. A version
-        alone does not tell which answer is newer, because a rewind makes it a lower one.
+        The buffer answers over two connections, so an older answer may be read after a newer one: it is
+        passed over. A version alone does not tell which answer is newer, because a rewind makes it a lower
+        one.
         """
         if version >= 0 and number >= self._newest_number:
             self._newest_version, self._newest_locator = version, manifest_locator
@@ -103,8 +104,8 @@ class WeightUpdates:
     def update_engine(self) -> int | None:
         """Loads the newest version if it is prepared; returns its number, or None when nothing was loaded.
 
-        With `sync.in_flight=false` it waits until the engine has finished all samples. Raises DigestMismatch when a version
-        mismatches twice, and whatever else preparing or loading raises.
+        With `sync.in_flight=false` it waits until the engine has finished all samples. Raises DigestMismatch
+        when a version mismatches twice, and whatever else preparing or loading raises.
         """
         is_busy = self._engine.num_unfinished > 0
         if self._is_current or (is_busy and not self._in_flight):
@@ -137,8 +138,9 @@ class WeightUpdates:
     def _choose_preparation(self, manifest_locator: str) -> Preparation:
         """Returns the preparation to wait for: the one under way, else a new one of `manifest_locator`.
 
-        A preparation of an older version that has begun goes on and is loaded first. Where versions come faster than they can be
-        fetched, no version would ever be loaded otherwise. A preparation of a life of the learner before a rewind is dropped.
+        A preparation of an older version that has begun goes on and is loaded first. Where versions come
+        faster than they can be fetched, no version would ever be loaded otherwise. A preparation of a life of
+        the learner before a rewind is dropped.
         """
         preparation = self._preparation
         if preparation is not None and preparation.manifest_locator != manifest_locator:
@@ -163,7 +165,8 @@ class WeightUpdates:
         return source
 
     def _prepare_for_next_version(self) -> None:
-        """Runs in the preparing thread. An error here only makes the next version slower, so it is logged and not raised."""
+        """Runs in the preparing thread. An error here only makes the next version slower, so it is logged and
+        not raised."""
         try:
             self._subscriber.refresh_spare()
         except Exception:

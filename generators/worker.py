@@ -1,16 +1,19 @@
 """The generator: takes leases, drives an engine, scores what the engine samples, and submits whole groups.
 
-    Ask ──▶ Work(leases) ──▶ prompt, floor, samples into the engine
-                                │
+    RequestLeases ──▶ LeaseGrant ──▶ prompts encoded, samples added to the engine
+                                        │
         new version ──▶ loaded between two steps, requests kept
-                                ▼
-                          engine.step() ──▶ all samples of a group done ──▶ score, in a thread ──▶ Submit ──▶ Receipt
-    Heartbeat, from a thread of its own ──▶ Standing(revoked leases: abort them; the newest version)
+                                        ▼
+                                  engine.step() ──▶ all samples of a group done ──▶ scored, in a thread
+                                                                                      ▼
+                                                                 SubmitGroups ──▶ LeaseReceipt
+    GeneratorHeartbeat, from a thread of its own ──▶ GeneratorStanding: revoked leases, the newest version
 
-A generator keeps nothing that cannot be made again: when it dies, its leases expire and other generators make the groups.
+A generator keeps nothing that cannot be made again: when it dies, its leases expire and other generators make
+the groups.
 
-`Generator` is the loop and the conversation with the buffer. `weight_updates` brings new versions into the engine,
-`leased_groups` makes the groups, and `joining` builds all of them for a run that is under way.
+`Generator` is the loop and the conversation with the buffer. `weight_updates` brings new versions into the
+engine, `leased_groups` makes the groups, and `joining` builds all of them for a run that is under way.
 """
 
 import logging
@@ -53,7 +56,8 @@ class Generator:
         heart: HeartbeatThread | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`heart` is a heartbeat that has started already, because an engine takes its time to start. None starts one."""
+        """`heart` is a heartbeat that has started already, because an engine takes its time to start. None
+        starts one."""
         self.name, self._config, self._client = name, config, client
         self._engine, self._clock = engine, clock
         self._heart = start_heartbeat(client.another(), name) if heart is None else heart
@@ -73,9 +77,9 @@ class Generator:
     def run(self) -> None:
         """Consumes leases and published weights; produces groups, scores and heartbeats.
 
-        Waits for the buffer only, and only when the engine has nothing to do. Ends when the buffer says that the run is
-        over, with `BufferGone` when the buffer has been silent for as long as a lease lasts (by then all leases are lost), or
-        with the engine's own error.
+        Waits for the buffer only, and only when the engine has nothing to do. Ends when the buffer says that
+        the run is over, with `BufferGone` when the buffer has been silent for as long as a lease lasts (by
+        then all leases are lost), or with the engine's own error.
         """
         error: str | None = "its process was stopped"
         try:
@@ -188,7 +192,8 @@ class Generator:
             )
 
     def _begin_groups(self) -> None:
-        # With `sync.in_flight=false` the engine runs dry before it takes up a version, so nothing new may enter it.
+        # With `sync.in_flight=false` the engine runs dry before it takes up a version, so nothing new may
+        # enter it.
         if not self._updates.waits_for_idle_engine:
             self._groups.begin_groups(self._updates.held_version)
 
@@ -206,8 +211,8 @@ class Generator:
         self._groups.submit_scored_groups(wait_s=IDLE_S if has_only_scores else 0.0)
 
     def _count_idleness(self) -> None:
-        """Adds up the engine's idle seconds: from the moment that it has nothing to do to the moment that it steps again,
-        whatever the loop and other threads do meanwhile."""
+        """Adds up the engine's idle seconds: from the moment that it has nothing to do to the moment that it
+        steps again, whatever the loop and other threads do meanwhile."""
         now = self._clock()
         if self._was_idle:
             self._totals.idle_s += now - self._idleness_counted_at

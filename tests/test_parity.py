@@ -244,7 +244,7 @@ def test_later_versions_are_probed_now_and_then_each_with_tokens_of_its_own(
 
 def next_probe(run: BufferHarness, wait_s: float = 0.0) -> bytes | m.Reply:
     reply, rows = run.client.exchange(m.RequestParityProbe(wait_s=wait_s), wait_s=wait_s)
-    return bytes(rows[0]) if isinstance(reply, m.BatchPart) else reply
+    return bytes(rows[0]) if isinstance(reply, m.ParityProbeRows) else reply
 
 
 def test_a_probe_reaches_the_learner_off_the_ledger_and_only_that_of_the_newest_version(

@@ -1,4 +1,4 @@
-"""The tasks. A file here that holds a class `Task` is a task by the file's name; `module:Class` names one anywhere else."""
+"""The tasks. A file here with a class `Task` is a task under the file's name; `module:Class` names any other."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from generators.task import Task
 
 
 def load_task(name: str, args: Mapping[str, Any]) -> Task:
-    """Raises ValueError that names `task.name` or `task.args`, the rule and the value."""
+    """Makes the task. Raises ValueError that names `task.name` or `task.args`, the rule and the value."""
     files = Path(__file__).parent.glob("[a-z]*.py")
     known = {path.stem: f"{__name__}.{path.stem}:Task" for path in files}
     task: Task = make_plugin(name, args, known, "task.name", "task.args")

@@ -7,8 +7,8 @@ from typing import Any
 import xxhash
 
 NUM_BUCKETS = 8
-"""Number of buckets that a hash of a question's text chooses from. Bucket 0 is held out, so that `eval` never shares a question with
-`train`."""
+"""Number of buckets that a hash of a question's text chooses from. Bucket 0 is held out, so that `eval` never
+shares a question with `train`."""
 MAX_DRAWS = 10_000
 """Draws after which a dataset counts as having no question for a split."""
 
@@ -16,7 +16,8 @@ MAX_DRAWS = 10_000
 def draw_entry(
     questions: Any, text_of: Callable[[dict[str, Any]], str], split: str, rng: random.Random
 ) -> dict[str, Any]:
-    """Draws an entry of the dataset `questions` whose text belongs to `split`. Raises ValueError when none is found."""
+    """Draws an entry of the dataset `questions` whose text belongs to `split`. Raises ValueError when none is
+    found."""
     if split not in ("train", "eval"):
         raise ValueError(f"split must be train or eval, got {split!r}")
     for _ in range(MAX_DRAWS):

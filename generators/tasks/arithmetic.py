@@ -1,4 +1,4 @@
-"""Sums, from the `reasoning-gym` library: "Calculate 3 + 7 + 10." The library decides whether a response is right."""
+"""Sums from the `reasoning-gym` library, such as "Calculate 3 + 7 + 10." The library scores the response."""
 
 import random
 from collections.abc import Iterator

@@ -1,6 +1,7 @@
-"""Sorting, from the `reasoning-gym` library: "Sort 3 7 1 9 4 2 ascending." A response is right when it is the library's answer.
+"""Sorting, from the `reasoning-gym` library: "Sort 3 7 1 9 4 2 ascending." One answer is right: the library's.
 
-Two million questions of six digits exist. A model that answers questions that it never saw has therefore learned to sort.
+Two million questions of six digits exist. A model that answers questions that it never saw has therefore
+learned to sort.
 """
 
 import random
@@ -20,8 +21,8 @@ class Task:
     def __init__(self, numbers: int = 6, low: int = 0, high: int = 9, longest: int | None = None) -> None:
         """Asks for `numbers` whole numbers from `low` to `high`, both included.
 
-        With `longest` some lists are longer, up to that many numbers. Their lengths have a long tail (Pareto's with α = 2, so half of
-        the lists have fewer than 1.5 × `numbers`).
+        With `longest` some lists are longer, up to that many numbers. Their lengths have a long tail
+        (Pareto's with α = 2, so half of the lists have fewer than 1.5 × `numbers`).
         """
         if longest is not None and longest < numbers:
             raise ValueError(f"longest must be at least numbers, got {longest} and {numbers}")
@@ -35,7 +36,8 @@ class Task:
         return Prompt(_write_question(entry), entry)
 
     def score_response(self, prompt: Prompt, response: str) -> Score:
-        """Compares all numbers exactly, because the library's own score accepts numbers that are off by one."""
+        """Compares all numbers exactly, because the library's own score accepts numbers that are off by
+        one."""
         correct = float(
             response.split() == _write_numbers(prompt.entry["metadata"]["sorted_numbers"]).split()
         )
