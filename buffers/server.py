@@ -33,7 +33,7 @@ from buffers.run_status import RunStatus
 from buffers.watchdog import Stuck
 from configs.buffer import Durability
 from configs.schema import Config
-from configs.sockets import hide_names
+from configs.sockets import randomize_peer_names
 
 __all__ = ["BufferServer", "Stuck"]
 
@@ -100,7 +100,7 @@ class BufferServer:
         self._running = True
         self._drained = True  # the last turn has read all whole messages that had come
         keep_freed_memory()
-        hide_names()
+        randomize_peer_names()
         self._context = zmq.Context()  # of its own: a context has one authenticator
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._door: Door | None = None

@@ -27,7 +27,8 @@ def host_of(address: str) -> str:
 
 
 def names_no_host(address: str) -> bool:
-    """True for an address that means "all interfaces": a server can listen there, and nobody can connect to it."""
+    """True for an address that means "all interfaces": a server can listen there, and nobody can connect to
+    it."""
     return address.startswith(("tcp://0.0.0.0:", "tcp://*:"))
 
 

@@ -1,4 +1,5 @@
-"""`algo.advantage`, and the sections of the advantages that have parameters: `gae`, `vtrace`, `prime`, and `critic`."""
+"""`algo.advantage`, and the sections of the advantages that have parameters: `gae`, `vtrace`, `prime`, and
+`critic`."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -47,17 +48,19 @@ class Advantage(StrEnum):
 
     @property
     def needs_reward_model(self) -> bool:
-        """True when the learner trains an implicit process reward model, which also takes a reference policy."""
+        """True when the learner trains an implicit process reward model, which also takes a reference
+        policy."""
         return self is Advantage.prime
 
     @property
     def corrects_itself(self) -> bool:
-        """True when the advantages already hold π_p/μ, so the loss must not weigh tokens by a ratio to μ again."""
+        """True when the advantages already hold π_p/μ, so the loss must not weigh tokens by a ratio to μ
+        again."""
         return self is Advantage.vtrace
 
 
 class Span(StrEnum):
-    """What one action is in generalized advantage estimation."""
+    """Size of one action in generalized advantage estimation."""
 
     token = "token"
     """A token."""
@@ -67,14 +70,16 @@ class Span(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class CriticConfig(Section):
-    """The value model: a copy of the policy's model with a head of one number, with its own weights and optimizer."""
+    """The value model: a copy of the policy's model with a head of one number, with its own weights and
+    optimizer."""
 
     path: str | None = setting(None)
     """Folder of the model that the critic starts from. Null: `model.path`."""
     lr: float = setting(1e-3, POSITIVE)
     """Peak learning rate of the critic."""
     clip: float | None = setting(0.2, POSITIVE)
-    """Distance of a value from the one at the start of the step beyond which its loss is clipped. Null: no clip."""
+    """Distance of a value from the one at the start of the step beyond which its loss is clipped. Null: no
+    clip."""
     pretrain_steps: int = setting(0, NOT_NEGATIVE)
     """First steps of the run in which the critic alone is trained."""
 
@@ -92,7 +97,7 @@ class GaeConfig(Section):
     length_alpha: float | None = setting(None, POSITIVE)
     """Factor α of VAPO's length-adaptive λ = 1 − 1 / (α · length), which replaces `lam`. Null: `lam`."""
     span: Span = setting(Span.token)
-    """What one action is."""
+    """Size of one action."""
     whiten: bool = setting(True)
     """Bring advantages to mean 0 and deviation 1 over the trained tokens of the batch."""
 
@@ -113,7 +118,8 @@ class VtraceConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class PrimeConfig(Section):
-    """The implicit process reward model of PRIME (Cui et al., 2025, arXiv 2502.01456), which learns from outcomes alone."""
+    """The implicit process reward model of PRIME (Cui et al., 2025, arXiv 2502.01456), which learns from
+    outcomes alone."""
 
     beta: float = setting(0.05, POSITIVE)
     """Scale β of a token's reward: r_t = β log π_φ / π_ref."""

@@ -1,8 +1,8 @@
 """`algo`: advantages × off-policy correction × surrogate × aggregation, plus KL penalty and entropy bonus.
 
-The sections below it stand in `advantages.py`, `corrections.py`, `surrogates.py`, `kl.py` and `rewards.py`. Presets, the
-named compositions, stand in `configs/algo/`. What an algorithm needs of the run is a property here, which the other
-packages ask instead of comparing names.
+The sections below it stand in `advantages.py`, `corrections.py`, `surrogates.py`, `kl.py` and `rewards.py`.
+Presets, the named compositions, stand in `configs/algo/`. What an algorithm needs of the run is a property
+here, which the other packages ask instead of comparing names.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from configs.kl import KlConfig
 from configs.rewards import RewardConfig
 from configs.rules import NOT_NEGATIVE, POSITIVE, one_of
 from configs.setting import Condition, section, setting, show_value
-from configs.surrogates import SURROGATES, SurrogateConfig, SurrogateSections
+from configs.surrogates import SURROGATE_NAMES, SurrogateConfig, SurrogateSections
 
 
 class Aggregation(StrEnum):
@@ -36,27 +36,30 @@ class AlgoConfig(SurrogateSections):
     """The algorithm: how rewards become an update of the policy."""
 
     name: str = setting("grpo")
-    """Name of the preset, for the run's folder and its records. `algo=NAME` chooses a preset of `configs/algo/`."""
+    """Name of the preset, for the run's folder and its records. `algo=NAME` chooses a preset of
+    `configs/algo/`."""
     advantage: Advantage = setting(Advantage.grpo)
     """How rewards become the advantages of tokens."""
-    surrogate: str = setting("ppo", one_of(SURROGATES))
+    surrogate: str = setting("ppo", one_of(SURROGATE_NAMES))
     """Loss of a token (`algos/surrogates.py`). Its parameters stand in the section of its name."""
     proximal: Proximal = setting(Proximal.recompute)
-    """Source of the proximal log-probabilities: those of the policy around which the loss holds the new one."""
+    """Source of the proximal log-probabilities: those of the policy around which the loss holds the new
+    one."""
     correction: Correction = setting(Correction.token_tis)
     """Off-policy weight of each token, or sequence: proximal against behavior policy."""
     correction_cap: float | None = setting(None, POSITIVE)
-    """Upper end of the weight. `token_tis` and `sequence_tis` truncate there, the others drop what is above. Null: the
-    correction's own, 2 for a token or a product over a sequence, 5 for `icepop`, 1.01 for `geometric_mask`, which bounds
-    a mean."""
+    """Upper end of the off-policy weight. `token_tis` and `sequence_tis` truncate there, the others drop what is above.
+    Null: the correction's own, 2 for a token or a product over a sequence, 5 for `icepop`, 1.01 for
+    `geometric_mask`, which bounds a mean."""
     correction_floor: float | None = setting(None, POSITIVE)
-    """Lower end of the weight, for corrections that drop what is below. Null: 0.5, and 0.99 for `geometric_mask`."""
+    """Lower end of the off-policy weight, for corrections that drop what is below. Null: 0.5, and 0.99 for
+    `geometric_mask`."""
     normalize_weights: bool = setting(False)
     """Divide the off-policy weights by their mean over the minibatch, after truncation."""
     rejection: RejectionConfig = section(RejectionConfig)
     accept_uncorrected: bool = setting(False)
-    """Allow a loss that does not correct for stale tokens at `staleness.max_versions` above 0. For studies of what it
-    does."""
+    """Allow a loss that does not correct for stale tokens at `staleness.max_versions` above 0. For studies of
+    what it does."""
     aggregation: Aggregation = setting(Aggregation.token_mean)
     """How the losses of tokens become one number."""
     horizon: int | None = setting(None, POSITIVE)
@@ -117,12 +120,14 @@ class AlgoConfig(SurrogateSections):
 
     @property
     def masks_second_moment(self) -> bool:
-        """True when a mask over the minibatch keeps the second moment of log π/μ small, for the policy as it is now."""
+        """True when a mask over the minibatch keeps the second moment of log π/μ small, for the policy as it
+        is now."""
         return self.surrogate_section.second_moment_threshold is not None
 
     @property
     def needs_proximal_beforehand(self) -> bool:
-        """True when the proximal log-probabilities must be known before the first update, however many there are."""
+        """True when the proximal log-probabilities must be known before the first update, however many there
+        are."""
         return self.needs_whole_minibatch or self.kl.reward_coef > 0 or self.advantage.corrects_itself
 
     @property
@@ -151,9 +156,11 @@ class AlgoConfig(SurrogateSections):
         ]
 
     def _unused_section_conditions(self) -> list[Condition]:
-        """Returns the rules that sections which play no part keep their defaults: a change of them meant something."""
+        """Returns the rules that sections which play no part keep their defaults: a change of them meant
+        something."""
         users = {
-            name: (name in (self.surrogate, self.advantage), f"algo.surrogate={name}") for name in SURROGATES
+            name: (name in (self.surrogate, self.advantage), f"algo.surrogate={name}")
+            for name in SURROGATE_NAMES
         } | {
             "critic": (self.needs_critic, "algo.advantage=gae or vtrace"),
             "gae": (self.advantage is Advantage.gae, "algo.advantage=gae"),
@@ -201,8 +208,8 @@ class AlgoConfig(SurrogateSections):
     def _effect(self, holds: bool, key: str, wanted: str, value: object) -> Condition:
         """Returns the rule that a key without effect is left alone."""
         got = (
-            f"{show_value(value)} with algo.advantage={self.advantage}, algo.correction={self.correction} and "
-            f"algo.surrogate={self.surrogate}"
+            f"{show_value(value)} with algo.advantage={self.advantage}, algo.correction={self.correction} "
+            f"and algo.surrogate={self.surrogate}"
         )
         return Condition(holds, key, f"not be set without {wanted}", got)
 
@@ -226,8 +233,8 @@ class AlgoConfig(SurrogateSections):
             Condition(
                 not self.advantage.corrects_itself or not surrogate.corrects_itself,
                 "algo.surrogate",
-                f"not multiply by π/μ itself for algo.advantage={self.advantage} (its advantages already hold π/μ; ppo "
-                "does not)",
+                f"not multiply by π/μ itself for algo.advantage={self.advantage} (its advantages already "
+                "hold π/μ; ppo does not)",
                 str(self.surrogate),
             ),
             Condition(
@@ -246,8 +253,8 @@ class AlgoConfig(SurrogateSections):
             Condition(
                 self.surrogate_section.uses_proximal or not is_loglinear or self.rejection.is_used,
                 "algo.proximal",
-                f"not be loglinear for algo.surrogate={self.surrogate} (no proximal policy stands in it; behavior saves "
-                "the forward pass for one)",
+                f"not be loglinear for algo.surrogate={self.surrogate} (no proximal policy stands in it; "
+                "behavior saves the forward pass for one)",
                 self.proximal,
             ),
             Condition(
@@ -259,8 +266,8 @@ class AlgoConfig(SurrogateSections):
             Condition(
                 not (self.normalize_weights and is_loglinear),
                 "algo.normalize_weights",
-                "be false when algo.proximal=loglinear (each weight is known only in the loss of its own token; recompute "
-                "works)",
+                "be false when algo.proximal=loglinear (each weight is known only in the loss of its own "
+                "token; recompute works)",
                 True,
             ),
             Condition(
@@ -278,7 +285,8 @@ class AlgoConfig(SurrogateSections):
         ]
 
     def _reward_conditions(self) -> list[Condition]:
-        """Returns the rules that a greedy baseline and the rewards that it is compared with stay as the task gives them."""
+        """Returns the rules that a greedy baseline and the rewards that it is compared with stay as the task
+        gives them."""
         return [
             Condition(
                 not self.needs_greedy_response or not value,

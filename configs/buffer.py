@@ -21,7 +21,7 @@ class Durability(StrEnum):
 
 
 class Retention(StrEnum):
-    """Which segments of the journal stay on the disk."""
+    """Segments of the journal that stay on the disk."""
 
     all = "all"
     """Every segment, for queries and replay."""
@@ -37,7 +37,8 @@ class BufferConfig(Section):
     """The process between generators and learner: journal, leases, samplers and limits."""
 
     address: str = setting("tcp://127.0.0.1:0", TCP_OR_IPC_ADDRESS)
-    """Address on which the buffer listens (port 0: any free one). With `role=generators`: where it answers."""
+    """Address on which the buffer listens (port 0: any free one). With `role=generators`: where it
+    answers."""
     durability: Durability = setting(Durability.os)
     """Where a group stands when it is acknowledged."""
     lease_s: float = setting(30.0, POSITIVE)
@@ -45,21 +46,23 @@ class BufferConfig(Section):
     max_attempts: int = setting(3, POSITIVE)
     """Failures of one group after which it is quarantined with its error. The run goes on."""
     max_quarantined: int = setting(100, POSITIVE)
-    """Groups quarantined in a row, with none accepted between, at which the run ends: then the prompts are not the
-    reason."""
+    """Groups quarantined in a row, with none accepted between, at which the run ends: then the prompts are
+    not the reason."""
     segment_mb: int = setting(64, POSITIVE)
     """Size in MB at which a segment of the journal is closed."""
     retention: Retention = setting(Retention.all)
-    """Which segments of the journal are kept."""
+    """Segments of the journal that stay on the disk."""
     max_uses: int = setting(1, POSITIVE)
-    """Times that a group may be trained. Must divide `learner.groups_per_step`. Above 1, fewer fresh groups are made."""
+    """Times that a group may be trained. Must divide `learner.groups_per_step`. Above 1, fewer fresh groups
+    are made."""
     sampler: str = setting("fifo")
-    """Which complete groups a step trains: `fifo`, `freshest`, `prioritized`, `reward_balanced`, or `module:Class`."""
+    """Order in which a step takes complete groups: `fifo`, `freshest`, `prioritized`, `reward_balanced`, or
+    `module:Class`."""
     sampler_args: dict[str, Any] = setting({})
     """Keyword arguments for the sampler's class."""
     max_groups: int | None = setting(None, POSITIVE)
-    """Groups held (leased, or complete and not used up) at which leasing pauses. What the current step needs is leased
-    all the same. Null: only the staleness bound limits them, to (S + 1) steps."""
+    """Groups held (leased, or complete and not used up) at which leasing pauses. What the current step needs
+    is leased all the same. Null: only the staleness bound limits them, to (S + 1) steps."""
     max_tokens: int | None = setting(None, POSITIVE)
     """Sampled tokens in complete groups at which leasing pauses, like `max_groups`."""
     max_bytes: int | None = setting(None, POSITIVE)
@@ -67,15 +70,15 @@ class BufferConfig(Section):
     metrics_port: int | None = setting(None, PORT)
     """Port on the loopback interface where Prometheus finds the buffer's metrics. Null: nowhere."""
     keys: str | None = setting(None)
-    """Folder of CURVE keys (`scripts/keys.sh` makes one). All sockets of the buffer are then encrypted, and open to those
-    keys only. Needed when `buffer.address` is beyond the loopback interface."""
+    """Folder of CURVE keys (`scripts/keys.sh` makes one). All sockets of the buffer are then encrypted, and
+    open to those keys only. Needed when `buffer.address` is beyond the loopback interface."""
     stalled_s: float = setting(600.0, POSITIVE)
-    """Seconds without progress in its heartbeats after which a role counts as stalled. Others get the leases of such a
-    generator; the watchdog does not wait for such a learner. Must be longer than an engine takes to load a version, a
-    learner to load its model, and one microbatch to be trained."""
+    """Seconds without progress in its heartbeats after which a role counts as stalled. Others get the leases
+    of such a generator; the watchdog does not wait for such a learner. Must be longer than an engine takes to
+    load a version, a learner to load its model, and one microbatch to be trained."""
     watchdog_s: float = setting(120.0, POSITIVE)
-    """Seconds in which nothing moves and no role is at work before the buffer reports who waits for whom. After twice as
-    long the run ends. Work is a step, a load, a publication or a checkpoint."""
+    """Seconds in which nothing moves and no role is at work before the buffer reports who waits for whom.
+    After twice as long the run ends. Work is a step, a load, a publication or a checkpoint."""
 
     def conditions(self) -> list[Condition]:
         return [

@@ -20,8 +20,8 @@ LARGE_LEARNING_RATE = 1e-4
 def find_config_problems(config: Config) -> list[str]:
     """Returns a sentence for each rule that the configuration breaks.
 
-    Rules across sections are asked only when every section keeps its own: they speak of sections that are right by
-    themselves.
+    Rules across sections are asked only when every section keeps its own: they speak of sections that are
+    right by themselves.
     """
     groups = (_engine_conditions, _batch_conditions, _staleness_conditions, _address_conditions)
     return find_problems(config) or [
@@ -43,15 +43,16 @@ def _engine_conditions(config: Config) -> list[Condition]:
         Condition(
             not is_simulated or not (algo.needs_critic or algo.needs_reference),
             "learner.engine",
-            "be fsdp or megatron where a critic or a reference policy is needed (algo=grpo without a KL penalty needs "
-            "neither)",
-            f"{learner.engine} with algo.advantage={algo.advantage}, algo.kl.loss_coef={algo.kl.loss_coef} and "
-            f"algo.kl.reward_coef={algo.kl.reward_coef}",
+            "be fsdp or megatron where a critic or a reference policy is needed (algo=grpo without a KL "
+            "penalty needs neither)",
+            f"{learner.engine} with algo.advantage={algo.advantage}, algo.kl.loss_coef={algo.kl.loss_coef} "
+            f"and algo.kl.reward_coef={algo.kl.reward_coef}",
         ),
         Condition(
             not is_simulated or learner.ranks == 1,
             "learner.ranks",
-            "be 1 with learner.engine=simulated (its ranks know nothing of each other, and each would write checkpoints)",
+            "be 1 with learner.engine=simulated (its ranks know nothing of each other, and each would "
+            "write checkpoints)",
             learner.ranks,
         ),
         Condition(
@@ -71,7 +72,8 @@ def _engine_conditions(config: Config) -> list[Condition]:
             or learner.lora.publish is LoraPublish.merged
             or config.sync.transport not in (Transport.nccl, Transport.cuda_ipc),
             "sync.transport",
-            "be auto, shared_memory, tcp or disk when learner.lora.publish=adapter (generators merge on their host)",
+            "be auto, shared_memory, tcp or disk when learner.lora.publish=adapter (generators merge on "
+            "their host)",
             config.sync.transport,
         ),
         Condition(
@@ -96,29 +98,30 @@ def _batch_conditions(config: Config) -> list[Condition]:
         Condition(
             generators.max_sequences >= config.samples_per_group,
             "generators.max_sequences",
-            f"be at least {config.samples_per_group} (an engine makes whole groups of learner.samples_per_prompt; remax "
-            "adds a greedy response)",
+            f"be at least {config.samples_per_group} (an engine makes whole groups of "
+            "learner.samples_per_prompt; remax adds a greedy response)",
             f"{generators.max_sequences} with samples_per_prompt={learner.samples_per_prompt}",
         ),
         Condition(
             learner.groups_per_step * learner.samples_per_prompt >= learner.num_shares * learner.minibatches,
             "learner.groups_per_step × learner.samples_per_prompt",
-            f"be at least learner.minibatches × the shares of a batch ({learner.num_shares} with these learner.ranks: each "
-            "trains a sequence or more)",
-            f"{learner.groups_per_step} × {learner.samples_per_prompt} and {learner.minibatches} × {learner.num_shares}",
+            f"be at least learner.minibatches × the shares of a batch ({learner.num_shares} with these "
+            "learner.ranks: each trains a sequence or more)",
+            f"{learner.groups_per_step} × {learner.samples_per_prompt} and {learner.minibatches} × "
+            f"{learner.num_shares}",
         ),
         Condition(
             learner.samples_per_prompt > 1 or not algo.dynamic_sampling,
             "learner.samples_per_prompt",
-            "be at least 2 when algo.dynamic_sampling=true (the rewards of a group of one are always equal: none would be "
-            "trained)",
+            "be at least 2 when algo.dynamic_sampling=true (the rewards of a group of one are always "
+            "equal: none would be trained)",
             learner.samples_per_prompt,
         ),
         Condition(
             learner.samples_per_prompt > 1 or not algo.advantage.needs_groups,
             "learner.samples_per_prompt",
-            f"be at least 2 for algo.advantage={algo.advantage} (it compares the samples of a prompt; reinforce_pp, remax, "
-            "gae and vtrace do not)",
+            f"be at least 2 for algo.advantage={algo.advantage} (it compares the samples of a prompt; "
+            "reinforce_pp, remax, gae and vtrace do not)",
             learner.samples_per_prompt,
         ),
         Condition(
@@ -137,30 +140,32 @@ def _staleness_conditions(config: Config) -> list[Condition]:
         Condition(
             config.max_versions == 0 or algo.is_corrected or algo.accept_uncorrected,
             "the loss",
-            "weigh tokens that an older policy sampled when staleness.max_versions > 0, or it diverges on them "
-            "(algo.correction=token_tis with algo.proximal=recompute works, or algo.surrogate=cispo with "
-            "algo.proximal=behavior; algo.accept_uncorrected=true is for studies of what it does)",
-            f"algo.surrogate={algo.surrogate}, algo.correction={algo.correction} and algo.proximal={algo.proximal} with "
-            f"staleness.max_versions={config.max_versions}",
+            "weigh tokens that an older policy sampled when staleness.max_versions > 0, or it diverges on "
+            "them (algo.correction=token_tis with algo.proximal=recompute works, or algo.surrogate=cispo "
+            "with algo.proximal=behavior; algo.accept_uncorrected=true is for studies of what it does)",
+            f"algo.surrogate={algo.surrogate}, algo.correction={algo.correction} and "
+            f"algo.proximal={algo.proximal} with staleness.max_versions={config.max_versions}",
         ),
         Condition(
             config.max_versions > 0 or (buffer.max_uses == 1 and buffer.sampler == "fifo"),
             "buffer.max_uses",
-            "be 1 and buffer.sampler fifo when staleness.max_versions = 0 (only the groups of the step itself are within "
-            "the bound)",
+            "be 1 and buffer.sampler fifo when staleness.max_versions = 0 (only the groups of the step "
+            "itself are within the bound)",
             f"{buffer.max_uses} and {buffer.sampler}",
         ),
         Condition(
             config.staleness.on_late is not OnLate.mask or config.sync.in_flight,
             "sync.in_flight",
-            "be true when staleness.on_late=mask (an overtaken group has no fresh tokens without in-flight updates)",
+            "be true when staleness.on_late=mask (an overtaken group has no fresh tokens without in-flight "
+            "updates)",
             False,
         ),
     ]
 
 
 def _address_conditions(config: Config) -> list[Condition]:
-    """Returns the rules that other hosts can connect to the learner, and that keys guard what they can reach."""
+    """Returns the rules that other hosts can connect to the learner, and that keys guard what they can
+    reach."""
     address, buffer = config.sync.address, config.buffer
     serves_others = config.sync.transport in (Transport.auto, Transport.tcp, Transport.nccl)
     return [
@@ -188,14 +193,14 @@ def find_warnings(config: Config) -> list[str]:
     warnings = []
     if is_real and learner.lora.rank is None and learner.lr > LARGE_LEARNING_RATE:
         warnings.append(
-            f"learner.lr={learner.lr:g} is a rate for the tiny model, far above what whole pretrained models bear (1e-6 to "
-            "1e-5 is usual)"
+            f"learner.lr={learner.lr:g} is a rate for the tiny model, far above what whole pretrained models "
+            "bear (1e-6 to 1e-5 is usual)"
         )
     never_clips = algo.surrogate_section.clips_around_proximal and algo.proximal is Proximal.recompute
     if never_clips and learner.minibatches == 1:
         warnings.append(
-            f"learner.minibatches=1: the clip of algo.surrogate={algo.surrogate} never acts, because it begins where the "
-            "policy is (4 in presets; algo=dppo acts in the first update)"
+            f"learner.minibatches=1: the clip of algo.surrogate={algo.surrogate} never acts, because it "
+            "begins where the policy is (4 in presets; algo=dppo acts in the first update)"
         )
     return warnings + _staleness_warnings(config)
 
@@ -206,11 +211,13 @@ def _staleness_warnings(config: Config) -> list[str]:
         return []
     if not algo.is_corrected:
         return [
-            f"algo.accept_uncorrected=true: tokens up to {max_versions} versions old are trained with no correction"
+            f"algo.accept_uncorrected=true: tokens up to {max_versions} versions old are trained with no "
+            "correction"
         ]
     if config.staleness.controller is Controller.ess:
         return []
     return [
-        f"staleness.max_versions={max_versions} is beyond {algo.max_shown_staleness}, up to which this kind of loss is known "
-        "to learn (algo=m2po is made for more; watch offpolicy/ess_token, or let staleness.controller=ess do so)"
+        f"staleness.max_versions={max_versions} is beyond {algo.max_shown_staleness}, up to which this kind "
+        "of loss is known to learn (algo=m2po is made for more; watch offpolicy/ess_token, or let "
+        "staleness.controller=ess do so)"
     ]

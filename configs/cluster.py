@@ -10,4 +10,5 @@ class ClusterConfig(Section):
     """The Ray cluster that runs the roles."""
 
     address: str | None = setting(None)
-    """Ray cluster to join (`auto` or host:port). Null starts one inside this run and stops it with the run."""
+    """Ray cluster to join (`auto` or host:port). Null starts one inside this run and stops it with the
+    run."""

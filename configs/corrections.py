@@ -9,7 +9,8 @@ from configs.setting import Section, setting
 
 
 class Correction(StrEnum):
-    """Off-policy weight of tokens or sequences: proximal against behavior policy, r = π_p/μ (`algos/corrections.py`)."""
+    """Off-policy weight of tokens or sequences: proximal against behavior policy, r = π_p/μ
+    (`algos/corrections.py`)."""
 
     none = "none"
     """Weight 1."""
@@ -58,7 +59,7 @@ class Proximal(StrEnum):
 
 
 class Level(StrEnum):
-    """What the rejection looks at, and drops."""
+    """Unit that the rejection looks at, and drops."""
 
     token = "token"
     """Each token by itself."""
@@ -77,7 +78,7 @@ class RejectionConfig(Section):
     estimator: Estimator | None = setting(None)
     """Estimator of the divergence. Null: nothing is dropped."""
     level: Level = setting(Level.token)
-    """What is compared with the threshold, and dropped."""
+    """Unit that is compared with the threshold, and dropped."""
     threshold: float = setting(2.0, POSITIVE)
     """Estimated KL above which a token or sequence is dropped."""
 

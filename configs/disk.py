@@ -16,7 +16,8 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def disk_full(path: Path, needed_bytes: int) -> DiskFull:
-    """Returns the error that names the path, the bytes that were to be written, and the bytes that are free there."""
+    """Returns the error that names the path, the bytes that were to be written, and the bytes that are free
+    there."""
     place = path if path.exists() else path.parent
     free = shutil.disk_usage(place).free
     return DiskFull(

@@ -13,4 +13,5 @@ class EvalConfig(Section):
     every: int = setting(0, NOT_NEGATIVE)
     """Steps between evaluations. 0: only before the first step and after the last."""
     prompts: int = setting(512, NOT_NEGATIVE)
-    """Held-out prompts of one evaluation, one sample each at the run's temperature. 0 switches evaluation off."""
+    """Held-out prompts of one evaluation, one sample each at the run's temperature. 0 switches evaluation
+    off."""

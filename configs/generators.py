@@ -18,7 +18,8 @@ class EngineKind(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class SimulatedConfig(Section):
-    """The simulated engine and learner, which keep time like real ones and use no CPU. For benchmarks of overlap."""
+    """The simulated engine and learner, which keep time like real ones and use no CPU. For benchmarks of
+    overlap."""
 
     tokens_per_s: float = setting(100.0, POSITIVE)
     """Tokens that one sequence decodes a second."""
@@ -47,18 +48,20 @@ class GeneratorsConfig(Section):
     kv_cache_mb: int | None = setting(None, POSITIVE)
     """KV cache of one engine, in MB. Null: 64 on a CPU; on a GPU what its part of the memory leaves."""
     prefix_cache: bool = setting(False)
-    """Reuse the KV of shared prompts. The cache is salted with the version, so no request reads another version's KV."""
+    """Reuse the KV of shared prompts. The cache is salted with the version, so no request reads another
+    version's KV."""
     max_restarts: int = setting(5, NOT_NEGATIVE)
     """Crashes of one generator after which the run stops. Before that it is started again."""
     gpus: float | None = setting(None, gpu_share(most=1024))
-    """GPUs of one engine. Null divides those of the driver's host between generators and learner (docs/learner.md). 0:
-    the CPU."""
+    """GPUs of one engine. Null divides those of the driver's host between generators and learner
+    (docs/learner.md). 0: the CPU."""
     gpu_memory_fraction: float | None = setting(None, above_up_to(0, 1))
-    """Share of its GPU's memory that an engine may take. Null: 0.9, or an even part of it where others share the GPU."""
+    """Share of its GPU's memory that an engine may take. Null: 0.9, or an even part of it where others share
+    the GPU."""
     score_threads: int = setting(1, POSITIVE)
-    """Threads of one generator that score, beside the engine. Above 1, the task's `score_response` must bear to run several times
-    at once."""
+    """Threads of one generator that score, beside the engine. Above 1, the task's `score_response` must bear
+    to run several times at once."""
     score_timeout_s: float = setting(30.0, POSITIVE)
-    """Seconds that one call of the task's `score_response` may take. Then its group fails, and another thread takes the place of
-    the one that hangs."""
+    """Seconds that one call of the task's `score_response` may take. Then its group fails, and another thread
+    takes the place of the one that hangs."""
     simulated: SimulatedConfig = section(SimulatedConfig)

@@ -29,8 +29,8 @@ class KlConfig(Section):
     reward_coef: float = setting(0.0, NOT_NEGATIVE)
     """Coefficient β of the penalty in the reward."""
     target: float | None = setting(None, POSITIVE)
-    """KL of a token to which the coefficient in use is adapted (Ziegler et al., 2019, arXiv 1909.08593). Null: the
-    coefficient is constant."""
+    """KL of a token to which the coefficient in use is adapted (Ziegler et al., 2019, arXiv 1909.08593).
+    Null: the coefficient is constant."""
     horizon: int = setting(10_000, POSITIVE)
     """Sequences over which the coefficient adapts."""
 

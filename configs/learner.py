@@ -28,10 +28,10 @@ class Attention(StrEnum):
     """The attention kernel of the FSDP engine, over packed sequences."""
 
     auto = "auto"
-    """`flash_attention_2` where a GPU and flash-attn exist, `varlen` on other GPUs (not for a model that caps its
-    attention scores), else `packed_sdpa`."""
+    """`flash_attention_2` where a GPU and flash-attn exist, `varlen` on other GPUs (not for a model that caps
+    its attention scores), else `packed_sdpa`."""
     packed_sdpa = "packed_sdpa"
-    """PyTorch's scaled dot product, one sequence at a time. Runs everywhere."""
+    """PyTorch's scaled dot product. Runs everywhere."""
     varlen = "varlen"
     """PyTorch's kernel for sequences of different lengths. GPU only."""
     flash_attention_2 = "flash_attention_2"
@@ -61,15 +61,15 @@ class LearnerConfig(Section):
     tokens_per_microbatch: int = setting(16384, POSITIVE)
     """Packed tokens that one forward pass holds at most. A longer sequence goes alone."""
     lr: float = setting(2e-4, POSITIVE)
-    """Peak learning rate of AdamW. The default is for the tiny model; 1e-6 to 1e-5 is usual for whole pretrained
-    models."""
+    """Peak learning rate of AdamW. The default is for the tiny model; 1e-6 to 1e-5 is usual for whole
+    pretrained models."""
     warmup_steps: int = setting(10, NOT_NEGATIVE)
     """Steps over which the learning rate rises linearly from zero."""
     lr_end: float = setting(0.1, SHARE)
     """Share of `lr` that is left after `decay_steps`. 1: the rate does not fall."""
     decay_steps: int | None = setting(None, POSITIVE)
-    """Steps, counted from the first, over which the rate falls linearly once it has risen. Null: the `run.steps` that the
-    run began with, also where the run is continued to more steps."""
+    """Steps, counted from the first, over which the rate falls linearly once it has risen. Null: the
+    `run.steps` that the run began with, also where the run is continued to more steps."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
     """Weight decay of AdamW."""
     betas: list[float] = setting(list(ADAM_BETAS), BETAS)
@@ -77,32 +77,35 @@ class LearnerConfig(Section):
     max_grad_norm: float = setting(1.0, POSITIVE)
     """Norm to which a larger gradient is scaled down."""
     activation_checkpointing: bool = setting(False)
-    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
+    """Compute activations again in the backward pass instead of keeping them: less memory, and one more
+    forward pass."""
     attention: Attention = setting(Attention.auto)
     """Attention kernel of the FSDP engine."""
     threads: int | None = setting(1, POSITIVE)
-    """CPU threads of a rank. Null leaves the choice to torch. On a machine that generators share, one is fastest: threads
-    that spin while they wait take the cores from the engines."""
+    """CPU threads of a rank. Null leaves the choice to torch. On a machine that generators share, one is
+    fastest: threads that spin while they wait take the cores from the engines."""
     checkpoint_every: int = setting(50, POSITIVE)
     """Steps between checkpoints. The learner also writes one at the end and when a run is stopped."""
     keep_checkpoints: int = setting(2, POSITIVE)
     """Checkpoints kept. Older ones are deleted."""
     parity_tolerance: float | None = setting(None, POSITIVE)
-    """Largest difference of a token's log-probability between generator and learner that counts as rounding. The mean
-    must be below a tenth of it (`learners/parity.py`). Null: 1e-3 for float32, 1 for bfloat16, over the sampling
-    temperature where that is below 1."""
+    """Largest difference of a token's log-probability between generator and learner that counts as rounding.
+    The mean must be below a tenth of it (`learners/parity.py`). Null: 1e-3 for float32, 1 for bfloat16, over
+    the sampling temperature where that is below 1."""
     parity_every: int = setting(50, NOT_NEGATIVE)
-    """Steps between parity probes of an asynchronous run. The learner waits for each as long as an engine takes to sample
-    32 tokens. 0: only before the first step. At S = 0 every step compares its own tokens."""
+    """Steps between parity probes of an asynchronous run. The learner waits for each as long as an engine
+    takes to sample 32 tokens. 0: only before the first step. At S = 0 every step compares its own tokens."""
     gpus: float | None = setting(None, gpu_share(most=1))
-    """GPUs of one rank. Null divides those of the driver's host between generators and learner (docs/learner.md). 0: the
-    CPU."""
+    """GPUs of one rank. Null divides those of the driver's host between generators and learner
+    (docs/learner.md). 0: the CPU."""
     gpu_memory_fraction: float | None = setting(None, above_up_to(0, 1))
-    """Share of its GPU's memory that a rank may take. Null: all, or an even part of 0.9 where engines share the GPU."""
+    """Share of its GPU's memory that a rank may take. Null: all, or an even part of 0.9 where engines share
+    the GPU."""
 
     @property
     def num_shares(self) -> int:
-        """Number of parts that a batch is divided into. Ranks that hold pieces of one model train one part together."""
+        """Number of parts that a batch is divided into. Ranks that hold pieces of one model train one part
+        together."""
         if self.engine is LearnerKind.megatron:
             return self.ranks // self.megatron.num_pieces
         return self.ranks // self.fsdp.sequence_parallel
@@ -120,7 +123,8 @@ class LearnerConfig(Section):
         ]
 
     def _fsdp_conditions(self) -> list[Condition]:
-        """Returns the rules of the FSDP engine. What only this engine heeds must be left alone with another."""
+        """Returns the rules of the FSDP engine. What only this engine heeds must be left alone with
+        another."""
         is_fsdp = self.engine is LearnerKind.fsdp
         return [
             Condition(
@@ -162,7 +166,8 @@ class LearnerConfig(Section):
         ]
 
     def _megatron_conditions(self) -> list[Condition]:
-        """Returns the rules of the Megatron engine. What only this engine heeds must be left alone with another."""
+        """Returns the rules of the Megatron engine. What only this engine heeds must be left alone with
+        another."""
         megatron = self.megatron
         pieces = megatron.num_pieces
         return [

@@ -1,4 +1,5 @@
-"""From command-line overrides to a checked, typed `Config`. Hydra composes; past this module there is no DictConfig."""
+"""From command-line overrides to a checked, typed `Config`. Hydra composes; past this module there is no
+DictConfig."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,8 @@ FIXED_BY_RECORD = ("learner.groups_per_step", "learner.samples_per_prompt", "mod
 
 
 def load_config(overrides: Sequence[str]) -> Config:
-    """Composes `config.yaml` with the overrides. Raises ValueError with every problem, named by key, rule and value."""
+    """Composes `config.yaml` with the overrides. Raises ValueError with every problem, named by key, rule and
+    value."""
     return _check_overridden(_compose(tuple(overrides)), overrides)
 
 
@@ -60,10 +62,11 @@ def load_resumed_config(folder: Path, overrides: Sequence[str]) -> Config:
 
 
 def load_study_config(folder: Path, overrides: Sequence[str]) -> Config:
-    """Loads the configuration of the run in `folder`, changed for training on the data that the run has recorded.
+    """Loads the configuration of the run in `folder`, changed for training on the data that the run has
+    recorded.
 
-    Overrides may name another algorithm (`algo=NAME`) and other hyperparameters. Raises ValueError for changes of what
-    the recorded data fixes.
+    Overrides may name another algorithm (`algo=NAME`) and other hyperparameters. Raises ValueError for
+    changes of what the recorded data fixes.
     """
     path = folder / "config.yaml"
     if not path.is_file():
@@ -80,7 +83,7 @@ def load_study_config(folder: Path, overrides: Sequence[str]) -> Config:
             raise ValueError(f"the overrides of a study must be algo=NAME or single keys, got {override!r}")
         own, other = _load_preset(saved.algo.name), _load_preset(name)
         saved["algo"] = other.algo
-        # A preset also sets these two. The study takes the other preset's, unless the run had values of its own.
+        # A preset also sets these two. The study takes the other preset's where the run had its own preset's.
         for key in ("lr", "minibatches"):
             if saved.learner[key] == own.learner[key]:
                 saved.learner[key] = other.learner[key]
@@ -127,7 +130,8 @@ def find_nearest_names(name: str, known: Sequence[str]) -> str:
 
 @lru_cache(maxsize=64)
 def _compose(overrides: tuple[str, ...]) -> DictConfig:
-    """Composes once for the same overrides, because it takes a tenth of a second. Callers must not change the result."""
+    """Composes once for the same overrides, because it takes a tenth of a second. Callers must not change the
+    result."""
     _refuse_unknown_keys(overrides)
     _store_schema()
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
@@ -151,14 +155,15 @@ def _check_overridden(composed: DictConfig | ListConfig, overrides: Sequence[str
     names_bound = any(override.lstrip("+").startswith("staleness.max_versions=") for override in overrides)
     if config.mode is Mode.on_policy and names_bound and config.staleness.max_versions > 0:
         raise ValueError(
-            "staleness.max_versions must be 0 with mode=on_policy (its staleness bound is 0; leave one of the two out), "
-            f"got {config.staleness.max_versions}"
+            "staleness.max_versions must be 0 with mode=on_policy (its staleness bound is 0; leave one of "
+            f"the two out), got {config.staleness.max_versions}"
         )
     return config
 
 
 def _load_preset(name: str) -> DictConfig:
-    """Returns the defaults with the preset's file on top; the defaults alone where there is no preset of this name."""
+    """Returns the defaults with the preset's file on top; the defaults alone where there is no preset of this
+    name."""
     path = FOLDER / "algo" / f"{name}.yaml"
     preset = OmegaConf.load(path) if path.is_file() else OmegaConf.create()
     merged = OmegaConf.merge(OmegaConf.structured(Config), preset)
@@ -175,7 +180,8 @@ def _override_keys(saved: DictConfig | ListConfig, overrides: Sequence[str]) -> 
 
 
 def _merge_saved(saved: DictConfig | ListConfig) -> DictConfig | ListConfig:
-    """Puts the configuration that a run has written on the schema. Raises ValueError for a file of another version."""
+    """Puts the configuration that a run has written on the schema. Raises ValueError for a file of another
+    version."""
     try:
         return OmegaConf.merge(OmegaConf.structured(Config), saved)
     except OmegaConfBaseException as error:
@@ -200,7 +206,8 @@ def _refuse_changes(saved: DictConfig | ListConfig, config: Config, keys: Sequen
 
 
 def _refuse_unknown_keys(overrides: Sequence[str]) -> None:
-    """Raises ValueError with each override whose key no section or group has, and the names that come nearest."""
+    """Raises ValueError with each override whose key no section or group has, and the names that come
+    nearest."""
     keys = list_defaults()
     sections = {key.rpartition(".")[0] for key in keys} - {""}
     groups = {path.parent.name for path in FOLDER.glob("*/*.yaml")}

@@ -10,9 +10,9 @@ class Dtype(StrEnum):
     """Number format of model weights."""
 
     float32 = "float32"
-    """4 bytes an element. Exact, and the only format in which runs repeat bit for bit on a CPU."""
+    """4 bytes an element."""
     bfloat16 = "bfloat16"
-    """2 bytes an element. For GPUs."""
+    """2 bytes an element: the range of float32 with 8 bits of precision. For GPUs."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -20,7 +20,8 @@ class ModelConfig(Section):
     """The policy that is trained."""
 
     path: str = setting("tiny")
-    """Folder of a Hugging Face causal language model. `tiny` is a small Qwen3, which the project makes for the task and
-    caches."""
+    """Folder of a Hugging Face causal language model. `tiny` is a small Qwen3, which the project makes for
+    the task and caches."""
     dtype: Dtype = setting(Dtype.float32)
-    """Number format in which generators compute and model weights travel. The learner keeps float32 master weights."""
+    """Number format in which generators compute and model weights travel. The learner keeps float32 master
+    weights."""

@@ -1,4 +1,5 @@
-"""`learner.fsdp`, `learner.megatron`, `learner.lora` and `learner.moe`: what one model of the learner consists of."""
+"""`learner.fsdp`, `learner.megatron`, `learner.lora` and `learner.moe`: what one model of the learner
+consists of."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,12 +14,12 @@ class Accumulate(StrEnum):
     reduce = "reduce"
     """Shard the gradients after each microbatch."""
     whole = "whole"
-    """Keep them unsharded on every rank, and shard them once an update: less to send, but 4 bytes for each trained
-    parameter of the whole model, on each rank's GPU."""
+    """Keep them unsharded on every rank, and shard them once an update: less to send, but 4 bytes for each
+    trained parameter of the whole model, on each rank's GPU."""
 
 
 class LoraPublish(StrEnum):
-    """What the learner publishes of a model with adapters."""
+    """Part of a model with adapters that the learner publishes."""
 
     merged = "merged"
     """The whole model with the adapters merged in."""
@@ -31,9 +32,11 @@ class FsdpConfig(Section):
     """The engine `learner.engine=fsdp`."""
 
     replicas: int = setting(1, POSITIVE)
-    """Copies of the model (hybrid sharding): each is sharded over ranks / replicas ranks. 1: one copy over all ranks."""
+    """Copies of the model (hybrid sharding): each is sharded over ranks / replicas ranks. 1: one copy over
+    all ranks."""
     sequence_parallel: int = setting(1, POSITIVE)
-    """Ranks that share the tokens of each microbatch, and in attention its heads (Ulysses, 2023). For long sequences."""
+    """Ranks that share the tokens of each microbatch, and in attention its heads (Ulysses, 2023). For long
+    sequences."""
     cpu_offload: bool = setting(False)
     """Keep parameters, gradients and optimizer in the host's memory. The GPU holds the layer at work."""
     accumulate: Accumulate = setting(Accumulate.reduce)
@@ -66,7 +69,8 @@ class MegatronConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class LoraConfig(Section):
-    """Low-rank adaptation (Hu et al., 2021, arXiv 2106.09685) by peft: the model's matrices stay, adapters are trained."""
+    """Low-rank adaptation (Hu et al., 2021, arXiv 2106.09685) by peft: the model's matrices stay, adapters
+    are trained."""
 
     rank: int | None = setting(None, POSITIVE)
     """Rank of the adapters. Null trains the whole model."""
@@ -75,7 +79,7 @@ class LoraConfig(Section):
     targets: str = setting("all-linear")
     """Matrices that are adapted: `all-linear`, or names divided by commas (`q_proj,v_proj`)."""
     publish: LoraPublish = setting(LoraPublish.merged)
-    """What the learner publishes."""
+    """Part of the model that the learner publishes."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,9 +87,10 @@ class MoeConfig(Section):
     """Mixtures of experts, in either engine."""
 
     aux_loss_coefficient: float = setting(0.0, NOT_NEGATIVE)
-    """Weight of the auxiliary load-balancing loss (`learners/routing.py`: 1 a layer where the load is even), over all
-    tokens of a minibatch. Above 0 each update runs forward once more, to count where the tokens go."""
+    """Weight of the auxiliary load-balancing loss (`learners/routing.py`: 1 a layer where the load is even),
+    over all tokens of a minibatch. Above 0 each update runs forward once more, to count where the tokens
+    go."""
     router_replay: bool = setting(False)
-    """Send every token in training to the experts that the generator's routers chose for it (R3: Ma et al., 2025, arXiv
-    2510.11370). Each trajectory then records them; their weights are the trained router's. Without it, rounding makes
-    some tokens choose other experts."""
+    """Send every token in training to the experts that the generator's routers chose for it (R3: Ma et al.,
+    2025, arXiv 2510.11370). Each trajectory then records them; their weights are the trained router's.
+    Without it, rounding makes some tokens choose other experts."""

@@ -1,4 +1,4 @@
-"""`placement`: which ranks hold which model."""
+"""`placement`: the ranks that hold the critic."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,7 +18,7 @@ class CriticPlace(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class PlacementConfig(Section):
-    """Which ranks hold which model."""
+    """The ranks that hold the critic."""
 
     critic: CriticPlace = setting(CriticPlace.with_actor)
     """Where a critic lives."""

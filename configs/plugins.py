@@ -10,8 +10,8 @@ def make_plugin(
 ) -> Any:
     """Returns an object of the class that `name` names, made with the keyword arguments `args`.
 
-    `known` maps the short names to `module:Class`; `setting` and `args_setting` are the keys that the user wrote.
-    Raises ValueError that names one of the two, the rule and the value.
+    `known` maps the short names to `module:Class`; `setting` and `args_setting` are the keys that the user
+    wrote. Raises ValueError that names one of the two, the rule and the value.
     """
     if ":" not in name and name not in known:
         raise ValueError(f"{setting} must be one of {sorted(known)}, or read module:Class, got {name!r}")

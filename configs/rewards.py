@@ -11,13 +11,15 @@ class RewardConfig(Section):
     """The changes of rewards before they become advantages."""
 
     overlong_share: float | None = setting(None, above_up_to(0, 1))
-    """DAPO's soft overlong penalty: the last share of `sampling.max_tokens`, over which a sample's reward falls linearly
-    by 1. Null: no penalty."""
+    """DAPO's soft overlong penalty: the last share of `sampling.max_tokens`, over which a sample's reward
+    falls linearly by 1. Null: no penalty."""
     overlong_filter: bool = setting(False)
-    """Train neither policy nor critic on samples that were cut off at `sampling.max_tokens`. They count for their group."""
+    """Train neither policy nor critic on samples that were cut off at `sampling.max_tokens`. They count for
+    their group."""
     normalize: bool = setting(False)
     """Replace each reward R by (R − mean) / std over the step's batch."""
     clip: float | None = setting(None, POSITIVE)
     """Keep rewards within ± this, after `normalize`. Null: no bound."""
     filter_power: float | None = setting(None, POSITIVE)
-    """Draw sequences again, with replacement, in proportion to |reward|^power (PF-PPO). Null: each counts once."""
+    """Draw sequences again, with replacement, in proportion to |reward|^power (PF-PPO). Null: each counts
+    once."""

@@ -1,14 +1,15 @@
-"""Rules for the value of one key. `text` completes the sentence "KEY must be ..."; NaN breaks every rule over numbers."""
+"""Rules for the value of one key. `text` completes the sentence "KEY must be ..."; NaN breaks every rule over
+numbers."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one value must be."""
+    """A rule for one value."""
 
     text: str
     holds: Callable[[Any], bool]
@@ -42,10 +43,6 @@ def strictly_between(low: float, high: float, note: str = "") -> Rule:
 
 def one_of(names: Collection[str]) -> Rule:
     return Rule(f"one of {', '.join(names)}", lambda value: value in names)
-
-
-def two_numbers_below_one(values: Sequence[float]) -> bool:
-    return len(values) == 2 and all(0 <= value < 1 for value in values)
 
 
 LEAST_GPU_SHARE = 0.05

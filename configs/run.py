@@ -21,8 +21,8 @@ class RunConfig(Section):
     overwrite: bool = setting(False)
     """Start anew in a folder that already holds a run. The old run is deleted."""
     resume: str | None = setting(None)
-    """Folder of a run to continue. It goes on in that folder from its newest checkpoint, or from the beginning where it
-    has none."""
+    """Folder of a run to continue. It goes on in that folder from its newest checkpoint, or from the
+    beginning where it has none."""
     steps: int = setting(320, POSITIVE)
     """Steps to train. Each step consumes `learner.groups_per_step` groups and publishes one new version."""
     seed: int = setting(0, NOT_NEGATIVE)

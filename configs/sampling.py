@@ -11,7 +11,7 @@ class SamplingConfig(Section):
     """How generators draw tokens from the policy."""
 
     temperature: float = setting(1.0, POSITIVE)
-    """Sampling temperature. Behavior log-probabilities are those after temperature."""
+    """Sampling temperature. Behavior log-probabilities are those after it."""
     max_tokens: int = setting(16, POSITIVE)
     """Longest response, in tokens. Must be below `generators.max_model_len`."""
     top_p: float = setting(1.0, above_up_to(0, 1))
@@ -19,10 +19,11 @@ class SamplingConfig(Section):
     top_k: int = setting(-1, at_least(-1, "-1 and 0 switch it off"))
     """Sample from this many of the likeliest tokens. -1: from all tokens."""
     min_p: float = setting(0.0, SHARE)
-    """Sample from tokens that have at least this share of the likeliest token's probability. 0: from all tokens."""
+    """Sample from tokens that have at least this share of the likeliest token's probability. 0: from all
+    tokens."""
     accept_truncation_bias: bool = setting(False)
-    """Allow `top_p`, `top_k` and `min_p`. They change the support of the behavior policy, which no importance weight
-    repairs, so they are refused unless this is true."""
+    """Allow `top_p`, `top_k` and `min_p`. They change the support of the behavior policy, which no importance
+    weight repairs, so they are refused unless this is true."""
 
     @property
     def is_truncated(self) -> bool:

@@ -1,8 +1,9 @@
 """The configuration: all sections under one root.
 
-One file stands for each section, with every key, its default, its rule and its documentation; the yaml files beside them
-only compose. `configs/setting.py` says how a key is declared, `configs/checks.py` holds the rules across sections, and
-`configs/load.py` makes a checked `Config` from the command line. docs/configuration.md lists all keys.
+One file stands for each section, with every key, its default, its rule and its documentation; the yaml files
+beside them only compose. `configs/setting.py` says how a key is declared, `configs/checks.py` holds the rules
+across sections, and `configs/load.py` makes a checked `Config` from the command line. docs/configuration.md
+lists all keys.
 """
 
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ class Config(Section):
     """Everything that a run is told."""
 
     mode: Mode = setting(Mode["async"])
-    """`async`, or `on_policy` for the synchronous baseline: the staleness bound is then 0, and the code is the same."""
+    """`async`, or `on_policy` for the synchronous baseline: the staleness bound is then 0, and the code is
+    the same."""
     role: Role = setting(Role.all)
     """The part of a run that this command starts."""
     run: RunConfig = section(RunConfig)
@@ -72,7 +74,8 @@ class Config(Section):
 
     @property
     def samples_per_group(self) -> int:
-        """Responses that an engine makes for one prompt: the samples, and a greedy one where it is the baseline."""
+        """Responses that an engine makes for one prompt: the samples, and a greedy one where it is the
+        baseline."""
         return self.learner.samples_per_prompt + self.algo.needs_greedy_response
 
     @property
@@ -96,5 +99,6 @@ class Config(Section):
 
     @property
     def longest_row(self) -> int:
-        """The most tokens that a trajectory can hold: a prompt that the engine takes, and the longest response."""
+        """The most tokens that a trajectory can hold: a prompt that the engine takes, and the longest
+        response."""
         return self.generators.max_model_len + self.sampling.max_tokens

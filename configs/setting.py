@@ -1,15 +1,16 @@
 """How a key of the configuration is declared: its default, its rule, and the one loop that checks them all.
 
-A section of the configuration is a dataclass that derives from `Section`. Each of its fields is a key, a section below
-it, or open-ended (`task.args`). The rule of a key stands beside its default, its documentation below it:
+A section of the configuration is a dataclass that derives from `Section`. Each of its fields is a key, a
+section below it, or open-ended (`task.args`). The rule of a key stands beside its default, its documentation
+below it:
 
     @dataclass(kw_only=True, slots=True)
     class LearnerConfig(Section):
         lr: float = setting(2e-4, POSITIVE)
         \"\"\"Peak learning rate of AdamW.\"\"\"
 
-A rule over several keys of a section is a `Condition` of its method `conditions`; rules across sections stand in
-`configs/checks.py`. OmegaConf checks names and types before any of them.
+A rule over several keys of a section is a `Condition` of its method `conditions`; rules across sections stand
+in `configs/checks.py`. OmegaConf checks names and types before any of them.
 """
 
 import dataclasses
@@ -46,12 +47,14 @@ class Section:
     __slots__ = ()
 
     def conditions(self) -> list[Condition]:
-        """Returns the rules over several keys of this section. Called only when each key keeps its own rule."""
+        """Returns the rules over several keys of this section. Called only when each key keeps its own
+        rule."""
         return []
 
 
 def setting(default: T, rule: Rule | None = None) -> T:
-    """Declares a key with its default and the rule that its value obeys. None is always allowed where the type has it."""
+    """Declares a key with its default and the rule that its value obeys. None is always allowed where the
+    type has it."""
     metadata = {} if rule is None else {"rule": rule}
     if isinstance(default, list | dict):
         copied: Any = dataclasses.field(default_factory=default.copy, metadata=metadata)
@@ -72,7 +75,8 @@ def find_problems(part: Section) -> list[str]:
 
 
 def find_key_problems(part: Section, prefix: str = "") -> list[str]:
-    """Returns a sentence for each key whose value breaks the key's rule. `prefix` precedes the names: `learner.`."""
+    """Returns a sentence for each key whose value breaks the key's rule. `prefix` precedes the names:
+    `learner.`."""
     problems = []
     for field in dataclasses.fields(part):  # type: ignore[arg-type]  # sections are dataclasses
         value, name = getattr(part, field.name), f"{prefix}{field.name}"
@@ -87,7 +91,8 @@ def find_key_problems(part: Section, prefix: str = "") -> list[str]:
 def find_condition_problems(part: Section) -> list[str]:
     """Returns a sentence for each broken rule over several keys, of this section and those below it.
 
-    A section is asked only when every key in it keeps its own rule: conditions may divide by what must not be 0.
+    A section is asked only when every key in it keeps its own rule: conditions may divide by what must not be
+    0.
     """
     problems = []
     for field in dataclasses.fields(part):  # type: ignore[arg-type]  # sections are dataclasses

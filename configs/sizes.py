@@ -6,25 +6,28 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a model, in elements."""
+    """Sizes of a model. Every number but `num_layers` counts elements."""
 
     parameters: int
-    layer: int
-    embeddings: int
-    """Embedding and head, and the norm before it: what no layer holds"""
-    layers: int
+    """All parameters."""
+    layer_parameters: int
+    """Parameters of one layer."""
+    embedding_parameters: int
+    """Parameters that stand in no layer: embedding, head, and the norm before the head."""
+    num_layers: int
     hidden: int
+    """Width of the residual stream."""
     vocabulary: int
-    activations: int
-    """Of one token in one layer"""
-    lora_per_rank: int
-    """Parameters of adapters of rank 1 on all linear layers"""
-    caps: bool
-    """Whether logits are capped"""
+    layer_activations: int
+    """Activations of one token in one layer."""
+    lora_parameters_per_rank: int
+    """Parameters of adapters of rank 1 on all linear layers."""
+    caps_logits: bool
+    """True when the model caps its logits."""
 
 
-def sizes_of(hf: dict[str, Any]) -> Sizes:
-    """From a Hugging Face configuration of the Llama kind. Raises KeyError for others."""
+def count_sizes(hf: dict[str, Any]) -> Sizes:
+    """Counts from a Hugging Face configuration of the Llama kind. Raises KeyError for others."""
     hidden, layers, heads = hf["hidden_size"], hf["num_hidden_layers"], hf["num_attention_heads"]
     dim = hf.get("head_dim") or hidden // heads
     query, key = heads * dim, (hf.get("num_key_value_heads") or heads) * dim
@@ -36,12 +39,12 @@ def sizes_of(hf: dict[str, Any]) -> Sizes:
     adapted = 0 if experts else 3 * (hidden + width)
     return Sizes(
         parameters=layers * layer + embeddings + hidden,
-        layer=layer,
-        embeddings=embeddings + hidden,
-        layers=layers,
+        layer_parameters=layer,
+        embedding_parameters=embeddings + hidden,
+        num_layers=layers,
         hidden=hidden,
         vocabulary=hf["vocab_size"],
-        activations=6 * hidden + 6 * query + 5 * key + 5 * width * used,
-        lora_per_rank=layers * (2 * (hidden + query) + 2 * (hidden + key) + adapted),
-        caps=bool(hf.get("final_logit_softcapping")),
+        layer_activations=6 * hidden + 6 * query + 5 * key + 5 * width * used,
+        lora_parameters_per_rank=layers * (2 * (hidden + query) + 2 * (hidden + key) + adapted),
+        caps_logits=bool(hf.get("final_logit_softcapping")),
     )

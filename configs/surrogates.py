@@ -1,6 +1,8 @@
-"""`algo.<surrogate>`: the parameters of each surrogate of `algos/surrogates.py`, and what each surrogate needs.
+"""`algo.<surrogate>`: the parameters of each surrogate of `algos/surrogates.py`, and what each surrogate
+needs.
 
-A new surrogate adds a dataclass here and a row to `SurrogateSections`; the row's name is the name of the function.
+A new surrogate adds a dataclass here and a row to `SurrogateSections`; the row's name is the name of the
+function.
 """
 
 import dataclasses
@@ -18,21 +20,24 @@ class SurrogateConfig(Section):
     corrects_itself: ClassVar[bool] = False
     """True when the surrogate already multiplies by π/μ, so `algo.correction` must be `none`."""
     bounds_ratio: ClassVar[bool] = False
-    """True when the surrogate bounds the weight of the tokens that it clips. With `algo.proximal=behavior` its ratio is
-    π/μ, and this bounded ratio is a correction."""
+    """True when the surrogate bounds the weight of the tokens that it clips. With `algo.proximal=behavior`
+    its ratio is π/μ, and this bounded ratio is a correction."""
     uses_proximal: ClassVar[bool] = True
     """False when no proximal policy stands in the surrogate's equation."""
     clips_around_proximal: ClassVar[bool] = False
-    """True when the surrogate only clips where π has left the proximal policy: never in the first update of a step."""
+    """True when the surrogate only clips where π has left the proximal policy: never in the first update of a
+    step."""
     compares_sequences: ClassVar[bool] = False
     """True when the ratio is one of whole sequences: the mean of the log-ratios of their tokens."""
     max_shown_staleness: ClassVar[int] = 8
-    """Staleness up to which the surrogate is known to learn, once it is corrected. Decoupled PPO: 8 (AReaL, 2025). CISPO
-    in a pipeline of 8 (ScaleRL, 2025). Surrogates that nobody has measured are taken to be like them."""
+    """Staleness up to which the surrogate is known to learn, once it is corrected. Decoupled PPO: 8 (AReaL,
+    2025). CISPO in a pipeline of 8 (ScaleRL, 2025). Surrogates that nobody has measured are taken to be like
+    them."""
 
     @property
     def second_moment_threshold(self) -> float | None:
-        """Largest second moment of log π/μ over a minibatch's trained tokens; None for surrogates without this mask."""
+        """Largest second moment of log π/μ over a minibatch's trained tokens; None for surrogates without
+        this mask."""
         return None
 
 
@@ -46,15 +51,16 @@ class PpoConfig(SurrogateConfig):
     clip_high: float = setting(0.2, POSITIVE)
     """Distance above 1 at which a token's ratio is clipped."""
     dual_clip: float | None = setting(3.0, above(1, "3 is usual; null: no bound"))
-    """Bound on the loss of tokens with negative advantage (Ye et al., 2020, arXiv 1912.09729). Null: no bound."""
+    """Bound on the loss of tokens with negative advantage (Ye et al., 2020, arXiv 1912.09729). Null: no
+    bound."""
 
     def conditions(self) -> list[Condition]:
         return [
             Condition(
                 max(self.clip_low, self.clip_high) >= 0.01,
                 "algo.ppo.clip_low and clip_high",
-                "be at least 0.01, because they bound single tokens (0.2 is usual; algo.surrogate=gspo takes ranges like "
-                "these)",
+                "be at least 0.01, because they bound single tokens (0.2 is usual; algo.surrogate=gspo "
+                "takes ranges like these)",
                 f"{self.clip_low} and {self.clip_high}",
             )
         ]
@@ -77,8 +83,8 @@ class GspoConfig(SurrogateConfig):
             Condition(
                 max(self.clip_low, self.clip_high) <= 0.1,
                 "algo.gspo.clip_low and clip_high",
-                "be at most 0.1, because they bound means over a sequence (3e-4 and 4e-4 in the paper; algo.surrogate=ppo "
-                "takes ranges like these)",
+                "be at most 0.1, because they bound means over a sequence (3e-4 and 4e-4 in the paper; "
+                "algo.surrogate=ppo takes ranges like these)",
                 f"{self.clip_low} and {self.clip_high}",
             )
         ]
@@ -121,14 +127,17 @@ class DppoConfig(SurrogateConfig):
     corrects_itself: ClassVar[bool] = True
     uses_proximal: ClassVar[bool] = False
     low: float = setting(0.2, above_up_to(0, 1, "a probability moves no further than 1"))
-    """Fall of a token's probability, from the behavior policy's, at which it stops counting (δ_low). 1: no bound."""
+    """Fall of a token's probability, from the behavior policy's, at which it stops counting (δ_low). 1: no
+    bound."""
     high: float = setting(0.2, above_up_to(0, 1, "a probability moves no further than 1"))
-    """Rise of a token's probability, from the behavior policy's, at which it stops counting (δ_high). 1: no bound."""
+    """Rise of a token's probability, from the behavior policy's, at which it stops counting (δ_high). 1: no
+    bound."""
 
 
 @dataclass(kw_only=True, slots=True)
 class AipoConfig(SurrogateConfig):
-    """AIPO (LlamaRL, 2025, arXiv 2505.24034): truncated importance weights of the current against the behavior policy."""
+    """AIPO (LlamaRL, 2025, arXiv 2505.24034): truncated importance weights of the current against the
+    behavior policy."""
 
     corrects_itself: ClassVar[bool] = True
     uses_proximal: ClassVar[bool] = False
@@ -152,7 +161,8 @@ class M2poConfig(SurrogateConfig):
 
 @dataclass(kw_only=True, slots=True)
 class KimiConfig(SurrogateConfig):
-    """Kimi k1.5 (2025, arXiv 2501.12599): mirror descent with a squared penalty for leaving the proximal policy."""
+    """Kimi k1.5 (2025, arXiv 2501.12599): mirror descent with a squared penalty for leaving the proximal
+    policy."""
 
     tau: float = setting(0.1, POSITIVE)
     """Weight of the penalty (τ)."""
@@ -182,5 +192,5 @@ class SurrogateSections(Section):
     opmd: OpmdConfig = section(OpmdConfig)
 
 
-SURROGATES = tuple(field.name for field in dataclasses.fields(SurrogateSections))
+SURROGATE_NAMES = tuple(field.name for field in dataclasses.fields(SurrogateSections))
 """Names of all surrogates."""

@@ -9,7 +9,7 @@ from configs.setting import Condition, Section, setting
 
 
 class KvCache(StrEnum):
-    """What becomes of the KV cache of running requests when an engine loads a version."""
+    """Fate of the KV cache of running requests when an engine loads a version."""
 
     keep = "keep"
     """It stays: later tokens see keys and values of earlier versions."""
@@ -41,19 +41,21 @@ class SyncConfig(Section):
     transport: Transport = setting(Transport.auto)
     """How model weights come to the generators."""
     address: str | None = setting(None, TCP_ADDRESS)
-    """Address at which the learner serves model weights to other hosts. They connect to it, so it names the host (port 0:
-    any free one). Null: the host of `buffer.address`, any free port."""
+    """Address at which the learner serves model weights to other hosts. They connect to it, so it names the
+    host (port 0: any free one). Null: the host of `buffer.address`, any free port."""
     relays: bool = setting(True)
-    """Hosts hand on the weights that they have fetched, so that the learner's own link carries a few copies only."""
+    """Hosts hand on the weights that they have fetched, so that the learner's own link carries a few copies
+    only."""
     folder: str | None = setting(None)
     """The shared folder of `transport=disk`. Null: `<outputs>/<name>/weights`."""
     bucket_mb: int = setting(64, POSITIVE)
-    """MB of weights that the learner gathers from its ranks at a time: the memory that publishing needs beside the
-    snapshot."""
+    """MB of weights that the learner gathers from its ranks at a time: the memory that publishing needs
+    beside the snapshot."""
     in_flight: bool = setting(True)
-    """Load new weights between two engine steps, and keep the requests. False: an engine first finishes its requests."""
+    """Load new weights between two engine steps, and keep the requests. False: an engine first finishes its
+    requests."""
     kv_cache: KvCache = setting(KvCache.keep)
-    """What becomes of the KV cache of running requests at an update."""
+    """Fate of the KV cache of running requests at an update."""
 
     def conditions(self) -> list[Condition]:
         return [

@@ -16,5 +16,5 @@ class TaskConfig(Section):
     args: dict[str, Any] = setting({})
     """Keyword arguments for the task's class: `task.args.numbers=4`."""
     size: int | None = setting(None, POSITIVE)
-    """Number of training prompts. Epochs walk through them, each in an order of its own. Null: the `num_prompts` of the
-    task, or prompts without end."""
+    """Number of training prompts. Epochs walk through them, each in an order of its own. Null: the
+    `num_prompts` of the task, or prompts without end."""

@@ -21,7 +21,7 @@ def compute_kv_cache_bytes(
     sampler's logits and the overhead. Raises ValueError if nothing remains."""
     parts = {
         "weights": element_bytes * sizes.parameters,
-        "activations": element_bytes * tokens_per_step * sizes.activations,
+        "activations": element_bytes * tokens_per_step * sizes.layer_activations,
         "logits": COPIES_OF_LOGITS * FLOAT32_BYTES * max_sequences * sizes.vocabulary,
         "overhead": OVERHEAD_BYTES,
     }

@@ -41,7 +41,7 @@ from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 from vllm.v1.engine.core_client import InprocClient  # noqa: E402
 from vllm.v1.executor import Executor  # noqa: E402
 
-from configs.sizes import sizes_of  # noqa: E402
+from configs.sizes import count_sizes  # noqa: E402
 from configs.sync import KvCache  # noqa: E402
 from generators.engine import Completion, Sample  # noqa: E402
 from generators.shared_gpu import compute_kv_cache_bytes  # noqa: E402
@@ -310,7 +310,7 @@ def _compute_kv_cache_bytes(config: Any) -> int:
     """
     device_bytes = torch.cuda.get_device_properties(0).total_memory
     try:
-        sizes = sizes_of(config.model_config.hf_text_config.to_dict())
+        sizes = count_sizes(config.model_config.hf_text_config.to_dict())
     except KeyError as error:
         raise ValueError(
             f"generators.kv_cache_mb must be set for an engine that shares its GPU, for a model of this kind (no "

@@ -31,7 +31,7 @@ from configs.model import Dtype
 from configs.parallel import Accumulate
 from configs.placement import CriticPlace
 from configs.schema import Config
-from configs.sizes import sizes_of
+from configs.sizes import count_sizes
 from configs.sync import Transport
 
 GIB = 2**30
@@ -65,12 +65,15 @@ def plan_memory(config: Config, *, cuda: bool) -> MemoryPlan | None:
         return None
     hf = json.loads((path / "config.json").read_text())
     try:
-        sizes = sizes_of(hf)
+        sizes = count_sizes(hf)
     except KeyError:
         return None
     each, frozen = sizes.parameters, 0  # of a model that is trained
     if learner.lora.rank is not None:
-        each, frozen = min(sizes.parameters, learner.lora.rank * sizes.lora_per_rank), sizes.parameters
+        each, frozen = (
+            min(sizes.parameters, learner.lora.rank * sizes.lora_parameters_per_rank),
+            sizes.parameters,
+        )
     with_actor = config.placement.critic is CriticPlace.with_actor
     others = (algo.needs_critic and with_actor) + algo.needs_reward_model
     if algo.needs_reference and learner.lora.rank is None:
@@ -82,9 +85,9 @@ def plan_memory(config: Config, *, cuda: bool) -> MemoryPlan | None:
     compute = 2 if cuda and config.model.dtype is Dtype.bfloat16 else 4
     tokens = learner.tokens_per_microbatch / max(1, pieces)
     kept = (
-        sizes.hidden * sizes.layers + sizes.activations
+        sizes.hidden * sizes.num_layers + sizes.layer_activations
         if learner.activation_checkpointing
-        else (sizes.activations * sizes.layers)
+        else (sizes.layer_activations * sizes.num_layers)
     )
     chunk = min(tokens * sizes.vocabulary, CHUNK_ELEMENTS if cuda else CPU_ELEMENTS)
     on_device = 0 if learner.fsdp.cpu_offload and cuda else 1
@@ -92,8 +95,10 @@ def plan_memory(config: Config, *, cuda: bool) -> MemoryPlan | None:
     if learner.fsdp.accumulate is Accumulate.whole:  # on the GPU, whatever is offloaded
         gradients = 4.0 * largest
     is_whole = largest == sizes.parameters  # not adapters alone
-    reduced = max(sizes.embeddings, sizes.layer) if is_whole else largest / sizes.layers
-    buffers = max(sizes.embeddings, 2 * sizes.layer) if shards > 1 else 0
+    reduced = (
+        max(sizes.embedding_parameters, sizes.layer_parameters) if is_whole else largest / sizes.num_layers
+    )
+    buffers = max(sizes.embedding_parameters, 2 * sizes.layer_parameters) if shards > 1 else 0
     sharded = learner.engine is LearnerKind.fsdp
     published = 2 if config.model.dtype is Dtype.bfloat16 else 4
     return MemoryPlan(
@@ -101,10 +106,11 @@ def plan_memory(config: Config, *, cuda: bool) -> MemoryPlan | None:
             "weights": on_device * 4.0 * (trained + frozen) / shards,
             "gradients": gradients,
             "optimizer": on_device * 8.0 * trained / shards,
-            "gathered": sharded * float(compute * (sizes.embeddings + sizes.layer + buffers)),
+            "gathered": sharded
+            * float(compute * (sizes.embedding_parameters + sizes.layer_parameters + buffers)),
             "reduced": sharded * (compute + 4.0) * reduced,
             "activations": float(compute * kept * tokens),
-            "head": 4.0 * ((3 + sizes.caps) * chunk + is_whole * sizes.vocabulary * sizes.hidden),
+            "head": 4.0 * ((3 + sizes.caps_logits) * chunk + is_whole * sizes.vocabulary * sizes.hidden),
             "published": float(published * sizes.parameters) if cuda and _keeps_a_version(config) else 0.0,
         },
         ranks=config.num_learner_ranks,

@@ -6,7 +6,7 @@
 #   scripts/launch.sh staleness.max_versions=4 generators.count=3
 #   scripts/launch.sh run.resume=outputs/NAME              goes on from the newest checkpoint
 #   scripts/launch.sh role=generators buffer.address=tcp://127.0.0.1:PORT    more generators join a run
-#   scripts/launch.sh --help                               every key and its default
+#   scripts/launch.sh --help [KEY|SECTION]                 every key in a line, or all about one
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 extras=()

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.algo import AlgoConfig
 from configs.checks import find_config_problems, find_warnings
+from configs.help import KeyHelp, format_help, format_page, list_sections
 from configs.load import (
     FOLDER,
     check_config,
@@ -475,6 +476,68 @@ def test_the_command_ends_with_status_two_when_it_is_told_what_cannot_be(tmp_pat
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "nearest: run.steps" in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def list_keys() -> list[KeyHelp]:
+    return [key for section in list_sections() for key in section.keys]
+
+
+def test_every_key_section_and_choice_says_what_it_is() -> None:
+    assert {key.name for key in list_keys()} == set(list_defaults())
+    assert not [section.name for section in list_sections() if not section.text.endswith(".")]
+    assert not [key.name for key in list_keys() if not key.text.endswith(".")]
+    choices = [
+        (key.name, name, text)
+        for key in list_keys()
+        for name, text in key.choices.items()
+        if key.name != "mode"
+    ]
+    assert len(choices) > 50 and not [choice for choice in choices if not choice[2].endswith(".")]
+
+
+def test_the_page_of_the_configuration_is_current() -> None:
+    """After a change of a key: `python -m configs.help --markdown > docs/configuration.md`."""
+    assert (ROOT / "docs" / "configuration.md").read_text() == format_page()
+
+
+def test_a_default_keeps_its_rule_and_the_rule_stands_in_the_help() -> None:
+    assert find_config_problems(Config()) == []
+    assert "learner.lr=0.0002\n  Peak learning rate" in format_help(["learner.lr"])
+    assert "Must be a finite number above 0." in format_help(["learner.lr=3"])
+    assert "- mask: The step trains other complete groups." in format_help(["staleness.on_late"])
+    assert "Sections below it: learner.fsdp, learner.megatron" in format_help(["learner"])
+    assert "algo=NAME chooses a preset: aipo, cispo" in format_help(["algo"])
+
+
+def test_the_overview_names_every_key_below_its_section() -> None:
+    lines = format_help([]).splitlines()
+    assert max(map(len, lines)) <= 110
+    assert {line.split("=")[0].strip() for line in lines if re.match(r"  [a-z]", line)} == set(
+        list_defaults()
+    )
+    assert lines.index("learner.fsdp: The engine `learner.engine=fsdp`.") > 0
+
+
+def test_help_for_what_is_no_key_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    from slipstream import train
+
+    assert train.main(["--help", "staleness.max_version"]) == 2
+    assert (
+        "must be followed by a key or a section (nearest: staleness.max_versions" in capsys.readouterr().err
+    )
+    assert train.main(["--help", "staleness"]) == 0
+    assert "staleness.on_late=wait" in capsys.readouterr().out
+
+
+def test_no_preset_repeats_a_default() -> None:
+    defaults = list_defaults()
+    for name in PRESETS:
+        preset = OmegaConf.load(FOLDER / "algo" / f"{name}.yaml")
+        assert isinstance(preset, DictConfig)
+        repeated = [
+            key for key, default in defaults.items() if OmegaConf.select(preset, key) == default is not None
+        ]
+        assert repeated in ([], ["algo.name"]), f"{name} repeats {repeated}"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PYTHON = """#!/bin/bash
 case "$*" in
-  *scripts/slipstream/train.py*) flock --nonblock "$SLIPSTREAM_VENV/.slipstream-lock" true && echo "runs with: ${@:2}" ;;
+  *slipstream.train*) flock --nonblock "$SLIPSTREAM_VENV/.slipstream-lock" true && echo "runs with: ${@:4}" ;;
 esac
 """
 UV = """#!/bin/bash

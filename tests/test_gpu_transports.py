@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_vllm_engine import Rig, prompts
 
-from configs.sizes import sizes_of
+from configs.sizes import count_sizes
 from generators.shared_gpu import compute_kv_cache_bytes
 from sync import vllm_plugin
 from sync.manifest import EngineMismatch, Manifest
@@ -185,7 +185,7 @@ def test_an_engine_that_shares_its_gpu_is_told_how_much_kv_to_keep(
     )
     config = told()
     expected = compute_kv_cache_bytes(
-        sizes_of(json.loads((model / "config.json").read_text())), budget=config.cache_config.gpu_memory_utilization * (80 << 30),
+        count_sizes(json.loads((model / "config.json").read_text())), budget=config.cache_config.gpu_memory_utilization * (80 << 30),
         element_bytes=2, max_sequences=32, tokens_per_step=config.scheduler_config.max_num_batched_tokens,
     )  # fmt: skip
     assert config.cache_config.kv_cache_memory_bytes == expected > 60 << 30

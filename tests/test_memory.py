@@ -13,7 +13,7 @@ from torch import Tensor
 from training_steps import configure_step
 
 from configs.schema import Config
-from configs.sizes import sizes_of as counted_sizes
+from configs.sizes import count_sizes
 from learners.fsdp import FsdpEngine
 from learners.memory import MemoryMeter, explain_shortage, plan_memory
 from learners.packing import pack
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def sizes_of(folder: Path) -> Any:
     import json
 
-    return counted_sizes(json.loads((folder / "config.json").read_text()))
+    return count_sizes(json.loads((folder / "config.json").read_text()))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -60,7 +60,12 @@ def test_activations_are_about_what_autograd_keeps(
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         found = engine._forward(packed)
     del found
-    counted = 4 * len(packed.tokens) * (sizes.hidden if checkpointing else sizes.activations) * sizes.layers
+    counted = (
+        4
+        * len(packed.tokens)
+        * (sizes.hidden if checkpointing else sizes.layer_activations)
+        * sizes.num_layers
+    )
     gathered = 4 * sizes.parameters  # what is gathered of one rank's weights is kept too
     head = 3 * 4 * len(packed.tokens) * sizes.vocabulary
     assert 0.7 * counted <= sum(kept.values()) <= 1.3 * counted + gathered + head
@@ -99,7 +104,7 @@ def test_what_makes_the_plan_smaller_does(fixed_model: Path) -> None:
 
 def test_the_plan_counts_what_stands_between_shards_and_whole_tensors(fixed_model: Path) -> None:
     """Elements of the fixed model: 320 × 64 for the embedding and the head each, and a norm; two layers."""
-    ends, layer = 2 * 320 * 64 + 64, sizes_of(fixed_model).layer
+    ends, layer = 2 * 320 * 64 + 64, sizes_of(fixed_model).layer_parameters
     one = parts(configure_step(fixed_model, "algo=grpo"))
     two, whole = (
         parts(

@@ -5,8 +5,8 @@ import sys
 
 CODE = """
 import zmq
-from configs.sockets import hide_names
-hide_names()
+from configs.sockets import randomize_peer_names
+randomize_peer_names()
 context = zmq.Context()
 router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
 dealer.connect(f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}")
@@ -17,7 +17,7 @@ context.destroy(linger=0)
 
 
 def test_the_names_of_peers_cannot_be_guessed() -> None:
-    """Whoever bears the next one aborts a server: see `hide_names`."""
+    """Whoever bears the next one aborts a server: see `randomize_peer_names`."""
     runs = [
         subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
         for _ in range(2)

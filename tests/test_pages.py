@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pages import LINK, PAGES, ROOT, CodeBlock, list_anchors, list_commands, read_blocks, read_section
 
-from configs.load import load
+from configs.load import load_config
 from slipstream.nursery import FOLDER
 
 SHORT = "run.steps=3 eval.prompts=16"
@@ -54,7 +54,7 @@ def test_every_command_of_a_page_has_keys_that_exist(page: Path) -> None:
             overrides = [word for word in words[1:] if "=" in word and not word.startswith("-")]
             asks_for_files = any(one.startswith(("run.resume", "buffer.keys")) for one in overrides)
             if not asks_for_files:
-                load([one.replace(":PORT", ":5555").replace("HOST", "127.0.0.1") for one in overrides])
+                load_config([one.replace(":PORT", ":5555").replace("HOST", "127.0.0.1") for one in overrides])
 
 
 def test_the_design_page_lists_every_file_of_the_product() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from runs import SIMULATED, Started, assert_accounts_close
 
-from configs.sizes import sizes_of
+from configs.sizes import count_sizes
 from generators.shared_gpu import OVERHEAD_BYTES, compute_kv_cache_bytes
 from slipstream import train
 from slipstream.cluster import start_node
@@ -59,10 +59,12 @@ def test_what_shares_the_learners_gpu_waits_until_it_has_loaded(
 
 
 def test_kv_is_what_weights_activations_logits_and_overhead_leave() -> None:
-    sizes = sizes_of(QWEN3_8B)
+    sizes = count_sizes(QWEN3_8B)
     assert sizes.parameters == pytest.approx(8.19e9, rel=0.01)
     tokens, sequences = 8192, 256
-    rest = 2 * sizes.parameters + 2 * tokens * sizes.activations + 12 * sequences * 151936 + OVERHEAD_BYTES
+    rest = (
+        2 * sizes.parameters + 2 * tokens * sizes.layer_activations + 12 * sequences * 151936 + OVERHEAD_BYTES
+    )
     common: dict[str, Any] = dict(element_bytes=2, max_sequences=sequences, tokens_per_step=tokens)
     assert compute_kv_cache_bytes(sizes, budget=rest + 12345, **common) == 12345
     assert rest < 0.3 * 80 * 2**30, "an engine of 8B fits into a third of 80 GB"

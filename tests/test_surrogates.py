@@ -147,7 +147,7 @@ def test_every_surrogate_has_a_section_of_its_name_and_every_section_a_surrogate
     }  # fmt: skip
     assert sections == set(SURROGATES) == set(CASES)
     for name in sections:
-        assert isinstance(AlgoConfig(surrogate=name).loss, type(CASES[name][0]))
+        assert isinstance(AlgoConfig(surrogate=name).surrogate_section, type(CASES[name][0]))
 
 
 @pytest.mark.parametrize("name", CASES)

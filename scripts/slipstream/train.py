@@ -13,7 +13,7 @@ Ray starts the processes, divides the GPUs and restarts generators that die; tra
 ZeroMQ and shared memory. A learner that loses a rank is started again from its newest checkpoint (`supervisor.py`). The
 learner is the only finite loop: any other role that ends is an error, and ends the run.
 
-    python scripts/slipstream/train.py [key=value ...]      --help lists the keys, --cfg prints the composed configuration
+    python scripts/slipstream/train.py [key=value ...]      --help [KEY|SECTION] explains keys, --cfg prints the configuration
 """
 
 import dataclasses
@@ -44,8 +44,9 @@ from buffers.run_status import RunStatus
 from buffers.samplers import load_sampler
 from configs.disk import DiskFull, is_disk_full
 from configs.generators import EngineKind
+from configs.help import format_help
 from configs.learner import LearnerKind
-from configs.load import find_resumed_folder, list_defaults, load_config, load_resumed_config, to_yaml
+from configs.load import find_resumed_folder, load_config, load_resumed_config, to_yaml
 from configs.schema import Config, Role
 from generators.tasks import load_task
 from learners import checkpoint, families
@@ -79,9 +80,7 @@ def quiet_full_disk(failed: threading.ExceptHookArgs) -> None:
 def main(arguments: list[str]) -> int:
     threading.excepthook = quiet_full_disk
     if "--help" in arguments or "-h" in arguments:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that it may be piped into `head`
-        print(__doc__, "", *(f"{name}={value}" for name, value in list_defaults().items()), sep="\n")
-        return 0
+        return print_help([argument for argument in arguments if argument not in ("--help", "-h")])
     overrides = [argument for argument in arguments if argument != "--cfg"]
     try:
         resumed = find_resumed_folder(overrides)
@@ -107,6 +106,18 @@ def main(arguments: list[str]) -> int:
         return KILLED
     except ValueError as error:
         print(f"Slipstream cannot start:\n{error}", file=sys.stderr)
+        return 2
+
+
+def print_help(names: list[str]) -> int:
+    """Prints the keys and sections that are named, or all keys in a line each. Returns the exit status."""
+    # Without it a reader that leaves early, such as `head`, would bring a traceback.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        print(format_help(names), end="")
+        return 0
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 2
 
 

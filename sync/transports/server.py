@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import zmq
 
-from configs.sockets import hide_names
+from configs.sockets import randomize_peer_names
 from sync.extents import Extents
 from sync.manifest import DigestMismatch, Manifest
 from sync.patch import PatchMaker
@@ -165,7 +165,7 @@ class SnapshotServer:
         self.refused = Counter[str]()
         """Requests that could not be read, asked for something that is not to be had, or came with a key that may not say them; and
         connections that were ended for what they sent, did not read, or were too many of: by reason."""
-        hide_names()
+        randomize_peer_names()
         self._context = zmq.Context()  # of its own: a context has one authenticator
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
