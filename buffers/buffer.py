@@ -22,12 +22,12 @@ from buffers import messages as m
 from buffers.book import Book
 from buffers.book_state import count_entries, export_book
 from buffers.evaluation import Evaluations
-from buffers.fleet import STARTING, Fleet
 from buffers.intake import Intake
 from buffers.journal import Journal
 from buffers.progress import Progress
 from buffers.recovery import find_damaged_groups, rebuild_book
 from buffers.refusal import RefusalCounts
+from buffers.role_registry import STARTING, RoleRegistry
 from buffers.run_status import RunStatus
 from buffers.samplers import load_sampler
 from buffers.segments import Reader
@@ -69,7 +69,7 @@ class Buffer:
         self._watchdog = Watchdog(config.buffer.watchdog_s, clock)
         self.milestones: dict[str, float] = {}
         """Unix time in seconds at which this life of the buffer reached a milestone, by name."""
-        self.fleet = Fleet(config.generators.count, self.milestones)
+        self.roles = RoleRegistry(config.generators.count, self.milestones)
         self.stopping: str | None = None
         """Why the run is being stopped; None while it is not."""
         self.journal = Journal(folder, config.buffer.durability, config.buffer.segment_mb << 20)
@@ -154,12 +154,12 @@ class Buffer:
     def join_generator(self, generator: str) -> None:
         """A generator begins a new life. The leases that it held before are given out again."""
         self._release_generator(generator, f"{generator} was started again")
-        self.fleet.join(generator, self._clock())
+        self.roles.begin_life(generator, self._clock())
 
     def remove_generator(self, generator: str, error: str | None) -> None:
         """A generator has left; `error` is None when it left in good order."""
         self._release_generator(generator, error)
-        self.fleet.leave(generator)
+        self.roles.remove_generator(generator)
 
     def _release_generator(self, generator: str, error: str | None) -> None:
         for group, outcome in self.book.leases.release_generator(generator, error):
@@ -181,7 +181,7 @@ class Buffer:
     def take_heartbeat(self, beat: m.GeneratorHeartbeat) -> list[int]:
         """Renews leases, unless the generator's loop stands still; returns those that are not the generator's any more."""
         now = self._clock()
-        if self.fleet.report(beat, now):
+        if self.roles.note_generator(beat, now):
             self._watchdog.note_movement()
         if beat.standstill_s > self._config.buffer.stalled_s:
             error = f"stalled: {beat.activity} for {beat.activity_s:.0f} s"
@@ -249,7 +249,7 @@ class Buffer:
                 f"{num_groups} groups in a row have failed {attempts} times each, the last of them "
                 f"(group {group}) with: {error}"
             )
-        if self.fleet.is_at_work(now, self._config.buffer.stalled_s):
+        if self.roles.is_at_work(now, self._config.buffer.stalled_s):
             self._watchdog.note_work()
         self._watchdog.check_standstill(self.describe_waiting)
 
@@ -262,7 +262,7 @@ class Buffer:
         `num_asking`: generators that have asked for leases.
         """
         step, now = self.progress.next_step, self._clock()
-        starts = self.fleet.starts(now)
+        starts = self.roles.describe_starts(now)
         if self.progress.version < 0:
             who = f"all wait for the learner to publish version {step}" + (f"; {starts}" if starts else "")
         elif step == self._config.run.steps:
@@ -274,7 +274,7 @@ class Buffer:
             budget = self.book.leases.name_reached_budget() or "admission"
             who = f"the learner trains step {step}; {num_asking} generators wait for {budget}"
         told = STARTING if starts and starts in who else "waiting"
-        return "; ".join(filter(None, (who, self.fleet.long_waits(now, told))))
+        return "; ".join(filter(None, (who, self.roles.describe_long_waits(now, told))))
 
     def make_status(self, waiting_for: str) -> RunStatus:
         """Returns the state of the run; `waiting_for` is the sentence of `describe_waiting`."""
@@ -296,5 +296,5 @@ class Buffer:
             waiting_for=waiting_for,
             milestones=self.milestones,
             standstill_s=self._watchdog.standstill_s,
-            **self.fleet.summary(self._clock()),
+            **self.roles.summarize(self._clock()),
         )

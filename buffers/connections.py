@@ -19,7 +19,7 @@ import resource
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,7 +136,7 @@ class Connections:
     def count(self, frames: list[zmq.Frame]) -> None:
         """Notes that a message was read. Its first frame, the sender, has not travelled."""
         self._num_read += 1
-        descriptor, sender = descriptor_of(frames[-1]), frames[0].bytes
+        descriptor, sender = find_descriptor(frames[-1]), frames[0].bytes
         connection = self._open.get(descriptor)
         if (
             connection is None or connection.sender != sender
@@ -234,7 +234,7 @@ class Connections:
         newest = [descriptor for descriptor, one in reversed(self._open.items()) if one.sender]
         return sum(self.shut_down(descriptor) for descriptor in (silent + newest)[:surplus])
 
-    def take_gone(self, *, drained: bool, busy: Collection[bytes] = ()) -> list[bytes]:
+    def take_gone(self, *, drained: bool, busy: Container[bytes] = ()) -> list[bytes]:
         """Senders whose connection has ended and of whom nothing more is to come: each once. `busy` have messages that were read
         and not dealt with."""
         most = 2 * (2 + self._max_waiting) * (len(self._open) + POLL_RATE)
@@ -277,7 +277,7 @@ class Connections:
                     self._open[descriptor] = Connection(os.fstat(descriptor).st_ino, acked_at=self._clock())
 
 
-def descriptor_of(frame: zmq.Frame) -> int:
+def find_descriptor(frame: zmq.Frame) -> int:
     """By which connection a frame came; -1 where its sender speaks a protocol of before 2013, which does not tell."""
     try:
         return int(frame.get(zmq.SRCFD))

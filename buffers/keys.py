@@ -1,12 +1,13 @@
-"""CURVE keys for the buffer's sockets: making them, showing them, and asking for them. CURVE encrypts all that travels, too.
+"""CURVE keys for the buffer's sockets: making them, showing them, and checking them. CURVE also encrypts all that travels.
 
     FOLDER/server.key_secret     for the buffer alone (and for whoever serves weights)
     FOLDER/server.key            for everyone: it tells the true buffer from another
     FOLDER/ROLE.key_secret       for a run's own processes: `operator` for its driver, `learner`, `generator`, `watcher`
-    FOLDER/allowed/ROLE/*.key    public keys that are let in. The folder that holds a key says what its owner may do
+    FOLDER/allowed/ROLE/*.key    public keys that are let in. The folder that holds a key says what its owner may send
 
-A machine that joins needs `server.key` and a generator's pair, named `generator.key` and `generator.key_secret`, in its folder.
-A key that is deleted from `allowed` is refused within a second, on open connections too; one that is added is let in as soon.
+A machine that joins needs `server.key` and a generator's pair, named `generator.key` and `generator.key_secret`, in its
+folder. A key that is deleted from `allowed` is refused within a second, on open connections too. A key that is added is
+let in as soon.
 """
 
 import logging
@@ -28,9 +29,10 @@ from buffers.message_fields import WireRecord
 log = logging.getLogger("slipstream.keys")
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
+"""The address at which ZeroMQ looks for its context's authenticator (ZAP, RFC 27)."""
 ZAP_DOMAIN = b"slipstream"
-LOOK_S = 0.25
-"""How often `allowed` is looked at."""
+RELOAD_S = 0.25
+"""Seconds between two looks at the folder `allowed`."""
 
 
 class KeyRole(StrEnum):
@@ -40,52 +42,55 @@ class KeyRole(StrEnum):
     operator = "operator"
 
 
-G, L, W, O = KeyRole.generator, KeyRole.learner, KeyRole.watcher, KeyRole.operator  # noqa: E741
-SPEAKERS: dict[type[WireRecord], frozenset[KeyRole]] = {
-    m.JoinRun: frozenset({G}),
-    m.LeaveRun: frozenset({G, O}),
-    m.RequestLeases: frozenset({G}),
-    m.GeneratorHeartbeat: frozenset({G}),
-    m.SubmitGroups: frozenset({G}),
-    m.SubmitParityProbe: frozenset({G}),
-    m.SubmitEvaluation: frozenset({G}),
-    m.FailLease: frozenset({G}),
-    m.RoleHeartbeat: frozenset({L}),
-    m.LocateJournal: frozenset({L}),
-    m.RequestBatch: frozenset({L}),
-    m.RequestParityProbe: frozenset({L}),
-    m.ReadBatchPart: frozenset({L}),
-    m.ReportDamagedGroups: frozenset({L}),
-    m.PublishVersion: frozenset({L}),
-    m.ReportTrainedStep: frozenset({L}),
-    m.ReportCheckpoint: frozenset({L}),
-    m.AwaitEvaluations: frozenset({L}),
-    m.RewindToStep: frozenset({L, O}),
-    m.StopRun: frozenset({O}),
-    m.WatchRun: frozenset(KeyRole),
+_GENERATOR, _LEARNER = frozenset({KeyRole.generator}), frozenset({KeyRole.learner})
+_OPERATOR, _ANYBODY = frozenset({KeyRole.operator}), frozenset(KeyRole)
+REQUEST_ROLES: dict[type[WireRecord], frozenset[KeyRole]] = {
+    m.JoinRun: _GENERATOR,
+    m.LeaveRun: _GENERATOR | _OPERATOR,
+    m.RequestLeases: _GENERATOR,
+    m.GeneratorHeartbeat: _GENERATOR,
+    m.SubmitGroups: _GENERATOR,
+    m.SubmitParityProbe: _GENERATOR,
+    m.SubmitEvaluation: _GENERATOR,
+    m.FailLease: _GENERATOR,
+    m.RoleHeartbeat: _LEARNER,
+    m.LocateJournal: _LEARNER,
+    m.RequestBatch: _LEARNER,
+    m.RequestParityProbe: _LEARNER,
+    m.ReadBatchPart: _LEARNER,
+    m.ReportDamagedGroups: _LEARNER,
+    m.PublishVersion: _LEARNER,
+    m.ReportTrainedStep: _LEARNER,
+    m.ReportCheckpoint: _LEARNER,
+    m.AwaitEvaluations: _LEARNER,
+    m.RewindToStep: _LEARNER | _OPERATOR,
+    m.StopRun: _OPERATOR,
+    m.WatchRun: _ANYBODY,
 }
-"""Who may say what to a buffer that has keys. A message that is not here may be said by nobody."""
+"""Roles whose keys may send a request to a buffer that has keys. Nobody may send a request that is not here."""
 
 
-WEIGHTS_SPEAKERS: dict[str, frozenset[KeyRole]] = dict.fromkeys(
-    ("GetChunk", "GetPatchRoute", "EnlistRelay", "RequestBroadcast"), frozenset({G})
+WEIGHT_REQUEST_ROLES: dict[str, frozenset[KeyRole]] = dict.fromkeys(
+    ("GetChunk", "GetPatchRoute", "EnlistRelay", "RequestBroadcast"), _GENERATOR
 )
-"""Who may say what to a server of weights, by the name of the request: hosts that generate fetch them, and hand them on."""
+"""Roles whose keys may send a request to a server of weights, by the name of the request: hosts that generate fetch
+weights and pass them on."""
 
 
-def may_say(roles: frozenset[KeyRole], request: m.Request) -> bool:
-    return bool(roles & SPEAKERS.get(type(request), frozenset()))
+def may_send(roles: frozenset[KeyRole], request: m.Request) -> bool:
+    """True when one of the roles may send the request to the buffer."""
+    return bool(roles & REQUEST_ROLES.get(type(request), frozenset()))
 
 
 # ---- the folder
 
 
 def make_keys(folder: Path, clients: list[str]) -> list[Path]:
-    """Makes what is missing of the server's and the clients' keys; returns the secret files made.
+    """Makes the keys of the server and of the clients that are missing; returns the secret files made.
 
     A client is `ROLE` or `ROLE:NAME`. Raises ValueError for another role.
     """
-    pairs: list[tuple[str, str]] = [("", "server"), *(_role_and_name(client) for client in clients)]
+    pairs: list[tuple[str, str]] = [("", "server"), *(_split_client(client) for client in clients)]
     for known in KeyRole:
         (folder / "allowed" / known).mkdir(parents=True, exist_ok=True)
     os.chmod(folder, 0o700)
@@ -93,6 +98,7 @@ def make_keys(folder: Path, clients: list[str]) -> list[Path]:
     for role, name in pairs:
         if (folder / f"{name}.key_secret").exists():
             continue
+        # The umask keeps the secret unreadable to others from its first byte on.
         before = os.umask(0o077)
         try:
             public, secret = auth.create_certificates(folder, name)
@@ -104,7 +110,8 @@ def make_keys(folder: Path, clients: list[str]) -> list[Path]:
     return made
 
 
-def _role_and_name(client: str) -> tuple[str, str]:
+def _split_client(client: str) -> tuple[str, str]:
+    """Returns (role, name) of a client that reads ROLE or ROLE:NAME."""
     role, _, name = client.partition(":")
     name = name or role
     if role not in list(KeyRole) or "/" in name or name == "server":
@@ -114,18 +121,22 @@ def _role_and_name(client: str) -> tuple[str, str]:
     return role, name
 
 
-def has_door(folder: Path) -> bool:
-    """Can a server be opened with what is in the folder?"""
+def has_server_key(folder: Path) -> bool:
+    """True when the folder holds the secret that a server needs."""
     return (folder / "server.key_secret").exists()
 
 
 def show_key(socket: "zmq.Socket[bytes]", folder: Path, role: KeyRole = KeyRole.generator) -> None:
-    """Makes a socket that is not connected yet a CURVE client of the folder's server. Raises ValueError as `open_door`."""
+    """Makes a socket that is not connected yet a CURVE client of the folder's server.
+
+    Raises ValueError when the keys are missing or readable by others.
+    """
     socket.curve_publickey, socket.curve_secretkey = _load_pair(folder, role)
     socket.curve_serverkey = _load_key(folder / "server.key")[0]
 
 
 def _load_pair(folder: Path, name: str) -> tuple[bytes, bytes]:
+    """Returns (public key, secret key). Raises ValueError where they are missing or readable by others."""
     path = folder / f"{name}.key_secret"
     public, secret = _load_key(path)
     mode = stat.S_IMODE(path.stat().st_mode)
@@ -141,6 +152,7 @@ def _load_pair(folder: Path, name: str) -> tuple[bytes, bytes]:
 
 
 def _load_key(path: Path) -> tuple[bytes, bytes | None]:
+    """Returns (public key, secret key or None). Raises ValueError where the file holds no key."""
     try:
         return auth.load_certificate(path)
     except (OSError, ValueError) as error:
@@ -150,23 +162,23 @@ def _load_key(path: Path) -> tuple[bytes, bytes | None]:
         ) from error
 
 
-# ---- the door
+# ---- who is let in
 
 
 class AllowedKeys:
-    """The public keys in a folder and their owners' roles, as they are on disk."""
+    """The public keys in a folder and the roles of their owners, as they are on disk."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._seen: tuple[tuple[str, int, int, int], ...] = ()
         self.roles: Mapping[str, frozenset[KeyRole]] = {}
-        """By public key (Z85). It is replaced as a whole, so that another thread may read it at any time."""
-        self.read_again()
+        """Roles by public key (Z85). The mapping is replaced as a whole, so another thread may read it at any time."""
+        self.reload_changed()
 
-    def read_again(self) -> None:
+    def reload_changed(self) -> None:
         """Reads the keys if a file has changed. A file that holds no key lets nobody in."""
         paths = [path for role in KeyRole for path in sorted((self._folder / role).glob("*.key"))]
-        seen = tuple((str(path), *_identity(path)) for path in paths)
+        seen = tuple((str(path), *_identify_file(path)) for path in paths)
         if seen == self._seen:
             return
         roles: dict[str, frozenset[KeyRole]] = {}
@@ -182,16 +194,17 @@ class AllowedKeys:
         self._seen, self.roles = seen, roles
 
 
-def _identity(path: Path) -> tuple[int, int, int]:
+def _identify_file(path: Path) -> tuple[int, int, int]:
+    """Returns numbers that change with the file: its time, its inode and its size."""
     try:
         found = path.stat()
-    except OSError:  # deleted a moment ago
-        return (0, 0, 0)
+    except OSError:
+        return (0, 0, 0)  # deleted a moment ago
     return (found.st_mtime_ns, found.st_ino, found.st_size)
 
 
-class Door:
-    """Lets known keys in through a server's socket, in a thread, until it is closed.
+class Authenticator:
+    """Decides which clients ZeroMQ lets in through a server's socket. It works in a thread until it is closed.
 
     ZeroMQ asks it about every client that shows a key (ZAP, RFC 27). When the thread is dead nobody gets in.
     """
@@ -204,24 +217,27 @@ class Door:
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.linger = 0
         self._socket.bind(ZAP_ADDRESS)
-        self._thread = threading.Thread(target=self._run, name="door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="authenticator", daemon=True)
         self._thread.start()
 
-    def roles_of(self, user: str) -> frozenset[KeyRole]:
-        """What the owner of a key may do; nothing, if it is not allowed (any more). `user` is a message's `User-Id`."""
+    def find_roles(self, user: str) -> frozenset[KeyRole]:
+        """Returns the roles of a key's owner; none when the key is not allowed (any more).
+
+        `user` is the public key, which ZeroMQ attaches to each message as its `User-Id`.
+        """
         return self._allowed.roles.get(user, frozenset())
 
     def objection(self, user: str, kind: str) -> str:
-        """Why the owner of a key may not say a request of this name to a server of weights; empty: it may."""
-        roles = self.roles_of(user)
+        """Says why the owner of a key may not send a request of this name to a server of weights; empty when it may."""
+        roles = self.find_roles(user)
         if not roles:
             return f"{kind} with key {user}, which is not allowed any more"
-        if not roles & WEIGHTS_SPEAKERS.get(kind, frozenset()):
-            return f"{kind} must not be said with the key of a {' and '.join(sorted(roles))}"
+        if not roles & WEIGHT_REQUEST_ROLES.get(kind, frozenset()):
+            return f"{kind} must not be sent with the key of a {' and '.join(sorted(roles))}"
         return ""
 
     def check(self) -> None:
-        """Raises RuntimeError, from its cause, when the thread has died: to be asked again and again by whoever owns the socket."""
+        """Raises RuntimeError, from its cause, when the thread has died. The owner of the socket calls it again and again."""
         if self._error is not None:
             raise RuntimeError(
                 "the thread that lets clients in has died: nobody can connect"
@@ -232,52 +248,54 @@ class Door:
         self._thread.join()
 
     def _run(self) -> None:
-        """Waits for ZeroMQ's questions, at most `LOOK_S`."""
-        looked_at = time.monotonic()
+        """Consumes ZeroMQ's questions, produces answers. Waits at most `RELOAD_S`. Ends when it is closed."""
+        reloaded_at = time.monotonic()
         try:
             while self._running:
-                asked = self._socket.poll(int(LOOK_S * 1000) if self._running else 0)
-                if asked or time.monotonic() - looked_at >= LOOK_S:
-                    self._allowed.read_again()
-                    looked_at = time.monotonic()
+                asked = self._socket.poll(int(RELOAD_S * 1000) if self._running else 0)
+                # The keys are read before each answer, so that a deleted key is refused at its next handshake.
+                if asked or time.monotonic() - reloaded_at >= RELOAD_S:
+                    self._allowed.reload_changed()
+                    reloaded_at = time.monotonic()
                 if asked:
-                    self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
-        except BaseException as error:
+                    self._socket.send_multipart(self._answer_question(self._socket.recv_multipart()))
+        except BaseException as error:  # `check` raises it in the thread of the socket's owner
             self._error = error
         finally:
             self._socket.close()
 
-    def _answer(self, question: list[bytes]) -> list[bytes]:
+    def _answer_question(self, question: list[bytes]) -> list[bytes]:
+        """Returns the frames of a ZAP answer: 200 with the key as user id, or 400."""
         version, number, _, address, _, mechanism, *credentials = question
         user = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" and len(credentials) == 1 else ""
-        if self.roles_of(user):
+        if self.find_roles(user):
             return [version, number, b"200", b"OK", user.encode(), b""]
         self._num_refused += 1
-        if (
-            self._num_refused & (self._num_refused - 1) == 0
-        ):  # the 1st, 2nd, 4th, 8th: a flood of them does not fill the log
-            who = address.decode(errors="replace")
+        # The 1st, 2nd, 4th, 8th refusal is logged, so that a flood of them does not fill the log.
+        if self._num_refused & (self._num_refused - 1) == 0:
             log.warning(
                 "refused keys that are not allowed (%d times by now), the last one from %s",
                 self._num_refused,
-                who,
+                address.decode(errors="replace"),
             )
         return [version, number, b"400", b"this key is not allowed", b"", b""]
 
 
-def open_door(socket: "zmq.Socket[bytes]", folder: Path) -> Door:
+def start_authenticator(socket: "zmq.Socket[bytes]", folder: Path) -> Authenticator:
     """Makes a socket that is not bound yet a CURVE server, open to the keys in `allowed` only.
 
-    Raises ValueError when keys are missing or readable by others. The socket's context must have no other server with keys.
+    Raises ValueError when keys are missing or readable by others. The socket's context must have no other server with
+    keys, because a context has one authenticator only.
     """
     socket.curve_publickey, socket.curve_secretkey = _load_pair(folder, "server")
     socket.curve_server = True
     socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a door behind it, the socket lets nobody in
+    # Enforced: while no authenticator answers, the socket lets nobody in. Otherwise it would let in everybody.
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     allowed = folder / "allowed"
     if not any(allowed.glob("*/*.key")):
         raise ValueError(
-            f"buffer.keys must hold the public key of at least one client in `allowed/ROLE` (`scripts/keys.sh {folder}` "
-            f"makes them), got none in {allowed}"
+            "buffer.keys must hold the public key of at least one client in `allowed/ROLE` "
+            f"(`scripts/keys.sh {folder}` makes them), got none in {allowed}"
         )
-    return Door(socket.context, allowed)
+    return Authenticator(socket.context, allowed)

@@ -400,15 +400,13 @@ class RefusedRequest(WireRecord):
 
 WaitingRequest = RequestLeases | RequestBatch | RequestParityProbe | AwaitEvaluations | WatchRun
 """Requests that may have to wait for their answers, up to `wait_s`."""
+GeneratorRequest = (
+    JoinRun | LeaveRun | GeneratorHeartbeat | SubmitGroups | SubmitParityProbe | SubmitEvaluation | FailLease
+)
+"""Requests of generators that the buffer answers in the turn in which they come."""
 ImmediateRequest = (
-    JoinRun
-    | LeaveRun
-    | GeneratorHeartbeat
+    GeneratorRequest
     | RoleHeartbeat
-    | SubmitGroups
-    | SubmitParityProbe
-    | SubmitEvaluation
-    | FailLease
     | LocateJournal
     | ReadBatchPart
     | ReportDamagedGroups
@@ -418,7 +416,7 @@ ImmediateRequest = (
     | RewindToStep
     | StopRun
 )
-"""Requests that the buffer answers in the turn in which they come."""
+"""All requests that the buffer answers in the turn in which they come."""
 Request = WaitingRequest | ImmediateRequest
 Reply = (
     JoinedRun

@@ -25,7 +25,7 @@ class Metrics:
             raise ValueError(f"buffer.metrics_port must be free, got {port}: {error.strerror}") from error
 
     @property
-    def wanted(self) -> bool:
+    def is_served(self) -> bool:
         return self._server is not None
 
     def update(self, status: RunStatus) -> None:

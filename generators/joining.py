@@ -8,7 +8,7 @@ import xxhash
 from buffers import messages as m
 from buffers.client import BufferClient
 from buffers.connections import watch_small_requests
-from buffers.keys import has_door, open_door, show_key
+from buffers.keys import has_server_key, show_key, start_authenticator
 from buffers.probe import probe_lengths
 from configs.generators import EngineKind
 from configs.load import parse_config
@@ -65,12 +65,12 @@ def make_subscriber(config: Config, buffer_address: str, keys: str | None) -> Su
         return Subscriber()
     run = xxhash.xxh32_hexdigest(f"{buffer_address} {config.run.name}".encode())
     show = None if keys is None else lambda socket: show_key(socket, Path(keys))
-    door = None if keys is None else lambda socket: open_door(socket, Path(keys))
+    authenticate = None if keys is None else lambda socket: start_authenticator(socket, Path(keys))
     watch = partial(watch_small_requests, encrypted=keys is not None, max_unread=MAX_UNREAD_BYTES)
-    may_relay = config.sync.relays and (keys is None or has_door(Path(keys)))
+    may_relay = config.sync.relays and (keys is None or has_server_key(Path(keys)))
     return Subscriber(
         Fetcher(shared_memory_folder(f"fetched-{run}"), secure=show),
-        relay=partial(SnapshotServer, secure=door, watch=watch) if may_relay else None,
+        relay=partial(SnapshotServer, secure=authenticate, watch=watch) if may_relay else None,
         broadcast=config.sync.transport is Transport.nccl,
     )
 

@@ -25,8 +25,8 @@ from msgspec import structs
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone
-from buffers.fleet import STARTING
 from buffers.heartbeat import HEARTBEAT_S, HeartbeatThread
+from buffers.role_registry import STARTING
 from buffers.run_status import GeneratorReport
 from configs.schema import Config
 from generators.engine import Engine

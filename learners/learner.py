@@ -23,7 +23,7 @@ import xxhash
 from buffers import messages as m
 from buffers.client import TakenBatch
 from buffers.connections import watch_small_requests
-from buffers.keys import open_door
+from buffers.keys import start_authenticator
 from buffers.probe import is_probed
 from buffers.trajectory import decode
 from configs.learner import LearnerKind
@@ -362,7 +362,7 @@ def make_publisher(config: Config, folder: Path, incarnation: str) -> Publisher:
     where, server, device = weights_folder(config, folder), None, None
     if (address := config.weights_address) is not None:
         keys = config.buffer.keys
-        secure = (lambda socket: open_door(socket, Path(keys))) if keys is not None else None
+        secure = (lambda socket: start_authenticator(socket, Path(keys))) if keys is not None else None
         watch = partial(watch_small_requests, encrypted=keys is not None, max_unread=MAX_UNREAD_BYTES)
         nccl = config.sync.transport is Transport.nccl
         server = SnapshotServer(where, address, secure=secure, watch=watch, nccl=nccl)

@@ -19,7 +19,7 @@ import pytest
 import torch
 import zmq
 
-from buffers.keys import Door, KeyRole, make_keys, open_door, show_key
+from buffers.keys import Authenticator, KeyRole, make_keys, show_key, start_authenticator
 from configs.disk import DiskFull
 from sync import folders, locks
 from sync.extents import ENTRY, Extents
@@ -221,7 +221,7 @@ def test_a_server_with_keys_sees_a_revoked_key_on_an_open_connection_and_the_dea
 ) -> None:
     keys = tmp_path / "keys"
     make_keys(keys, ["generator", "learner"])
-    server = SnapshotServer(folder, secure=lambda socket: open_door(socket, keys))
+    server = SnapshotServer(folder, secure=lambda socket: start_authenticator(socket, keys))
     publisher = Publisher(folder, "life", server=server)
     name = Path(publisher.publish_version(0, whole_parts(weights(0))).path).name
     show = {
@@ -239,7 +239,7 @@ def test_a_server_with_keys_sees_a_revoked_key_on_an_open_connection_and_the_dea
     def die(*arguments: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(Door, "_answer", die)
+    monkeypatch.setattr(Authenticator, "_answer_question", die)
     with pytest.raises(TransferFailed):
         stranger.ask_server(server.address, GetChunk(name, 0, 1), 0.5)
     server._thread.join(20)

@@ -19,13 +19,14 @@ from buffers import client as buffer_client
 from buffers import messages as m
 from buffers.client import BufferClient, RefusedByBuffer, TooLarge, hand_in
 from buffers.connections import Loan
-from buffers.fleet import LARGEST, MAX_GENERATORS, Fleet
+from buffers.immediate_answers import ImmediateAnswers
 from buffers.message_fields import MAX_TEXT, RoleName, shorten
-from buffers.parked import MAX_PARKED_OF_ONE
+from buffers.role_registry import MAX_GENERATORS, MAX_SUM, RoleRegistry
 from buffers.run_status import GeneratorReport
 from buffers.server import BufferServer
 from buffers.trajectory import SCHEMA_VERSION, encode, to_batch
 from buffers.vocabulary import read_vocabulary
+from buffers.waiting_room import MAX_WAITERS_OF_CLIENT
 from configs.load import load_config
 
 
@@ -225,16 +226,16 @@ def test_a_text_that_is_too_long_for_a_message_keeps_its_beginning_and_its_end()
 
 
 def test_running_totals_stop_where_an_answer_could_not_hold_them() -> None:
-    fleet, most = Fleet(), GeneratorReport(sampled_tokens=2**50, update_bytes=2**50, updates=2**50)
+    registry, most = RoleRegistry(), GeneratorReport(sampled_tokens=2**50, update_bytes=2**50, updates=2**50)
     for life in range(5000):
         name = f"g{life % 3}"
-        fleet.join(name, now=0.0)
-        fleet.report(m.GeneratorHeartbeat(generator=name, progress={}, report=most), now=0.0)
-    assert fleet.summary(0.0)["weight_bytes"] <= LARGEST + 3 * 2**50
+        registry.begin_life(name, now=0.0)
+        registry.note_generator(m.GeneratorHeartbeat(generator=name, progress={}, report=most), now=0.0)
+    assert registry.summarize(0.0)["weight_bytes"] <= MAX_SUM + 3 * 2**50
     for number in range(3 * MAX_GENERATORS):
-        fleet.join(f"other{number}", now=0.0)
-    assert len(fleet.summary(0.0)["generators"]) == MAX_GENERATORS
-    assert fleet.summary(0.0)["weight_bytes"] == LARGEST, "what the forgotten have done still counts"
+        registry.begin_life(f"other{number}", now=0.0)
+    assert len(registry.summarize(0.0)["generators"]) == MAX_GENERATORS
+    assert registry.summarize(0.0)["weight_bytes"] == MAX_SUM, "what the forgotten have done still counts"
 
 
 # ---- sizes
@@ -307,7 +308,7 @@ def test_whoever_asks_without_end_is_refused_and_others_are_served(
 ) -> None:
     run = harness()
     greedy = BufferClient(run.server.address, timeout_s=5.0)
-    for _ in range(MAX_PARKED_OF_ONE + 50):
+    for _ in range(MAX_WAITERS_OF_CLIENT + 50):
         greedy.post(m.RequestLeases(generator="greedy", count=1, wait_s=50.0))
     refused = 0
     while refused < 50:
@@ -396,7 +397,8 @@ def test_a_client_that_takes_no_answers_loses_its_connection(
     harness: Callable[..., BufferHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("buffers.server.MAX_UNREAD_BYTES", 16 << 20)
-    monkeypatch.setattr(BufferServer, "_reply", lambda *_: m.RefusedRequest(reason="x" * (1 << 20)))
+    huge = m.RefusedRequest(reason="x" * (1 << 20))
+    monkeypatch.setattr(ImmediateAnswers, "carry_out", lambda *_: (huge, []))
     run = harness()
     deaf = raw_client(int(run.server.address.rpartition(":")[2]))
     body = m.encoder.encode(m.LocateJournal())
@@ -426,7 +428,7 @@ def test_leases_do_not_go_to_a_generator_that_has_gone(harness: Callable[..., Bu
     dead.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
     dead.post(m.RequestLeases(generator="dead", count=100, wait_s=60.0))
     deadline = time.monotonic() + 60
-    while not run.server._parked.asks:
+    while not run.server._waiting_room.lease_requests:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     dead._socket.setsockopt(zmq.LINGER, 0)
@@ -453,7 +455,7 @@ def test_what_a_generator_asked_in_an_earlier_life_is_forgotten(
     earlier.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
     earlier.post(m.RequestLeases(generator="g", count=100, wait_s=60.0))
     deadline = time.monotonic() + 60
-    while not run.server._parked.asks:
+    while not run.server._waiting_room.lease_requests:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     run.client.exchange(farewell)
@@ -718,7 +720,7 @@ def test_a_generator_that_connects_anew_is_served_once(harness: Callable[..., Bu
     run = harness()
     old, new = (BufferClient(run.server.address) for _ in range(2))
     first = old.post(m.RequestLeases(generator="g", count=1, wait_s=20.0))
-    while not run.server._parked.asks:
+    while not run.server._waiting_room.lease_requests:
         time.sleep(0.01)
     second = new.post(m.RequestLeases(generator="g", count=1, wait_s=20.0))
     while not (answers := list(old.receive(1.0))):
@@ -733,11 +735,11 @@ def test_a_generator_that_connects_anew_is_served_once(harness: Callable[..., Bu
 
 
 def test_an_engine_that_samples_has_moved_although_no_sample_has_ended() -> None:
-    fleet = Fleet()
+    registry = RoleRegistry()
 
     def has_moved(decoded: int) -> bool:
         report = GeneratorReport(decoded_tokens=decoded)
-        return fleet.report(m.GeneratorHeartbeat(generator="g", progress={}, report=report), 0.0)
+        return registry.note_generator(m.GeneratorHeartbeat(generator="g", progress={}, report=report), 0.0)
 
     assert [has_moved(decoded) for decoded in (0, 5, 9, 9, 4, 4)] == [False, True, True, False, True, False]
 
@@ -745,12 +747,12 @@ def test_an_engine_that_samples_has_moved_although_no_sample_has_ended() -> None
 def test_totals_stay_right_when_there_are_more_generators_than_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("buffers.fleet.MAX_GENERATORS", 4)
-    fleet = Fleet()
+    monkeypatch.setattr("buffers.role_registry.MAX_GENERATORS", 4)
+    registry = RoleRegistry()
     for beat in range(5):
         for number in range(7):
             report = GeneratorReport(updates=10 * (beat + 1))
-            fleet.report(
+            registry.note_generator(
                 m.GeneratorHeartbeat(generator=f"g{number}", progress={}, report=report), float(beat)
             )
-    assert fleet.summary(5.0)["weight_updates"] == 7 * 50
+    assert registry.summarize(5.0)["weight_updates"] == 7 * 50

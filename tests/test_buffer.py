@@ -11,7 +11,7 @@ from buffer_harness import SMALL_RUN, BufferHarness, compress_batch, make_group
 from buffers import messages as m
 from buffers.buffer import Buffer
 from buffers.client import BufferClient, RefusedByBuffer, TakenBatch
-from buffers.fleet import GONE_S
+from buffers.role_registry import GONE_S
 from buffers.server import BufferServer, Stuck
 from buffers.trajectory import SCHEMA, SCHEMA_VERSION, encode, to_batch
 from configs.load import load_config
@@ -84,7 +84,7 @@ def test_what_one_sender_sends_is_handled_in_its_order(harness: Callable[..., Bu
 def test_whoever_only_asks_does_not_wait_behind_those_who_submit(
     harness: Callable[..., BufferHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("buffers.server.MAX_BYTES_PER_TURN", 1)  # one submission a turn
+    monkeypatch.setattr("buffers.inbox.MAX_BYTES_PER_TURN", 1)  # one submission a turn
     run = harness("staleness.max_versions=3")
     run.publish(0)
     order: list[str] = []
@@ -320,7 +320,7 @@ def test_work_of_any_length_is_no_hang_as_long_as_it_gets_on(
     buffer, clock = still
     for second in range(3600):
         clock[0] = float(second)
-        buffer.fleet.hear("learner-0", beat(activity, standstill_s=second % 90), clock[0])
+        buffer.roles.note_role("learner-0", beat(activity, standstill_s=second % 90), clock[0])
         buffer.check_time()
     assert buffer.make_status("").standstill_s > 3000, "no data have moved meanwhile, and the status says so"
 
@@ -340,7 +340,7 @@ def test_what_stands_still_though_its_heart_beats_is_named_and_ends_the_run(
     with pytest.raises(Stuck) as stuck:
         for second in range(1000):
             clock[0] = float(second)
-            buffer.fleet.hear(
+            buffer.roles.note_role(
                 "learner-0", beat(activity, second if still_for_s is None else still_for_s), clock[0]
             )
             buffer.check_time()
@@ -353,7 +353,7 @@ def test_work_of_a_role_that_is_not_heard_of_any_more_is_not_waited_for(
     still: tuple[Buffer, list[float]],
 ) -> None:
     buffer, clock = still
-    buffer.fleet.hear("learner-0", beat("training step 0"), 0.0)
+    buffer.roles.note_role("learner-0", beat("training step 0"), 0.0)
     with pytest.raises(Stuck, match=r"learner-0: not heard of for \d+ s \(then: training step 0\)"):
         for second in range(1000):
             clock[0] = float(second)

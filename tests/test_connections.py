@@ -20,7 +20,7 @@ from test_bounds import raw_client
 from buffers import messages as m
 from buffers.client import BufferClient
 from buffers.connections import Connection, Connections, Loan, watch_small_requests
-from buffers.keys import WEIGHTS_SPEAKERS, KeyRole, make_keys, open_door, show_key
+from buffers.keys import WEIGHT_REQUEST_ROLES, KeyRole, make_keys, show_key, start_authenticator
 from configs.load import load_config
 from sync.transports import tcp
 from sync.transports.server import SnapshotServer
@@ -236,7 +236,8 @@ def test_learners_whose_connection_has_ended_are_forgotten(harness: Callable[...
             run.publish(0)
         learner.close()
     until(
-        lambda: len(run.server._learners | run.server._dead) <= 2, "only those who are there are remembered"
+        lambda: len(run.server._learners._current | run.server._learners._outdated) <= 2,
+        "only those who are there are remembered",
     )
     until(lambda: not run.server._connections._gone, "and nobody who is gone")
 
@@ -254,7 +255,7 @@ def weights(tmp_path: Path) -> Iterator[Callable[..., SnapshotServer]]:
 
     def serve(keys: Path | None = None) -> SnapshotServer:
         watch = partial(watch_small_requests, encrypted=keys is not None, max_unread=tcp.MAX_UNREAD_BYTES)
-        door = None if keys is None else (lambda socket: open_door(socket, keys))
+        door = None if keys is None else (lambda socket: start_authenticator(socket, keys))
         servers.append(SnapshotServer(folder, secure=door, watch=watch))
         return servers[-1]
 
@@ -316,7 +317,7 @@ REQUESTS: list[tcp.Request] = [
 def test_every_request_for_weights_has_its_speakers() -> None:
     assert (
         {kind.__name__ for kind in get_args(tcp.Request)}
-        == set(WEIGHTS_SPEAKERS)
+        == set(WEIGHT_REQUEST_ROLES)
         == {type(r).__name__ for r in REQUESTS}
     )
 
@@ -334,7 +335,7 @@ def test_weights_are_for_keys_of_generators(
         asker.send(tcp.encode(request))
         assert asker.poll(20_000)
         reply = tcp.replies.decode(asker.recv_multipart()[0])
-        said = f"{type(request).__name__} must not be said with the key of a {role}"
+        said = f"{type(request).__name__} must not be sent with the key of a {role}"
         assert (isinstance(reply, tcp.TransferRefused) and said in reply.reason) == (
             role is not KeyRole.generator
         ), reply

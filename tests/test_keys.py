@@ -18,7 +18,15 @@ from runs import SIMULATED, Started
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, KeysRefused, RefusedByBuffer
 from buffers.journal import read_groups
-from buffers.keys import LOOK_S, SPEAKERS, Door, KeyRole, make_keys, open_door, show_key
+from buffers.keys import (
+    RELOAD_S,
+    REQUEST_ROLES,
+    Authenticator,
+    KeyRole,
+    make_keys,
+    show_key,
+    start_authenticator,
+)
 from buffers.run_status import GeneratorReport
 from buffers.server import BufferServer
 from configs.load import load_config
@@ -86,21 +94,21 @@ REQUESTS: list[m.Request] = [
 
 
 def test_every_request_has_its_speakers() -> None:
-    assert set(get_args(m.Request)) == set(SPEAKERS)
-    assert all(SPEAKERS.values())
+    assert set(get_args(m.Request)) == set(REQUEST_ROLES)
+    assert all(REQUEST_ROLES.values())
 
 
 @pytest.mark.parametrize("role", KeyRole)
 def test_a_key_may_say_what_its_role_says_and_nothing_else(connect: Connect, role: KeyRole) -> None:
     client = connect(role)
     for request in REQUESTS:
-        said = f"{type(request).__name__} must not be said with the key of a {role}"
+        said = f"{type(request).__name__} must not be sent with the key of a {role}"
         try:
             client.exchange(request)
             forbidden = False
         except RefusedByBuffer as error:
             forbidden = said in str(error)
-        assert forbidden == (role not in SPEAKERS[type(request)]), request
+        assert forbidden == (role not in REQUEST_ROLES[type(request)]), request
 
 
 def test_a_generators_key_cannot_publish_stop_or_rewind(connect: Connect, served: Served) -> None:
@@ -110,7 +118,7 @@ def test_a_generators_key_cannot_publish_stop_or_rewind(connect: Connect, served
         m.StopRun(reason="r"),
         m.RewindToStep(step=0),
     ):
-        with pytest.raises(RefusedByBuffer, match="must not be said with the key of a generator"):
+        with pytest.raises(RefusedByBuffer, match="must not be sent with the key of a generator"):
             generator.exchange(request)
     status = operator.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status
     assert (
@@ -125,11 +133,11 @@ def test_a_key_that_is_deleted_is_shut_out_within_a_second_on_open_connections_t
 ) -> None:
     generator, learner = connect(KeyRole.generator), connect(KeyRole.learner)
     generator.call(m.JoinRun(generator="g"), m.JoinedRun)
-    assert LOOK_S <= 0.5
+    assert RELOAD_S <= 0.5
     generator.post(m.RequestLeases(generator="g", count=9, wait_s=600.0))
-    wait_until(lambda: served.server._parked.asks)
+    wait_until(lambda: served.server._waiting_room.lease_requests)
     (folder / "allowed" / "generator" / "generator.key").unlink()
-    wait_until(lambda: not served.server._parked.asks)
+    wait_until(lambda: not served.server._waiting_room.lease_requests)
     assert not list(generator.receive(0.2)), "the question was forgotten, not answered"
     learner.call(
         m.PublishVersion(version=0, manifest_locator="w"), m.Acknowledged
@@ -166,7 +174,7 @@ def test_when_the_authenticator_dies_nobody_gets_in_and_the_server_ends_with_its
     def die(*_: object) -> list[bytes]:
         raise OSError("a disk has gone")
 
-    monkeypatch.setattr(Door, "_answer", die)
+    monkeypatch.setattr(Authenticator, "_answer_question", die)
     with pytest.raises((BufferGone, KeysRefused)):
         connect(KeyRole.watcher, timeout_s=1.0).call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
     served.thread.join(timeout=30)
@@ -181,7 +189,7 @@ def test_a_socket_whose_authenticator_is_dead_lets_nobody_in(
     server, client = context.socket(zmq.ROUTER), zmq.Context.instance().socket(zmq.DEALER)
     for socket in (server, client):
         socket.setsockopt(zmq.LINGER, 0)
-    door = open_door(server, folder)
+    door = start_authenticator(server, folder)
     port = server.bind_to_random_port("tcp://127.0.0.1")
     door.close()  # its socket is gone, as after its death
     show_key(client, folder)
@@ -251,6 +259,7 @@ def test_generators_whose_buffer_refuses_them_end_with_a_sentence(
     import ray
 
     from slipstream import train
+    from slipstream.stop_signals import StopSignals
 
     def wait(refs: list[object], timeout: float) -> tuple[list[object], list[object]]:
         (folder / "allowed" / "generator" / "generator.key").unlink(missing_ok=True)
@@ -265,6 +274,6 @@ def test_generators_whose_buffer_refuses_them_end_with_a_sentence(
         f"buffer.keys={folder}",
         f"run.outputs={tmp_path}",
     ]
-    fleet = train.Fleet(load_config([*SMALL_RUN, *overrides]), train.Signals())
+    fleet = train.Fleet(load_config([*SMALL_RUN, *overrides]), StopSignals())
     assert fleet.drive() == 1
     assert re.search("revoked|not allowed any more|must hold a key", capsys.readouterr().err)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch_file
 
-from buffers.keys import make_keys, open_door, show_key
+from buffers.keys import make_keys, show_key, start_authenticator
 from sync import patch
 from sync.adapter import PEFT_PREFIX, describe_adapters
 from sync.manifest import DigestMismatch, Manifest
@@ -427,7 +427,7 @@ def test_only_snapshots_are_served(publisher: Publisher, tmp_path: Path) -> None
 def test_strangers_get_nothing_where_there_are_keys(host: Make, tmp_path: Path) -> None:
     make_keys(tmp_path / "keys", ["generator"])
     folder = tmp_path / "weights"
-    server = SnapshotServer(folder, secure=lambda socket: open_door(socket, tmp_path / "keys"))
+    server = SnapshotServer(folder, secure=lambda socket: start_authenticator(socket, tmp_path / "keys"))
     publisher = Publisher(folder, "life", server=server)
     try:
         manifest = publisher.publish_version(0, whole_parts(weights(0)))

@@ -53,7 +53,7 @@ def transport_on_host(in_memory: bool) -> str:
 
 def transport_tcp(with_keys: bool) -> str:
     """Weights over the loopback interface, as another host fetches them."""
-    from buffers.keys import KeyRole, make_keys, open_door, show_key
+    from buffers.keys import KeyRole, make_keys, show_key, start_authenticator
     from configs.host import boot_id
     from sync.publisher import Publisher
     from sync.stream import whole_parts
@@ -64,7 +64,7 @@ def transport_tcp(with_keys: bool) -> str:
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         make_keys(keys, list(KeyRole))
-        door = (lambda at: open_door(at, keys)) if with_keys else None
+        door = (lambda at: start_authenticator(at, keys)) if with_keys else None
         show = (lambda at: show_key(at, keys)) if with_keys else None
         server = SnapshotServer(Path(folder) / "weights", secure=door)
         publisher = Publisher(Path(folder) / "weights", "check", server=server)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from buffers import messages as m
-from buffers.fleet import MAX_NAMED, SILENT_S
+from buffers.role_registry import MAX_NAMED, SILENT_S
 from buffers.run_status import LedgerAccount, RunStatus
 from configs.checks import find_warnings
 from configs.schema import Config

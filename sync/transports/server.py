@@ -75,7 +75,7 @@ class ConnectionWatch(Protocol):
 
 
 class RequestGate(Protocol):
-    """Lets known keys in, and knows what their owners may say: `buffers.keys.Door`."""
+    """Lets known keys in, and knows what their owners may say: `buffers.keys.Authenticator`."""
 
     def objection(self, user: str, kind: str) -> str:
         """Why the owner of a key may not say a request of this name; empty: it may."""

@@ -14,7 +14,7 @@ import zmq
 
 from buffers.client import BufferGone
 from buffers.connections import watch_small_requests
-from buffers.keys import open_door, show_key
+from buffers.keys import show_key, start_authenticator
 from slipstream_bench.attacks import PATIENCE_S, Attacker, Show
 from slipstream_bench.forge import Forge, damage, hand_made
 from sync.transports import tcp
@@ -31,7 +31,7 @@ def serve_weights(folder: Path, keys: Path | None) -> None:
     for suffix in ("json", "safetensors"):
         (folder / "weights" / f"{SNAPSHOT}.{suffix}").write_bytes(random.Random(suffix).randbytes(3 << 20))
     watch = partial(watch_small_requests, encrypted=keys is not None, max_unread=tcp.MAX_UNREAD_BYTES)
-    door = None if keys is None else (lambda socket: open_door(socket, keys))
+    door = None if keys is None else (lambda socket: start_authenticator(socket, keys))
     server = SnapshotServer(folder / "weights", secure=door, watch=watch)
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))

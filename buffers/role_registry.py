@@ -1,0 +1,222 @@
+"""The roles of a run as their heartbeats describe them: who is heard of, what each does, and totals over all generators."""
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from buffers import messages as m
+from buffers.heartbeat import HEARTBEAT_S
+from buffers.run_status import GeneratorReport, RoleState
+
+SILENT_S = 3 * HEARTBEAT_S
+"""The status names a role that has not been heard of for longer."""
+LONG_S = 1.0
+"""The status names an activity that goes on for longer, unless it is waiting or sampling."""
+MAX_NAMED = 4
+"""Roles that a sentence of the status names."""
+GONE_S = 10.0
+"""A role that has not been heard of for longer is not at work, whatever it said last."""
+IDLE_ACTIVITIES = ("waiting", "sampling")
+"""Beginnings of activities that are no work of their own. Sampled tokens are counted instead."""
+JOINED, STARTING = "joined", "starting the engine"
+"""Activities of a generator that is not ready yet: it has sent nothing since it joined, or its engine starts."""
+MAX_GENERATORS = 1000
+"""Names kept. Beyond it, the generator that has been silent for longest counts as ended."""
+MAX_SUM = 2**62
+"""Sums stop here, because an answer holds 64 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastHeartbeat:
+    """The last heartbeat of a role. Times are seconds on the buffer's clock."""
+
+    at: float
+    activity: str
+    since: float
+    """When the activity began."""
+    moved_at: float
+    """When the role last got on with it."""
+
+
+class RoleRegistry:
+    """Keeps the last heartbeat of each role, and the totals of each generator's life.
+
+    A generator has one life after another under its name. The totals of lives that are over are kept as one sum, so
+    that memory stays bounded however many generators come and go.
+    """
+
+    def __init__(self, num_expected: int = 0, milestones: dict[str, float] | None = None) -> None:
+        """`num_expected`: how many generators the run starts itself. `milestones`: where to note when their engines run
+        (`RunStatus.milestones`)."""
+        self._num_expected, self._milestones = num_expected, {} if milestones is None else milestones
+        self._ready: set[str] = set()
+        """The first `num_expected` generators whose engines ran."""
+        self._lives: OrderedDict[str, GeneratorReport] = OrderedDict()
+        """Latest report of each generator's present life. The generator that reported last is last."""
+        self._ended_totals = GeneratorReport()
+        """Sum over all lives that are over."""
+        self._presumed_ended: OrderedDict[str, GeneratorReport] = OrderedDict()
+        """Parts of that sum whose generators were only silent for long. They are subtracted if a generator goes on."""
+        self._heartbeats: OrderedDict[str, LastHeartbeat] = OrderedDict()
+        """By role. The role that was heard last is last."""
+        self._left: OrderedDict[str, None] = OrderedDict()
+        """Generators that have left. Their last heartbeats travel over another connection than their farewell and may
+        come after it."""
+
+    def begin_life(self, generator: str, now: float) -> None:
+        """A generator has joined."""
+        self._end_life(generator)
+        self._presumed_ended.pop(generator, None)
+        self._start_counting(generator)
+        self._left.pop(generator, None)
+        self.note_role(generator, m.RoleHeartbeat(role=generator, activity=JOINED), now)
+
+    def note_generator(self, beat: m.GeneratorHeartbeat, now: float) -> bool:
+        """Notes a generator's heartbeat; returns whether its engine has sampled since the one before."""
+        generator = beat.generator
+        self.note_role(generator, beat, now)
+        if generator not in self._lives:
+            self._start_counting(generator)
+        has_sampled = beat.report.decoded_tokens != self._lives[generator].decoded_tokens
+        self._lives[generator] = beat.report
+        self._lives.move_to_end(generator)
+        is_ready = beat.activity not in (JOINED, STARTING) and generator not in self._ready
+        if is_ready and len(self._ready) < self._num_expected:
+            self._ready.add(generator)
+            self._milestones["engines"] = time.time()
+        return has_sampled
+
+    def note_role(self, role: str, beat: m.GeneratorHeartbeat | m.RoleHeartbeat, now: float) -> None:
+        """Notes the heartbeat of any role, which has come at `now`."""
+        if role in self._left:
+            return
+        self._heartbeats[role] = LastHeartbeat(
+            now, beat.activity, now - beat.activity_s, now - beat.standstill_s
+        )
+        self._heartbeats.move_to_end(role)
+        while len(self._heartbeats) > MAX_GENERATORS:
+            self._heartbeats.popitem(last=False)
+
+    def remove_generator(self, generator: str) -> None:
+        """A generator has left. It is not heard of again before it joins again."""
+        self.remove_role(generator)
+        self._left[generator] = None
+        while len(self._left) > MAX_GENERATORS:
+            self._left.popitem(last=False)
+
+    def remove_role(self, role: str) -> None:
+        """A role has ended in good order."""
+        self._heartbeats.pop(role, None)
+
+    def make_role_states(self, now: float) -> dict[str, RoleState]:
+        """Returns the state of each role that has not left, by name in alphabetical order."""
+        return {
+            role: RoleState(last_heard_s=now - beat.at, activity=beat.activity, activity_s=now - beat.since)
+            for role, beat in sorted(self._heartbeats.items())
+        }
+
+    def is_at_work(self, now: float, stalled_s: float) -> bool:
+        """True when a role that is heard of does something that others wait for, and has got on with it within
+        `stalled_s` seconds."""
+        return any(
+            now - beat.at <= GONE_S
+            and now - beat.moved_at <= stalled_s
+            and not beat.activity.startswith(IDLE_ACTIVITIES)
+            for beat in self._heartbeats.values()
+        )
+
+    # ---- totals
+
+    def _start_counting(self, generator: str) -> None:
+        self._lives[generator] = GeneratorReport()
+        if (counted := self._presumed_ended.pop(generator, None)) is not None:
+            self._add_totals(counted, -1)  # it goes on, and its next report holds these totals again
+        while len(self._lives) > MAX_GENERATORS:
+            silent = next(iter(self._lives))
+            self._presumed_ended[silent] = self._lives[silent]
+            self._end_life(silent)
+        while len(self._presumed_ended) > 10 * MAX_GENERATORS:
+            self._presumed_ended.popitem(last=False)
+
+    def _end_life(self, generator: str) -> None:
+        if (report := self._lives.pop(generator, None)) is not None:
+            self._add_totals(report, 1)
+
+    def _add_totals(self, report: GeneratorReport, times: int) -> None:
+        totals = msgspec.structs.asdict(self._ended_totals)
+        del totals["version"]  # the only field that is no total
+        sums = {name: total + times * getattr(report, name) for name, total in totals.items()}
+        self._ended_totals = GeneratorReport(
+            **{name: max(0, min(MAX_SUM, total)) for name, total in sums.items()}
+        )
+
+    def summarize(self, now: float) -> dict[str, Any]:
+        """Returns those fields of `RunStatus` that describe the roles."""
+        lives = [self._ended_totals, *self._lives.values()]
+        alive_s = sum(life.alive_s for life in lives)
+        num_updates = sum(life.updates for life in lives)
+        return {
+            "generators": dict(sorted(self._lives.items())),
+            "roles": self.make_role_states(now),
+            "generator_idle_share": sum(life.idle_s for life in lives) / alive_s if alive_s else 0.0,
+            "weight_updates": num_updates,
+            "weight_bytes": sum(life.update_bytes for life in lives),
+            "fetched_bytes": sum(life.fetched_bytes for life in lives),
+            "prepare_s_mean": sum(life.prepare_s for life in lives) / max(1, num_updates),
+            "pause_s_mean": sum(life.pause_s for life in lives) / max(1, num_updates),
+            "digest_checks": sum(life.digest_checks for life in lives),
+            "digest_mismatches": sum(life.digest_mismatches for life in lives),
+            "abandoned_scores": sum(life.abandoned_scores for life in lives),
+        }
+
+    # ---- words
+
+    def describe_starts(self, now: float) -> str:
+        """Says how many generators are ready; empty once all that are here are."""
+        states = [state for name, state in self.make_role_states(now).items() if name in self._lives]
+        starting = [state for state in states if state.activity == STARTING]
+        joined = [state for state in states if state.activity == JOINED]
+        if states and not starting and not joined:
+            return ""
+        num_ready = len(states) - len(starting) - len(joined)
+        num_total = max(self._num_expected, len(states))
+        words = [f"{num_ready} of {num_total} generators ready"]
+        if starting:
+            longest_s = max(state.activity_s for state in starting)
+            words.append(f"{len(starting)} {STARTING} for {longest_s:.0f} s")
+        if joined:
+            words.append(f"{len(joined)} {JOINED}")
+        if num_total > len(states):
+            words.append(f"{num_total - len(states)} not here yet")
+        return ", ".join(words)
+
+    def describe_long_waits(self, now: float, told: str = "waiting") -> str:
+        """As the function `describe_long_waits`, for all roles."""
+        return describe_long_waits(self.make_role_states(now), told)
+
+
+def describe_long_waits(states: dict[str, RoleState], told: str = "waiting") -> str:
+    """Names the roles that have not been heard of and those that have been at one activity for long; empty for none.
+
+    `told` is an activity that the reader has been told of already.
+    """
+    silent = {name: state for name, state in states.items() if state.last_heard_s > SILENT_S}
+    busy = {
+        name: state
+        for name, state in states.items()
+        if name not in silent
+        and state.activity_s > LONG_S
+        and not state.activity.startswith((*IDLE_ACTIVITIES, told))
+    }
+    words = [
+        f"{name}: not heard of for {state.last_heard_s:.0f} s (then: {state.activity})"
+        for name, state in sorted(silent.items(), key=lambda item: -item[1].last_heard_s)
+    ] + [
+        f"{name}: {state.activity} for {state.activity_s:.0f} s"
+        for name, state in sorted(busy.items(), key=lambda item: -item[1].activity_s)
+    ]
+    more = [f"{len(words) - MAX_NAMED} more"] if len(words) > MAX_NAMED else []
+    return "; ".join(words[:MAX_NAMED] + more)

@@ -1,0 +1,252 @@
+"""Requests that cannot be answered yet: no work, no batch, no probe, no news. Each waits until its deadline at most.
+
+The room is bounded, and so is the share of one client in it.
+"""
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, assert_never
+
+from buffers import messages as m
+from buffers.announcements import Announcer
+from buffers.buffer import Buffer
+from buffers.outbox import Outbox
+from buffers.probe import Probes
+from buffers.refusal import Refusal
+from buffers.run_status import RunStatus
+
+MAX_WAITERS = 20_000
+MAX_WAITERS_OF_CLIENT = 200
+MAX_WAIT_S = 60.0
+"""Longest wait for an answer, whatever `wait_s` a request asks for."""
+MAX_RECORDS_PER_NEWS = 500
+"""Step records in one answer to a watcher."""
+
+R = TypeVar("R")
+Found = tuple[m.Reply, list[bytes]]
+"""An answer and its binary frame, if it has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter(Generic[R]):
+    """A request that waits for its answer."""
+
+    sender: bytes
+    number: bytes
+    request: R
+    deadline: float
+    """On the server's clock, in seconds."""
+    user: str
+    """The sender's public key; empty where there are no keys."""
+
+
+def deal_leases(
+    waiters: Sequence[Waiter[m.RequestLeases]], room: int, lease: Callable[[str], m.Lease | None]
+) -> list[list[m.Lease]]:
+    """Deals the leases that are to be had (`room` at most) evenly to all who wait.
+
+    Returns the leases of each waiter, in their order: those who get nothing are the last. `lease` gives a lease to the
+    generator of this name, or None when there is no more.
+    """
+    # A share is dealt in a row: groups that are leased together are stored together, and read together.
+    share = max(1, room // len(waiters))
+    hands: list[list[m.Lease]] = [[] for _ in waiters]
+    hungry = deque(zip(waiters, hands, strict=True))
+    while hungry:
+        waiter, hand = hungry.popleft()
+        wanted = max(1, waiter.request.count)
+        for _ in range(min(share, wanted - len(hand))):
+            if (given := lease(waiter.request.generator)) is None:
+                return hands
+            hand.append(given)
+        if len(hand) < wanted:
+            hungry.append((waiter, hand))
+    return hands
+
+
+class WaitingRoom:
+    """Keeps one queue for each kind of request, and answers from them what can be answered."""
+
+    def __init__(self, buffer: Buffer, probes: Probes, announcer: Announcer, outbox: Outbox) -> None:
+        self._buffer, self._probes, self._announcer, self._outbox = buffer, probes, announcer, outbox
+        self.lease_requests: deque[Waiter[m.RequestLeases]] = deque()
+        self._batch_requests: list[Waiter[m.RequestBatch]] = []
+        self._probe_requests: list[Waiter[m.RequestParityProbe]] = []
+        self._evaluation_requests: list[Waiter[m.AwaitEvaluations]] = []
+        self._watch_requests: list[Waiter[m.WatchRun]] = []
+        self._num_waiting: Counter[bytes] = Counter()
+        """Waiting requests by sender."""
+
+    def __iter__(self) -> Iterator[Waiter[Any]]:
+        return itertools.chain(
+            self.lease_requests,
+            self._batch_requests,
+            self._probe_requests,
+            self._evaluation_requests,
+            self._watch_requests,
+        )
+
+    # ---- coming and going
+
+    def add_request(
+        self, sender: bytes, number: bytes, request: m.WaitingRequest, user: str, now: float
+    ) -> None:
+        """Lets a request wait. Raises Refusal when the room or the client's share of it is full."""
+        if self._num_waiting[sender] >= MAX_WAITERS_OF_CLIENT or self._num_waiting.total() >= MAX_WAITERS:
+            raise Refusal(
+                "too many requests",
+                f"at most {MAX_WAITERS_OF_CLIENT} requests of a client, and {MAX_WAITERS} of all, may wait for an answer",
+            )
+        if isinstance(request, m.RequestLeases):
+            self.end_lease_requests(request.generator, but=sender)
+        self._num_waiting[sender] += 1
+        deadline = now + min(request.wait_s, MAX_WAIT_S)
+        match request:
+            case m.RequestLeases():
+                self.lease_requests.append(Waiter(sender, number, request, deadline, user))
+            case m.RequestBatch():
+                self._batch_requests.append(Waiter(sender, number, request, deadline, user))
+            case m.RequestParityProbe():
+                self._probe_requests.append(Waiter(sender, number, request, deadline, user))
+            case m.AwaitEvaluations():
+                self._evaluation_requests.append(Waiter(sender, number, request, deadline, user))
+            case m.WatchRun():
+                self._watch_requests.append(Waiter(sender, number, request, deadline, user))
+            case _:
+                assert_never(request)
+
+    def end_lease_requests(self, generator: str, but: bytes = b"") -> None:
+        """Answers a generator's requests for leases with none: it has left, has begun a new life, or asks over another
+        connection (`but`) now. Nobody waits for those leases, but somebody may listen still."""
+        ended = [
+            one for one in self.lease_requests if one.request.generator == generator and one.sender != but
+        ]
+        if ended:
+            gone = {id(one) for one in ended}
+            self.drop_requests(lambda waiter: id(waiter) in gone)
+        for waiter in ended:
+            self._outbox.add_answer(waiter.sender, waiter.number, self._announcer.make_lease_grant([]))
+
+    def drop_requests(self, is_unwanted: Callable[[Waiter[Any]], bool]) -> None:
+        """Takes out requests without an answer."""
+        gone = {id(waiter): waiter for waiter in self if is_unwanted(waiter)}
+        for waiter in gone.values():
+            self._count_out(waiter)
+        if gone:
+            self.lease_requests = deque(one for one in self.lease_requests if id(one) not in gone)
+            self._batch_requests = [one for one in self._batch_requests if id(one) not in gone]
+            self._probe_requests = [one for one in self._probe_requests if id(one) not in gone]
+            self._evaluation_requests = [one for one in self._evaluation_requests if id(one) not in gone]
+            self._watch_requests = [one for one in self._watch_requests if id(one) not in gone]
+
+    def _count_out(self, waiter: Waiter[Any]) -> None:
+        self._num_waiting[waiter.sender] -= 1
+        if not self._num_waiting[waiter.sender]:
+            del self._num_waiting[waiter.sender]
+
+    # ---- answers
+
+    def answer_ready_requests(self, now: float, *, look_at_deadlines: bool) -> None:
+        """Answers every request that can be answered, and those whose deadline has come.
+
+        `look_at_deadlines` is false in turns between two ticks: then requests for leases, of which there may be
+        thousands, are not searched for overdue ones.
+        """
+        self._deal_leases()
+        if look_at_deadlines:
+            for waiter in [one for one in self.lease_requests if now >= one.deadline]:
+                self._answer_waiter(waiter, self._announcer.make_lease_grant([]))
+            self.lease_requests = deque(one for one in self.lease_requests if now < one.deadline)
+        self._batch_requests = self._answer_queue(self._batch_requests, self._find_batch, now)
+        self._probe_requests = self._answer_queue(self._probe_requests, self._find_probe, now)
+        self._evaluation_requests = self._answer_queue(self._evaluation_requests, self._find_evaluations, now)
+        self._watch_requests = [one for one in self._watch_requests if not self._answer_watcher(one, now)]
+
+    def _answer_waiter(self, waiter: Waiter[Any], reply: m.Reply, payload: Sequence[bytes] = ()) -> None:
+        """Answers a request. The caller takes it out of its queue."""
+        self._count_out(waiter)
+        self._outbox.add_answer(waiter.sender, waiter.number, reply, payload)
+
+    def _deal_leases(self) -> None:
+        """Deals leases to all who wait for some. Those who get nothing wait on, at the head of the queue."""
+        if self._buffer.stopping is not None:
+            for waiter in self.lease_requests:
+                self._answer_waiter(waiter, self._announcer.make_lease_grant([]))
+            self.lease_requests.clear()
+        if not self.lease_requests or not (room := self._buffer.count_openings()):
+            return
+        for hand in deal_leases(self.lease_requests, room, self._buffer.lease_next):
+            if not hand:
+                break  # those who got something are the first
+            self._answer_waiter(self.lease_requests.popleft(), self._announcer.make_lease_grant(hand))
+
+    def _answer_queue(
+        self, queue: list[Waiter[R]], find_answer: Callable[[R], Found | None], now: float
+    ) -> list[Waiter[R]]:
+        """Answers what can be answered, or says `NotReadyYet` at the deadline. Returns the requests that wait on."""
+        left = []
+        for waiter in queue:
+            found = find_answer(waiter.request)
+            if found is not None:
+                self._answer_waiter(waiter, *found)
+            elif now >= waiter.deadline:
+                self._answer_waiter(waiter, m.NotReadyYet(waiting_for=self.describe_waits()))
+            else:
+                left.append(waiter)
+        return left
+
+    def _find_batch(self, request: m.RequestBatch) -> Found | None:
+        try:
+            handout = self._buffer.progress.hand_out(request.step)
+        except (Refusal, IndexError) as refusal:
+            return self._buffer.refuse_message("wrong step", str(refusal)), []
+        if self._buffer.stopping is not None:
+            return m.RunStopped(reason=self._buffer.stopping), []
+        if handout is None:
+            return None
+        offer = m.BatchOffer(
+            step=request.step,
+            groups=handout.groups,
+            slices=self._buffer.progress.list_slices(handout),
+            group_weights=handout.group_weights,
+        )
+        return offer, []
+
+    def _find_probe(self, request: m.RequestParityProbe) -> Found | None:
+        if self._buffer.stopping is not None:
+            return m.RunStopped(reason=self._buffer.stopping), []
+        rows = self._probes.rows(self._buffer.progress.manifest_locator)
+        return None if rows is None else (m.ParityProbeRows(), [rows])
+
+    def _find_evaluations(self, request: m.AwaitEvaluations) -> Found | None:
+        is_done = self._buffer.stopping is not None or not self._buffer.evaluations.num_unanswered
+        return (m.Acknowledged(), []) if is_done else None
+
+    def _answer_watcher(self, waiter: Waiter[m.WatchRun], now: float) -> bool:
+        """Sends the news if there are any or the deadline has come; returns whether it has."""
+        progress, after = self._buffer.progress, waiter.request.after
+        has_news = progress.num_records > after or now >= waiter.deadline
+        if not has_news or self._outbox.is_full:
+            return False
+        first = max(0, after - (progress.num_records - len(progress.records)))
+        records = progress.records[first : first + MAX_RECORDS_PER_NEWS]
+        news = m.RunNews(
+            records=records, evaluations=self._buffer.evaluations.records, status=self.make_status()
+        )
+        self._answer_waiter(waiter, news)
+        return True
+
+    # ---- words
+
+    def make_status(self) -> RunStatus:
+        return self._buffer.make_status(self.describe_waits())
+
+    def describe_waits(self) -> str:
+        """Says who waits for whom, in a sentence."""
+        return self._buffer.describe_waiting(
+            learner_waits=bool(self._batch_requests or self._probe_requests),
+            probes=bool(self._probe_requests),
+            num_asking=len(self.lease_requests),
+        )
