@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slipstream.roles import Failure
+from slipstream.role_failures import RankFailure
 
 
 class ScriptedRole:
@@ -15,7 +15,7 @@ class ScriptedRole:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def pid(self) -> int:
+    def get_pid(self) -> int:
         return os.getpid()
 
     def run(
@@ -29,18 +29,18 @@ class ScriptedRole:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "raise":
                 (script / "lost").touch()
-                return Failure(
+                return RankFailure(
                     "RuntimeError: out of memory", " has failed:\na traceback", final=False, at=1.0
                 )
             case "notice":
                 while not (script / "lost").exists():
                     time.sleep(0.01)
-                return Failure(
+                return RankFailure(
                     "RuntimeError: connection reset", " has failed:\na traceback", final=False, at=2.0
                 )
             case "refuse":
                 (script / "lost").touch()
-                return Failure("ValueError: the task is wrong", ": the task is wrong", final=True, at=1.0)
+                return RankFailure("ValueError: the task is wrong", ": the task is wrong", final=True, at=1.0)
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
         return None

@@ -15,37 +15,37 @@ never.bind(f"{folder}/generator")
 never.listen()  # who asks this stage of the nursery for a worker waits for ever
 os.environ["SLIPSTREAM_NURSERY"] = folder
 
-from slipstream.answers import Answers
-from slipstream.cluster import cluster, stage
-from slipstream.roles import RoleFailed
+from slipstream.answers import FirstAnswers
+from slipstream.cluster import run_cluster, stage_options
+from slipstream.role_failures import RoleFailed
 from slipstream.stop_signals import StopSignals
 
 class Up:
-    def pid(self):
+    def get_pid(self):
         return os.getpid()
 
 class Stopped(Up):
-    def pid(self):
+    def get_pid(self):
         time.sleep(600)
 
-with cluster(load_config(["generators.count=2"])):
+with run_cluster(load_config(["generators.count=2"])):
     said, clock = [], [0.0]
-    answers = Answers(said.append, StopSignals(), clock=lambda: clock[0])
+    answers = FirstAnswers(said.append, StopSignals(), clock=lambda: clock[0])
     roles = {"learner-0": ray.remote(Up).options(num_cpus=0).remote(), "stopped": ray.remote(Stopped).options(num_cpus=0).remote()}
-    roles["generator-0"] = ray.remote(Up).options(num_cpus=0, **stage("generator")).remote()
+    roles["generator-0"] = ray.remote(Up).options(num_cpus=0, **stage_options("generator")).remote()
     for name, actor in roles.items():
-        answers.expect(name, actor)
-    ray.get(roles["learner-0"].pid.remote())
+        answers.expect_answer(name, actor)
+    ray.get(roles["learner-0"].get_pid.remote())
     while ray._private.state.actors(roles["stopped"]._actor_id.hex())["State"] != "ALIVE":
         time.sleep(0.05)
     for now in (44.0, 46.0, 299.0):
         clock[0] = now
-        answers.check()
+        answers.check_silent_roles()
         print(now, *said)
         said.clear()
     clock[0] = 301.0
     try:
-        answers.check()
+        answers.check_silent_roles()
     except RoleFailed as error:
         print(error)
 """

@@ -643,8 +643,8 @@ def test_a_lease_of_steps_that_were_undone_is_remembered_and_cannot_come_in(
 def test_a_step_without_the_mean_reward_does_not_end_the_run(
     harness: Callable[..., BufferHarness], tmp_path: Path
 ) -> None:
-    from slipstream.console import Console
-    from slipstream.record import Record
+    from slipstream.live_view import LiveView
+    from slipstream.run_record import RunRecord
 
     run = harness()
     run.publish(0)
@@ -653,11 +653,11 @@ def test_a_step_without_the_mean_reward_does_not_end_the_run(
     run.train(0)  # says nothing of it
     news = run.client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
     config = load_config(SMALL_RUN)
-    record, console = Record(config, tmp_path, None), Console(config, tmp_path, None)
-    for view in (record, console):
-        view.take(news)
+    record, view = RunRecord(config, tmp_path, None), LiveView(config, tmp_path, None)
+    record.record_news(news)
+    view.show_news(news)
     record.close("finished")
-    console.conclude("finished", news)
+    view.conclude("finished", news)
     assert '"first": null' in (tmp_path / "summary.json").read_text()
 
 

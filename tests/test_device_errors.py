@@ -12,7 +12,7 @@ from runs import SIMULATED, Started, assert_accounts_close
 from training_steps import configure_step
 
 from learners import learner
-from slipstream import roles
+from slipstream import role_failures, role_logs, roles
 
 CUDA_ERROR = "CUDA error: an illegal memory access was encountered"
 FAULT = f"""
@@ -52,7 +52,7 @@ def test_a_learner_that_finds_no_room_on_its_gpu_is_not_started_again(
         raise error
 
     monkeypatch.setattr(roles, "BufferClient", lambda *_, **__: SimpleNamespace(another=lambda: None))
-    monkeypatch.setattr(roles, "heartbeat", heartbeat)
+    monkeypatch.setattr(roles, "send_heartbeats", heartbeat)
     monkeypatch.setattr(learner, "start", start)
     rank = object.__new__(roles.LearnerRole)
     failure = rank.run(configure_step(fixed_model, "algo=grpo"), Path(), "nowhere", 0, "nowhere", None)
@@ -73,7 +73,7 @@ def test_a_learner_that_finds_no_room_on_its_gpu_is_not_started_again(
     ],
 )
 def test_an_error_of_the_device_is_told_from_others(error: RuntimeError, expected: bool) -> None:
-    assert roles.is_device_error(error) == expected
+    assert role_failures.is_device_error(error) == expected
 
 
 @pytest.mark.parametrize(
@@ -88,12 +88,12 @@ def test_an_engine_that_runs_out_of_memory_says_so_in_one_sentence_and_is_not_st
 ) -> None:
     with (
         pytest.raises(ValueError, match="^an engine must fit into its GPU .*, got: CUDA .*memory[^\n]*$"),
-        roles.ending_with_its_device(),
-        roles.logged(),
-        roles.named_shortage_of_engine(),
+        role_failures.die_of_device_error(),
+        role_logs.log_what_ends_role(),
+        role_failures.explain_engine_shortage(),
     ):
         raise error
-    with pytest.raises(RuntimeError, match="another"), roles.named_shortage_of_engine():
+    with pytest.raises(RuntimeError, match="another"), role_failures.explain_engine_shortage():
         raise RuntimeError("another")
 
 

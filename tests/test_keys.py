@@ -256,24 +256,23 @@ def test_generators_whose_buffer_refuses_them_end_with_a_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The key is taken away between two questions of the command that has started them."""
-    import ray
-
-    from slipstream import train
+    from slipstream import generator_fleet
     from slipstream.stop_signals import StopSignals
 
-    def wait(refs: list[object], timeout: float) -> tuple[list[object], list[object]]:
+    def wait_for_results(refs: list[object], *_: object) -> list[object]:
         (folder / "allowed" / "generator" / "generator.key").unlink(missing_ok=True)
         time.sleep(1.0)
-        return [], refs
+        return []
 
-    monkeypatch.setattr(ray, "wait", wait)
-    monkeypatch.setattr(train, "cluster", lambda config: contextlib.nullcontext())
-    monkeypatch.setattr(train.Fleet, "_launch", lambda self: {"a reference": self._names[0]})
+    fleet_class = generator_fleet.GeneratorFleet
+    monkeypatch.setattr(generator_fleet, "wait_for_results", wait_for_results)
+    monkeypatch.setattr(generator_fleet, "run_cluster", lambda config: contextlib.nullcontext())
+    monkeypatch.setattr(fleet_class, "_launch_generators", lambda self: {"a reference": self._names[0]})
     overrides = [
         f"buffer.address={served.server.address}",
         f"buffer.keys={folder}",
         f"run.outputs={tmp_path}",
     ]
-    fleet = train.Fleet(load_config([*SMALL_RUN, *overrides]), StopSignals())
+    fleet = fleet_class(load_config([*SMALL_RUN, *overrides]), StopSignals())
     assert fleet.drive() == 1
     assert re.search("revoked|not allowed any more|must hold a key", capsys.readouterr().err)

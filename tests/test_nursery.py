@@ -142,7 +142,7 @@ def test_a_nursery_ends_with_its_driver(folder: Path) -> None:
 
 def test_a_driver_that_finds_the_tiny_model_or_a_checkpoint_never_imports_torch() -> None:
     code = (
-        "import sys; from slipstream import train; from learners import checkpoint; assert checkpoint.find_latest(train.Path('nowhere')) is None\n"
+        "import sys, pathlib; from slipstream import train; from learners import checkpoint; assert checkpoint.find_latest(pathlib.Path('nowhere')) is None\n"
         "from learners import tiny_cache; tiny_cache.Path.exists = lambda path: True\n"
         "tiny_cache.prepare_tiny_model(iter([('1 + 1', '2')])); assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
     )

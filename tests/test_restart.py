@@ -22,11 +22,11 @@ from buffers.client import BufferClient, RefusedByBuffer
 from buffers.run_status import GeneratorReport
 from configs.load import load_config
 from learners import checkpoint
-from slipstream.cluster import cluster as in_cluster
+from slipstream.cluster import run_cluster
 from slipstream.nursery import FOLDER, Stage, nursery
-from slipstream.roles import RoleFailed
+from slipstream.role_failures import RoleFailed
 from slipstream.stop_signals import StopSignals
-from slipstream.supervisor import LearnerRanks, Loss
+from slipstream.supervisor import LearnerRanks, LostRank
 
 SYNCHRONOUS = [
     "mode=on_policy", "learner.ranks=2", "generators.count=1", "learner.groups_per_step=8", "learner.samples_per_prompt=4",
@@ -144,7 +144,7 @@ def cluster() -> Iterator[None]:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # so that workers find this file
         patch.delenv(FOLDER, raising=False)
         imports = ["ray._private.workers.default_worker", "slipstream.roles", "scripted"]
-        with nursery({"buffer": Stage([], imports)}), in_cluster(load_config([])):
+        with nursery({"buffer": Stage([], imports)}), run_cluster(load_config([])):
             yield
 
 
@@ -160,12 +160,12 @@ class Play:
         )
         self.ranks.start(None)
 
-    def loss(self) -> Loss:
+    def find_lost_rank(self) -> LostRank:
         deadline = time.monotonic() + 120
-        while (loss := self.ranks.loss()) is None:
-            assert time.monotonic() < deadline, "no loss was seen"
+        while (lost := self.ranks.find_lost_rank()) is None:
+            assert time.monotonic() < deadline, "no lost rank was seen"
             time.sleep(0.05)
-        return loss
+        return lost
 
     def end(self) -> None:
         processes = [rank.process for rank in self.ranks._ranks if rank.process is not None]
@@ -189,7 +189,7 @@ def test_the_rank_that_was_lost_first_is_named_and_not_the_one_that_noticed(
     cluster: None, tmp_path: Path, scripts: tuple[str, ...], blamed: str
 ) -> None:
     play = Play(tmp_path, *scripts)
-    assert str(play.loss()) == blamed
+    assert str(play.find_lost_rank()) == blamed
     play.end()
 
 
@@ -198,22 +198,22 @@ def test_what_the_user_has_caused_is_not_tried_again_and_the_last_restart_is_the
 ) -> None:
     play = Play(tmp_path, "notice", "refuse")
     with pytest.raises(RoleFailed, match="^learner-1: the task is wrong$"):
-        play.loss()
+        play.find_lost_rank()
     play.end()
     play = Play(tmp_path, "train", "die", max_restarts=1)
-    assert play.loss().name == "learner-1"
+    assert play.find_lost_rank().name == "learner-1"
     play.end()
     play.ranks.start(None)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "learner-1.log").write_text("its last words\n")
     with pytest.raises(RoleFailed, match="^learner-1 has died. The end of its log:\nits last words"):
-        play.loss()
+        play.find_lost_rank()
     play.end()
 
 
 def test_a_rank_that_does_not_listen_is_killed_all_the_same(cluster: None, tmp_path: Path) -> None:
     play = Play(tmp_path, "stop", "die")
-    assert play.loss().name == "learner-1"
+    assert play.find_lost_rank().name == "learner-1"
     play.end()
 
 

@@ -154,9 +154,32 @@ def test_generators_that_find_no_run_to_join_say_so(lost: subprocess.Popen[str])
     assert lost.returncode == 2 and "buffer.address must be a running buffer's, got tcp://127.0.0.1:9" in said
 
 
-def test_a_role_that_fails_ends_the_run_with_its_traceback(start: Callable[..., Started]) -> None:
+def test_roles_print_their_stacks_on_request_and_one_that_fails_ends_the_run_with_its_traceback(
+    start: Callable[..., Started],
+) -> None:
     run = start(*SIMULATED, "run.steps=1000", "learner.max_restarts=0")
     run.wait_for(lambda: run.steps() >= 1, "first step")
+    asked = {
+        "driver": (run.process.pid, "slipstream/train.py"),
+        "buffer": (run.roles("BufferRole")[0].pid, "buffers/server.py"),
+        "learner-0": (run.roles("LearnerRole")[0].pid, "learners/learner.py"),
+        "generator-0": (run.roles("GeneratorRole")[0].pid, "generators/worker.py"),
+    }
+    for pid, _ in asked.values():
+        os.kill(pid, signal.SIGUSR1)
+
+    def logged(name: str) -> str:
+        return (run.folder / "logs" / f"{name}.log").read_text()
+
+    for name, (_, file) in asked.items():
+        run.wait_for(
+            lambda name=name, file=file: (
+                "most recent call first" in logged(name) and f'{file}", line' in logged(name)
+            ),
+            f"stacks of {name}",
+        )  # type: ignore[misc]
+    steps = run.steps()
+    run.wait_for(lambda: run.steps() > steps, "step after the request")
     run.roles("LearnerRole")[0].send_signal(signal.SIGKILL)
     code, out = run.finish()
     assert code == 1 and "learner-0 has died" in out and "The run has failed" in out
@@ -210,7 +233,7 @@ def test_the_main_job_learns_survives_a_killed_generator_and_accounts_for_every_
     assert start_s[0] > 0 and start_s == sorted(start_s) and start_s[-1] < summary["wall_s"] + 60
     assert f"first step {start_s[-1]:.1f} s after the command (imports {start_s[0]:.1f}, cluster" in out
     logs = {path.name for path in (run.folder / "logs").iterdir()}
-    assert logs == {"buffer.log", "learner-0.log", "generator-0.log", "generator-1.log"}
+    assert logs == {"driver.log", "buffer.log", "learner-0.log", "generator-0.log", "generator-1.log"}
     assert "parity probe" in (run.folder / "logs" / "learner-0.log").read_text()
     for name in ("config.yaml", "journal", "checkpoints/step_40/manifest.json"):
         assert (run.folder / name).exists()

@@ -9,7 +9,7 @@ from runs import SIMULATED
 
 from buffers.journal import lock_journal
 from configs.load import load_config, load_resumed_config, to_yaml
-from slipstream import train
+from slipstream import preparation
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 def test_a_run_that_lives_is_refused_by_name_and_nothing_in_it_is_touched(
     run: Path, setting: str, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "PREDECESSOR_S", 0.2)
+    monkeypatch.setattr(preparation, "PREDECESSOR_S", 0.2)
     if who == "command":
         lock = os.open(run / ".lock", os.O_RDWR)
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -48,7 +48,7 @@ def test_a_run_that_lives_is_refused_by_name_and_nothing_in_it_is_touched(
         ValueError,
         match=f"{setting} must name a run that has ended, got {run}, where process 1 of elsewhere is at work",
     ):
-        train.prepare(config)
+        preparation.prepare_run(config)
     os.close(lock)
     assert contents(run) == before
 
@@ -59,13 +59,13 @@ def test_a_run_goes_on_from_the_beginning_where_it_has_no_checkpoint_but_not_whe
 ) -> None:
     config = load_resumed_config(run, [f"run.resume={run}"])
     if not damaged:
-        assert train.prepare(config) == (config, run, 0)
+        assert preparation.prepare_run(config) == (config, run, 0)
         return
     (run / "checkpoints/step_4").mkdir(parents=True)
     with pytest.raises(
         ValueError, match=f"run.resume must hold a whole checkpoint, .* got {run}, whose step_4 is damaged"
     ):
-        train.prepare(config)
+        preparation.prepare_run(config)
 
 
 def test_a_folder_that_is_no_runs_is_not_deleted(tmp_path: Path) -> None:
@@ -73,5 +73,5 @@ def test_a_folder_that_is_no_runs_is_not_deleted(tmp_path: Path) -> None:
     (tmp_path / "run/thesis.tex").write_text("theirs")
     config = load_config([*SIMULATED, f"run.outputs={tmp_path}", "run.name=run", "run.overwrite=true"])
     with pytest.raises(ValueError, match=f"run.overwrite must name the folder of a run, got {tmp_path}/run"):
-        train.prepare(config)
+        preparation.prepare_run(config)
     assert contents(tmp_path) == {tmp_path / "run/thesis.tex": b"theirs"}

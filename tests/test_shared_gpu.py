@@ -51,10 +51,10 @@ def test_what_shares_the_learners_gpu_waits_until_it_has_loaded(
 ) -> None:
     roles = {} if activity is None else {"learner-0": SimpleNamespace(activity=activity)}
     run: Any = object.__new__(train.Run)
-    run._console, begun = SimpleNamespace(say=lambda text: None), []
-    run._after_learner = [lambda: begun.append(0), lambda: begun.append(1)]
+    run._view, begun = SimpleNamespace(print_line=lambda text: None), []
+    run._starts_after_learner = [lambda: begun.append(0), lambda: begun.append(1)]
     for _ in range(2):
-        run._start_beside_learner(SimpleNamespace(version=version, roles=roles))
+        run._start_generators_beside_learner(SimpleNamespace(version=version, roles=roles))
     assert begun == ([0, 1] if starts else [])
 
 

@@ -81,13 +81,13 @@ def test_an_interruption_that_a_destructor_swallows_is_raised_at_the_end_of_the_
 WITH_RAY = """
 import os, signal, threading, time, ray
 from configs.load import load_config
-from slipstream.answers import Answers
-from slipstream.cluster import cluster
-from slipstream.ray_waits import wait_for
+from slipstream.answers import FirstAnswers
+from slipstream.cluster import run_cluster
+from slipstream.ray_waits import wait_for_results
 from slipstream.stop_signals import Interrupted, StopSignals
 
 class Busy:
-    def pid(self):
+    def get_pid(self):
         return os.getpid()
     def work(self):
         time.sleep(600)
@@ -116,7 +116,7 @@ def start_and_be_stopped(**options):
     print(signals.received)
 
 ray.init = start_and_be_stopped
-with cluster(load_config([])):
+with run_cluster(load_config([])):
     os.kill(os.getpid(), signal.SIGTERM)
     print(signals.received)
     try:
@@ -124,8 +124,8 @@ with cluster(load_config([])):
     except Interrupted:
         print("interrupted")
     never = ray.remote(Busy).options(num_cpus=0).remote().work.remote()
-    time_wait("answers", lambda signals: Answers(print, signals).get(never, ray.get))
-    time_wait("waits", lambda signals: wait_for([never], 1, 60.0, signals))
+    time_wait("answers", lambda signals: FirstAnswers(print, signals).wait_for_result(never, ray.get))
+    time_wait("waits", lambda signals: wait_for_results([never], 1, 60.0, signals))
 """
 
 

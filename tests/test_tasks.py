@@ -18,7 +18,7 @@ from generators.task import Prompt, Score
 from generators.tasks import load_task
 from generators.tasks.sorting import Task
 from learners import tiny, tiny_cache
-from slipstream import train
+from slipstream import preparation
 
 
 class Echo:
@@ -130,7 +130,7 @@ def test_the_tiny_model_is_made_for_tasks_that_come_with_solutions_only() -> Non
         ValueError,
         match="model.path must be a folder for a task without solved questions .* tiny with task.name=test_tasks:Echo",
     ):
-        train.resolve_model(load_config(["task.name=test_tasks:Echo"]))
+        preparation.resolve_model(load_config(["task.name=test_tasks:Echo"]))
 
 
 def test_the_tiny_model_loads_with_stock_transformers_and_starts_where_learning_is_possible(

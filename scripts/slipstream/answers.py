@@ -1,4 +1,4 @@
-"""Actors that Ray has placed, and that nothing has been heard of: a worker process that never comes up says nothing itself."""
+"""Roles that Ray has placed, and that have not answered yet: a worker process that never comes up says nothing itself."""
 
 import time
 from collections.abc import Callable
@@ -8,67 +8,78 @@ from typing import Any
 
 import ray
 
-from slipstream.ray_waits import wait_for
-from slipstream.roles import RoleFailed
+from slipstream.ray_waits import wait_for_results
+from slipstream.role_failures import RoleFailed
 from slipstream.stop_signals import StopSignals
 
 NAMED_S = 45.0
-"""How long an actor may take to answer before it is named. Its process starts in a second or two, and imports little before it answers."""
+"""Seconds without an answer after which a role is named. Its process starts in one or two, and imports little before it answers."""
 GIVEN_UP_S = 300.0
-"""How long before the run ends: a file system that is slow today may only need longer."""
+"""Seconds without an answer after which the run ends: a file system that is slow today may only need longer."""
+CHECKED_EVERY_S = 1.0
 
 
 @dataclass(slots=True)
-class Silent:
+class SilentRole:
+    """A role that has not answered."""
+
     name: str
     actor: Any
     since: float
+    """Time of the clock in seconds."""
     is_named: bool = False
 
 
-class Answers:
-    """The first answers of a command's actors."""
+class FirstAnswers:
+    """The first answers of a command's roles, and who is silent for too long."""
 
     def __init__(
         self, say: Callable[[str], None], signals: StopSignals, named_s: float = NAMED_S,
         given_up_s: float = GIVEN_UP_S, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """`say` is told of each actor that has not answered within `named_s`."""
+        """`say` prints a line about each role that has not answered within `named_s`."""
         self._say, self._signals = say, signals
         self._named_s, self._given_up_s, self._clock = named_s, given_up_s, clock
-        self._silent: dict[Any, Silent] = {}
+        self._silent: dict[Any, SilentRole] = {}
+        """By the result that the role owes."""
 
-    def expect(self, name: str, actor: Any, answer: Any = None) -> None:
-        """`answer`: what its `pid` will return, if it was asked already. To be called before anything that takes the actor's time."""
-        self._silent[actor.pid.remote() if answer is None else answer] = Silent(name, actor, self._clock())
+    def expect_answer(self, name: str, actor: Any, pid: Any = None) -> None:
+        """Asks the role for its process number. `pid` is that result where it was asked already.
 
-    def check(self) -> None:
-        """Names who is silent for too long, and what it waits for. Raises RoleFailed where that has lasted."""
+        Call it before any method that takes the actor's time: an actor answers in order.
+        """
+        self._silent[actor.get_pid.remote() if pid is None else pid] = SilentRole(name, actor, self._clock())
+
+    def check_silent_roles(self) -> None:
+        """Names roles that are silent for too long, and what each waits for. Raises RoleFailed after `given_up_s`."""
         if not self._silent:
             return
+        # An error is an answer too: whoever waits for the role's method meets it.
         answered, _ = ray.wait(list(self._silent), num_returns=len(self._silent), timeout=0)
-        for ref in answered:  # an error too is an answer: whoever waits for the role meets it
+        for ref in answered:
             del self._silent[ref]
         for silent in self._silent.values():
             waited_s = self._clock() - silent.since
             if waited_s >= self._given_up_s:
                 raise RoleFailed(
-                    f"{silent.name} must answer within {self._given_up_s:g} s: {waits_for(silent.actor)}"
+                    f"{silent.name} must answer within {self._given_up_s:g} s: {describe_wait(silent.actor)}"
                 )
             if waited_s >= self._named_s and not silent.is_named:
                 silent.is_named = True
                 self._say(
-                    f"{silent.name} has been placed, and has not answered for {waited_s:.0f} s: {waits_for(silent.actor)}"
+                    f"{silent.name} has been placed, and has not answered for {waited_s:.0f} s: "
+                    f"{describe_wait(silent.actor)}"
                 )
 
-    def get(self, ref: Any, get: Callable[[Any], Any]) -> Any:
-        """`get(ref)`, and who is silent meanwhile is named."""
-        while not wait_for([ref], 1, 1.0, self._signals):
-            self.check()
+    def wait_for_result(self, ref: Any, get: Callable[[Any], Any]) -> Any:
+        """Returns `get(ref)` once it is ready, and names silent roles meanwhile. Raises Interrupted, and what `get` raises."""
+        while not wait_for_results([ref], 1, CHECKED_EVERY_S, self._signals):
+            self.check_silent_roles()
         return get(ref)
 
 
-def waits_for(actor: Any) -> str:
+def describe_wait(actor: Any) -> str:
+    """Says what keeps an actor from answering, as far as Ray knows."""
     found = ray._private.state.actors(actor._actor_id.hex())
     state = found.get("State", "not known")
     if state == "ALIVE":

@@ -174,10 +174,10 @@ def buffer() -> str:
 def ray_cluster() -> str:
     """A cluster on this host, as a run starts one."""
     from configs.load import load_config
-    from slipstream.cluster import cluster
+    from slipstream.cluster import run_cluster
 
     simulated = ["generators.engine=simulated", "learner.engine=simulated", "generators.count=1"]
-    with cluster(load_config(simulated)):
+    with run_cluster(load_config(simulated)):
         return f"ray {version('ray')}"
 
 

@@ -66,13 +66,13 @@ def nursery_stages(config: Config) -> dict[str, Stage]:
     }
 
 
-def stage(name: str) -> dict[str, Any]:
+def stage_options(name: str) -> dict[str, Any]:
     """Option of an actor that is forked from this stage of the nursery, where there is one."""
     return {"runtime_env": {"env_vars": {newborn.STAGE: name}}} if FOLDER in os.environ else {}
 
 
 @contextmanager
-def cluster(config: Config) -> Iterator[None]:
+def run_cluster(config: Config) -> Iterator[None]:
     """A Ray cluster inside this run, or the one at `cluster.address`."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault(

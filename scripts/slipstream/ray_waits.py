@@ -9,16 +9,16 @@ import ray
 from slipstream.stop_signals import StopSignals
 
 SLICE_S = 0.2
-"""Longest call of Ray: a second Ctrl-C acts after it."""
+"""Seconds of the longest call of Ray, after which a second Ctrl-C acts."""
 
 
 def is_ready(ref: Any) -> bool:
-    """True when the method has returned, or raised, or its actor has died."""
+    """True when the method has returned or raised, or its actor has died."""
     return bool(ray.wait([ref], timeout=0)[0])
 
 
-def wait_for(refs: Sequence[Any], num: int, timeout_s: float, signals: StopSignals) -> list[Any]:
-    """Waits until `num` of the results are ready; returns those that are ready after `timeout_s` at the latest.
+def wait_for_results(refs: Sequence[Any], num: int, timeout_s: float, signals: StopSignals) -> list[Any]:
+    """Waits until `num` of the results are ready, or `timeout_s` are over. Returns those that are ready.
 
     Raises Interrupted.
     """

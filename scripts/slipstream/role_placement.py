@@ -26,7 +26,7 @@ RESOLUTION = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class RoleWishes:
     """The processes that a command starts. None: whatever there is."""
 
     ranks: int
@@ -39,7 +39,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class RolePlace:
     """The place of one process. Without GPUs it runs on the CPU, and sees none."""
 
     gpus: tuple[int, ...] = ()
@@ -55,12 +55,12 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class GpuDivision:
     """A placement for every process, on one node."""
 
     node: str
-    ranks: tuple[Placement, ...]
-    engines: tuple[Placement, ...]
+    ranks: tuple[RolePlace, ...]
+    engines: tuple[RolePlace, ...]
 
     @property
     def bundles(self) -> dict[tuple[int, ...], int]:
@@ -68,7 +68,7 @@ class Division:
         return {gpus: sum(p.gpus == gpus for p in self.all) for gpus in sorted({p.gpus for p in self.all})}
 
     @property
-    def all(self) -> tuple[Placement, ...]:
+    def all(self) -> tuple[RolePlace, ...]:
         return self.ranks + self.engines
 
     @property
@@ -90,10 +90,10 @@ class Division:
         )
 
 
-def wishes(config: Config) -> Wishes:
+def read_wishes(config: Config) -> RoleWishes:
     """What the configuration asks for. A command that starts generators only leaves no GPU for a learner; what is simulated needs none."""
     learner, generators = config.learner, config.generators
-    return Wishes(
+    return RoleWishes(
         ranks=config.num_learner_ranks if config.role is Role.all else 0,
         engines=generators.count,
         rank_gpus=0.0 if learner.gpus is None and learner.engine is LearnerKind.simulated else learner.gpus,
@@ -105,7 +105,7 @@ def wishes(config: Config) -> Wishes:
     )
 
 
-def divide(gpus: Mapping[str, int], here: str, wanted: Wishes) -> Division:
+def divide_gpus(gpus: Mapping[str, int], here: str, wanted: RoleWishes) -> GpuDivision:
     """`gpus`: the number of GPUs by node; `here`: the driver's node. Raises ValueError, with the arithmetic, for what does not fit."""
     num_gpus = gpus.get(here, 0)
     ranks = wanted.ranks if wanted.rank_gpus != 0 else 0
@@ -119,7 +119,7 @@ def divide(gpus: Mapping[str, int], here: str, wanted: Wishes) -> Division:
     ):
         ranks = engines = 0
     if not ranks and not engines:
-        return Division(here, (Placement(),) * wanted.ranks, (Placement(),) * wanted.engines)
+        return GpuDivision(here, (RolePlace(),) * wanted.ranks, (RolePlace(),) * wanted.engines)
     if not num_gpus:
         found = (
             ", ".join(f"{number} on node {node}" for node, number in elsewhere.items()) or "none elsewhere"
@@ -158,7 +158,7 @@ def _whole(num_gpus: int, ranks: int, engines: int, each: int) -> Members:
     return members
 
 
-def _shared(num_gpus: int, ranks: int, engines: int, wanted: Wishes) -> Members:
+def _shared(num_gpus: int, ranks: int, engines: int, wanted: RoleWishes) -> Members:
     """Engines of at most one GPU: each goes where the fewest are, and beside a rank last, unless the ranks leave room on purpose."""
     room = [_room(wanted, has_rank=gpu < ranks) if engines else 0 for gpu in range(num_gpus)]
     if engines > sum(room):
@@ -183,7 +183,7 @@ def _shared(num_gpus: int, ranks: int, engines: int, wanted: Wishes) -> Members:
     }
 
 
-def _room(wanted: Wishes, *, has_rank: bool) -> int:
+def _room(wanted: RoleWishes, *, has_rank: bool) -> int:
     """Engines that fit on one GPU: the shares of each kind add up to at most 1."""
     rooms = []
     for rank, engine in ((wanted.rank_gpus, wanted.engine_gpus), (wanted.rank_memory, wanted.engine_memory)):
@@ -196,7 +196,7 @@ def _or_least(share: float | None) -> float:
     return LEAST_GPU_SHARE if share is None else share
 
 
-def _arithmetic(wanted: Wishes) -> str:
+def _arithmetic(wanted: RoleWishes) -> str:
     """The rule that an engine did not satisfy, with its values."""
     shares = {
         "learner.gpus": wanted.rank_gpus,
@@ -211,8 +211,8 @@ def _arithmetic(wanted: Wishes) -> str:
     return f"shares of a GPU, and of its memory, add up to at most 1 where {values}"
 
 
-def _placements(node: str, members: Members, wanted: Wishes) -> Division:
-    ranks, engines = [Placement()] * wanted.ranks, [Placement()] * wanted.engines
+def _placements(node: str, members: Members, wanted: RoleWishes) -> GpuDivision:
+    ranks, engines = [RolePlace()] * wanted.ranks, [RolePlace()] * wanted.engines
     for gpus, (some_ranks, some_engines) in members.items():
         num_ranks, num_engines = len(some_ranks), len(some_engines)
         is_alone = num_ranks + num_engines == 1
@@ -223,7 +223,7 @@ def _placements(node: str, members: Members, wanted: Wishes) -> Division:
             memory, (RANK_MEMORY if some_ranks else ENGINE_MEMORY) if is_alone else SHARED_MEMORY
         )
         places = [
-            Placement(gpus, *both, is_shared=not is_alone) for both in zip(shares, memories, strict=True)
+            RolePlace(gpus, *both, is_shared=not is_alone) for both in zip(shares, memories, strict=True)
         ]
         for rank in some_ranks:
             ranks[rank] = places[0]
@@ -232,7 +232,7 @@ def _placements(node: str, members: Members, wanted: Wishes) -> Division:
     tightest = min(
         (place.memory for place in ranks if place.memory is not None), default=None
     )  # ranks need alike
-    return Division(node, tuple(replace(place, memory=tightest) for place in ranks), tuple(engines))
+    return GpuDivision(node, tuple(replace(place, memory=tightest) for place in ranks), tuple(engines))
 
 
 def _fill(shares: Sequence[float | None], total: float) -> list[float]:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+KILLED = 130
+"""Exit status of a command that a signal has ended."""
 
 
 class Interrupted(BaseException):

@@ -30,7 +30,7 @@ TOOK = {"training": "time/train_s", "copying": "time/checkpoint_s", "writing": "
 BARS = "▁▂▃▄▅▆▇█"
 
 
-class Console:
+class LiveView:
     def __init__(self, config: Config, folder: Path, resume_step: int | None) -> None:
         self._config, self._folder, self._first_step = config, folder, resume_step or 0
         self._rich = Rich(highlight=False)
@@ -62,16 +62,18 @@ class Console:
         if self._live is not None:
             self._live.stop()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self._rich.print(f"{self._clock()}  {text}", soft_wrap=True, markup=False)
 
-    def take(self, news: m.RunNews) -> None:
+    def show_news(self, news: m.RunNews) -> None:
         if (
             news.records
             and not self._rewards
             and (peak := news.records[0].metrics.get("memory/peak_gib")) is not None
         ):
-            self.say(f"memory of a learner rank, measured after its first step: {format_bytes(peak * GIB)}")
+            self.print_line(
+                f"memory of a learner rank, measured after its first step: {format_bytes(peak * GIB)}"
+            )
         self._metrics = news.records[-1].metrics if news.records else self._metrics
         self._rewards |= {
             record.step: record.metrics["reward/mean"]
@@ -81,7 +83,7 @@ class Console:
         for evaluation in news.evaluations:
             if evaluation.version not in self._evaluated:
                 self._evaluated.add(evaluation.version)
-                self.say(
+                self.print_line(
                     f"version {evaluation.version}: held-out reward {evaluation.reward:.3f} "
                     f"({evaluation.num_prompts} prompts)"
                 )
@@ -91,7 +93,7 @@ class Console:
             self._last_line = time.monotonic()
             self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True, markup=False)
 
-    def say_what_stops(self, status: RunStatus) -> None:
+    def print_what_stops(self, status: RunStatus) -> None:
         """What a run that is told to stop waits for, now and then."""
         now = time.monotonic()
         if now - self._said_what_stops < STILL_S:
@@ -104,18 +106,18 @@ class Console:
                 silent = (
                     f", not heard of for {role.last_heard_s:.0f} s" if role.last_heard_s > SILENT_S else ""
                 )
-                self.say(
+                self.print_line(
                     f"stopping: waiting for {name}: {role.activity} for {role.activity_s:.0f} s{last}{silent}"
                 )
 
-    def first_step(self, start_s: dict[str, float]) -> None:
+    def print_start_times(self, start_s: dict[str, float]) -> None:
         """How long the start has taken, and what of it."""
         parts = ", ".join(
             f"{what.replace('_', ' ')} {s:.1f}" for what, s in start_s.items() if what != "first_step"
         )
-        self.say(f"first step {start_s['first_step']:.1f} s after the command ({parts})")
+        self.print_line(f"first step {start_s['first_step']:.1f} s after the command ({parts})")
 
-    def rewind(self, step: int) -> None:
+    def rewind_to_step(self, step: int) -> None:
         """The learner was lost, and goes on from this step: later ones are to come again."""
         self._num_restarts += 1
         self._rewards = {trained: reward for trained, reward in self._rewards.items() if trained < step}
@@ -127,14 +129,14 @@ class Console:
         """The last lines. `evaluations` as in the summary."""
         if news is not None:
             self._last_line = time.monotonic()  # the line that follows is the last
-            self.take(news)
+            self.show_news(news)
             self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True, markup=False)
         if evaluations:
             told = [
                 f"{one['reward']:.3f} ± {one['ci95'][1] - one['reward']:.3f} (version {one['version']})"
                 for one in (evaluations[0], evaluations[-1])[: len(evaluations)]
             ]
-            self.say(f"held-out reward {' → '.join(told)}, of {evaluations[-1]['n']} prompts")
+            self.print_line(f"held-out reward {' → '.join(told)}, of {evaluations[-1]['n']} prompts")
         n = self._num_restarts
         restarts = f" after {n} restart{'s' * (n > 1)} of the learner" if n else ""
         self._rich.print(

@@ -30,8 +30,8 @@ EVENT_BYTES = 1 << 16
 """Room that TensorBoard needs from one flush to the next, about."""
 
 
-class Record:
-    """Writer of one run's folder. `take` the news as they come, `close` with how the run ended. Both raise DiskFull."""
+class RunRecord:
+    """Writer of one run's folder. `record_news` as they come, `close` with how the run ended. Both raise DiskFull."""
 
     def __init__(self, config: Config, folder: Path, resume_step: int | None) -> None:
         self._config, self._folder, self._first_step = config, folder, resume_step or 0
@@ -55,7 +55,7 @@ class Record:
         self.num_steps = 0
         """Step records taken in so far."""
 
-    def reach(self, what: str) -> None:
+    def note_milestone(self, what: str) -> None:
         """The start has come so far."""
         self._start_s[what] = round(time.time() - self._command_began, 3)
 
@@ -74,7 +74,7 @@ class Record:
         path = self._folder / "summary.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
-    def take(self, news: m.RunNews) -> None:
+    def record_news(self, news: m.RunNews) -> None:
         self._status = news.status
         for record in news.records:
             self.num_steps += 1
@@ -83,7 +83,7 @@ class Record:
             self._log(record.step, record.metrics | {"time/seconds": record.time})
         for evaluation in news.evaluations:
             if evaluation.version not in self._evaluations:
-                self._evaluations[evaluation.version] = in_summary(evaluation)
+                self._evaluations[evaluation.version] = summarize_evaluation(evaluation)
                 self._log(evaluation.version, {"eval/reward": evaluation.reward})
         self._publish_s += [
             seconds
@@ -94,14 +94,14 @@ class Record:
             for name, report in news.status.generators.items():
                 if report.version >= 0:
                     self._lags.setdefault(name, []).append(max(0, news.status.version - report.version))
-            self._log(news.records[-1].step, status_metrics(news.status))
+            self._log(news.records[-1].step, list_status_metrics(news.status))
             with (
                 self._naming_full_disk()
             ):  # a driver that is killed has recorded every step that its summary knows
                 self._writer.flush()  # type: ignore[union-attr]
             self._write("running")
 
-    def rewind(self, step: int) -> None:
+    def rewind_to_step(self, step: int) -> None:
         """The learner was lost, and goes on from this step: what is recorded of later ones is void, they are to come again."""
         self._num_restarts += 1
         self._rewards = {trained: reward for trained, reward in self._rewards.items() if trained < step}
@@ -144,10 +144,10 @@ class Record:
 
     def _write(self, status: str) -> None:
         assert self._status is not None
-        summary = json.dumps(self.summary(self._status, status), indent=1) + "\n"
+        summary = json.dumps(self.make_summary(self._status, status), indent=1) + "\n"
         replace_file(self._folder / "summary.json", summary.encode(), sync=False)
 
-    def summary(self, news: RunStatus, status: str) -> dict[str, Any]:
+    def make_summary(self, news: RunStatus, status: str) -> dict[str, Any]:
         rewards = list(self._rewards.values())
         tokens, groups = news.tokens, news.groups
         count = sum(news.staleness_histogram.values())
@@ -161,8 +161,8 @@ class Record:
             "start_s": self.start_s,
             "restarts": {"learner": self._before.get("restarts", {}).get("learner", 0) + self._num_restarts},
             "reward": {
-                "first": self._before.get("reward", {}).get("first") or mean(rewards[:NUM_AVERAGED]),
-                "last": mean(rewards[-NUM_AVERAGED:]),
+                "first": self._before.get("reward", {}).get("first") or average(rewards[:NUM_AVERAGED]),
+                "last": average(rewards[-NUM_AVERAGED:]),
             },
             "evaluations": self.evaluations,
             "tokens": {
@@ -198,18 +198,18 @@ class Record:
                 "updates": news.weight_updates,
                 "bytes": news.weight_bytes,
                 "fetched_bytes": news.fetched_bytes,
-                "gb_per_s": gb_per_s(news),
+                "gb_per_s": compute_gb_per_s(news),
                 "prepare_s_mean": news.prepare_s_mean,
                 "pause_s_mean": news.pause_s_mean,
-                "publish_s_mean": mean(self._publish_s),
-                "lag": {name: {"mean": mean(lags), "max": max(lags)} for name, lags in self._lags.items()},
+                "publish_s_mean": average(self._publish_s),
+                "lag": {name: {"mean": average(lags), "max": max(lags)} for name, lags in self._lags.items()},
                 "digest_checks": news.digest_checks,
                 "digest_mismatches": news.digest_mismatches,
             },
         }
 
 
-def in_summary(evaluation: EvaluationRecord) -> dict[str, Any]:
+def summarize_evaluation(evaluation: EvaluationRecord) -> dict[str, Any]:
     """An evaluation with the 95 % interval of its mean (normal approximation)."""
     arm = 1.96 * evaluation.std / math.sqrt(evaluation.num_prompts)
     interval = [round(evaluation.reward - arm, 4), round(evaluation.reward + arm, 4)]
@@ -221,7 +221,7 @@ def in_summary(evaluation: EvaluationRecord) -> dict[str, Any]:
     }
 
 
-def status_metrics(status: RunStatus) -> dict[str, float]:
+def list_status_metrics(status: RunStatus) -> dict[str, float]:
     """The buffer's side of a step, for TensorBoard."""
     seconds = max(status.elapsed_s, 1e-9)
     metrics = {
@@ -231,7 +231,7 @@ def status_metrics(status: RunStatus) -> dict[str, float]:
         "idle/generators": status.generator_idle_share,
         "weights/bytes": status.weight_bytes,
         "weights/fetched_bytes": status.fetched_bytes,
-        "weights/gb_per_s": gb_per_s(status),
+        "weights/gb_per_s": compute_gb_per_s(status),
         "weights/prepare_s_mean": status.prepare_s_mean,
         "weights/pause_s_mean": status.pause_s_mean,
         "weights/digest_checks": status.digest_checks,
@@ -254,11 +254,11 @@ def status_metrics(status: RunStatus) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def gb_per_s(status: RunStatus) -> float:
+def compute_gb_per_s(status: RunStatus) -> float:
     """Bytes of the versions taken up, over the seconds from announced to in service (waiting for the engine left out)."""
     seconds = status.weight_updates * (status.prepare_s_mean + status.pause_s_mean)
     return status.weight_bytes / seconds / 1e9 if seconds else 0.0
 
 
-def mean(values: Sequence[float]) -> float | None:
+def average(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None

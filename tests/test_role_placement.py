@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from configs.load import load_config
-from slipstream.role_placement import Division, Placement, Wishes, divide, wishes
+from slipstream.role_placement import GpuDivision, RolePlace, RoleWishes, divide_gpus, read_wishes
 
 GPUS = (0, 1, 2, 3, 4, 7, 8, 16)
 SHARES = (
@@ -28,14 +28,14 @@ SHARES = (
     {"rank_gpus": 2 / 3, "engine_memory": 0.3},
 )
 CASES = [
-    (num_gpus, elsewhere, Wishes(ranks=ranks, engines=engines, **shares))
+    (num_gpus, elsewhere, RoleWishes(ranks=ranks, engines=engines, **shares))
     for num_gpus, elsewhere, ranks, engines, shares in itertools.product(
         GPUS, (0, 8), (0, 1, 2, 4, 8), (0, 1, 2, 3, 8, 17), SHARES
     )
 ]
 
 
-def room(wanted: Wishes, *ranks: float | None, rank_memory: tuple[float | None, ...] = ()) -> int:
+def room(wanted: RoleWishes, *ranks: float | None, rank_memory: tuple[float | None, ...] = ()) -> int:
     """Engines that fit beside these ranks, counted one after the other."""
     if (wanted.engine_gpus or 0) > 1:
         return 0
@@ -49,7 +49,7 @@ def room(wanted: Wishes, *ranks: float | None, rank_memory: tuple[float | None, 
     return next(engines for engines in itertools.count() if not fits(engines + 1))
 
 
-def is_possible(num_gpus: int, elsewhere: int, wanted: Wishes) -> bool:
+def is_possible(num_gpus: int, elsewhere: int, wanted: RoleWishes) -> bool:
     """Does any division exist? By counting, without making one."""
     ranks, engines = wanted.ranks * (wanted.rank_gpus != 0), wanted.engines * (wanted.engine_gpus != 0)
     if not ranks and not engines:
@@ -65,7 +65,7 @@ def is_possible(num_gpus: int, elsewhere: int, wanted: Wishes) -> bool:
     return engines <= ranks * beside + (num_gpus - ranks) * room(wanted)
 
 
-def check(num_gpus: int, wanted: Wishes, division: Division) -> None:
+def check(num_gpus: int, wanted: RoleWishes, division: GpuDivision) -> None:
     assert (len(division.ranks), len(division.engines)) == (wanted.ranks, wanted.engines), (
         "every process has a place"
     )
@@ -111,7 +111,7 @@ def test_every_process_is_placed_and_no_gpu_has_two_ranks_or_shares_above_one_an
     for num_gpus, elsewhere, wanted in CASES:
         case = f"{num_gpus} GPUs here, {elsewhere} elsewhere, {wanted}"
         try:
-            division = divide({"here": num_gpus, "there": elsewhere}, "here", wanted)
+            division = divide_gpus({"here": num_gpus, "there": elsewhere}, "here", wanted)
         except ValueError as error:
             assert not is_possible(num_gpus, elsewhere, wanted), f"{case}: {error}"
             assert ", got " in str(error)
@@ -123,13 +123,13 @@ def test_every_process_is_placed_and_no_gpu_has_two_ranks_or_shares_above_one_an
 
 
 def shown(num_gpus: int, *overrides: str) -> str:
-    return str(divide({"here": num_gpus}, "here", wishes(load_config(list(overrides)))))
+    return str(divide_gpus({"here": num_gpus}, "here", read_wishes(load_config(list(overrides)))))
 
 
 @pytest.mark.parametrize("num_gpus", GPUS)
 def test_the_defaults_work_with_any_number_of_gpus(num_gpus: int) -> None:
-    wanted = wishes(load_config([]))
-    check(num_gpus, wanted, divide({"here": num_gpus}, "here", wanted))
+    wanted = read_wishes(load_config([]))
+    check(num_gpus, wanted, divide_gpus({"here": num_gpus}, "here", wanted))
 
 
 @pytest.mark.parametrize(
@@ -220,15 +220,15 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(
     gpus: dict[str, int], overrides: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        divide(gpus, "here", wishes(load_config(overrides.split())))
+        divide_gpus(gpus, "here", read_wishes(load_config(overrides.split())))
 
 
 def test_gpus_of_other_nodes_do_not_count() -> None:
-    wanted = Wishes(ranks=1, engines=1)
-    assert divide({"here": 1, "there": 8}, "here", wanted) == divide({"here": 1}, "here", wanted)
-    assert divide(
-        {"here": 0, "there": 8}, "here", Wishes(ranks=1, engines=1, rank_gpus=0, engine_gpus=0)
-    ).ranks == (Placement(),)
+    wanted = RoleWishes(ranks=1, engines=1)
+    assert divide_gpus({"here": 1, "there": 8}, "here", wanted) == divide_gpus({"here": 1}, "here", wanted)
+    assert divide_gpus(
+        {"here": 0, "there": 8}, "here", RoleWishes(ranks=1, engines=1, rank_gpus=0, engine_gpus=0)
+    ).ranks == (RolePlace(),)
 
 
 FAKE = """
@@ -236,14 +236,15 @@ import os, sys, time, ray
 from configs.load import load_config
 from slipstream.cluster import start_node
 from slipstream.nursery import Stage, nursery
-from slipstream.roles import Places, RoleFailed
+from slipstream.role_failures import RoleFailed
+from slipstream.role_places import RolePlaces
 from slipstream.stop_signals import StopSignals
 
 class Probe:
     def visible(self): return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 def probe(places, place):
-    return ray.remote(Probe).options(**places.options("learner", place)).remote()
+    return ray.remote(Probe).options(**places.actor_options("learner", place)).remote()
 
 def visible(*actors):
     return ray.get([actor.visible.remote() for actor in actors])
@@ -252,16 +253,16 @@ with nursery({"learner": Stage([], ["ray._private.workers.default_worker"])}):
     nodes = [start_node(num_cpus=5, num_gpus=2)]
     nodes.append(start_node(num_cpus=8, num_gpus=8, address=nodes[0].gcs_address))
     ray.init(address=nodes[0].gcs_address, log_to_driver=False, logging_level="ERROR")
-    places = Places(load_config(["learner.ranks=2", "generators.count=1", "learner.gpus=0.3333"]), StopSignals())
+    places = RolePlaces(load_config(["learner.ranks=2", "generators.count=1", "learner.gpus=0.3333"]), StopSignals())
     actors = [probe(places, place) for place in places.division.all]
     print(*visible(*actors))
     ray.kill(actors[0])
     print(*visible(probe(places, places.division.ranks[0])))
     try:
-        Places(load_config(["generators.count=1"]), StopSignals(), patience_s=1.0)
+        RolePlaces(load_config(["generators.count=1"]), StopSignals(), patience_s=1.0)
     except RoleFailed as error:
         print(error)
-    on_cpu = Places(load_config(["learner.gpus=0", "generators.count=0"]), StopSignals())
+    on_cpu = RolePlaces(load_config(["learner.gpus=0", "generators.count=0"]), StopSignals())
     print(repr(*visible(probe(on_cpu, on_cpu.division.ranks[0]))))
     ray.shutdown()
     for node in reversed(nodes):
