@@ -1,8 +1,8 @@
-"""Attention over packed sequences, none of which sees another: what transformers' attention interface calls in each layer.
+"""Attention over packed sequences, none of which sees another: the functions that transformers' attention interface calls in each layer.
 
-All take [1, heads, T, d] and the lengths as `cu_seq_lens_q` [n + 1], and give [1, T, heads, d]. A layer may have a sliding window (a
-token sees itself and the `sliding_window` - 1 tokens before it) and cap its scores (`softcap` · tanh(score / `softcap`)).
-`flash_attention_2` is transformers' own, except inside of `ulysses`.
+All take [1, heads, T, d] and the sequences' ends as `cu_seq_lens_q` [n + 1], and return [1, T, heads, d]. A layer may have a sliding
+window (a token sees itself and the `sliding_window` - 1 tokens before it) and cap its scores (`softcap` · tanh(score / `softcap`)).
+`flash_attention_2` is transformers' own, except inside of `ulysses_attention`.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,15 @@ from configs.learner import Attention
 from configs.model import Dtype
 
 BLOCK = 1024
-"""Queries whose scores exist at the same time, at most, where a layer has a window or a cap."""
-UNKNOWN = ("s_aux", "position_bias", "indices", "block_indices")
-"""What transformers hands to the attention of some families and no function here applies."""
-CAPLESS = "learner.attention must be packed_sdpa or flash_attention_2 for a model that caps its scores (at {}), got varlen"
+"""Most queries whose scores exist at the same time, where a layer has a window or a cap."""
+MAX_PADDED_SHARE, MAX_PADDED_EXTRA = 2, 1024
+"""Padded attention may make at most so many times the batch's tokens, plus so many."""
+UNKNOWN_ARGUMENTS = ("s_aux", "position_bias", "indices", "block_indices")
+"""Arguments that transformers gives to the attention of some families, and that no function here applies."""
+NO_CAPS = "learner.attention must be packed_sdpa or flash_attention_2 for a model that caps its scores (at {}), got varlen"
 
 
-def _causal(
+def _attend_causally(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -46,6 +48,8 @@ def _causal(
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     window, parts = min(window or length, length), []
     block = min(window, BLOCK)
+    # torch's SDPA has no window and no cap, so this makes scores itself. A block of queries sees only the keys of the block and of one
+    # window before it: memory is block × (block + window) and not length².
     for begin in range(0, length, block):
         end, first = min(begin + block, length), max(0, begin - window + 1)
         q, k, v = query[:, :, begin:end], key[:, :, first:end], value[:, :, first:end]
@@ -78,7 +82,7 @@ def packed_sdpa(
     assert cu_seq_lens_q is not None, "packed attention needs the lengths of the sequences"
     lengths = cu_seq_lens_q.diff().tolist()
     parts = [
-        _causal(q, k, v, scaling, sliding_window, softcap)
+        _attend_causally(q, k, v, scaling, sliding_window, softcap)
         for q, k, v in zip(
             query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
         )
@@ -100,26 +104,40 @@ def padded_sdpa(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As `packed_sdpa`, for many short sequences: they are padded for the attention alone, one call in all.
+    """Computes the same as `packed_sdpa` in one call for all sequences, which are padded for the attention alone.
 
-    Padding stands behind every real token of its sequence: the causal mask hides it, and its own output is left out.
+    With many short sequences, the fixed cost of one call each outweighs the attention. Where sequences differ so much in length that
+    padding would more than double the work, it calls `packed_sdpa`.
     """
     assert cu_seq_lens_q is not None, "packed attention needs the lengths of the sequences"
     lengths = cu_seq_lens_q.diff()
-    if len(lengths) * max_length_q > 2 * query.shape[2] + 1024:
+    num_places = len(lengths) * max_length_q
+    if num_places > MAX_PADDED_SHARE * query.shape[2] + MAX_PADDED_EXTRA:
         return packed_sdpa(
-            module, query, key, value, None, scaling, cu_seq_lens_q=cu_seq_lens_q, sliding_window=sliding_window,
+            module,
+            query,
+            key,
+            value,
+            None,
+            scaling,
+            cu_seq_lens_q=cu_seq_lens_q,
+            sliding_window=sliding_window,
             softcap=softcap,
-        )  # fmt: skip
+        )
     column = torch.arange(max_length_q, device=query.device)
-    # A place beyond the end of its sequence repeats the last token: index_select is several times faster than scattering.
+    # [n, longest] index of the packed token in each place. A place beyond the end of its sequence repeats the last token, because
+    # `index_select`, which needs a valid index everywhere, is several times faster than scattering tokens into zeros.
     index = torch.minimum(cu_seq_lens_q[:-1, None] + column, cu_seq_lens_q[1:, None] - 1)
     real = (column < lengths[:, None]).flatten().nonzero()[:, 0]
+    # [1, heads, T, d] -> [T, heads, d] -> [n · longest, heads, d] -> [n, heads, longest, d]
     q, k, v = (
         packed[0].transpose(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
         for packed in (query, key, value)
     )
-    out = _causal(q, k, v, scaling, sliding_window, softcap)
+    # The repeated tokens need no mask of their own: they stand behind every real token of their sequence, so the causal mask hides
+    # them from it. Their own outputs are dropped: `real` selects the rest, in the packed order. Dropped outputs have gradient zero,
+    # so nothing flows back through the repetition.
+    out = _attend_causally(q, k, v, scaling, sliding_window, softcap)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, real)[None], None
 
 
@@ -137,19 +155,24 @@ def varlen_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The same by torch's own variable-length kernel (CUDA, bfloat16), which caps no scores."""
+    """Computes the same by torch's own variable-length kernel (CUDA, bfloat16), which caps no scores."""
     from torch.nn.attention.varlen import varlen_attn
 
     if softcap is not None:
-        raise ValueError(CAPLESS.format(softcap))
+        raise ValueError(NO_CAPS.format(softcap))
     q, k, v = (packed[0].transpose(0, 1).contiguous() for packed in (query, key, value))
-    before = (
-        -1 if sliding_window is None else sliding_window - 1
-    )  # the kernel counts tokens before the query's own
     out = varlen_attn(
-        q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, window_size=(before, 0), scale=scaling,
+        q,
+        k,
+        v,
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        window_size=(_count_before(sliding_window), 0),
+        scale=scaling,
         enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
+    )
     return out[None], None
 
 
@@ -167,21 +190,37 @@ def flash_varlen(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The same by FlashAttention 2, inside of `ulysses`: transformers' own function looks for a kernel by the name of the attention that
-    the model was made with, and there is none called ulysses."""
+    """Computes the same by FlashAttention 2, inside of `ulysses_attention`.
+
+    transformers' own function looks for a kernel by the name of the attention that the model was made with, and no kernel is called
+    ulysses.
+    """
     from flash_attn import flash_attn_varlen_func
 
     q, k, v = (packed[0].transpose(0, 1).contiguous() for packed in (query, key, value))
-    before = -1 if sliding_window is None else sliding_window - 1
     out = flash_attn_varlen_func(
-        q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, softmax_scale=scaling, causal=True,
-        window_size=(before, 0), softcap=softcap or 0.0,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(_count_before(sliding_window), 0),
+        softcap=softcap or 0.0,
+    )
     return out[None], None
 
 
-class _Swap(torch.autograd.Function):
-    """All-to-all: each rank gives away all but its part of dimension `scatter`, and gets the others' parts of dimension `gather`."""
+def _count_before(sliding_window: int | None) -> int:
+    """Returns a window as these kernels count it: tokens before the query's own, -1 for all of them."""
+    return -1 if sliding_window is None else sliding_window - 1
+
+
+class _AllToAll(torch.autograd.Function):
+    """Each rank gives away all but its part of dimension `scatter`, and gets the other ranks' parts of dimension `gather`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scatter: int, gather: int, group: dist.ProcessGroup) -> Tensor:
@@ -194,10 +233,10 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Swap.apply(grad, *ctx.back), None, None, None
+        return _AllToAll.apply(grad, *ctx.back), None, None, None
 
 
-def ulysses(
+def ulysses_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -208,22 +247,26 @@ def ulysses(
     sequence_group: dist.ProcessGroup,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of tokens that the ranks of a group share (DeepSpeed-Ulysses, 2023): each does some of the heads, for all tokens.
+    """Attention over tokens that a group's ranks divide: each rank computes some heads for all tokens.
 
-    [1, heads, T / ranks, d] -> [1, T / ranks, heads, d]. Where the ranks do not divide the key heads, those are repeated.
+    DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv 2309.14509). [1, heads, T / ranks, d] -> [1, T / ranks, heads, d]. Where the ranks do
+    not divide the number of key heads, key heads are repeated until they do.
     """
     ranks, heads = sequence_group.size(), query.shape[1]
     if key.shape[1] % ranks:
         times = (ranks if ranks % key.shape[1] == 0 else heads) // key.shape[1]
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-    query, key, value = (_Swap.apply(x, 1, 2, sequence_group) for x in (query, key, value))
+    query, key, value = (_AllToAll.apply(x, 1, 2, sequence_group) for x in (query, key, value))
     attend = flash_varlen if inner == Attention.flash_attention_2 else ALL_ATTENTION_FUNCTIONS[inner]
     out, _ = attend(module, query, key, value, None, **more)
-    return _Swap.apply(out, 1, 2, sequence_group), None
+    return _AllToAll.apply(out, 1, 2, sequence_group), None
 
 
-def _checked(attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
-    """`attend` for transformers. Raises ValueError for what a layer asks of its attention, or its mask says, and `attend` ignores."""
+# ---- registration with transformers
+
+
+def _refuse_unknown(attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
+    """Wraps `attend` for transformers: raises ValueError for an argument or a mask of a layer that `attend` would ignore."""
 
     @wraps(attend)
     def attention(
@@ -235,9 +278,9 @@ def _checked(attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[
                 f"the layers of model.path must attend to a window of their mask's size ({attention_mask}), got {window} "
                 f"in {type(module).__name__}"
             )
-        if found := [name for name in UNKNOWN if asked.get(name) is not None]:
+        if unknown := [name for name in UNKNOWN_ARGUMENTS if asked.get(name) is not None]:
             raise ValueError(
-                f"the layers of model.path must not ask their attention for {', '.join(UNKNOWN)}, got {found[0]} "
+                f"the layers of model.path must not ask their attention for {', '.join(UNKNOWN_ARGUMENTS)}, got {unknown[0]} "
                 f"in {type(module).__name__}"
             )
         return attend(module, query, key, value, None, **asked)
@@ -245,21 +288,30 @@ def _checked(attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[
     return attention
 
 
-def _mask(*_: Any, local_size: int | None = None, **__: Any) -> int | None:
-    """What stands for a layer's mask, [T, T] if it were made: the size of its window, or of its chunks; None where all is seen."""
+def _describe_mask(*_: Any, local_size: int | None = None, **__: Any) -> int | None:
+    """Returns the size of a layer's window, or of its chunks, in the place of its mask; None where a token sees all before it.
+
+    The mask itself would have [T, T] elements, and no function here needs it.
+    """
     return local_size
 
 
-for _name, _function in (("packed_sdpa", padded_sdpa), ("varlen", varlen_attention), ("ulysses", ulysses)):
-    AttentionInterface.register(_name, _checked(_function))
-    AttentionMaskInterface.register(_name, _mask)
+for _name, _function in (
+    ("packed_sdpa", padded_sdpa),
+    ("varlen", varlen_attention),
+    ("ulysses", ulysses_attention),
+):
+    AttentionInterface.register(_name, _refuse_unknown(_function))
+    AttentionMaskInterface.register(_name, _describe_mask)
 
 
 def choose_attention(
     wanted: Attention, device: torch.device, dtype: Dtype, softcap: float | None = None
 ) -> Attention:
-    """What `auto` stands for here. `softcap`: the model's cap of attention scores. Raises ValueError for a kernel that this device or
-    dtype has not, or that caps no scores."""
+    """Returns the attention that `auto` stands for here, or the wanted one. `softcap`: the model's cap of attention scores.
+
+    Raises ValueError for a kernel that this device or dtype lacks, or that caps no scores where the model does.
+    """
     flash = device.type == "cuda" and dtype is Dtype.bfloat16
     if wanted is Attention.auto:
         if flash and find_spec("flash_attn"):
@@ -271,5 +323,5 @@ def choose_attention(
             f"got {wanted} on {device.type} with {dtype}"
         )
     if wanted is Attention.varlen and softcap is not None:
-        raise ValueError(CAPLESS.format(softcap))
+        raise ValueError(NO_CAPS.format(softcap))
     return wanted

@@ -1,4 +1,4 @@
-"""Checkpoints: `step_<k>/`, complete or absent. The manifest is written last, then the folder gets its name."""
+"""Checkpoints: `step_<k>/` is complete or absent. The manifest is written last, then the folder gets its name."""
 
 import contextlib
 import errno
@@ -24,12 +24,13 @@ StateWriter = Callable[[Path], None]
 """Writes a copy of an engine's state into a folder."""
 
 CHUNK_BYTES = 1 << 24
-LOOK_S, HEAR_S = 1.0, 10.0
-"""How often a wait looks whether it gets on."""
+LOOK_S = 1.0
+"""How often a wait looks whether the checkpoint under way has grown."""
+COMPLETE = b"complete"
 
 
 class LedgerTotals(msgspec.Struct, frozen=True):
-    """The ledger, in tokens, when the step was trained."""
+    """Totals of the ledger, in tokens, when the step was trained."""
 
     generated: int
     trained: int
@@ -39,27 +40,27 @@ class LedgerTotals(msgspec.Struct, frozen=True):
 class FileDigest(msgspec.Struct, frozen=True):
     num_bytes: int
     xxh3: str
-    """xxh3-128 of its bytes, hex"""
+    """xxh3-128 of the file's bytes, hex."""
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True):
     step: int
-    """Steps trained: also the version held, where the schedule of the learning rate is, and where the buffer goes on."""
+    """Steps trained: the version held, the place in the learning rate's schedule, and the step that the buffer goes on from."""
     incarnation: str
-    """The life of the learner that wrote it."""
+    """Names the life of the learner that wrote the checkpoint."""
     seed: int
     kl_coef: float = 0.0
-    """Where the coefficient of the KL penalty has come to."""
+    """The KL penalty's coefficient, which may have been adapted."""
     ledger: LedgerTotals | None = None
-    """None: trained from a recording, which has none"""
+    """None for a learner that was trained from a recording, which has no ledger."""
     engine: str = "fsdp"
     """`learner.engine`: no other one reads its files."""
     files: dict[str, FileDigest] = {}
-    """All that the checkpoint consists of, but for this manifest: models, optimizers and the ranks' random states."""
+    """All files of the checkpoint but this manifest: models, optimizers and the ranks' random states."""
 
 
 class DamagedCheckpoint(ValueError):
-    """A file of a checkpoint is not what was written."""
+    """A file of a checkpoint differs from what was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,47 +70,55 @@ class Checkpoint:
 
 
 class CheckpointWriter:
-    """Writes checkpoints into `folder/step_<k>` in a thread, one at a time, and keeps the newest `keep`. One on each rank."""
+    """Writes checkpoints into `folder/step_<k>` in a thread, one at a time, and keeps the newest `keep`. Each rank has one."""
 
     def __init__(self, folder: Path, keep: int, world: "World") -> None:
-        """`world`: of all ranks, which nothing else uses."""
+        """`world`: all ranks, in a world that only this writer uses, because the thread's collectives must not mix with training's."""
         self._folder, self._keep, self._world = folder, keep, world
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[CheckpointManifest] | None = None
         self._temporary = folder
-        """Where the one under way is written."""
-        self._num_digested = self._num_told = 0
+        """Folder of the checkpoint under way."""
+        self._num_digested = 0
+        """Bytes that were read again to be digested, over all checkpoints."""
         self.last_write_s: float | None = None
-        """Seconds that the last one took to be written; None before there is one."""
+        """Seconds that the last checkpoint took to be written; None before there is one."""
 
     def begin_checkpoint(
-        self, manifest: CheckpointManifest, write: StateWriter, moved: Callable[[], None] = lambda: None
+        self,
+        manifest: CheckpointManifest,
+        write: StateWriter,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> CheckpointManifest | None:
-        """Collective. `write` makes its part of the folder that it is given. Waits for what is being written: see `take_written`."""
-        before = self.take_written(wait=True, moved=moved)
-        self._under_way = self._thread.submit(self._write, manifest, write)
+        """Begins to write a checkpoint, once the one under way is complete; returns that one's manifest, as `take_written` does.
+
+        Collective. `write` writes this rank's part into the folder that it gets.
+        """
+        before = self.take_written(wait=True, on_progress=on_progress)
+        self._under_way = self._thread.submit(self._write_checkpoint, manifest, write)
         return before
 
     def take_written(
-        self, *, wait: bool = False, moved: Callable[[], None] = lambda: None
+        self, *, wait: bool = False, on_progress: Callable[[], None] = lambda: None
     ) -> CheckpointManifest | None:
-        """The manifest of a checkpoint that has become complete, once. Raises what has gone wrong while it was written: DiskFull where
-        there was no room. What had been written of it is removed, and the checkpoints before stay as they were.
+        """Returns the manifest of a checkpoint that has become complete, once; else None.
 
-        `moved` is called now and then while the wait gets on."""
+        With `wait` it waits for the checkpoint under way, and calls `on_progress` while that one grows. Raises the error that its
+        writing ended with: DiskFull where there was no room. Its remains are removed then, and older checkpoints stay as they were.
+        """
         if self._under_way is None or not (wait or self._under_way.done()):
             return None
         before = -1
         while not self._under_way.done():
-            if (now := self._num_bytes()) != before:
+            if (now := self._count_bytes()) != before:
                 before = now
-                moved()
+                on_progress()
             futures.wait([self._under_way], LOOK_S)
         done, self._under_way = self._under_way, None
         return done.result()
 
-    def _num_bytes(self) -> int:
-        """Written and read again so far of the checkpoint under way."""
+    def _count_bytes(self) -> int:
+        """Returns how many bytes of the checkpoint under way were written, plus all bytes read again."""
         sizes = 0
         with contextlib.suppress(OSError):  # the folder is renamed or removed meanwhile
             for path in self._temporary.rglob("*"):
@@ -117,95 +126,105 @@ class CheckpointWriter:
         return sizes + self._num_digested
 
     def close(self) -> None:
-        """Does not wait."""
+        """Lets the thread end after what it is writing; does not wait for it."""
         self._thread.shutdown(wait=False)
 
-    def _write(self, manifest: CheckpointManifest, write: StateWriter) -> CheckpointManifest:
-        self._temporary = temporary = self._folder / f".step_{manifest.step}.tmp"
-        first, began = self._world.rank == 0, time.monotonic()
+    # ---- in the thread
 
-        def begin() -> None:
-            if first:
+    def _write_checkpoint(self, manifest: CheckpointManifest, write: StateWriter) -> CheckpointManifest:
+        self._temporary = temporary = self._folder / f".step_{manifest.step}.tmp"
+        is_first, began = self._world.rank == 0, time.monotonic()
+
+        def make_folder() -> None:
+            if is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
                 _sync_folder(self._folder.parent)
 
         try:
-            self._together(begin)
-            self._together(lambda: write(temporary))
-            manifest = self._completed(manifest)
+            self._run_on_all_ranks(make_folder)
+            self._run_on_all_ranks(lambda: write(temporary))
+            manifest = self._complete_checkpoint(manifest)
         except BaseException as error:  # torch's CheckpointException is no Exception
-            if first:
+            if is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
             if _says_disk_full(str(error)):
-                raise _no_room(self._folder) from error
+                raise _describe_full_disk(self._folder) from error
             raise
         self.last_write_s = time.monotonic() - began
         return manifest
 
-    def _completed(self, manifest: CheckpointManifest) -> CheckpointManifest:
-        """The first rank reads all that was written again, and completes the checkpoint. The others wait for that outside of collectives,
-        whose time-out a large one would outlast."""
-        before, self._num_told = f"checkpoint {self._num_told}", self._num_told + 1
-        name, said = f"checkpoint {self._num_told}", b"complete"
-        if self._world.rank == 0:
+    def _complete_checkpoint(self, manifest: CheckpointManifest) -> CheckpointManifest:
+        """The first rank reads all files again for their digests, and completes the checkpoint; the others wait for it.
+
+        That may take longer than a collective waits. When it fails all ranks raise: the first one its error, the others RuntimeError.
+        """
+        failed: BaseException | None = None
+
+        def complete() -> bytes:
+            nonlocal failed, manifest
             try:
-                manifest = msgspec.structs.replace(
-                    manifest, files=digest_files(self._temporary, self._digested)
-                )
+                files = digest_files(self._temporary, self._count_digested)
+                manifest = msgspec.structs.replace(manifest, files=files)
                 finish_checkpoint(self._folder, self._temporary, manifest, self._keep)
             except BaseException as error:
-                said = f"{type(error).__name__}: {error}".encode()
-                raise
-            finally:
-                self._world.tell(name, said, instead_of=before)
-            return manifest
-        while (told := self._world.hear(name, HEAR_S)) is None:
-            pass
-        if told != said:
-            raise RuntimeError(f"rank 0 could not complete the checkpoint: {told.decode()}")
+                failed = error
+                return f"{type(error).__name__}: {error}".encode()
+            return COMPLETE
+
+        outcome = self._world.broadcast_message("checkpoint", complete)
+        if failed is not None:
+            raise failed
+        if outcome != COMPLETE:
+            raise RuntimeError(f"rank 0 could not complete the checkpoint: {outcome.decode()}")
         return manifest
 
-    def _digested(self, num_bytes: int) -> None:
+    def _count_digested(self, num_bytes: int) -> None:
         self._num_digested += num_bytes
 
-    def _together(self, action: Callable[[], None]) -> None:
-        """Each rank does its part. When one fails all of them raise, so that nobody waits for it: its own error there, RuntimeError
-        with the error's text elsewhere."""
+    def _run_on_all_ranks(self, action: Callable[[], None]) -> None:
+        """Runs each rank's action. When one fails all ranks raise, so that nobody waits for it.
+
+        A rank that failed raises its own error, the others RuntimeError with the text of that error.
+        """
         failed = None
         try:
             action()
         except BaseException as error:
             failed = error
-        told = self._world.gather_messages(
+        errors = self._world.gather_messages(
             f"{type(failed).__name__}: {failed}".encode() if failed is not None else b""
         )
         if failed is not None:
             raise failed
-        for rank, text in enumerate(told):
+        for rank, text in enumerate(errors):
             if text:
                 raise RuntimeError(f"rank {rank} could not write its part of the checkpoint: {text.decode()}")
 
 
 def _says_disk_full(text: str) -> bool:
-    """Libraries wrap what the system has said, but quote it."""
+    """Returns whether an error's text says so. Libraries wrap the system's error, but quote its words."""
     return any(os.strerror(number) in text for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
-def _no_room(folder: Path) -> DiskFull:
-    """The remains have been removed, and what is free now was not enough; the checkpoint before may tell how much is."""
+def _describe_full_disk(folder: Path) -> DiskFull:
+    """Returns the error that says how much room a checkpoint needs.
+
+    The remains are removed already, so what is free now was not enough. The checkpoint before tells more, if there is one.
+    """
     before = find_latest(folder)
     needed = sum(file.num_bytes for file in before.manifest.files.values()) if before is not None else 0
     return disk_full(folder, max(needed, shutil.disk_usage(folder).free + 1))
 
 
 def finish_checkpoint(folder: Path, temporary: Path, manifest: CheckpointManifest, keep: int) -> None:
-    """Gives a folder that holds all but the manifest its manifest and its name; deletes all but the newest `keep`."""
+    """Gives a folder that lacks only its manifest the manifest and its name; deletes all checkpoints but the newest `keep`."""
     final = folder / f"step_{manifest.step}"
     with open(temporary / "manifest.json", "wb") as file:
         file.write(msgspec.json.encode(manifest))
         file.flush()
         os.fsync(file.fileno())
+    # The names must be on the disk before the rename is, or a loss of power leaves a complete name over an empty folder.
     for made in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):
         _sync_folder(made)
     shutil.rmtree(final, ignore_errors=True)
@@ -224,44 +243,50 @@ def _sync_folder(folder: Path) -> None:
 
 
 def digest_files(
-    folder: Path, digested: Callable[[int], None] = lambda num_bytes: None
+    folder: Path, on_read: Callable[[int], None] = lambda num_bytes: None
 ) -> dict[str, FileDigest]:
-    """Of all files in the folder, which are on the disk afterwards. `digested` is told of each piece that was read."""
-    found = {}
+    """Returns size and digest of each file in the folder, by relative path. The files are on the disk (fsync) afterwards.
+
+    `on_read` receives the size of each piece that was read.
+    """
+    digests = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         digest = xxhash.xxh3_128()
         with path.open("rb") as file:
             os.fsync(file.fileno())
             while chunk := file.read(CHUNK_BYTES):
                 digest.update(chunk)
-                digested(len(chunk))
-        found[str(path.relative_to(folder))] = FileDigest(path.stat().st_size, digest.hexdigest())
-    return found
+                on_read(len(chunk))
+        digests[str(path.relative_to(folder))] = FileDigest(path.stat().st_size, digest.hexdigest())
+    return digests
 
 
 def verify_checkpoint(
-    folder: Path, digested: Callable[[int], None] = lambda num_bytes: None
+    folder: Path, on_read: Callable[[int], None] = lambda num_bytes: None
 ) -> CheckpointManifest:
-    """The manifest of the checkpoint in `folder`, whose files are what was written. Raises DamagedCheckpoint, naming the first that is not.
-    `digested` is told of each piece that was read."""
+    """Returns the manifest of the checkpoint in `folder`, after all its files were compared with it.
+
+    Raises DamagedCheckpoint, which names the first file that differs. `on_read` receives the size of each piece that was read.
+    """
     manifest = read_manifest(folder)
-    found = digest_files(folder, digested)
+    digests = digest_files(folder, on_read)
     for name, wanted in manifest.files.items():
-        if found.get(name) != wanted:
+        if digests.get(name) != wanted:
             raise DamagedCheckpoint(
                 f"{folder / name} must be the file that was written ({wanted.num_bytes} bytes, xxh3 {wanted.xxh3}), got "
-                f"{found.get(name) or 'none'}; without the folder {folder} the run goes on from an older checkpoint, if there is one"
+                f"{digests.get(name) or 'none'}; without the folder {folder} the run goes on from an older checkpoint, "
+                "if there is one"
             )
     return manifest
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """The manifest of the checkpoint in `folder`. Raises OSError or msgspec.DecodeError."""
+    """Returns the manifest of the checkpoint in `folder`. Raises OSError or msgspec.DecodeError."""
     return msgspec.json.decode((folder / "manifest.json").read_bytes(), type=CheckpointManifest)
 
 
 def find_checkpoints(folder: Path) -> list[Checkpoint]:
-    """Whole checkpoints, oldest first. What has no readable manifest of its own step is passed over."""
+    """Returns the complete checkpoints, oldest first. It passes over a folder without a readable manifest of its own step."""
     found = []
     for path in folder.glob("step_*"):
         try:

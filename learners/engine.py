@@ -1,6 +1,6 @@
-"""What the learner asks of a training engine: `fsdp` (FSDP2), `megatron` (Megatron-core), `simulated`.
+"""The protocol between the learner and a training engine: `fsdp` (FSDP2), `megatron` (Megatron-core), `simulated`.
 
-An engine holds a policy, which says log-probabilities, or a critic, which says values.
+An engine holds a policy, which gives log-probabilities, or a critic, which gives values.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ LossFn = Callable[[torch.Tensor, torch.Tensor, Packed], torch.Tensor]
 
 
 class ModelKind(StrEnum):
-    """What an engine holds."""
+    """The kinds of model that an engine can hold."""
 
     policy = "policy"
     frozen = "frozen"
@@ -30,15 +30,17 @@ class ModelKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of every batch that a rank computes. Ranks that divide one model between them (tensor, pipeline or sequence
-    parallel) have the same share."""
+    """The part of every batch that a rank computes.
+
+    Ranks that divide one model between them (tensor, pipeline or sequence parallel) have the same share.
+    """
 
     index: int = 0
     count: int = 1
     holds_results: bool = True
-    """Of the ranks of a share, whose results count: the others' are to be thrown away."""
+    """True on the one rank of a share whose results are used; the results of its other ranks are thrown away."""
     pad_multiple: int = 1
-    """The engine pads each microbatch to a multiple of so many tokens."""
+    """The engine pads each microbatch to a multiple of this many tokens."""
 
 
 class Engine(Protocol):
@@ -48,40 +50,50 @@ class Engine(Protocol):
     def share(self) -> Share: ...
 
     def infer(self, microbatches: Sequence[Packed]) -> list[torch.Tensor]:
-        """[T] float32 log-probability of each sampled token, or value before it, given those before it in its sequence; 0 for other
-        tokens and for a sequence's first; no gradient. All of it where `share.holds_results`; elsewhere anything of this shape."""
+        """Returns for each microbatch [T] float32, without gradient.
+
+        A policy gives the log-probability of each sampled token, a critic the value before it, given the tokens before it in its
+        sequence; other tokens, and the first of a sequence, get 0. The numbers count where `share.holds_results`; other ranks return
+        anything of this shape.
+        """
         ...
 
     def update(self, microbatches: Sequence[Packed], loss_fn: LossFn, lr: float) -> float:
-        """One optimizer step on the sum of `loss_fn` over all microbatches of all shares; returns the gradient norm.
+        """Makes one optimizer step on the sum of `loss_fn` over all microbatches of all shares; returns the gradient norm.
 
-        `loss_fn` is called once a microbatch where the log-probabilities are, which is at least where `share.holds_results`. All shares
-        have equally many microbatches. Raises FloatingPointError, and updates nothing, when the gradient is not finite.
+        The engine calls `loss_fn` once for each microbatch on the ranks that have the log-probabilities, which are at least those
+        with `share.holds_results`. All shares have equally many microbatches. Raises FloatingPointError, and updates nothing, when
+        the gradient is not finite.
         """
         ...
 
     @property
     def routing_metrics(self) -> dict[str, float]:
-        """How evenly the last update's tokens were spread over a mixture's experts, over all ranks (`learners.routing`); empty
-        for other models."""
+        """How evenly the last update spread its tokens over a mixture's experts, over all ranks (`learners.routing`).
+
+        Empty for other models.
+        """
         ...
 
     def stream_weights(self) -> Iterator[TensorPart]:
-        """The model by Hugging Face name, in the published dtype, a bucket at a time; on rank 0 (elsewhere nothing comes)."""
+        """Yields the model by Hugging Face name, in the published dtype, a bucket at a time, on rank 0; nothing on other ranks."""
         ...
 
     def copy_state(self) -> StateWriter:
-        """Copies model, optimizer and RNG state; what it returns writes the copy, also from another thread while training goes on:
-        of collectives it uses only such groups as nothing else uses. All ranks call it, each once, with the same folder."""
+        """Copies model, optimizer and random state; returns the function that writes the copy.
+
+        All ranks call that function once, with the same folder. Another thread may call it while training goes on, so its
+        collectives use process groups that nothing else uses.
+        """
         ...
 
     def load_state(self, folder: Path) -> None:
-        """Takes up what was written there, by as many ranks or by others. Raises what torch raises when it does not fit."""
+        """Loads a copy that as many ranks wrote, or more, or fewer. Raises what torch raises when it does not fit the model."""
         ...
 
 
 class AbsentEngine:
-    """In the place of an engine that other ranks hold: says nothing, trains nothing."""
+    """Stands in the place of an engine that other ranks hold: gives zeros, trains nothing."""
 
     share = Share(holds_results=False)
     routing_metrics: dict[str, float] = {}

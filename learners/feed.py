@@ -57,7 +57,7 @@ class Feed:
         if world.size == 1:
             assert taken is not None
             return taken if isinstance(taken, m.RunStopped) else from_arrow(taken.table, taken.group_weights)
-        if (reason := self._decide(step, taken)) is not None:
+        if (reason := self._decide(taken)) is not None:
             return m.RunStopped(reason=reason)
         if self._leads and taken is None:
             taken = self._ask(step)
@@ -84,17 +84,18 @@ class Feed:
             os.close(memory)  # what is mapped stays
         return batch
 
-    def _decide(self, step: int, taken: TakenBatch | m.RunStopped | None) -> str | None:
-        """Why there is no step any more, as the first rank was told; None when there is one. The others wait for it outside of any
-        collective: a batch may take longer than the time-out of one."""
-        name = f"batch of step {step}"
-        if self._world.rank == 0:
-            reason = taken.reason if isinstance(taken, m.RunStopped) else None
-            self._world.tell(name, msgspec.json.encode(reason), instead_of=f"batch of step {step - 1}")
-            return reason
-        while (told := self._world.hear(name, PATIENCE_S)) is None:
-            self._log("waiting: for the first rank, which waits for the batch")
-        return msgspec.json.decode(told, type=str | None)
+    def _decide(self, taken: TakenBatch | m.RunStopped | None) -> str | None:
+        """Returns on every rank why there is no further step, as the buffer told the first rank; None when there is one.
+
+        A batch may take longer than a collective waits.
+        """
+        reason = self._world.broadcast_message(
+            "reason to stop",
+            lambda: msgspec.json.encode(taken.reason if isinstance(taken, m.RunStopped) else None),
+            look_s=PATIENCE_S,
+            while_waiting=lambda: self._log("waiting: for the first rank, which waits for the batch"),
+        )
+        return msgspec.json.decode(reason, type=str | None)
 
     def _ask(self, step: int) -> TakenBatch | m.RunStopped:
         while isinstance(taken := self._source.next(step, PATIENCE_S), m.NotReadyYet):

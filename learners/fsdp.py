@@ -1,7 +1,7 @@
 """The FSDP2 engine: a Hugging Face causal LM under `fully_shard`, on gloo (CPU) or NCCL.
 
-float32 master weights; on a GPU with `dtype=bfloat16` forward and backward compute in bfloat16 and gradients are reduced
-in float32. Ranks are laid out twice: for weights as replicas × shards, for data as shares × ranks of a sequence (Ulysses).
+Master weights are float32; on a GPU with `dtype=bfloat16` forward and backward compute in bfloat16 and gradients are reduced in
+float32. Ranks are laid out twice: for weights as replicas × shards, for data as shares × ranks of a sequence (Ulysses).
 """
 
 import math
@@ -39,7 +39,7 @@ from sync.stream import BUCKET_BYTES, TensorPart, stream_tensor, whole_parts
 
 
 class FsdpEngine:
-    """See `learners.engine.Engine`. The process group must be initialised."""
+    """Implements `learners.engine.Engine` in torch's default process group, which must exist already."""
 
     def __init__(
         self,
@@ -60,9 +60,12 @@ class FsdpEngine:
         aux_loss_coefficient: float = 0.0,
         router_replay: bool = False,
     ) -> None:
-        """`bucket_bytes`: of weights that are gathered at a time, for publication. `entropy_gradient`: whether a loss may lead
-        through the entropy, which then costs memory for another [chunk, vocabulary]. `aux_loss_coefficient`: of a mixture's load
-        balancing, `router_replay`: of the experts that a batch records (`learners.routing`). Raises ValueError for what cannot be here."""
+        """`bucket_bytes`: size of the weights that are gathered at a time for publication. `entropy_gradient`: a loss may have a
+        gradient through the entropy, which costs memory for another [chunk, vocabulary]. `aux_loss_coefficient` is for a mixture's
+        load balancing, and with `router_replay` tokens go to the experts that a batch records (`learners.routing`).
+
+        Raises ValueError for a setting that this model or machine cannot have.
+        """
         layout, cuda = layout or FsdpConfig(), torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._publish_dtype = getattr(torch, dtype)
@@ -74,16 +77,16 @@ class FsdpEngine:
         for field in ("compile", "liger"):
             if getattr(layout, field) and not cuda:
                 raise ValueError(f"learner.fsdp.{field} must be false without a GPU, got true")
-        self._lay_out(layout)
-        model = self._build(path, kind, layout)
+        self._make_meshes(layout)
+        model = self._build_model(path, kind, layout)
         layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
-        model.eval()  # dropout would make every log-probability a random number
+        # Dropout would make every log-probability a random number.
+        model.eval()
         if activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+            # Layers checkpoint only in training mode. This sets the layer's own flag and leaves its children's dropout off.
             for layer in layers:
-                layer.training = (
-                    True  # the layer's own flag, not its children's: layers checkpoint only in training
-                )
+                layer.training = True
         if layout.compile:
             for layer in layers:
                 layer.compile(dynamic=True)
@@ -91,19 +94,19 @@ class FsdpEngine:
             self._head: LogprobHead | ValueHead = ValueHead(model.score)
         else:
             self._head = LogprobHead(model, temperature, entropy_gradient)
-        # FSDP averages gradients over ranks, and losses are sums
+        # FSDP averages gradients over ranks, and losses are sums: the balance's loss is scaled up by as much.
         self._balance = LoadBalance(model.config, aux_loss_coefficient, scale=dist.get_world_size())
-        self._pass, self._replays = ForwardPass(), router_replay
+        self._forward_pass, self._replays = ForwardPass(), router_replay
         if router_replay:
             check_replay(model.config)
-        watch_routers(model, self._balance, self._pass)
-        self._shard(
-            model, layers, torch.bfloat16 if cuda and dtype is Dtype.bfloat16 else None, layout.cpu_offload
-        )
-        self._writers = dist.new_group(backend="gloo")  # for a thread that writes a checkpoint
+        watch_routers(model, self._balance, self._forward_pass)
+        compute_dtype = torch.bfloat16 if cuda and dtype is Dtype.bfloat16 else None
+        self._shard_model(model, layers, compute_dtype, layout.cpu_offload)
+        # A thread writes checkpoints, and its collectives must not mix with training's.
+        self._writers = dist.new_group(backend="gloo")
         self._model = model
         self._named = dict(model.named_parameters())
-        self._published_names = {name: self._published_name(name) for name in self._named}
+        self._published_names = {name: self._find_published_name(name) for name in self._named}
         if kind is ModelKind.frozen:
             model.requires_grad_(False)
         self._trained = {
@@ -114,7 +117,7 @@ class FsdpEngine:
         self._optimizer = torch.optim.AdamW(
             self._trained.values(), lr=0.0, betas=betas, weight_decay=weight_decay, fused=True
         )
-        # What AdamW would make at its first step: so a fresh engine has a place to load into.
+        # AdamW makes this state at its first step. Made now, a fresh engine has a place to load a checkpoint into.
         for parameter in self._trained.values():
             self._optimizer.state[parameter] = {
                 "step": torch.zeros((), device=parameter.device),
@@ -124,8 +127,8 @@ class FsdpEngine:
 
     # ---- ranks and shards
 
-    def _lay_out(self, layout: FsdpConfig) -> None:
-        """The meshes of weights and of data. Raises ValueError where they do not divide the ranks."""
+    def _make_meshes(self, layout: FsdpConfig) -> None:
+        """Lays out the ranks for weights and for data. Raises ValueError where a size does not divide the number of ranks."""
         world, rank = dist.get_world_size(), dist.get_rank()
         for field, size in (("replicas", layout.replicas), ("sequence_parallel", layout.sequence_parallel)):
             if world % size:
@@ -139,11 +142,12 @@ class FsdpEngine:
         ranks = layout.sequence_parallel
         self.share = Share(rank // ranks, world // ranks, holds_results=rank % ranks == 0, pad_multiple=ranks)
         self._sequence_group: dist.ProcessGroup | None = None
+        """The ranks that share this rank's sequences; None without sequence parallelism."""
         if ranks > 1:
             self._sequence_group = init_device_mesh(self._device.type, (world // ranks, ranks)).get_group(1)
 
-    def _build(self, path: str | Path, kind: ModelKind, layout: FsdpConfig) -> Any:
-        """The model, whole on rank 0 and without memory elsewhere."""
+    def _build_model(self, path: str | Path, kind: ModelKind, layout: FsdpConfig) -> Any:
+        """Returns the model, whole in the host's memory on rank 0, and without memory (`meta`) on other ranks."""
         auto, sizes = (
             (AutoModelForTokenClassification, {"num_labels": 1})
             if kind is ModelKind.critic
@@ -152,14 +156,16 @@ class FsdpEngine:
         config = AutoConfig.from_pretrained(path, **sizes)
         if (ranks := layout.sequence_parallel) > 1 and config.num_attention_heads % ranks:
             raise ValueError(
-                f"learner.fsdp.sequence_parallel must divide the attention heads ({config.num_attention_heads}), got {ranks}"
+                "learner.fsdp.sequence_parallel must divide the attention heads "
+                f"({config.num_attention_heads}), got {ranks}"
             )
         options = {
             "dtype": torch.float32,
             "attn_implementation": "ulysses" if ranks > 1 else str(self._attention),
         }
         with torch.random.fork_rng():
-            torch.manual_seed(0)  # a critic's head and adapters are drawn at random
+            # A critic's head and adapters are drawn at random: the same ones on any number of ranks.
+            torch.manual_seed(0)
             if dist.get_rank() == 0:
                 model = auto.from_pretrained(path, config=config, **options)
                 wait_for_first_rank()
@@ -168,7 +174,7 @@ class FsdpEngine:
                     model = auto.from_config(config, **options)
                 wait_for_first_rank()
             if self._lora is not None:
-                adapters.inject(model, self._lora)
+                adapters.inject_adapters(model, self._lora)
         if layout.liger:
             from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -177,18 +183,21 @@ class FsdpEngine:
             )
         return model
 
-    def _shard(self, model: Any, layers: list[nn.Module], compute: torch.dtype | None, offload: bool) -> None:
-        """Gives each rank its part of the model, a parameter at a time: none but the first ever holds it whole."""
+    def _shard_model(
+        self, model: Any, layers: list[nn.Module], compute: torch.dtype | None, offload: bool
+    ) -> None:
+        """Gives each rank its part of the model, a parameter at a time: only the first rank ever holds the model whole."""
         tensors = dict(chain(model.named_parameters(), model.named_buffers()))
         whole = {name: tensor.detach() for name, tensor in tensors.items()} if dist.get_rank() == 0 else {}
         model.to(device="meta")
-        model.tie_weights()  # a move unties them
+        # A move unties tied weights.
+        model.tie_weights()
         where: OffloadPolicy = (
             CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if offload else OffloadPolicy()
         )
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
-        # All modules reshard after a forward pass, the root too: one left gathered by a forward without backward would go on
-        # computing with the weights from before the next update.
+        # All modules reshard after a forward pass, the root too. A module that a forward pass without a backward pass left gathered
+        # would go on computing with the weights from before the next update.
         for module in (*layers, model):
             fully_shard(
                 module, mesh=self._mesh, mp_policy=precision, offload_policy=where, reshard_after_forward=True
@@ -208,15 +217,19 @@ class FsdpEngine:
 
     # ---- training
 
-    def _forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """[T] log-probability, or value, and [T] entropy, on the CPU, of each sampled token given those before it; 0 elsewhere."""
+    def _compute_outputs(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        """Returns [T] log-probability, or value, and [T] entropy of each sampled token given those before it; 0 elsewhere.
+
+        Both are on the CPU. With sequence parallelism each rank computes its slice of the tokens, and all ranks return the whole.
+        """
         group, targets = self._sequence_group, packed.targets
         row = padded_to(packed, self.share.pad_multiple)
         size = len(row.tokens) // self.share.pad_multiple
         start = 0 if group is None else group.rank() * size
+        # This rank has the tokens from `start` on. The output at token t - 1 predicts token t, so its targets lie one further.
         mine, targets = slice(start, start + size), targets[(targets > start) & (targets <= start + size)]
         extra = {} if group is None else {"inner": str(self._attention), "sequence_group": group}
-        self._pass.begin(packed, row, mine, self._model.config, self._replays, self._device)
+        self._forward_pass.begin_pass(packed, row, mine, self._model.config, self._replays, self._device)
         cu_seqlens = row.cu_seqlens.to(self._device)
         self._head.ask(
             sources=(targets - 1 - start).to(self._device), targets=packed.tokens[targets].to(self._device)
@@ -224,7 +237,8 @@ class FsdpEngine:
         out = self._model(
             input_ids=row.tokens[mine].to(self._device)[None],
             position_ids=row.positions[mine].to(self._device)[None],
-            use_cache=False,  # with a cache, transformers lets packed sequences see each other
+            # With a cache, transformers lets packed sequences see each other.
+            use_cache=False,
             cu_seq_lens_q=cu_seqlens,
             cu_seq_lens_k=cu_seqlens,
             max_length_q=row.max_seqlen,
@@ -235,29 +249,28 @@ class FsdpEngine:
             0, targets.to(out.device), out
         )
         if group is not None:
-            spread = _Whole.apply(spread, group)
+            spread = _SumOverRanks.apply(spread, group)
         return tuple(spread.cpu().unbind(-1))
 
     @torch.no_grad()
     def infer(self, microbatches: Sequence[Packed]) -> list[Tensor]:
-        return [self._forward(packed)[0] for packed in microbatches]
+        return [self._compute_outputs(packed)[0] for packed in microbatches]
 
     def update(self, microbatches: Sequence[Packed], loss_fn: LossFn, lr: float) -> float:
         """Raises FloatingPointError, and updates nothing, when the gradient is not finite."""
         world = dist.get_world_size()
-        self._balance.begin(self._device)
+        self._balance.begin_update(self._device)
         if self._balance.needs_counting:
             self.infer(microbatches)
-            self._balance.counted()
+            self._balance.finish_counting()
         for number, packed in enumerate(microbatches):
             is_last = number == len(microbatches) - 1
             self._model.set_requires_gradient_sync(is_last or self._accumulate is Accumulate.reduce)
-            logprobs, entropy = self._forward(packed)
-            (
-                loss_fn(logprobs, entropy, packed) * world
-            ).backward()  # FSDP averages over ranks, the loss is a sum
-        self._balance.end()
-        grad_norm = self._clip()
+            logprobs, entropy = self._compute_outputs(packed)
+            # FSDP averages gradients over ranks, and the loss is a sum over them.
+            (loss_fn(logprobs, entropy, packed) * world).backward()
+        self._balance.end_update()
+        grad_norm = self._clip_gradient()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
@@ -268,13 +281,12 @@ class FsdpEngine:
     def routing_metrics(self) -> dict[str, float]:
         return self._balance.metrics
 
-    def _clip(self) -> float:
-        """Scales the gradient to `max_grad_norm` where it is longer; returns its norm before."""
+    def _clip_gradient(self) -> float:
+        """Scales a gradient longer than `max_grad_norm` to that length; returns its norm before. Collective."""
         shards = [p.grad.to_local() for p in self._trained.values() if p.grad is not None]
         squared = torch.stack(torch._foreach_norm(shards)).square().sum()
-        dist.all_reduce(
-            squared, group=self._mesh.get_group(self._mesh.ndim - 1)
-        )  # of one replica: the others have the same
+        # Over the shards of one replica: the others have the same gradient.
+        dist.all_reduce(squared, group=self._mesh.get_group(self._mesh.ndim - 1))
         norm = math.sqrt(squared.item())
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient norm must be finite, got {norm}: nothing was updated")
@@ -284,27 +296,30 @@ class FsdpEngine:
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """The model as it was before any training, as long as this lasts."""
-        with adapters.disabled(self._model):
+        """Makes the model what it was before any training, while the context lasts."""
+        with adapters.disable_adapters(self._model):
             yield
 
     # ---- publication
 
-    def _published_name(self, name: str) -> str | None:
-        """None for a parameter that is published as several (the experts of a layer), which need it whole."""
+    def _find_published_name(self, name: str) -> str | None:
+        """Returns the parameter's Hugging Face name; None for one that is published as several (the experts of a layer).
+
+        Making several of one needs it whole, so such a parameter cannot be streamed bucket by bucket.
+        """
         probe = torch.empty(self._named[name].shape, device="meta")
         published = revert_weight_conversion(self._model, {adapters.base_name(name): probe})
         return next((name for name, tensor in published.items() if tensor is probe), None)
 
     def stream_weights(self) -> Iterator[TensorPart]:
-        """Parameters in the published dtype, and the buffers that belong to the model in their own (a router's correction bias, float32)."""
+        """Yields parameters in the published dtype, and the model's buffers in their own (a router's correction bias, float32)."""
         if self._lora is not None and self._lora.publish is LoraPublish.adapter:
             for name, parameter in self._trained.items():
                 yield from stream_tensor(
                     adapters.published_name(name), parameter.detach(), torch.float32, self._bucket_bytes
                 )
             return
-        merged = adapters.merged(self._model) if self._lora is not None else {}
+        merged = adapters.make_merges(self._model) if self._lora is not None else {}
         for name, parameter in self._named.items():
             if adapters.is_adapter(name):
                 continue
@@ -312,10 +327,12 @@ class FsdpEngine:
             if (published := self._published_names[name]) is not None:
                 yield from stream_tensor(published, tensor, self._publish_dtype, self._bucket_bytes)
                 continue
-            whole = tensor.to(self._publish_dtype).full_tensor()  # cast first: less to gather
+            # The cast comes first, so there is less to gather.
+            whole = tensor.to(self._publish_dtype).full_tensor()
             if dist.get_rank() == 0:
                 yield from whole_parts(revert_weight_conversion(self._model, {name: whole.cpu()}))
-        if dist.get_rank() == 0:  # every rank holds them whole
+        # Every rank holds buffers whole, so the first one has nothing to gather.
+        if dist.get_rank() == 0:
             yield from whole_parts(
                 {name: buffer.detach().cpu() for name, buffer in _saved_buffers(self._model)}
             )
@@ -323,11 +340,11 @@ class FsdpEngine:
     # ---- checkpoints
 
     def copy_state(self) -> StateWriter:
-        state = {name: _copy(tensor) for name, tensor in self._state().items()}
-        random = self._random()
+        state = {name: _copy_to_host(tensor) for name, tensor in self._collect_state().items()}
+        random = self._read_random_state()
 
         def write(folder: Path) -> None:
-            """Shards of plain safetensors, which a different number of ranks can load."""
+            """Writes shards of plain safetensors, which a different number of ranks can load."""
             (folder / "random").mkdir(parents=True, exist_ok=True)
             writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
             dcp.save(state, storage_writer=writer, process_group=self._writers)
@@ -337,38 +354,41 @@ class FsdpEngine:
 
     def load_state(self, folder: Path) -> None:
         """Raises FileNotFoundError, or what torch raises, when the folder is not a checkpoint of this model."""
-        dcp.load(self._state(), storage_reader=HuggingFaceStorageReader(str(folder)))
+        dcp.load(self._collect_state(), storage_reader=HuggingFaceStorageReader(str(folder)))
         state = folder / "random" / f"rank_{dist.get_rank()}.safetensors"
-        if state.exists():  # with more ranks than wrote it, a new one keeps its own
+        # With more ranks than wrote the checkpoint, a rank without a file keeps its own random state.
+        if state.exists():
             random = load_file(state)
             torch.set_rng_state(random["cpu"])
             if "cuda" in random:
                 torch.cuda.set_rng_state(random["cuda"])
 
-    def _state(self) -> dict[str, Tensor]:
-        """What is trained and its optimizer, by name: the live tensors, so that loading writes into them."""
+    def _collect_state(self) -> dict[str, Tensor]:
+        """Returns the trained parameters and their optimizer's state by name: the live tensors, so that loading writes into them."""
         state: dict[str, Tensor] = {}
         for name, parameter in self._trained.items():
             state[f"model.{name}"] = parameter.detach()
             state |= {f"{key}.{name}": value for key, value in self._optimizer.state[parameter].items()}
         return state
 
-    def _random(self) -> dict[str, Tensor]:
+    def _read_random_state(self) -> dict[str, Tensor]:
         cuda = {"cuda": torch.cuda.get_rng_state()} if self._device.type == "cuda" else {}
         return {"cpu": torch.get_rng_state(), **cuda}
 
 
 def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that a model's file holds, by name; those that are computed from its config are not among them."""
+    """Yields the buffers that a model's file holds, by name, and not those that are computed from its config."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 yield name, buffer
 
 
-class _Whole(torch.autograd.Function):
-    """The sum of what the ranks of a sequence have found, each for its own tokens. All go on with the same loss: a rank's gradient
-    is that of its own part."""
+class _SumOverRanks(torch.autograd.Function):
+    """Sums the ranks' outputs, each of which is zero but for the rank's own tokens.
+
+    All ranks go on with the same loss of the whole, so the gradient of a rank's own part is the whole's gradient, unsummed.
+    """
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -381,8 +401,8 @@ class _Whole(torch.autograd.Function):
         return grad, None
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """The same, sharded alike, in the host's memory, where it stays."""
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    """Returns a copy in the host's memory, sharded as the tensor is."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().to("cpu", copy=True)
     local = tensor.to_local().detach().to("cpu", copy=True)

@@ -1,8 +1,10 @@
-"""Low-rank adapters (LoRA: Hu et al., 2021), by peft: injected into a model before it is sharded, merged for publication."""
+"""Low-rank adapters (LoRA: Hu et al., 2021, arXiv 2106.09685), by peft: injected into a model before it is sharded, merged for
+publication."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -19,13 +21,13 @@ ADAPTER = "default"
 
 @runtime_checkable
 class Adapted(Protocol):
-    """An engine whose adapters can be put aside."""
+    """An engine whose adapters can be switched off."""
 
     def without_adapters(self) -> AbstractContextManager[None]: ...
 
 
 class BaseModelEngine(AbsentEngine):
-    """The model under an engine's adapters, which is what the run began with: a frozen reference that needs no memory of its own.
+    """The model under an engine's adapters, as the run began with it: a frozen reference that needs no memory of its own.
 
     It has nothing to train, to publish or to write.
     """
@@ -36,15 +38,18 @@ class BaseModelEngine(AbsentEngine):
         self.share = engine.share
 
     def infer(self, microbatches: Sequence[Packed]) -> list[Tensor]:
-        with self._without_adapters():  # a reference's routers choose by themselves
+        with self._without_adapters():
+            # A reference's routers choose by themselves: no replay of recorded experts.
             if microbatches and microbatches[0].experts is not None:
                 microbatches = [replace(packed, experts=None) for packed in microbatches]
             return self._engine.infer(microbatches)
 
 
-def inject(model: Any, lora: LoraConfig) -> None:
-    """Puts adapters into the model and freezes all else. `all-linear` is every linear layer except the head, whose forward pass is
-    the engine's own; experts that a model holds as one tensor are none. Raises ValueError where a target names no such layer.
+def inject_adapters(model: Any, lora: LoraConfig) -> None:
+    """Puts adapters into the model and freezes all else. Raises ValueError where a target names no linear layer.
+
+    `all-linear` is every linear layer except the head, whose forward pass is the engine's own. Experts that a model holds as one
+    tensor are no linear layers.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
@@ -59,11 +64,12 @@ def inject(model: Any, lora: LoraConfig) -> None:
         if wrong := [target for target in wanted if not any(_ends_with(name, target) for name in linear)]:
             raise ValueError(
                 "learner.lora.targets must be all-linear or names of the model's linear layers, divided by commas "
-                f"({', '.join(sorted({name.rpartition('.')[2] for name in linear}))}), got {wrong[0]!r} in {lora.targets!r}"
+                f"({', '.join(sorted({name.rpartition('.')[2] for name in linear}))}), "
+                f"got {wrong[0]!r} in {lora.targets!r}"
             )
         targets = [name for name in linear if any(_ends_with(name, target) for target in wanted)]
     assert lora.rank is not None, "without a rank there are no adapters"
-    # The full names: peft's own matching would take a head or an expert that ends alike.
+    # Full names, because peft's own matching would also take a head or an expert whose name ends alike.
     inject_adapter_in_model(
         PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets), model, ADAPTER
     )
@@ -78,25 +84,25 @@ def is_adapter(name: str) -> bool:
 
 
 def base_name(name: str) -> str:
-    """The name of a parameter in a model without adapters."""
+    """Returns the name that a parameter has in a model without adapters."""
     return name.replace(".base_layer.", ".")
 
 
 def published_name(name: str) -> str:
-    """The name of an adapter's matrix in peft's files."""
+    """Returns the name of an adapter's matrix in peft's files."""
     return PEFT_PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _find_adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.tuners.lora import LoraLayer
 
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
 
 
 @contextmanager
-def disabled(model: nn.Module) -> Iterator[None]:
-    """The model without its adapters, as long as this lasts."""
-    layers = [layer for _, layer in _layers(model)]
+def disable_adapters(model: nn.Module) -> Iterator[None]:
+    """Switches the model's adapters off while the context lasts."""
+    layers = [layer for _, layer in _find_adapted_layers(model)]
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -106,10 +112,10 @@ def disabled(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def merged(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """By the name of each adapted matrix W [out, in]: how to make W + B A · alpha / rank, sharded as W is."""
+def make_merges(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """Returns, by the name of each adapted matrix W [out, in], a function that makes W + B A · alpha / rank, sharded as W is."""
 
-    def merge(layer: Any) -> Tensor:
+    def merge_layer(layer: Any) -> Tensor:
         weight, a, b = (
             x.weight.detach() for x in (layer.base_layer, layer.lora_A[ADAPTER], layer.lora_B[ADAPTER])
         )
@@ -118,7 +124,7 @@ def merged(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
         rows = merge_into(weight.to_local(), a.full_tensor(), b.to_local(), layer.scaling[ADAPTER])
         return sharded_like(weight, rows)
 
-    def later(layer: Any) -> Callable[[], Tensor]:
-        return lambda: merge(layer)
-
-    return {f"{name}.base_layer.weight": later(layer) for name, layer in _layers(model)}
+    return {
+        f"{name}.base_layer.weight": partial(merge_layer, layer)
+        for name, layer in _find_adapted_layers(model)
+    }

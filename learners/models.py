@@ -1,4 +1,4 @@
-"""The models of one rank of the learner: the policy, and those that an algorithm asks or trains beside it."""
+"""The models of one rank of the learner: the policy, and the models that an algorithm asks or trains beside it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,27 +25,27 @@ from learners.world import TIMEOUT, World, open_store
 class Models:
     policy: Engine
     critic: Engine | None = None
-    """Values (`algo.advantage=gae` or `vtrace`)."""
+    """Gives values (`algo.advantage=gae` or `vtrace`)."""
     reward_model: Engine | None = None
     """PRIME's implicit reward model φ."""
     reference: Engine | None = None
     """The model that the run began with, frozen: for KL penalties, and for PRIME."""
     cost: Cost = Cost()
-    """What a sequence costs the policy"""
+    """Cost of training the policy on a sequence."""
 
     def copy_state(self) -> StateWriter:
-        """A copy of each model that is trained; what it returns writes them, each into a subfolder. Collective."""
-        writes = {name: engine.copy_state() for name, engine in self._trained().items()}
+        """Copies each trained model; returns the function that writes the copies, each into a subfolder. Collective."""
+        writes = {name: engine.copy_state() for name, engine in self.trained_engines.items()}
 
         def write(folder: Path) -> None:
-            for name, part in writes.items():
-                part(folder / name)
+            for name, write_engine in writes.items():
+                write_engine(folder / name)
 
         return write
 
     def load_state(self, folder: Path) -> None:
-        """Collective. Raises ValueError, and loads nothing, where a model is missing."""
-        trained = self._trained()
+        """Loads each trained model from its subfolder. Collective. Raises ValueError, and loads nothing, where a model is missing."""
+        trained = self.trained_engines
         if missing := [name for name in trained if not (folder / name).is_dir()]:
             raise ValueError(
                 f"the checkpoint must hold a {missing[0]} for this algorithm, got {folder} without one"
@@ -53,16 +53,26 @@ class Models:
         for name, engine in trained.items():
             engine.load_state(folder / name)
 
-    def _trained(self) -> dict[str, Engine]:
+    @property
+    def trained_engines(self) -> dict[str, Engine]:
+        """The engines that are trained, by the name of their folder in a checkpoint."""
         named = {"engine": self.policy, "critic": self.critic, "reward_model": self.reward_model}
         return {name: engine for name, engine in named.items() if engine is not None}
+
+
+class Pool(StrEnum):
+    """Ranks that hold the same engines: all ranks, or those of the policy and those of a critic of its own."""
+
+    all = "all"
+    policy = "policy"
+    critic = "critic"
 
 
 def make_models(config: Config, rank: int, rendezvous: str) -> tuple[Models, World, World]:
     """Joins all ranks at `rendezvous`, and loads what the algorithm needs.
 
-    Returns the models, the world of all ranks, and another one for the thread that writes checkpoints. Raises ValueError for what
-    cannot be loaded here.
+    Returns the models, the world of all ranks, and another world for the thread that writes checkpoints. Raises ValueError for a
+    model or a setting that this machine cannot have.
     """
     if config.learner.engine is LearnerKind.simulated:
         from learners.simulated import SimulatedTrainingEngine
@@ -72,76 +82,76 @@ def make_models(config: Config, rank: int, rendezvous: str) -> tuple[Models, Wor
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_per_process_memory_fraction(config.learner.gpu_memory_fraction or 1.0)
-    ranks, total = config.learner.ranks, config.num_learner_ranks
-    pool, own_rank, size = (
-        (Pool.policy, rank, ranks) if rank < ranks else (Pool.critic, rank - ranks, total - ranks)
-    )
-    if total == ranks:
-        pool = Pool.all
+    policy_ranks, total = config.learner.ranks, config.num_learner_ranks
+    # The first ranks hold the policy; those behind them, if any, a critic of its own.
+    if total == policy_ranks:
+        pool, pool_rank, pool_size = Pool.all, rank, total
+    elif rank < policy_ranks:
+        pool, pool_rank, pool_size = Pool.policy, rank, policy_ranks
+    else:
+        pool, pool_rank, pool_size = Pool.critic, rank - policy_ranks, total - policy_ranks
     store = open_store(rendezvous, rank, total)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.PrefixStore(str(pool), store), rank=own_rank,
-        world_size=size, timeout=TIMEOUT,
-    )  # fmt: skip
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=dist.PrefixStore(str(pool), store),
+        rank=pool_rank,
+        world_size=pool_size,
+        timeout=TIMEOUT,
+    )
     world, writers = (World(rank, total, dist.PrefixStore(name, store)) for name in ("world", "writers"))
     return load_models(config, pool), world, writers
 
 
-class Pool(StrEnum):
-    """Ranks that hold the same engines."""
-
-    all = "all"
-    policy = "policy"
-    critic = "critic"
-
-
 def load_models(config: Config, pool: Pool = Pool.all) -> Models:
-    """In a process group of the pool that is there already."""
+    """Loads the models that the algorithm needs, in the pool's process group, which exists already.
+
+    Ranks of another pool get an `AbsentEngine` in the place of a model.
+    """
     algo, learner = config.algo, config.learner
 
-    def when(needed: bool, home: Pool, make: Callable[[], Engine]) -> Engine | None:
-        return None if not needed else make() if pool in (home, Pool.all) else AbsentEngine()
+    def make_where_held(home: Pool, make: Callable[[], Engine]) -> Engine:
+        return make() if pool in (home, Pool.all) else AbsentEngine()
 
-    def reference() -> Engine:
-        assert policy is not None
-        return (
-            make_engine(config, ModelKind.frozen)
-            if learner.lora.rank is None
-            else adapters.BaseModelEngine(policy)
-        )
-
-    policy = when(
-        True,
-        Pool.policy,
-        lambda: make_engine(
+    def make_policy() -> Engine:
+        return make_engine(
             config,
             ModelKind.policy,
             lora=learner.lora,
             entropy_gradient=algo.entropy_coef > 0,
             aux_loss_coefficient=learner.moe.aux_loss_coefficient,
             router_replay=learner.moe.router_replay,
-        ),
-    )
-    assert policy is not None
+        )
+
+    def make_reference() -> Engine:
+        # With adapters the policy holds its reference already, as its frozen part.
+        return (
+            make_engine(config, ModelKind.frozen)
+            if learner.lora.rank is None
+            else adapters.BaseModelEngine(policy)
+        )
+
+    policy = make_where_held(Pool.policy, make_policy)
+    critic = reward_model = reference = None
+    if algo.needs_critic:
+        path = algo.critic.path
+        critic = make_where_held(Pool.critic, lambda: make_engine(config, ModelKind.critic, path))
+    if algo.needs_reward_model:
+        reward_model = make_where_held(Pool.policy, lambda: make_engine(config, ModelKind.policy))
+    if algo.needs_reference:
+        reference = make_where_held(Pool.policy, make_reference)
     return Models(
         policy=policy,
-        critic=when(
-            algo.needs_critic,
-            Pool.critic,
-            lambda: make_engine(config, ModelKind.critic, algo.critic.path),
-        ),
-        reward_model=when(
-            algo.needs_reward_model, Pool.policy, lambda: make_engine(config, ModelKind.policy)
-        ),
-        reference=when(algo.needs_reference, Pool.policy, reference),
-        cost=cost_of(config.model.path),
+        critic=critic,
+        reward_model=reward_model,
+        reference=reference,
+        cost=estimate_cost(config.model.path),
     )
 
 
 def make_engine(
     config: Config, kind: ModelKind, path: str | None = None, *, lora: LoraConfig | None = None, **more: Any
 ) -> Engine:
-    """The run's engine over a model (by default, the run's own), in the process group that is there."""
+    """Makes the run's engine over a model (by default the run's own), in torch's default process group, which exists already."""
     learner = config.learner
     common: dict[str, Any] = {
         "kind": kind,
@@ -165,8 +175,8 @@ def make_engine(
     )
 
 
-def cost_of(path: str) -> Cost:
-    """In FLOPs of forward and backward where the model's kind is known, else by tokens alone."""
+def estimate_cost(path: str) -> Cost:
+    """Returns what a sequence costs, in FLOPs of forward and backward where the model's kind is known, else by tokens alone."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path)

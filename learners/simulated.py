@@ -1,4 +1,4 @@
-"""A simulated training engine: takes as long as training would, uses no CPU, learns nothing. For benchmarks of overlap."""
+"""A simulated training engine, for benchmarks of overlap: it takes as long as training would, uses no CPU and learns nothing."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from sync.stream import TensorPart
 
 
 class SimulatedTrainingEngine:
-    """See `learners.engine.Engine`. One update of n sampled tokens lasts n / tokens_per_s seconds."""
+    """Implements `learners.engine.Engine`. One update of n sampled tokens lasts n / tokens_per_s seconds."""
 
     share = Share()
     routing_metrics: dict[str, float] = {}

@@ -1,11 +1,10 @@
 """The tiny model: a Qwen3 of 0.1 M parameters with its own tokenizer, so that everything runs on a laptop without a hub.
 
-It is warm-started on solved questions by supervised training, which is stopped as soon as a sampled answer is right four
-times in ten. So reinforcement learning begins with a policy that is mostly wrong, and makes it mostly right on questions
-that it never saw.
+Supervised training on solved questions warms it up, and stops as soon as a sampled answer is right four times in ten. So
+reinforcement learning begins with a policy that is mostly wrong, and makes it mostly right on questions that it never saw.
 
-Its weights differ from processor to processor, because rounding does, and SLIPSTREAM_TINY_SEED draws other initial
-weights. The warm start ends by a measured score, so every such model begins a run at about the same reward.
+Its weights differ between processors, because rounding does, and SLIPSTREAM_TINY_SEED draws other initial weights. The
+warm start ends at a measured score, so every such model begins a run at about the same reward.
 """
 
 import sys
@@ -21,27 +20,27 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from learners.tiny_cache import SEED
+from learners.tiny_cache import SEED_VARIABLE
 
 EOS = "<|end|>"
 HIDDEN, LAYERS, VOCABULARY = 64, 2, 320
 BATCH, LEARNING_RATE, WARMUP, STEPS, TARGET = 128, 3e-3, 20, 1500, 0.40
 LOOK_EVERY = 5
-"""Steps between two measurements of what a sampled answer is worth."""
+"""Steps between two measurements of a sampled answer's reward."""
 IGNORED = -100
+"""Label of a token that is not trained, as torch's cross-entropy has it."""
 
 
 def make_tiny_model(solved: Iterator[tuple[str, str]], texts: list[str], seed: int, folder: Path) -> None:
-    """Writes the model and its tokenizer into `folder`. `texts`: what the tokenizer is made for."""
+    """Writes the model and its tokenizer into `folder`. `texts`: the questions that the tokenizer learns its tokens from."""
     print(f"Making the tiny model in {folder.parent}: once, about half a minute ...", file=sys.stderr)
     began, num_threads = time.monotonic(), torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # nothing here is large enough for two, and two wait for each other on a busy machine
+    # No operation here is large enough for two threads, and on a busy machine two would wait for each other.
+    torch.set_num_threads(1)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        tokenizer = _tokenizer(texts)
-        model = _model(tokenizer.eos_token_id)
+        tokenizer = _make_tokenizer(texts)
+        model = _make_model(tokenizer.eos_token_id)
         _warm_start(model, tokenizer, solved)
     torch.set_num_threads(num_threads)
     model.generation_config = GenerationConfig(
@@ -52,8 +51,8 @@ def make_tiny_model(solved: Iterator[tuple[str, str]], texts: list[str], seed: i
     print(f"The tiny model is ready ({time.monotonic() - began:.0f} s).", file=sys.stderr)
 
 
-def _tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: any text can be encoded, a digit and the space before it are one token, and so are the questions' phrases."""
+def _make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: it encodes any text; a digit and the space before it are one token, and so are the questions' phrases."""
     bpe = Tokenizer(models.BPE())
     digits = pre_tokenizers.Split(Regex(r" ?\d"), "isolated")
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -72,7 +71,7 @@ def _tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def _model(eos: int) -> Qwen3ForCausalLM:
+def _make_model(eos: int) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=VOCABULARY,
@@ -87,34 +86,34 @@ def _model(eos: int) -> Qwen3ForCausalLM:
             bos_token_id=None,
             eos_token_id=eos,
             pad_token_id=eos,
-        )  # fmt: skip
+        )
     )
 
 
 def _warm_start(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, solved: Iterator[tuple[str, str]]
 ) -> None:
-    """Fits right answers until the reward of a sampled one is TARGET, on questions that are not fitted."""
-    check, score = _encode(tokenizer, list(islice(solved, 512))), 0.0
+    """Fits right answers until a sampled answer's reward is TARGET, measured on questions that are not fitted."""
+    check, score = _encode_pairs(tokenizer, list(islice(solved, 512))), 0.0
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     with Progress(transient=True, disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task("tiny model", total=TARGET)
         for step in range(STEPS):
             rate = LEARNING_RATE * min(1.0, (step + 1) / WARMUP)
-            _fit(model, optimizer, rate, *_encode(tokenizer, list(islice(solved, BATCH))))
+            _fit_batch(model, optimizer, rate, *_encode_pairs(tokenizer, list(islice(solved, BATCH))))
             if step % LOOK_EVERY == LOOK_EVERY - 1:
-                score = _sampled_reward(model, *check)
+                score = _measure_reward(model, *check)
                 progress.update(bar, completed=min(score, TARGET))
                 if score >= TARGET:
                     return
     raise RuntimeError(
         f"the tiny model must answer {TARGET} of the questions after at most {STEPS} steps, got {score:.2f}: "
-        f"set another {SEED}"
+        f"set another {SEED_VARIABLE}"
     )
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, solved: list[tuple[str, str]]) -> tuple[Tensor, Tensor]:
-    """Tokens [n, L], padded, and labels [n, L]: the answer's tokens and the end, IGNORED elsewhere."""
+def _encode_pairs(tokenizer: PreTrainedTokenizerFast, solved: list[tuple[str, str]]) -> tuple[Tensor, Tensor]:
+    """Returns tokens [n, L], padded, and labels [n, L]: the answer's tokens and the end, IGNORED elsewhere."""
     questions, answers = (tokenizer(list(texts))["input_ids"] for texts in zip(*solved, strict=True))
     pairs = [(q, [*a, tokenizer.eos_token_id]) for q, a in zip(questions, answers, strict=True)]
     length = max(len(q) + len(a) for q, a in pairs)
@@ -123,25 +122,25 @@ def _encode(tokenizer: PreTrainedTokenizerFast, solved: list[tuple[str, str]]) -
     return torch.tensor(tokens), torch.tensor(labels)
 
 
-def _logprobs(model: Qwen3ForCausalLM, tokens: Tensor, labels: Tensor) -> Tensor:
-    """[n, L - 1], 0 where the label is IGNORED."""
+def _compute_logprobs(model: Qwen3ForCausalLM, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Returns [n, L - 1] log-probabilities of the labels, 0 where the label is IGNORED."""
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
     return -F.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="none").view(
         len(tokens), -1
     )
 
 
-def _fit(
+def _fit_batch(
     model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, rate: float, tokens: Tensor, labels: Tensor
 ) -> None:
     optimizer.param_groups[0]["lr"] = rate
     optimizer.zero_grad()
-    (-_logprobs(model, tokens, labels).sum() / (labels != IGNORED).sum()).backward()
+    (-_compute_logprobs(model, tokens, labels).sum() / (labels != IGNORED).sum()).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
 
 
 @torch.no_grad()
-def _sampled_reward(model: Qwen3ForCausalLM, tokens: Tensor, labels: Tensor) -> float:
-    """Probability that a sampled response is exactly the answer, on average."""
-    return float(_logprobs(model, tokens, labels).sum(1).exp().mean())
+def _measure_reward(model: Qwen3ForCausalLM, tokens: Tensor, labels: Tensor) -> float:
+    """Returns the probability that a sampled response is exactly the answer, on average."""
+    return float(_compute_logprobs(model, tokens, labels).sum(1).exp().mean())

@@ -1,4 +1,4 @@
-"""Where the tiny model is kept. A run that finds it there starts without torch, which takes seconds to import."""
+"""The cache of the tiny model. A run that finds the model there starts without torch, which takes seconds to import."""
 
 import os
 import shutil
@@ -12,20 +12,20 @@ import xxhash
 
 from sync.locks import hold_lock
 
-SEED = "SLIPSTREAM_TINY_SEED"
+SEED_VARIABLE = "SLIPSTREAM_TINY_SEED"
 RECIPE = Path(__file__).with_name("tiny.py")
-"""How the model is made: a change there is another model."""
+"""The file that makes the model. Its text is part of the model's name in the cache: a change there makes another model."""
 PATIENCE_S = 600.0
-"""A process that makes the model is waited for so long; then this one makes its own."""
+"""How long this process waits for another one that makes the model, before it makes its own."""
 
 
 def prepare_tiny_model(solved: Iterator[tuple[str, str]], cache: Path | None = None) -> Path:
-    """The folder of the model, made at the first call (half a minute) and kept in the cache.
+    """Returns the folder of the model. The first call makes the model (half a minute), and the cache keeps it.
 
-    `solved`: (question, answer), without end. Cache: `~/.cache/slipstream/models`, or the environment's SLIPSTREAM_CACHE.
-    Raises ValueError if SLIPSTREAM_TINY_SEED is set to anything but a whole number.
+    `solved`: pairs of question and answer, without end. The cache is `~/.cache/slipstream/models`, or `models` in the
+    environment's SLIPSTREAM_CACHE. Raises ValueError if SLIPSTREAM_TINY_SEED is set to anything but a whole number.
     """
-    seed = _seed()
+    seed = _read_seed()
     cache = (
         cache or Path(os.environ.get("SLIPSTREAM_CACHE", Path.home() / ".cache" / "slipstream")) / "models"
     )
@@ -35,14 +35,15 @@ def prepare_tiny_model(solved: Iterator[tuple[str, str]], cache: Path | None = N
     if not (folder / "config.json").exists():
         cache.mkdir(parents=True, exist_ok=True)
         with ExitStack() as lock:
-            with suppress(OSError):  # the lock spares work; without it two processes make the same model
+            # The lock only spares work: without it, two processes make the same model.
+            with suppress(OSError):
                 lock.enter_context(hold_lock(cache / ".making.lock", "makes the tiny model", PATIENCE_S))
             if not (folder / "config.json").exists():
-                _make(solved, [question for question, _ in sample], seed, folder)
+                _make_in_cache(solved, [question for question, _ in sample], seed, folder)
     return folder
 
 
-def _make(solved: Iterator[tuple[str, str]], texts: list[str], seed: int, folder: Path) -> None:
+def _make_in_cache(solved: Iterator[tuple[str, str]], texts: list[str], seed: int, folder: Path) -> None:
     from learners import tiny  # here: importing torch takes seconds
 
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
@@ -51,13 +52,14 @@ def _make(solved: Iterator[tuple[str, str]], texts: list[str], seed: int, folder
         temporary.rename(folder)
     except OSError:
         shutil.rmtree(temporary)
-        if not (folder / "config.json").exists():  # else another process was faster
+        # Another process may have been faster, and its model is as good.
+        if not (folder / "config.json").exists():
             raise
 
 
-def _seed() -> int:
-    """The seed of the initial weights: the environment's SLIPSTREAM_TINY_SEED, or 0."""
-    given = os.environ.get(SEED, "0")
+def _read_seed() -> int:
+    """Returns the seed of the initial weights: the environment's SLIPSTREAM_TINY_SEED, or 0."""
+    given = os.environ.get(SEED_VARIABLE, "0")
     if not (given.isascii() and given.isdigit()) or int(given) >= 2**32:
-        raise ValueError(f"{SEED} must be a whole number from 0 to {2**32 - 1}, got {given!r}")
+        raise ValueError(f"{SEED_VARIABLE} must be a whole number from 0 to {2**32 - 1}, got {given!r}")
     return int(given)

@@ -1,11 +1,12 @@
-"""All ranks of a learner, whatever engine each of them holds: what they tell each other is small and goes over gloo.
+"""The ranks of a learner: whatever engine each of them holds, they exchange small messages over gloo.
 
-Engines have process groups of their own (torch's default group, and what they make of it); this one stands beside them, so that
-ranks of different pools (the policy's, the critic's) can meet, and so that a thread can write a checkpoint meanwhile.
+Engines have process groups of their own (torch's default group and its subgroups). This one stands beside them, so that ranks of
+different pools (the policy's, the critic's) can meet, and so that a thread can write a checkpoint while training goes on.
 """
 
-import contextlib
 import itertools
+from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -15,29 +16,35 @@ import torch.distributed as dist
 from torch import Tensor
 
 TIMEOUT = timedelta(minutes=10)
+"""How long a collective waits for the other ranks before it fails."""
+LOOK_S = 10.0
+"""How often a rank that waits outside of collectives checks that the store is still there."""
 
 Sums = dict[str, Tensor]
 
 
 class World:
-    """One rank among `size`. Every method but `tell` and `hear` is collective; with one rank each is done at once."""
+    """One rank among `size`. Every method is collective: all ranks call it in the same order. With one rank each returns at once."""
 
     def __init__(self, rank: int = 0, size: int = 1, store: dist.Store | None = None) -> None:
         self.rank, self.size = rank, size
         self._group = None
+        self._num_sent: Counter[str] = Counter()
+        """Messages that the first rank has broadcast, by topic."""
         if size > 1:
-            assert store is not None
+            assert store is not None, "several ranks need a store to meet at"
             self._group = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
-            self._board = store.clone()  # a connection of its own: a wait holds up nobody else's questions
+            # A connection of its own: a wait blocks its connection, and must not block another thread's requests.
+            self._store = store.clone()
 
     def add_tensor(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in the place of the tensor [any shape, CPU]."""
+        """Replaces the tensor [any shape, CPU] by its sum over all ranks, and returns it."""
         if self._group is not None:
             self._group.allreduce([tensor]).wait()
         return tensor
 
     def add_named_tensors(self, sums: Sums) -> Sums:
-        """The sums over all ranks, of all names that any of them has; in float64."""
+        """Returns the sums over all ranks, float64, of every name that any rank has. Ranks may have different names."""
         if self._group is None:
             return sums
         shapes: dict[str, list[int]] = {}
@@ -46,65 +53,89 @@ class World:
         ):
             shapes |= msgspec.json.decode(told, type=dict[str, list[int]])
         names = sorted(shapes)
-        mine = [sums[name].double() if name in sums else torch.zeros(shapes[name]).double() for name in names]
-        parts = self.add_tensor(torch.cat([value.reshape(-1) for value in mine])).split(
-            [value.numel() for value in mine]
-        )
+        own = [sums[name].double() if name in sums else torch.zeros(shapes[name]).double() for name in names]
+        flat = self.add_tensor(torch.cat([value.reshape(-1) for value in own]))
+        parts = flat.split([value.numel() for value in own])
         return {name: part.view(shapes[name]) for name, part in zip(names, parts, strict=True)}
 
     def gather_messages(self, message: bytes) -> list[bytes]:
-        """What each rank says, by rank."""
+        """Returns the messages of all ranks, by rank."""
         if self._group is None:
             return [message]
         sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.rank] = len(message)
         ends = [0, *self.add_tensor(sizes).cumsum(0).tolist()]
+        # Each rank fills its own span of one row of bytes, and the sum of the rows holds all messages.
         text = torch.zeros(ends[-1], dtype=torch.uint8)
         text[ends[self.rank] : ends[self.rank + 1]] = torch.tensor(list(message), dtype=torch.uint8)
         whole = self.add_tensor(text).numpy().tobytes()
         return [whole[start:end] for start, end in zip(ends, ends[1:], strict=False)]
 
-    def tell(self, name: str, message: bytes, *, instead_of: str = "") -> None:
-        """Leaves a message for the other ranks, in the place of an older one that all have read. Waits for nobody."""
-        if self._group is not None:
-            self._board.set(name, message)
-            if instead_of:
-                self._board.delete_key(instead_of)
+    def broadcast_message(
+        self,
+        topic: str,
+        make_message: Callable[[], bytes],
+        *,
+        look_s: float = LOOK_S,
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> bytes:
+        """Returns the message that the first rank makes, on every rank, however long the first one takes to make it.
 
-    def hear(self, name: str, wait_s: float) -> bytes | None:
-        """The message of this name; None when it has not come within `wait_s`. It may be waited for as long as it takes, which a
-        collective, with its time-out, may not. Raises RuntimeError when the rank that keeps the messages is gone."""
-        try:
-            self._board.wait([name], timedelta(seconds=wait_s))
-        except RuntimeError:  # the time-out has a class of its own in some stores only
-            if not self._board.check([name]):
-                return None
-        return bytes(self._board.get(name))
+        A collective has a time-out, which the wait for a batch or the check of a large checkpoint outlasts. So this message goes
+        through the store that the ranks met at: the others look for it for `look_s` seconds at a time, and call `while_waiting`
+        in between. A message replaces the one before it of the same topic, so a collective must lie between the two. Raises
+        RuntimeError when the rank that keeps the store is gone.
+        """
+        if self._group is None:
+            return make_message()
+        number = self._num_sent[topic]
+        self._num_sent[topic] += 1
+        key = f"{topic} {number}"
+        if self.rank == 0:
+            message = make_message()
+            self._store.set(key, message)
+            if number:
+                self._store.delete_key(f"{topic} {number - 1}")
+            return message
+        while not _wait_for_key(self._store, key, look_s):
+            while_waiting()
+        return bytes(self._store.get(key))
 
     def barrier(self) -> None:
         self.add_tensor(torch.zeros(1))
 
 
-_met = itertools.count()
-LOOK_S = 10.0
-"""How often a rank looks whether the first one is still there."""
+def _wait_for_key(store: dist.Store, key: str, wait_s: float) -> bool:
+    """Returns whether the store has the key within `wait_s`. Raises RuntimeError when the rank that keeps the store is gone."""
+    try:
+        store.wait([key], timedelta(seconds=wait_s))
+    except RuntimeError:
+        # Only some stores have a class of its own for the time-out, so the store is asked which of the two it was.
+        return store.check([key])
+    return True
+
+
+_num_meetings = itertools.count()
 
 
 def wait_for_first_rank() -> None:
-    """Returns on each rank of torch's default group once its first one has called this, however long that takes: a collective has a
-    time-out, which the load of a large model would outlast."""
-    store, name = dist.distributed_c10d._get_default_store(), f"first rank {next(_met)}"
+    """Returns on each rank of torch's default group once the first rank has called this too, however long that takes.
+
+    A collective has a time-out, which the load of a large model outlasts.
+    """
+    store, key = dist.distributed_c10d._get_default_store(), f"first rank {next(_num_meetings)}"
     if dist.get_rank() == 0:
-        store.set(name, b"there")
-    while not store.check([name]):
-        with contextlib.suppress(RuntimeError):  # the time-out has a class of its own in some stores only
-            store.wait([name], timedelta(seconds=LOOK_S))
+        store.set(key, b"there")
+    while not _wait_for_key(store, key, LOOK_S):
+        pass
 
 
 def open_store(rendezvous: str, rank: int, size: int) -> dist.Store:
-    """The ranks' store at `tcp://HOST:PORT`, which rank 0 keeps, or `file://PATH`."""
-    at = urlsplit(rendezvous)
-    if at.scheme == "file":
-        return dist.FileStore(at.path, size)
-    assert at.scheme == "tcp" and at.hostname is not None and at.port is not None, rendezvous
-    return dist.TCPStore(at.hostname, at.port, is_master=rank == 0, timeout=TIMEOUT, wait_for_workers=False)
+    """Opens the ranks' store at `tcp://HOST:PORT`, which rank 0 keeps, or `file://PATH`."""
+    place = urlsplit(rendezvous)
+    if place.scheme == "file":
+        return dist.FileStore(place.path, size)
+    assert place.scheme == "tcp" and place.hostname is not None and place.port is not None, rendezvous
+    return dist.TCPStore(
+        place.hostname, place.port, is_master=rank == 0, timeout=TIMEOUT, wait_for_workers=False
+    )

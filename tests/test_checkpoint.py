@@ -30,8 +30,8 @@ from configs.disk import DiskFull
 from configs.load import load_config
 from learners import checkpoint
 from learners.fsdp import FsdpEngine
-from learners.learner import check_checkpoint
 from learners.packing import Packed, microbatches
+from learners.startup import check_same_run
 from learners.world import World
 
 LENGTHS = [5, 9, 2, 30, 7, 1, 12, 4]
@@ -76,7 +76,7 @@ def test_a_wait_for_a_checkpoint_shows_that_it_gets_on_and_only_then(
     writer = checkpoint.CheckpointWriter(tmp_path, 2, World())
     writer.begin_checkpoint(manifest(1), write_slowly)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(writer.written, wait=True, moved=shown.release)
+        waiting = pool.submit(writer.take_written, wait=True, on_progress=shown.release)
         while shown.acquire(timeout=0.5):
             pass  # what was written before
         for _ in range(3):
@@ -187,14 +187,14 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_engine_or_another_run_is_refused() -> None:
     config = load_config(["algo=grpo"])
     held = checkpoint.CheckpointManifest(3, "life", 0, ledger=checkpoint.LedgerTotals(90, 50, 1))
-    check_checkpoint(held, config, checkpoint.LedgerTotals(120, 50, 1))  # what is in flight may differ
-    check_checkpoint(held, config, None)
+    check_same_run(held, config, checkpoint.LedgerTotals(120, 50, 1))  # what is in flight may differ
+    check_same_run(held, config, None)
     with pytest.raises(ValueError, match="at step 3 50 tokens were trained and 1 masked, .* has 49 and 1"):
-        check_checkpoint(held, config, checkpoint.LedgerTotals(90, 49, 1))
+        check_same_run(held, config, checkpoint.LedgerTotals(90, 49, 1))
     with pytest.raises(
         ValueError, match="learner.engine must be megatron, which wrote the checkpoint, got fsdp"
     ):
-        check_checkpoint(msgspec.structs.replace(held, engine="megatron"), config, None)
+        check_same_run(msgspec.structs.replace(held, engine="megatron"), config, None)
 
 
 # ---- what is in it
@@ -207,7 +207,7 @@ def parts_of(world: World) -> list[Packed]:
 def state(engine: FsdpEngine) -> dict[str, Tensor]:
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-        for name, value in engine._state().items()
+        for name, value in engine._collect_state().items()
     }
 
 

@@ -11,7 +11,7 @@ import torch
 from runs import SIMULATED, Started, assert_accounts_close
 from training_steps import configure_step
 
-from learners import learner
+from learners import startup
 from slipstream import role_failures, role_logs, roles
 
 CUDA_ERROR = "CUDA error: an illegal memory access was encountered"
@@ -53,7 +53,7 @@ def test_a_learner_that_finds_no_room_on_its_gpu_is_not_started_again(
 
     monkeypatch.setattr(roles, "BufferClient", lambda *_, **__: SimpleNamespace(another=lambda: None))
     monkeypatch.setattr(roles, "send_heartbeats", heartbeat)
-    monkeypatch.setattr(learner, "start", start)
+    monkeypatch.setattr(startup, "start_learner", start)
     rank = object.__new__(roles.LearnerRole)
     failure = rank.run(configure_step(fixed_model, "algo=grpo"), Path(), "nowhere", 0, "nowhere", None)
     assert failure is not None and failure.final == final and says in failure.report

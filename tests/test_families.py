@@ -157,7 +157,7 @@ def trained(world: World | None, folder: Path, ranks: int = 1) -> Found:
     layout = FsdpConfig(sequence_parallel=ranks)
     engine = FsdpEngine(folder, temperature=TEMPERATURE, entropy_gradient=True, layout=layout)
     batch = make_batch()
-    logprobs, entropy = engine._forward(pack(batch, range(batch.num_sequences)))
+    logprobs, entropy = engine._compute_outputs(pack(batch, range(batch.num_sequences)))
     (loss_of(logprobs, entropy) * ranks).backward()
     gradients = {name: p.grad.full_tensor() for name, p in engine._named.items() if p.grad is not None}
     return Found(logprobs.detach(), gradients)

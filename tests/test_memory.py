@@ -58,7 +58,7 @@ def test_activations_are_about_what_autograd_keeps(
 
     packed = pack(batch_of([300, 200]), [0, 1])
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        found = engine._forward(packed)
+        found = engine._compute_outputs(packed)
     del found
     counted = (
         4

@@ -41,7 +41,7 @@ def whole(batch: Batch) -> list[Packed]:
 
 
 def states(models: Models) -> dict[str, dict[str, Tensor]]:
-    return {name: copy_state(engine) for name, engine in models._trained().items()}
+    return {name: copy_state(engine) for name, engine in models.trained_engines.items()}
 
 
 def differs(before: dict[str, Tensor], engine: Engine) -> bool:
@@ -145,7 +145,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(
     assert_equal(({}, 0, states(resumed.models)), ({}, 0, held))
     found = [resumed.train(at(batch, step), step)[0] for step in (2, 3)]
     assert_equal(({}, 0, states(resumed.models)), ({}, 0, states(trainer.models)))
-    assert all(differs(held[model], engine) for model, engine in resumed.models._trained().items())
+    assert all(differs(held[model], engine) for model, engine in resumed.models.trained_engines.items())
     assert resumed.kl_coef == trainer.kl_coef and (resumed.kl_coef != kl_coef != begun) == (name == "rloo")
     for metrics in (*found, *expected):
         del metrics["time/train_s"], metrics["throughput/train_tflops_per_s"]
@@ -182,8 +182,8 @@ def test_a_checkpoint_holds_where_the_coefficient_has_come_to(fixed_model: Path,
     config, buffer = configure_step(fixed_model, "algo=rloo", "algo.kl.target=0.01"), Deaf()
     trainer = Trainer(config, load_models(config), kl_coef=0.017)
     learner = Learner(config, tmp_path, buffer, trainer, None, first_step=3, incarnation="life")  # type: ignore[arg-type]
-    learner._save()
-    learner._saved(wait=True)
+    learner._begin_checkpoint()
+    learner._report_checkpoint(wait=True)
     found = checkpoint.find_latest(tmp_path / "checkpoints")
     assert found is not None and found.manifest.files
     assert msgspec.structs.replace(found.manifest, files={}) == checkpoint.CheckpointManifest(

@@ -368,8 +368,8 @@ def probed_twice(world: World, model: Path, folder: Path) -> list[float]:
     found = []
     for step in (STEP, STEP + 1):
         learner.step = step
-        learner._probe()
-        found.append(learner._probed["parity/probe_max"])
+        learner._compare_probe()
+        found.append(learner._probe_metrics["parity/probe_max"])
     return found
 
 
@@ -395,7 +395,7 @@ def judged(world: World, model: Path, folder: Path) -> tuple[str, str, str]:
     learner = Learner(
         config, folder, client, trainer, None, world, rank=world.rank, first_step=STEP, probes=True
     )  # type: ignore[arg-type]  # fmt: skip
-    wrong = error_of(learner._probe)
+    wrong = error_of(learner._compare_probe)
     clean = error_of(
         lambda: check_probe(make_step_batch(good), trainer.logprobs(make_step_batch(good)), config, STEP)
     )

@@ -38,7 +38,7 @@ def offloaded(local: Tensor) -> DTensor:
 
 def test_the_copy_of_a_checkpoint_stays_on_the_host() -> None:
     local = torch.arange(6.0).view(3, 2)
-    copy = fsdp._copy(offloaded(local))
+    copy = fsdp._copy_to_host(offloaded(local))
     assert (
         isinstance(copy, DTensor)
         and copy.device_mesh.device_type == "cuda"
@@ -53,16 +53,16 @@ def test_the_copy_of_a_checkpoint_stays_on_the_host() -> None:
 def test_adapters_are_merged_where_the_shards_are(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(4, 6, bias=False))
     model.get_output_embeddings = lambda: None  # type: ignore[assignment]
-    lora.inject(model, LoraConfig(rank=2))
-    (layer,) = [layer for _, layer in lora._layers(model)]
+    lora.inject_adapters(model, LoraConfig(rank=2))
+    (layer,) = [layer for _, layer in lora._find_adapted_layers(model)]
     nn.init.normal_(layer.lora_B[lora.ADAPTER].weight)
-    plain = {name: merge() for name, merge in lora.merged(model).items()}
+    plain = {name: merge() for name, merge in lora.make_merges(model).items()}
     monkeypatch.setattr(
         DTensor, "full_tensor", lambda tensor: tensor.to_local()
     )  # one rank: nothing to gather
     for part in (layer.base_layer, layer.lora_A[lora.ADAPTER], layer.lora_B[lora.ADAPTER]):
         part.weight = nn.Parameter(offloaded(part.weight.detach()))
-    (found,) = [merge() for merge in lora.merged(model).values()]
+    (found,) = [merge() for merge in lora.make_merges(model).values()]
     assert isinstance(found, DTensor) and found.to_local().device.type == "cpu"
     assert torch.equal(found.to_local(), *plain.values())
 

@@ -88,7 +88,11 @@ class ModelStock:
             models = load_models(config)
             if models.reference is not None:
                 models = replace(models, reference=FsdpEngine(self._origin, kind=ModelKind.frozen))
-            live = [value for engine in models._trained().values() for value in engine._state().values()]  # type: ignore[attr-defined]
+            live = [
+                value
+                for engine in models.trained_engines.values()
+                for value in engine._collect_state().values()
+            ]  # type: ignore[attr-defined]
             self._made[key] = models, [(value, value.clone()) for value in live]
         models, states = self._made[key]
         for value, before in states:
@@ -106,7 +110,7 @@ class ModelStock:
         return (
             metrics,
             num_trained,
-            {name: copy_state(engine) for name, engine in trainer.models._trained().items()},
+            {name: copy_state(engine) for name, engine in trainer.models.trained_engines.items()},
         )
 
 
@@ -156,7 +160,7 @@ def test_a_step_has_finite_metrics_and_moves_every_model(
     assert [key for key, value in metrics.items() if not math.isfinite(value)] == []
     assert num_trained == int(batch.sampled.sum()) and metrics["optimizer/grad_norm"] > 0
     assert (metrics["offpolicy/dropped_fraction"] > 0) == (name in ("m2po_strict", "grpo_with_everything"))
-    for model, engine in stock.reset_models(configure_composition(drifted, name))._trained().items():
+    for model, engine in stock.reset_models(configure_composition(drifted, name)).trained_engines.items():
         before = copy_state(engine)
         moved = [key for key in before if not torch.equal(before[key], states[model][key])]
         assert any(key.startswith("model.") for key in moved), model
@@ -389,7 +393,9 @@ def test_a_step_of_tokens_that_are_all_beyond_the_bound_changes_nothing_and_has_
     name: str, stock: ModelStock, drifted: Path, batch: Batch
 ) -> None:
     config = configure_composition(drifted, name)
-    before = {model: copy_state(engine) for model, engine in stock.reset_models(config)._trained().items()}
+    before = {
+        model: copy_state(engine) for model, engine in stock.reset_models(config).trained_engines.items()
+    }
     old = replace(batch, versions=torch.where(batch.sampled, STEP - 3, -1).int())
     metrics, num_trained, states = stock.run_step(config, old)
     assert num_trained == 0 and metrics["staleness/masked_fraction"] == 1

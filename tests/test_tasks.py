@@ -146,7 +146,7 @@ def test_the_tiny_model_loads_with_stock_transformers_and_starts_where_learning_
     assert len(tokenizer.encode("Sort 3 7 1 9 4 2 ascending.")) == 8
     solved = list(islice(Task().solved_examples("eval", 1), 256))
     with torch.no_grad():
-        reward = tiny._sampled_reward(model, *tiny._encode(tokenizer, solved))
+        reward = tiny._measure_reward(model, *tiny._encode_pairs(tokenizer, solved))
     assert 0.15 <= reward <= 0.45, (
         "the warm start ends by a measured score, whatever the seed and the processor"
     )
@@ -159,7 +159,9 @@ def hasty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str | No
         monkeypatch.setattr(tiny, name, value)
 
     def make(seed: str | None) -> Path:
-        monkeypatch.delenv(tiny.SEED, raising=False) if seed is None else monkeypatch.setenv(tiny.SEED, seed)
+        monkeypatch.delenv(tiny.SEED_VARIABLE, raising=False) if seed is None else monkeypatch.setenv(
+            tiny.SEED_VARIABLE, seed
+        )
         return tiny_cache.prepare_tiny_model(Task().solved_examples("train", seed=0), tmp_path)
 
     return make

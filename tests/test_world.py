@@ -4,6 +4,7 @@ import os
 import time
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -54,22 +55,32 @@ def test_ranks_gather_messages_and_add_up_what_any_of_them_has(tmp_path: Path) -
     assert World().gather_messages(b"alone") == [b"alone"]
 
 
-def heard(world: World) -> list[bytes | None]:
-    """Rank 1 waits for what rank 0 has not said yet, for longer than a collective may take."""
-    found = []
-    if world.rank == 1:
-        found.append(world.hear("news", 0.1))
-    world.barrier()
-    if world.rank == 0:
-        world.tell("news", b"first")
-        world.tell("more", b"second", instead_of="news")
-    found.append(world.hear("more", 30.0))
-    world.barrier()
-    return [*found, world.hear("news", 0.1)]
+def hear_two_messages(world: World) -> tuple[list[bytes], int, bool]:
+    """Two messages of one topic, each made after the others have begun to wait; then what the store still holds."""
+    num_waits = 0
+
+    def count_wait() -> None:
+        nonlocal num_waits
+        num_waits += 1
+
+    def make_late(message: bytes) -> bytes:
+        time.sleep(1.5)  # a FileStore waits for whole seconds
+        return message
+
+    heard = []
+    for message in (b"first", b"second"):
+        heard.append(
+            world.broadcast_message("news", partial(make_late, message), look_s=0.1, while_waiting=count_wait)
+        )
+        world.barrier()
+    return heard, num_waits, world._store.check(["news 0"])
 
 
-def test_a_rank_waits_for_another_outside_of_any_collective(tmp_path: Path) -> None:
-    assert on_ranks(2, heard, tmp_path / "two") == [[b"second", None], [None, b"second", None]]
+def test_a_rank_waits_for_the_first_ones_message_outside_of_any_collective(tmp_path: Path) -> None:
+    first, second = on_ranks(2, hear_two_messages, tmp_path / "two")
+    assert first == ([b"first", b"second"], 0, False), "a message replaces the one before it"
+    assert second[0] == [b"first", b"second"] and second[1] >= 1 and not second[2]
+    assert World().broadcast_message("news", lambda: b"alone") == b"alone"
 
 
 # ---- the batch
@@ -206,7 +217,9 @@ def placed(
     trainer = Trainer(config, models, both)
     metrics, num_trained = trainer.train(batch, STEP)
     here = {
-        name: engine for name, engine in models._trained().items() if not isinstance(engine, AbsentEngine)
+        name: engine
+        for name, engine in models.trained_engines.items()
+        if not isinstance(engine, AbsentEngine)
     }
     held = {name: copy_state(engine) for name, engine in here.items()}
     write = models.copy_state()
@@ -228,7 +241,7 @@ def test_a_critic_of_its_own_trains_as_one_with_the_actor(
     together = configure_step(fixed_model, *common)
     trainer = Trainer(together, load_models(together))
     metrics, num_trained = trainer.train(batch, STEP)
-    expected = {name: copy_state(engine) for name, engine in trainer.models._trained().items()}
+    expected = {name: copy_state(engine) for name, engine in trainer.models.trained_engines.items()}
 
     apart = configure_step(
         fixed_model, *common, "placement.critic=own", "placement.critic_ranks=1", "learner.ranks=2"

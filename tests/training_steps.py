@@ -92,7 +92,7 @@ def copy_state(engine: Engine) -> dict[str, Tensor]:
     assert isinstance(engine, FsdpEngine)
     return {
         name: value.to_local().clone()
-        for name, value in engine._state().items()
+        for name, value in engine._collect_state().items()
         if name.startswith(("model.", "exp_avg.")) and isinstance(value, DTensor)
     }
 
@@ -132,7 +132,7 @@ def assert_equal(found: StepOutcome, expected: StepOutcome) -> None:
 
 def copy_states(models: Models) -> dict[tuple[str, str], Tensor]:
     """The state of every trained model, optimizers included."""
-    engines = models._trained().items()
+    engines = models.trained_engines.items()
     return {
         (model, key): value.clone() for model, engine in engines for key, value in copy_state(engine).items()
     }

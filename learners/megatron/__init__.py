@@ -1,5 +1,8 @@
-"""Megatron-core as a training engine. It says at every import what it does without (TransformerEngine, Apex), and lists each bucket of
-parameters in the log: neither helps a user."""
+"""Megatron-core as a training engine.
+
+Megatron warns at every import of libraries that it does without (TransformerEngine, Apex), and logs each bucket of parameters. Neither
+helps a user, so both are silenced here.
+"""
 
 import logging
 import warnings

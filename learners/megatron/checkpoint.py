@@ -1,8 +1,8 @@
-"""A checkpoint of the Megatron engine, which ranks in any other layout can take up.
+"""Checkpoints of the Megatron engine, which ranks in any other layout can load.
 
-Each rank writes what its optimizer holds, `rank_<r>.safetensors`: of each parameter the float32 weights and AdamW's two moments,
-as a range of elements of one tensor-parallel shard. The header says which. A reader puts together what it needs from all files,
-in Hugging Face's layout in between where the number of shards has changed. Nobody communicates.
+Each rank writes the state that its optimizer holds into `rank_<r>.safetensors`: of each parameter the float32 weights and AdamW's two
+moments, as a range of elements of one tensor-parallel shard. The file's header says which range. A reader puts together the ranges that
+it needs from all files, and goes through Hugging Face's layout where the number of shards has changed. No rank communicates.
 """
 
 from dataclasses import dataclass
@@ -18,11 +18,12 @@ from torch import Tensor
 from learners.megatron.model import ParallelSizes
 from learners.megatron.names import Parameter, ParameterNames
 
-KEYS = ("param", "exp_avg", "exp_avg_sq")
+STATE_KEYS = ("param", "exp_avg", "exp_avg_sq")
+"""Tensors of a parameter's state: float32 weights, and AdamW's first and second moment."""
 
 
 class ShardRange(msgspec.Struct, frozen=True, array_like=True):
-    """Elements from `start` to `end` of shard `index` of `count`."""
+    """The elements from `start` to `end` of shard `index`, one of `count` shards of a parameter."""
 
     index: int
     count: int
@@ -31,68 +32,72 @@ class ShardRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankHeader(msgspec.Struct, frozen=True):
+    """Describes one rank's file."""
+
     ranks: int
     sizes: ParallelSizes
     step: int
-    """Updates of the optimizer."""
-    places: dict[str, ShardRange]
-    """By parameter's name: what of it is in this file."""
+    """Updates that the optimizer has made."""
+    ranges: dict[str, ShardRange]
+    """The range of each parameter that this file holds, by the parameter's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSlice:
-    """What one rank's optimizer holds of a parameter."""
+    """The range of a parameter that one rank's optimizer holds, with its state."""
 
     parameter: Parameter
-    place: ShardRange
+    range: ShardRange
     state: dict[str, Tensor]
-    """The live tensors: those of `KEYS`, flat float32, and `step`."""
-    written: bool
-    """False where another rank holds the same."""
+    """The optimizer's own tensors: `STATE_KEYS`, flat float32, and `step`."""
+    is_written: bool
+    """False where another rank writes the same range."""
 
 
-def write(folder: Path, rank: int, header: RankHeader, tensors: dict[str, Tensor]) -> None:
+def write_rank_file(folder: Path, rank: int, header: RankHeader, tensors: dict[str, Tensor]) -> None:
+    """Writes one rank's file into the folder, which it makes."""
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"header": msgspec.json.encode(header).decode()}
     save_file(tensors, folder / f"rank_{rank}.safetensors", metadata)
 
 
 class SavedState:
-    """A checkpoint to read from."""
+    """Reads a checkpoint."""
 
     def __init__(self, folder: Path, names: ParameterNames) -> None:
         """Raises FileNotFoundError when a rank's file is not there."""
         self._folder, self._names = folder, names
         self._files: list[Any] = [safe_open(folder / "rank_0.safetensors", "pt")]
-        self._headers = [_header(self._files[0])]
+        self._headers = [_read_header(self._files[0])]
         for rank in range(1, self._headers[0].ranks):
             self._files.append(safe_open(folder / f"rank_{rank}.safetensors", "pt"))
-            self._headers.append(_header(self._files[-1]))
+            self._headers.append(_read_header(self._files[-1]))
         self.step = max(header.step for header in self._headers)
 
-    def read(self, key: str, parameter: Parameter, place: ShardRange) -> Tensor:
-        """[end - start], float32. Raises ValueError when it is not all there."""
+    def read_range(self, key: str, parameter: Parameter, wanted: ShardRange) -> Tensor:
+        """Returns [end - start] float32 of one of `STATE_KEYS`. Raises ValueError when the files lack some of it."""
         saved = {
-            header.places[parameter.name].count for header in self._headers if parameter.name in header.places
+            header.ranges[parameter.name].count for header in self._headers if parameter.name in header.ranges
         }
-        if saved <= {place.count}:
-            return self._elements(key, parameter.name, place)
+        if saved <= {wanted.count}:
+            return self._read_elements(key, parameter.name, wanted)
+        # The checkpoint has another number of shards: join all of them, and cut the wanted one out of the whole.
         (count,) = saved
-        shape = self._names.shape(parameter, count)
+        shape = self._names.find_shape(parameter, count)
         shards = [
-            self._elements(key, parameter.name, ShardRange(index, count, 0, shape.numel())).view(shape)
+            self._read_elements(key, parameter.name, ShardRange(index, count, 0, shape.numel())).view(shape)
             for index in range(count)
         ]
-        whole = self._names.whole(parameter.layout, shards)
-        return self._names.shard(parameter.layout, whole, place.index, place.count).reshape(-1)[
-            place.start : place.end
+        whole = self._names.join_shards(parameter.layout, shards)
+        return self._names.cut_shard(parameter.layout, whole, wanted.index, wanted.count).reshape(-1)[
+            wanted.start : wanted.end
         ]
 
-    def _elements(self, key: str, name: str, wanted: ShardRange) -> Tensor:
-        """Of a shard as it was written."""
+    def _read_elements(self, key: str, name: str, wanted: ShardRange) -> Tensor:
+        """Reads a range of a shard that the checkpoint has as it is, from all files that hold some of it."""
         out, found = torch.empty(wanted.end - wanted.start), 0
         for file, header in zip(self._files, self._headers, strict=True):
-            held = header.places.get(name)
+            held = header.ranges.get(name)
             if held is None or held.index != wanted.index:
                 continue
             start, end = max(held.start, wanted.start), min(held.end, wanted.end)
@@ -106,8 +111,8 @@ class SavedState:
             )
         return out
 
-    def random(self, rank: int, ranks: int, sizes: ParallelSizes) -> dict[str, Tensor]:
-        """The random states of a rank, by name; none for ranks in another layout."""
+    def read_random_states(self, rank: int, ranks: int, sizes: ParallelSizes) -> dict[str, Tensor]:
+        """Returns the random states of a rank, by name; none for ranks in another layout."""
         if (ranks, sizes) != (self._headers[0].ranks, self._headers[0].sizes):
             return {}
         file, mark = self._files[rank], "random."
@@ -118,5 +123,5 @@ class SavedState:
         }
 
 
-def _header(file: Any) -> RankHeader:
+def _read_header(file: Any) -> RankHeader:
     return msgspec.json.decode(file.metadata()["header"], type=RankHeader)

@@ -1,6 +1,6 @@
 """The Megatron-core engine: tensor, pipeline, sequence, expert and data parallelism with the distributed optimizer.
 
-float32 on a CPU. On a GPU with `dtype=bfloat16` parameters are bfloat16, beside float32 ones that the optimizer keeps divided
+On a CPU everything is float32. On a GPU with `dtype=bfloat16` parameters are bfloat16, and the optimizer keeps float32 copies divided
 over the data-parallel ranks; gradients are added up in float32.
 """
 
@@ -27,8 +27,15 @@ from configs.model import Dtype
 from learners.checkpoint import StateWriter
 from learners.engine import LossFn, ModelKind, Share
 from learners.megatron import stand_ins
-from learners.megatron.checkpoint import KEYS, OptimizerSlice, RankHeader, SavedState, ShardRange, write
-from learners.megatron.model import MegatronModel, ParallelSizes, find_problems, transformer_config
+from learners.megatron.checkpoint import (
+    STATE_KEYS,
+    OptimizerSlice,
+    RankHeader,
+    SavedState,
+    ShardRange,
+    write_rank_file,
+)
+from learners.megatron.model import MegatronModel, ParallelSizes, find_problems, make_transformer_config
 from learners.megatron.names import ModelFiles, Parameter, ParameterNames, ShardLayout
 from learners.megatron.routers import watch_routers
 from learners.packing import Packed
@@ -36,11 +43,11 @@ from learners.routing import LoadBalance, check_replay
 from sync.stream import BUCKET_BYTES, TensorPart, stream_tensor
 
 _groups: tuple[ParallelSizes, Any] | None = None
-"""The sizes that Megatron's process groups are for, and the default group that they were made in."""
+"""The sizes that Megatron's process groups were made for, and the default group that they were made in."""
 
 
-def _join(sizes: ParallelSizes) -> None:
-    """Makes Megatron's process groups, once: all engines of a process share them."""
+def _make_process_groups(sizes: ParallelSizes) -> None:
+    """Makes Megatron's process groups, once: all engines of a process share them. Raises ValueError for other sizes than before."""
     global _groups
     if _groups is not None and _groups[1] is dist.group.WORLD:
         for field in ParallelSizes.__slots__:
@@ -63,13 +70,13 @@ def _join(sizes: ParallelSizes) -> None:
     _groups = sizes, dist.group.WORLD
 
 
-def _finalize(model: list[nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
-    """Adds gradients up over the ranks. Megatron would divide by tokens: this loss has its denominator already."""
+def _reduce_gradients(model: list[nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
+    """Adds gradients up over the ranks. Megatron would divide by tokens, but this loss has its denominator already."""
     finalize_model_grads(model, None, **kwargs)
 
 
 class MegatronEngine:
-    """See `learners.engine.Engine`. The process group must be initialised."""
+    """Implements `learners.engine.Engine` in torch's default process group, which must exist already."""
 
     def __init__(
         self,
@@ -90,9 +97,12 @@ class MegatronEngine:
         aux_loss_coefficient: float = 0.0,
         router_replay: bool = False,
     ) -> None:
-        """`bucket_bytes`: of weights that are published at a time. `entropy_gradient`: whether a loss may lead through the
-        entropy. `aux_loss_coefficient`: of a mixture's load balancing, `router_replay`: of the experts that a batch
-        records (`learners.routing`). Raises ValueError for a model that Megatron, or these sizes, cannot have."""
+        """`bucket_bytes`: size of the weights that are published at a time. `entropy_gradient`: a loss may have a gradient through the
+        entropy. `aux_loss_coefficient` is for a mixture's load balancing, and with `router_replay` tokens go to the experts that a
+        batch records (`learners.routing`).
+
+        Raises ValueError for a model that Megatron does not know, or that these sizes do not divide.
+        """
         config, cuda = AutoConfig.from_pretrained(path), torch.cuda.is_available()
         self._sizes = ParallelSizes(tensor_parallel, pipeline_parallel, expert_parallel)
         if found := find_problems(config, self._sizes, dist.get_world_size()):
@@ -106,13 +116,13 @@ class MegatronEngine:
         self._balance = LoadBalance(config, aux_loss_coefficient)
         if router_replay:
             check_replay(config)
-        stand_ins.install()
-        with stand_ins.device():
-            _join(self._sizes)
-            self._transformer = transformer_config(
+        stand_ins.install_stand_ins()
+        with stand_ins.use_available_device():
+            _make_process_groups(self._sizes)
+            self._transformer = make_transformer_config(
                 config, self._sizes, self._publish_dtype if cuda else torch.float32, activation_checkpointing
             )
-            self._transformer.finalize_model_grads_func = _finalize
+            self._transformer.finalize_model_grads_func = _reduce_gradients
             self._model = MegatronModel(
                 config,
                 self._transformer,
@@ -123,7 +133,9 @@ class MegatronEngine:
             self._model.replays = router_replay
             watch_routers(self._model, config, self._balance)
             self._model.to("cuda" if cuda else "cpu", self._transformer.params_dtype)
-            self._local = self._names.of(self._model, mpu.get_expert_model_parallel_rank() * self._experts)
+            self._local = self._names.name_parameters(
+                self._model, mpu.get_expert_model_parallel_rank() * self._experts
+            )
             self._load_model()
             if kind is ModelKind.frozen:
                 self._model.requires_grad_(False)
@@ -138,12 +150,12 @@ class MegatronEngine:
 
     def _load_model(self) -> None:
         owned = self._names.parameters.items()
-        due = {name for name, parameter in owned if dist.get_rank() in self._owners(parameter)}
+        due = {name for name, parameter in owned if dist.get_rank() in self._find_owners(parameter)}
         assert due <= self._local.keys(), (
             f"parameters of the file that the model lacks: {sorted(due - self._local.keys())}"
         )
         for name, local in self._local.items():
-            if (read := self._names.read(*self._shard(name))) is not None:
+            if (read := self._names.read_shard(*self._find_shard(name))) is not None:
                 assert read.shape == local.shape, (
                     f"{name} is {tuple(read.shape)} in the file, {tuple(local.shape)} here"
                 )
@@ -170,27 +182,28 @@ class MegatronEngine:
         )
         for group in self._optimizer.param_groups:
             group |= {"weight_decay": self._weight_decay, "fused": True}
-        self._slices = list(self._own_slices())
-        for held in self._slices if self._transformer.bf16 else ():  # float32, where the file has it
-            read = self._names.read(held.parameter, held.place.index, held.place.count)
+        self._slices = list(self._list_own_slices())
+        # Where parameters are bfloat16, the optimizer's copies take the file's full precision.
+        for held in self._slices if self._transformer.bf16 else ():
+            read = self._names.read_shard(held.parameter, held.range.index, held.range.count)
             if read is not None:
-                held.state["param"].copy_(read.reshape(-1)[held.place.start : held.place.end])
+                held.state["param"].copy_(read.reshape(-1)[held.range.start : held.range.end])
 
-    def _own_slices(self) -> Iterator[OptimizerSlice]:
-        """What the distributed optimizer holds on this rank: of each parameter a range of elements, or nothing."""
+    def _list_own_slices(self) -> Iterator[OptimizerSlice]:
+        """Yields the slices that the distributed optimizer holds on this rank: a range of each parameter's elements, or nothing."""
         names = {local: name for name, local in self._local.items()}
         for optimizer in self._optimizer.chained_optimizers:
             for local in optimizer.model_param_gbuf_map:
                 elements = optimizer._get_model_param_range_map(local)["param"]
                 group, place = optimizer.model_param_group_index_map[local]
                 main = optimizer.optimizer.param_groups[group]["params"][place]
-                # What AdamW would make at its first step: so a fresh engine has a place to load into.
+                # AdamW makes this state at its first step. Made now, a fresh engine has a place to load a checkpoint into.
                 state = optimizer.optimizer.state[main] = {
                     "step": torch.zeros((), device=main.device),
                     "exp_avg": torch.zeros_like(main),
                     "exp_avg_sq": torch.zeros_like(main),
                 }
-                parameter, index, count = self._shard(names[local])
+                parameter, index, count = self._find_shard(names[local])
                 replica = (
                     parameter.layout is ShardLayout.replicated and mpu.get_tensor_model_parallel_rank() > 0
                 )
@@ -198,39 +211,39 @@ class MegatronEngine:
                     parameter,
                     ShardRange(index, count, elements.start, elements.end),
                     {"param": main.detach(), **state},
-                    written=names[local] == parameter.name and not replica,
+                    is_written=names[local] == parameter.name and not replica,
                 )
 
-    def _shard(self, name: str) -> tuple[Parameter, int, int]:
-        """Which parameter of the model a local one is, and which shard of how many."""
+    def _find_shard(self, name: str) -> tuple[Parameter, int, int]:
+        """Returns the model's parameter that a local one belongs to, the number of its shard, and how many shards there are."""
         tied = name == "output_layer.weight" and name not in self._names.parameters
         parameter = self._names.parameters["embedding.word_embeddings.weight" if tied else name]
-        count = self._count(parameter)
+        count = self._count_shards(parameter)
         return parameter, mpu.get_tensor_model_parallel_rank() if count > 1 else 0, count
 
-    def _count(self, parameter: Parameter) -> int:
-        """Of its shards."""
+    def _count_shards(self, parameter: Parameter) -> int:
         if parameter.layout is ShardLayout.replicated:
             return 1
         return self._sizes.tensor_parallel if parameter.expert is None else self._sizes.expert_tensor_parallel
 
-    def _owners(self, parameter: Parameter) -> list[int]:
-        """The rank that publishes each shard, the first of those that hold it, by shard."""
+    def _find_owners(self, parameter: Parameter) -> list[int]:
+        """Returns the rank that publishes each shard, by shard: the first rank of those that hold it."""
         first = parameter.stage * (dist.get_world_size() // self._sizes.pipeline_parallel)
         if parameter.expert is not None:
             first += parameter.expert // self._experts
-        return list(range(first, first + self._count(parameter)))
+        return list(range(first, first + self._count_shards(parameter)))
 
-    def _schedule(
+    def _run_schedule(
         self, model: nn.Module, microbatches: Sequence[Packed], step: Any, forward_only: bool
     ) -> list[Any]:
-        """Runs Megatron's schedule, with `step` as its forward step; what that gave on the last stage, by microbatch."""
+        """Runs Megatron's schedule with `step` as its forward step; returns the step's results on the last stage, by microbatch."""
         return get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iter(microbatches),
             model=[model],
             num_microbatches=len(microbatches),
-            seq_length=1,  # not looked at: lengths are variable
+            # Megatron does not use this length where lengths are variable.
+            seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -240,11 +253,11 @@ class MegatronEngine:
         def step(batches: Iterator[Packed], model: nn.Module) -> tuple[Tensor, None]:
             return model(next(batches)), None
 
-        with stand_ins.device():
-            outs = self._schedule(self._model, microbatches, step, forward_only=True)
+        with stand_ins.use_available_device():
+            outs = self._run_schedule(self._model, microbatches, step, forward_only=True)
         if not mpu.is_pipeline_last_stage():
             return [torch.zeros(len(packed.tokens)) for packed in microbatches]
-        return [_spread(out, packed)[0] for out, packed in zip(outs, microbatches, strict=True)]
+        return [_spread_outputs(out, packed)[0] for out, packed in zip(outs, microbatches, strict=True)]
 
     def update(self, microbatches: Sequence[Packed], loss_fn: LossFn, lr: float) -> float:
         """Raises FloatingPointError, and updates nothing, when the gradient is not finite."""
@@ -253,19 +266,19 @@ class MegatronEngine:
             packed = next(batches)
 
             def loss(out: Tensor) -> tuple[Tensor, Tensor, None]:
-                return loss_fn(*_spread(out, packed), packed), torch.ones((), dtype=torch.int32), None
+                return loss_fn(*_spread_outputs(out, packed), packed), torch.ones((), dtype=torch.int32), None
 
             return model(packed), loss
 
-        self._balance.begin(next(self._model.parameters()).device)
+        self._balance.begin_update(next(self._model.parameters()).device)
         if self._balance.needs_counting:
             self.infer(microbatches)
-            self._balance.counted()
-        with stand_ins.device():
+            self._balance.finish_counting()
+        with stand_ins.use_available_device():
             self._ddp.zero_grad_buffer()
             self._optimizer.zero_grad()
-            self._schedule(self._ddp, microbatches, step, forward_only=False)
-            self._balance.end()
+            self._run_schedule(self._ddp, microbatches, step, forward_only=False)
+            self._balance.end_update()
             self._optimizer.prepare_grads()
             norm = self._optimizer.get_grad_norm()
             if not math.isfinite(norm):
@@ -286,70 +299,71 @@ class MegatronEngine:
 
     def stream_weights(self) -> Iterator[TensorPart]:
         for name, parameter in self._names.parameters.items():
-            owners = self._owners(parameter)
+            owners = self._find_owners(parameter)
             if dist.get_rank() == 0:
                 shards = [
-                    self._published(name) if owner == 0 else self._receive(parameter, owner)
+                    self._cast_for_publication(name) if owner == 0 else self._receive_shard(parameter, owner)
                     for owner in owners
                 ]
                 for source, whole in zip(
-                    parameter.sources, self._names.whole(parameter.layout, shards), strict=True
+                    parameter.sources, self._names.join_shards(parameter.layout, shards), strict=True
                 ):
                     yield from stream_tensor(source, whole, self._publish_dtype, self._bucket_bytes)
             elif dist.get_rank() in owners:
-                dist.send(self._published(name), dst=0)
+                dist.send(self._cast_for_publication(name), dst=0)
 
-    def _published(self, name: str) -> Tensor:
+    def _cast_for_publication(self, name: str) -> Tensor:
         return self._local[name].detach().to(self._publish_dtype)
 
-    def _receive(self, parameter: Parameter, owner: int) -> Tensor:
-        shape = self._names.shape(parameter, self._count(parameter))
+    def _receive_shard(self, parameter: Parameter, owner: int) -> Tensor:
+        shape = self._names.find_shape(parameter, self._count_shards(parameter))
         shard = torch.empty(shape, dtype=self._publish_dtype, device=next(self._model.parameters()).device)
         dist.recv(shard, src=owner)
         return shard
 
     def copy_state(self) -> StateWriter:
-        tensors = {f"random.{name}": state.clone() for name, state in self._random().items()}
-        places = {}
+        tensors = {f"random.{name}": state.clone() for name, state in self._read_random_states().items()}
+        ranges = {}
         for held in self._slices:
-            if held.written:
-                places[held.parameter.name] = held.place
+            if held.is_written:
+                ranges[held.parameter.name] = held.range
                 tensors |= {
-                    f"{key}.{held.parameter.name}": held.state[key].to("cpu", copy=True) for key in KEYS
+                    f"{key}.{held.parameter.name}": held.state[key].to("cpu", copy=True) for key in STATE_KEYS
                 }
         step = int(self._slices[0].state["step"]) if self._slices else 0
-        header, rank = RankHeader(dist.get_world_size(), self._sizes, step, places), dist.get_rank()
-        return lambda folder: write(folder, rank, header, tensors)
+        header, rank = RankHeader(dist.get_world_size(), self._sizes, step, ranges), dist.get_rank()
+        return lambda folder: write_rank_file(folder, rank, header, tensors)
 
     @torch.no_grad()
     def load_state(self, folder: Path) -> None:
-        """Raises FileNotFoundError, or ValueError, when the folder is not a whole checkpoint of this model."""
+        """Raises FileNotFoundError, or ValueError, when the folder is no whole checkpoint of this model."""
         saved = SavedState(folder, self._names)
         for name, local in self._local.items():
-            parameter, index, count = self._shard(name)
+            parameter, index, count = self._find_shard(name)
             local.copy_(
-                saved.read("param", parameter, ShardRange(index, count, 0, local.numel())).view_as(local)
+                saved.read_range("param", parameter, ShardRange(index, count, 0, local.numel())).view_as(
+                    local
+                )
             )
         for held in self._slices:
             held.state["step"].fill_(saved.step)
-            for key in KEYS:
-                held.state[key].copy_(saved.read(key, held.parameter, held.place))
-        random = saved.random(dist.get_rank(), dist.get_world_size(), self._sizes)
-        if (
-            random.keys() == self._random().keys()
-        ):  # else other ranks, or another kind of them, have written: these keep their own
+            for key in STATE_KEYS:
+                held.state[key].copy_(saved.read_range(key, held.parameter, held.range))
+        random = saved.read_random_states(dist.get_rank(), dist.get_world_size(), self._sizes)
+        # With ranks in another layout, or on another kind of device, than those that wrote it, each keeps its own random state.
+        if random.keys() == self._read_random_states().keys():
             torch.set_rng_state(random.pop("cpu"))
             if "cuda" in random:
                 torch.cuda.set_rng_state(random.pop("cuda"))
             get_cuda_rng_tracker().set_states(random)
 
-    def _random(self) -> dict[str, Tensor]:
-        """torch's random states, and those that Megatron keeps apart."""
+    def _read_random_states(self) -> dict[str, Tensor]:
+        """Returns torch's random states, and those that Megatron keeps of its own, by name."""
         cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
         return {"cpu": torch.get_rng_state(), **cuda, **get_cuda_rng_tracker().get_states()}
 
 
-def _spread(out: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-    """[K, 2] of `packed.targets` -> [T] and [T] on the CPU, 0 elsewhere."""
+def _spread_outputs(out: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
+    """Spreads the outputs [K, 2] of `packed.targets` over all tokens: [T] and [T] on the CPU, 0 elsewhere."""
     spread = torch.zeros(len(packed.tokens), 2).index_copy(0, packed.targets, out.cpu())
     return spread[:, 0], spread[:, 1]

@@ -1,4 +1,4 @@
-"""A Hugging Face model built of Megatron-core's layers: one rank's part of it, with log-probabilities or values at its end."""
+"""A Hugging Face model built from Megatron-core's layers: one rank's part, with log-probabilities or values at its end."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,17 +19,18 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from learners import heads
-from learners.megatron.stand_ins import block_spec
+from learners.flops import head_dim
+from learners.megatron.stand_ins import make_block_spec
 from learners.packing import Packed, padded_to
 from learners.routing import ForwardPass
 
-SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
-ROPES = ("default", "linear", "llama3")
+SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+SUPPORTED_ROPES = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """Ranks that divide one model between them; see `configs.parallel.MegatronConfig`."""
+    """Numbers of ranks that divide one model between them; see `configs.parallel.MegatronConfig`."""
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -37,31 +38,33 @@ class ParallelSizes:
 
     @property
     def expert_tensor_parallel(self) -> int:
-        """Ranks that share one expert: each is whole where ranks share out the experts already."""
+        """Number of ranks that divide one expert: none is divided where the experts are dealt out to ranks already."""
         return 1 if self.expert_parallel > 1 else self.tensor_parallel
 
 
 def find_problems(config: Any, sizes: ParallelSizes, world: int) -> list[str]:
-    """Why this model cannot be divided so over `world` ranks, or not be built at all. `config`: Hugging Face's."""
-    if config.model_type not in SUPPORTED:
+    """Returns why this model cannot be divided so over `world` ranks, or not be built at all. `config`: Hugging Face's."""
+    if config.model_type not in SUPPORTED_FAMILIES:
         return [
-            f"model_type of model.path must be one of {', '.join(SUPPORTED)} (Megatron), got {config.model_type}"
+            f"model_type of model.path must be one of {', '.join(SUPPORTED_FAMILIES)} (Megatron), got {config.model_type}"
         ]
     tensor, pipeline, expert = sizes.tensor_parallel, sizes.pipeline_parallel, sizes.expert_parallel
     found = []
 
-    def divides(field: str, value: int, what: str, number: int) -> None:
+    def require_divisor(field: str, value: int, what: str, number: int) -> None:
         if number % value:
             found.append(f"learner.megatron.{field} must divide {what}, got {value} for {number}")
 
-    divides("tensor_parallel", tensor, "the number of attention heads", config.num_attention_heads)
-    divides("tensor_parallel", tensor, "the number of key-value heads", config.num_key_value_heads)
-    divides("tensor_parallel", tensor, "the size of the vocabulary", config.vocab_size)
-    divides("tensor_parallel", tensor, "the intermediate size", config.intermediate_size)
-    divides("pipeline_parallel", pipeline, "the number of layers", config.num_hidden_layers)
+    require_divisor("tensor_parallel", tensor, "the number of attention heads", config.num_attention_heads)
+    require_divisor("tensor_parallel", tensor, "the number of key-value heads", config.num_key_value_heads)
+    require_divisor("tensor_parallel", tensor, "the size of the vocabulary", config.vocab_size)
+    require_divisor("tensor_parallel", tensor, "the intermediate size", config.intermediate_size)
+    require_divisor("pipeline_parallel", pipeline, "the number of layers", config.num_hidden_layers)
     if experts := getattr(config, "num_experts", 0):
-        divides("expert_parallel", expert, "the number of experts", experts)
-        divides("tensor_parallel", tensor, "the intermediate size of an expert", config.moe_intermediate_size)
+        require_divisor("expert_parallel", expert, "the number of experts", experts)
+        require_divisor(
+            "tensor_parallel", tensor, "the intermediate size of an expert", config.moe_intermediate_size
+        )
     elif expert != 1:
         found.append(f"learner.megatron.expert_parallel must be 1 for a model without experts, got {expert}")
     if world % (tensor * pipeline * expert):
@@ -71,9 +74,9 @@ def find_problems(config: Any, sizes: ParallelSizes, world: int) -> list[str]:
         )
     if config.hidden_act != "silu":
         found.append(f"hidden_act of model.path must be silu, got {config.hidden_act}")
-    if config.rope_parameters["rope_type"] not in ROPES:
+    if config.rope_parameters["rope_type"] not in SUPPORTED_ROPES:
         found.append(
-            f"rope_type of model.path must be one of {ROPES}, got {config.rope_parameters['rope_type']}"
+            f"rope_type of model.path must be one of {SUPPORTED_ROPES}, got {config.rope_parameters['rope_type']}"
         )
     if (part := config.rope_parameters.get("partial_rotary_factor", 1.0)) != 1.0:
         found.append(f"partial_rotary_factor of model.path must be 1, got {part}")
@@ -84,14 +87,10 @@ def find_problems(config: Any, sizes: ParallelSizes, world: int) -> list[str]:
     return found
 
 
-def head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def transformer_config(
+def make_transformer_config(
     config: Any, sizes: ParallelSizes, dtype: torch.dtype, activation_checkpointing: bool
 ) -> TransformerConfig:
-    """`config`: Hugging Face's. `dtype`: of parameters and activations."""
+    """Translates Hugging Face's `config` for Megatron. `dtype`: of parameters and activations."""
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=config.num_hidden_layers,
@@ -107,10 +106,12 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=config.model_type == "qwen2",
         qk_layernorm=config.model_type.startswith("qwen3"),
-        hidden_dropout=0.0,  # dropout would make every log-probability a random number
+        # Dropout would make every log-probability a random number.
+        hidden_dropout=0.0,
         attention_dropout=0.0,
-        init_method=_leave,  # all parameters are loaded
-        output_layer_init_method=_leave,
+        # All parameters are loaded.
+        init_method=_keep_tensor,
+        output_layer_init_method=_keep_tensor,
         use_cpu_initialization=not torch.cuda.is_available(),
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -118,21 +119,24 @@ def transformer_config(
         tensor_model_parallel_size=sizes.tensor_parallel,
         pipeline_model_parallel_size=sizes.pipeline_parallel,
         sequence_parallel=sizes.tensor_parallel > 1,
-        variable_seq_lengths=True,  # each microbatch has as many tokens as it has
-        moe_token_dispatcher_type="alltoall",  # what variable lengths ask for, of dense models too
-        calculate_per_token_loss=True,  # Megatron then divides neither loss nor gradients by microbatches or ranks
-        # Kernels of APEX, or compiled for CUDA.
+        # Each microbatch has a length of its own.
+        variable_seq_lengths=True,
+        # Variable lengths require this dispatcher, in dense models too.
+        moe_token_dispatcher_type="alltoall",
+        # Megatron then divides neither loss nor gradients by microbatches or ranks.
+        calculate_per_token_loss=True,
+        # These are kernels of APEX, or compiled for CUDA.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         apply_rope_fusion=False,
         **(recompute if activation_checkpointing else {}),
-        **(_mixture(config, sizes) if config.model_type == "qwen3_moe" else {}),
+        **(_make_mixture_settings(config, sizes) if config.model_type == "qwen3_moe" else {}),
     )
 
 
-def _mixture(config: Any, sizes: ParallelSizes) -> dict[str, Any]:
+def _make_mixture_settings(config: Any, sizes: ParallelSizes) -> dict[str, Any]:
     dense = set(config.mlp_only_layers)
     sparse = [
         int(layer not in dense and (layer + 1) % config.decoder_sparse_step == 0)
@@ -143,7 +147,8 @@ def _mixture(config: Any, sizes: ParallelSizes) -> dict[str, Any]:
         "moe_ffn_hidden_size": config.moe_intermediate_size,
         "moe_layer_freq": sparse,
         "moe_router_topk": config.num_experts_per_tok,
-        "moe_router_pre_softmax": not config.norm_topk_prob,  # the best of a softmax, or a softmax of the best
+        # True: the top k of a softmax; False: a softmax of the top k, which sums to 1.
+        "moe_router_pre_softmax": not config.norm_topk_prob,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "expert_model_parallel_size": sizes.expert_parallel,
@@ -151,12 +156,12 @@ def _mixture(config: Any, sizes: ParallelSizes) -> dict[str, Any]:
     }
 
 
-def _leave(tensor: Tensor) -> Tensor:
+def _keep_tensor(tensor: Tensor) -> Tensor:
     return tensor
 
 
 class MegatronModel(GPTModel):
-    """One rank's part of the model. Between pipeline stages goes [T', 1, H]; T' is this rank's part of the padded tokens."""
+    """One rank's part of the model. Pipeline stages hand on [T', 1, H]; T' is this rank's part of the padded tokens."""
 
     def __init__(
         self,
@@ -170,7 +175,7 @@ class MegatronModel(GPTModel):
         first, last = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
         super().__init__(
             transformer,
-            block_spec(transformer),
+            make_block_spec(transformer),
             config.vocab_size,
             config.max_position_embeddings,
             pre_process=first,
@@ -184,26 +189,25 @@ class MegatronModel(GPTModel):
             self.rotary_pos_emb.inv_freq, _ = ROPE_INIT_FUNCTIONS[rope](
                 config, self.rotary_pos_emb.inv_freq.device
             )
-        self._hugging_face, self.at_hand, self.replays = config, ForwardPass(), False
+        self._hugging_face, self.forward_pass, self.replays = config, ForwardPass(), False
         self._temperature, self._entropy_gradient = temperature, entropy_gradient
         self.score: nn.Linear | None = None
         if critic and last:
             self.output_layer = None
             with torch.random.fork_rng():
                 self.score = nn.Linear(config.hidden_size, 1)
-                torch.manual_seed(
-                    0
-                )  # for a folder without such a head, as Hugging Face draws it, the same on all ranks
+                # A folder without such a head gets one as Hugging Face draws it, the same on all ranks.
+                torch.manual_seed(0)
                 nn.init.normal_(self.score.weight, std=config.initializer_range)
                 nn.init.zeros_(self.score.bias)
 
     def forward(self, packed: Packed) -> Tensor:
-        """On the last stage [K, 2]: log-probability, or value, and entropy, for each of the K `packed.targets`."""
+        """Returns on the last stage [K, 2]: log-probability, or value, and entropy of each of the K `packed.targets`."""
         device = next(self.parameters()).device
         padded = padded_to(packed, self.config.tensor_model_parallel_size)
         size = len(padded.tokens) // self.config.tensor_model_parallel_size
         start = mpu.get_tensor_model_parallel_rank() * size
-        self.at_hand.begin(
+        self.forward_pass.begin_pass(
             packed, padded, slice(start, start + size), self._hugging_face, self.replays, device
         )
         cu_seqlens, longest = padded.cu_seqlens.to(device), padded.max_seqlen
@@ -212,16 +216,17 @@ class MegatronModel(GPTModel):
             hidden,
             None,
             rotary_pos_emb=self.rotary_pos_emb(longest, packed_seq=True),
-            padding_mask=None if self.at_hand.valid is None else self.at_hand.valid[None],
+            padding_mask=None if self.forward_pass.valid is None else self.forward_pass.valid[None],
             packed_seq_params=PackedSeqParams(
                 "thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
             ),
         )
-        return self._head(hidden, packed) if self.post_process else hidden
+        return self._compute_head(hidden, packed) if self.post_process else hidden
 
-    def _head(self, hidden: Tensor, packed: Packed) -> Tensor:
+    def _compute_head(self, hidden: Tensor, packed: Packed) -> Tensor:
         if self.config.sequence_parallel:
-            # Backwards, every rank has the whole gradient of a value, but of a log-probability its own vocabulary's part.
+            # In the backward pass every rank has the whole gradient of a value, but only its own vocabulary's part of the gradient of
+            # a log-probability, so only the latter is summed over the ranks.
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=self.score is None
             )
@@ -230,8 +235,11 @@ class MegatronModel(GPTModel):
         if self.score is not None:
             values = self.score(hidden).float()[:, 0]
             return torch.stack([values, torch.zeros_like(values)], -1)
-        shared = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight  # type: ignore[attr-defined]
+        weight: Tensor = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight  # type: ignore[attr-defined]
+        )
         tokens = packed.tokens[targets].to(hidden.device)
         return vocab_parallel_logprobs(hidden, weight, tokens, self._temperature, self._entropy_gradient)
 
@@ -239,16 +247,16 @@ class MegatronModel(GPTModel):
 def vocab_parallel_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
 ) -> Tensor:
-    """As `learners.heads.chunked_logprobs`, of a vocabulary whose rows are divided over the tensor-parallel ranks.
+    """Computes `learners.heads.chunked_logprobs` over a vocabulary whose rows are divided over the tensor-parallel ranks.
 
-    Ranks meet only in sums over their own rows, and all compute the same of these: so each has the gradient of its own logits.
+    Ranks exchange only sums over their own rows, and all compute the same from these sums, so each has the gradient of its own logits.
     Shapes: hidden [K, H], weight [V / ranks, H], targets [K] int64 -> [K, 2] float32: log-probability and entropy.
     """
     group = mpu.get_tensor_model_parallel_group()
     first = group.rank() * len(weight)
     reduce = reduce_from_tensor_model_parallel_region
 
-    def chunk(h: Tensor, target: Tensor) -> Tensor:
+    def compute_chunk(h: Tensor, target: Tensor) -> Tensor:
         logits = F.linear(h, weight).float() / temperature
         largest = logits.detach().amax(-1)
         if group.size() > 1:
@@ -264,8 +272,8 @@ def vocab_parallel_logprobs(
 
     size = max(1, heads.CHUNK_ELEMENTS // len(weight))
     if len(hidden) <= size:
-        return chunk(hidden, targets)
+        return compute_chunk(hidden, targets)
     parts = zip(hidden.split(size), targets.split(size), strict=True)
     return torch.cat(
-        [checkpoint(chunk, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in parts]
+        [checkpoint(compute_chunk, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in parts]
     )

@@ -1,8 +1,8 @@
-"""Hugging Face's names and layouts of a model's parameters, and Megatron's, both ways.
+"""Translates names and layouts of a model's parameters between Hugging Face and Megatron, both ways.
 
-Megatron keeps a layer's query, key and value in one matrix, interleaved by group of heads, and a gate with its up-projection;
-tensor parallelism then gives each rank equal parts along one dimension. What is written down here once serves loading,
-publication and checkpoints of every layout of ranks.
+Megatron keeps a layer's query, key and value in one matrix, interleaved by group of heads, and a gate with its up-projection.
+Tensor parallelism then gives each rank equal parts along one dimension. This one table serves loading, publication and checkpoints
+of every layout of ranks.
 """
 
 import re
@@ -19,23 +19,25 @@ from torch import Tensor, nn
 
 
 class ShardLayout(StrEnum):
-    """How a matrix is made of Hugging Face's, and divided over tensor-parallel ranks."""
+    """How Megatron makes a matrix from Hugging Face's, and divides it over tensor-parallel ranks."""
 
     replicated = "replicated"
     rows = "rows"
     columns = "columns"
     gate_up = "gate_up"
-    """Of each rank: its rows of the gate, then its rows of the up-projection."""
+    """Each rank has its rows of the gate, then its rows of the up-projection."""
     qkv = "qkv"
-    """Rows by group of heads: the queries of a group, its key, its value."""
+    """The rows go by group of heads: the queries of a group, its key, its value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
+    """A parameter of Megatron's whole model."""
+
     name: str
-    """In Megatron, with numbers of layer and expert that count over the whole model."""
+    """Megatron's name, with numbers of layer and expert that count over the whole model."""
     sources: tuple[str, ...]
-    """In Hugging Face's file."""
+    """Names of its parts in Hugging Face's file."""
     layout: ShardLayout
     stage: int
     """The pipeline stage that holds it."""
@@ -54,16 +56,16 @@ LAYER = {
     "mlp.linear_fc1.weight": (ShardLayout.gate_up, ["mlp.gate_proj.weight", "mlp.up_proj.weight"]),
     "mlp.linear_fc2.weight": (ShardLayout.columns, ["mlp.down_proj.weight"]),
 }
-"""Of one layer. Which of them a model has, the names in its file say."""
+"""Parameters of one layer. The names in a model's file say which of them the model has."""
 
 TE_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-"""TransformerEngine holds a norm in the matrix that follows it."""
+"""Names of norms in TransformerEngine, which holds a norm in the matrix that follows it."""
 
-SCORE = ("score.weight", "score.bias")
-"""A critic's head; a language model's folder has none."""
+VALUE_HEAD = ("score.weight", "score.bias")
+"""Parameters of a critic's head; a language model's folder has none."""
 
 EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+))"
@@ -74,7 +76,7 @@ class ModelFiles:
     """The safetensors of a Hugging Face folder, read one tensor at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ValueError when there are none."""
+        """Raises ValueError when the folder has none."""
         index = folder / "model.safetensors.index.json"
         if index.is_file():
             where = msgspec.json.decode(index.read_bytes(), type=dict[str, Any])["weight_map"]
@@ -86,13 +88,13 @@ class ModelFiles:
         self.names = set(where)
         self._folder, self._where, self._open = folder, where, {}  # type: ignore[var-annotated]
 
-    def read(self, name: str) -> Tensor:
-        return self._file(name).get_tensor(name)
+    def read_tensor(self, name: str) -> Tensor:
+        return self._open_file(name).get_tensor(name)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file(name).get_slice(name).get_shape())
+    def read_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._open_file(name).get_slice(name).get_shape())
 
-    def _file(self, name: str) -> Any:
+    def _open_file(self, name: str) -> Any:
         where = self._where[name]
         if where not in self._open:
             self._open[where] = safe_open(self._folder / where, "pt")
@@ -100,10 +102,13 @@ class ModelFiles:
 
 
 class ParameterNames:
-    """The parameters of one model in the order of its layers: `parameters`, by Megatron's name."""
+    """The parameters of one model by Megatron's name, in the order of its layers (`parameters`), and their shards."""
 
     def __init__(self, config: Any, files: ModelFiles, stages: int, critic: bool) -> None:
-        """`config`: Hugging Face's. `stages`: pipeline stages, which have equally many layers."""
+        """`config`: Hugging Face's. `stages`: number of pipeline stages, which have equally many layers.
+
+        Raises ValueError where the files hold more parameters than Megatron's model, or fewer.
+        """
         self._files = files
         self._groups = config.num_key_value_heads
         self._queries = config.num_attention_heads // config.num_key_value_heads
@@ -113,11 +118,11 @@ class ParameterNames:
             Parameter(
                 "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ShardLayout.rows, 0
             ),
-            *self._layers(config.num_hidden_layers, stages),
+            *self._list_layers(config.num_hidden_layers, stages),
             Parameter("decoder.final_layernorm.weight", ("model.norm.weight",), ShardLayout.replicated, last),
         ]
         if critic:
-            found += [Parameter(name, (name,), ShardLayout.replicated, last) for name in SCORE]
+            found += [Parameter(name, (name,), ShardLayout.replicated, last) for name in VALUE_HEAD]
         elif not config.tie_word_embeddings:
             found.append(Parameter("output_layer.weight", ("lm_head.weight",), ShardLayout.rows, last))
         self.parameters = {parameter.name: parameter for parameter in found}
@@ -128,12 +133,12 @@ class ParameterNames:
             raise ValueError(
                 f"model.path must hold no parameters but those that Megatron's model has, got {unknown[0]}"
             )
-        if missing := sorted(known - files.names - {"lm_head.weight", *SCORE}):
+        if missing := sorted(known - files.names - {"lm_head.weight", *VALUE_HEAD}):
             raise ValueError(
                 f"model.path must hold all parameters of its model, got none called {missing[0]}"
             )
 
-    def _layers(self, number: int, stages: int) -> Iterator[Parameter]:
+    def _list_layers(self, number: int, stages: int) -> Iterator[Parameter]:
         for layer in range(number):
             stage, here, there = (
                 layer * stages // number,
@@ -156,8 +161,8 @@ class ParameterNames:
                         expert,
                     )
 
-    def of(self, model: nn.Module, first_expert: int) -> dict[str, nn.Parameter]:
-        """This rank's own parameters, by Megatron's name in the whole model."""
+    def name_parameters(self, model: nn.Module, first_expert: int) -> dict[str, nn.Parameter]:
+        """Returns this rank's own parameters by their names in the whole model. `first_expert`: number of the rank's first expert."""
         named = {}
         for name, parameter in model.named_parameters():
             if match := re.match(r"decoder\.layers\.(\d+)\.(.*)", name):
@@ -169,24 +174,24 @@ class ParameterNames:
             named[name] = parameter
         return named
 
-    def read(self, parameter: Parameter, index: int, count: int) -> Tensor | None:
-        """Shard `index` of `count`, from the file, in the file's dtype; None for the head of a critic that has none there."""
-        if parameter.name in SCORE and parameter.name not in self._files.names:
+    def read_shard(self, parameter: Parameter, index: int, count: int) -> Tensor | None:
+        """Returns shard `index` of `count` in the file's dtype; None for a critic's head that the file lacks."""
+        if parameter.name in VALUE_HEAD and parameter.name not in self._files.names:
             return None
-        return self.shard(
-            parameter.layout, [self._files.read(name) for name in parameter.sources], index, count
+        return self.cut_shard(
+            parameter.layout, [self._files.read_tensor(name) for name in parameter.sources], index, count
         )
 
-    def shape(self, parameter: Parameter, count: int) -> torch.Size:
-        """Of a shard, one of `count`."""
-        shapes = [self._files.shape(name) for name in parameter.sources]
+    def find_shape(self, parameter: Parameter, count: int) -> torch.Size:
+        """Returns the shape of one of `count` shards."""
+        shapes = [self._files.read_shape(name) for name in parameter.sources]
         rows, rest = sum(shape[0] for shape in shapes), shapes[0][1:]
         if parameter.layout is ShardLayout.columns:
             return torch.Size([rows, rest[0] // count])
         return torch.Size([rows // count, *rest])
 
-    def shard(self, layout: ShardLayout, whole: Sequence[Tensor], index: int, count: int) -> Tensor:
-        """Of Hugging Face's tensors, in the order of `Parameter.sources`, Megatron's shard `index` of `count`."""
+    def cut_shard(self, layout: ShardLayout, whole: Sequence[Tensor], index: int, count: int) -> Tensor:
+        """Makes Megatron's shard `index` of `count` from Hugging Face's tensors, in the order of `Parameter.sources`."""
         match layout:
             case ShardLayout.replicated:
                 return whole[0]
@@ -200,8 +205,8 @@ class ParameterNames:
                 by_group = torch.cat([tensor.unflatten(0, (self._groups, -1)) for tensor in whole], 1)
                 return by_group.chunk(count)[index].flatten(0, 1)
 
-    def whole(self, layout: ShardLayout, shards: Sequence[Tensor]) -> list[Tensor]:
-        """What `shard` has divided."""
+    def join_shards(self, layout: ShardLayout, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Makes Hugging Face's tensors from all of Megatron's shards: the inverse of `cut_shard`."""
         match layout:
             case ShardLayout.replicated:
                 return [shards[0]]

@@ -1,6 +1,6 @@
-"""What Megatron-core 0.16.1 lacks where TransformerEngine or CUDA are not there, each with its reason.
+"""Stand-ins for what Megatron-core 0.16.1 lacks without TransformerEngine or CUDA, each with its reason.
 
-`install()` comes before any model; `device()` around everything that Megatron computes.
+Call `install_stand_ins()` before any model is made, and wrap everything that Megatron computes in `use_available_device()`.
 """
 
 import contextlib
@@ -24,40 +24,41 @@ from torch.overrides import TorchFunctionMode
 
 HAVE_TE = torch.cuda.is_available() and find_spec("transformer_engine") is not None
 
-SAID_AT_EACH_STEP = [
+REPEATED_WARNINGS = [
     "full scope is deprecated",
     "When using sequence parallelism",
     "The .grad attribute of a Tensor that is not a leaf",
     ".*torch.distributed.* is deprecated",
 ]
-"""Warnings about what Megatron does by itself: how it asks torch, and for CUDA's settings."""
+"""Warnings at each step about Megatron's own way of calling torch, and about settings for CUDA: a user cannot act on them."""
 
 
 @cache
-def install() -> None:
-    for message in SAID_AT_EACH_STEP:
+def install_stand_ins() -> None:
+    """Replaces the parts of Megatron and torch that fail on this machine, once for each process."""
+    for message in REPEATED_WARNINGS:
         warnings.filterwarnings("ignore", message)
-    # Without TransformerEngine Megatron takes torch's AdamW, with it another one: one optimizer has one form of state.
+    # Without TransformerEngine Megatron takes torch's AdamW, with it another one. Always torch's: checkpoints have one form.
     optimizer.USING_PYTORCH_OPTIMIZER = True
-    # The router asks whether this is None; where TransformerEngine is missing, it is no name at all.
+    # The router asks whether this is None, but the name does not exist where TransformerEngine is missing.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     if torch.cuda.is_available():
         return
-    # Megatron asks CUDA, by name, for its device and streams; torch has the same functions for the CPU.
+    # Megatron asks `torch.cuda` for device and streams; torch has the same functions for the CPU.
     for name in ("current_device", "synchronize", "stream", "current_stream"):
         setattr(torch.cuda, name, getattr(torch.cpu, name))
     torch.cuda.Stream = _Stream
-    # The random states that its tracker keeps apart are the CPU's.
+    # Megatron's tracker of random states then keeps the CPU's.
     torch.cuda.manual_seed = torch.manual_seed
     torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    # The dispatcher of experts wants its sizes as numpy arrays, and makes them only of tensors that it moves off a GPU.
+    # The dispatcher of experts needs its sizes as numpy arrays, and makes them only from tensors that it moves off a GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy
 
 
 class _Stream(torch.cpu.Stream):
-    """The dispatcher of experts makes a stream of its own, and records events on it."""
+    """A CPU stream that records events: the dispatcher of experts makes a stream of its own and records events on it."""
 
     def record_event(self, *_: Any) -> torch.cpu.Event:
         return torch.cpu.Event()
@@ -68,7 +69,7 @@ def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) 
 
 
 class _CpuForCuda(TorchFunctionMode):
-    """Megatron writes `device="cuda"` and `.cuda()`, and compares types with "torch.cuda.FloatTensor"."""
+    """Puts the CPU where Megatron writes `device="cuda"` or `.cuda()`, or compares a type with "torch.cuda.FloatTensor"."""
 
     def __torch_function__(
         self,
@@ -87,22 +88,22 @@ class _CpuForCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def device() -> contextlib.AbstractContextManager[Any]:
-    """Inside, Megatron's "cuda" is the device that is there."""
+def use_available_device() -> contextlib.AbstractContextManager[Any]:
+    """Makes Megatron's "cuda" the device of this machine while the context lasts."""
     return contextlib.nullcontext() if torch.cuda.is_available() else _CpuForCuda()
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Megatron's own, without TransformerEngine, refuses sequence parallelism."""
+    """Replaces Megatron's own norm, which refuses sequence parallelism without TransformerEngine."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
-        # Of its gradient each rank then has the part of its own tokens, and Megatron adds them up.
+        # Each rank then has the gradient of its own tokens, and Megatron adds these up.
         self.weight.sequence_parallel = config.sequence_parallel
 
 
 class PackedAttention(MegatronModule):
-    """Megatron's own, without TransformerEngine, refuses packed sequences."""
+    """Replaces Megatron's own attention, which refuses packed sequences without TransformerEngine."""
 
     def __init__(
         self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any
@@ -125,14 +126,20 @@ class PackedAttention(MegatronModule):
         attend = varlen_attention if query.is_cuda and query.dtype is torch.bfloat16 else padded_sdpa
         q, k, v = (packed.transpose(0, 1)[None] for packed in (query, key, value))
         out, _nothing = attend(
-            self, q, k, v, None, self._scale,
-            cu_seq_lens_q=packed_seq_params.cu_seqlens_q, max_length_q=packed_seq_params.max_seqlen_q,
-        )  # fmt: skip
+            self,
+            q,
+            k,
+            v,
+            None,
+            self._scale,
+            cu_seq_lens_q=packed_seq_params.cu_seqlens_q,
+            max_length_q=packed_seq_params.max_seqlen_q,
+        )
         return out[0].flatten(1)
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage: TransformerEngine's, or Megatron's own with what is above."""
+def make_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Returns the layers of this pipeline stage: TransformerEngine's, or Megatron's own with the classes above."""
     if HAVE_TE:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")

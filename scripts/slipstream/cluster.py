@@ -38,7 +38,7 @@ def import_ahead(config: Config) -> AbstractContextManager[None]:
 
 def nursery_stages(config: Config) -> dict[str, Stage]:
     """The stages of a nursery, with the imports that a run needs."""
-    learner = ["learners.learner", "buffers.client"]
+    learner = ["learners.startup", "buffers.client"]
     match config.learner.engine:
         case LearnerKind.fsdp:
             learner += [

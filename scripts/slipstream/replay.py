@@ -32,7 +32,7 @@ from buffers.trajectory import SCHEMA
 from configs.load import load_study_config, to_yaml
 from configs.schema import Config
 from learners import checkpoint
-from learners.learner import start
+from learners.startup import start_learner
 
 
 class Recording:
@@ -143,7 +143,7 @@ def replay(
         tempfile.TemporaryDirectory() as rendezvous,
     ):
         playback = Playback(recording, exact, progress, SummaryWriter(str(folder / "tensorboard")), last)
-        learner = start(
+        learner = start_learner(
             config, folder, playback, 0, f"file://{rendezvous}/rendezvous", from_step or None, publish=False
         )
         learner.run()

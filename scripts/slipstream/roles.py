@@ -124,10 +124,12 @@ class LearnerRole(RoleProcess):
                 client = BufferClient(address, keys=config.buffer.keys, role=KeyRole.learner)
                 with send_heartbeats(client.another(), f"learner-{rank}") as heart:
                     # After the first heartbeat: importing torch takes seconds.
-                    from learners.learner import start
+                    from learners.startup import start_learner
 
                     with explain_shortage(config):
-                        start(config, folder, client, rank, rendezvous, resume_step, say=heart.say).run()
+                        start_learner(
+                            config, folder, client, rank, rendezvous, resume_step, say=heart.say
+                        ).run()
         except Exception as error:
             return describe_failure(error)
         return None

@@ -1,0 +1,168 @@
+"""Starts one rank of the learner: process group, models (from a checkpoint, if there is one), publisher of weights."""
+
+import logging
+import secrets
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import xxhash
+
+from buffers.connections import watch_small_requests
+from buffers.keys import start_authenticator
+from configs.learner import LearnerKind
+from configs.parallel import LoraPublish
+from configs.schema import Config
+from configs.sync import Transport
+from learners import checkpoint
+from learners.learner import BatchSource, Learner, read_ledger
+from learners.memory import GIB, MemoryMeter, plan_memory
+from learners.models import make_models
+from learners.step import Trainer
+from learners.world import World
+from sync.adapter import describe_adapters
+from sync.folders import shared_memory_folder
+from sync.publisher import Publisher
+from sync.transports.cuda_ipc import DeviceCopy, gpu_uuid
+from sync.transports.server import SnapshotServer
+from sync.transports.tcp import MAX_UNREAD_BYTES
+
+log = logging.getLogger("slipstream.learner")
+
+
+def start_learner(
+    config: Config,
+    folder: Path,
+    source: BatchSource,
+    rank: int,
+    rendezvous: str,
+    resume_step: int | None,
+    *,
+    publish: bool = True,
+    say: Callable[[str], None] = lambda activity: None,
+) -> Learner:
+    """Returns one rank of the learner, ready to run. Collective: it joins all ranks at `rendezvous`.
+
+    `resume_step` names the checkpoint that the run goes on from. Raises ValueError for a checkpoint that is damaged or that another
+    run wrote.
+    """
+    if config.learner.threads is not None:
+        torch.set_num_threads(config.learner.threads)
+    torch.manual_seed(config.run.seed)
+    meter = MemoryMeter(cuda=torch.cuda.is_available())
+    _log_memory_plan(config, rank)
+    models, world, writers = make_models(config, rank, rendezvous)
+    kl_coef = None
+    if resume_step is not None:
+        saved = folder / "checkpoints" / f"step_{resume_step}"
+        manifest = verify_on_first_rank(saved, world, say)
+        say("loading the checkpoint")
+        check_same_run(manifest, config, read_ledger(source) if rank == 0 else None)
+        models.load_state(saved)
+        kl_coef = manifest.kl_coef if config.algo.kl.target is not None else None
+    incarnation = secrets.token_hex(4)
+    return Learner(
+        config,
+        folder,
+        source,
+        Trainer(config, models, world, kl_coef),
+        make_publisher(config, folder, incarnation) if rank == 0 and publish else None,
+        world,
+        writers,
+        meter,
+        rank=rank,
+        first_step=resume_step or 0,
+        incarnation=incarnation,
+        probes=publish and config.learner.engine is not LearnerKind.simulated,
+        say=say,
+    )
+
+
+def _log_memory_plan(config: Config, rank: int) -> None:
+    """Logs what a rank will need of memory, and warns where its GPU has less."""
+    cuda = torch.cuda.is_available()
+    plan = plan_memory(config, cuda=cuda)
+    if plan is None:
+        return
+    if rank == 0:
+        log.info("%s", plan)
+    if cuda:
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        available = (config.learner.gpu_memory_fraction or 1.0) * int(device.total_memory)
+        if plan.total_bytes > available:
+            log.warning(
+                "that is more than its %.1f GiB: see docs/learner.md for what makes it less", available / GIB
+            )
+
+
+# ---- the checkpoint that the run goes on from
+
+
+def verify_on_first_rank(
+    saved: Path, world: World, say: Callable[[str], None]
+) -> checkpoint.CheckpointManifest:
+    """Returns the checkpoint's manifest on every rank, after the first one has read all of its files. Raises DamagedCheckpoint there.
+
+    Reading them may take longer than a collective waits.
+    """
+
+    def verify() -> bytes:
+        checkpoint.verify_checkpoint(saved, lambda num_bytes: say(f"verifying {saved.name}"))
+        return b""
+
+    if world.rank > 0:
+        say(f"waiting for the first rank, which verifies {saved.name}")
+    world.broadcast_message("verified checkpoint", verify)
+    return checkpoint.read_manifest(saved)
+
+
+def check_same_run(
+    manifest: checkpoint.CheckpointManifest, config: Config, now: checkpoint.LedgerTotals | None
+) -> None:
+    """Raises ValueError when another engine, or another run than the buffer's journal, wrote the checkpoint.
+
+    `now`: the buffer's ledger, which has gone back to the checkpoint's step; None where there is none to compare.
+    """
+    if manifest.engine != config.learner.engine:
+        raise ValueError(
+            f"learner.engine must be {manifest.engine}, which wrote the checkpoint, got {config.learner.engine} "
+            "(another engine takes up its export: scripts/export.sh, and model.path of a new run)"
+        )
+    then = manifest.ledger
+    if then is not None and now is not None and (then.trained, then.masked) != (now.trained, now.masked):
+        raise ValueError(
+            f"journal and checkpoint must be of the same run: at step {manifest.step} {then.trained} tokens were trained "
+            f"and {then.masked} masked, the journal's ledger has {now.trained} and {now.masked}"
+        )
+
+
+# ---- publication
+
+
+def make_publisher(config: Config, folder: Path, incarnation: str) -> Publisher:
+    """Makes the publisher of the run's weights, with the server and the GPU's copy that the transports need."""
+    where, server, device = find_weights_folder(config, folder), None, None
+    if (address := config.weights_address) is not None:
+        keys = config.buffer.keys
+        secure = (lambda socket: start_authenticator(socket, Path(keys))) if keys is not None else None
+        watch = partial(watch_small_requests, encrypted=keys is not None, max_unread=MAX_UNREAD_BYTES)
+        nccl = config.sync.transport is Transport.nccl
+        server = SnapshotServer(where, address, secure=secure, watch=watch, nccl=nccl)
+        log.info("weights are served at %s", server.address)
+    # An offloaded model leaves its GPU's memory to others: engines take the host's copy unless they are told not to.
+    always, offered = config.sync.transport is Transport.cuda_ipc, config.sync.transport is Transport.auto
+    if torch.cuda.is_available() and (always or (offered and not config.learner.fsdp.cpu_offload)):
+        device = DeviceCopy(where, gpu_uuid(), torch.device("cuda", torch.cuda.current_device()), always)
+    model = Path(config.model.path) if config.sync.transport is Transport.disk else None
+    lora, adapter = config.learner.lora, None
+    if lora.rank is not None and lora.publish is LoraPublish.adapter:
+        adapter = describe_adapters(Path(config.model.path), str(config.model.dtype), lora.alpha / lora.rank)
+    return Publisher(where, incarnation, server=server, device=device, model=model, adapter=adapter)
+
+
+def find_weights_folder(config: Config, folder: Path) -> Path:
+    """Returns where versions are published: in shared memory, or on the disk that generators share."""
+    if config.sync.transport is Transport.disk:
+        return Path(config.sync.folder) if config.sync.folder else folder / "weights"
+    return shared_memory_folder(f"{folder.name}-{xxhash.xxh32_hexdigest(str(folder).encode())}")
