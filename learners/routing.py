@@ -186,7 +186,7 @@ def watch_routers(model: Any, balance: LoadBalance, forward_pass: ForwardPass) -
     for number, layer in enumerate(getattr(model.base_model, "layers", ())):
         for module in layer.modules():
             if type(module).__name__.lower().endswith("topkrouter"):
-                module.register_forward_make_hook(_make_hook(number, model.config, balance, forward_pass))
+                module.register_forward_hook(_make_hook(number, model.config, balance, forward_pass))
 
 
 def _make_hook(
