@@ -22,7 +22,7 @@ from buffers.journal import is_on_this_host
 from buffers.keys import KeyRole, show_key
 from buffers.message_fields import WireRecord
 from buffers.segments import DamagedGroup, Reader
-from buffers.trajectory import SCHEMA, SCHEMA_VERSION, encode, flat
+from buffers.trajectory import SCHEMA, SCHEMA_VERSION, encode_batch, flatten_column
 
 R = TypeVar("R", bound=WireRecord)
 log = logging.getLogger("slipstream.client")
@@ -263,7 +263,7 @@ class BufferClient:
     def submit(self, generator: str, leases: list[int], groups: pa.RecordBatch) -> list[str]:
         """Hands in the rows of some leases' groups, in this order, and waits until they are durable. One verdict each."""
         request = m.SubmitGroups(generator=generator, leases=leases, schema=SCHEMA_VERSION)
-        reply, _ = self.exchange(request, payload=encode(groups))
+        reply, _ = self.exchange(request, payload=encode_batch(groups))
         assert isinstance(reply, m.LeaseReceipt), reply
         return reply.verdicts
 
@@ -345,7 +345,9 @@ def hand_in(client: BufferClient, generator: str, leases: list[int], groups: pa.
     """Sends the rows of some leases' groups, in this order, without waiting: in one message, or in more where one would be
     too large. A group that is too large by itself fails, with its size."""
     try:
-        client.post(m.SubmitGroups(generator=generator, leases=leases, schema=SCHEMA_VERSION), encode(groups))
+        client.post(
+            m.SubmitGroups(generator=generator, leases=leases, schema=SCHEMA_VERSION), encode_batch(groups)
+        )
     except TooLarge as error:
         half, rows = len(leases) // 2, groups.num_rows // len(leases)
         if half:
@@ -358,5 +360,5 @@ def hand_in(client: BufferClient, generator: str, leases: list[int], groups: pa.
             )
             return
         log.error("lease %d: %s", leases[0], error)
-        sampled = int(np.count_nonzero(flat(groups, "sampled")))
+        sampled = int(np.count_nonzero(flatten_column(groups, "sampled")))
         client.post(m.FailLease(generator=generator, lease=leases[0], num_tokens=sampled, error=str(error)))

@@ -12,19 +12,11 @@ import pyarrow as pa
 
 from buffers import events as e
 from buffers.book import Book
+from buffers.group_checks import CheckedMessage, ExpectedGroup, GroupFacts, check_groups, split_message
 from buffers.journal import Journal
 from buffers.prompts import PromptOrder
 from buffers.refusal import RefusalCounts
-from buffers.trajectory import (
-    SCHEMA_VERSION,
-    Checked,
-    Expected,
-    Facts,
-    Malformed,
-    check_groups,
-    divide_groups,
-    encode,
-)
+from buffers.trajectory import SCHEMA_VERSION, MalformedGroup, encode_batch
 from buffers.vocabulary import read_routing, read_vocabulary
 from buffers.watchdog import Watchdog
 from configs.schema import Config
@@ -64,9 +56,9 @@ class Intake:
         found = None
         try:
             if schema != SCHEMA_VERSION:
-                raise Malformed(f"schema version must be {SCHEMA_VERSION}, got {schema}")
+                raise MalformedGroup(f"schema version must be {SCHEMA_VERSION}, got {schema}")
             if len(wanted) < len(leases):
-                data, spent = divide_groups(data, len(leases), wanted, num_samples)
+                data, spent = split_message(data, len(leases), wanted, num_samples)
             if wanted:
                 found = check_groups(
                     data,
@@ -77,7 +69,7 @@ class Intake:
                     vocabulary=self._vocabulary,
                     routing=self._routing,
                 )
-        except Malformed as error:
+        except MalformedGroup as error:
             self._refusals.refuse_message("malformed group", f"from {generator}: {error}")
             for place in wanted:
                 self.fail_lease(leases[place], 0, str(error))
@@ -89,15 +81,15 @@ class Intake:
             for place, lease in enumerate(leases)
         ]
 
-    def _find_wanted(self, leases: Sequence[int]) -> dict[int, Expected]:
+    def _find_wanted(self, leases: Sequence[int]) -> dict[int, ExpectedGroup]:
         """Returns, by place in the message, the groups that are still open. A group counts once in a message."""
-        wanted: dict[int, Expected] = {}
+        wanted: dict[int, ExpectedGroup] = {}
         groups: set[int] = set()
         for place, lease in enumerate(leases):
             held = self._book.leases.find_open_group(lease)
             if held is not None and held[0] not in groups:
                 groups.add(held[0])
-                wanted[place] = Expected(held[0], held[1], self._prompts.prompt_index(held[0]))
+                wanted[place] = ExpectedGroup(held[0], held[1], self._prompts.prompt_index(held[0]))
         return wanted
 
     def _settle_unwanted(self, lease: int, num_tokens: int) -> str:
@@ -111,22 +103,24 @@ class Intake:
             leases.count_duplicate(lease, num_tokens)
         return "duplicate"
 
-    def _store(self, generator: str, leases: list[int], data: memoryview, found: Checked) -> Iterator[str]:
+    def _store(
+        self, generator: str, leases: list[int], data: memoryview, found: CheckedMessage
+    ) -> Iterator[str]:
         """Appends the whole groups of a message to the journal and books them; yields a verdict for each lease."""
         num_samples = self._book.terms.samples_per_prompt
-        good = [number for number, facts in enumerate(found.verdicts) if isinstance(facts, Facts)]
+        good = [number for number, facts in enumerate(found.verdicts) if isinstance(facts, GroupFacts)]
         if good:
             message = data
-            if not found.storable:
+            if not found.is_storable:
                 parts = [found.batch.slice(number * num_samples, num_samples) for number in good]
-                message = memoryview(encode(pa.concat_batches(parts))).cast("B")
+                message = memoryview(encode_batch(pa.concat_batches(parts))).cast("B")
             segment, offset, xxh3 = self._journal.append_batch(message)
             self._watchdog.note_movement()
             self.quarantined_in_a_row = 0
             self._milestones.setdefault("first_group", time.time())
         row = 0
         for lease, facts in zip(leases, found.verdicts, strict=True):
-            if isinstance(facts, Malformed):
+            if isinstance(facts, MalformedGroup):
                 self._refusals.refuse_message("malformed group", f"from {generator}: {facts}")
                 self.fail_lease(lease, 0, str(facts))
                 yield "failed"
@@ -134,9 +128,9 @@ class Intake:
             held = self._book.leases.find_open_group(lease)
             assert held is not None
             group, due = held
-            if self._book.leases.is_too_new(due, facts.newest):
+            if self._book.leases.is_too_new(due, facts.newest_version):
                 row += num_samples
-                error = f"sampled by version {facts.newest}, newer than the step {due} that it is for"
+                error = f"sampled by version {facts.newest_version}, newer than the step {due} that it is for"
                 self._book.leases.fail_lease(lease, facts.num_tokens, error, counts=False)
                 yield "failed"
                 continue
@@ -152,12 +146,12 @@ class Intake:
                 row=row,
                 rows=num_samples,
                 tokens=facts.num_tokens,
-                oldest=facts.oldest,
-                newest=facts.newest,
+                oldest=facts.oldest_version,
+                newest=facts.newest_version,
                 reward_mean=facts.reward_mean,
                 reward_std=facts.reward_std,
                 at=time.time(),
-                versions=facts.versions,
+                versions=facts.tokens_by_version,
             )
             row += num_samples
             yield self._book_content(content)

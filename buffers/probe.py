@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from buffers import messages as m
+from buffers.group_checks import ExpectedGroup, GroupFacts, check_groups
 from buffers.refusal import Refusal
-from buffers.trajectory import Expected, Facts, Malformed, check_groups
+from buffers.trajectory import MalformedGroup
 from buffers.vocabulary import read_vocabulary
 from configs.schema import Config
 
@@ -57,17 +58,17 @@ class Probes:
             return
         try:
             (facts,) = check_groups(
-                payload[0], [Expected(0, version, 0)], num_samples=len(self._lengths), newest_version=version,
+                payload[0], [ExpectedGroup(0, version, 0)], num_samples=len(self._lengths), newest_version=version,
                 longest=max(self._lengths), vocabulary=self._vocabulary,
             ).verdicts  # fmt: skip
-        except Malformed as error:
+        except MalformedGroup as error:
             facts = error
-        if not isinstance(facts, Facts):
+        if not isinstance(facts, GroupFacts):
             raise Refusal("malformed probe", f"from {request.generator}: {facts}")
-        if facts.oldest != version:
+        if facts.oldest_version != version:
             raise Refusal(
                 "malformed probe",
-                f"from {request.generator}: all tokens must be of version {version}, got {facts.oldest}",
+                f"from {request.generator}: all tokens must be of version {version}, got {facts.oldest_version}",
             )
         self._weights, self._rows = weights, bytes(payload[0])
 

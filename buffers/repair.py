@@ -25,13 +25,14 @@ from buffers.book_events import apply_event
 from buffers.book_state import export_book, restore_book
 from buffers.event_log import Line, ParsedFile, Tail, find_end_before, log_numbers, log_path, parse_log_file
 from buffers.files import free_name, replace_file
+from buffers.group_checks import ExpectedGroup, GroupFacts, check_groups
 from buffers.journal import Journal
 from buffers.recovery import Recovery, note_line
 from buffers.segments import HEAD, is_closed, segment_numbers, segment_path
 from buffers.staleness import count_trainable
 from buffers.state import State, read_newest_state
 from buffers.terms import FIXED_SETTINGS, Terms, TermsRecord, apply_record
-from buffers.trajectory import Expected, Facts, check_groups, decode, encode
+from buffers.trajectory import decode_batch, encode_batch
 from configs.buffer import Durability
 from configs.host import boot_id
 from configs.staleness import OnLate
@@ -181,23 +182,23 @@ class _Repair:
     def _read_groups(self, segment: int, offset: int, message: bytes) -> Iterator[e.Accepted]:
         terms = self._book.terms
         try:
-            batch = decode(message)
+            batch = decode_batch(message)
         except ValueError:
             return
         for row in range(0, batch.num_rows - terms.samples_per_prompt + 1, terms.samples_per_prompt):
             one = batch.slice(row, terms.samples_per_prompt)
-            wanted = Expected(*(one.column(name)[0].as_py() for name in ("group", "due", "prompt_id")))
-            alone = encode(pa.concat_batches([one])) if batch.num_rows > one.num_rows else message
+            wanted = ExpectedGroup(*(one.column(name)[0].as_py() for name in ("group", "due", "prompt_id")))
+            alone = encode_batch(pa.concat_batches([one])) if batch.num_rows > one.num_rows else message
             verdict = check_groups(
                 alone, [wanted], num_samples=one.num_rows, newest_version=2**31 - 1
             ).verdicts[0]
-            if isinstance(verdict, Facts):
+            if isinstance(verdict, GroupFacts):
                 yield e.Accepted(
                     lease=-1, group=wanted.group, due=wanted.due, prompt=wanted.prompt, segment=segment, offset=offset,
                     size=len(message), xxh3=xxhash.xxh3_64_intdigest(message), row=row, rows=one.num_rows,
-                    tokens=verdict.num_tokens, oldest=verdict.oldest, newest=verdict.newest,
+                    tokens=verdict.num_tokens, oldest=verdict.oldest_version, newest=verdict.newest_version,
                     reward_mean=verdict.reward_mean, reward_std=verdict.reward_std,
-                    at=float(one.column("finished_at")[0].as_py()), versions=verdict.versions,
+                    at=float(one.column("finished_at")[0].as_py()), versions=verdict.tokens_by_version,
                 )  # fmt: skip
 
     # ---- lines, with leniency

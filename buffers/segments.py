@@ -14,7 +14,7 @@ import pyarrow as pa
 import xxhash
 
 from buffers import events as e
-from buffers.arrow_ipc import MAGIC, find_blocks, footer
+from buffers.arrow_ipc import MAGIC, find_blocks, make_footer
 from buffers.files import cut_file, list_numbers, naming_full_disk, sync_file
 from buffers.messages import GroupSlice
 from buffers.trajectory import SCHEMA
@@ -51,7 +51,7 @@ class Segment:
 
     def write_footer(self) -> None:
         """Closes the segment to writers. The footer may reach the disk late: recovery writes a missing one."""
-        write_all(self.file, footer(SCHEMA, self.blocks), self.path)
+        write_all(self.file, make_footer(SCHEMA, self.blocks), self.path)
 
 
 def create_segment(folder: Path, number: int) -> Segment:
@@ -105,7 +105,7 @@ def close_torn_segment(path: Path, end: int, *, sync: bool = True) -> str | None
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         blocks = find_blocks(memoryview(mapped), len(HEAD))
         file.seek(0, os.SEEK_END)
-        write_all(file.fileno(), footer(SCHEMA, blocks), path)
+        write_all(file.fileno(), make_footer(SCHEMA, blocks), path)
         if sync:
             sync_file(file.fileno(), path)
     return told

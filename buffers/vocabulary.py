@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from buffers.trajectory import Routing
+from buffers.group_checks import ExpertsShape
 
 ANY = 2**31
 """The number of tokens of a model that does not say. Tokens are kept in 32 bits."""
@@ -20,13 +20,13 @@ def read_vocabulary(model: Path) -> int:
     return size if isinstance(size, int) else ANY
 
 
-def read_routing(model: Path, is_recorded: bool) -> Routing:
+def read_routing(model: Path, is_recorded: bool) -> ExpertsShape:
     """Returns the shape of a run's `experts` column. It is empty unless `is_recorded` (`learner.moe.router_replay`).
 
     Raises ValueError for a model without experts.
     """
     if not is_recorded:
-        return Routing()
+        return ExpertsShape()
     layers, per_token = _read_key(model, "num_hidden_layers"), _read_key(model, "num_experts_per_tok")
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next(filter(None, (_read_key(model, name) for name in names)), None)
@@ -34,7 +34,7 @@ def read_routing(model: Path, is_recorded: bool) -> Routing:
         raise ValueError(
             f"learner.moe.router_replay must be false for a model without experts, got true with {model}"
         )
-    return Routing(layers * per_token, experts)
+    return ExpertsShape(layers * per_token, experts)
 
 
 def _read_key(model: Path, key: str) -> Any:

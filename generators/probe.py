@@ -11,7 +11,7 @@ from pathlib import Path
 from buffers import messages as m
 from buffers.client import BufferClient
 from buffers.probe import is_probed, num_sampled, probe_lengths
-from buffers.trajectory import Trajectory, encode, to_batch
+from buffers.trajectory import Trajectory, encode_batch, to_batch
 from buffers.vocabulary import ANY, read_vocabulary
 from configs.generators import EngineKind
 from configs.schema import Config
@@ -77,7 +77,7 @@ class ParityProbe:
             rows = to_batch([self._make_trajectory(place) for place in range(len(self._prompts))])
             client.post(
                 m.SubmitParityProbe(generator=self._generator, manifest_locator=self._manifest_locator),
-                encode(rows),
+                encode_batch(rows),
             )
 
     def _make_trajectory(self, place: int) -> Trajectory:

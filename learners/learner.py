@@ -21,7 +21,7 @@ import pyarrow as pa
 from buffers import messages as m
 from buffers.client import TakenBatch
 from buffers.probe import is_probed
-from buffers.trajectory import decode
+from buffers.trajectory import decode_batch
 from configs.schema import Config
 from learners import checkpoint
 from learners.feed import PATIENCE_S, Feed
@@ -263,7 +263,7 @@ class Learner:
         self._feed.waited_s += time.monotonic() - began
         if not rows:
             return
-        probe = from_arrow(pa.Table.from_batches([decode(rows)]))
+        probe = from_arrow(pa.Table.from_batches([decode_batch(rows)]))
         self._begin_activity("comparing the parity probe")
         logprobs, is_later = self._trainer.logprobs(probe), self.step > self._first_step
         self._probe_metrics = check_probe(probe, logprobs, self._config, self.step, again=is_later)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from buffers.trajectory import GREEDY, flat
+from buffers.trajectory import GREEDY, flatten_column
 
 
 class Counted(Sequence["Packed"]):
@@ -83,7 +83,7 @@ def from_arrow(table: pa.Table, group_weights: Sequence[float] = ()) -> Batch:
 
     return Batch(
         tokens=_column(table, "tokens"),
-        sampled=torch.from_numpy(np.array(flat(table, "sampled"))),
+        sampled=torch.from_numpy(np.array(flatten_column(table, "sampled"))),
         behavior_logprobs=_column(table, "logprobs"),
         versions=_column(table, "versions"),
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),

@@ -9,7 +9,7 @@ from buffers import messages as m
 from buffers.client import BufferClient, RefusedByBuffer, TakenBatch
 from buffers.run_status import RunStatus
 from buffers.server import BufferServer, Stuck
-from buffers.trajectory import SCHEMA, SCHEMA_VERSION, Trajectory, encode, to_batch
+from buffers.trajectory import SCHEMA, SCHEMA_VERSION, Trajectory, encode_batch, to_batch
 from configs.schema import Config
 
 SMALL_RUN = ["learner.groups_per_step=2", "learner.samples_per_prompt=2", "run.steps=4", "eval.prompts=0"]
@@ -60,7 +60,7 @@ class BufferHarness:
         return self.client.call(m.RequestLeases(generator="g", count=count, wait_s=0.2), m.LeaseGrant).leases
 
     def submit(self, lease: m.Lease, payload: pa.Buffer | None = None) -> str:
-        data = encode(to_batch(make_group(lease))) if payload is None else payload
+        data = encode_batch(to_batch(make_group(lease))) if payload is None else payload
         request = m.SubmitGroups(generator="g", leases=[lease.id], schema=SCHEMA_VERSION)
         try:
             receipt, _ = self.client.exchange(request, payload=data)

@@ -7,7 +7,7 @@ from buffer_harness import make_group
 
 from buffers import messages as m
 from buffers.buffer import Buffer
-from buffers.trajectory import SCHEMA_VERSION, encode, to_batch
+from buffers.trajectory import SCHEMA_VERSION, encode_batch, to_batch
 
 LIFE_SETTINGS = [
     "learner.groups_per_step=3", "learner.samples_per_prompt=2", "run.steps=1000", "eval.prompts=0",
@@ -20,7 +20,7 @@ def submit_group(buffer: Buffer, lease: m.Lease, version: int, num_tokens: int =
         "tokens": [5] * (num_tokens + 1), "sampled": [False] + [True] * num_tokens, "logprobs": [0.0] + [-0.5] * num_tokens,
         "versions": [-1] + [version] * num_tokens, "reward": 1.0,
     }  # fmt: skip
-    data = memoryview(encode(to_batch(make_group(lease, **row)))).cast("B")  # type: ignore[arg-type]
+    data = memoryview(encode_batch(to_batch(make_group(lease, **row)))).cast("B")  # type: ignore[arg-type]
     return buffer.intake.submit_groups("g", [lease.id], SCHEMA_VERSION, data)[0]
 
 

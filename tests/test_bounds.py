@@ -24,7 +24,7 @@ from buffers.message_fields import MAX_TEXT, RoleName, shorten
 from buffers.role_registry import MAX_GENERATORS, MAX_SUM, RoleRegistry
 from buffers.run_status import GeneratorReport
 from buffers.server import BufferServer
-from buffers.trajectory import SCHEMA_VERSION, encode, to_batch
+from buffers.trajectory import SCHEMA_VERSION, encode_batch, to_batch
 from buffers.vocabulary import read_vocabulary
 from buffers.waiting_room import MAX_WAITERS_OF_CLIENT
 from configs.load import load_config
@@ -248,7 +248,7 @@ def test_a_client_does_not_send_what_no_buffer_takes_in(
     run.publish(0)
     leases = run.ask()
     rows = [row for lease in leases for row in make_group(lease)]
-    one = encode(to_batch(rows[:2])).size
+    one = encode_batch(to_batch(rows[:2])).size
     monkeypatch.setattr(m, "MAX_PAYLOAD_BYTES", one + 100)
     with pytest.raises(TooLarge, match=rf"must have at most {one + 100:,} bytes together, got"):
         run.client.submit("g", [lease.id for lease in leases], to_batch(rows))
@@ -562,7 +562,7 @@ def test_a_lease_beside_its_predecessor_in_a_refused_message_is_given_out_again(
         assert time.monotonic() < deadline
     rows = make_group(old, tokens=[-1, 6, 7]) + make_group(new)
     request = m.SubmitGroups(generator="g", leases=[old.id, new.id], schema=SCHEMA_VERSION)
-    receipt, _ = one.client.exchange(request, payload=encode(to_batch(rows)))
+    receipt, _ = one.client.exchange(request, payload=encode_batch(to_batch(rows)))
     assert isinstance(receipt, m.LeaseReceipt) and receipt.verdicts == ["failed", "failed"]
     while old.group not in [lease.group for lease in one.ask()]:
         assert time.monotonic() < deadline, one.server.buffer.book.list_groups()[old.group]
@@ -626,7 +626,7 @@ def test_a_lease_of_steps_that_were_undone_is_remembered_and_cannot_come_in(
         leases = run.ask()
         if version < 2:
             assert all(
-                run.submit(lease, encode(to_batch(make_group(lease)))) == "accepted" for lease in leases
+                run.submit(lease, encode_batch(to_batch(make_group(lease)))) == "accepted" for lease in leases
             )
             run.train(version)
     late = leases[-1]
@@ -681,7 +681,7 @@ def test_rows_that_no_engine_makes_are_refused(
     run = harness("generators.max_model_len=64", "sampling.max_tokens=8")
     run.publish(0)
     (lease,) = run.ask(1)
-    assert run.submit(lease, encode(to_batch(make_group(lease, **changes)))) == "failed"
+    assert run.submit(lease, encode_batch(to_batch(make_group(lease, **changes)))) == "failed"
     assert rule in caplog.text
     (again,) = [lease for lease in run.ask(100) if lease.group == 0]
     assert run.submit(again) == "accepted"
@@ -696,10 +696,12 @@ def test_a_token_that_the_model_does_not_know_is_refused_at_the_door_also_after_
         run = harness(f"model.path={tmp_path / 'model'}")
         run.publish(life)
         lease, another = run.ask(2)
-        assert run.submit(lease, encode(to_batch(make_group(lease, tokens=[5, 6, 8])))) == "failed"
+        assert run.submit(lease, encode_batch(to_batch(make_group(lease, tokens=[5, 6, 8])))) == "failed"
         assert "tokens must be below 8, the size of the model's vocabulary" in caplog.text
         assert run.status().refused_requests == {"malformed group": 1}
-        assert run.submit(another, encode(to_batch(make_group(another, tokens=[5, 6, 7])))) == "accepted"
+        assert (
+            run.submit(another, encode_batch(to_batch(make_group(another, tokens=[5, 6, 7])))) == "accepted"
+        )
         if life == 0:
             run.close()
             caplog.clear()

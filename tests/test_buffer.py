@@ -13,7 +13,7 @@ from buffers.buffer import Buffer
 from buffers.client import BufferClient, RefusedByBuffer, TakenBatch
 from buffers.role_registry import GONE_S
 from buffers.server import BufferServer, Stuck
-from buffers.trajectory import SCHEMA, SCHEMA_VERSION, encode, to_batch
+from buffers.trajectory import SCHEMA, SCHEMA_VERSION, encode_batch, to_batch
 from configs.load import load_config
 
 
@@ -71,7 +71,7 @@ def test_what_one_sender_sends_is_handled_in_its_order(harness: Callable[..., Bu
     lease, *_ = run.ask()
     run.client.post(
         m.SubmitGroups(generator="g", leases=[lease.id], schema=SCHEMA_VERSION),
-        encode(to_batch(make_group(lease))),
+        encode_batch(to_batch(make_group(lease))),
     )
     run.client.call(m.LeaveRun(generator="g", error="was stopped"), m.Acknowledged)
     status = run.status()
@@ -101,7 +101,7 @@ def test_whoever_only_asks_does_not_wait_behind_those_who_submit(
     for lease in run.ask():
         run.client.post(
             m.SubmitGroups(generator="g", leases=[lease.id], schema=SCHEMA_VERSION),
-            encode(to_batch(make_group(lease))),
+            encode_batch(to_batch(make_group(lease))),
         )
     other.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
     assert order.index("watch") < 4, order
@@ -150,7 +150,7 @@ def test_a_buffer_that_is_started_again_goes_on_and_clients_send_again_what_has_
     before = run.status()
     run.server.stop()
     run.thread.join()
-    data = encode(to_batch(make_group(second)))
+    data = encode_batch(to_batch(make_group(second)))
     waiting = run.client.post(m.SubmitGroups(generator="g", leases=[second.id], schema=SCHEMA_VERSION), data)
     again = harness(address, "staleness.max_versions=1")
     answers = {}
@@ -177,22 +177,24 @@ def test_each_generator_that_waits_gets_an_even_share(harness: Callable[..., Buf
 
 MALFORMED = {
     "no arrow at all": lambda lease: pa.py_buffer(b"\x80\x04K\x00."),
-    "cut": lambda lease: encode(to_batch(make_group(lease)))[:-100],
-    "another group's": lambda lease: encode(to_batch(make_group(lease, group=99))),
-    "too few samples": lambda lease: encode(to_batch(make_group(lease)[:1])),
-    "a reward that is NaN": lambda lease: encode(to_batch(make_group(lease, reward=float("nan")))),
-    "logprobs that are infinite": lambda lease: encode(
+    "cut": lambda lease: encode_batch(to_batch(make_group(lease)))[:-100],
+    "another group's": lambda lease: encode_batch(to_batch(make_group(lease, group=99))),
+    "too few samples": lambda lease: encode_batch(to_batch(make_group(lease)[:1])),
+    "a reward that is NaN": lambda lease: encode_batch(to_batch(make_group(lease, reward=float("nan")))),
+    "logprobs that are infinite": lambda lease: encode_batch(
         to_batch(make_group(lease, logprobs=[0.0, -float("inf"), -1.0]))
     ),
-    "logprobs of another length": lambda lease: encode(to_batch(make_group(lease, logprobs=[0.0, -1.0]))),
-    "a first token that was sampled": lambda lease: encode(
+    "logprobs of another length": lambda lease: encode_batch(
+        to_batch(make_group(lease, logprobs=[0.0, -1.0]))
+    ),
+    "a first token that was sampled": lambda lease: encode_batch(
         to_batch(make_group(lease, sampled=[True, True, True]))
     ),
-    "a version not yet published": lambda lease: encode(to_batch(make_group(lease, version=3))),
-    "no tokens": lambda lease: encode(
+    "a version not yet published": lambda lease: encode_batch(to_batch(make_group(lease, version=3))),
+    "no tokens": lambda lease: encode_batch(
         to_batch(make_group(lease, tokens=[], sampled=[], logprobs=[], versions=[]))
     ),
-    "another schema": lambda lease: encode(pa.RecordBatch.from_pydict({"group": [lease.group]})),
+    "another schema": lambda lease: encode_batch(pa.RecordBatch.from_pydict({"group": [lease.group]})),
     "compressed": lambda lease: compress_batch(to_batch(make_group(lease))),
     "a schema instead of a batch": lambda lease: SCHEMA.serialize(),
 }
@@ -242,11 +244,11 @@ def test_dynamic_sampling_refills_groups_whose_rewards_are_all_equal(
     first, second = run.ask()
     mixed = [make_group(second)[0], make_group(second, reward=0.0)[1]]
     assert run.submit(first) == "zero_variance"
-    assert run.submit(second, encode(to_batch(mixed))) == "accepted"
+    assert run.submit(second, encode_batch(to_batch(mixed))) == "accepted"
     (refill,) = run.ask()
     assert (refill.group, refill.due) == (2, 0)
     assert (
-        run.submit(refill, encode(to_batch([make_group(refill)[0], make_group(refill, reward=0.0)[1]])))
+        run.submit(refill, encode_batch(to_batch([make_group(refill)[0], make_group(refill, reward=0.0)[1]])))
         == "accepted"
     )
     assert run.train(0) == [1, 2]

@@ -22,20 +22,12 @@ from hypothesis import strategies as st
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, KeysRefused
+from buffers.group_checks import ExpectedGroup, GroupFacts, check_groups
 from buffers.journal import read_groups
 from buffers.keys import KeyRole, make_keys
 from buffers.run_status import GeneratorReport
 from buffers.server import BufferServer
-from buffers.trajectory import (
-    SCHEMA,
-    SCHEMA_VERSION,
-    Expected,
-    Facts,
-    Malformed,
-    check_groups,
-    encode,
-    to_batch,
-)
+from buffers.trajectory import SCHEMA, SCHEMA_VERSION, MalformedGroup, encode_batch, to_batch
 from configs.load import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -204,7 +196,7 @@ def obeys_all_rules(batch: pa.RecordBatch, group: int, newest: int) -> bool:
     return any(any(row["sampled"]) for row in rows)
 
 
-VALID = encode(to_batch(make_group(LEASE))).to_pybytes()
+VALID = encode_batch(to_batch(make_group(LEASE))).to_pybytes()
 mutations = st.lists(
     st.tuples(st.integers(0, len(VALID) - 1), st.sampled_from(["flip", "byte", "long", "int"]), st.integers(-(2**63), 2**63 - 1)),
     min_size=1, max_size=4,
@@ -235,11 +227,11 @@ def test_a_changed_message_is_refused_or_still_obeys_all_rules(
 ) -> None:
     data = mutate(changes)[:cut]
     try:
-        found = check_groups(data, [Expected(0, 0, 0)], num_samples=2, newest_version=3)
-    except Malformed:
+        found = check_groups(data, [ExpectedGroup(0, 0, 0)], num_samples=2, newest_version=3)
+    except MalformedGroup:
         return
     (facts,) = found.verdicts
-    if isinstance(facts, Facts):
+    if isinstance(facts, GroupFacts):
         assert obeys_all_rules(found.batch, group=0, newest=3)
         assert facts.num_tokens == sum(sum(row) for row in found.batch["sampled"].to_pylist())
 
@@ -286,8 +278,8 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_buffers_are_malformed(kind: str) -> None:
-    with pytest.raises(Malformed):
-        check_groups(HOSTILE[kind], [Expected(0, 0, 0)], num_samples=2, newest_version=3)
+    with pytest.raises(MalformedGroup):
+        check_groups(HOSTILE[kind], [ExpectedGroup(0, 0, 0)], num_samples=2, newest_version=3)
 
 
 SERVER = """
@@ -373,7 +365,7 @@ def nonsense(rng: random.Random, leases: list[m.Lease]) -> list[bytes]:
         [
             mutate([(rng.randrange(len(VALID)), "byte", rng.getrandbits(8))]),
             *HOSTILE.values(),
-            encode(to_batch(wrong)).to_pybytes(),
+            encode_batch(to_batch(wrong)).to_pybytes(),
         ]
     )
     request = rng.choice(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from buffers import messages as m
 from buffers.buffer import Buffer
 from buffers.controller import first_lag, next_lag
-from buffers.trajectory import SCHEMA_VERSION, encode, to_batch
+from buffers.trajectory import SCHEMA_VERSION, encode_batch, to_batch
 from configs.load import load_config
 
 ess, target, bounds = st.floats(0, 1), st.floats(0.01, 0.99), st.integers(0, 20)
@@ -55,7 +55,7 @@ def step(buffer: Buffer, number: int, found: float) -> int:
     while (lease := buffer.lease_next("g")) is not None:
         leases.append(lease)
         assert lease.min_version == max(0, lease.due - buffer.book.leases.admission_lag)
-        rows = memoryview(encode(to_batch(make_group(lease, version=number)))).cast("B")
+        rows = memoryview(encode_batch(to_batch(make_group(lease, version=number)))).cast("B")
         assert buffer.intake.submit_groups("g", [lease.id], SCHEMA_VERSION, rows) == ["accepted"]
     handout = buffer.progress.hand_out(number)
     assert handout is not None

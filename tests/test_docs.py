@@ -10,7 +10,7 @@ import pytest
 from buffers import messages as m
 from buffers.buffer import Buffer
 from buffers.journal import read_groups
-from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode, to_batch
+from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode_batch, to_batch
 from configs.load import load_config
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -55,7 +55,9 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 )
                 for i in range(2)
             ]  # fmt: skip
-            buffer.intake.submit_groups("g", [lease.id], SCHEMA_VERSION, memoryview(encode(to_batch(rows))))
+            buffer.intake.submit_groups(
+                "g", [lease.id], SCHEMA_VERSION, memoryview(encode_batch(to_batch(rows)))
+            )
         handout = buffer.progress.hand_out(step)
         assert handout is not None
         tokens = sum(buffer.book.pool.get_content(group).tokens for group in handout.groups)

@@ -17,7 +17,7 @@ from buffers.client import Answer, BufferClient, BufferGone, TakenBatch
 from buffers.journal import read_groups
 from buffers.run_status import RunStatus
 from buffers.server import BufferServer, Stuck
-from buffers.trajectory import GREEDY, decode, flat
+from buffers.trajectory import GREEDY, decode_batch, flatten_column
 from configs.host import boot_id
 from configs.load import load_config
 from configs.schema import Config
@@ -99,7 +99,7 @@ class Rig:
     def train(self, step: int) -> list[int]:
         taken = self.client.next(step, wait_s=8.0)
         assert isinstance(taken, TakenBatch), taken
-        trained = int(np.count_nonzero(flat(taken.table, "sampled")))
+        trained = int(np.count_nonzero(flatten_column(taken.table, "sampled")))
         done = m.ReportTrainedStep(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
         self.client.call(done, m.Acknowledged)
         return taken.groups
@@ -432,7 +432,7 @@ class Recorded:
     def post(self, request: m.Request, payload: pa.Buffer | None = None) -> int:
         self.said.append(request)
         if payload is not None:
-            self.groups.append(decode(payload).to_pylist())
+            self.groups.append(decode_batch(payload).to_pylist())
         return len(self.said)
 
     def say(self, activity: str, moved: bool = True) -> None: ...

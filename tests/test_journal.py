@@ -22,7 +22,7 @@ from buffers.recovery import read_journal
 from buffers.segments import DamagedGroup
 from buffers.state import State
 from buffers.terms import Terms, make_terms, record_terms
-from buffers.trajectory import SCHEMA, Trajectory, encode, to_batch
+from buffers.trajectory import SCHEMA, Trajectory, encode_batch, to_batch
 from configs.buffer import Durability
 from configs.load import load_config
 
@@ -41,7 +41,7 @@ def group(number: int, num_tokens: int = 3) -> pa.RecordBatch:
 
 
 def write(journal: Journal, number: int, num_tokens: int = 3) -> None:
-    message = memoryview(encode(group(number, num_tokens))).cast("B")
+    message = memoryview(encode_batch(group(number, num_tokens))).cast("B")
     segment, offset, xxh3 = journal.append_batch(message)
     journal.note_event(
         Accepted(number, number, 0, number, segment, offset, len(message), xxh3, 0, 2, 2 * num_tokens - 2, 0, 0, 0.5, 0.5, 0.0)

@@ -20,7 +20,7 @@ from training_steps import STEP, configure_step, draw_responses, make_step_batch
 from buffers import messages as m
 from buffers.client import RefusedByBuffer
 from buffers.probe import MAX_SAMPLED, num_sampled, probe_lengths
-from buffers.trajectory import Trajectory, decode, encode, to_batch
+from buffers.trajectory import Trajectory, decode_batch, encode_batch, to_batch
 from configs.load import load_config
 from configs.model import Dtype
 from generators.engine import Completion, Sample
@@ -259,7 +259,7 @@ def test_a_probe_reaches_the_learner_off_the_ledger_and_only_that_of_the_newest_
     probe_of(run, engine, "w0", "first")
     probe_of(run, engine, "w0", "second")
     answer = next(a for _ in range(300) for a in run.client.receive(0.1) if a.number == number)
-    rows = decode(answer.payload[0]).to_pylist()
+    rows = decode_batch(answer.payload[0]).to_pylist()
     assert (
         {row["generator"] for row in rows} == {"first"}
         and rows[0]["tokens"][-1] == 0
@@ -294,12 +294,13 @@ def test_what_is_no_probe_is_refused_and_the_next_one_is_taken(
     for sent in ([*rows[:7], replace(rows[7], **change)], rows[:7]):
         with pytest.raises(RefusedByBuffer, match=why if len(sent) == 8 else "got 7 rows"):
             run.client.exchange(
-                m.SubmitParityProbe(generator="g", manifest_locator="w0"), payload=encode(to_batch(sent))
+                m.SubmitParityProbe(generator="g", manifest_locator="w0"),
+                payload=encode_batch(to_batch(sent)),
             )
     with pytest.raises(RefusedByBuffer, match="one Arrow frame"):
         run.client.exchange(m.SubmitParityProbe(generator="g", manifest_locator="w0"))
     run.client.exchange(
-        m.SubmitParityProbe(generator="g", manifest_locator="w0"), payload=encode(to_batch(rows))
+        m.SubmitParityProbe(generator="g", manifest_locator="w0"), payload=encode_batch(to_batch(rows))
     )
     assert isinstance(next_probe(run, 1.0), bytes) and run.status().refused_requests == {"malformed probe": 3}
 
@@ -361,7 +362,7 @@ def probed_twice(world: World, model: Path, folder: Path) -> list[float]:
     config = configure_step(model, f"learner.ranks={world.size}")
     trainer = Trainer(config, load_models(config), world)
     good = rows_of(model, trainer)
-    probes = [bytes(memoryview(encode(to_batch(rows)))) for rows in (good, good[4:])]
+    probes = [bytes(memoryview(encode_batch(to_batch(rows)))) for rows in (good, good[4:])]
     learner = Learner(
         config, folder, Probed(probes), trainer, None, world, rank=world.rank, first_step=STEP, probes=True
     )  # type: ignore[arg-type]  # fmt: skip
@@ -391,7 +392,7 @@ def judged(world: World, model: Path, folder: Path) -> tuple[str, str, str]:
     config = configure_step(model, f"learner.ranks={world.size}")
     trainer = Trainer(config, load_models(config), world)
     good, bad = (rows_of(model, trainer, spoiled) for spoiled in (0.0, 0.25))
-    client = Buffered(bytes(memoryview(encode(to_batch(bad)))))
+    client = Buffered(bytes(memoryview(encode_batch(to_batch(bad)))))
     learner = Learner(
         config, folder, client, trainer, None, world, rank=world.rank, first_step=STEP, probes=True
     )  # type: ignore[arg-type]  # fmt: skip

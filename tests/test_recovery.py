@@ -23,7 +23,7 @@ from buffers.event_log import DamagedLog, read_events
 from buffers.files import replace_file
 from buffers.repair import repair_journal
 from buffers.state import read_newest_state
-from buffers.trajectory import SCHEMA_VERSION, encode, to_batch
+from buffers.trajectory import SCHEMA_VERSION, encode_batch, to_batch
 from configs.disk import DiskFull
 from configs.load import load_config
 from configs.schema import Config
@@ -249,10 +249,10 @@ def test_damage_to_a_step_that_was_undone_is_mended_by_fresh_groups(
     fresh = [lease for lease in run.ask(100) if lease.due == 1]
     assert len(fresh) == 1
     # Whoever still holds version 2, of the life before, may not make a group for step 1.
-    late = encode(to_batch(make_group(fresh[0], version=2)))
+    late = encode_batch(to_batch(make_group(fresh[0], version=2)))
     assert run.submit(fresh[0], late) == "failed"
     (fresh_again,) = [lease for lease in run.ask(100) if lease.due == 1]
-    assert run.submit(fresh_again, encode(to_batch(make_group(fresh_again, version=1)))) == "accepted"
+    assert run.submit(fresh_again, encode_batch(to_batch(make_group(fresh_again, version=1)))) == "accepted"
     assert run.train(1) == [3, 5, fresh_again.group]
 
 
@@ -266,7 +266,7 @@ def test_a_large_batch_comes_in_parts_and_others_are_answered_between_them(
     for lease in run.ask(3):
         long = {"tokens": [7] * 5001, "sampled": [False] + [True] * 5000, "logprobs": [0.0] + [-0.25] * 5000,
                 "versions": [-1] + [0] * 5000}  # fmt: skip
-        assert run.submit(lease, encode(to_batch(make_group(lease, **long)))) == "accepted"  # type: ignore[arg-type]
+        assert run.submit(lease, encode_batch(to_batch(make_group(lease, **long)))) == "accepted"  # type: ignore[arg-type]
     asked: list[int] = []
     read_part = run.server.buffer.progress.read_part
 
@@ -542,7 +542,7 @@ def test_no_step_waits_after_a_repair_for_groups_whose_due_steps_are_lost(tmp_pa
         spread = [
             replace(row, reward=float(i * (lease.group != 2))) for i, row in enumerate(make_group(lease))
         ]
-        data = memoryview(encode(to_batch(spread))).cast("B")
+        data = memoryview(encode_batch(to_batch(spread))).cast("B")
         assert (
             buffer.intake.submit_groups("g", [lease.id], SCHEMA_VERSION, data)[0]
             == ["accepted", "zero_variance"][lease.group == 2]
@@ -550,7 +550,7 @@ def test_no_step_waits_after_a_repair_for_groups_whose_due_steps_are_lost(tmp_pa
     fresh = buffer.lease_next("g")
     assert fresh is not None and fresh.due == 0
     data = memoryview(
-        encode(to_batch([replace(row, reward=float(i)) for i, row in enumerate(make_group(fresh))]))
+        encode_batch(to_batch([replace(row, reward=float(i)) for i, row in enumerate(make_group(fresh))]))
     ).cast("B")
     buffer.intake.submit_groups("g", [fresh.id], SCHEMA_VERSION, data)
     for step in range(2):

@@ -8,25 +8,15 @@ import pytest
 import torch
 
 from buffers import segments
+from buffers.group_checks import ExpectedGroup, ExpertsShape, GroupFacts, check_groups
 from buffers.recovery import read_journal
-from buffers.trajectory import (
-    SCHEMA,
-    SCHEMA_VERSION,
-    Expected,
-    Facts,
-    Malformed,
-    Routing,
-    Trajectory,
-    check_groups,
-    encode,
-    to_batch,
-)
+from buffers.trajectory import SCHEMA, SCHEMA_VERSION, MalformedGroup, Trajectory, encode_batch, to_batch
 from buffers.vocabulary import read_routing
 from configs.load import load_config
 from learners.packing import from_arrow, pack, padded_to
 from learners.routing import replay_choices
 
-ROUTING = Routing(per_token=4, num_experts=8)
+ROUTING = ExpertsShape(per_token=4, num_experts=8)
 
 
 def group(*experts: list[int] | np.ndarray) -> list[Trajectory]:
@@ -40,10 +30,10 @@ def group(*experts: list[int] | np.ndarray) -> list[Trajectory]:
     ]  # fmt: skip
 
 
-def verdict(routing: Routing, *experts: list[int] | np.ndarray) -> Facts | Malformed:
-    data = encode(to_batch(group(*experts)))
+def verdict(routing: ExpertsShape, *experts: list[int] | np.ndarray) -> GroupFacts | MalformedGroup:
+    data = encode_batch(to_batch(group(*experts)))
     return check_groups(
-        data, [Expected(0, 0, 0)], num_samples=len(experts), newest_version=0, routing=routing
+        data, [ExpectedGroup(0, 0, 0)], num_samples=len(experts), newest_version=0, routing=routing
     ).verdicts[0]
 
 
@@ -51,7 +41,7 @@ RECORD = np.array([0, 7, 1, 2, 3, 4, 5, 6, -1, -1, -1, -1], np.int16)
 
 
 def test_recorded_experts_travel_from_the_generator_into_a_padded_microbatch_unchanged() -> None:
-    assert isinstance(verdict(ROUTING, RECORD, RECORD[::-1]), Facts)
+    assert isinstance(verdict(ROUTING, RECORD, RECORD[::-1]), GroupFacts)
     batch = from_arrow(pa.Table.from_batches([to_batch(group(RECORD, RECORD[::-1].copy()))]))
     assert batch.experts is not None
     assert batch.experts.tolist() == [*RECORD.reshape(3, 4).tolist(), *RECORD[::-1].reshape(3, 4).tolist()]
@@ -68,14 +58,14 @@ def test_recorded_experts_travel_from_the_generator_into_a_padded_microbatch_unc
         (ROUTING, [[], []], "`experts` must hold 4 for each token"),
         (ROUTING, [RECORD, [*RECORD[:11], 8]], r"experts must be in -1..7"),
         (ROUTING, [RECORD, [*RECORD[:11], -2]], r"experts must be in -1..7"),
-        (Routing(), [RECORD, RECORD], "`experts` must hold nothing"),
+        (ExpertsShape(), [RECORD, RECORD], "`experts` must hold nothing"),
     ],
 )
 def test_the_buffer_refuses_experts_that_are_not_one_record_for_each_token(
-    routing: Routing, experts: list[list[int]], message: str
+    routing: ExpertsShape, experts: list[list[int]], message: str
 ) -> None:
     found = verdict(routing, *experts)
-    assert isinstance(found, Malformed) and message in str(found)
+    assert isinstance(found, MalformedGroup) and message in str(found)
 
 
 def test_a_replayed_choice_has_the_routers_own_weights_and_its_gradient() -> None:
@@ -99,11 +89,11 @@ def test_a_model_without_experts_and_settings_that_lose_records_are_refused(tmp_
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
     with pytest.raises(ValueError, match="router_replay must be false for a model without experts, got true"):
         read_routing(tmp_path, True)
-    assert read_routing(tmp_path, False) == Routing()
+    assert read_routing(tmp_path, False) == ExpertsShape()
     (tmp_path / "config.json").write_text(
         '{"num_hidden_layers": 3, "num_experts_per_tok": 2, "n_routed_experts": 8}'
     )
-    assert read_routing(tmp_path, True) == Routing(6, 8)
+    assert read_routing(tmp_path, True) == ExpertsShape(6, 8)
     with pytest.raises(
         ValueError, match="generators.prefix_cache must be false with learner.moe.router_replay"
     ):

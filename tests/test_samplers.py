@@ -14,7 +14,7 @@ from buffers import messages as m
 from buffers.buffer import Buffer
 from buffers.events import Accepted
 from buffers.samplers import Candidates, Prioritized, RewardBalanced, draw_groups, load_sampler
-from buffers.trajectory import SCHEMA_VERSION, encode, to_batch
+from buffers.trajectory import SCHEMA_VERSION, encode_batch, to_batch
 from configs.load import load_config
 
 
@@ -137,7 +137,7 @@ def a_step(folder: Path, *overrides: str) -> Buffer:
             versions=[-1] + [0] * n,
         )
         assert buffer.intake.submit_groups(
-            "g", [lease.id], SCHEMA_VERSION, memoryview(encode(to_batch(rows)))
+            "g", [lease.id], SCHEMA_VERSION, memoryview(encode_batch(to_batch(rows)))
         ) == ["accepted"]
     return buffer
 
@@ -172,14 +172,16 @@ def test_a_group_is_trained_up_to_max_uses_and_half_as_many_are_made(tmp_path: P
         buffer.progress.publish_version(step + 1, f"w{step + 1}")
         while (lease := buffer.lease_next("g")) is not None:
             rows = make_group(lease, version=step + 1)
-            buffer.intake.submit_groups("g", [lease.id], SCHEMA_VERSION, memoryview(encode(to_batch(rows))))
+            buffer.intake.submit_groups(
+                "g", [lease.id], SCHEMA_VERSION, memoryview(encode_batch(to_batch(rows)))
+            )
         buffer.progress.hand_out(step + 1)  # opens places where too few are left
         while (lease := buffer.lease_next("g")) is not None:
             buffer.intake.submit_groups(
                 "g",
                 [lease.id],
                 SCHEMA_VERSION,
-                memoryview(encode(to_batch(make_group(lease, version=step + 1)))),
+                memoryview(encode_batch(to_batch(make_group(lease, version=step + 1)))),
             )
     assert max(uses.values()) == 2 and len(uses) < 6 * 4
     status = buffer.make_status("")

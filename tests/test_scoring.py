@@ -15,7 +15,7 @@ from buffers import messages as m
 from buffers.client import BufferClient, TakenBatch
 from buffers.run_status import RunStatus
 from buffers.server import BufferServer
-from buffers.trajectory import GREEDY, flat
+from buffers.trajectory import GREEDY, flatten_column
 from configs.load import load_config
 from generators import scoring
 from generators.episode import EncodedPrompt, SimulatedEpisodes
@@ -362,7 +362,7 @@ def train(
         taken = client.next(step, wait_s=50.0)
         assert isinstance(taken, TakenBatch), taken
         trained += taken.groups
-        count = int(np.count_nonzero(flat(taken.table, "sampled")))
+        count = int(np.count_nonzero(flatten_column(taken.table, "sampled")))
         client.call(
             m.ReportTrainedStep(step=step, num_trained=count, idle_s=0.0, alive_s=1.0, metrics={}),
             m.Acknowledged,

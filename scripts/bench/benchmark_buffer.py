@@ -38,7 +38,7 @@ from rich.table import Table
 from buffers import messages as m
 from buffers.client import BufferClient, TakenBatch
 from buffers.server import BufferServer
-from buffers.trajectory import SCHEMA, SCHEMA_VERSION, Trajectory, encode, to_batch
+from buffers.trajectory import SCHEMA, SCHEMA_VERSION, Trajectory, encode_batch, to_batch
 from configs.load import load_config
 from configs.schema import Config
 from slipstream_bench.buffer_peers import PEERS, measure_peer
@@ -103,14 +103,14 @@ def raw(size: Size, seconds: float, folder: Path) -> float:
 def push(size: Size, address: str) -> None:
     socket = zmq.Context().socket(zmq.PUSH)
     socket.connect(address)
-    data = encode(template(size))
+    data = encode_batch(template(size))
     while True:
         socket.send(data, copy=False)
 
 
 def disk(size: Size, seconds: float, folder: Path) -> float:
     """Groups a second that one process writes and syncs, 4 MB at a time, deleting files of 64 MB as the buffer does."""
-    data = encode(pa.concat_batches([template(size)] * size.per_message)).to_pybytes()
+    data = encode_batch(pa.concat_batches([template(size)] * size.per_message)).to_pybytes()
     per_sync = max(1, (4 << 20) // len(data))
     files: list[Path] = []
     began, num = time.perf_counter(), 0
@@ -195,7 +195,7 @@ class Producer:
             ("prompt_id", [lease.index for lease in leases]),
         ):
             columns[SCHEMA.get_field_index(name)] = pa.array(np.repeat(np.array(values), SAMPLES))
-        return encode(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+        return encode_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
 
 
 def produce(size: Size, address: str, names: list[str], latencies: Path | None = None) -> None:
@@ -336,7 +336,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, An
     for size in (SIZES[name] for name in found):
         for peer in PEERS if options.peers else ():  # last: they leave much running
             say.print(f"{size.name}: {peer} ...")
-            data = encode(template(size)).to_pybytes()
+            data = encode_batch(template(size)).to_pybytes()
             found[size.name][peer] = measure_peer(peer, data, (SAMPLES, size.num_tokens), options.seconds)
     return found
 

@@ -25,7 +25,7 @@ from rich.table import Table
 from buffers import messages as m
 from buffers.buffer import Buffer
 from buffers.recovery import read_journal
-from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode, to_batch
+from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode_batch, to_batch
 from configs.load import load_config
 from configs.schema import Config
 
@@ -52,7 +52,7 @@ def write_run(folder: Path, num_groups: int, checkpoints: bool) -> None:
             leases.append(lease)
         rows = [row for lease in leases for row in rows_of(lease, step)]
         if leases:
-            data = memoryview(encode(to_batch(rows))).cast("B")
+            data = memoryview(encode_batch(to_batch(rows))).cast("B")
             buffer.intake.submit_groups("g", [lease.id for lease in leases], SCHEMA_VERSION, data)
         handout = buffer.progress.hand_out(step)
         assert handout is not None

@@ -37,7 +37,7 @@ from buffers.client import BufferClient, BufferGone, RefusedByBuffer, TakenBatch
 from buffers.keys import KeyRole
 from buffers.run_status import GeneratorReport, RunStatus
 from buffers.server import BufferServer
-from buffers.trajectory import flat, to_batch
+from buffers.trajectory import flatten_column, to_batch
 from configs.load import load_config
 from configs.schema import Config
 from slipstream_bench.attack_keys import attack_with_keys, make_all_keys
@@ -126,7 +126,7 @@ def run_buffer(address: str, keys: Path | None, done: Counter[str]) -> Iterator[
         taken = learner.next(step, wait_s=0.0)
         if isinstance(taken, TakenBatch):
             trained = int(
-                (flat(taken.table, "versions") >= max(0, step - STALENESS)).sum()
+                (flatten_column(taken.table, "versions") >= max(0, step - STALENESS)).sum()
             )  # a stranger's may be older
             learner.call(
                 m.ReportTrainedStep(

@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 
 from buffers import messages as m
-from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode, to_batch
+from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode_batch, to_batch
 from slipstream_bench.forge import Forge, damage, hand_made
 
 STALLED_S = 2.0
@@ -150,7 +150,9 @@ class BufferAttack:
                 id=1, split="train", task="t", index=0, seed=0, group=0, due=0, min_version=0, num_samples=2
             )
         ]
-        self._payloads = [encode(to_batch(rows_of(self._leases[0], 0) * n)).to_pybytes() for n in (1, 3)]
+        self._payloads = [
+            encode_batch(to_batch(rows_of(self._leases[0], 0) * n)).to_pybytes() for n in (1, 3)
+        ]
         self._corpus = [self._forge.right() for _ in range(300)]
 
     def strike(self) -> None:
@@ -214,7 +216,7 @@ class BufferAttack:
                  {"tokens": [], "sampled": [], "logprobs": [], "versions": []}, {"rewards": {"x" * 1000: float("inf")}},
                  {"started_at": float("nan"), "finished_at": 1e308}, {"extra": "x" * 10_000}, {"prompt_id": -1}, {"group": 2**62}]
             )  # fmt: skip
-            payload = encode(to_batch(rows_of(lease, 0, **wrong))).to_pybytes()
+            payload = encode_batch(to_batch(rows_of(lease, 0, **wrong))).to_pybytes()
         else:
             payload = damage(rng.choice(self._payloads), rng, self._payloads)
         self.attacker.send("Arrow payloads, damaged", [number, m.encoder.encode(request), payload])

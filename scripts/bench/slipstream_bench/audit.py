@@ -16,7 +16,7 @@ from buffers.event_log import read_events
 from buffers.prompts import PromptOrder
 from buffers.run_status import RunStatus
 from buffers.segments import Reader
-from buffers.trajectory import flat
+from buffers.trajectory import flatten_column
 from configs.schema import Config
 from configs.staleness import OnLate
 
@@ -195,7 +195,7 @@ def _check_training(
                 due = records.accepted[group].due
                 found.wrong.append(f"group {group}, due at {due}, was trained at step {step}")
             if group in batches:
-                versions = flat(batches[group], "versions")
+                versions = flatten_column(batches[group], "versions")
                 stale = step - versions[versions >= 0]
                 late = int(((stale < 0) | (stale > config.max_versions)).sum())
                 beyond += late - done.excluded[done.groups.index(group)]

@@ -5,7 +5,7 @@ import sys
 import time
 from typing import Any
 
-from buffers.trajectory import decode
+from buffers.trajectory import decode_batch
 
 
 def ray_queue(data: bytes, shape: tuple[int, int], seconds: float) -> float:
@@ -28,7 +28,7 @@ def ray_queue(data: bytes, shape: tuple[int, int], seconds: float) -> float:
         while not began or time.perf_counter() - began < seconds:
             references = queue.get_nowait_batch(min(16, queue.qsize()))
             for data in ray.get(references):
-                decode(data).column("tokens").flatten().to_numpy().sum()
+                decode_batch(data).column("tokens").flatten().to_numpy().sum()
             num += len(references) if began else 0
             began = began or (time.perf_counter() if references else 0.0)
         return num / seconds

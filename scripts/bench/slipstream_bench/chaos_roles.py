@@ -22,7 +22,7 @@ from buffers.buffer import Buffer
 from buffers.client import BufferClient, BufferGone, RefusedByBuffer
 from buffers.run_status import GeneratorReport
 from buffers.server import BufferServer
-from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode, flat, to_batch
+from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode_batch, flatten_column, to_batch
 from configs.disk import DiskFull
 from configs.load import load_config
 from configs.schema import Config
@@ -159,7 +159,7 @@ def produce(config: Config, folder: Path, seed: int, name: str) -> None:
             request = m.SubmitGroups(
                 generator=name, leases=[lease.id for lease in ready], schema=SCHEMA_VERSION
             )
-            submitted[client.post(request, encode(batch))] = ready
+            submitted[client.post(request, encode_batch(batch))] = ready
 
 
 def rows_of(lease: m.Lease, version: int, name: str, rng: random.Random) -> list[Trajectory]:
@@ -192,7 +192,7 @@ def consume(config: Config, folder: Path) -> None:
         if isinstance(taken, m.RunStopped):
             return
         state = train(state, taken.table)
-        versions = flat(taken.table, "versions")
+        versions = flatten_column(taken.table, "versions")
         mine = versions[versions >= 0]
         trained = int(((step - mine >= 0) & (step - mine <= STALENESS)).sum())
         done = m.ReportTrainedStep(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
@@ -223,7 +223,7 @@ def train(state: str, table: Any) -> str:
     for column in ("group", "sample", "reward"):
         digest.update(table.column(column).to_numpy().tobytes())
     for column in ("tokens", "logprobs", "versions"):
-        digest.update(flat(table, column).tobytes())
+        digest.update(flatten_column(table, column).tobytes())
     return digest.hexdigest()
 
 

@@ -1,0 +1,369 @@
+"""The rules that a submitted group must keep, and the facts that the buffer books of a group that keeps them.
+
+A generator may send anything, so nothing is trusted: not the message's metadata (`arrow_ipc`), not the columns, and not
+the values in them. All groups of a message are checked at once, in numpy, on the message's own buffers without a copy.
+"""
+
+import math
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import pyarrow as pa
+
+from buffers.arrow_ipc import is_aligned
+from buffers.trajectory import (
+    FIRST_BUFFER,
+    MalformedGroup,
+    decode_batch,
+    decode_buffers,
+    encode_batch,
+    flatten_column,
+)
+
+LONG_GROUP = 2000
+"""Tokens of a group from which on it is faster to reduce each group by itself."""
+MAX_LOGPROB = 1e-3
+"""A log-probability is at most 0; this much more is rounding."""
+VALUES, LIST_OFFSETS, LIST_VALUES = 1, 1, 3
+"""Places of a column's buffers among its own: Arrow puts the validity before the values, and a list's offsets before the
+validity and the values of its items."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedGroup:
+    """The group that a lease is for."""
+
+    group: int
+    """Group number."""
+    due: int
+    """Step that the group is due at."""
+    prompt: int
+    """Index of the prompt in its task."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """The contents of a run's `experts` column."""
+
+    per_token: int = 0
+    """Layers × experts of each token; 0 when nothing is recorded."""
+    num_experts: int = 0
+    """Experts of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """The facts that the buffer books of a whole group."""
+
+    num_tokens: int
+    """Sampled tokens."""
+    oldest_version: int
+    """Version of its oldest sampled token."""
+    newest_version: int
+    """Version of its newest sampled token."""
+    reward_mean: float
+    reward_std: float
+    """Population standard deviation; 0 exactly when all rewards are equal."""
+    tokens_by_version: dict[int, int]
+    """Sampled tokens by version; empty when all of them are of `oldest_version`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedMessage:
+    """A message's rows and the verdict on each of its groups."""
+
+    batch: pa.RecordBatch
+    verdicts: list[GroupFacts | MalformedGroup]
+    """One for each expected group, in order."""
+    is_storable: bool
+    """True when the message may be stored as it came: all groups are whole, and its buffers are aligned."""
+
+
+def check_groups(
+    data: bytes | memoryview | pa.Buffer,
+    expected: Sequence[ExpectedGroup],
+    *,
+    num_samples: int,
+    newest_version: int,
+    longest: int = 2**31 - 1,
+    vocabulary: int = 2**31,
+    routing: ExpertsShape = ExpertsShape(),
+) -> CheckedMessage:
+    """Reads a message and finds the facts of each expected group, or the rule that it breaks.
+
+    A whole, finite, consistent group has `num_samples` rows, numbered from 0, of at most `longest` tokens each. Its
+    tokens are below `vocabulary`, its versions go up to `newest_version`, and its experts are as `routing` says.
+
+    Raises MalformedGroup when the message cannot be read or has another number of rows.
+    """
+    view = memoryview(data).cast("B")
+    batch, body, buffers = decode_buffers(view)
+    if batch.num_rows != len(expected) * num_samples or not expected:
+        raise MalformedGroup(
+            f"samples must be 0..{num_samples - 1} for each of {len(expected)} groups, got {batch.num_rows} rows"
+        )
+    try:
+        _require(
+            np.isfinite(batch.column("rewards").items.to_numpy(zero_copy_only=False)).all(),
+            "rewards must be finite, and some component is NaN or infinite",
+        )
+        columns = _Columns(body, buffers, len(expected), num_samples)
+        facts = _check_columns(columns, expected, newest_version, longest, vocabulary, routing)
+        return CheckedMessage(batch, [*facts], is_aligned(view, buffers))
+    except MalformedGroup as error:
+        if len(expected) == 1:
+            return CheckedMessage(batch, [MalformedGroup(f"group {expected[0].group}: {error}")], False)
+    # Some group breaks a rule. Each is checked by itself now, so that one bad group does not cost the others.
+    verdicts: list[GroupFacts | MalformedGroup] = []
+    for number, one in enumerate(expected):
+        verdicts += check_groups(
+            encode_batch(batch.slice(number * num_samples, num_samples)),
+            [one],
+            num_samples=num_samples,
+            newest_version=newest_version,
+            longest=longest,
+            vocabulary=vocabulary,
+            routing=routing,
+        ).verdicts
+    return CheckedMessage(batch, verdicts, False)
+
+
+def split_message(
+    data: memoryview, num_groups: int, wanted: Container[int], num_samples: int
+) -> tuple[memoryview, dict[int, int]]:
+    """Returns (message with the wanted groups alone, sampled tokens of each other group by its place in the message).
+
+    Raises MalformedGroup when the message cannot be read or has another number of rows.
+    """
+    batch = decode_batch(data)
+    if batch.num_rows != num_groups * num_samples:
+        raise MalformedGroup(
+            f"{num_groups} groups must have {num_groups * num_samples} rows, got {batch.num_rows}"
+        )
+    groups = [batch.slice(place * num_samples, num_samples) for place in range(num_groups)]
+    kept = [group for place, group in enumerate(groups) if place in wanted] or [batch.slice(0, 0)]
+    spent = {
+        place: int(np.count_nonzero(flatten_column(group, "sampled")))
+        for place, group in enumerate(groups)
+        if place not in wanted
+    }
+    return memoryview(encode_batch(pa.concat_batches(kept))).cast("B"), spent
+
+
+# ---- the rules, in the order in which they are checked
+#
+# Their cost is the number of calls into numpy, unless groups are long. So equality is left to comparisons of bytes, and
+# each rule looks at the columns of all groups together.
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The columns of a message's groups, as the bytes that came."""
+
+    body: memoryview
+    buffers: list[list[int]]
+    """[offset, length] of each buffer in `body`."""
+    num_groups: int
+    num_samples: int
+    """Rows of each group."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_groups * self.num_samples
+
+    def take_bytes(self, column: str, buffer: int, size: int) -> memoryview:
+        """Returns the first bytes of one buffer of a column: `VALUES`, or of a list `LIST_OFFSETS` or `LIST_VALUES`.
+
+        Raises MalformedGroup where the buffer is shorter.
+        """
+        offset, length = self.buffers[FIRST_BUFFER[column] + buffer]
+        if length < size:
+            raise MalformedGroup(f"column `{column}` must have {size} bytes, got {length}")
+        return self.body[offset : offset + size]
+
+    def take_offsets(self, column: str) -> memoryview:
+        """Returns the offsets of a list column: one int32 for each row and one more."""
+        return self.take_bytes(column, LIST_OFFSETS, 4 * (self.num_rows + 1))
+
+    def take_items(self, column: str, kind: type[np.generic], count: int) -> np.ndarray:
+        """[count]: the items of all lists of a column, row after row."""
+        size = np.dtype(kind).itemsize * count
+        return np.frombuffer(self.take_bytes(column, LIST_VALUES, size), kind)
+
+
+def _require(holds: np.bool_ | bool, rule: str) -> None:
+    if not holds:
+        raise MalformedGroup(rule)
+
+
+def _check_columns(
+    columns: _Columns,
+    expected: Sequence[ExpectedGroup],
+    newest_version: int,
+    longest: int,
+    vocabulary: int,
+    routing: ExpertsShape,
+) -> Iterator[GroupFacts]:
+    """Yields the facts of each group. Raises MalformedGroup with the first rule that some group breaks."""
+    _check_identity(columns, expected)
+    offsets = _check_lengths(columns, longest)
+    _check_experts(columns, offsets, routing)
+    total, starts = int(offsets[-1]), offsets[: -1 : columns.num_samples]
+    _check_tokens(columns, total, vocabulary)
+    _check_logprobs(columns, total)
+    versions, sampled = _check_versions(columns, offsets, newest_version)
+    num_tokens = _reduce_groups(np.add, sampled, starts).tolist()
+    _require(min(num_tokens) > 0, "at least one token must be sampled")
+    spans = _find_version_spans(versions, starts)
+    means, deviations = _check_rewards(columns)
+    stops = [*starts[1:].tolist(), total]
+    for number, (oldest, newest) in enumerate(spans):
+        by_version = {}
+        if oldest != newest:
+            by_version = _count_versions(versions[starts[number] : stops[number]])
+        yield GroupFacts(num_tokens[number], oldest, newest, means[number], deviations[number], by_version)
+
+
+def _check_identity(columns: _Columns, expected: Sequence[ExpectedGroup]) -> None:
+    """Every row names the group, the step and the prompt of its lease, and the rows of a group are numbered from 0."""
+    rows = np.array([(one.group, one.due, one.prompt) for one in expected])
+    wanted = rows.T.repeat(columns.num_samples, axis=1)
+    size = 8 * columns.num_rows
+    for name, values in zip(("group", "due", "prompt_id"), wanted, strict=True):
+        _require(
+            columns.take_bytes(name, VALUES, size) == values.tobytes(),
+            f"column `{name}` must hold {values[0]}",
+        )
+    _require(
+        columns.take_bytes("sample", VALUES, size)
+        == _number_samples(columns.num_groups, columns.num_samples),
+        f"samples must be 0..{columns.num_samples - 1}",
+    )
+
+
+def _check_lengths(columns: _Columns, longest: int) -> np.ndarray:
+    """Every trajectory has at least one token and not too many, and all its columns are as long.
+
+    Returns [rows + 1] int32: the offsets of the trajectories among all tokens.
+    """
+    offsets = np.frombuffer(columns.take_offsets("tokens"), np.int32)
+    _require(
+        offsets[0] == 0 and (offsets[1:] > offsets[:-1]).all(), "a trajectory must hold at least one token"
+    )
+    _require(
+        (offsets[1:] - offsets[:-1]).max() <= longest, f"a trajectory must hold at most {longest} tokens"
+    )
+    for name in ("sampled", "logprobs", "versions"):
+        _require(columns.take_offsets(name) == offsets.tobytes(), f"`{name}` must be as long as `tokens`")
+    return offsets
+
+
+def _check_experts(columns: _Columns, offsets: np.ndarray, routing: ExpertsShape) -> None:
+    """Every token has the experts of its routing: a fixed number, each of them an expert or -1."""
+    width = routing.per_token
+    found = np.frombuffer(columns.take_offsets("experts"), np.int32)
+    lengths = "hold nothing" if width == 0 else f"hold {width} for each token"
+    # In int64: tokens × width may be beyond int32, in which a wrong length could come out right.
+    _require((found == offsets.astype(np.int64) * width).all(), f"`experts` must {lengths}")
+    experts = columns.take_items("experts", np.int16, width * int(offsets[-1]))
+    _require(
+        not len(experts) or -1 <= experts.min() <= experts.max() < routing.num_experts,
+        f"experts must be in -1..{routing.num_experts - 1}",
+    )
+
+
+def _check_tokens(columns: _Columns, total: int, vocabulary: int) -> None:
+    """Every token is in the vocabulary: another one would end the learner at its embedding."""
+    tokens = columns.take_items("tokens", np.int32, total)
+    _require(tokens.min() >= 0, "tokens must be >= 0")
+    _require(
+        tokens.max() < vocabulary, f"tokens must be below {vocabulary}, the size of the model's vocabulary"
+    )
+
+
+def _check_logprobs(columns: _Columns, total: int) -> None:
+    """Every log-probability is finite and at most 0."""
+    logprobs = columns.take_items("logprobs", np.float32, total)
+    # NaN anywhere makes both extremes NaN, so the extremes alone tell whether all are finite.
+    lowest, highest = float(logprobs.min()), float(logprobs.max())
+    _require(math.isfinite(lowest) and math.isfinite(highest), "logprobs must be finite")
+    _require(highest <= MAX_LOGPROB, "logprobs must be <= 0 (but for rounding)")
+
+
+def _check_versions(
+    columns: _Columns, offsets: np.ndarray, newest_version: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Exactly the sampled tokens have a version, which is published, and a trajectory begins with a token of the prompt.
+
+    Returns ([tokens] int32 versions, [tokens] bool: where sampled).
+    """
+    total = int(offsets[-1])
+    versions = columns.take_items("versions", np.int32, total)
+    sampled = versions >= 0
+    # `sampled` came as bits. The computed bits are packed too and compared as bytes; the last byte holds bits beyond the
+    # last token, which say nothing.
+    computed = np.packbits(sampled, bitorder="little").tobytes()
+    came = columns.take_bytes("sampled", LIST_VALUES, -(-total // 8)).tobytes()
+    last = 0xFF >> (-total % 8)
+    _require(
+        computed[:-1] == came[:-1] and computed[-1] == came[-1] & last,
+        "versions must be >= 0 where sampled, and only there",
+    )
+    _require(not sampled[offsets[:-1]].any(), "the first token must not be sampled")
+    _require(int(versions.max()) <= newest_version, f"versions must be in 0..{newest_version}")
+    return versions, sampled
+
+
+def _check_rewards(columns: _Columns) -> tuple[list[float], list[float]]:
+    """Every reward is finite. Returns ([groups] means, [groups] population standard deviations)."""
+    num_samples = columns.num_samples
+    data = columns.take_bytes("reward", VALUES, 4 * columns.num_rows)
+    rewards = np.frombuffer(data, np.float32).reshape(columns.num_groups, num_samples).astype(float)
+    means = rewards.sum(1) / num_samples
+    _require(np.isfinite(means).all(), "reward must be finite, and some is NaN or infinite")
+    deviations = np.where(
+        # Rounding of the mean would give equal rewards a deviation above 0, and dynamic sampling compares it with 0.
+        rewards.max(1) > rewards.min(1),
+        np.sqrt(np.square(rewards - means[:, None]).sum(1) / num_samples),
+        0.0,
+    )
+    return means.tolist(), deviations.tolist()
+
+
+# ---- numbers of each group
+
+
+def _find_version_spans(versions: np.ndarray, starts: np.ndarray) -> list[tuple[int, int]]:
+    """Returns (oldest, newest) version of each group's sampled tokens, from the `starts` of the groups."""
+    unsigned = versions.view(np.uint32)  # -1, where not sampled, becomes the largest number
+    newest = int(versions.max())
+    if int(unsigned.min()) == newest:
+        return [(newest, newest)] * len(starts)
+    oldest_of_groups = _reduce_groups(np.minimum, unsigned, starts).tolist()
+    newest_of_groups = _reduce_groups(np.maximum, versions, starts).tolist()
+    return list(zip(oldest_of_groups, newest_of_groups, strict=True))
+
+
+def _count_versions(versions: np.ndarray) -> dict[int, int]:
+    values, counts = np.unique(versions, return_counts=True)
+    pairs = zip(values.tolist(), counts.tolist(), strict=True)
+    return {version: count for version, count in pairs if version >= 0}
+
+
+def _reduce_groups(operation: np.ufunc, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """[groups]: the values from each start to the next, reduced by an operation."""
+    if len(values) < LONG_GROUP * len(starts):
+        return operation.reduceat(values, starts, dtype=np.int64 if operation is np.add else None)
+    # `reduceat` does not use vector instructions; a reduction of each part by itself does.
+    parts = np.split(values, starts[1:])
+    return np.array(
+        [np.count_nonzero(part) if operation is np.add else operation.reduce(part) for part in parts]
+    )
+
+
+@lru_cache(16)
+def _number_samples(num_groups: int, num_samples: int) -> bytes:
+    """Returns the bytes of a right `sample` column."""
+    return np.tile(np.arange(num_samples), num_groups).tobytes()
