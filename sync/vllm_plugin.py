@@ -145,7 +145,7 @@ class WeightSync:
                         layout = self._receive_update(snapshot.manifest, update)
                 held = layout.held_digests()
         if before is not None and before is not snapshot:
-            before.release()
+            before.release_memory()
         return held
 
     def _load_broadcast(self, source: NcclBroadcast) -> dict[str, str]:

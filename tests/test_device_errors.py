@@ -1,4 +1,4 @@
-"""A GPU that fails or is too small: what is tried again, and what ends the run."""
+"""A GPU that fails is tried again; a GPU that is too small ends the run."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ def fails(heap):
     return pop(heap)
 heapq.heappop = fails
 """
-"""In the middle of sampling, once."""
+"""A `sitecustomize.py` that raises a device error in the middle of sampling, once."""
 
 
 @pytest.mark.parametrize(

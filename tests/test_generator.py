@@ -1,27 +1,24 @@
-"""The generator between a real buffer and a simulated engine: failures are data, leases are kept, the end is the end."""
+"""The generator between a real buffer and a simulated engine: failures are reported, leases kept, versions
+loaded."""
 
 import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import pytest
 import torch
+from generator_run import OVERRIDES, GeneratorRun, make_fast_engine
+from scripted_engine import ScriptedBuffer, ScriptedEngine
 
 from buffers import messages as m
-from buffers.client import Answer, BufferClient, BufferGone, TakenBatch
+from buffers.client import BufferClient, BufferGone, TakenBatch
 from buffers.journal import read_groups
-from buffers.run_status import RunStatus
 from buffers.server import BufferServer, Stuck
-from buffers.trajectory import GREEDY, decode_batch, flatten_column
-from configs.host import boot_id
+from buffers.trajectory import GREEDY
 from configs.load import load_config
 from configs.schema import Config
-from generators.engine import Completion, Sample
 from generators.episode import EncodedPrompt, SimulatedEpisodes
 from generators.simulated_engine import SimulatedEngine
 from generators.task import Score
@@ -31,17 +28,10 @@ from sync.publisher import Publisher
 from sync.snapshot import Snapshot
 from sync.stream import whole_parts
 from sync.subscriber import Subscriber
-from sync.transports.fetcher import Fetcher
 from sync.transports.nccl import NcclBroadcast
-from sync.transports.server import SnapshotServer
-
-BASE = [
-    "generators.engine=simulated", "learner.engine=simulated", "learner.groups_per_step=4", "run.steps=3",
-    "learner.samples_per_prompt=2", "eval.prompts=0", "generators.max_sequences=16", "buffer.max_attempts=2",
-]  # fmt: skip
 
 
-class Picky(SimulatedEpisodes):
+class PickyEpisodes(SimulatedEpisodes):
     """Raises, or scores NaN, for some prompts."""
 
     def encode_prompt(self, lease: m.Lease) -> EncodedPrompt:
@@ -57,83 +47,23 @@ class Picky(SimulatedEpisodes):
         return super().score_tokens(prompt, tokens)
 
 
-class Rig:
-    """A buffer, generators in threads, and a learner that only takes and publishes."""
-
-    def __init__(
-        self,
-        config: Config,
-        folder: Path,
-        episodes: SimulatedEpisodes,
-        count: int = 1,
-        far: bool = False,
-        engine: SimulatedEngine | None = None,
-    ) -> None:
-        """`far`: the generators believe that the learner is on another host. `engine`: that of the one generator, else fast ones."""
-        self.folder, self.far = folder, far
-        self.server = BufferServer(config, folder / "journal")
-        self.threads = [threading.Thread(target=self.server.run)]
-        self.client = BufferClient(self.server.address, timeout_s=10.0)
-        server = SnapshotServer(folder / "weights") if far else None
-        self.publisher = Publisher(folder / "weights", "life", server=server)
-        self.fetchers = []
-        self.generators: list[Generator] = []
-        for number in range(count):
-            own = engine or SimulatedEngine(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5)
-            client = BufferClient(self.server.address, timeout_s=10.0)
-            fetcher = Fetcher(folder / "fetched") if far else None
-            self.fetchers.append(fetcher)
-            generator = Generator(f"g{number}", config, client, own, episodes, Subscriber(fetcher))
-            self.generators.append(generator)
-            self.threads.append(threading.Thread(target=generator.run))
-        for thread in self.threads:
-            thread.start()
-
-    def publish(self, version: int) -> None:
-        manifest = self.publisher.publish_version(version, whole_parts({"w": torch.tensor([float(version)])}))
-        announced = self.publisher.announce_version(manifest)
-        if self.far:
-            announced = announced.replace(boot_id(), "another host")
-        self.client.call(m.PublishVersion(version=version, manifest_locator=announced), m.Acknowledged)
-
-    def train(self, step: int) -> list[int]:
-        taken = self.client.next(step, wait_s=8.0)
-        assert isinstance(taken, TakenBatch), taken
-        trained = int(np.count_nonzero(flatten_column(taken.table, "sampled")))
-        done = m.ReportTrainedStep(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
-        self.client.call(done, m.Acknowledged)
-        return taken.groups
-
-    def close(self) -> RunStatus:
-        self.client.call(m.StopRun(reason="over"), m.Acknowledged)
-        for thread in self.threads[1:]:
-            thread.join(timeout=10)
-            assert not thread.is_alive()
-        status = self.client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status
-        self.server.stop()
-        self.threads[0].join(timeout=10)
-        self.client.close()
-        self.publisher.close()
-        return status
-
-
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
-    yield lambda *overrides, episodes=None, count=1, far=False, engine=None: Rig(
-        load_config([*BASE, *overrides]), tmp_path, episodes or SimulatedEpisodes(), count, far, engine
+def start(tmp_path: Path) -> Iterator[Callable[..., GeneratorRun]]:
+    yield lambda *overrides, episodes=None, count=1, far=False, engine=None: GeneratorRun(
+        load_config([*OVERRIDES, *overrides]), tmp_path, episodes or SimulatedEpisodes(), count, far, engine
     )
 
 
 def test_a_task_that_raises_and_a_reward_that_is_nan_are_quarantined_and_the_run_goes_on(
-    start: Callable[..., Rig],
+    start: Callable[..., GeneratorRun],
 ) -> None:
-    rig = start("staleness.max_versions=1", episodes=Picky())
-    rig.publish(0)
+    run = start("staleness.max_versions=1", episodes=PickyEpisodes())
+    run.publish_version(0)
     trained = []
     for step in range(3):
-        trained += rig.train(step)
-        rig.publish(step + 1)
-    status = rig.close()
+        trained += run.train_step(step)
+        run.publish_version(step + 1)
+    status = run.close()
     assert len(trained) == len(set(trained)) == 12 and not {1, 2, 5} & set(trained)
     assert status.quarantined == {
         1: "KeyError: 'no such prompt'",
@@ -149,29 +79,29 @@ def test_a_task_that_raises_and_a_reward_that_is_nan_are_quarantined_and_the_run
 
 @pytest.mark.parametrize("in_flight", [True, False])
 def test_staleness_stays_within_the_bound_with_two_generators(
-    start: Callable[..., Rig], in_flight: bool
+    start: Callable[..., GeneratorRun], in_flight: bool
 ) -> None:
-    rig = start("staleness.max_versions=2", f"sync.in_flight={in_flight}", "run.steps=8", count=2)
+    run = start("staleness.max_versions=2", f"sync.in_flight={in_flight}", "run.steps=8", count=2)
     for step in range(8):
-        rig.publish(step)
-        rig.train(step)
-    status = rig.close()
+        run.publish_version(step)
+        run.train_step(step)
+    status = run.close()
     assert max(status.staleness_histogram) <= 2 and status.tokens.rejected["late"] == 0
     assert status.tokens.trained == status.tokens.total and status.tokens.in_flight == 0
     assert {name for name, report in status.generators.items() if report.updates} == {"g0", "g1"}
 
 
-class Broken(SimulatedEpisodes):
+class BrokenEpisodes(SimulatedEpisodes):
     def score_tokens(self, prompt: EncodedPrompt, tokens: list[int]) -> Score:
         raise TimeoutError("the judge is away")
 
 
 def test_a_task_that_always_fails_ends_the_run_with_its_error(tmp_path: Path) -> None:
-    config = load_config([*BASE, "buffer.max_quarantined=5", "buffer.lease_s=2"])
+    config = load_config([*OVERRIDES, "buffer.max_quarantined=5", "buffer.lease_s=2"])
     server = BufferServer(config, tmp_path / "journal")
     client = BufferClient(server.address, timeout_s=10.0)
     engine = SimulatedEngine(tokens_per_s=5000, slots=16, mean_tokens=2, cv=0.5)
-    generator = Generator("g", config, BufferClient(server.address, timeout_s=10.0), engine, Broken())
+    generator = Generator("g", config, BufferClient(server.address, timeout_s=10.0), engine, BrokenEpisodes())
     left: list[BaseException] = []
 
     def generate() -> None:
@@ -198,7 +128,7 @@ def test_a_task_that_always_fails_ends_the_run_with_its_error(tmp_path: Path) ->
 def test_a_generator_leaves_when_its_buffer_has_been_silent_for_as_long_as_a_lease_lasts(
     tmp_path: Path,
 ) -> None:
-    config = load_config([*BASE, "buffer.lease_s=0.4"])
+    config = load_config([*OVERRIDES, "buffer.lease_s=0.4"])
     server = BufferServer(config, tmp_path)
     client = BufferClient(server.address, timeout_s=10.0)
     with pytest.raises(BufferGone, match=f"{server.address} has been silent for"):
@@ -206,7 +136,7 @@ def test_a_generator_leaves_when_its_buffer_has_been_silent_for_as_long_as_a_lea
             "g",
             config,
             client,
-            SimulatedEngine(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5),
+            make_fast_engine(),
             SimulatedEpisodes(),
         ).run()
     server.close()
@@ -215,12 +145,12 @@ def test_a_generator_leaves_when_its_buffer_has_been_silent_for_as_long_as_a_lea
 def test_an_engine_that_takes_longer_to_build_than_a_lease_lasts_is_no_silence_of_the_buffers(
     tmp_path: Path,
 ) -> None:
-    config = load_config([*BASE, "buffer.lease_s=2"])
-    server, stop = serve(config, tmp_path)
+    config = load_config([*OVERRIDES, "buffer.lease_s=2"])
+    server, stop = serve_buffer(config, tmp_path)
     client, own = (BufferClient(server.address, timeout_s=10.0) for _ in range(2))
     own.call(m.JoinRun(generator="g"), m.JoinedRun)
     time.sleep(2.5)  # the engine is built
-    generator = Generator("g", config, own, refusing(0), SimulatedEpisodes())
+    generator = Generator("g", config, own, make_refusing_engine(0), SimulatedEpisodes())
     thread = threading.Thread(target=generator.run)
     thread.start()
     publisher = Publisher(tmp_path / "weights", "life")
@@ -237,22 +167,22 @@ def test_an_engine_that_takes_longer_to_build_than_a_lease_lasts_is_no_silence_o
 
 
 def test_generators_on_another_host_fetch_each_version_once_for_all_of_them(
-    start: Callable[..., Rig], tmp_path: Path
+    start: Callable[..., GeneratorRun], tmp_path: Path
 ) -> None:
-    rig = start("run.steps=5", count=2, far=True)
+    run = start("run.steps=5", count=2, far=True)
     for step in range(5):
-        rig.publish(step)
-        rig.train(step)
+        run.publish_version(step)
+        run.train_step(step)
     size = next((tmp_path / "weights").glob("*.safetensors")).stat().st_size
-    status = rig.close()
-    taken = sum(fetcher.bytes_received for fetcher in rig.fetchers)
+    status = run.close()
+    taken = sum(fetcher.bytes_received for fetcher in run.fetchers)
     assert size <= taken <= 5 * size, "a version that was not needed is passed over, and none comes twice"
     assert status.tokens.trained > 0 and status.digest_mismatches == 0
     assert not (tmp_path / "fetched").exists(), "nothing stays behind"
 
 
-def serve(config: Config, folder: Path) -> tuple[BufferServer, Callable[[], None]]:
-    """A buffer in a thread, and what ends it."""
+def serve_buffer(config: Config, folder: Path) -> tuple[BufferServer, Callable[[], None]]:
+    """Starts a buffer in a thread; returns it and a function that ends it."""
     server = BufferServer(config, folder / "journal")
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -264,8 +194,8 @@ def serve(config: Config, folder: Path) -> tuple[BufferServer, Callable[[], None
     return server, stop
 
 
-class Refusing(SimulatedEngine):
-    """Does not end up with what it is given, the first few times."""
+class RefusingEngine(SimulatedEngine):
+    """An engine whose first `times` loads do not end up with what they are given."""
 
     times = 1
 
@@ -278,8 +208,8 @@ class Refusing(SimulatedEngine):
         super().load_version(source)
 
 
-def refusing(times: int) -> Refusing:
-    engine = Refusing(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5)
+def make_refusing_engine(times: int) -> RefusingEngine:
+    engine = RefusingEngine(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5)
     engine.times = times
     return engine
 
@@ -288,9 +218,9 @@ def refusing(times: int) -> Refusing:
 def test_a_mismatch_is_repaired_once_and_a_second_one_takes_the_generator_out_of_service(
     tmp_path: Path, times: int
 ) -> None:
-    server, stop = serve(load_config([*BASE, "buffer.lease_s=2"]), tmp_path)
+    server, stop = serve_buffer(load_config([*OVERRIDES, "buffer.lease_s=2"]), tmp_path)
     client, own = (BufferClient(server.address, timeout_s=10.0) for _ in range(2))
-    generator = Generator("g", load_config(BASE), own, refusing(times), SimulatedEpisodes())
+    generator = Generator("g", load_config(OVERRIDES), own, make_refusing_engine(times), SimulatedEpisodes())
     ended: list[BaseException | None] = []
 
     def generate() -> None:
@@ -322,12 +252,14 @@ def test_a_mismatch_is_repaired_once_and_a_second_one_takes_the_generator_out_of
         assert status.tokens.total == 0 and status.weight_updates == 0, "it has sampled nothing"
 
 
-def test_tokens_carry_the_versions_of_an_update_in_flight(start: Callable[..., Rig], tmp_path: Path) -> None:
-    rig = start("staleness.max_versions=2", "staleness.on_late=mask", "run.steps=6")
+def test_tokens_carry_the_versions_of_an_update_in_flight(
+    start: Callable[..., GeneratorRun], tmp_path: Path
+) -> None:
+    run = start("staleness.max_versions=2", "staleness.on_late=mask", "run.steps=6")
     for step in range(6):
-        rig.publish(step)
-        rig.train(step)
-    rig.close()
+        run.publish_version(step)
+        run.train_step(step)
+    run.close()
     versions = [v for b in read_groups(tmp_path / "journal") for v in b.column("versions").to_pylist()]
     sampled = [[v for v in row if v >= 0] for row in versions]
     assert all(row == sorted(row) for row in sampled), "versions never fall within a trajectory"
@@ -335,13 +267,13 @@ def test_tokens_carry_the_versions_of_an_update_in_flight(start: Callable[..., R
 
 
 def test_remax_makes_whole_groups_and_their_baselines_in_an_engine_that_has_just_room_for_one(
-    start: Callable[..., Rig], tmp_path: Path
+    start: Callable[..., GeneratorRun], tmp_path: Path
 ) -> None:
-    rig = start("algo=remax", "generators.max_sequences=3")
+    run = start("algo=remax", "generators.max_sequences=3")
     for step in range(3):
-        rig.publish(step)
-        rig.train(step)
-    status = rig.close()
+        run.publish_version(step)
+        run.train_step(step)
+    status = run.close()
     rows = [row for batch in read_groups(tmp_path / "journal") for row in batch.to_pylist()]
     assert [(row["group"], row["sample"]) for row in rows] == [
         (group, sample) for group in range(12) for sample in (0, 1)
@@ -354,100 +286,19 @@ def test_remax_makes_whole_groups_and_their_baselines_in_an_engine_that_has_just
     )
 
 
-def test_a_generator_tells_of_the_tokens_of_samples_that_have_not_ended(start: Callable[..., Rig]) -> None:
+def test_a_generator_tells_of_the_tokens_of_samples_that_have_not_ended(
+    start: Callable[..., GeneratorRun],
+) -> None:
     slow = SimulatedEngine(tokens_per_s=50, slots=16, mean_tokens=5000, cv=0)
-    rig = start("generators.max_model_len=9000", "sampling.max_tokens=8000", engine=slow)
-    rig.publish(0)
-    deadline = time.monotonic() + 20
-    while not (
-        report := rig.client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status.generators["g0"]
-    ).decoded_tokens:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert report.sampled_tokens == 0
-    rig.close()
+    run = start("generators.max_model_len=9000", "sampling.max_tokens=8000", engine=slow)
+    run.publish_version(0)
+    status = run.wait_for(lambda status: status.generators["g0"].decoded_tokens > 0)
+    assert status.generators["g0"].sampled_tokens == 0
+    run.close()
 
 
-class Scripted:
-    """An engine whose `steps` say which samples end; a greedy one has 100 tokens, the others one, two, ..."""
-
-    def __init__(self, steps: list[list[str]]) -> None:
-        self.version: int | None = 0
-        self.steps, self.samples = steps, dict[str, Sample]()
-        self.added: list[Sample] = []
-
-    def add_sample(self, sample: Sample) -> None:
-        self.samples[sample.id] = sample
-        self.added.append(sample)
-
-    def step(self) -> list[Completion]:
-        return [self._end(sample, "stop") for sample in (self.steps.pop(0) if self.steps else [])]
-
-    def abort_samples(self, ids: list[str]) -> list[Completion]:
-        return [self._end(sample, "abort") for sample in ids]
-
-    def count_sampled_tokens(self) -> dict[str, int]:
-        return {sample: self._num_tokens(sample) for sample in self.samples}
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self.samples)
-
-    def load_version(self, source: Snapshot | NcclBroadcast) -> None: ...
-
-    def shutdown(self) -> None: ...
-
-    def _num_tokens(self, sample: str) -> int:
-        return 100 if self.samples[sample].greedy else 1 + int(sample[-1])
-
-    def _end(self, sample: str, reason: str) -> Completion:
-        n = self._num_tokens(sample)
-        del self.samples[sample]
-        return Completion(
-            id=sample, tokens=[1] * n, logprobs=[0.0] * n, versions=[0] * n, finish_reason=reason
-        )
-
-
-class Recorded:
-    """A buffer's client, and a heart: gives the answers that it was given, one at a time, and keeps what is said to it. The
-    last answer comes when each of `expected` has been said."""
-
-    address, silent_s = "nowhere", 0.0
-    expected = (m.SubmitEvaluation, m.SubmitGroups, m.FailLease, m.FailLease)
-
-    def __init__(self, answers: list[m.Reply]) -> None:
-        self.answers, self.said = answers, list[m.Request]()
-        self.groups: list[list[dict[str, Any]]] = []
-        self.progress: list[dict[int, int]] = []
-
-    def receive(self, wait_s: float) -> list[Answer]:
-        said = [type(said) for said in self.said]
-        if len(self.answers) == 1 and any(
-            said.count(kind) < self.expected.count(kind) for kind in self.expected
-        ):
-            time.sleep(0.001)
-            return []
-        return [Answer(0, self.answers.pop(0), [])]
-
-    def post(self, request: m.Request, payload: pa.Buffer | None = None) -> int:
-        self.said.append(request)
-        if payload is not None:
-            self.groups.append(decode_batch(payload).to_pylist())
-        return len(self.said)
-
-    def say(self, activity: str, moved: bool = True) -> None: ...
-
-    def tell(self, compose: Any) -> None:
-        self.progress.append(compose.keywords["progress"])
-
-    def standings(self) -> list[m.GeneratorStanding]:
-        return []
-
-    def close(self) -> None: ...
-
-
-class Lengths(SimulatedEpisodes):
-    """A response's reward is its length; prompt 9 cannot be scored."""
+class LengthEpisodes(SimulatedEpisodes):
+    """Rewards a response with its length. Prompt 9 cannot be scored."""
 
     def score_tokens(self, prompt: EncodedPrompt, tokens: list[int]) -> Score:
         if prompt.prompt.text == "simulated 9":
@@ -478,11 +329,13 @@ def test_the_greedy_sample_of_remax_is_scored_and_counted_nowhere_and_evaluation
         m.GeneratorStanding(revoked=r, version=0, manifest_locator="", ended=e)
         for r, e in (([7], False), ([], True))
     )
-    client = Recorded([work, standing, standing, revoked, over])
-    engine = Scripted([[], ["6/0", "7/2", "7/0", "8/2"], ["8/0", "8/1", "9/0", "9/1", "9/2"]])
+    client = ScriptedBuffer([work, standing, standing, revoked, over])
+    engine = ScriptedEngine([[], ["6/0", "7/2", "7/0", "8/2"], ["8/0", "8/1", "9/0", "9/1", "9/2"]])
     ticks = itertools.count()
-    config = load_config([*BASE, "algo=remax"])
-    Generator("g", config, client, engine, Lengths(), heart=client, clock=lambda: float(next(ticks))).run()  # type: ignore[arg-type]
+    config = load_config([*OVERRIDES, "algo=remax"])
+    Generator(
+        "g", config, client, engine, LengthEpisodes(), heart=client, clock=lambda: float(next(ticks))
+    ).run()  # type: ignore[arg-type]
 
     assert [sample.id for sample in engine.added if sample.greedy] == ["7/2", "8/2", "9/2"]
     assert [sample.id for sample in engine.added if not sample.greedy] == [
@@ -494,7 +347,7 @@ def test_the_greedy_sample_of_remax_is_scored_and_counted_nowhere_and_evaluation
         "9/0",
         "9/1",
     ]
-    assert [said.count for said in client.said if isinstance(said, m.RequestLeases)] == [1], (
+    assert [request.count for request in client.requests if isinstance(request, m.RequestLeases)] == [1], (
         "four of three leave room for one of 16"
     )
     assert client.progress[:2] == [{6: 0, 7: 0, 8: 0, 9: 0}, {6: 1, 7: 3, 8: 3, 9: 3}]
@@ -502,7 +355,9 @@ def test_the_greedy_sample_of_remax_is_scored_and_counted_nowhere_and_evaluation
         "6 may have been scored by now"
     )
     failed = {
-        said.lease: (said.num_tokens, said.revoked) for said in client.said if isinstance(said, m.FailLease)
+        request.lease: (request.num_tokens, request.revoked)
+        for request in client.requests
+        if isinstance(request, m.FailLease)
     }
     assert failed == {7: (3, True), 9: (3, False)}
     ((first, second),) = client.groups
@@ -511,11 +366,11 @@ def test_the_greedy_sample_of_remax_is_scored_and_counted_nowhere_and_evaluation
         2.0,
     ]
     assert first["rewards"] == second["rewards"] == [(GREEDY, 100.0)]
-    assert [said.reward for said in client.said if isinstance(said, m.SubmitEvaluation)] == [1.0]
+    assert [request.reward for request in client.requests if isinstance(request, m.SubmitEvaluation)] == [1.0]
 
 
 def test_versions_that_come_faster_than_they_can_be_brought_are_taken_up_all_the_same(
-    start: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., GeneratorRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each version is announced while the one before is still being prepared."""
     begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
@@ -527,18 +382,18 @@ def test_versions_that_come_faster_than_they_can_be_brought_are_taken_up_all_the
         return prepare(self, announced, again=again)
 
     monkeypatch.setattr(Subscriber, "prepare_version", slow)
-    rig = start("staleness.max_versions=3", "run.steps=40", "buffer.watchdog_s=100")
-    rig.publish(0)
+    run = start("staleness.max_versions=3", "run.steps=40", "buffer.watchdog_s=100")
+    run.publish_version(0)
     for version in range(1, 5):
         assert begun.acquire(timeout=20)
-        rig.publish(version)
+        run.publish_version(version)
         deadline = time.monotonic() + 20
-        while rig.generators[0]._updates._newest_version < version:
+        while run.generators[0]._updates._newest_version < version:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         go_on.release()
-        while rig.generators[0]._totals.updates < version:
+        while run.generators[0]._totals.updates < version:
             assert time.monotonic() < deadline, f"version {version - 1} was brought and not taken up"
             time.sleep(0.01)
     go_on.release(100)
-    rig.close()
+    run.close()

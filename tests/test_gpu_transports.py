@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_vllm_engine import Rig, prompts
+from vllm_rig import VllmRig, make_prompts
 
 from configs.sizes import count_sizes
 from generators.shared_gpu import compute_kv_cache_bytes
@@ -31,16 +31,16 @@ GPU = "GPU-1"
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmRig]:
     set_num_threads, disabled = torch.set_num_threads, torch._dynamo.config.disable
-    rig = Rig(tmp_path_factory.mktemp("rig"), tied=False, end=None)
+    rig = VllmRig(tmp_path_factory.mktemp("rig"), tied=False, end=None)
     yield rig
     rig.engine.shutdown()
     rig.publisher.close()
     torch.set_num_threads, torch._dynamo.config.disable = set_num_threads, disabled
 
 
-def give_transfer_engine(rig: Rig, backend: str) -> None:
+def give_transfer_engine(rig: VllmRig, backend: str) -> None:
     """As vLLM does on a GPU, when it is started with a weight-transfer configuration."""
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -54,17 +54,17 @@ def give_transfer_engine(rig: Rig, backend: str) -> None:
     )
 
 
-def serves(rig: Rig, manifest: Manifest) -> bool:
+def serves(rig: VllmRig, manifest: Manifest) -> bool:
     """Does the engine hold the version, and sample from it?"""
-    sample = rig.add(prompts(1)[0], 12, seed=manifest.version)
-    completion = rig.finish()[sample.id]
-    expected = rig.forward(manifest.version % 2, sample.prompt + completion.tokens)[:-1]
+    sample = rig.add_sample(make_prompts(1)[0], 12, seed=manifest.version)
+    completion = rig.finish_samples()[sample.id]
+    expected = rig.compute_logprobs(manifest.version % 2, sample.prompt + completion.tokens)[:-1]
     held = rig.engine.held_digests(manifest) == {entry.name: entry.digest for entry in manifest.tensors}
-    return held and rig.difference(sample, completion, expected, 0, 12) < 1e-4
+    return held and rig.find_difference(sample, completion, expected, 0, 12) < 1e-4
 
 
 @pytest.fixture
-def ipc(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> dict[bytes, torch.Tensor]:
+def ipc(rig: VllmRig, monkeypatch: pytest.MonkeyPatch) -> dict[bytes, torch.Tensor]:
     """A stand-in for CUDA IPC: handles are names of tensors in this process. Returns them."""
     from vllm.distributed.weight_transfer import ipc_engine
 
@@ -95,12 +95,12 @@ def ipc(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> dict[bytes, torch.Tensor]:
 
 
 def test_an_engine_on_the_learners_gpu_asks_for_the_devices_copy_and_gets_it(
-    rig: Rig, ipc: dict[bytes, torch.Tensor]
+    rig: VllmRig, ipc: dict[bytes, torch.Tensor]
 ) -> None:
-    assert serves(rig, rig.load(0)), "through shared memory: nobody had asked"
+    assert serves(rig, rig.load_model(0)), "through shared memory: nobody had asked"
     assert not ipc and (rig.publisher.folder / f"gpu-{GPU}").exists()
     for model in (1, 0, 1):
-        manifest = rig.load(model)
+        manifest = rig.load_model(model)
         assert len(ipc) == len(manifest.tensors) and serves(rig, manifest), (
             "each tensor is shared once for all versions"
         )
@@ -108,30 +108,30 @@ def test_an_engine_on_the_learners_gpu_asks_for_the_devices_copy_and_gets_it(
 
 
 def test_a_copy_that_an_engine_is_reading_is_not_written_over(
-    rig: Rig, ipc: dict[bytes, torch.Tensor]
+    rig: VllmRig, ipc: dict[bytes, torch.Tensor]
 ) -> None:
-    rig.load(0)
-    held = rig.load(1)
+    rig.load_model(0)
+    held = rig.load_model(1)
     with cuda_ipc.open_device_copy(held, GPU) as update:
         assert update is not None and set(update["names"]) == {entry.name for entry in held.tensors}
         before = {handle: tensor.clone() for handle, tensor in ipc.items()}
-        manifest = rig.publish(0)
+        manifest = rig.publish_model(0)
         assert all(torch.equal(ipc[handle], tensor) for handle, tensor in before.items())
     rig.engine.load_version(Snapshot(manifest))
     assert serves(rig, manifest), "through shared memory"
-    assert serves(rig, rig.load(1)) and list(rig.publisher.folder.glob("*.ipc")), (
+    assert serves(rig, rig.load_model(1)) and list(rig.publisher.folder.glob("*.ipc")), (
         "and then again from the device"
     )
 
 
-def test_a_wrong_byte_on_the_device_is_found_out(rig: Rig, ipc: dict[bytes, torch.Tensor]) -> None:
-    rig.load(0)
-    manifest = rig.publish(1)
+def test_a_wrong_byte_on_the_device_is_found_out(rig: VllmRig, ipc: dict[bytes, torch.Tensor]) -> None:
+    rig.load_model(0)
+    manifest = rig.publish_model(1)
     next(reversed(ipc.values())).view(-1)[7] += 1
     with pytest.raises(EngineMismatch, match="1 of .* tensors in the engine"):
         rig.engine.load_version(Snapshot(manifest))
     assert rig.engine.version is None, "nothing is sampled"
-    assert serves(rig, rig.load(0))
+    assert serves(rig, rig.load_model(0))
 
 
 def test_copies_are_made_for_engines_of_the_same_gpu_only(
@@ -160,7 +160,7 @@ def test_what_is_offered_is_on_the_device_wherever_the_learner_holds_it(
 
 
 def test_an_engine_that_shares_its_gpu_is_told_how_much_kv_to_keep(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: VllmRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from generators import vllm_engine
     from generators.vllm_engine import VllmEngine
@@ -222,7 +222,7 @@ class Wire:
 
 @pytest.fixture
 def nccl(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    rig: VllmRig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[tuple[Wire, SnapshotServer, Subscriber]]:
     from vllm.distributed.weight_transfer import nccl_engine
 
@@ -241,17 +241,17 @@ def nccl(
 
 
 def test_versions_come_by_nccl_when_the_engine_takes_them_up(
-    rig: Rig, nccl: tuple[Wire, SnapshotServer, Subscriber]
+    rig: VllmRig, nccl: tuple[Wire, SnapshotServer, Subscriber]
 ) -> None:
     wire, server, subscriber = nccl
     for model in (0, 1, 0):
-        manifest = rig.publish(model)
+        manifest = rig.publish_model(model)
         rig.engine.load_version(subscriber.prepare_version(announce_version(manifest, server.address)))
         assert serves(rig, manifest)
     assert wire.joined == 2, "one group for the life of both"
-    gone = subscriber.prepare_version(announce_version(rig.publish(1), server.address))
+    gone = subscriber.prepare_version(announce_version(rig.publish_model(1), server.address))
     for model in (0, 1, 0):
-        manifest = rig.publish(model)
+        manifest = rig.publish_model(model)
     with pytest.raises(FileNotFoundError, match="is gone"):
         rig.engine.load_version(gone)
     rig.engine.load_version(subscriber.prepare_version(announce_version(manifest, server.address)))
@@ -292,10 +292,10 @@ def test_a_receiver_that_dies_in_a_broadcast_does_not_hold_the_learners_device(
 
 
 def test_what_nccl_delivers_wrong_is_found_out_and_sent_again(
-    rig: Rig, nccl: tuple[Wire, SnapshotServer, Subscriber], monkeypatch: pytest.MonkeyPatch
+    rig: VllmRig, nccl: tuple[Wire, SnapshotServer, Subscriber], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wire, server, subscriber = nccl
-    manifest = rig.publish(1)
+    manifest = rig.publish_model(1)
     source = subscriber.prepare_version(announce_version(manifest, server.address))
     received = wire.tensors.get
     monkeypatch.setattr(wire.tensors, "get", lambda timeout: received(timeout=timeout).add(1))

@@ -1,4 +1,4 @@
-"""Scores that are slow, hang, raise, exit or are no numbers fail their own group, and the engine goes on meanwhile."""
+"""A score that hangs, raises, exits or is no number fails its own group, and the engine goes on meanwhile."""
 
 import subprocess
 import sys
@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from generator_run import OVERRIDES, GeneratorRun
 
 from buffers import messages as m
-from buffers.client import BufferClient, TakenBatch
 from buffers.run_status import RunStatus
-from buffers.server import BufferServer
-from buffers.trajectory import GREEDY, flatten_column
+from buffers.trajectory import GREEDY
 from configs.load import load_config
 from generators import scoring
 from generators.episode import EncodedPrompt, SimulatedEpisodes
@@ -27,17 +26,13 @@ from generators.scoring import (
     check_score,
     describe_error,
 )
-from generators.simulated_engine import SimulatedEngine
 from generators.task import Score
-from generators.worker import Generator
-from sync.publisher import Publisher
-from sync.stream import whole_parts
 
 ROOT = Path(__file__).parents[1]
 
 
-class Clock:
-    """Moves only when it is told to."""
+class ManualClock:
+    """A clock that moves only when a test moves it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -47,12 +42,12 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
-def make(clock: Clock) -> Iterator[Callable[..., ScoringPool]]:
+def make_pool(clock: ManualClock) -> Iterator[Callable[..., ScoringPool]]:
     pools: list[ScoringPool] = []
 
     def begin(num_threads: int = 1, timeout_s: float = 30.0) -> ScoringPool:
@@ -64,7 +59,7 @@ def make(clock: Clock) -> Iterator[Callable[..., ScoringPool]]:
         pool.close()
 
 
-def collect(pool: ScoringPool, count: int) -> dict[int, ScoringResult]:
+def collect_all(pool: ScoringPool, count: int) -> dict[int, ScoringResult]:
     found: dict[int, ScoringResult] = {}
     deadline = time.monotonic() + 60
     while len(found) < count:
@@ -74,8 +69,8 @@ def collect(pool: ScoringPool, count: int) -> dict[int, ScoringResult]:
     return found
 
 
-class Hanging:
-    """A score that ends when it is let go."""
+class HangingScore:
+    """A score that hangs until `end` is called."""
 
     def __init__(self) -> None:
         self._begun, self._end = threading.Event(), threading.Event()
@@ -91,39 +86,39 @@ class Hanging:
         assert self._begun.wait(timeout=60)
 
     def end(self) -> None:
-        """Lets it go; its thread, which was abandoned, has ended then."""
+        """Ends the call, and waits until its abandoned thread has ended."""
         self._end.set()
         self.thread.join(timeout=60)
         assert not self.thread.is_alive()
 
 
-def fine() -> Score:
+def score_one() -> Score:
     return Score(1.0)
 
 
 def test_a_score_that_hangs_fails_its_group_by_name_and_holds_nobody_else(
-    make: Callable[..., ScoringPool], clock: Clock
+    make_pool: Callable[..., ScoringPool], clock: ManualClock
 ) -> None:
-    pool, hang = make(1, 0.3), Hanging()
-    pool.submit_group(1, [fine, hang], "prompt 7 of task t")
-    pool.submit_group(2, [fine, fine], "prompt 8 of task t")
+    pool, hang = make_pool(1, 0.3), HangingScore()
+    pool.submit_group(1, [score_one, hang], "prompt 7 of task t")
+    pool.submit_group(2, [score_one, score_one], "prompt 8 of task t")
     hang.wait_for_begin()
     clock.now += 0.3
     assert pool.collect_results() == [], "it may take that long"
     clock.now += 0.1
-    found = collect(pool, 2)
+    found = collect_all(pool, 2)
     assert found[2].scores == [Score(1.0), Score(1.0)]
     assert found[1].error == (
-        "TimeoutError: a score must take at most 0.3 s (generators.score_timeout_s), got 0.4 s without an end for sample 1 of "
-        "prompt 7 of task t"
+        "TimeoutError: a score must take at most 0.3 s (generators.score_timeout_s), got 0.4 s without an end for "
+        "sample 1 of prompt 7 of task t"
     )
     assert pool.num_abandoned == 1 and pool.collect_results() == []
 
 
 def test_the_deadline_is_each_scores_own_and_waiting_for_a_thread_does_not_count(
-    make: Callable[..., ScoringPool], clock: Clock
+    make_pool: Callable[..., ScoringPool], clock: ManualClock
 ) -> None:
-    pool, looked = make(1, 1.0), threading.Semaphore(0)
+    pool, looked = make_pool(1, 1.0), threading.Semaphore(0)
 
     def slow() -> Score:
         clock.now += 0.8
@@ -143,21 +138,21 @@ def test_the_deadline_is_each_scores_own_and_waiting_for_a_thread_does_not_count
 
 
 def test_an_abandoned_score_that_ends_after_all_is_not_taken_for_anything(
-    make: Callable[..., ScoringPool], clock: Clock
+    make_pool: Callable[..., ScoringPool], clock: ManualClock
 ) -> None:
-    pool, late = make(1, 0.1), Hanging()
-    pool.submit_group(1, [late, fine], "a prompt")
+    pool, late = make_pool(1, 0.1), HangingScore()
+    pool.submit_group(1, [late, score_one], "a prompt")
     late.wait_for_begin()
     clock.now += 1.0
-    assert collect(pool, 1)[1].error
+    assert collect_all(pool, 1)[1].error
     late.end()
-    pool.submit_group(2, [fine], "a prompt")
-    assert collect(pool, 1)[2].error is None
+    pool.submit_group(2, [score_one], "a prompt")
+    assert collect_all(pool, 1)[2].error is None
     assert not pool.collect_results() and pool.num_abandoned == 1
 
 
-def test_what_is_forgotten_is_not_scored_and_not_handed_out(make: Callable[..., ScoringPool]) -> None:
-    pool, going, called = make(1), threading.Event(), list[int]()
+def test_what_is_forgotten_is_not_scored_and_not_handed_out(make_pool: Callable[..., ScoringPool]) -> None:
+    pool, going, called = make_pool(1), threading.Event(), list[int]()
 
     def first() -> Score:
         going.wait(timeout=30)
@@ -169,18 +164,18 @@ def test_what_is_forgotten_is_not_scored_and_not_handed_out(make: Callable[..., 
 
     pool.submit_group(1, [first], "a prompt")
     pool.submit_group(2, [second], "a prompt")
-    pool.submit_group(3, [fine], "a prompt")
+    pool.submit_group(3, [score_one], "a prompt")
     pool.forget_group(1)
     pool.forget_group(2)
     going.set()
-    assert list(collect(pool, 1)) == [3] and not called and not pool.collect_results()
+    assert list(collect_all(pool, 1)) == [3] and not called and not pool.collect_results()
 
 
 def test_too_many_scores_that_hang_end_the_generator_with_a_sentence(
-    make: Callable[..., ScoringPool], clock: Clock, monkeypatch: pytest.MonkeyPatch
+    make_pool: Callable[..., ScoringPool], clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scoring, "MAX_HANGING", 3)
-    pool, hanging = make(4, 0.05), [Hanging() for _ in range(4)]
+    pool, hanging = make_pool(4, 0.05), [HangingScore() for _ in range(4)]
     for lease, hang in enumerate(hanging):
         pool.submit_group(lease, [hang], f"prompt {lease} of task t")
     for hang in hanging:
@@ -194,26 +189,26 @@ def test_too_many_scores_that_hang_end_the_generator_with_a_sentence(
 
 
 def test_scores_that_were_only_late_do_not_end_the_generator(
-    make: Callable[..., ScoringPool], clock: Clock, monkeypatch: pytest.MonkeyPatch
+    make_pool: Callable[..., ScoringPool], clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scoring, "MAX_HANGING", 3)
-    pool = make(1, 0.05)
+    pool = make_pool(1, 0.05)
     for lease in range(8):  # one at a time, and each ends when it has been given up
-        late = Hanging()
+        late = HangingScore()
         pool.submit_group(lease, [late], "a prompt")
         late.wait_for_begin()
         clock.now += 1.0
-        assert collect(pool, 1)[lease].error
+        assert collect_all(pool, 1)[lease].error
         late.end()
     assert pool.num_abandoned == 8
 
 
-class Unspeakable(Exception):
+class UnspeakableError(Exception):
     def __str__(self) -> str:
         raise KeyError("no text")
 
 
-def raising(error: BaseException) -> Callable[[], Score]:
+def make_raising_score(error: BaseException) -> Callable[[], Score]:
     def score() -> Score:
         raise error
 
@@ -228,22 +223,22 @@ def recurse() -> Score:
     ("score", "error"),
     [
         (lambda: sys.exit(3), "SystemExit: 3"),
-        (raising(KeyboardInterrupt()), "KeyboardInterrupt: "),
-        (raising(GeneratorExit()), "GeneratorExit: "),
+        (make_raising_score(KeyboardInterrupt()), "KeyboardInterrupt: "),
+        (make_raising_score(GeneratorExit()), "GeneratorExit: "),
         (recurse, "RecursionError: maximum recursion depth exceeded"),
-        (raising(Unspeakable()), "Unspeakable (its text cannot be shown)"),
-        (raising(ValueError("\ud800 is no text")), "ValueError: ? is no text"),
-        (raising(ValueError("x" * 10_000)), "ValueError: " + "x" * (MAX_ERROR - 12)),
+        (make_raising_score(UnspeakableError()), "UnspeakableError (its text cannot be shown)"),
+        (make_raising_score(ValueError("\ud800 is no text")), "ValueError: ? is no text"),
+        (make_raising_score(ValueError("x" * 10_000)), "ValueError: " + "x" * (MAX_ERROR - 12)),
         (lambda: None, "ValueError: score must be a generators.task.Score, got None"),
     ],
 )
 def test_whatever_a_score_raises_fails_its_group_and_its_thread_goes_on(
-    make: Callable[..., ScoringPool], score: Callable[[], Score], error: str
+    make_pool: Callable[..., ScoringPool], score: Callable[[], Score], error: str
 ) -> None:
-    pool = make(1)
+    pool = make_pool(1)
     pool.submit_group(1, [score], "a prompt")
-    pool.submit_group(2, [fine], "a prompt")
-    found = collect(pool, 2)
+    pool.submit_group(2, [score_one], "a prompt")
+    found = collect_all(pool, 2)
     assert (
         found[1].error is not None and found[1].error.startswith(error) and len(found[1].error) <= MAX_ERROR
     )
@@ -258,20 +253,20 @@ def test_whatever_a_score_raises_fails_its_group_and_its_thread_goes_on(
         (Score(1e39), "reward must be within ± 3.4e38 (it is kept in float32), got 1e+39"),
         (Score(10**400), "reward must be within ± 3.4e38"),
         (Score(10**5000), "reward must be within ± 3.4e38"),
-        (Score("0.5"), "reward must be a number, got '0.5'"),  # type: ignore[arg-type]
-        (Score(None), "reward must be a number, got None"),  # type: ignore[arg-type]
-        (Score(1j), "reward must be a number, got 1j"),  # type: ignore[arg-type]
-        (Score(torch.ones(2)), "reward must be a number, got tensor([1., 1.])"),  # type: ignore[arg-type]
-        (Score(1.0, {"length": "long"}), "components['length'] must be a number, got 'long'"),  # type: ignore[dict-item]
+        (Score("0.5"), "reward must be a number, got '0.5'"),
+        (Score(None), "reward must be a number, got None"),
+        (Score(1j), "reward must be a number, got 1j"),
+        (Score(torch.ones(2)), "reward must be a number, got tensor([1., 1.])"),
+        (Score(1.0, {"length": "long"}), "components['length'] must be a number, got 'long'"),
         (Score(1.0, {"length": float("inf")}), "components['length'] must be finite, got inf"),
         (Score(1.0, {"length": -1e39}), "components['length'] must be within ± 3.4e38"),
-        (Score(1.0, [1.0]), "components must be a dict of numbers by name, got [1.0]"),  # type: ignore[arg-type]
+        (Score(1.0, [1.0]), "components must be a dict of numbers by name, got [1.0]"),
         (Score(1.0, {str(i): 0.0 for i in range(65)}), "components must be at most 64, got 65"),
         (
             Score(1.0, {"x" * 201: 0.0}),
             "names of components must be text of at most 200 characters…, got 'xxx",
         ),
-        (Score(1.0, {7: 0.0}), "names of components must be text…, got 7"),  # type: ignore[dict-item]
+        (Score(1.0, {7: 0.0}), "names of components must be text…, got 7"),
         (Score(1.0, {"\ud800": 0.0}), "names of components must be text"),
         (Score(1.0, {GREEDY: 0.0}), "names of components must be text… other than 'greedy', got 'greedy'"),
     ],
@@ -295,7 +290,7 @@ def test_numbers_of_every_kind_are_taken_for_what_they_are() -> None:
         torch.tensor(1.0),
         torch.tensor(1),
     ):
-        found = check_score(Score(number, {"a": number}))  # type: ignore[arg-type, dict-item]
+        found = check_score(Score(number, {"a": number}))
         assert found == Score(1.0, {"a": 1.0}) and type(found.reward) is type(found.components["a"]) is float
     assert describe_error(ValueError("plain")) == "ValueError: plain"
 
@@ -310,8 +305,8 @@ def test_a_score_that_hangs_does_not_hold_up_the_end_of_its_process() -> None:
     assert time.monotonic() - began < 30
 
 
-class Unruly(SimulatedEpisodes):
-    """Every way in which the prompts and scores of a task have gone wrong."""
+class UnrulyEpisodes(SimulatedEpisodes):
+    """Prompts and scores that go wrong in every way that tasks have gone wrong."""
 
     def encode_prompt(self, lease: m.Lease) -> EncodedPrompt:
         if lease.index == 1:
@@ -321,71 +316,45 @@ class Unruly(SimulatedEpisodes):
     def score_tokens(self, prompt: EncodedPrompt, tokens: list[int]) -> Score:
         match prompt.prompt.text:
             case "simulated 2":
-                return Hanging()()
+                return HangingScore()()
             case "simulated 3":
                 sys.exit(1)
             case "simulated 5":
                 return Score(1e39)
             case "simulated 6":
-                return Score(1.0, {"judge": None})  # type: ignore[dict-item]
+                return Score(1.0, {"judge": None})
         return super().score_tokens(prompt, tokens)
 
 
-class Slow(SimulatedEpisodes):
+class SlowEpisodes(SimulatedEpisodes):
     def score_tokens(self, prompt: EncodedPrompt, tokens: list[int]) -> Score:
         time.sleep(0.2)
         return super().score_tokens(prompt, tokens)
 
 
-def train(
-    folder: Path, episodes: SimulatedEpisodes, told: Callable[[RunStatus], bool], *overrides: str
+def run_three_steps(
+    folder: Path, episodes: SimulatedEpisodes, is_told: Callable[[RunStatus], bool], *overrides: str
 ) -> tuple[list[int], RunStatus]:
-    """Three steps of a run with one generator; the groups trained, and how it stood when the generator had `told` all."""
-    config = load_config([
-        "generators.engine=simulated", "learner.engine=simulated", "learner.groups_per_step=4", "run.steps=3",
-        "eval.prompts=0", "learner.samples_per_prompt=2", "generators.max_sequences=16", "buffer.max_attempts=1", *overrides,
-    ])  # fmt: skip
-    server = BufferServer(config, folder / "journal")
-    client = BufferClient(server.address, timeout_s=60.0)
-    engine = SimulatedEngine(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5)
-    generator = Generator("g", config, BufferClient(server.address, timeout_s=60.0), engine, episodes)
-    publisher, trained = Publisher(folder / "weights", "life"), list[int]()
-    threads = [threading.Thread(target=role.run) for role in (server, generator)]
-    for thread in threads:
-        thread.start()
+    """Trains three steps with one generator. Returns the groups trained, and the status when the generator
+    `is_told` of all."""
+    config = load_config([*OVERRIDES, "buffer.max_attempts=1", *overrides])
+    run, trained = GeneratorRun(config, folder, episodes), list[int]()
     for step in range(3):
-        manifest = publisher.publish_version(step, whole_parts({"w": torch.tensor([float(step)])}))
-        client.call(
-            m.PublishVersion(version=step, manifest_locator=publisher.announce_version(manifest)),
-            m.Acknowledged,
-        )
-        taken = client.next(step, wait_s=50.0)
-        assert isinstance(taken, TakenBatch), taken
-        trained += taken.groups
-        count = int(np.count_nonzero(flatten_column(taken.table, "sampled")))
-        client.call(
-            m.ReportTrainedStep(step=step, num_trained=count, idle_s=0.0, alive_s=1.0, metrics={}),
-            m.Acknowledged,
-        )
-    deadline = time.monotonic() + 60
-    while not told(status := client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status):
-        assert time.monotonic() < deadline, status
-        time.sleep(0.05)
-    client.call(m.StopRun(reason="over"), m.Acknowledged)
-    threads[1].join(timeout=60)
-    server.stop()
-    threads[0].join(timeout=60)
-    assert not any(thread.is_alive() for thread in threads)
-    client.close()
-    publisher.close()
+        run.publish_version(step)
+        trained += run.train_step(step)
+    status = run.wait_for(is_told)
+    run.close()
     return trained, status
 
 
 def test_a_task_that_hangs_exits_and_scores_nonsense_costs_its_groups_and_the_run_goes_on(
     tmp_path: Path,
 ) -> None:
-    trained, status = train(
-        tmp_path, Unruly(), lambda status: status.abandoned_scores == 1, "generators.score_timeout_s=2"
+    trained, status = run_three_steps(
+        tmp_path,
+        UnrulyEpisodes(),
+        lambda status: status.abandoned_scores == 1,
+        "generators.score_timeout_s=2",
     )
     assert len(trained) == len(set(trained)) == 12 and not {1, 2, 3, 5, 6} & set(trained)
     errors = dict(status.quarantined)
@@ -398,7 +367,7 @@ def test_a_task_that_hangs_exits_and_scores_nonsense_costs_its_groups_and_the_ru
         5: "ValueError: reward must be within ± 3.4e38 (it is kept in float32), got 1e+39",
         6: "ValueError: components['judge'] must be a number, got None",
     }
-    assert status.abandoned_scores == 1 and status.generators["g"].abandoned_scores == 1
+    assert status.abandoned_scores == 1 and status.generators["g0"].abandoned_scores == 1
     assert (
         status.tokens.total
         == status.tokens.trained + sum(status.tokens.rejected.values()) + status.tokens.in_flight
@@ -406,14 +375,14 @@ def test_a_task_that_hangs_exits_and_scores_nonsense_costs_its_groups_and_the_ru
 
 
 def test_an_engine_that_has_nothing_to_do_while_scores_are_under_way_is_idle(tmp_path: Path) -> None:
-    trained, status = train(
-        tmp_path, Slow(), lambda status: status.generator_idle_share > 0.5, "staleness.max_versions=0"
+    trained, status = run_three_steps(
+        tmp_path, SlowEpisodes(), lambda status: status.generator_idle_share > 0.5, "staleness.max_versions=0"
     )
     assert len(trained) == 12, "12 groups take 5 s to score, and far less to sample"
 
 
 def test_scores_run_side_by_side_in_as_many_threads_as_are_asked_for(
-    make: Callable[..., ScoringPool],
+    make_pool: Callable[..., ScoringPool],
 ) -> None:
     met = threading.Barrier(4)
 
@@ -421,10 +390,10 @@ def test_scores_run_side_by_side_in_as_many_threads_as_are_asked_for(
         met.wait(timeout=20)
         return Score(1.0)
 
-    pool = make(4)
+    pool = make_pool(4)
     for lease in range(4):
         pool.submit_group(lease, [meet], "a prompt")
-    assert not any(scored.error for scored in collect(pool, 4).values())
+    assert not any(scored.error for scored in collect_all(pool, 4).values())
 
 
 def test_threads_and_deadline_must_be_above_zero() -> None:

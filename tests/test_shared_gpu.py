@@ -1,4 +1,4 @@
-"""An engine on the learner's GPU: it starts after the learner, and is told how much KV it may keep."""
+"""An engine on the learner's GPU starts after the learner, and keeps as much KV as arithmetic leaves it."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,16 +13,21 @@ from slipstream import train
 from slipstream.cluster import start_node
 
 QWEN3_8B: dict[str, Any] = dict(
-    hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, intermediate_size=12288,
+    hidden_size=4096,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=12288,
     vocab_size=151936,
-)  # fmt: skip
+)
 
 
 @pytest.mark.timeout(300)
 def test_a_generator_on_the_learners_gpu_starts_after_the_learner_and_the_run_ends_well(
     start: Callable[..., Started],
 ) -> None:
-    """One GPU, which Ray is told of and which does not exist; the roles compute nothing."""
+    """Ray believes that there is one GPU, and there is none. The roles compute nothing."""
     node = start_node(num_cpus=4, num_gpus=1)
     try:
         shares = ["learner.gpus=0.5", "generators.gpus=0.5", f"cluster.address={node.gcs_address}"]

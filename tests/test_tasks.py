@@ -128,7 +128,8 @@ def test_a_task_that_cannot_be_is_refused(name: str, args: dict[str, int], messa
 def test_the_tiny_model_is_made_for_tasks_that_come_with_solutions_only() -> None:
     with pytest.raises(
         ValueError,
-        match="model.path must be a folder for a task without solved questions .* tiny with task.name=test_tasks:Echo",
+        match="model.path must be a folder for a task without solved questions .* tiny with "
+        "task.name=test_tasks:Echo",
     ):
         preparation.resolve_model(load_config(["task.name=test_tasks:Echo"]))
 
@@ -154,7 +155,7 @@ def test_the_tiny_model_loads_with_stock_transformers_and_starts_where_learning_
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str | None], Path]:
-    """Makes a model by the same steps, but a few of them only, with this SLIPSTREAM_TINY_SEED."""
+    """Makes a tiny model with a few steps only, under this SLIPSTREAM_TINY_SEED."""
     for name, value in {"STEPS": 4, "LOOK_EVERY": 2, "TARGET": 0.0}.items():
         monkeypatch.setattr(tiny, name, value)
 
@@ -192,7 +193,8 @@ def test_a_tiny_model_that_does_not_learn_is_refused(
     monkeypatch.setattr(tiny, "TARGET", 0.9)
     with pytest.raises(
         RuntimeError,
-        match="the tiny model must answer 0.9 of the questions after at most 4 steps, got 0.00: .* another SLIPSTREAM_TINY_SEED",
+        match="the tiny model must answer 0.9 of the questions after at most 4 steps, got 0.00: .* another "
+        "SLIPSTREAM_TINY_SEED",
     ):
         hasty("0")
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("tiny-")], "it is not kept"

@@ -1,6 +1,7 @@
-"""The real engine. vLLM changes its process (threads, memory, a process group): the fixture puts back what it can.
+"""The real engine: versions in flight, digests, samples and log-probabilities.
 
-Three engines share one import of vLLM. Where an engine's numbers are judged, a Hugging Face forward pass is the judge.
+vLLM changes its process (threads, memory, a process group); the fixture puts back what it can. Three engines
+share one import of vLLM. A Hugging Face forward pass judges an engine's numbers.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from ranks import on_ranks
-from safetensors.torch import load_file
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache, Qwen3ForCausalLM
+from vllm_rig import END, TOLERANCE, VOCAB, VllmRig, Weights, make_prompts
 
 from configs.parallel import LoraConfig, LoraPublish
 from configs.sync import KvCache
@@ -27,114 +28,14 @@ from sync.snapshot import Snapshot
 from sync.stream import collect_tensors, whole_parts
 from sync.subscriber import Subscriber, announce_version
 
-VOCAB, END = 80, 1
-TOLERANCE = 5e-5
-"""Largest difference to Hugging Face's float32 log-probabilities; wrong weights or KV differ by more than 0.1."""
-
-Weights = dict[str, torch.Tensor]
-
-
-def make_model(tied: bool, seed: int, end: int | None) -> Qwen3ForCausalLM:
-    """A small Qwen3 whose weights are large enough that any mistake shows."""
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,  # the least that vLLM has a CPU kernel for
-            max_position_embeddings=256,
-            tie_word_embeddings=tied,
-            bos_token_id=None,
-            eos_token_id=end,
-            pad_token_id=0,
-        )
-    ).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.uniform_(0.5, 1.5)
-            else:
-                parameter.normal_(0, 1.5 / parameter.shape[1] ** 0.5)
-    return model
-
-
-class Rig:
-    """An engine, the publisher it pulls from, and two models: version v has the weights of model v % 2."""
-
-    def __init__(self, folder: Path, tied: bool, end: int | None, **arguments: Any) -> None:
-        from generators.vllm_engine import VllmEngine
-
-        self.temperature = arguments.get("temperature", 1.0)
-        self.models = [make_model(tied, seed, end) for seed in (0, 1)]
-        self.models[0].save_pretrained(folder / "model")
-        weights = load_file(folder / "model" / "model.safetensors")  # the names that belong in a file
-        self.weights: list[Weights] = [
-            {name: model.state_dict()[name] for name in weights} for model in self.models
-        ]
-        self.engine = VllmEngine(
-            str(folder / "model"),
-            dtype="float32",
-            max_model_len=160,
-            max_sequences=32,
-            kv_cache_mb=16,
-            **arguments,
-        )
-        self.publisher = Publisher(folder / "weights", "x")
-        self._version = -1
-        self._num_samples = 0
-
-    def publish(self, model: int) -> Manifest:
-        """The next version that has this model's weights."""
-        self._version += 1 + (self._version + 1 - model) % 2
-        return self.publisher.publish_version(self._version, whole_parts(self.weights[model]))
-
-    def load(self, model: int) -> Manifest:
-        manifest = self.publish(model)
-        self.engine.load_version(Snapshot(manifest))
-        return manifest
-
-    def add(self, prompt: list[int], max_tokens: int, seed: int, greedy: bool = False) -> Sample:
-        self._num_samples += 1
-        sample = Sample(
-            id=f"s{self._num_samples}", prompt=prompt, max_tokens=max_tokens, seed=seed, greedy=greedy
-        )
-        self.engine.add_sample(sample)
-        return sample
-
-    def finish(self) -> dict[str, Completion]:
-        done = {}
-        while self.engine.num_unfinished:
-            done |= {completion.id: completion for completion in self.engine.step()}
-        return done
-
-    def forward(self, model: int, tokens: list[int], cache: DynamicCache | None = None) -> torch.Tensor:
-        """[n, VOCAB] log-probabilities of what follows each token, the cache's tokens before them."""
-        with torch.no_grad():
-            logits = self.models[model](
-                torch.tensor([tokens]), past_key_values=cache, use_cache=cache is not None
-            ).logits
-        return (logits[0] / self.temperature).log_softmax(-1)
-
-    def difference(
-        self, sample: Sample, completion: Completion, expected: torch.Tensor, first: int, last: int
-    ) -> float:
-        """Largest |vLLM - expected| over the sampled tokens first .. last - 1; `expected` ends with the last one's."""
-        tokens = torch.tensor(completion.tokens[first:last])
-        held = torch.tensor(completion.logprobs[first:last])
-        return (held - expected[-len(tokens) :].gather(1, tokens[:, None])[:, 0]).abs().max().item()
-
 
 @pytest.fixture(scope="module")
-def make_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Rig]]:
+def make_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., VllmRig]]:
     set_num_threads, disabled = torch.set_num_threads, torch._dynamo.config.disable
-    rigs: list[Rig] = []
+    rigs: list[VllmRig] = []
 
-    def make(**arguments: Any) -> Rig:
-        rigs.append(Rig(tmp_path_factory.mktemp("rig"), **arguments))
+    def make(**arguments: Any) -> VllmRig:
+        rigs.append(VllmRig(tmp_path_factory.mktemp("rig"), **arguments))
         return rigs[-1]
 
     yield make
@@ -145,50 +46,46 @@ def make_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
 
 
 @pytest.fixture(scope="module")
-def tied(make_rig: Callable[..., Rig]) -> Rig:
+def tied(make_rig: Callable[..., VllmRig]) -> VllmRig:
     """Tied head, an end of sequence, KV kept, no prefix cache."""
     return make_rig(tied=True, end=END)
 
 
 @pytest.fixture(scope="module")
-def untied(make_rig: Callable[..., Rig]) -> Rig:
+def untied(make_rig: Callable[..., VllmRig]) -> VllmRig:
     """Untied head, no end of sequence, KV kept, with prefix cache."""
     return make_rig(tied=False, end=None, prefix_cache=True)
 
 
 @pytest.fixture(scope="module")
-def recompute(make_rig: Callable[..., Rig]) -> Rig:
+def recompute(make_rig: Callable[..., VllmRig]) -> VllmRig:
     """Tied head, no end of sequence, KV computed anew, temperature 0.7."""
     return make_rig(tied=True, end=None, kv_cache=KvCache.recompute, temperature=0.7)
 
 
 @pytest.fixture(params=["tied", "untied", "recompute"])
-def rig(request: pytest.FixtureRequest) -> Rig:
+def rig(request: pytest.FixtureRequest) -> VllmRig:
     return request.getfixturevalue(request.param)
 
 
-def prompts(count: int, length: int = 6) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(length)
-    return torch.randint(2, VOCAB, (count, length), generator=generator).tolist()
-
-
-def cross(rig: Rig, steps: int = 20) -> tuple[Manifest, Manifest, list[tuple[Sample, Completion, int]]]:
-    """Samples that begin under model 0 and end under model 1; with each, how many tokens it had at the update."""
-    before = rig.load(0)
-    samples = [rig.add(prompt, 40 + i, seed=i) for i, prompt in enumerate(prompts(12))]
+def cross(rig: VllmRig, steps: int = 20) -> tuple[Manifest, Manifest, list[tuple[Sample, Completion, int]]]:
+    """Makes samples that begin under model 0 and end under model 1. Each comes with the number of tokens that
+    it had at the update."""
+    before = rig.load_model(0)
+    samples = [rig.add_sample(prompt, 40 + i, seed=i) for i, prompt in enumerate(make_prompts(12))]
     done: dict[str, Completion] = {}
     for _ in range(steps):
         done |= {completion.id: completion for completion in rig.engine.step()}
     held = rig.engine.count_sampled_tokens()
-    after = rig.load(1)
+    after = rig.load_model(1)
     assert rig.engine.count_sampled_tokens() == held, "an update neither loses nor adds a token"
-    done |= rig.finish()
+    done |= rig.finish_samples()
     crossing = [(sample, done[sample.id], held[sample.id]) for sample in samples if sample.id in held]
     assert len(crossing) >= 4, "too few samples met the update: the test would say nothing"
     return before, after, crossing
 
 
-def test_each_token_carries_the_version_that_sampled_it(rig: Rig) -> None:
+def test_each_token_carries_the_version_that_sampled_it(rig: VllmRig) -> None:
     before, after, crossing = cross(rig)
     for _, completion, held in crossing:
         count = len(completion.tokens)
@@ -200,45 +97,53 @@ def test_each_token_carries_the_version_that_sampled_it(rig: Rig) -> None:
 def test_kept_kv_is_the_old_versions_and_what_follows_is_the_new_ones(
     name: str, request: pytest.FixtureRequest
 ) -> None:
-    rig: Rig = request.getfixturevalue(name)
+    rig: VllmRig = request.getfixturevalue(name)
     for sample, completion, held in cross(rig)[2]:
         tokens = sample.prompt + completion.tokens
-        old, new = (rig.forward(model, tokens[:-1]) for model in (0, 1))
+        old, new = (rig.compute_logprobs(model, tokens[:-1]) for model in (0, 1))
         cache = DynamicCache()
-        rig.forward(0, tokens[: len(sample.prompt) + held - 1], cache)
-        mixed = rig.forward(1, tokens[len(sample.prompt) + held - 1 : -1], cache)
-        until = len(tokens) - len(sample.prompt)
-        assert rig.difference(sample, completion, old[: len(sample.prompt) + held - 1], 0, held) < TOLERANCE
-        assert rig.difference(sample, completion, mixed, held, until) < TOLERANCE
-        assert rig.difference(sample, completion, new, held, until) > 0.1
-        assert rig.difference(sample, completion, old, held, until) > 0.1
-
-
-def test_recomputed_kv_leaves_no_trace_of_the_old_version(recompute: Rig) -> None:
-    for sample, completion, held in cross(recompute)[2]:
-        tokens = sample.prompt + completion.tokens
-        old, new = (recompute.forward(model, tokens[:-1]) for model in (0, 1))
+        rig.compute_logprobs(0, tokens[: len(sample.prompt) + held - 1], cache)
+        mixed = rig.compute_logprobs(1, tokens[len(sample.prompt) + held - 1 : -1], cache)
         until = len(tokens) - len(sample.prompt)
         assert (
-            recompute.difference(sample, completion, old[: len(sample.prompt) + held - 1], 0, held)
+            rig.find_difference(sample, completion, old[: len(sample.prompt) + held - 1], 0, held) < TOLERANCE
+        )
+        assert rig.find_difference(sample, completion, mixed, held, until) < TOLERANCE
+        assert rig.find_difference(sample, completion, new, held, until) > 0.1
+        assert rig.find_difference(sample, completion, old, held, until) > 0.1
+
+
+def test_recomputed_kv_leaves_no_trace_of_the_old_version(recompute: VllmRig) -> None:
+    for sample, completion, held in cross(recompute)[2]:
+        tokens = sample.prompt + completion.tokens
+        old, new = (recompute.compute_logprobs(model, tokens[:-1]) for model in (0, 1))
+        until = len(tokens) - len(sample.prompt)
+        assert (
+            recompute.find_difference(sample, completion, old[: len(sample.prompt) + held - 1], 0, held)
             < TOLERANCE
         )
-        assert recompute.difference(sample, completion, new, held, until) < TOLERANCE
+        assert recompute.find_difference(sample, completion, new, held, until) < TOLERANCE
 
 
 def adapters_of_a_learner(
     world: World, model: Path, sequences: list[list[int]]
 ) -> tuple[Weights, list[torch.Tensor]]:
-    """What the learner publishes after three updates, and its log-probabilities of the sequences' tokens."""
+    """Returns what the learner publishes after three updates, and its log-probabilities of the sequences'
+    tokens."""
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     total, count = int(lengths.sum()), len(sequences)
     batch = Batch(
-        tokens=torch.tensor(sum(sequences, [])), sampled=torch.ones(total, dtype=torch.bool),
-        behavior_logprobs=torch.zeros(total), versions=torch.zeros(total, dtype=torch.int32),
-        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).numpy(), rewards=torch.zeros(count),
-        groups=torch.arange(count), weights=torch.ones(count), truncated=torch.zeros(count, dtype=torch.bool),
+        tokens=torch.tensor(sum(sequences, [])),
+        sampled=torch.ones(total, dtype=torch.bool),
+        behavior_logprobs=torch.zeros(total),
+        versions=torch.zeros(total, dtype=torch.int32),
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).numpy(),
+        rewards=torch.zeros(count),
+        groups=torch.arange(count),
+        weights=torch.ones(count),
+        truncated=torch.zeros(count, dtype=torch.bool),
         greedy=torch.full((count,), float("nan")),
-    )  # fmt: skip
+    )
     engine = FsdpEngine(model, temperature=0.7, lora=LoraConfig(rank=4, publish=LoraPublish.adapter))
     lesson = replace(
         pack(batch, [0]), tokens=torch.arange(2, 2 + len(sequences[0]))
@@ -250,12 +155,12 @@ def adapters_of_a_learner(
 
 
 def test_adapters_alone_are_taken_up_in_flight_and_sampled_from_as_the_learner_has_them(
-    recompute: Rig, tmp_path: Path
+    recompute: VllmRig, tmp_path: Path
 ) -> None:
     model = recompute.publisher.folder.parent / "model"
     [(adapters, _)] = on_ranks(1, adapters_of_a_learner, tmp_path / "first", model, [[0] * 12])
-    before = recompute.load(0)
-    samples = [recompute.add(prompt, 30, seed=i) for i, prompt in enumerate(prompts(6))]
+    before = recompute.load_model(0)
+    samples = [recompute.add_sample(prompt, 30, seed=i) for i, prompt in enumerate(make_prompts(6))]
     for _ in range(10):
         assert recompute.engine.step() == []
     publisher = Publisher(
@@ -267,8 +172,8 @@ def test_adapters_alone_are_taken_up_in_flight_and_sampled_from_as_the_learner_h
     assert isinstance(whole, Snapshot)
     recompute.engine.load_version(whole)
     assert recompute.engine.held_digests(whole.manifest) == {e.name: e.digest for e in whole.manifest.tensors}
-    done = recompute.finish()
-    recompute.load(0)
+    done = recompute.finish_samples()
+    recompute.load_model(0)
     subscriber.close()
     publisher.close()
 
@@ -282,14 +187,14 @@ def test_adapters_alone_are_taken_up_in_flight_and_sampled_from_as_the_learner_h
         assert completion.versions == [before.version] * 10 + [after.version] * 20
         sampled = torch.tensor(completion.logprobs[10:])
         assert (sampled - learner[-20:]).abs().max() < 1e-4
-        base = recompute.forward(0, sequence[:-1])[-20:].gather(1, torch.tensor(sequence[-20:])[:, None])[
-            :, 0
-        ]
+        base = recompute.compute_logprobs(0, sequence[:-1])[-20:].gather(
+            1, torch.tensor(sequence[-20:])[:, None]
+        )[:, 0]
         assert (sampled - base).abs().max() > 0.1
 
 
-def test_the_digests_are_of_what_the_engine_holds(rig: Rig) -> None:
-    other, manifest = rig.publish(0), rig.load(1)
+def test_the_digests_are_of_what_the_engine_holds(rig: VllmRig) -> None:
+    other, manifest = rig.publish_model(0), rig.load_model(1)
     published = {entry.name: entry.digest for entry in manifest.tensors}
     assert rig.engine.held_digests(manifest) == published
     assert all(digest != published[name] for name, digest in ((e.name, e.digest) for e in other.tensors))
@@ -309,14 +214,14 @@ def test_the_digests_are_of_what_the_engine_holds(rig: Rig) -> None:
     ],
 )
 def test_one_changed_number_in_the_engine_changes_the_digest_of_its_tensor_alone(
-    untied: Rig, parameter: str, row: int, changed: str
+    untied: VllmRig, parameter: str, row: int, changed: str
 ) -> None:
-    manifest = untied.load(0)
+    manifest = untied.load_model(0)
     model = untied.engine._core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
     dict(model.named_parameters())[parameter].data[row] += 1e-3
     held = untied.engine.held_digests(manifest)
     assert [entry.name for entry in manifest.tensors if held[entry.name] != entry.digest] == [changed]
-    untied.load(0)
+    untied.load_model(0)
 
 
 def flip_a_bit(manifest: Manifest) -> None:
@@ -334,25 +239,25 @@ def truncate(manifest: Manifest) -> None:
 
 @pytest.mark.parametrize("damage", [flip_a_bit, truncate])
 def test_damaged_weights_are_never_served_and_a_good_load_repairs(
-    tied: Rig, damage: Callable[[Manifest], None]
+    tied: VllmRig, damage: Callable[[Manifest], None]
 ) -> None:
-    before = tied.load(0)
-    sample = tied.add(prompts(1)[0], 30, seed=5)
+    before = tied.load_model(0)
+    sample = tied.add_sample(make_prompts(1)[0], 30, seed=5)
     tied.engine.step()
-    damaged = tied.publish(1)
+    damaged = tied.publish_model(1)
     damage(damaged)
     with pytest.raises(DigestMismatch, match="1 of 24 tensors in the file|bytes"):
         tied.engine.load_version(Snapshot(damaged))
     assert tied.engine.version == before.version, "the old version stays, whole"
     assert tied.engine.held_digests(before) == {entry.name: entry.digest for entry in before.tensors}
     tied.engine.step()
-    after = tied.load(1)
-    completion = tied.finish()[sample.id]
+    after = tied.load_model(1)
+    completion = tied.finish_samples()[sample.id]
     assert completion.versions[:2] == [before.version] * 2 and set(completion.versions[2:]) == {after.version}
 
 
-def test_weights_that_do_not_fit_the_model_are_refused_by_name(untied: Rig) -> None:
-    whole, held = untied.weights[0], untied.load(0)
+def test_weights_that_do_not_fit_the_model_are_refused_by_name(untied: VllmRig) -> None:
+    whole, held = untied.weights[0], untied.load_model(0)
     name = "model.layers.0.self_attn.k_proj.weight"
     wrong: list[tuple[Weights, str]] = [
         ({key: tensor for key, tensor in whole.items() if key != name}, "lacks .*k_proj"),
@@ -380,12 +285,13 @@ def test_weights_that_do_not_fit_the_model_are_refused_by_name(untied: Rig) -> N
 
 @pytest.mark.parametrize("mapped", [True, False])
 def test_an_engine_that_does_not_take_the_weights_is_found_out(
-    tied: Rig, mapped: bool, monkeypatch: pytest.MonkeyPatch
+    tied: VllmRig, mapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is right; a tensor does not arrive. The head has 80 rows and the engine's 128, so that it is never mapped."""
+    """The file is right, and one tensor does not arrive. The head has 80 rows and the engine's has 128, so it
+    is never mapped."""
     from sync import vllm_plugin
 
-    before = tied.load(0)
+    before = tied.load_model(0)
     copy = vllm_plugin._copy_and_digest
     monkeypatch.setattr(tied.engine, "_map_weights", mapped)
     monkeypatch.setattr(
@@ -394,19 +300,19 @@ def test_an_engine_that_does_not_take_the_weights_is_found_out(
         lambda source, place: copy(source[:-1], place[:-1]) if len(source) == VOCAB else copy(source, place),
     )
     with pytest.raises(EngineMismatch, match="1 of 24 tensors in the engine .*: model.embed_tokens.weight"):
-        tied.load(1)
+        tied.load_model(1)
     assert before.version is not None and tied.engine.version is None
     with pytest.raises(AssertionError):
-        tied.add([2], 1, seed=0)
+        tied.add_sample([2], 1, seed=0)
     monkeypatch.undo()
-    after = tied.load(1)
+    after = tied.load_model(1)
     assert tied.engine.held_digests(after) == {entry.name: entry.digest for entry in after.tensors}
 
 
 def test_weights_are_the_snapshots_own_memory_where_the_layout_allows_and_whole_without_its_file(
-    untied: Rig,
+    untied: VllmRig,
 ) -> None:
-    manifest = untied.load(0)
+    manifest = untied.load_model(0)
     model = untied.engine._core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
     places = [
         line.split() for line in Path("/proc/self/maps").read_text().splitlines() if manifest.path in line
@@ -426,18 +332,20 @@ def test_weights_are_the_snapshots_own_memory_where_the_layout_allows_and_whole_
         Snapshot(manifest)
 
 
-def test_the_same_snapshot_may_be_taken_up_again(tied: Rig) -> None:
-    snapshot = Snapshot(tied.publish(0))
+def test_the_same_snapshot_may_be_taken_up_again(tied: VllmRig) -> None:
+    snapshot = Snapshot(tied.publish_model(0))
     for _ in range(2):
         tied.engine.load_version(snapshot)
     assert tied.engine.held_digests(snapshot.manifest) == {
         e.name: e.digest for e in snapshot.manifest.tensors
     }
-    sample = tied.add(prompts(1)[0], 5, seed=0)
-    assert len(tied.finish()[sample.id].tokens) == 5
+    sample = tied.add_sample(make_prompts(1)[0], 5, seed=0)
+    assert len(tied.finish_samples()[sample.id].tokens) == 5
 
 
-def test_a_folder_on_disk_is_a_model_folder_when_its_publisher_has_closed(tied: Rig, tmp_path: Path) -> None:
+def test_a_folder_on_disk_is_a_model_folder_when_its_publisher_has_closed(
+    tied: VllmRig, tmp_path: Path
+) -> None:
     model = tmp_path / "model"
     tied.models[0].save_pretrained(model)
     publisher = Publisher(tmp_path / "weights", "x", model=model)
@@ -455,69 +363,69 @@ def test_a_folder_on_disk_is_a_model_folder_when_its_publisher_has_closed(tied: 
 
 
 def test_copied_weights_are_sampled_from_as_mapped_ones_are(
-    tied: Rig, monkeypatch: pytest.MonkeyPatch
+    tied: VllmRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
     for mapped in (True, False, True):
         monkeypatch.setattr(tied.engine, "_map_weights", mapped)
-        tied.load(0)
-        tied.load(1)
-        sample = tied.add(prompts(1)[0], 20, seed=3)
-        found.append((done := tied.finish()[sample.id]).tokens + done.logprobs)
+        tied.load_model(0)
+        tied.load_model(1)
+        sample = tied.add_sample(make_prompts(1)[0], 20, seed=3)
+        found.append((done := tied.finish_samples()[sample.id]).tokens + done.logprobs)
     assert found[0] == found[1] == found[2]
 
 
-def test_a_version_that_is_gone_leaves_the_one_before_in_service(tied: Rig) -> None:
-    before = tied.load(0)
-    sample = tied.add(prompts(1)[0], 8, seed=1)
-    gone = tied.publish(1)
+def test_a_version_that_is_gone_leaves_the_one_before_in_service(tied: VllmRig) -> None:
+    before = tied.load_model(0)
+    sample = tied.add_sample(make_prompts(1)[0], 8, seed=1)
+    gone = tied.publish_model(1)
     Path(gone.path).unlink()
     with pytest.raises(FileNotFoundError):
         tied.engine.load_version(Snapshot(gone))
     assert tied.engine.version == before.version
-    assert set(tied.finish()[sample.id].versions) == {before.version}
+    assert set(tied.finish_samples()[sample.id].versions) == {before.version}
 
 
-def test_a_sample_is_the_same_alone_and_in_a_crowd_to_the_last_bit(rig: Rig) -> None:
-    rig.load(0)
-    wanted = [(prompt, 30, seed) for seed, prompt in enumerate(prompts(4, length=9))]
+def test_a_sample_is_the_same_alone_and_in_a_crowd_to_the_last_bit(rig: VllmRig) -> None:
+    rig.load_model(0)
+    wanted = [(prompt, 30, seed) for seed, prompt in enumerate(make_prompts(4, length=9))]
     alone = []
     for prompt, max_tokens, seed in wanted:
-        sample = rig.add(prompt, max_tokens, seed)
-        alone.append(rig.finish()[sample.id])
-    for i, prompt in enumerate(prompts(40, length=5)):  # more than fit at once: some wait
-        rig.add(prompt, 3 + i % 17, seed=1000 + i)
+        sample = rig.add_sample(prompt, max_tokens, seed)
+        alone.append(rig.finish_samples()[sample.id])
+    for i, prompt in enumerate(make_prompts(40, length=5)):  # more than fit at once: some wait
+        rig.add_sample(prompt, 3 + i % 17, seed=1000 + i)
     rig.engine.step()
-    samples = [rig.add(*want) for want in wanted]
-    done = rig.finish()
+    samples = [rig.add_sample(*want) for want in wanted]
+    done = rig.finish_samples()
     for sample, reference in zip(samples, alone, strict=True):
         assert done[sample.id].tokens == reference.tokens
         assert done[sample.id].logprobs == reference.logprobs
         assert done[sample.id].finish_reason == reference.finish_reason
 
 
-def test_different_seeds_give_different_samples(tied: Rig) -> None:
-    tied.load(0)
-    samples = [tied.add(prompts(1)[0], 20, seed) for seed in range(16)]
-    done = tied.finish()
+def test_different_seeds_give_different_samples(tied: VllmRig) -> None:
+    tied.load_model(0)
+    samples = [tied.add_sample(make_prompts(1)[0], 20, seed) for seed in range(16)]
+    done = tied.finish_samples()
     assert len({tuple(done[sample.id].tokens) for sample in samples}) == 16
 
 
-def test_a_greedy_sample_takes_the_likeliest_token_each_time(recompute: Rig) -> None:
-    recompute.load(0)
-    sample = recompute.add(prompts(1)[0], 20, seed=0, greedy=True)
-    recompute.add(prompts(1)[0], 20, seed=0)
-    completion = recompute.finish()[sample.id]
-    logprobs = recompute.forward(0, sample.prompt + completion.tokens[:-1])
+def test_a_greedy_sample_takes_the_likeliest_token_each_time(recompute: VllmRig) -> None:
+    recompute.load_model(0)
+    sample = recompute.add_sample(make_prompts(1)[0], 20, seed=0, greedy=True)
+    recompute.add_sample(make_prompts(1)[0], 20, seed=0)
+    completion = recompute.finish_samples()[sample.id]
+    logprobs = recompute.compute_logprobs(0, sample.prompt + completion.tokens[:-1])
     assert completion.tokens == logprobs[len(sample.prompt) - 1 :].argmax(-1).tolist()
 
 
-def test_a_sample_ends_at_the_end_of_sequence_or_at_its_length(tied: Rig) -> None:
-    tied.load(0)
+def test_a_sample_ends_at_the_end_of_sequence_or_at_its_length(tied: VllmRig) -> None:
+    tied.load_model(0)
     for seed in range(64):
-        tied.add(prompts(1)[0], 30, seed)
+        tied.add_sample(make_prompts(1)[0], 30, seed)
     reasons = set()
-    for completion in tied.finish().values():
+    for completion in tied.finish_samples().values():
         reasons.add(completion.finish_reason)
         assert END not in completion.tokens[:-1]
         assert (completion.tokens[-1] == END) == (completion.finish_reason == "stop")
@@ -525,39 +433,39 @@ def test_a_sample_ends_at_the_end_of_sequence_or_at_its_length(tied: Rig) -> Non
     assert reasons == {"stop", "length"}
 
 
-def test_a_forced_sample_goes_on_beyond_the_end_of_sequence_to_the_models_last_place(tied: Rig) -> None:
-    """That is what the parity probe asks for."""
-    tied.load(0)
+def test_a_forced_sample_goes_on_beyond_the_end_of_sequence_to_the_models_last_place(tied: VllmRig) -> None:
+    """The parity probe asks for such samples."""
+    tied.load_model(0)
     forced = [
         Sample(id=f"-1/{place}", prompt=prompt, max_tokens=60, seed=place, forced=True)
-        for place, prompt in enumerate(prompts(8, 100))
+        for place, prompt in enumerate(make_prompts(8, 100))
     ]
     for sample in forced:
         tied.engine.add_sample(sample)
-    done = tied.finish()
+    done = tied.finish_samples()
     assert any(END in completion.tokens[:-1] for completion in done.values())
     for sample in forced:
         completion = done[sample.id]
         assert len(sample.prompt + completion.tokens) == 160 and completion.finish_reason == "length"
-        expected = tied.forward(0, sample.prompt + completion.tokens[:-1])
-        assert tied.difference(sample, completion, expected, 0, 60) < TOLERANCE
+        expected = tied.compute_logprobs(0, sample.prompt + completion.tokens[:-1])
+        assert tied.find_difference(sample, completion, expected, 0, 60) < TOLERANCE
 
 
 def test_float32_is_computed_in_float32_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
-    from generators.vllm_engine import make_make_float32_environment
+    from generators.vllm_engine import make_float32_environment
 
-    assert make_make_float32_environment("bfloat16") == {}
-    for name, value in make_make_float32_environment("float32").items():
+    assert make_float32_environment("bfloat16") == {}
+    for name, value in make_float32_environment("float32").items():
         monkeypatch.setenv(name, value)
     assert knobs.language.fp32_default == "ieee", "Triton knows the variable"
 
 
-def test_an_aborted_sample_returns_what_it_had_and_the_others_go_on(untied: Rig) -> None:
-    untied.load(0)
+def test_an_aborted_sample_returns_what_it_had_and_the_others_go_on(untied: VllmRig) -> None:
+    untied.load_model(0)
     samples = [
-        untied.add(prompt, 25, seed=i) for i, prompt in enumerate(prompts(40))
+        untied.add_sample(prompt, 25, seed=i) for i, prompt in enumerate(make_prompts(40))
     ]  # 8 of them have to wait
     for _ in range(10):
         assert untied.engine.step() == []
@@ -570,45 +478,45 @@ def test_an_aborted_sample_returns_what_it_had_and_the_others_go_on(untied: Rig)
         assert len(completion.logprobs) == len(completion.versions) == held[id]
     assert [held[id] for id in ends] == [10, 0]
     assert untied.engine.num_unfinished == 38
-    done = untied.finish()
+    done = untied.finish_samples()
     assert done.keys() == {sample.id for sample in samples} - set(ends)
     assert {len(completion.tokens) for completion in done.values()} == {25}
 
 
-def test_the_prefix_cache_never_gives_a_sample_the_kv_of_other_weights(untied: Rig) -> None:
-    """A prompt of three blocks is cached under model 0. Under model 1 it is asked for by a sample that was waiting at
-    the update and by one that came later; running samples keep the old KV alive all the while."""
-    prompt = prompts(1, length=100)[0]
-    untied.load(0)
-    untied.add(prompt, 2, seed=0)
-    untied.finish()
+def test_the_prefix_cache_never_gives_a_sample_the_kv_of_other_weights(untied: VllmRig) -> None:
+    """A prompt of three blocks is cached under model 0. Under model 1 it is asked for by a sample that was
+    waiting at the update and by one that came later; running samples keep the old KV alive all the while."""
+    prompt = make_prompts(1, length=100)[0]
+    untied.load_model(0)
+    untied.add_sample(prompt, 2, seed=0)
+    untied.finish_samples()
     for i in range(32):
-        untied.add(prompt[:64] + [2 + i], 40, seed=i)
+        untied.add_sample(prompt[:64] + [2 + i], 40, seed=i)
     for _ in range(3):
         untied.engine.step()
-    waiting = untied.add(prompt, 10, seed=1)
+    waiting = untied.add_sample(prompt, 10, seed=1)
     untied.engine.step()
     assert untied.engine.count_sampled_tokens()[waiting.id] == 0
-    after = untied.load(1)
-    later = untied.add(prompt, 10, seed=2)
-    done = untied.finish()
-    again = untied.add(prompt, 10, seed=3)  # finds model 1's own KV
-    done |= untied.finish()
+    after = untied.load_model(1)
+    later = untied.add_sample(prompt, 10, seed=2)
+    done = untied.finish_samples()
+    again = untied.add_sample(prompt, 10, seed=3)  # finds model 1's own KV
+    done |= untied.finish_samples()
     for sample in (waiting, later, again):
         completion = done[sample.id]
         assert completion.versions == [after.version] * 10
-        expected = untied.forward(1, prompt + completion.tokens[:-1])
-        assert untied.difference(sample, completion, expected, 0, 10) < TOLERANCE
+        expected = untied.compute_logprobs(1, prompt + completion.tokens[:-1])
+        assert untied.find_difference(sample, completion, expected, 0, 10) < TOLERANCE
 
 
-def test_a_sample_that_the_model_cannot_take_is_refused_with_the_numbers(tied: Rig) -> None:
-    tied.load(0)
+def test_a_sample_that_the_model_cannot_take_is_refused_with_the_numbers(tied: VllmRig) -> None:
+    tied.load_model(0)
     with pytest.raises(ValueError, match="max_model_len=160 tokens, got 150 . 11"):
-        tied.add([2] * 150, 11, seed=0)
+        tied.add_sample([2] * 150, 11, seed=0)
     with pytest.raises(ValueError, match="got 0 . 5"):
-        tied.add([], 5, seed=0)
+        tied.add_sample([], 5, seed=0)
     with pytest.raises(ValueError, match="token ids in 0 .. 79, got 2 .. 80"):
-        tied.add([2, 80], 5, seed=0)
+        tied.add_sample([2, 80], 5, seed=0)
     assert tied.engine.num_unfinished == 0
-    sample = tied.add([2] * 150, 10, seed=0)
-    assert tied.finish()[sample.id].tokens
+    sample = tied.add_sample([2] * 150, 10, seed=0)
+    assert tied.finish_samples()[sample.id].tokens

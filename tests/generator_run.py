@@ -1,0 +1,109 @@
+"""A run of simulated generators: a real buffer, generators in threads, and a learner that computes
+nothing."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from buffers import messages as m
+from buffers.client import BufferClient, TakenBatch
+from buffers.run_status import RunStatus
+from buffers.server import BufferServer
+from buffers.trajectory import flatten_column
+from configs.host import boot_id
+from configs.schema import Config
+from generators.episode import SimulatedEpisodes
+from generators.simulated_engine import SimulatedEngine
+from generators.worker import Generator
+from sync.publisher import Publisher
+from sync.stream import whole_parts
+from sync.subscriber import Subscriber
+from sync.transports.fetcher import Fetcher
+from sync.transports.server import SnapshotServer
+
+OVERRIDES = [
+    "generators.engine=simulated", "learner.engine=simulated", "learner.groups_per_step=4", "run.steps=3",
+    "learner.samples_per_prompt=2", "eval.prompts=0", "generators.max_sequences=16", "buffer.max_attempts=2",
+]  # fmt: skip
+
+
+def make_fast_engine() -> SimulatedEngine:
+    return SimulatedEngine(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5)
+
+
+class GeneratorRun:
+    """A buffer and generators in threads, and a learner that only takes batches and publishes versions."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        episodes: SimulatedEpisodes,
+        count: int = 1,
+        far: bool = False,
+        engine: SimulatedEngine | None = None,
+    ) -> None:
+        """`far`: the generators believe that the learner is on another host. `engine` is the one generator's;
+        without it each has a fast one of its own."""
+        self.folder, self.far = folder, far
+        self.server = BufferServer(config, folder / "journal")
+        self.threads = [threading.Thread(target=self.server.run)]
+        self.client = BufferClient(self.server.address, timeout_s=60.0)
+        server = SnapshotServer(folder / "weights") if far else None
+        self.publisher = Publisher(folder / "weights", "life", server=server)
+        self.fetchers = []
+        self.generators: list[Generator] = []
+        for number in range(count):
+            own = engine or make_fast_engine()
+            client = BufferClient(self.server.address, timeout_s=60.0)
+            fetcher = Fetcher(folder / "fetched") if far else None
+            self.fetchers.append(fetcher)
+            generator = Generator(f"g{number}", config, client, own, episodes, Subscriber(fetcher))
+            self.generators.append(generator)
+            self.threads.append(threading.Thread(target=generator.run))
+        for thread in self.threads:
+            thread.start()
+
+    def publish_version(self, version: int) -> None:
+        manifest = self.publisher.publish_version(version, whole_parts({"w": torch.tensor([float(version)])}))
+        announced = self.publisher.announce_version(manifest)
+        if self.far:
+            announced = announced.replace(boot_id(), "another host")
+        self.client.call(m.PublishVersion(version=version, manifest_locator=announced), m.Acknowledged)
+
+    def train_step(self, step: int) -> list[int]:
+        """Takes the batch of a step, says that it is trained, and returns its groups."""
+        taken = self.client.next(step, wait_s=50.0)
+        assert isinstance(taken, TakenBatch), taken
+        trained = int(np.count_nonzero(flatten_column(taken.table, "sampled")))
+        done = m.ReportTrainedStep(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
+        self.client.call(done, m.Acknowledged)
+        return taken.groups
+
+    def read_status(self) -> RunStatus:
+        return self.client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status
+
+    def wait_for(self, holds: Callable[[RunStatus], bool], timeout_s: float = 60.0) -> RunStatus:
+        """Returns the first status that `holds`."""
+        deadline = time.monotonic() + timeout_s
+        while not holds(status := self.read_status()):
+            assert time.monotonic() < deadline, status
+            time.sleep(0.05)
+        return status
+
+    def close(self) -> RunStatus:
+        """Stops the run; returns its status after the generators have left."""
+        self.client.call(m.StopRun(reason="over"), m.Acknowledged)
+        for thread in self.threads[1:]:
+            thread.join(timeout=60)
+            assert not thread.is_alive()
+        status = self.read_status()
+        self.server.stop()
+        self.threads[0].join(timeout=60)
+        self.client.close()
+        self.publisher.close()
+        return status
