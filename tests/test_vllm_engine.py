@@ -296,7 +296,7 @@ def test_an_engine_that_does_not_take_the_weights_is_found_out(
     monkeypatch.setattr(tied.engine, "_map_weights", mapped)
     monkeypatch.setattr(
         vllm_plugin,
-        "_copy",
+        "_copy_and_digest",
         lambda source, place: copy(source[:-1], place[:-1]) if len(source) == VOCAB else copy(source, place),
     )
     with pytest.raises(EngineMismatch, match="1 of 24 tensors in the engine .*: model.embed_tokens.weight"):
