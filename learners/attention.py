@@ -1,8 +1,10 @@
-"""Attention over packed sequences, none of which sees another: the functions that transformers' attention interface calls in each layer.
+"""Attention over packed sequences, none of which sees another: the functions that transformers' attention
+interface calls in each layer.
 
-All take [1, heads, T, d] and the sequences' ends as `cu_seq_lens_q` [n + 1], and return [1, T, heads, d]. A layer may have a sliding
-window (a token sees itself and the `sliding_window` - 1 tokens before it) and cap its scores (`softcap` · tanh(score / `softcap`)).
-`flash_attention_2` is transformers' own, except inside of `ulysses_attention`.
+All take [1, heads, T, d] and the sequences' ends as `cu_seq_lens_q` [n + 1], and return [1, T, heads, d]. A
+layer may have a sliding window (a token sees itself and the `sliding_window` - 1 tokens before it) and cap
+its scores (`softcap` · tanh(score / `softcap`)). `flash_attention_2` is transformers' own, except inside of
+`ulysses_attention`.
 """
 
 from collections.abc import Callable
@@ -27,7 +29,10 @@ MAX_PADDED_SHARE, MAX_PADDED_EXTRA = 2, 1024
 """Padded attention may make at most so many times the batch's tokens, plus so many."""
 UNKNOWN_ARGUMENTS = ("s_aux", "position_bias", "indices", "block_indices")
 """Arguments that transformers gives to the attention of some families, and that no function here applies."""
-NO_CAPS = "learner.attention must be packed_sdpa or flash_attention_2 for a model that caps its scores (at {}), got varlen"
+NO_CAPS = (
+    "learner.attention must be packed_sdpa or flash_attention_2 for a model that caps its scores (at {}), "
+    "got varlen"
+)
 
 
 def _attend_causally(
@@ -48,8 +53,8 @@ def _attend_causally(
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     window, parts = min(window or length, length), []
     block = min(window, BLOCK)
-    # torch's SDPA has no window and no cap, so this makes scores itself. A block of queries sees only the keys of the block and of one
-    # window before it: memory is block × (block + window) and not length².
+    # torch's SDPA has no window and no cap, so this makes scores itself. A block of queries sees only the
+    # keys of the block and of one window before it: memory is block × (block + window) and not length².
     for begin in range(0, length, block):
         end, first = min(begin + block, length), max(0, begin - window + 1)
         q, k, v = query[:, :, begin:end], key[:, :, first:end], value[:, :, first:end]
@@ -78,7 +83,10 @@ def packed_sdpa(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each packed sequence, one sequence after another. [1, heads, T, d] -> [1, T, heads, d]."""
+    """Causal attention within each packed sequence, one sequence after another.
+
+    [1, heads, T, d] -> [1, T, heads, d].
+    """
     assert cu_seq_lens_q is not None, "packed attention needs the lengths of the sequences"
     lengths = cu_seq_lens_q.diff().tolist()
     parts = [
@@ -104,10 +112,11 @@ def padded_sdpa(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Computes the same as `packed_sdpa` in one call for all sequences, which are padded for the attention alone.
+    """Computes the same as `packed_sdpa` in one call for all sequences, which are padded for the attention
+    alone.
 
-    With many short sequences, the fixed cost of one call each outweighs the attention. Where sequences differ so much in length that
-    padding would more than double the work, it calls `packed_sdpa`.
+    With many short sequences, the fixed cost of one call each outweighs the attention. Where sequences differ
+    so much in length that padding would more than double the work, it calls `packed_sdpa`.
     """
     assert cu_seq_lens_q is not None, "packed attention needs the lengths of the sequences"
     lengths = cu_seq_lens_q.diff()
@@ -125,8 +134,9 @@ def padded_sdpa(
             softcap=softcap,
         )
     column = torch.arange(max_length_q, device=query.device)
-    # [n, longest] index of the packed token in each place. A place beyond the end of its sequence repeats the last token, because
-    # `index_select`, which needs a valid index everywhere, is several times faster than scattering tokens into zeros.
+    # [n, longest] index of the packed token in each place. A place beyond the end of its sequence repeats the
+    # last token, because `index_select`, which needs a valid index everywhere, is several times faster than
+    # scattering tokens into zeros.
     index = torch.minimum(cu_seq_lens_q[:-1, None] + column, cu_seq_lens_q[1:, None] - 1)
     real = (column < lengths[:, None]).flatten().nonzero()[:, 0]
     # [1, heads, T, d] -> [T, heads, d] -> [n · longest, heads, d] -> [n, heads, longest, d]
@@ -134,9 +144,9 @@ def padded_sdpa(
         packed[0].transpose(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
         for packed in (query, key, value)
     )
-    # The repeated tokens need no mask of their own: they stand behind every real token of their sequence, so the causal mask hides
-    # them from it. Their own outputs are dropped: `real` selects the rest, in the packed order. Dropped outputs have gradient zero,
-    # so nothing flows back through the repetition.
+    # The repeated tokens need no mask of their own: they stand behind every real token of their sequence, so
+    # the causal mask hides them from it. Their own outputs are dropped: `real` selects the rest, in the
+    # packed order. Dropped outputs have gradient zero, so nothing flows back through the repetition.
     out = _attend_causally(q, k, v, scaling, sliding_window, softcap)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, real)[None], None
 
@@ -192,8 +202,8 @@ def flash_varlen(
 ) -> tuple[Tensor, None]:
     """Computes the same by FlashAttention 2, inside of `ulysses_attention`.
 
-    transformers' own function looks for a kernel by the name of the attention that the model was made with, and no kernel is called
-    ulysses.
+    transformers' own function looks for a kernel by the name of the attention that the model was made with,
+    and no kernel is called ulysses.
     """
     from flash_attn import flash_attn_varlen_func
 
@@ -220,7 +230,8 @@ def _count_before(sliding_window: int | None) -> int:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Each rank gives away all but its part of dimension `scatter`, and gets the other ranks' parts of dimension `gather`."""
+    """Each rank gives away all but its part of dimension `scatter`, and gets the other ranks' parts of
+    dimension `gather`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scatter: int, gather: int, group: dist.ProcessGroup) -> Tensor:
@@ -249,8 +260,8 @@ def ulysses_attention(
 ) -> tuple[Tensor, None]:
     """Attention over tokens that a group's ranks divide: each rank computes some heads for all tokens.
 
-    DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv 2309.14509). [1, heads, T / ranks, d] -> [1, T / ranks, heads, d]. Where the ranks do
-    not divide the number of key heads, key heads are repeated until they do.
+    DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv 2309.14509). [1, heads, T / ranks, d] -> [1, T / ranks,
+    heads, d]. Where the ranks do not divide the number of key heads, key heads are repeated until they do.
     """
     ranks, heads = sequence_group.size(), query.shape[1]
     if key.shape[1] % ranks:
@@ -266,7 +277,8 @@ def ulysses_attention(
 
 
 def _refuse_unknown(attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
-    """Wraps `attend` for transformers: raises ValueError for an argument or a mask of a layer that `attend` would ignore."""
+    """Wraps `attend` for transformers: raises ValueError for an argument or a mask of a layer that `attend`
+    would ignore."""
 
     @wraps(attend)
     def attention(
@@ -275,13 +287,13 @@ def _refuse_unknown(attend: Callable[..., tuple[Tensor, None]]) -> Callable[...,
         window = asked.get("sliding_window")
         if attention_mask not in (None, window):
             raise ValueError(
-                f"the layers of model.path must attend to a window of their mask's size ({attention_mask}), got {window} "
-                f"in {type(module).__name__}"
+                "the layers of model.path must attend to a window of their mask's size "
+                f"({attention_mask}), got {window} in {type(module).__name__}"
             )
         if unknown := [name for name in UNKNOWN_ARGUMENTS if asked.get(name) is not None]:
             raise ValueError(
-                f"the layers of model.path must not ask their attention for {', '.join(UNKNOWN_ARGUMENTS)}, got {unknown[0]} "
-                f"in {type(module).__name__}"
+                "the layers of model.path must not ask their attention for "
+                f"{', '.join(UNKNOWN_ARGUMENTS)}, got {unknown[0]} in {type(module).__name__}"
             )
         return attend(module, query, key, value, None, **asked)
 
@@ -289,7 +301,8 @@ def _refuse_unknown(attend: Callable[..., tuple[Tensor, None]]) -> Callable[...,
 
 
 def _describe_mask(*_: Any, local_size: int | None = None, **__: Any) -> int | None:
-    """Returns the size of a layer's window, or of its chunks, in the place of its mask; None where a token sees all before it.
+    """Returns the size of a layer's window, or of its chunks, in the place of its mask; None where a token
+    sees all before it.
 
     The mask itself would have [T, T] elements, and no function here needs it.
     """
@@ -308,9 +321,11 @@ for _name, _function in (
 def choose_attention(
     wanted: Attention, device: torch.device, dtype: Dtype, softcap: float | None = None
 ) -> Attention:
-    """Returns the attention that `auto` stands for here, or the wanted one. `softcap`: the model's cap of attention scores.
+    """Returns the attention that `auto` stands for here, or the wanted one. `softcap`: the model's cap of
+    attention scores.
 
-    Raises ValueError for a kernel that this device or dtype lacks, or that caps no scores where the model does.
+    Raises ValueError for a kernel that this device or dtype lacks, or that caps no scores where the model
+    does.
     """
     flash = device.type == "cuda" and dtype is Dtype.bfloat16
     if wanted is Attention.auto:

@@ -1,4 +1,5 @@
-"""Checkpoints: `step_<k>/` is complete or absent. The manifest is written last, then the folder gets its name."""
+"""Checkpoints: `step_<k>/` is complete or absent. The manifest is written last, then the folder gets its
+name."""
 
 import contextlib
 import errno
@@ -45,7 +46,8 @@ class FileDigest(msgspec.Struct, frozen=True):
 
 class CheckpointManifest(msgspec.Struct, frozen=True):
     step: int
-    """Steps trained: the version held, the place in the learning rate's schedule, and the step that the buffer goes on from."""
+    """Steps trained: the version held, the place in the learning rate's schedule, and the step that the
+    buffer goes on from."""
     incarnation: str
     """Names the life of the learner that wrote the checkpoint."""
     seed: int
@@ -70,10 +72,14 @@ class Checkpoint:
 
 
 class CheckpointWriter:
-    """Writes checkpoints into `folder/step_<k>` in a thread, one at a time, and keeps the newest `keep`. Each rank has one."""
+    """Writes checkpoints into `folder/step_<k>` in a thread, one at a time, and keeps the newest `keep`.
+
+    Each rank has one.
+    """
 
     def __init__(self, folder: Path, keep: int, world: "World") -> None:
-        """`world`: all ranks, in a world that only this writer uses, because the thread's collectives must not mix with training's."""
+        """`world`: all ranks, in a world that only this writer uses, because the thread's collectives must
+        not mix with training's."""
         self._folder, self._keep, self._world = folder, keep, world
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[CheckpointManifest] | None = None
@@ -90,7 +96,8 @@ class CheckpointWriter:
         write: StateWriter,
         on_progress: Callable[[], None] = lambda: None,
     ) -> CheckpointManifest | None:
-        """Begins to write a checkpoint, once the one under way is complete; returns that one's manifest, as `take_written` does.
+        """Begins to write a checkpoint, once the one under way is complete; returns that one's manifest, as
+        `take_written` does.
 
         Collective. `write` writes this rank's part into the folder that it gets.
         """
@@ -103,8 +110,9 @@ class CheckpointWriter:
     ) -> CheckpointManifest | None:
         """Returns the manifest of a checkpoint that has become complete, once; else None.
 
-        With `wait` it waits for the checkpoint under way, and calls `on_progress` while that one grows. Raises the error that its
-        writing ended with: DiskFull where there was no room. Its remains are removed then, and older checkpoints stay as they were.
+        With `wait` it waits for the checkpoint under way, and calls `on_progress` while that one grows.
+        Raises the error that its writing ended with: DiskFull where there was no room. Its remains are
+        removed then, and older checkpoints stay as they were.
         """
         if self._under_way is None or not (wait or self._under_way.done()):
             return None
@@ -155,9 +163,11 @@ class CheckpointWriter:
         return manifest
 
     def _complete_checkpoint(self, manifest: CheckpointManifest) -> CheckpointManifest:
-        """The first rank reads all files again for their digests, and completes the checkpoint; the others wait for it.
+        """The first rank reads all files again for their digests, and completes the checkpoint; the others
+        wait for it.
 
-        That may take longer than a collective waits. When it fails all ranks raise: the first one its error, the others RuntimeError.
+        That may take longer than a collective waits. When it fails all ranks raise: the first one its error,
+        the others RuntimeError.
         """
         failed: BaseException | None = None
 
@@ -210,7 +220,8 @@ def _says_disk_full(text: str) -> bool:
 def _describe_full_disk(folder: Path) -> DiskFull:
     """Returns the error that says how much room a checkpoint needs.
 
-    The remains are removed already, so what is free now was not enough. The checkpoint before tells more, if there is one.
+    The remains are removed already, so what is free now was not enough. The checkpoint before tells more, if
+    there is one.
     """
     before = find_latest(folder)
     needed = sum(file.num_bytes for file in before.manifest.files.values()) if before is not None else 0
@@ -218,13 +229,15 @@ def _describe_full_disk(folder: Path) -> DiskFull:
 
 
 def finish_checkpoint(folder: Path, temporary: Path, manifest: CheckpointManifest, keep: int) -> None:
-    """Gives a folder that lacks only its manifest the manifest and its name; deletes all checkpoints but the newest `keep`."""
+    """Gives a folder that lacks only its manifest the manifest and its name; deletes all checkpoints but the
+    newest `keep`."""
     final = folder / f"step_{manifest.step}"
     with open(temporary / "manifest.json", "wb") as file:
         file.write(msgspec.json.encode(manifest))
         file.flush()
         os.fsync(file.fileno())
-    # The names must be on the disk before the rename is, or a loss of power leaves a complete name over an empty folder.
+    # The names must be on the disk before the rename is, or a loss of power leaves a complete name over an
+    # empty folder.
     for made in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):
         _sync_folder(made)
     shutil.rmtree(final, ignore_errors=True)
@@ -245,7 +258,8 @@ def _sync_folder(folder: Path) -> None:
 def digest_files(
     folder: Path, on_read: Callable[[int], None] = lambda num_bytes: None
 ) -> dict[str, FileDigest]:
-    """Returns size and digest of each file in the folder, by relative path. The files are on the disk (fsync) afterwards.
+    """Returns size and digest of each file in the folder, by relative path. The files are on the disk (fsync)
+    afterwards.
 
     `on_read` receives the size of each piece that was read.
     """
@@ -266,16 +280,17 @@ def verify_checkpoint(
 ) -> CheckpointManifest:
     """Returns the manifest of the checkpoint in `folder`, after all its files were compared with it.
 
-    Raises DamagedCheckpoint, which names the first file that differs. `on_read` receives the size of each piece that was read.
+    Raises DamagedCheckpoint, which names the first file that differs. `on_read` receives the size of each
+    piece that was read.
     """
     manifest = read_manifest(folder)
     digests = digest_files(folder, on_read)
     for name, wanted in manifest.files.items():
         if digests.get(name) != wanted:
             raise DamagedCheckpoint(
-                f"{folder / name} must be the file that was written ({wanted.num_bytes} bytes, xxh3 {wanted.xxh3}), got "
-                f"{digests.get(name) or 'none'}; without the folder {folder} the run goes on from an older checkpoint, "
-                "if there is one"
+                f"{folder / name} must be the file that was written ({wanted.num_bytes} bytes, "
+                f"xxh3 {wanted.xxh3}), got {digests.get(name) or 'none'}; without the folder {folder} "
+                "the run goes on from an older checkpoint, if there is one"
             )
     return manifest
 
@@ -286,7 +301,10 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 
 def find_checkpoints(folder: Path) -> list[Checkpoint]:
-    """Returns the complete checkpoints, oldest first. It passes over a folder without a readable manifest of its own step."""
+    """Returns the complete checkpoints, oldest first.
+
+    It passes over a folder without a readable manifest of its own step.
+    """
     found = []
     for path in folder.glob("step_*"):
         try:

@@ -1,4 +1,5 @@
-"""The protocol between the learner and a training engine: `fsdp` (FSDP2), `megatron` (Megatron-core), `simulated`.
+"""The protocol between the learner and a training engine: `fsdp` (FSDP2), `megatron` (Megatron-core),
+`simulated`.
 
 An engine holds a policy, which gives log-probabilities, or a critic, which gives values.
 """
@@ -16,7 +17,8 @@ from learners.packing import Packed
 from sync.stream import TensorPart
 
 LossFn = Callable[[torch.Tensor, torch.Tensor, Packed], torch.Tensor]
-"""(logprobs or values [T], entropy [T], microbatch) -> scalar: this microbatch's part of a sum whose denominator is global."""
+"""(logprobs or values [T], entropy [T], microbatch) -> scalar: this microbatch's part of a sum whose
+denominator is global."""
 
 
 class ModelKind(StrEnum):
@@ -38,13 +40,17 @@ class Share:
     index: int = 0
     count: int = 1
     holds_results: bool = True
-    """True on the one rank of a share whose results are used; the results of its other ranks are thrown away."""
+    """True on the one rank of a share whose results are used; the results of its other ranks are thrown
+    away."""
     pad_multiple: int = 1
     """The engine pads each microbatch to a multiple of this many tokens."""
 
 
 class Engine(Protocol):
-    """One rank of a sharded model with its optimizer. Every method is collective: all ranks call it in step."""
+    """One rank of a sharded model with its optimizer.
+
+    Every method is collective: all ranks call it in step.
+    """
 
     @property
     def share(self) -> Share: ...
@@ -52,43 +58,49 @@ class Engine(Protocol):
     def infer(self, microbatches: Sequence[Packed]) -> list[torch.Tensor]:
         """Returns for each microbatch [T] float32, without gradient.
 
-        A policy gives the log-probability of each sampled token, a critic the value before it, given the tokens before it in its
-        sequence; other tokens, and the first of a sequence, get 0. The numbers count where `share.holds_results`; other ranks return
-        anything of this shape.
+        A policy gives the log-probability of each sampled token, a critic the value before it, given the
+        tokens before it in its sequence; other tokens, and the first of a sequence, get 0. The numbers count
+        where `share.holds_results`; other ranks return anything of this shape.
         """
         ...
 
     def update(self, microbatches: Sequence[Packed], loss_fn: LossFn, lr: float) -> float:
-        """Makes one optimizer step on the sum of `loss_fn` over all microbatches of all shares; returns the gradient norm.
+        """Makes one optimizer step on the sum of `loss_fn` over all microbatches of all shares; returns the
+        gradient norm.
 
-        The engine calls `loss_fn` once for each microbatch on the ranks that have the log-probabilities, which are at least those
-        with `share.holds_results`. All shares have equally many microbatches. Raises FloatingPointError, and updates nothing, when
-        the gradient is not finite.
+        The engine calls `loss_fn` once for each microbatch on the ranks that have the log-probabilities,
+        which are at least those with `share.holds_results`. All shares have equally many microbatches. Raises
+        FloatingPointError, and updates nothing, when the gradient is not finite.
         """
         ...
 
     @property
     def routing_metrics(self) -> dict[str, float]:
-        """How evenly the last update spread its tokens over a mixture's experts, over all ranks (`learners.routing`).
+        """How evenly the last update spread its tokens over a mixture's experts, over all ranks
+        (`learners.routing`).
 
         Empty for other models.
         """
         ...
 
     def stream_weights(self) -> Iterator[TensorPart]:
-        """Yields the model by Hugging Face name, in the published dtype, a bucket at a time, on rank 0; nothing on other ranks."""
+        """Yields the model by Hugging Face name, in the published dtype, a bucket at a time, on rank 0;
+        nothing on other ranks."""
         ...
 
     def copy_state(self) -> StateWriter:
         """Copies model, optimizer and random state; returns the function that writes the copy.
 
-        All ranks call that function once, with the same folder. Another thread may call it while training goes on, so its
-        collectives use process groups that nothing else uses.
+        All ranks call that function once, with the same folder. Another thread may call it while training
+        goes on, so its collectives use process groups that nothing else uses.
         """
         ...
 
     def load_state(self, folder: Path) -> None:
-        """Loads a copy that as many ranks wrote, or more, or fewer. Raises what torch raises when it does not fit the model."""
+        """Loads a copy that as many ranks wrote, or more, or fewer.
+
+        Raises what torch raises when it does not fit the model.
+        """
         ...
 
 

@@ -1,8 +1,9 @@
-"""Families of models (`model_type`) whose packed log-probabilities and gradients are Hugging Face's: `tests/test_families.py`.
+"""Families of models (`model_type`) whose packed log-probabilities and gradients are Hugging Face's:
+`tests/test_families.py`.
 
-Any other causal LM of transformers starts too, and the console says so; like every model it is compared with an engine before its
-first step (`learners.parity`). `learners.attention` and `learners.heads` refuse by name what packed attention and head cannot do
-right.
+Any other causal LM of transformers starts too, and the console says so; like every model it is compared with
+an engine before its first step (`learners.parity`). `learners.attention` and `learners.heads` refuse by name
+what packed attention and head cannot do right.
 """
 
 import json
@@ -12,8 +13,8 @@ from configs.learner import LearnerKind
 from configs.schema import Config
 
 TESTED_FAMILIES = (
-    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text",
-    "granite", "cohere", "cohere2", "phi3", "olmo2", "olmo3", "smollm3", "glm4", "exaone4", "deepseek_v3",
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2",
+    "gemma3_text", "granite", "cohere", "cohere2", "phi3", "olmo2", "olmo3", "smollm3", "glm4", "exaone4", "deepseek_v3",
 )  # fmt: skip
 
 
@@ -30,5 +31,6 @@ def describe_untested_family(config: Config) -> str | None:
         return None
     return (
         f"{family} (model_type of model.path) is not among the families held to Hugging Face's numbers: "
-        f"{', '.join(TESTED_FAMILIES)}; nothing is trained before the parity probe has compared it with an engine"
+        f"{', '.join(TESTED_FAMILIES)}; "
+        "nothing is trained before the parity probe has compared it with an engine"
     )

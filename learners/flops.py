@@ -1,5 +1,5 @@
-"""Floating-point operations of a training step, by the usual count, for shares of a machine's peak (MFU; PaLM, Chowdhery et al., 2022,
-arXiv 2204.02311, appendix B)."""
+"""Floating-point operations of a training step, by the usual count, for shares of a machine's peak (MFU;
+PaLM, Chowdhery et al., 2022, arXiv 2204.02311, appendix B)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +10,11 @@ def count_step_flops(config: Any, lengths: Sequence[int]) -> float:
 
     6 N T + 6 L A Σ n²   T = Σ n tokens, N = `count_matrix_parameters`, L layers, A = heads × head dimension
 
-    6: a product takes 2 operations for each parameter and token in the forward pass, and 4 in the backward pass. Attention is counted
-    causal: twice that (12 L A Σ n²) would be the full squares, of which a causal kernel computes half. The head counts for every
-    token. Element-wise work (norms, softmax, rope, the optimizer) and the look-up of embeddings count nothing.
-    `config`: Hugging Face's, of model_type llama, qwen2, qwen3 or qwen3_moe. Raises ValueError for others, and for sliding windows.
+    6: a product takes 2 operations for each parameter and token in the forward pass, and 4 in the backward
+    pass. Attention is counted causal: twice that (12 L A Σ n²) would be the full squares, of which a causal
+    kernel computes half. The head counts for every token. Element-wise work (norms, softmax, rope, the
+    optimizer) and the look-up of embeddings count nothing. `config`: Hugging Face's, of model_type llama,
+    qwen2, qwen3 or qwen3_moe. Raises ValueError for others, and for sliding windows.
     """
     return 6.0 * count_matrix_parameters(config) * sum(lengths) + count_attention_flops(config, lengths)
 
@@ -25,7 +26,8 @@ def count_attention_flops(config: Any, lengths: Sequence[int]) -> float:
 
 
 def count_matrix_parameters(config: Any) -> int:
-    """Counts the parameters that multiply each token: layers and head, and of a mixture its router and the experts of a token."""
+    """Counts the parameters that multiply each token: layers and head, and of a mixture its router and the
+    experts of a token."""
     if config.model_type not in ("llama", "qwen2", "qwen3", "qwen3_moe"):
         raise ValueError(
             f"model_type must be llama, qwen2, qwen3 or qwen3_moe to be counted, got {config.model_type}"

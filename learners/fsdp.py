@@ -1,7 +1,8 @@
 """The FSDP2 engine: a Hugging Face causal LM under `fully_shard`, on gloo (CPU) or NCCL.
 
-Master weights are float32; on a GPU with `dtype=bfloat16` forward and backward compute in bfloat16 and gradients are reduced in
-float32. Ranks are laid out twice: for weights as replicas × shards, for data as shares × ranks of a sequence (Ulysses).
+Master weights are float32; on a GPU with `dtype=bfloat16` forward and backward compute in bfloat16 and
+gradients are reduced in float32. Ranks are laid out twice: for weights as replicas × shards, for data as
+shares × ranks of a sequence (Ulysses).
 """
 
 import math
@@ -60,9 +61,10 @@ class FsdpEngine:
         aux_loss_coefficient: float = 0.0,
         router_replay: bool = False,
     ) -> None:
-        """`bucket_bytes`: size of the weights that are gathered at a time for publication. `entropy_gradient`: a loss may have a
-        gradient through the entropy, which costs memory for another [chunk, vocabulary]. `aux_loss_coefficient` is for a mixture's
-        load balancing, and with `router_replay` tokens go to the experts that a batch records (`learners.routing`).
+        """`bucket_bytes`: size of the weights that are gathered at a time for publication.
+        `entropy_gradient`: a loss may have a gradient through the entropy, which costs memory for another
+        [chunk, vocabulary]. `aux_loss_coefficient` is for a mixture's load balancing, and with
+        `router_replay` tokens go to the experts that a batch records (`learners.routing`).
 
         Raises ValueError for a setting that this model or machine cannot have.
         """
@@ -84,7 +86,8 @@ class FsdpEngine:
         model.eval()
         if activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-            # Layers checkpoint only in training mode. This sets the layer's own flag and leaves its children's dropout off.
+            # Layers checkpoint only in training mode. This sets the layer's own flag and leaves its
+            # children's dropout off.
             for layer in layers:
                 layer.training = True
         if layout.compile:
@@ -117,7 +120,8 @@ class FsdpEngine:
         self._optimizer = torch.optim.AdamW(
             self._trained.values(), lr=0.0, betas=betas, weight_decay=weight_decay, fused=True
         )
-        # AdamW makes this state at its first step. Made now, a fresh engine has a place to load a checkpoint into.
+        # AdamW makes this state at its first step. Made now, a fresh engine has a place to load a checkpoint
+        # into.
         for parameter in self._trained.values():
             self._optimizer.state[parameter] = {
                 "step": torch.zeros((), device=parameter.device),
@@ -128,7 +132,10 @@ class FsdpEngine:
     # ---- ranks and shards
 
     def _make_meshes(self, layout: FsdpConfig) -> None:
-        """Lays out the ranks for weights and for data. Raises ValueError where a size does not divide the number of ranks."""
+        """Lays out the ranks for weights and for data.
+
+        Raises ValueError where a size does not divide the number of ranks.
+        """
         world, rank = dist.get_world_size(), dist.get_rank()
         for field, size in (("replicas", layout.replicas), ("sequence_parallel", layout.sequence_parallel)):
             if world % size:
@@ -147,7 +154,8 @@ class FsdpEngine:
             self._sequence_group = init_device_mesh(self._device.type, (world // ranks, ranks)).get_group(1)
 
     def _build_model(self, path: str | Path, kind: ModelKind, layout: FsdpConfig) -> Any:
-        """Returns the model, whole in the host's memory on rank 0, and without memory (`meta`) on other ranks."""
+        """Returns the model, whole in the host's memory on rank 0, and without memory (`meta`) on other
+        ranks."""
         auto, sizes = (
             (AutoModelForTokenClassification, {"num_labels": 1})
             if kind is ModelKind.critic
@@ -186,7 +194,8 @@ class FsdpEngine:
     def _shard_model(
         self, model: Any, layers: list[nn.Module], compute: torch.dtype | None, offload: bool
     ) -> None:
-        """Gives each rank its part of the model, a parameter at a time: only the first rank ever holds the model whole."""
+        """Gives each rank its part of the model, a parameter at a time: only the first rank ever holds the
+        model whole."""
         tensors = dict(chain(model.named_parameters(), model.named_buffers()))
         whole = {name: tensor.detach() for name, tensor in tensors.items()} if dist.get_rank() == 0 else {}
         model.to(device="meta")
@@ -196,8 +205,8 @@ class FsdpEngine:
             CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if offload else OffloadPolicy()
         )
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
-        # All modules reshard after a forward pass, the root too. A module that a forward pass without a backward pass left gathered
-        # would go on computing with the weights from before the next update.
+        # All modules reshard after a forward pass, the root too. A module that a forward pass without a
+        # backward pass left gathered would go on computing with the weights from before the next update.
         for module in (*layers, model):
             fully_shard(
                 module, mesh=self._mesh, mp_policy=precision, offload_policy=where, reshard_after_forward=True
@@ -218,15 +227,18 @@ class FsdpEngine:
     # ---- training
 
     def _compute_outputs(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """Returns [T] log-probability, or value, and [T] entropy of each sampled token given those before it; 0 elsewhere.
+        """Returns [T] log-probability, or value, and [T] entropy of each sampled token given those before it;
+        0 elsewhere.
 
-        Both are on the CPU. With sequence parallelism each rank computes its slice of the tokens, and all ranks return the whole.
+        Both are on the CPU. With sequence parallelism each rank computes its slice of the tokens, and all
+        ranks return the whole.
         """
         group, targets = self._sequence_group, packed.targets
         row = padded_to(packed, self.share.pad_multiple)
         size = len(row.tokens) // self.share.pad_multiple
         start = 0 if group is None else group.rank() * size
-        # This rank has the tokens from `start` on. The output at token t - 1 predicts token t, so its targets lie one further.
+        # This rank has the tokens from `start` on. The output at token t - 1 predicts token t, so its targets
+        # lie one further.
         mine, targets = slice(start, start + size), targets[(targets > start) & (targets <= start + size)]
         extra = {} if group is None else {"inner": str(self._attention), "sequence_group": group}
         self._forward_pass.begin_pass(packed, row, mine, self._model.config, self._replays, self._device)
@@ -282,7 +294,10 @@ class FsdpEngine:
         return self._balance.metrics
 
     def _clip_gradient(self) -> float:
-        """Scales a gradient longer than `max_grad_norm` to that length; returns its norm before. Collective."""
+        """Scales a gradient longer than `max_grad_norm` to that length; returns its norm before.
+
+        Collective.
+        """
         shards = [p.grad.to_local() for p in self._trained.values() if p.grad is not None]
         squared = torch.stack(torch._foreach_norm(shards)).square().sum()
         # Over the shards of one replica: the others have the same gradient.
@@ -303,7 +318,8 @@ class FsdpEngine:
     # ---- publication
 
     def _find_published_name(self, name: str) -> str | None:
-        """Returns the parameter's Hugging Face name; None for one that is published as several (the experts of a layer).
+        """Returns the parameter's Hugging Face name; None for one that is published as several (the experts
+        of a layer).
 
         Making several of one needs it whole, so such a parameter cannot be streamed bucket by bucket.
         """
@@ -312,7 +328,8 @@ class FsdpEngine:
         return next((name for name, tensor in published.items() if tensor is probe), None)
 
     def stream_weights(self) -> Iterator[TensorPart]:
-        """Yields parameters in the published dtype, and the model's buffers in their own (a router's correction bias, float32)."""
+        """Yields parameters in the published dtype, and the model's buffers in their own (a router's
+        correction bias, float32)."""
         if self._lora is not None and self._lora.publish is LoraPublish.adapter:
             for name, parameter in self._trained.items():
                 yield from stream_tensor(
@@ -353,7 +370,8 @@ class FsdpEngine:
         return write
 
     def load_state(self, folder: Path) -> None:
-        """Raises FileNotFoundError, or what torch raises, when the folder is not a checkpoint of this model."""
+        """Raises FileNotFoundError, or what torch raises, when the folder is not a checkpoint of this
+        model."""
         dcp.load(self._collect_state(), storage_reader=HuggingFaceStorageReader(str(folder)))
         state = folder / "random" / f"rank_{dist.get_rank()}.safetensors"
         # With more ranks than wrote the checkpoint, a rank without a file keeps its own random state.
@@ -364,7 +382,8 @@ class FsdpEngine:
                 torch.cuda.set_rng_state(random["cuda"])
 
     def _collect_state(self) -> dict[str, Tensor]:
-        """Returns the trained parameters and their optimizer's state by name: the live tensors, so that loading writes into them."""
+        """Returns the trained parameters and their optimizer's state by name: the live tensors, so that
+        loading writes into them."""
         state: dict[str, Tensor] = {}
         for name, parameter in self._trained.items():
             state[f"model.{name}"] = parameter.detach()
@@ -377,7 +396,8 @@ class FsdpEngine:
 
 
 def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the buffers that a model's file holds, by name, and not those that are computed from its config."""
+    """Yields the buffers that a model's file holds, by name, and not those that are computed from its
+    config."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
@@ -387,7 +407,8 @@ def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 class _SumOverRanks(torch.autograd.Function):
     """Sums the ranks' outputs, each of which is zero but for the rank's own tokens.
 
-    All ranks go on with the same loss of the whole, so the gradient of a rank's own part is the whole's gradient, unsummed.
+    All ranks go on with the same loss of the whole, so the gradient of a rank's own part is the whole's
+    gradient, unsummed.
     """
 
     @staticmethod

@@ -4,8 +4,8 @@ publish version v ─▶ take the batch due at step v ─▶ one training step (
     ▲                                                                                     │
     └────────────── checkpoint ◀── report of step v ◀── publish version v + 1 ◀───────────┘
 
-Before the first batch, the learner compares its own log-probabilities with those of an engine that has sampled from the version it
-has published (`learners.parity`). `learners.startup` makes a learner.
+Before the first batch, the learner compares its own log-probabilities with those of an engine that has
+sampled from the version it has published (`learners.parity`). `learners.startup` makes a learner.
 """
 
 import logging
@@ -37,7 +37,8 @@ log = logging.getLogger("slipstream.learner")
 
 
 class BatchSource(Protocol):
-    """Gives a learner its batches and takes its reports: a `BufferClient`, or a recording (`scripts/slipstream/replay.py`)."""
+    """Gives a learner its batches and takes its reports: a `BufferClient`, or a recording
+    (`scripts/slipstream/replay.py`)."""
 
     def next(self, step: int, wait_s: float) -> TakenBatch | m.NotReadyYet | m.RunStopped: ...
 
@@ -49,7 +50,10 @@ class BatchSource(Protocol):
 
 
 class Learner:
-    """One rank of the learner. All ranks train; only the first one publishes, reports to the buffer and completes checkpoints."""
+    """One rank of the learner.
+
+    All ranks train; only the first one publishes, reports to the buffer and completes checkpoints.
+    """
 
     def __init__(
         self,
@@ -68,10 +72,12 @@ class Learner:
         probes: bool = False,
         say: Callable[[str], None] = lambda activity: None,
     ) -> None:
-        """`publisher` is None on all ranks but the first. `writers` is a second world of all ranks, for the checkpoint's thread.
+        """`publisher` is None on all ranks but the first. `writers` is a second world of all ranks, for the
+        checkpoint's thread.
 
-        `probes`: there are engines whose log-probabilities are compared with the learner's. `say` receives the rank's activity
-        whenever it begins something that may take long, and again when it gets on with it.
+        `probes`: there are engines whose log-probabilities are compared with the learner's. `say` receives
+        the rank's activity whenever it begins something that may take long, and again when it gets on with
+        it.
         """
         self._config, self._folder, self._source, self._trainer = config, folder, source, trainer
         self._publisher, self._rank, self._incarnation = publisher, rank, incarnation
@@ -95,9 +101,10 @@ class Learner:
     def run(self) -> None:
         """Trains until the run's last step.
 
-        Consumes the batch of each step, and an engine's sample of the parity probe. Produces versions, reports of steps and
-        checkpoints. Waits for the buffer to have the batch of the step at hand, never for a particular generator. Ends after
-        `run.steps` steps, once the last version is evaluated, or when the run is stopped; in both cases with a checkpoint.
+        Consumes the batch of each step, and an engine's sample of the parity probe. Produces versions,
+        reports of steps and checkpoints. Waits for the buffer to have the batch of the step at hand, never
+        for a particular generator. Ends after `run.steps` steps, once the last version is evaluated, or when
+        the run is stopped; in both cases with a checkpoint.
         """
         try:
             self._publish_version()
@@ -124,7 +131,10 @@ class Learner:
                 self._publisher.close()
 
     def _begin_activity(self, activity: str) -> None:
-        """Says what the rank does from now on. `_repeat_activity` says that it gets on with it, so that nobody takes it for stuck."""
+        """Says what the rank does from now on.
+
+        `_repeat_activity` says that it gets on with it, so that nobody takes it for stuck.
+        """
         self._activity = activity
         self._say(activity)
 
@@ -145,7 +155,8 @@ class Learner:
         return taken
 
     def _train_step(self, batch: Batch) -> tuple[dict[str, float], int]:
-        """Returns the step's metrics and the number of tokens it has trained; the version held is then a new one."""
+        """Returns the step's metrics and the number of tokens it has trained; the version held is then a new
+        one."""
         self._begin_activity(f"training step {self.step}")
         metrics, num_trained = self._trainer.train(batch, self.step)
         metrics["memory/peak_gib"] = self._measure_peak_gib()
@@ -166,7 +177,8 @@ class Learner:
         if self._watch is not None:
             self._watch.published_at = time.time()
         if self._publisher is None:
-            # The engine gathers the weights collectively: every rank takes part, and all but the first drop them.
+            # The engine gathers the weights collectively: every rank takes part, and all but the first drop
+            # them.
             for _ in self._stream_weights():
                 pass
             return
@@ -196,9 +208,11 @@ class Learner:
             self._source.call(report, m.Acknowledged)
 
     def _log_wait(self, waiting_for: str) -> None:
-        """Logs what a rank waits for, now and then while it waits. Raises an error of the server that serves the weights.
+        """Logs what a rank waits for, now and then while it waits. Raises an error of the server that serves
+        the weights.
 
-        Without that server no generator gets the version held, so the batch that the rank waits for would never come.
+        Without that server no generator gets the version held, so the batch that the rank waits for would
+        never come.
         """
         log.info(waiting_for)
         if self._publisher is not None:
@@ -232,7 +246,10 @@ class Learner:
         self._saved_step = self.step
 
     def _report_checkpoint(self, *, wait: bool = False) -> None:
-        """Tells the buffer of a checkpoint that has become complete. With `wait`, it first waits for the one that is being written."""
+        """Tells the buffer of a checkpoint that has become complete.
+
+        With `wait`, it first waits for the one that is being written.
+        """
         if wait:
             self._begin_activity("writing the last checkpoint")
         self._tell_buffer(self._writer.take_written(wait=wait, on_progress=self._repeat_activity))
@@ -248,7 +265,10 @@ class Learner:
     # ---- parity
 
     def _compare_probe(self) -> None:
-        """Waits until an engine has sampled the parity probe of the version held, and compares. Raises ParityError on all ranks."""
+        """Waits until an engine has sampled the parity probe of the version held, and compares.
+
+        Raises ParityError on all ranks.
+        """
         self._begin_activity(f"waiting for the parity probe of version {self.step}")
         began = time.monotonic()
         # Generators may come late, later than a collective waits.

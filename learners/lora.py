@@ -1,5 +1,5 @@
-"""Low-rank adapters (LoRA: Hu et al., 2021, arXiv 2106.09685), by peft: injected into a model before it is sharded, merged for
-publication."""
+"""Low-rank adapters (LoRA: Hu et al., 2021, arXiv 2106.09685), by peft: injected into a model before it is
+sharded, merged for publication."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -27,7 +27,8 @@ class Adapted(Protocol):
 
 
 class BaseModelEngine(AbsentEngine):
-    """The model under an engine's adapters, as the run began with it: a frozen reference that needs no memory of its own.
+    """The model under an engine's adapters, as the run began with it: a frozen reference that needs no memory
+    of its own.
 
     It has nothing to train, to publish or to write.
     """
@@ -46,10 +47,11 @@ class BaseModelEngine(AbsentEngine):
 
 
 def inject_adapters(model: Any, lora: LoraConfig) -> None:
-    """Puts adapters into the model and freezes all else. Raises ValueError where a target names no linear layer.
+    """Puts adapters into the model and freezes all else. Raises ValueError where a target names no linear
+    layer.
 
-    `all-linear` is every linear layer except the head, whose forward pass is the engine's own. Experts that a model holds as one
-    tensor are no linear layers.
+    `all-linear` is every linear layer except the head, whose forward pass is the engine's own. Experts that a
+    model holds as one tensor are no linear layers.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
@@ -63,8 +65,8 @@ def inject_adapters(model: Any, lora: LoraConfig) -> None:
         wanted = [target.strip() for target in lora.targets.split(",")]
         if wrong := [target for target in wanted if not any(_ends_with(name, target) for name in linear)]:
             raise ValueError(
-                "learner.lora.targets must be all-linear or names of the model's linear layers, divided by commas "
-                f"({', '.join(sorted({name.rpartition('.')[2] for name in linear}))}), "
+                "learner.lora.targets must be all-linear or names of the model's linear layers, "
+                f"divided by commas ({', '.join(sorted({name.rpartition('.')[2] for name in linear}))}), "
                 f"got {wrong[0]!r} in {lora.targets!r}"
             )
         targets = [name for name in linear if any(_ends_with(name, target) for target in wanted)]
@@ -113,7 +115,8 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def make_merges(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """Returns, by the name of each adapted matrix W [out, in], a function that makes W + B A · alpha / rank, sharded as W is."""
+    """Returns, by the name of each adapted matrix W [out, in], a function that makes W + B A · alpha / rank,
+    sharded as W is."""
 
     def merge_layer(layer: Any) -> Tensor:
         weight, a, b = (

@@ -1,21 +1,26 @@
-"""The memory that a rank of the learner will need, by arithmetic before anything is loaded, and the memory that it has needed.
+"""The memory that a rank of the learner will need, by arithmetic before anything is loaded, and the memory
+that it has needed.
 
     weights        float32 masters / shards, of every model that the rank holds
-    gradients      float32 / shards, of the models that are trained, one after the other; with `accumulate=whole` not divided
+    gradients      float32 / shards, of the models that are trained, one after the other; with
+                   `accumulate=whole` not divided
     optimizer      AdamW's two moments, float32 / shards, of the models that are trained
-    gathered       whole parameters in the dtype of computation: embedding and head during the whole pass, and a layer with them;
-                   with more than one shard also the buffers of the gathers: another embedding and head, or two more layers
-    reduced        whole gradients on their way to their shards, in the dtype of computation, and the float32 buffer that sends
-                   them: of embedding and head, or of a layer, whichever is more
-    activations    kept for the backward pass, of one microbatch: for each token and layer about 6 H + 6 Q + 5 K + 5 F elements
-                   (H hidden, Q and K the widths of queries and of keys, F the width of the MLP: counted on transformers' Llama
-                   and Qwen3); with activation checkpointing H, and the whole of one layer
-    head           three times the logits of a chunk, float32 (four times where the model caps them), and the head's own
-                   gradient, float32
+    gathered       whole parameters in the dtype of computation: embedding and head during the whole pass, and
+                   a layer with them; with more than one shard also the buffers of the gathers: another
+                   embedding and head, or two more layers
+    reduced        whole gradients on their way to their shards, in the dtype of computation, and the float32
+                   buffer that sends them: of embedding and head, or of a layer, whichever is more
+    activations    kept for the backward pass, of one microbatch: for each token and layer about
+                   6 H + 6 Q + 5 K + 5 F elements (H hidden, Q and K the widths of queries and of keys, F the
+                   width of the MLP: counted on transformers' Llama and Qwen3); with activation checkpointing
+                   H, and the whole of one layer
+    head           three times the logits of a chunk, float32 (four times where the model caps them), and the
+                   head's own gradient, float32
     published      with CUDA IPC, the version that engines copy from the first rank's GPU
 
-On a GPU with `cpu_offload` weights, optimizer and sharded gradients are in the host's memory. The copy of a checkpoint (weights and
-optimizer) and a published snapshot are in the host's memory too, and are not counted. This file does not need torch.
+On a GPU with `cpu_offload` weights, optimizer and sharded gradients are in the host's memory. The copy of a
+checkpoint (weights and optimizer) and a published snapshot are in the host's memory too, and are not counted.
+This file does not need torch.
 """
 
 import json
@@ -55,7 +60,8 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         parts = " + ".join(f"{name} {format_bytes(part)}" for name, part in self.parts.items() if part)
-        return f"memory of a learner rank ({self.ranks} in all), about: {parts} = {format_bytes(self.total_bytes)}"
+        total = format_bytes(self.total_bytes)
+        return f"memory of a learner rank ({self.ranks} in all), about: {parts} = {total}"
 
 
 def plan_memory(config: Config, *, cuda: bool) -> MemoryPlan | None:
@@ -104,7 +110,8 @@ def plan_memory(config: Config, *, cuda: bool) -> MemoryPlan | None:
 
 
 def _count_parameters(config: Config, sizes: Sizes) -> tuple[int, int, int]:
-    """Returns (parameters of all trained models, of the largest trained one, frozen parameters) of a rank's models."""
+    """Returns (parameters of all trained models, of the largest trained one, frozen parameters) of a rank's
+    models."""
     algo, lora = config.algo, config.learner.lora
     policy, frozen = sizes.parameters, 0
     if lora.rank is not None:
@@ -127,13 +134,19 @@ def _count_activations(config: Config, sizes: Sizes) -> tuple[float, float]:
 
 
 def _keeps_device_copy(config: Config) -> bool:
-    """Returns whether the first rank keeps a version on its GPU. An engine that shares the GPU asks for it, unless all is offloaded."""
+    """Returns whether the first rank keeps a version on its GPU.
+
+    An engine that shares the GPU asks for it, unless all is offloaded.
+    """
     shares = (config.learner.gpu_memory_fraction or 1.0) < 1.0 and not config.learner.fsdp.cpu_offload
     return config.sync.transport is Transport.cuda_ipc or (config.sync.transport is Transport.auto and shares)
 
 
 class OutOfMemory(ValueError):
-    """A rank does not fit into its GPU. Another life of it would not fit either, so it is not started again."""
+    """A rank does not fit into its GPU.
+
+    Another life of it would not fit either, so it is not started again.
+    """
 
 
 @contextmanager
@@ -155,7 +168,8 @@ def explain_shortage(config: Config) -> Iterator[None]:
 
 
 class MemoryMeter:
-    """Measures the most memory that this process has needed since the meter was made: of its GPU, or else of the host."""
+    """Measures the most memory that this process has needed since the meter was made: of its GPU, or else of
+    the host."""
 
     def __init__(self, *, cuda: bool) -> None:
         self._cuda = cuda

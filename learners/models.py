@@ -1,4 +1,5 @@
-"""The models of one rank of the learner: the policy, and the models that an algorithm asks or trains beside it."""
+"""The models of one rank of the learner: the policy, and the models that an algorithm asks or trains beside
+it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -34,7 +35,10 @@ class Models:
     """Cost of training the policy on a sequence."""
 
     def copy_state(self) -> StateWriter:
-        """Copies each trained model; returns the function that writes the copies, each into a subfolder. Collective."""
+        """Copies each trained model; returns the function that writes the copies, each into a subfolder.
+
+        Collective.
+        """
         writes = {name: engine.copy_state() for name, engine in self.trained_engines.items()}
 
         def write(folder: Path) -> None:
@@ -44,7 +48,10 @@ class Models:
         return write
 
     def load_state(self, folder: Path) -> None:
-        """Loads each trained model from its subfolder. Collective. Raises ValueError, and loads nothing, where a model is missing."""
+        """Loads each trained model from its subfolder.
+
+        Collective. Raises ValueError, and loads nothing, where a model is missing.
+        """
         trained = self.trained_engines
         if missing := [name for name in trained if not (folder / name).is_dir()]:
             raise ValueError(
@@ -61,7 +68,8 @@ class Models:
 
 
 class Pool(StrEnum):
-    """Ranks that hold the same engines: all ranks, or those of the policy and those of a critic of its own."""
+    """Ranks that hold the same engines: all ranks, or those of the policy and those of a critic of its
+    own."""
 
     all = "all"
     policy = "policy"
@@ -71,8 +79,8 @@ class Pool(StrEnum):
 def make_models(config: Config, rank: int, rendezvous: str) -> tuple[Models, World, World]:
     """Joins all ranks at `rendezvous`, and loads what the algorithm needs.
 
-    Returns the models, the world of all ranks, and another world for the thread that writes checkpoints. Raises ValueError for a
-    model or a setting that this machine cannot have.
+    Returns the models, the world of all ranks, and another world for the thread that writes checkpoints.
+    Raises ValueError for a model or a setting that this machine cannot have.
     """
     if config.learner.engine is LearnerKind.simulated:
         from learners.simulated import SimulatedTrainingEngine
@@ -151,7 +159,8 @@ def load_models(config: Config, pool: Pool = Pool.all) -> Models:
 def make_engine(
     config: Config, kind: ModelKind, path: str | None = None, *, lora: LoraConfig | None = None, **more: Any
 ) -> Engine:
-    """Makes the run's engine over a model (by default the run's own), in torch's default process group, which exists already."""
+    """Makes the run's engine over a model (by default the run's own), in torch's default process group, which
+    exists already."""
     learner = config.learner
     common: dict[str, Any] = {
         "kind": kind,
@@ -176,7 +185,8 @@ def make_engine(
 
 
 def estimate_cost(path: str) -> Cost:
-    """Returns what a sequence costs, in FLOPs of forward and backward where the model's kind is known, else by tokens alone."""
+    """Returns what a sequence costs, in FLOPs of forward and backward where the model's kind is known, else
+    by tokens alone."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path)

@@ -1,20 +1,22 @@
-"""The routers of a mixture in training: replay of the generator's choices, balance of the load, and the auxiliary loss for it.
+"""The routers of a mixture in training: replay of the generator's choices, balance of the load, and the
+auxiliary loss for it.
 
-**Replay** (R3: Ma et al., 2025, arXiv 2510.11370). Rounding makes generator and learner choose different experts for some tokens, which
-changes log-probabilities far more than rounding itself does. With `learner.moe.router_replay` the learner sends each token to the
-experts that it was sent to when it was sampled; the weights of these experts, and the gradient, come from the router that is trained. A
-token without a record (the last of a sequence; padding) goes where the router sends it.
+**Replay** (R3: Ma et al., 2025, arXiv 2510.11370). Rounding makes generator and learner choose different
+experts for some tokens, which changes log-probabilities far more than rounding itself does. With
+`learner.moe.router_replay` the learner sends each token to the experts that it was sent to when it was
+sampled; the weights of these experts, and the gradient, come from the router that is trained. A token without
+a record (the last of a sequence; padding) goes where the router sends it.
 
-**Balance.** Without the loss, experts that are chosen seldom learn seldom, and are chosen more seldom still. The loss of Switch
-Transformers (Fedus et al., 2021, arXiv 2101.03961) is summed over the layers l of E experts, k of them for a token, over all T tokens
-of a minibatch:
+**Balance.** Without the loss, experts that are chosen seldom learn seldom, and are chosen more seldom still.
+The loss of Switch Transformers (Fedus et al., 2021, arXiv 2101.03961) is summed over the layers l of E
+experts, k of them for a token, over all T tokens of a minibatch:
 
     L = E Σ_l Σ_i f_li P_li    f_li = (1 / kT) Σ_t [t goes to i]    P_li = (1 / T) Σ_t p_lti
 
-p are the router's probabilities, and their gradient trains it; the shares f are taken as given. L is 1 for each layer where the load is
-even. T counts every token of the minibatch, prompts too, over all ranks and microbatches (Qiu et al., 2025, arXiv 2501.11873, show that
-balance within a microbatch costs quality). So f must be known before the first gradient, and engines run the minibatch forward once more
-to count it.
+p are the router's probabilities, and their gradient trains it; the shares f are taken as given. L is 1 for
+each layer where the load is even. T counts every token of the minibatch, prompts too, over all ranks and
+microbatches (Qiu et al., 2025, arXiv 2501.11873, show that balance within a microbatch costs quality). So f
+must be known before the first gradient, and engines run the minibatch forward once more to count it.
 """
 
 from collections.abc import Callable
@@ -33,7 +35,10 @@ SIGMOID = ("deepseek_v3",)
 
 
 class _Attached(torch.autograd.Function):
-    """Returns `scores` unchanged. Backward, it gives `loss` the gradient 1, as if the loss were added to the scores' own."""
+    """Returns `scores` unchanged.
+
+    Backward, it gives `loss` the gradient 1, as if the loss were added to the scores' own.
+    """
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, loss: Tensor) -> Tensor:
@@ -45,10 +50,12 @@ class _Attached(torch.autograd.Function):
 
 
 class LoadBalance:
-    """Counts the load of a mixture's experts over the minibatch of one update, and attaches the loss to each forward pass.
+    """Counts the load of a mixture's experts over the minibatch of one update, and attaches the loss to each
+    forward pass.
 
-    An update calls `begin_update`. Where `needs_counting`, the engine then runs the minibatch forward without gradient and calls
-    `finish_counting`. Then it trains, and ends with `end_update`. Routers call `attach_loss` in every forward pass.
+    An update calls `begin_update`. Where `needs_counting`, the engine then runs the minibatch forward without
+    gradient and calls `finish_counting`. Then it trains, and ends with `end_update`. Routers call
+    `attach_loss` in every forward pass.
     """
 
     def __init__(self, config: Any, coefficient: float, scale: float = 1.0) -> None:
@@ -80,7 +87,8 @@ class LoadBalance:
         self._watches, self._trains = self._known, False
 
     def finish_counting(self) -> None:
-        """Sums the counts over the ranks, once the whole minibatch was forwarded; from now on passes carry the loss. Collective."""
+        """Sums the counts over the ranks, once the whole minibatch was forwarded; from now on passes carry
+        the loss. Collective."""
         self._sum_up()
         self._watches, self._trains = False, True
 
@@ -110,9 +118,11 @@ class LoadBalance:
     def attach_loss(
         self, layer: int, logits: Tensor, chosen: Tensor, scores: Tensor, valid: Tensor | None = None
     ) -> Tensor:
-        """Counts where the tokens go, and returns the scores, with this pass's part of the loss attached while training.
+        """Counts where the tokens go, and returns the scores, with this pass's part of the loss attached
+        while training.
 
-        Shapes: logits [T, E], chosen [T, k] int64 or [T, E] bool, scores any, valid [T] bool (False: padding) -> as scores.
+        Shapes: logits [T, E], chosen [T, k] int64 or [T, E] bool, scores any, valid [T] bool (False: padding)
+        -> as scores.
         """
         trains = self._trains and torch.is_grad_enabled()
         if not (self._watches or trains):
@@ -144,12 +154,16 @@ class ForwardPass:
     valid: Tensor | None = None
     """[T] bool: False where a token is padding; None where no token is."""
     experts: Tensor | None = None
-    """[T, layers, k] int64: the experts to send the tokens to, -1 without a record; None leaves the choice to the routers."""
+    """[T, layers, k] int64: the experts to send the tokens to, -1 without a record; None leaves the choice to
+    the routers."""
 
     def begin_pass(
         self, packed: Packed, padded: Packed, mine: slice, config: Any, replay: bool, device: torch.device
     ) -> None:
-        """`padded`: the microbatch as the engine computes it; this rank has its tokens `mine`. `config`: Hugging Face's."""
+        """`padded`: the microbatch as the engine computes it; this rank has its tokens `mine`.
+
+        `config`: Hugging Face's.
+        """
         self.valid = self.experts = None
         if len(padded.tokens) > len(packed.tokens):
             self.valid = (torch.arange(mine.start, mine.stop) < len(packed.tokens)).to(device)
@@ -168,7 +182,8 @@ def check_replay(config: Any) -> None:
 
 
 def replay_choices(config: Any, logits: Tensor, chosen: Tensor, recorded: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (weights [T, k] float32, experts [T, k]) of the experts that are used: the recorded ones, or else the chosen ones.
+    """Returns (weights [T, k] float32, experts [T, k]) of the experts that are used: the recorded ones, or
+    else the chosen ones.
 
     Shapes: logits [T, E], chosen and recorded [T, k]. `config`: Hugging Face's.
     """

@@ -8,10 +8,11 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 
 def sharded_like(tensor: DTensor, local: Tensor) -> DTensor:
-    """Returns this rank's part `local` as a tensor that is sharded as `tensor` is; the part stays on its own device.
+    """Returns this rank's part `local` as a tensor that is sharded as `tensor` is; the part stays on its own
+    device.
 
-    `DTensor.from_local` would move it to the device of the mesh, and fill a GPU with what is kept in the host's memory. FSDP2 makes its
-    own shards in this way too.
+    `DTensor.from_local` would move it to the device of the mesh, and fill a GPU with what is kept in the
+    host's memory. FSDP2 makes its own shards in this way too.
     """
     meta = TensorMeta(tensor.shape, tensor.stride(), local.dtype)
     return DTensor(local, replace(tensor._spec, tensor_meta=meta), requires_grad=False)

@@ -1,4 +1,5 @@
-"""A simulated training engine, for benchmarks of overlap: it takes as long as training would, uses no CPU and learns nothing."""
+"""A simulated training engine, for benchmarks of overlap: it takes as long as training would, uses no CPU and
+learns nothing."""
 
 import time
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,5 @@
-"""Starts one rank of the learner: process group, models (from a checkpoint, if there is one), publisher of weights."""
+"""Starts one rank of the learner: process group, models (from a checkpoint, if there is one), publisher of
+weights."""
 
 import logging
 import secrets
@@ -44,8 +45,8 @@ def start_learner(
 ) -> Learner:
     """Returns one rank of the learner, ready to run. Collective: it joins all ranks at `rendezvous`.
 
-    `resume_step` names the checkpoint that the run goes on from. Raises ValueError for a checkpoint that is damaged or that another
-    run wrote.
+    `resume_step` names the checkpoint that the run goes on from. Raises ValueError for a checkpoint that is
+    damaged or that another run wrote.
     """
     if config.learner.threads is not None:
         torch.set_num_threads(config.learner.threads)
@@ -102,7 +103,8 @@ def _log_memory_plan(config: Config, rank: int) -> None:
 def verify_on_first_rank(
     saved: Path, world: World, say: Callable[[str], None]
 ) -> checkpoint.CheckpointManifest:
-    """Returns the checkpoint's manifest on every rank, after the first one has read all of its files. Raises DamagedCheckpoint there.
+    """Returns the checkpoint's manifest on every rank, after the first one has read all of its files. Raises
+    DamagedCheckpoint there.
 
     Reading them may take longer than a collective waits.
     """
@@ -122,18 +124,19 @@ def check_same_run(
 ) -> None:
     """Raises ValueError when another engine, or another run than the buffer's journal, wrote the checkpoint.
 
-    `now`: the buffer's ledger, which has gone back to the checkpoint's step; None where there is none to compare.
+    `now`: the buffer's ledger, which has gone back to the checkpoint's step; None where there is none to
+    compare.
     """
     if manifest.engine != config.learner.engine:
         raise ValueError(
-            f"learner.engine must be {manifest.engine}, which wrote the checkpoint, got {config.learner.engine} "
-            "(another engine takes up its export: scripts/export.sh, and model.path of a new run)"
+            f"learner.engine must be {manifest.engine}, which wrote the checkpoint, "
+            f"got {config.learner.engine} (another engine takes up its export: scripts/export.sh, and model.path of a new run)"
         )
     then = manifest.ledger
     if then is not None and now is not None and (then.trained, then.masked) != (now.trained, now.masked):
         raise ValueError(
-            f"journal and checkpoint must be of the same run: at step {manifest.step} {then.trained} tokens were trained "
-            f"and {then.masked} masked, the journal's ledger has {now.trained} and {now.masked}"
+            f"journal and checkpoint must be of the same run: at step {manifest.step} {then.trained} tokens "
+            f"were trained and {then.masked} masked, the journal's ledger has {now.trained} and {now.masked}"
         )
 
 
@@ -141,7 +144,8 @@ def check_same_run(
 
 
 def make_publisher(config: Config, folder: Path, incarnation: str) -> Publisher:
-    """Makes the publisher of the run's weights, with the server and the GPU's copy that the transports need."""
+    """Makes the publisher of the run's weights, with the server and the GPU's copy that the transports
+    need."""
     where, server, device = find_weights_folder(config, folder), None, None
     if (address := config.weights_address) is not None:
         keys = config.buffer.keys
@@ -150,7 +154,8 @@ def make_publisher(config: Config, folder: Path, incarnation: str) -> Publisher:
         nccl = config.sync.transport is Transport.nccl
         server = SnapshotServer(where, address, secure=secure, watch=watch, nccl=nccl)
         log.info("weights are served at %s", server.address)
-    # An offloaded model leaves its GPU's memory to others: engines take the host's copy unless they are told not to.
+    # An offloaded model leaves its GPU's memory to others: engines take the host's copy unless they are told
+    # not to.
     always, offered = config.sync.transport is Transport.cuda_ipc, config.sync.transport is Transport.auto
     if torch.cuda.is_available() and (always or (offered and not config.learner.fsdp.cpu_offload)):
         device = DeviceCopy(where, gpu_uuid(), torch.device("cuda", torch.cuda.current_device()), always)

@@ -1,10 +1,12 @@
-"""The tiny model: a Qwen3 of 0.1 M parameters with its own tokenizer, so that everything runs on a laptop without a hub.
+"""The tiny model: a Qwen3 of 0.1 M parameters with its own tokenizer, so that everything runs on a laptop
+without a hub.
 
-Supervised training on solved questions warms it up, and stops as soon as a sampled answer is right four times in ten. So
-reinforcement learning begins with a policy that is mostly wrong, and makes it mostly right on questions that it never saw.
+Supervised training on solved questions warms it up, and stops as soon as a sampled answer is right four times
+in ten. So reinforcement learning begins with a policy that is mostly wrong, and makes it mostly right on
+questions that it never saw.
 
-Its weights differ between processors, because rounding does, and SLIPSTREAM_TINY_SEED draws other initial weights. The
-warm start ends at a measured score, so every such model begins a run at about the same reward.
+Its weights differ between processors, because rounding does, and SLIPSTREAM_TINY_SEED draws other initial
+weights. The warm start ends at a measured score, so every such model begins a run at about the same reward.
 """
 
 import sys
@@ -32,7 +34,10 @@ IGNORED = -100
 
 
 def make_tiny_model(solved: Iterator[tuple[str, str]], texts: list[str], seed: int, folder: Path) -> None:
-    """Writes the model and its tokenizer into `folder`. `texts`: the questions that the tokenizer learns its tokens from."""
+    """Writes the model and its tokenizer into `folder`.
+
+    `texts`: the questions that the tokenizer learns its tokens from.
+    """
     print(f"Making the tiny model in {folder.parent}: once, about half a minute ...", file=sys.stderr)
     began, num_threads = time.monotonic(), torch.get_num_threads()
     # No operation here is large enough for two threads, and on a busy machine two would wait for each other.
@@ -52,7 +57,8 @@ def make_tiny_model(solved: Iterator[tuple[str, str]], texts: list[str], seed: i
 
 
 def _make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: it encodes any text; a digit and the space before it are one token, and so are the questions' phrases."""
+    """Byte-level BPE: it encodes any text; a digit and the space before it are one token, and so are the
+    questions' phrases."""
     bpe = Tokenizer(models.BPE())
     digits = pre_tokenizers.Split(Regex(r" ?\d"), "isolated")
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -93,7 +99,8 @@ def _make_model(eos: int) -> Qwen3ForCausalLM:
 def _warm_start(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, solved: Iterator[tuple[str, str]]
 ) -> None:
-    """Fits right answers until a sampled answer's reward is TARGET, measured on questions that are not fitted."""
+    """Fits right answers until a sampled answer's reward is TARGET, measured on questions that are not
+    fitted."""
     check, score = _encode_pairs(tokenizer, list(islice(solved, 512))), 0.0
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     with Progress(transient=True, disable=not sys.stderr.isatty()) as progress:
@@ -113,7 +120,8 @@ def _warm_start(
 
 
 def _encode_pairs(tokenizer: PreTrainedTokenizerFast, solved: list[tuple[str, str]]) -> tuple[Tensor, Tensor]:
-    """Returns tokens [n, L], padded, and labels [n, L]: the answer's tokens and the end, IGNORED elsewhere."""
+    """Returns tokens [n, L], padded, and labels [n, L]: the answer's tokens and the end, IGNORED
+    elsewhere."""
     questions, answers = (tokenizer(list(texts))["input_ids"] for texts in zip(*solved, strict=True))
     pairs = [(q, [*a, tokenizer.eos_token_id]) for q, a in zip(questions, answers, strict=True)]
     length = max(len(q) + len(a) for q, a in pairs)

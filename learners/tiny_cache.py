@@ -1,4 +1,7 @@
-"""The cache of the tiny model. A run that finds the model there starts without torch, which takes seconds to import."""
+"""The cache of the tiny model.
+
+A run that finds the model there starts without torch, which takes seconds to import.
+"""
 
 import os
 import shutil
@@ -14,16 +17,21 @@ from sync.locks import hold_lock
 
 SEED_VARIABLE = "SLIPSTREAM_TINY_SEED"
 RECIPE = Path(__file__).with_name("tiny.py")
-"""The file that makes the model. Its text is part of the model's name in the cache: a change there makes another model."""
+"""The file that makes the model.
+
+Its text is part of the model's name in the cache: a change there makes another model.
+"""
 PATIENCE_S = 600.0
 """How long this process waits for another one that makes the model, before it makes its own."""
 
 
 def prepare_tiny_model(solved: Iterator[tuple[str, str]], cache: Path | None = None) -> Path:
-    """Returns the folder of the model. The first call makes the model (half a minute), and the cache keeps it.
+    """Returns the folder of the model. The first call makes the model (half a minute), and the cache keeps
+    it.
 
-    `solved`: pairs of question and answer, without end. The cache is `~/.cache/slipstream/models`, or `models` in the
-    environment's SLIPSTREAM_CACHE. Raises ValueError if SLIPSTREAM_TINY_SEED is set to anything but a whole number.
+    `solved`: pairs of question and answer, without end. The cache is `~/.cache/slipstream/models`, or
+    `models` in the environment's SLIPSTREAM_CACHE. Raises ValueError if SLIPSTREAM_TINY_SEED is set to
+    anything but a whole number.
     """
     seed = _read_seed()
     cache = (

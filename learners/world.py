@@ -1,7 +1,8 @@
 """The ranks of a learner: whatever engine each of them holds, they exchange small messages over gloo.
 
-Engines have process groups of their own (torch's default group and its subgroups). This one stands beside them, so that ranks of
-different pools (the policy's, the critic's) can meet, and so that a thread can write a checkpoint while training goes on.
+Engines have process groups of their own (torch's default group and its subgroups). This one stands beside
+them, so that ranks of different pools (the policy's, the critic's) can meet, and so that a thread can write a
+checkpoint while training goes on.
 """
 
 import itertools
@@ -24,7 +25,10 @@ Sums = dict[str, Tensor]
 
 
 class World:
-    """One rank among `size`. Every method is collective: all ranks call it in the same order. With one rank each returns at once."""
+    """One rank among `size`.
+
+    Every method is collective: all ranks call it in the same order. With one rank each returns at once.
+    """
 
     def __init__(self, rank: int = 0, size: int = 1, store: dist.Store | None = None) -> None:
         self.rank, self.size = rank, size
@@ -34,7 +38,8 @@ class World:
         if size > 1:
             assert store is not None, "several ranks need a store to meet at"
             self._group = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
-            # A connection of its own: a wait blocks its connection, and must not block another thread's requests.
+            # A connection of its own: a wait blocks its connection, and must not block another thread's
+            # requests.
             self._store = store.clone()
 
     def add_tensor(self, tensor: Tensor) -> Tensor:
@@ -44,7 +49,10 @@ class World:
         return tensor
 
     def add_named_tensors(self, sums: Sums) -> Sums:
-        """Returns the sums over all ranks, float64, of every name that any rank has. Ranks may have different names."""
+        """Returns the sums over all ranks, float64, of every name that any rank has.
+
+        Ranks may have different names.
+        """
         if self._group is None:
             return sums
         shapes: dict[str, list[int]] = {}
@@ -79,12 +87,14 @@ class World:
         look_s: float = LOOK_S,
         while_waiting: Callable[[], None] = lambda: None,
     ) -> bytes:
-        """Returns the message that the first rank makes, on every rank, however long the first one takes to make it.
+        """Returns the message that the first rank makes, on every rank, however long the first one takes to
+        make it.
 
-        A collective has a time-out, which the wait for a batch or the check of a large checkpoint outlasts. So this message goes
-        through the store that the ranks met at: the others look for it for `look_s` seconds at a time, and call `while_waiting`
-        in between. A message replaces the one before it of the same topic, so a collective must lie between the two. Raises
-        RuntimeError when the rank that keeps the store is gone.
+        A collective has a time-out, which the wait for a batch or the check of a large checkpoint outlasts.
+        So this message goes through the store that the ranks met at: the others look for it for `look_s`
+        seconds at a time, and call `while_waiting` in between. A message replaces the one before it of the
+        same topic, so a collective must lie between the two. Raises RuntimeError when the rank that keeps the
+        store is gone.
         """
         if self._group is None:
             return make_message()
@@ -106,11 +116,15 @@ class World:
 
 
 def _wait_for_key(store: dist.Store, key: str, wait_s: float) -> bool:
-    """Returns whether the store has the key within `wait_s`. Raises RuntimeError when the rank that keeps the store is gone."""
+    """Returns whether the store has the key within `wait_s`.
+
+    Raises RuntimeError when the rank that keeps the store is gone.
+    """
     try:
         store.wait([key], timedelta(seconds=wait_s))
     except RuntimeError:
-        # Only some stores have a class of its own for the time-out, so the store is asked which of the two it was.
+        # Only some stores have a class of its own for the time-out, so the store is asked which of the two it
+        # was.
         return store.check([key])
     return True
 
@@ -119,7 +133,8 @@ _num_meetings = itertools.count()
 
 
 def wait_for_first_rank() -> None:
-    """Returns on each rank of torch's default group once the first rank has called this too, however long that takes.
+    """Returns on each rank of torch's default group once the first rank has called this too, however long
+    that takes.
 
     A collective has a time-out, which the load of a large model outlasts.
     """

@@ -1,8 +1,9 @@
 """Checkpoints of the Megatron engine, which ranks in any other layout can load.
 
-Each rank writes the state that its optimizer holds into `rank_<r>.safetensors`: of each parameter the float32 weights and AdamW's two
-moments, as a range of elements of one tensor-parallel shard. The file's header says which range. A reader puts together the ranges that
-it needs from all files, and goes through Hugging Face's layout where the number of shards has changed. No rank communicates.
+Each rank writes the state that its optimizer holds into `rank_<r>.safetensors`: of each parameter the float32
+weights and AdamW's two moments, as a range of elements of one tensor-parallel shard. The file's header says
+which range. A reader puts together the ranges that it needs from all files, and goes through Hugging Face's
+layout where the number of shards has changed. No rank communicates.
 """
 
 from dataclasses import dataclass
@@ -75,13 +76,17 @@ class SavedState:
         self.step = max(header.step for header in self._headers)
 
     def read_range(self, key: str, parameter: Parameter, wanted: ShardRange) -> Tensor:
-        """Returns [end - start] float32 of one of `STATE_KEYS`. Raises ValueError when the files lack some of it."""
+        """Returns [end - start] float32 of one of `STATE_KEYS`.
+
+        Raises ValueError when the files lack some of it.
+        """
         saved = {
             header.ranges[parameter.name].count for header in self._headers if parameter.name in header.ranges
         }
         if saved <= {wanted.count}:
             return self._read_elements(key, parameter.name, wanted)
-        # The checkpoint has another number of shards: join all of them, and cut the wanted one out of the whole.
+        # The checkpoint has another number of shards: join all of them, and cut the wanted one out of the
+        # whole.
         (count,) = saved
         shape = self._names.find_shape(parameter, count)
         shards = [

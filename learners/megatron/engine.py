@@ -1,7 +1,8 @@
-"""The Megatron-core engine: tensor, pipeline, sequence, expert and data parallelism with the distributed optimizer.
+"""The Megatron-core engine: tensor, pipeline, sequence, expert and data parallelism with the distributed
+optimizer.
 
-On a CPU everything is float32. On a GPU with `dtype=bfloat16` parameters are bfloat16, and the optimizer keeps float32 copies divided
-over the data-parallel ranks; gradients are added up in float32.
+On a CPU everything is float32. On a GPU with `dtype=bfloat16` parameters are bfloat16, and the optimizer
+keeps float32 copies divided over the data-parallel ranks; gradients are added up in float32.
 """
 
 import math
@@ -47,7 +48,10 @@ _groups: tuple[ParallelSizes, Any] | None = None
 
 
 def _make_process_groups(sizes: ParallelSizes) -> None:
-    """Makes Megatron's process groups, once: all engines of a process share them. Raises ValueError for other sizes than before."""
+    """Makes Megatron's process groups, once: all engines of a process share them.
+
+    Raises ValueError for other sizes than before.
+    """
     global _groups
     if _groups is not None and _groups[1] is dist.group.WORLD:
         for field in ParallelSizes.__slots__:
@@ -71,7 +75,10 @@ def _make_process_groups(sizes: ParallelSizes) -> None:
 
 
 def _reduce_gradients(model: list[nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
-    """Adds gradients up over the ranks. Megatron would divide by tokens, but this loss has its denominator already."""
+    """Adds gradients up over the ranks.
+
+    Megatron would divide by tokens, but this loss has its denominator already.
+    """
     finalize_model_grads(model, None, **kwargs)
 
 
@@ -97,9 +104,9 @@ class MegatronEngine:
         aux_loss_coefficient: float = 0.0,
         router_replay: bool = False,
     ) -> None:
-        """`bucket_bytes`: size of the weights that are published at a time. `entropy_gradient`: a loss may have a gradient through the
-        entropy. `aux_loss_coefficient` is for a mixture's load balancing, and with `router_replay` tokens go to the experts that a
-        batch records (`learners.routing`).
+        """`bucket_bytes`: size of the weights that are published at a time. `entropy_gradient`: a loss may
+        have a gradient through the entropy. `aux_loss_coefficient` is for a mixture's load balancing, and
+        with `router_replay` tokens go to the experts that a batch records (`learners.routing`).
 
         Raises ValueError for a model that Megatron does not know, or that these sizes do not divide.
         """
@@ -190,14 +197,16 @@ class MegatronEngine:
                 held.state["param"].copy_(read.reshape(-1)[held.range.start : held.range.end])
 
     def _list_own_slices(self) -> Iterator[OptimizerSlice]:
-        """Yields the slices that the distributed optimizer holds on this rank: a range of each parameter's elements, or nothing."""
+        """Yields the slices that the distributed optimizer holds on this rank: a range of each parameter's
+        elements, or nothing."""
         names = {local: name for name, local in self._local.items()}
         for optimizer in self._optimizer.chained_optimizers:
             for local in optimizer.model_param_gbuf_map:
                 elements = optimizer._get_model_param_range_map(local)["param"]
                 group, place = optimizer.model_param_group_index_map[local]
                 main = optimizer.optimizer.param_groups[group]["params"][place]
-                # AdamW makes this state at its first step. Made now, a fresh engine has a place to load a checkpoint into.
+                # AdamW makes this state at its first step. Made now, a fresh engine has a place to load a
+                # checkpoint into.
                 state = optimizer.optimizer.state[main] = {
                     "step": torch.zeros((), device=main.device),
                     "exp_avg": torch.zeros_like(main),
@@ -215,7 +224,8 @@ class MegatronEngine:
                 )
 
     def _find_shard(self, name: str) -> tuple[Parameter, int, int]:
-        """Returns the model's parameter that a local one belongs to, the number of its shard, and how many shards there are."""
+        """Returns the model's parameter that a local one belongs to, the number of its shard, and how many
+        shards there are."""
         tied = name == "output_layer.weight" and name not in self._names.parameters
         parameter = self._names.parameters["embedding.word_embeddings.weight" if tied else name]
         count = self._count_shards(parameter)
@@ -236,7 +246,8 @@ class MegatronEngine:
     def _run_schedule(
         self, model: nn.Module, microbatches: Sequence[Packed], step: Any, forward_only: bool
     ) -> list[Any]:
-        """Runs Megatron's schedule with `step` as its forward step; returns the step's results on the last stage, by microbatch."""
+        """Runs Megatron's schedule with `step` as its forward step; returns the step's results on the last
+        stage, by microbatch."""
         return get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iter(microbatches),
@@ -350,7 +361,8 @@ class MegatronEngine:
             for key in STATE_KEYS:
                 held.state[key].copy_(saved.read_range(key, held.parameter, held.range))
         random = saved.read_random_states(dist.get_rank(), dist.get_world_size(), self._sizes)
-        # With ranks in another layout, or on another kind of device, than those that wrote it, each keeps its own random state.
+        # With ranks in another layout, or on another kind of device, than those that wrote it, each keeps its
+        # own random state.
         if random.keys() == self._read_random_states().keys():
             torch.set_rng_state(random.pop("cpu"))
             if "cuda" in random:

@@ -1,4 +1,5 @@
-"""A Hugging Face model built from Megatron-core's layers: one rank's part, with log-probabilities or values at its end."""
+"""A Hugging Face model built from Megatron-core's layers: one rank's part, with log-probabilities or values
+at its end."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -38,15 +39,20 @@ class ParallelSizes:
 
     @property
     def expert_tensor_parallel(self) -> int:
-        """Number of ranks that divide one expert: none is divided where the experts are dealt out to ranks already."""
+        """Number of ranks that divide one expert: none is divided where the experts are dealt out to ranks
+        already."""
         return 1 if self.expert_parallel > 1 else self.tensor_parallel
 
 
 def find_problems(config: Any, sizes: ParallelSizes, world: int) -> list[str]:
-    """Returns why this model cannot be divided so over `world` ranks, or not be built at all. `config`: Hugging Face's."""
+    """Returns why this model cannot be divided so over `world` ranks, or not be built at all.
+
+    `config`: Hugging Face's.
+    """
     if config.model_type not in SUPPORTED_FAMILIES:
         return [
-            f"model_type of model.path must be one of {', '.join(SUPPORTED_FAMILIES)} (Megatron), got {config.model_type}"
+            f"model_type of model.path must be one of {', '.join(SUPPORTED_FAMILIES)} (Megatron), "
+            f"got {config.model_type}"
         ]
     tensor, pipeline, expert = sizes.tensor_parallel, sizes.pipeline_parallel, sizes.expert_parallel
     found = []
@@ -76,7 +82,8 @@ def find_problems(config: Any, sizes: ParallelSizes, world: int) -> list[str]:
         found.append(f"hidden_act of model.path must be silu, got {config.hidden_act}")
     if config.rope_parameters["rope_type"] not in SUPPORTED_ROPES:
         found.append(
-            f"rope_type of model.path must be one of {SUPPORTED_ROPES}, got {config.rope_parameters['rope_type']}"
+            f"rope_type of model.path must be one of {SUPPORTED_ROPES}, "
+            f"got {config.rope_parameters['rope_type']}"
         )
     if (part := config.rope_parameters.get("partial_rotary_factor", 1.0)) != 1.0:
         found.append(f"partial_rotary_factor of model.path must be 1, got {part}")
@@ -161,7 +168,10 @@ def _keep_tensor(tensor: Tensor) -> Tensor:
 
 
 class MegatronModel(GPTModel):
-    """One rank's part of the model. Pipeline stages hand on [T', 1, H]; T' is this rank's part of the padded tokens."""
+    """One rank's part of the model.
+
+    Pipeline stages hand on [T', 1, H]; T' is this rank's part of the padded tokens.
+    """
 
     def __init__(
         self,
@@ -202,7 +212,8 @@ class MegatronModel(GPTModel):
                 nn.init.zeros_(self.score.bias)
 
     def forward(self, packed: Packed) -> Tensor:
-        """Returns on the last stage [K, 2]: log-probability, or value, and entropy of each of the K `packed.targets`."""
+        """Returns on the last stage [K, 2]: log-probability, or value, and entropy of each of the K
+        `packed.targets`."""
         device = next(self.parameters()).device
         padded = padded_to(packed, self.config.tensor_model_parallel_size)
         size = len(padded.tokens) // self.config.tensor_model_parallel_size
@@ -225,8 +236,8 @@ class MegatronModel(GPTModel):
 
     def _compute_head(self, hidden: Tensor, packed: Packed) -> Tensor:
         if self.config.sequence_parallel:
-            # In the backward pass every rank has the whole gradient of a value, but only its own vocabulary's part of the gradient of
-            # a log-probability, so only the latter is summed over the ranks.
+            # In the backward pass every rank has the whole gradient of a value, but only its own vocabulary's
+            # part of the gradient of a log-probability, so only the latter is summed over the ranks.
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=self.score is None
             )
@@ -247,10 +258,12 @@ class MegatronModel(GPTModel):
 def vocab_parallel_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
 ) -> Tensor:
-    """Computes `learners.heads.chunked_logprobs` over a vocabulary whose rows are divided over the tensor-parallel ranks.
+    """Computes `learners.heads.chunked_logprobs` over a vocabulary whose rows are divided over the
+    tensor-parallel ranks.
 
-    Ranks exchange only sums over their own rows, and all compute the same from these sums, so each has the gradient of its own logits.
-    Shapes: hidden [K, H], weight [V / ranks, H], targets [K] int64 -> [K, 2] float32: log-probability and entropy.
+    Ranks exchange only sums over their own rows, and all compute the same from these sums, so each has the
+    gradient of its own logits. Shapes: hidden [K, H], weight [V / ranks, H], targets [K] int64 -> [K, 2]
+    float32: log-probability and entropy.
     """
     group = mpu.get_tensor_model_parallel_group()
     first = group.rank() * len(weight)

@@ -1,8 +1,8 @@
 """Translates names and layouts of a model's parameters between Hugging Face and Megatron, both ways.
 
-Megatron keeps a layer's query, key and value in one matrix, interleaved by group of heads, and a gate with its up-projection.
-Tensor parallelism then gives each rank equal parts along one dimension. This one table serves loading, publication and checkpoints
-of every layout of ranks.
+Megatron keeps a layer's query, key and value in one matrix, interleaved by group of heads, and a gate with
+its up-projection. Tensor parallelism then gives each rank equal parts along one dimension. This one table
+serves loading, publication and checkpoints of every layout of ranks.
 """
 
 import re
@@ -102,7 +102,8 @@ class ModelFiles:
 
 
 class ParameterNames:
-    """The parameters of one model by Megatron's name, in the order of its layers (`parameters`), and their shards."""
+    """The parameters of one model by Megatron's name, in the order of its layers (`parameters`), and their
+    shards."""
 
     def __init__(self, config: Any, files: ModelFiles, stages: int, critic: bool) -> None:
         """`config`: Hugging Face's. `stages`: number of pipeline stages, which have equally many layers.
@@ -162,7 +163,10 @@ class ParameterNames:
                     )
 
     def name_parameters(self, model: nn.Module, first_expert: int) -> dict[str, nn.Parameter]:
-        """Returns this rank's own parameters by their names in the whole model. `first_expert`: number of the rank's first expert."""
+        """Returns this rank's own parameters by their names in the whole model.
+
+        `first_expert`: number of the rank's first expert.
+        """
         named = {}
         for name, parameter in model.named_parameters():
             if match := re.match(r"decoder\.layers\.(\d+)\.(.*)", name):
@@ -175,7 +179,8 @@ class ParameterNames:
         return named
 
     def read_shard(self, parameter: Parameter, index: int, count: int) -> Tensor | None:
-        """Returns shard `index` of `count` in the file's dtype; None for a critic's head that the file lacks."""
+        """Returns shard `index` of `count` in the file's dtype; None for a critic's head that the file
+        lacks."""
         if parameter.name in VALUE_HEAD and parameter.name not in self._files.names:
             return None
         return self.cut_shard(
@@ -191,7 +196,8 @@ class ParameterNames:
         return torch.Size([rows // count, *rest])
 
     def cut_shard(self, layout: ShardLayout, whole: Sequence[Tensor], index: int, count: int) -> Tensor:
-        """Makes Megatron's shard `index` of `count` from Hugging Face's tensors, in the order of `Parameter.sources`."""
+        """Makes Megatron's shard `index` of `count` from Hugging Face's tensors, in the order of
+        `Parameter.sources`."""
         match layout:
             case ShardLayout.replicated:
                 return whole[0]

@@ -1,6 +1,7 @@
 """Stand-ins for what Megatron-core 0.16.1 lacks without TransformerEngine or CUDA, each with its reason.
 
-Call `install_stand_ins()` before any model is made, and wrap everything that Megatron computes in `use_available_device()`.
+Call `install_stand_ins()` before any model is made, and wrap everything that Megatron computes in
+`use_available_device()`.
 """
 
 import contextlib
@@ -30,7 +31,8 @@ REPEATED_WARNINGS = [
     "The .grad attribute of a Tensor that is not a leaf",
     ".*torch.distributed.* is deprecated",
 ]
-"""Warnings at each step about Megatron's own way of calling torch, and about settings for CUDA: a user cannot act on them."""
+"""Warnings at each step about Megatron's own way of calling torch, and about settings for CUDA: a user cannot
+act on them."""
 
 
 @cache
@@ -38,7 +40,8 @@ def install_stand_ins() -> None:
     """Replaces the parts of Megatron and torch that fail on this machine, once for each process."""
     for message in REPEATED_WARNINGS:
         warnings.filterwarnings("ignore", message)
-    # Without TransformerEngine Megatron takes torch's AdamW, with it another one. Always torch's: checkpoints have one form.
+    # Without TransformerEngine Megatron takes torch's AdamW, with it another one. Always torch's: checkpoints
+    # have one form.
     optimizer.USING_PYTORCH_OPTIMIZER = True
     # The router asks whether this is None, but the name does not exist where TransformerEngine is missing.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
@@ -53,12 +56,14 @@ def install_stand_ins() -> None:
     torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    # The dispatcher of experts needs its sizes as numpy arrays, and makes them only from tensors that it moves off a GPU.
+    # The dispatcher of experts needs its sizes as numpy arrays, and makes them only from tensors that it
+    # moves off a GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy
 
 
 class _Stream(torch.cpu.Stream):
-    """A CPU stream that records events: the dispatcher of experts makes a stream of its own and records events on it."""
+    """A CPU stream that records events: the dispatcher of experts makes a stream of its own and records
+    events on it."""
 
     def record_event(self, *_: Any) -> torch.cpu.Event:
         return torch.cpu.Event()
@@ -69,7 +74,8 @@ def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) 
 
 
 class _CpuForCuda(TorchFunctionMode):
-    """Puts the CPU where Megatron writes `device="cuda"` or `.cuda()`, or compares a type with "torch.cuda.FloatTensor"."""
+    """Puts the CPU where Megatron writes `device="cuda"` or `.cuda()`, or compares a type with
+    "torch.cuda.FloatTensor"."""
 
     def __torch_function__(
         self,
@@ -139,7 +145,8 @@ class PackedAttention(MegatronModule):
 
 
 def make_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Returns the layers of this pipeline stage: TransformerEngine's, or Megatron's own with the classes above."""
+    """Returns the layers of this pipeline stage: TransformerEngine's, or Megatron's own with the classes
+    above."""
     if HAVE_TE:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
