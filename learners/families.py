@@ -14,7 +14,8 @@ from configs.schema import Config
 
 TESTED_FAMILIES = (
     "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2",
-    "gemma3_text", "granite", "cohere", "cohere2", "phi3", "olmo2", "olmo3", "smollm3", "glm4", "exaone4", "deepseek_v3",
+    "gemma3_text", "granite", "cohere", "cohere2", "phi3", "olmo2", "olmo3", "smollm3", "glm4", "exaone4",
+    "deepseek_v3",
 )  # fmt: skip
 
 

@@ -130,13 +130,14 @@ def check_same_run(
     if manifest.engine != config.learner.engine:
         raise ValueError(
             f"learner.engine must be {manifest.engine}, which wrote the checkpoint, "
-            f"got {config.learner.engine} (another engine takes up its export: scripts/export.sh, and model.path of a new run)"
+            f"got {config.learner.engine} (another engine takes up its export: scripts/export.sh, "
+            "and model.path of a new run)"
         )
     then = manifest.ledger
     if then is not None and now is not None and (then.trained, then.masked) != (now.trained, now.masked):
         raise ValueError(
-            f"journal and checkpoint must be of the same run: at step {manifest.step} {then.trained} tokens "
-            f"were trained and {then.masked} masked, the journal's ledger has {now.trained} and {now.masked}"
+            "journal and checkpoint must be of the same run: "
+            f"at step {manifest.step} {then.trained} tokens were trained and {then.masked} masked, the journal's ledger has {now.trained} and {now.masked}"
         )
 
 

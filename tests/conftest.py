@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: as in the generat
 
 from nests import ROWS, nursery_for_all
 from runs import Started
+from tiny_models import find_tiny_model
 
 from buffers.trajectory import Trajectory
 from slipstream.nursery import FOLDER
@@ -28,11 +29,6 @@ ROOT = Path(__file__).parents[1]
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
-MAKE_TINY = """
-from generators.tasks.sorting import Task
-from learners.tiny_cache import prepare_tiny_model
-prepare_tiny_model(Task().solved_examples("train", seed=0))
-"""
 making: list[subprocess.Popen[bytes]] = []
 """The process that makes the tiny model, if it was started."""
 
@@ -82,7 +78,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         "tiny_model" in getattr(item, "fixturenames", ()) for item in session.items
     ):
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        making.append(subprocess.Popen([sys.executable, "-c", MAKE_TINY], cwd=ROOT, **quiet))
+        making.append(subprocess.Popen([sys.executable, "-m", "tests.tiny_models"], cwd=ROOT, **quiet))
 
 
 def pytest_unconfigure() -> None:
@@ -103,12 +99,9 @@ def seed() -> None:
 def tiny_model() -> Path:
     """The folder of the tiny model (made once, then cached), for whole runs. Its weights differ from machine to machine, so
     nothing that a test asserts may follow from them: `fixed_model` is for that."""
-    from generators.tasks.sorting import Task
-    from learners import tiny_cache
-
     for process in making:
         process.wait()  # if it has failed, so will this process, and say why
-    return tiny_cache.prepare_tiny_model(Task().solved_examples("train", seed=0))
+    return find_tiny_model()
 
 
 @pytest.fixture(scope="session")

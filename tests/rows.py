@@ -48,10 +48,12 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def make_tiny_model() -> int:
-    """The process that makes it beside the tests that need none. Where it fails, the first test that needs it will say why."""
-    from generators.tasks.sorting import Task
-    from learners import tiny_cache
+def start_tiny_model() -> int:
+    """Starts a process that makes the tiny model beside tests that do not need it; returns the process's id.
+
+    Where it fails, the first test that needs the model says why.
+    """
+    from tiny_models import find_tiny_model
 
     if process := os.fork():
         return process
@@ -59,7 +61,7 @@ def make_tiny_model() -> int:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
-        tiny_cache.prepare_tiny_model(Task().solved_examples("train", seed=0))
+        find_tiny_model()
     finally:
         os._exit(0)
 
@@ -76,7 +78,7 @@ def main() -> int:
         import warm  # noqa: F401
 
         os.environ[nests.ROWS] = "1"
-        making = make_tiny_model()
+        making = start_tiny_model()
         said, rows = Path(tempfile.mkdtemp()), {}
         for name, arguments in ROWS.items():
             if (process := os.fork()) == 0:

@@ -75,8 +75,8 @@ def find_problems(config: Any, sizes: ParallelSizes, world: int) -> list[str]:
         found.append(f"learner.megatron.expert_parallel must be 1 for a model without experts, got {expert}")
     if world % (tensor * pipeline * expert):
         found.append(
-            "learner.megatron.tensor_parallel · pipeline_parallel · expert_parallel must divide learner.ranks, "
-            f"got {tensor} · {pipeline} · {expert} for {world}"
+            "learner.megatron.tensor_parallel · pipeline_parallel · expert_parallel must divide "
+            f"learner.ranks, got {tensor} · {pipeline} · {expert} for {world}"
         )
     if config.hidden_act != "silu":
         found.append(f"hidden_act of model.path must be silu, got {config.hidden_act}")
