@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.core_model_loading import revert_weight_conversion
 
-from configs.learner import Attention
+from configs.learner import ADAM_BETAS, Attention
 from configs.model import Dtype
 from configs.parallel import Accumulate, FsdpConfig, LoraConfig, LoraPublish
 from learners import lora as adapters
@@ -50,7 +50,7 @@ class FsdpEngine:
         dtype: Dtype = Dtype.float32,
         temperature: float = 1.0,
         attention: Attention = Attention.auto,
-        betas: tuple[float, float] = (0.9, 0.95),
+        betas: tuple[float, float] = ADAM_BETAS,
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
         activation_checkpointing: bool = False,

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from buffers.trajectory import GREEDY, Trajectory, to_batch
+from configs.learner import ADAM_BETAS
 from learners.attention import packed_sdpa, padded_sdpa
 from learners.engine import LossFn
 from learners.fsdp import FsdpEngine
@@ -125,7 +126,7 @@ def test_an_update_equals_plain_pytorch(
 ) -> None:
     weights = torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(0))
     model = AutoModelForCausalLM.from_pretrained(fixed_model)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=ADAM_BETAS, weight_decay=0.1)
     for lr in (1e-3, 5e-4):
         packed = microbatches(batch, range(batch.num_sequences), budget, 1, 0)
         norm = engine.update(packed, sum_loss(batch, weights), lr)

@@ -29,6 +29,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from configs.learner import ADAM_BETAS
 from configs.model import Dtype
 from learners import heads
 from learners.engine import ModelKind
@@ -123,7 +124,7 @@ def test_an_update_is_hugging_faces_own(
         return mean_logprob(logprobs, entropy, packed)
 
     norm = engine.update(parts, loss_fn, LR)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=ADAM_BETAS, weight_decay=0.1)
     (-sum(logprobs.sum() for logprobs, _ in expected) / sum(LENGTHS)).backward()
     assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)), rel=1e-5)
     for found, (_, entropies) in zip(seen, expected, strict=True):
@@ -347,7 +348,7 @@ def test_entropy_carries_gradient_where_a_loss_leads_through_it_and_only_there(
     divided_heads: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "qwen3", attn_implementation="eager")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=ADAM_BETAS, weight_decay=0.1)
     sum(entropy_bonus(*hugging_face(model, part, 0.7), part) for part in parts_of(40)).backward()  # type: ignore[union-attr]
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     optimizer.step()

@@ -40,7 +40,7 @@ def synchronous(config: Config, folder: Path) -> dict[str, Tensor]:
     import pyarrow as pa
 
     engine, episodes = make_engine(config, seed=123), make_episodes(config)
-    trainer, publisher = FsdpEngine(config.model.path, betas=(0.9, 0.99)), Publisher(folder, "reference")
+    trainer, publisher = FsdpEngine(config.model.path), Publisher(folder, "reference")
     for step in range(STEPS):
         engine.load_version(Snapshot(publisher.publish_version(step, trainer.stream_weights())))
         openings = {}
@@ -119,7 +119,7 @@ def test_the_pipeline_at_s_zero_is_the_synchronous_loop_bit_for_bit(tiny_model: 
     finally:
         run.terminate()
     with process_group(tmp_path / "pipeline"):
-        pipeline = FsdpEngine(tiny_model, betas=(0.9, 0.99))
+        pipeline = FsdpEngine(tiny_model)
         start = collect_tensors(pipeline.stream_weights())
         pipeline.load_state(tmp_path / "run" / "checkpoints" / f"step_{STEPS}" / "engine")
         found = collect_tensors(pipeline.stream_weights())

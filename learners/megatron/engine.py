@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from configs.learner import ADAM_BETAS
 from configs.model import Dtype
 from learners.checkpoint import StateWriter
 from learners.engine import LossFn, ModelKind, Share
@@ -92,7 +93,7 @@ class MegatronEngine:
         kind: ModelKind = ModelKind.policy,
         dtype: Dtype = Dtype.float32,
         temperature: float = 1.0,
-        betas: tuple[float, float] = (0.9, 0.95),
+        betas: tuple[float, float] = ADAM_BETAS,
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
         activation_checkpointing: bool = False,

@@ -85,7 +85,7 @@ def measure(rate: float, steps: int, folder: Path) -> tuple[float, float, float,
     """Shares that change, mean and largest; size of a patch as a share of a snapshot's; sampled reward at the end."""
     path = prepare_tiny_model(Task().solved_examples("train", seed=0))
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
-    engine = FsdpEngine(path, betas=(0.9, 0.99))
+    engine = FsdpEngine(path)
     publisher = Publisher(folder / "weights", "measured")
     shares, sizes, rewards = [], [], []
     before: Snapshot | None = None
