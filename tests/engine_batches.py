@@ -1,7 +1,8 @@
-"""Small models of each kind, a batch and a loss for them, and the engines that train them: every engine must give one step's numbers."""
+"""Small models of each kind, a batch and a loss for them, and the engines that train them: every engine must
+give one step's numbers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from transformers import (
 from configs.parallel import FsdpConfig
 from learners.engine import Engine
 from learners.fsdp import FsdpEngine
-from learners.packing import Batch
+from learners.packing import Batch, Packed
 
 LR, MAX_GRAD_NORM, TEMPERATURE, WEIGHT_DECAY, BETAS = 1e-3, 0.5, 0.8, 0.1, (0.9, 0.95)
 
@@ -35,6 +36,13 @@ SIZES = dict(
     vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=64,
 )  # fmt: skip
+
+
+SMALL = dict(
+    vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64,
+)  # fmt: skip
+"""Sizes of a model for `draw_batch`."""
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -75,6 +83,18 @@ def save_model(name: str, folder: Path) -> Path:
     return folder / name
 
 
+def save_small_qwen3(folder: Path) -> Path:
+    """Writes a Qwen3 with initial weights, the same at each call, into the folder."""
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=8, tie_word_embeddings=False)).save_pretrained(folder)
+    return folder
+
+
+def negate_logprobs(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
+    """A loss: the negative log-likelihood, over 70."""
+    return -logprobs.sum() / 70
+
+
 def draw_experts() -> Tensor:
     """[T, 2 layers · 2] random experts, two different ones; the last of each sequence goes unrecorded."""
     rng, ends = np.random.default_rng(2), np.cumsum(LENGTHS) - 1
@@ -84,25 +104,40 @@ def draw_experts() -> Tensor:
 
 
 def make_batch(replay: bool = False) -> Batch:
-    rng, offsets = np.random.default_rng(0), np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int64)
-    count, total = len(LENGTHS), int(offsets[-1])
+    rng, total = np.random.default_rng(0), sum(LENGTHS)
+    tokens = torch.from_numpy(rng.integers(0, SIZES["vocab_size"], total))
+    behavior_logprobs = torch.from_numpy(rng.normal(-4.5, 0.3, total)).float()
+    batch = make_sampled_batch(LENGTHS, tokens)
+    return replace(batch, behavior_logprobs=behavior_logprobs, experts=draw_experts() if replay else None)
+
+
+def make_sampled_batch(lengths: list[int], tokens: Tensor) -> Batch:
+    """Makes a batch of sequences of these lengths, one a group, in which every token is sampled. tokens
+    [T]."""
+    count, total = len(lengths), sum(lengths)
     return Batch(
-        tokens=torch.from_numpy(rng.integers(0, SIZES["vocab_size"], total)),
+        tokens=tokens,
         sampled=torch.ones(total, dtype=torch.bool),
-        behavior_logprobs=torch.from_numpy(rng.normal(-4.5, 0.3, total)).float(),
+        behavior_logprobs=torch.zeros(total),
         versions=torch.zeros(total, dtype=torch.int32),
-        offsets=offsets,
+        offsets=np.cumsum([0, *lengths]),
         rewards=torch.zeros(count),
         groups=torch.arange(count),
         weights=torch.ones(count),
         truncated=torch.zeros(count, dtype=torch.bool),
         greedy=torch.full((count,), float("nan")),
-        experts=draw_experts() if replay else None,
     )
 
 
+def draw_batch(lengths: list[int], vocabulary: int = SMALL["vocab_size"]) -> Batch:
+    """Makes a batch of random tokens, the same at each call."""
+    rng = torch.Generator().manual_seed(0)
+    return make_sampled_batch(lengths, torch.randint(0, vocabulary, (sum(lengths),), generator=rng))
+
+
 def sum_policy_gradient(logprobs: Tensor, behavior: Tensor, positions: Tensor, advantages: Tensor) -> Tensor:
-    """Importance-weighted policy gradient over all tokens that have a log-probability; the denominator is global."""
+    """Importance-weighted policy gradient over all tokens that have a log-probability; the denominator is
+    global."""
     terms = -(logprobs - behavior).clamp(max=2).exp() * advantages
     return terms[positions > 0].sum() / (sum(LENGTHS) - len(LENGTHS))
 

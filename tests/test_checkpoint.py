@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from engine_batches import draw_batch, negate_logprobs, save_small_qwen3
 from ranks import on_ranks
 from safetensors.torch import save_file
-from test_fsdp import batch_of, mean_logprob, qwen3, weights_of  # noqa: F401
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
@@ -33,6 +33,7 @@ from learners.fsdp import FsdpEngine
 from learners.packing import Packed, microbatches
 from learners.startup import check_same_run
 from learners.world import World
+from sync.stream import collect_tensors
 
 LENGTHS = [5, 9, 2, 30, 7, 1, 12, 4]
 
@@ -200,8 +201,13 @@ def test_a_checkpoint_of_another_engine_or_another_run_is_refused() -> None:
 # ---- what is in it
 
 
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small_qwen3(tmp_path_factory.mktemp("qwen3"))
+
+
 def parts_of(world: World) -> list[Packed]:
-    return microbatches(batch_of(LENGTHS), range(len(LENGTHS)), 40, world.size, world.rank)
+    return microbatches(draw_batch(LENGTHS), range(len(LENGTHS)), 40, world.size, world.rank)
 
 
 def state(engine: FsdpEngine) -> dict[str, Tensor]:
@@ -212,17 +218,18 @@ def state(engine: FsdpEngine) -> dict[str, Tensor]:
 
 
 def trained_on(world: World, model: Path, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The state when a checkpoint was begun, and the weights after another update; written while updates go on."""
+    """The state when a checkpoint was begun, and the weights after another update; written while updates go
+    on."""
     torch.manual_seed(world.rank)
     engine, parts = FsdpEngine(model), parts_of(world)
-    engine.update(parts, mean_logprob, 1e-2)
+    engine.update(parts, negate_logprobs, 1e-2)
     before, write_it = state(engine), engine.copy_state()
     thread = threading.Thread(target=write_it, args=(folder,))
     thread.start()
-    engine.update(parts, mean_logprob, 1e-2)
-    after = weights_of(engine)
+    engine.update(parts, negate_logprobs, 1e-2)
+    after = collect_tensors(engine.stream_weights())
     for _ in range(4):
-        engine.update(parts, mean_logprob, 1e-2)
+        engine.update(parts, negate_logprobs, 1e-2)
         list(engine.stream_weights())
     thread.join()
     return before, after
@@ -232,14 +239,14 @@ def taken_up(world: World, model: Path, folder: Path) -> tuple[dict[str, Tensor]
     engine = FsdpEngine(model)
     engine.load_state(folder)
     loaded = state(engine)
-    engine.update(parts_of(world), mean_logprob, 1e-2)
-    return loaded, weights_of(engine)
+    engine.update(parts_of(world), negate_logprobs, 1e-2)
+    return loaded, collect_tensors(engine.stream_weights())
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_a_checkpoint_of_two_ranks_is_of_its_moment_and_goes_on_with_any_number(
     number: int,
-    qwen3: Path,  # noqa: F811
+    qwen3: Path,
     tmp_path: Path,
 ) -> None:
     before, after = on_ranks(2, trained_on, tmp_path / "two", qwen3, tmp_path / "engine")[0]
@@ -254,7 +261,8 @@ def test_a_checkpoint_of_two_ranks_is_of_its_moment_and_goes_on_with_any_number(
 
 
 def checkpointed_slowly(world: World, folder: Path) -> list[int]:
-    """Two checkpoints one after the other, whose completion takes the first rank longer than a collective may take."""
+    """Two checkpoints one after the other, whose completion takes the first rank longer than a collective may
+    take."""
     learners.world.TIMEOUT = timedelta(seconds=4)
     digests = checkpoint.digest_files
 

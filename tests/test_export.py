@@ -1,4 +1,5 @@
-"""A checkpoint of any engine becomes a Hugging Face folder, which stock transformers and the other engine take up."""
+"""A checkpoint of any engine becomes a Hugging Face folder, which stock transformers and the other engine
+take up."""
 
 import contextlib
 from dataclasses import replace

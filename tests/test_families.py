@@ -1,7 +1,8 @@
-"""Packed sequences through the FSDP engine against Hugging Face's eager attention, one sequence at a time, by family of models.
+"""Packed sequences through the FSDP engine against Hugging Face's eager attention, one sequence at a time, by
+family of models.
 
-Each model is tiny and random, in float32; sequences are longer than its window, and scores and logits are large enough that a cap,
-a scale or a window left out shows.
+Each model is tiny and random, in float32; sequences are longer than its window, and scores and logits are
+large enough that a cap, a scale or a window left out shows.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_batches import make_sampled_batch
 from ranks import on_ranks
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
@@ -114,19 +116,8 @@ def made(name: str, folder: Path) -> Path:
 
 
 def make_batch() -> Batch:
-    count, total = len(LENGTHS), sum(LENGTHS)
-    return Batch(
-        tokens=torch.from_numpy(np.random.default_rng(0).integers(3, 96, total)),
-        sampled=torch.ones(total, dtype=torch.bool),
-        behavior_logprobs=torch.zeros(total),
-        versions=torch.zeros(total, dtype=torch.int32),
-        offsets=np.cumsum([0, *LENGTHS]),
-        rewards=torch.zeros(count),
-        groups=torch.arange(count),
-        weights=torch.ones(count),
-        truncated=torch.zeros(count, dtype=torch.bool),
-        greedy=torch.full((count,), float("nan")),
-    )
+    tokens = np.random.default_rng(0).integers(3, 96, sum(LENGTHS))
+    return make_sampled_batch(LENGTHS, torch.from_numpy(tokens))
 
 
 def loss_of(logprobs: Tensor, entropy: Tensor) -> Tensor:
@@ -136,12 +127,12 @@ def loss_of(logprobs: Tensor, entropy: Tensor) -> Tensor:
 
 
 @dataclass
-class Found:
+class FamilyResult:
     logprobs: Tensor
     gradients: dict[str, Tensor]
 
 
-def reference(folder: Path, **changed: Any) -> Found:
+def reference(folder: Path, **changed: Any) -> FamilyResult:
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **changed).eval()
     batch, logprobs, entropy = make_batch(), [], []
     for start, end in zip(batch.offsets, batch.offsets[1:], strict=False):
@@ -150,20 +141,20 @@ def reference(folder: Path, **changed: Any) -> Found:
         logprobs += [torch.zeros(1), scores.gather(-1, tokens[1:, None])[:, 0]]
         entropy += [torch.zeros(1), -(scores.exp() * scores).sum(-1)]
     loss_of(torch.cat(logprobs), torch.cat(entropy)).backward()
-    return Found(torch.cat(logprobs).detach(), {name: p.grad for name, p in model.named_parameters()})
+    return FamilyResult(torch.cat(logprobs).detach(), {name: p.grad for name, p in model.named_parameters()})
 
 
-def trained(world: World | None, folder: Path, ranks: int = 1) -> Found:
+def trained(world: World | None, folder: Path, ranks: int = 1) -> FamilyResult:
     layout = FsdpConfig(sequence_parallel=ranks)
     engine = FsdpEngine(folder, temperature=TEMPERATURE, entropy_gradient=True, layout=layout)
     batch = make_batch()
     logprobs, entropy = engine._compute_outputs(pack(batch, range(batch.num_sequences)))
     (loss_of(logprobs, entropy) * ranks).backward()
     gradients = {name: p.grad.full_tensor() for name, p in engine._named.items() if p.grad is not None}
-    return Found(logprobs.detach(), gradients)
+    return FamilyResult(logprobs.detach(), gradients)
 
 
-def compare(found: Found, expected: Found) -> None:
+def compare(found: FamilyResult, expected: FamilyResult) -> None:
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=2e-5, rtol=0)
     assert set(found.gradients) == {name for name, grad in expected.gradients.items() if grad is not None}
     for name, grad in found.gradients.items():
@@ -220,8 +211,8 @@ def dense(
 def flash_on_a_cpu(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor, *_: Any, window_size: tuple[int, int], **__: Any
 ) -> Tensor:
-    """torch's variable-length kernel by FlashAttention's documentation: a query sees its own place, the `window_size[0]` places before
-    it (-1: all) and the `window_size[1]` after it."""
+    """torch's variable-length kernel by FlashAttention's documentation: a query sees its own place, the
+    `window_size[0]` places before it (-1: all) and the `window_size[1]` after it."""
     before, behind = window_size
     assert behind == 0
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))

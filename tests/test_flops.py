@@ -39,7 +39,10 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_products_are_counted_as_torch_counts_them(name: str) -> None:
-    """Of the linear layers exactly. Eager attention computes whole squares, of which the count takes half: also exactly."""
+    """Counts the linear layers exactly.
+
+    Eager attention computes whole squares, of which the count takes half: also exactly.
+    """
     config, (rows, length) = CONFIGS[name], (3, 10)
     model = AutoModelForCausalLM.from_config(config)
     tokens = torch.randint(0, config.vocab_size, (rows, length))

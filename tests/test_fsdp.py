@@ -1,4 +1,5 @@
-"""What the FSDP2 engine keeps to besides the mathematics of one update (`test_learner.py`): heads, dropout, dtypes, shards."""
+"""The FSDP2 engine beside the mathematics of one update (`test_same_numbers.py`): heads, dropout, dtypes,
+shards."""
 
 import time
 from dataclasses import replace
@@ -10,9 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from engine_batches import SMALL, draw_batch, negate_logprobs, save_small_qwen3
 from ranks import on_ranks
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM
 
 import learners.world
 from configs.learner import Attention
@@ -20,25 +22,16 @@ from configs.model import Dtype
 from learners import heads
 from learners.attention import choose_attention
 from learners.fsdp import FsdpEngine
-from learners.packing import Batch, Packed, microbatches, pack
+from learners.packing import Packed, microbatches, pack
 from learners.world import World
 from sync.stream import collect_tensors
-
-SIZES = dict(
-    vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=64,
-)  # fmt: skip
-
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("qwen3")
-    Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False)).save_pretrained(folder)
-    return folder
+    return save_small_qwen3(tmp_path_factory.mktemp("qwen3"))
 
 
 @pytest.fixture(scope="module")
@@ -46,39 +39,14 @@ def tied_with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("phi")
     PhiForCausalLM(
-        PhiConfig(**SIZES, tie_word_embeddings=True, resid_pdrop=0.5, embd_pdrop=0.5)
+        PhiConfig(**SMALL, tie_word_embeddings=True, resid_pdrop=0.5, embd_pdrop=0.5)
     ).save_pretrained(folder)
     return folder
 
 
-def batch_of(lengths: list[int]) -> Batch:
-    ends = torch.tensor(lengths).cumsum(0)
-    num_tokens = int(ends[-1])
-    return Batch(
-        tokens=torch.randint(0, 48, (num_tokens,), generator=torch.Generator().manual_seed(0)),
-        sampled=torch.ones(num_tokens, dtype=torch.bool),
-        behavior_logprobs=torch.zeros(num_tokens),
-        versions=torch.zeros(num_tokens, dtype=torch.int32),
-        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).numpy(),
-        rewards=torch.zeros(len(lengths)),
-        groups=torch.arange(len(lengths)),
-        weights=torch.ones(len(lengths)),
-        truncated=torch.zeros(len(lengths), dtype=torch.bool),
-        greedy=torch.full((len(lengths),), float("nan")),
-    )
-
-
 @pytest.fixture(scope="module")
 def packed() -> list[Packed]:
-    return microbatches(batch_of([5, 9, 2, 30, 7, 1, 12, 4]), range(8), 40, 1, 0)
-
-
-def mean_logprob(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
-    return -logprobs.sum() / 70
-
-
-def weights_of(engine: FsdpEngine) -> dict[str, Tensor]:
-    return collect_tensors(engine.stream_weights())
+    return microbatches(draw_batch([5, 9, 2, 30, 7, 1, 12, 4]), range(8), 40, 1, 0)
 
 
 def test_logprobs_and_entropy_are_those_after_temperature(qwen3: Path, packed: list[Packed]) -> None:
@@ -178,7 +146,7 @@ def test_a_forward_pass_before_an_update_leaves_no_stale_weights_behind(
     looked, blind = FsdpEngine(qwen3), FsdpEngine(qwen3)
     for _ in range(2):
         looked.infer(packed)
-        assert looked.update(packed, mean_logprob, 1e-2) == blind.update(packed, mean_logprob, 1e-2)
+        assert looked.update(packed, negate_logprobs, 1e-2) == blind.update(packed, negate_logprobs, 1e-2)
     assert all(map(torch.equal, looked.infer(packed), blind.infer(packed)))
 
 
@@ -190,8 +158,8 @@ def test_training_is_the_same_to_the_bit_each_time_and_dropout_is_off(
     for seed in (0, 1):
         torch.manual_seed(seed)
         engine = FsdpEngine(folder)
-        norms = [engine.update(packed, mean_logprob, 1e-2) for _ in range(3)]
-        results.append((norms, weights_of(engine)))
+        norms = [engine.update(packed, negate_logprobs, 1e-2) for _ in range(3)]
+        results.append((norms, collect_tensors(engine.stream_weights())))
     assert results[0][0] == results[1][0]
     assert all(torch.equal(tensor, results[1][1][name]) for name, tensor in results[0][1].items())
 
@@ -205,7 +173,7 @@ def test_weights_bear_the_names_and_values_of_the_model_file(
     folder = request.getfixturevalue(model)
     stored, published = (
         load_file(folder / "model.safetensors"),
-        weights_of(FsdpEngine(folder, dtype=Dtype.bfloat16)),
+        collect_tensors(FsdpEngine(folder, dtype=Dtype.bfloat16).stream_weights()),
     )
     assert published.keys() == stored.keys()
     assert all(torch.equal(tensor, stored[name].to(torch.bfloat16)) for name, tensor in published.items())
@@ -218,12 +186,12 @@ def test_activation_checkpointing_changes_memory_and_not_the_numbers(
     calls = []
     layer = thrifty._model.model.layers[0].mlp
     layer.register_forward_pre_hook(lambda *_: calls.append(1))
-    assert plain.update(packed, mean_logprob, 1e-2) == pytest.approx(
-        thrifty.update(packed, mean_logprob, 1e-2), rel=1e-6
+    assert plain.update(packed, negate_logprobs, 1e-2) == pytest.approx(
+        thrifty.update(packed, negate_logprobs, 1e-2), rel=1e-6
     )
     assert len(calls) == 2 * len(packed), "each layer must be computed again in the backward pass"
-    expected = weights_of(plain)
-    for name, tensor in weights_of(thrifty).items():
+    expected = collect_tensors(plain.stream_weights())
+    for name, tensor in collect_tensors(thrifty.stream_weights()).items():
         torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0)
 
 
@@ -239,9 +207,9 @@ ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
     ],
 )
 def test_packed_sequences_cannot_see_each_other(attention: Attention, qwen3: Path) -> None:
-    """Whatever stands in one of them: also in those before, which a causal mask alone would show."""
+    """Anything may stand in one of them: also in those before, which a causal mask alone would show."""
     dtype = Dtype.float32 if attention is Attention.packed_sdpa else Dtype.bfloat16
-    engine, batch = FsdpEngine(qwen3, attention=attention, dtype=dtype), batch_of([7, 12, 1, 20, 9])
+    engine, batch = FsdpEngine(qwen3, attention=attention, dtype=dtype), draw_batch([7, 12, 1, 20, 9])
     (before,) = engine.infer([pack(batch, range(5))])
     for changed in range(5):
         tokens, place = batch.tokens.clone(), slice(batch.offsets[changed], batch.offsets[changed + 1])
@@ -267,13 +235,14 @@ def test_a_checkpoint_holds_nothing_but_safetensors(
     qwen3: Path, packed: list[Packed], tmp_path: Path
 ) -> None:
     engine = FsdpEngine(qwen3)
-    engine.update(packed, mean_logprob, 1e-2)
+    engine.update(packed, negate_logprobs, 1e-2)
     engine.copy_state()(tmp_path / "engine")
     assert {path.suffix for path in (tmp_path / "engine").rglob("*") if path.is_file()} == {".safetensors"}
 
 
 def loaded_slowly(world: World, folder: Path) -> float:
-    """Seconds until the engine is there, where the first rank reads the model for longer than a collective may take."""
+    """Seconds until the engine is there, where the first rank reads the model for longer than a collective
+    may take."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4), dist.group.WORLD)
     learners.world.LOOK_S = 1.0
     read, began = AutoModelForCausalLM.from_pretrained, time.monotonic()

@@ -1,4 +1,5 @@
-"""Adapters: the numbers are those of peft and torch on one unsharded model, the names those of peft's files."""
+"""Adapters: the numbers are those of peft and torch on one unsharded model, the names those of peft's
+files."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_batches import draw_batch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from ranks import on_ranks
@@ -55,7 +57,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class AdapterRow:
     ranks: int
     model: str = "qwen3"
     targets: str = "all-linear"
@@ -63,18 +65,18 @@ class Row:
 
 
 ROWS = {
-    "1": Row(1),
-    "1, tied, two names": Row(1, "qwen2", "q_proj, down_proj"),
-    "2": Row(2),
-    "2, tied": Row(2, "qwen2"),
-    "2, experts": Row(2, "qwen3_moe"),
-    "2, offload": Row(2, options={"cpu_offload": True}),
-    "2 x 2 replicas": Row(4, options={"replicas": 2}),
+    "1": AdapterRow(1),
+    "1, tied, two names": AdapterRow(1, "qwen2", "q_proj, down_proj"),
+    "2": AdapterRow(2),
+    "2, tied": AdapterRow(2, "qwen2"),
+    "2, experts": AdapterRow(2, "qwen3_moe"),
+    "2, offload": AdapterRow(2, options={"cpu_offload": True}),
+    "2 x 2 replicas": AdapterRow(4, options={"replicas": 2}),
 }
 
 
 @dataclass
-class Outcome:
+class AdapterOutcome:
     losses: list[float]
     norms: list[float]
     logprobs: Tensor
@@ -83,7 +85,7 @@ class Outcome:
 
 
 @dataclass
-class Found(Outcome):
+class AdaptersFound(AdapterOutcome):
     drawn: dict[str, Tensor]
     """The adapters before the first update."""
     frozen: dict[str, Tensor]
@@ -93,7 +95,7 @@ class Found(Outcome):
 
 
 @cache
-def made(name: str, folder: Path) -> Path:
+def save_model(name: str, folder: Path) -> Path:
     torch.manual_seed(0)
     model = MODELS[name]()
     for parameter in model.parameters():  # far from initial values, where norms are 1 and biases 0
@@ -103,23 +105,10 @@ def made(name: str, folder: Path) -> Path:
 
 
 def make_batch() -> Batch:
-    ends = torch.tensor(LENGTHS).cumsum(0)
-    total, count = int(ends[-1]), len(LENGTHS)
-    return Batch(
-        tokens=torch.randint(0, SIZES["vocab_size"], (total,), generator=torch.Generator().manual_seed(0)),
-        sampled=torch.ones(total, dtype=torch.bool),
-        behavior_logprobs=torch.zeros(total),
-        versions=torch.zeros(total, dtype=torch.int32),
-        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).numpy(),
-        rewards=torch.zeros(count),
-        groups=torch.arange(count),
-        weights=torch.ones(count),
-        truncated=torch.zeros(count, dtype=torch.bool),
-        greedy=torch.full((count,), float("nan")),
-    )
+    return draw_batch(LENGTHS, SIZES["vocab_size"])
 
 
-def advantages() -> Tensor:
+def draw_advantages() -> Tensor:
     return torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(1))
 
 
@@ -133,7 +122,7 @@ def peft_config(targets: str) -> PeftConfig:
 
 
 def logprobs_of(model: Any) -> list[Tensor]:
-    """Of each sequence by itself, 0 for its first token."""
+    """Computes log-probabilities of each sequence by itself, 0 for its first token."""
     batch, found = make_batch(), []
     for start, end in zip(batch.offsets, batch.offsets[1:], strict=False):
         tokens = batch.tokens[start:end]
@@ -142,7 +131,7 @@ def logprobs_of(model: Any) -> list[Tensor]:
     return found
 
 
-def reference(folder: Path, targets: str) -> Outcome:
+def update_by_peft(folder: Path, targets: str) -> AdapterOutcome:
     """peft and torch, on one whole model."""
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
@@ -151,7 +140,7 @@ def reference(folder: Path, targets: str) -> Outcome:
     optimizer = torch.optim.AdamW(trained, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
     losses, norms = [], []
     for _ in range(UPDATES):
-        loss = loss_of(torch.cat(logprobs_of(model)), advantages())
+        loss = loss_of(torch.cat(logprobs_of(model)), draw_advantages())
         loss.backward()
         losses.append(float(loss.detach()))
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM)))
@@ -160,7 +149,7 @@ def reference(folder: Path, targets: str) -> Outcome:
     logprobs = torch.cat(logprobs_of(model)).detach()
     model.save_pretrained(folder / targets)
     model.merge_and_unload().save_pretrained(folder / targets / "merged")
-    return Outcome(
+    return AdapterOutcome(
         losses,
         norms,
         logprobs,
@@ -175,28 +164,28 @@ def make_engine(folder: Path, lora: LoraConfig | None, **options: Any) -> FsdpEn
     )  # fmt: skip
 
 
-def published(engine: FsdpEngine, lora: LoraConfig, publish: LoraPublish) -> dict[str, Tensor]:
+def collect_published(engine: FsdpEngine, lora: LoraConfig, publish: LoraPublish) -> dict[str, Tensor]:
     lora.publish = publish
     return collect_tensors(engine.stream_weights())
 
 
-def share_of(engine: FsdpEngine) -> list[Packed]:
+def pack_share(engine: FsdpEngine) -> list[Packed]:
     mine = list(range(len(LENGTHS)))[engine.share.index :: engine.share.count]
     return [pack(make_batch(), mine[number::2]) for number in range(2)]
 
 
-def infer(engine: Any, world: World, parts: list[Packed]) -> Tensor:
+def infer_all(engine: Any, world: World, parts: list[Packed]) -> Tensor:
     logprobs = torch.zeros(sum(LENGTHS))
     for part, found in zip(parts, engine.infer(parts), strict=True):
         logprobs[part.index] = found * engine.share.holds_results
     return world.add_tensor(logprobs)
 
 
-def update(engine: FsdpEngine, world: World, parts: list[Packed]) -> tuple[float, float]:
+def update_once(engine: FsdpEngine, world: World, parts: list[Packed]) -> tuple[float, float]:
     losses = torch.zeros(1)
 
     def loss_fn(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
-        loss = loss_of(logprobs, advantages()[packed.index])
+        loss = loss_of(logprobs, draw_advantages()[packed.index])
         losses.add_(loss.detach() * engine.share.holds_results)
         return loss
 
@@ -204,35 +193,35 @@ def update(engine: FsdpEngine, world: World, parts: list[Packed]) -> tuple[float
     return float(world.add_tensor(losses)), norm
 
 
-def base_of(engine: FsdpEngine) -> dict[str, Tensor]:
+def collect_base(engine: FsdpEngine) -> dict[str, Tensor]:
     named = {name: p for name, p in engine._named.items() if not adapters.is_adapter(name)}
     return {adapters.base_name(name): p.detach().full_tensor().cpu() for name, p in named.items()}  # type: ignore[attr-defined]
 
 
-def trained(world: World, row: Row, folder: Path) -> Found:
+def train_row(world: World, row: AdapterRow, folder: Path) -> AdaptersFound:
     torch.manual_seed(world.rank)
     lora = LoraConfig(rank=RANK, alpha=ALPHA, targets=row.targets)
     engine = make_engine(folder, lora, layout=FsdpConfig(**row.options))
-    reference, parts = BaseModelEngine(engine), share_of(engine)
-    before, drawn = infer(reference, world, parts), published(engine, lora, LoraPublish.adapter)
-    losses, norms = zip(*[update(engine, world, parts) for _ in range(UPDATES)], strict=True)
+    reference, parts = BaseModelEngine(engine), pack_share(engine)
+    before, drawn = infer_all(reference, world, parts), collect_published(engine, lora, LoraPublish.adapter)
+    losses, norms = zip(*[update_once(engine, world, parts) for _ in range(UPDATES)], strict=True)
     with engine.without_adapters():
-        after = infer(engine, world, parts)
-    return Found(
+        after = infer_all(engine, world, parts)
+    return AdaptersFound(
         list(losses),
         list(norms),
-        infer(engine, world, parts),
-        published(engine, lora, LoraPublish.adapter),
-        published(engine, lora, LoraPublish.merged),
+        infer_all(engine, world, parts),
+        collect_published(engine, lora, LoraPublish.adapter),
+        collect_published(engine, lora, LoraPublish.merged),
         drawn,
-        base_of(engine),
-        [before, after, infer(reference, world, parts)],
+        collect_base(engine),
+        [before, after, infer_all(reference, world, parts)],
     )
 
 
-def untrained(world: World, row: Row, folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
+def infer_untrained(world: World, row: AdapterRow, folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
     engine = make_engine(folder, None, kind=ModelKind.frozen, layout=FsdpConfig(**row.options))
-    return infer(engine, world, share_of(engine)), base_of(engine)
+    return infer_all(engine, world, pack_share(engine)), collect_base(engine)
 
 
 @pytest.fixture(scope="module")
@@ -241,29 +230,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def references(folder: Path) -> Callable[[Row], Outcome]:
+def references(folder: Path) -> Callable[[AdapterRow], AdapterOutcome]:
     targets = {"qwen3_moe": ATTENTION}  # what `all-linear` is where experts are one tensor
-    of = cache(lambda model, targets: reference(made(model, folder), targets))
+    of = cache(lambda model, targets: update_by_peft(save_model(model, folder), targets))
     return lambda row: of(row.model, targets.get(row.model, row.targets))
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Found]]:
-    """What each rank of a row found."""
+def runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[AdaptersFound]]:
+    """Returns a function that trains a row and returns the results of its ranks."""
 
-    def run(name: str) -> list[Found]:
+    def run(name: str) -> list[AdaptersFound]:
         row = ROWS[name]
-        return on_ranks(row.ranks, trained, tmp_path_factory.mktemp("ranks"), row, made(row.model, folder))
+        return on_ranks(
+            row.ranks, train_row, tmp_path_factory.mktemp("ranks"), row, save_model(row.model, folder)
+        )
 
     return cache(run)
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_updates_are_those_of_peft(
-    name: str, references: Callable[[Row], Outcome], runs: Callable[[str], list[Found]]
+    name: str, references: Callable[[AdapterRow], AdapterOutcome], runs: Callable[[str], list[AdaptersFound]]
 ) -> None:
-    """Loss and gradient norm within 1e-5 of their size at each of three updates, matrices within 2 % of a step of AdamW (two whole
-    steps each where the gradient is rounding)."""
+    """Loss and gradient norm within 1e-5 of their size at each of three updates, matrices within 2 % of a
+    step of AdamW (two whole steps each where the gradient is rounding)."""
     expected, ranks = references(ROWS[name]), runs(name)
     found = ranks[0]
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
@@ -280,10 +271,12 @@ def test_updates_are_those_of_peft(
 
 @pytest.mark.parametrize("name", ROWS)
 def test_without_adapters_the_base_answers_to_the_bit_also_after_training(
-    name: str, folder: Path, runs: Callable[[str], list[Found]], tmp_path: Path
+    name: str, folder: Path, runs: Callable[[str], list[AdaptersFound]], tmp_path: Path
 ) -> None:
     row, found = ROWS[name], runs(name)[0]
-    base, frozen = on_ranks(row.ranks, untrained, tmp_path / "ranks", row, made(row.model, folder))[0]
+    base, frozen = on_ranks(
+        row.ranks, infer_untrained, tmp_path / "ranks", row, save_model(row.model, folder)
+    )[0]
     assert found.frozen.keys() == frozen.keys() and all(
         torch.equal(found.frozen[key], frozen[key]) for key in frozen
     )
@@ -295,14 +288,14 @@ def test_without_adapters_the_base_answers_to_the_bit_also_after_training(
 def test_what_is_published_is_a_file_of_stock_peft_or_the_model_that_peft_makes_of_it(
     name: str,
     folder: Path,
-    references: Callable[[Row], Outcome],
-    runs: Callable[[str], list[Found]],
+    references: Callable[[AdapterRow], AdapterOutcome],
+    runs: Callable[[str], list[AdaptersFound]],
     tmp_path: Path,
 ) -> None:
     row, found = ROWS[name], runs(name)[0]
     save_file(found.adapters, tmp_path / "adapter_model.safetensors")
     peft_config(ATTENTION if row.model == "qwen3_moe" else row.targets).save_pretrained(tmp_path)
-    base = AutoModelForCausalLM.from_pretrained(made(row.model, folder), attn_implementation="eager")
+    base = AutoModelForCausalLM.from_pretrained(save_model(row.model, folder), attn_implementation="eager")
     model = PeftModel.from_pretrained(base, tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(torch.cat(logprobs_of(model)), found.logprobs, atol=3e-6, rtol=0)
@@ -313,7 +306,9 @@ def test_what_is_published_is_a_file_of_stock_peft_or_the_model_that_peft_makes_
         torch.testing.assert_close(matrix, expected[key], atol=1e-6, rtol=0)
 
 
-def test_adapters_are_drawn_the_same_on_any_number_of_ranks(runs: Callable[[str], list[Found]]) -> None:
+def test_adapters_are_drawn_the_same_on_any_number_of_ranks(
+    runs: Callable[[str], list[AdaptersFound]],
+) -> None:
     one, two = (runs(name)[0].drawn for name in ("1", "2"))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
@@ -325,40 +320,43 @@ def test_adapters_are_drawn_the_same_on_any_number_of_ranks(runs: Callable[[str]
 def test_targets_that_name_no_linear_layer_are_refused(folder: Path, targets: str, wrong: str) -> None:
     rule = r"learner.lora.targets must be all-linear or names .*\(down_proj, .*, v_proj\), "
     with pytest.raises(ValueError, match=rf"{rule}got '{wrong}' in '{targets}'"):
-        make_engine(made("qwen3", folder), LoraConfig(rank=RANK, targets=targets))
+        make_engine(save_model("qwen3", folder), LoraConfig(rank=RANK, targets=targets))
 
 
 def test_recomputed_activations_change_nothing(folder: Path) -> None:
     engines = [
-        make_engine(made("qwen3", folder), LoraConfig(rank=RANK), activation_checkpointing=on)
+        make_engine(save_model("qwen3", folder), LoraConfig(rank=RANK), activation_checkpointing=on)
         for on in (False, True)
     ]
-    first, second = ([update(engine, World(), share_of(engine))[1] for _ in range(2)] for engine in engines)
+    first, second = (
+        [update_once(engine, World(), pack_share(engine))[1] for _ in range(2)] for engine in engines
+    )
     assert first == pytest.approx(second, rel=1e-6)
 
 
-def continued(
+def train_on(
     world: World, folder: Path, saved: Path | None, write: Path | None
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Two updates after a checkpoint, which is read from `saved`, or else made of two updates, and written."""
+    """Two updates after a checkpoint, which is read from `saved`, or else made of two updates, and
+    written."""
     lora = LoraConfig(rank=RANK, alpha=ALPHA)
     engine = make_engine(folder, lora)
-    parts = share_of(engine)
+    parts = pack_share(engine)
     if saved is not None:
         engine.load_state(saved)
     else:
-        [update(engine, world, parts) for _ in range(2)]
+        [update_once(engine, world, parts) for _ in range(2)]
     if write is not None:
         engine.copy_state()(write)
-    norms = [update(engine, world, parts)[1] for _ in range(2)]
-    return norms, published(engine, lora, LoraPublish.adapter)
+    norms = [update_once(engine, world, parts)[1] for _ in range(2)]
+    return norms, collect_published(engine, lora, LoraPublish.adapter)
 
 
 def test_a_checkpoint_holds_adapters_alone_and_goes_on_to_the_bit_and_with_fewer_ranks(
     folder: Path, tmp_path: Path
 ) -> None:
-    model = made("qwen3", folder)
-    norms, expected = on_ranks(2, continued, tmp_path / "first", model, None, tmp_path / "engine")[0]
+    model = save_model("qwen3", folder)
+    norms, expected = on_ranks(2, train_on, tmp_path / "first", model, None, tmp_path / "engine")[0]
     held = set()
     for file in (tmp_path / "engine").glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
@@ -367,9 +365,9 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on_to_the_bit_and_with_fewer
     assert {name.partition(".")[0] for name in held} == kinds and all(".lora_" in name for name in held)
     assert len(held) == len(kinds) * len(expected)
 
-    again, resumed = on_ranks(2, continued, tmp_path / "second", model, tmp_path / "engine", None)[0]
+    again, resumed = on_ranks(2, train_on, tmp_path / "second", model, tmp_path / "engine", None)[0]
     assert again == norms and all(torch.equal(resumed[name], expected[name]) for name in expected)
-    alone, fewer = continued(World(), model, tmp_path / "engine", None)
+    alone, fewer = train_on(World(), model, tmp_path / "engine", None)
     assert alone == pytest.approx(norms, rel=1e-4)
     for name, matrix in fewer.items():
         torch.testing.assert_close(matrix, expected[name], atol=2e-5, rtol=0)

@@ -1,4 +1,5 @@
-"""The Megatron-core engine: the same step as Hugging Face's, whatever it is divided into, and what its parts promise."""
+"""The Megatron-core engine: the same step as Hugging Face's, whatever it is divided into, and what its parts
+promise."""
 
 import shutil
 import threading
@@ -10,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_batches import SMALL, draw_batch, negate_logprobs
 from ranks import on_ranks
 from safetensors.torch import load_file
-from test_fsdp import batch_of
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -45,25 +46,21 @@ pytestmark = pytest.mark.usefixtures("process_group")
 LENGTHS = [5, 9, 2, 30, 7, 1, 12, 4]
 LR = 1e-3
 OPTIONS: dict[str, Any] = dict(temperature=0.7, weight_decay=0.1, max_grad_norm=1.0, bucket_bytes=1 << 11)
-SIZES = dict(
-    vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=64,
-)  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 MODELS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LLAMA3, tie_word_embeddings=False)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=LLAMA3, tie_word_embeddings=False)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=True)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=8, tie_word_embeddings=False)),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=False,
+            **SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=False,
             decoder_sparse_step=1, mlp_only_layers=[1],
         )
     ),
-    "phi": lambda: PhiForCausalLM(PhiConfig(**SIZES)),
+    "phi": lambda: PhiForCausalLM(PhiConfig(**SMALL)),
 }  # fmt: skip
 
 
@@ -80,11 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def parts_of(budget: int, share: int = 0, shares: int = 1) -> list[Packed]:
-    return microbatches(batch_of(LENGTHS), range(len(LENGTHS)), budget, shares, share)
-
-
-def mean_logprob(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
-    return -logprobs.sum() / sum(LENGTHS)
+    return microbatches(draw_batch(LENGTHS), range(len(LENGTHS)), budget, shares, share)
 
 
 def hugging_face(model: Any, part: Packed, temperature: float) -> tuple[Tensor, Tensor]:
@@ -99,7 +92,8 @@ def hugging_face(model: Any, part: Packed, temperature: float) -> tuple[Tensor, 
 
 
 def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor], steps: int = 1) -> None:
-    """Adam's first steps are nearly the gradient's sign: where that is rounding, two weights are up to two steps apart, but few."""
+    """Adam's first steps are nearly the gradient's sign: where that is rounding, two weights are up to two
+    steps apart, but few."""
     assert found.keys() == expected.keys()
     apart = torch.cat([(found[name] - expected[name]).abs().flatten() for name in found])
     assert apart.max() <= 2 * steps * LR * 1.01
@@ -121,7 +115,7 @@ def test_an_update_is_hugging_faces_own(
 
     def loss_fn(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
         seen.append(entropy.detach())
-        return mean_logprob(logprobs, entropy, packed)
+        return negate_logprobs(logprobs, entropy, packed)
 
     norm = engine.update(parts, loss_fn, LR)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=ADAM_BETAS, weight_decay=0.1)
@@ -146,12 +140,13 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 def other_start(part: Packed) -> Packed:
     tokens = part.tokens.clone()
-    tokens[0] = (tokens[0] + 1) % SIZES["vocab_size"]
+    tokens[0] = (tokens[0] + 1) % SMALL["vocab_size"]
     return replace(part, tokens=tokens)
 
 
 def life(world: World, model: Path, options: dict[str, Any], single: Path, folder: Path) -> dict[str, Any]:
-    """What one layout does from the first weights on; `single` is the checkpoint that one rank has written after an update."""
+    """Runs one layout from the first weights on; `single` is the checkpoint that one rank has written after
+    an update."""
     engine = MegatronEngine(model, **OPTIONS, **options)
     share, found = engine.share, {}
     parts = parts_of(40, share.index, share.count)
@@ -168,13 +163,13 @@ def life(world: World, model: Path, options: dict[str, Any], single: Path, folde
     found["others"] = spoken([(part.sequence > 0).float() for part in parts]) > 0
     found["with another start"] = spoken(engine.infer([other_start(part) for part in parts]))
 
-    found["norms"] = [engine.update(parts, mean_logprob, LR)]
+    found["norms"] = [engine.update(parts, negate_logprobs, LR)]
     found["stepped"] = collect_tensors(engine.stream_weights())
     write = engine.copy_state()
-    found["norms"].append(engine.update(parts, mean_logprob, LR))
+    found["norms"].append(engine.update(parts, negate_logprobs, LR))
     thread = threading.Thread(target=write, args=(folder,))
     thread.start()
-    found["norms"] += [engine.update(parts, mean_logprob, LR) for _ in range(2)]
+    found["norms"] += [engine.update(parts, negate_logprobs, LR) for _ in range(2)]
     thread.join()
     found["after"] = collect_tensors(engine.stream_weights())
     world.barrier()
@@ -182,11 +177,11 @@ def life(world: World, model: Path, options: dict[str, Any], single: Path, folde
     resumed = MegatronEngine(model, **OPTIONS, **options)
     resumed.load_state(folder)
     found["resumed"] = collect_tensors(resumed.stream_weights())
-    found["resumed norms"] = [resumed.update(parts, mean_logprob, LR) for _ in range(3)]
+    found["resumed norms"] = [resumed.update(parts, negate_logprobs, LR) for _ in range(3)]
     found["resumed after"] = collect_tensors(resumed.stream_weights())
     resumed.load_state(single)
     found["from one rank"] = collect_tensors(resumed.stream_weights())
-    found["norm from one rank"] = resumed.update(parts, mean_logprob, LR)
+    found["norm from one rank"] = resumed.update(parts, negate_logprobs, LR)
     with pytest.raises(FloatingPointError, match="nothing was updated"):
         engine.update(parts, lambda logprobs, entropy, packed: logprobs.sum() / 0, LR)
     found["not updated"] = collect_tensors(engine.stream_weights())
@@ -202,10 +197,10 @@ def alone(folder: Path, process_group: None) -> Callable[[str], dict[str, Any]]:
         engine, parts = MegatronEngine(folder / name, **OPTIONS), parts_of(70)
         found: dict[str, Any] = {"logprobs": torch.zeros(sum(LENGTHS))}
         found["logprobs"][parts[0].index] = engine.infer(parts)[0]
-        found["norms"] = [engine.update(parts, mean_logprob, LR)]
+        found["norms"] = [engine.update(parts, negate_logprobs, LR)]
         found["stepped"] = collect_tensors(engine.stream_weights())
         engine.copy_state()(folder / name / "single")
-        found["norms"] += [engine.update(parts, mean_logprob, LR) for _ in range(3)]
+        found["norms"] += [engine.update(parts, negate_logprobs, LR) for _ in range(3)]
         return found | {"after": collect_tensors(engine.stream_weights())}
 
     return live
@@ -288,9 +283,9 @@ def test_a_checkpoint_is_taken_up_in_another_layout(
     engine = MegatronEngine(model, **OPTIONS)
     engine.load_state(folder / name)
     assert same(collect_tensors(engine.stream_weights()), found["stepped"])
-    assert engine.update(parts_of(70), mean_logprob, LR) == pytest.approx(found["norms"][1], rel=1e-5)
+    assert engine.update(parts_of(70), negate_logprobs, LR) == pytest.approx(found["norms"][1], rel=1e-5)
     for _ in range(2):
-        engine.update(parts_of(70), mean_logprob, LR)
+        engine.update(parts_of(70), negate_logprobs, LR)
     assert_same_weights(collect_tensors(engine.stream_weights()), found["after"], steps=3)
 
 
@@ -301,7 +296,8 @@ def test_a_gradient_that_is_not_finite_updates_nothing(name: str, lives: Lives) 
 
 
 def heads_of(world: World, model: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Of two-way tensor parallelism in a pipeline: chunks at the head, entropy, a critic, a frozen model, other sizes."""
+    """Checks two-way tensor parallelism in a pipeline: chunks at the head, entropy, a critic, a frozen model,
+    other sizes."""
     heads.CHUNK_ELEMENTS = 5 * 24
     parts, found = parts_of(40), {}
     engine = MegatronEngine(model, **OPTIONS, **options, entropy_gradient=True)
@@ -414,7 +410,7 @@ def test_activation_checkpointing_computes_each_layer_again_in_the_backward_pass
     for checkpointing, times in ((False, 1), (True, 2)):
         engine = MegatronEngine(folder / "qwen3", activation_checkpointing=checkpointing)
         engine._model.decoder.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-        engine.update(parts_of(40), mean_logprob, LR)
+        engine.update(parts_of(40), negate_logprobs, LR)
         assert len(calls) == times * len(parts_of(40))
         calls.clear()
 
@@ -439,6 +435,6 @@ def test_what_megatron_cannot_have_is_refused_at_the_start(folder: Path, tmp_pat
     config.sliding_window = 8  # of all layers: this family has no list of their kinds
     assert find_problems(config, ParallelSizes(), 1) == ["sliding_window of model.path must be none, got 8"]
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)).save_pretrained(tmp_path)
+    LlamaForCausalLM(LlamaConfig(**SMALL, attention_bias=True)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no parameters but .* got model.layers.0.self_attn.o_proj.bias"):
         MegatronEngine(tmp_path)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_batches import MODELS, save_model
-from test_fsdp import batch_of
+from engine_batches import MODELS, draw_batch, save_model
 from torch import Tensor
 from training_steps import configure_step
 
@@ -56,7 +55,7 @@ def test_activations_are_about_what_autograd_keeps(
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    packed = pack(batch_of([300, 200]), [0, 1])
+    packed = pack(draw_batch([300, 200]), [0, 1])
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         found = engine._compute_outputs(packed)
     del found

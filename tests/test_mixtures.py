@@ -1,4 +1,5 @@
-"""Mixtures of experts in the real engine: what a learner publishes is what vLLM's kernels read and sample from.
+"""Mixtures of experts in the real engine: what a learner publishes is what vLLM's kernels read and sample
+from.
 
 One engine and one learner's weights a family; a Hugging Face forward pass of what was published is the judge.
 """
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_batches import make_sampled_batch
 from ranks import on_ranks
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
@@ -26,7 +28,8 @@ from sync.stream import collect_tensors, whole_parts
 Weights = dict[str, torch.Tensor]
 
 TOLERANCE = 1e-4
-"""Largest difference to Hugging Face's float32 log-probabilities; wrong experts or a wrong order of them differ by more than 0.1."""
+"""Largest difference to Hugging Face's float32 log-probabilities; wrong experts or a wrong order of them
+differ by more than 0.1."""
 SIZES = dict(
     vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None, tie_word_embeddings=False,
@@ -62,25 +65,20 @@ def make_model(family: str, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def lesson() -> Batch:
-    total = 24
-    return Batch(
-        tokens=torch.arange(2, 2 + total), sampled=torch.ones(total, dtype=torch.bool),
-        behavior_logprobs=torch.zeros(total), versions=torch.zeros(total, dtype=torch.int32),
-        offsets=torch.tensor([0, 12, 24]).numpy(), rewards=torch.zeros(2), groups=torch.arange(2), weights=torch.ones(2),
-        truncated=torch.zeros(2, dtype=torch.bool), greedy=torch.full((2,), float("nan")),
-    )  # fmt: skip
+def make_lesson() -> Batch:
+    return make_sampled_batch([12, 12], torch.arange(2, 26))
 
 
-def published(world: World, folder: Path) -> dict[str, list[Weights]]:
-    """By family, what the learner publishes before and after three updates, and what it would publish in bfloat16."""
+def publish_mixtures(world: World, folder: Path) -> dict[str, list[Weights]]:
+    """By family, what the learner publishes before and after three updates, and what it would publish in
+    bfloat16."""
     found = {}
     for family in MIXTURES:
         engine = FsdpEngine(folder / family)
         weights = [collect_tensors(engine.stream_weights())]
         for _ in range(3):
             engine.update(
-                [pack(lesson(), [0, 1])], lambda logprobs, entropy, packed: -logprobs.sum() / 48, 1e-2
+                [pack(make_lesson(), [0, 1])], lambda logprobs, entropy, packed: -logprobs.sum() / 48, 1e-2
             )
         found[family] = [*weights, collect_tensors(engine.stream_weights())]
         engine._publish_dtype = torch.bfloat16
@@ -88,7 +86,7 @@ def published(world: World, folder: Path) -> dict[str, list[Weights]]:
     return found
 
 
-class Rig:
+class MixtureRig:
     """An engine and the publisher that it pulls from; version v has the learner's weights v % 2."""
 
     def __init__(self, family: str, folder: Path, learner: list[Weights]) -> None:
@@ -116,24 +114,24 @@ class Rig:
         model = core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
         return {name: parameter.data for name, parameter in model.named_parameters()}
 
-    def wrong(self, manifest: Manifest) -> list[str]:
+    def find_wrong(self, manifest: Manifest) -> list[str]:
         """The tensors that the engine does not hold as published."""
         held = self.engine.held_digests(manifest)
         return [entry.name for entry in manifest.tensors if held[entry.name] != entry.digest]
 
 
 @pytest.fixture(scope="module")
-def rigs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Rig]]:
+def rigs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], MixtureRig]]:
     set_num_threads, disabled = torch.set_num_threads, torch._dynamo.config.disable
     folder = tmp_path_factory.mktemp("mixtures")
     for family in MIXTURES:
         make_model(family, folder / family)
-    learner = on_ranks(2, published, folder / "ranks", folder)[0]
-    made: dict[str, Rig] = {}
+    learner = on_ranks(2, publish_mixtures, folder / "ranks", folder)[0]
+    made: dict[str, MixtureRig] = {}
 
-    def rig(family: str) -> Rig:
+    def rig(family: str) -> MixtureRig:
         if family not in made:
-            made[family] = Rig(family, folder, learner[family])
+            made[family] = MixtureRig(family, folder, learner[family])
         return made[family]
 
     yield rig
@@ -143,12 +141,12 @@ def rigs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], R
     torch.set_num_threads, torch._dynamo.config.disable = set_num_threads, disabled
 
 
-def logprobs(model: Any, tokens: list[int], cache: DynamicCache | None = None) -> torch.Tensor:
+def compute_logprobs(model: Any, tokens: list[int], cache: DynamicCache | None = None) -> torch.Tensor:
     """[n, vocabulary] of what follows each token, the cache's tokens before them."""
-    return routed(model, tokens, cache)[0]
+    return compute_routing(model, tokens, cache)[0]
 
 
-def routed(
+def compute_routing(
     model: Any, tokens: list[int], cache: DynamicCache | None = None
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """(log-probabilities, [n, k] experts of each token in ascending order, by layer)."""
@@ -171,7 +169,7 @@ def routed(
     return out.logits[0].log_softmax(-1), chosen
 
 
-def difference(expected: torch.Tensor, completion: Completion, first: int, last: int) -> float:
+def find_difference(expected: torch.Tensor, completion: Completion, first: int, last: int) -> float:
     """Largest difference of the sampled tokens first .. last - 1; `expected` ends with the last one's."""
     tokens, held = torch.tensor(completion.tokens[first:last]), torch.tensor(completion.logprobs[first:last])
     return float((held - expected[-len(tokens) :].gather(1, tokens[:, None])[:, 0]).abs().max())
@@ -180,18 +178,18 @@ def difference(expected: torch.Tensor, completion: Completion, first: int, last:
 @pytest.mark.timeout(300)  # the first imports vLLM, and waits for the learner
 @pytest.mark.parametrize("family", MIXTURES)
 def test_a_mixture_is_sampled_from_as_published_attested_updated_in_flight_and_its_routing_recorded(
-    family: str, rigs: Callable[[str], Rig]
+    family: str, rigs: Callable[[str], MixtureRig]
 ) -> None:
     rig = rigs(family)
     before = rig.load(0)
-    assert rig.wrong(before) == []
+    assert rig.find_wrong(before) == []
     samples = [Sample(id=f"{i}", prompt=list(range(5 + i, 17 + i)), max_tokens=20, seed=i, greedy=False) for i in range(6)]  # fmt: skip
     for sample in samples:
         rig.engine.add_sample(sample)
     for _ in range(10):
         assert rig.engine.step() == []
     after = rig.load(1)
-    assert rig.wrong(after) == []
+    assert rig.find_wrong(after) == []
     done: dict[str, Completion] = {}
     while rig.engine.num_unfinished:
         done |= {completion.id: completion for completion in rig.engine.step()}
@@ -200,45 +198,46 @@ def test_a_mixture_is_sampled_from_as_published_attested_updated_in_flight_and_i
         assert completion.versions == [before.version] * 10 + [after.version] * 10
         tokens, until = sample.prompt + completion.tokens, len(sample.prompt) + 9
         cache = DynamicCache()
-        old, chosen = routed(rig.models[0], tokens[:until], cache)
-        mixed, chosen_after = routed(rig.models[1], tokens[until:-1], cache)
+        old, chosen = compute_routing(rig.models[0], tokens[:until], cache)
+        mixed, chosen_after = compute_routing(rig.models[1], tokens[until:-1], cache)
         assert completion.experts is not None and len(completion.experts) == len(tokens)
         recorded = torch.from_numpy(completion.experts).view(len(tokens), 2, 2).sort(-1).values
         for layer in chosen:
             assert torch.equal(recorded[:-1, layer].long(), torch.cat([chosen[layer], chosen_after[layer]]))
         assert (recorded[-1] == -1).all(), "the last token went into no layer"
-        assert difference(old, completion, 0, 10) < TOLERANCE
-        assert difference(mixed, completion, 10, 20) < TOLERANCE
-        assert difference(logprobs(rig.models[0], tokens[:-1]), completion, 10, 20) > 0.1
+        assert find_difference(old, completion, 0, 10) < TOLERANCE
+        assert find_difference(mixed, completion, 10, 20) < TOLERANCE
+        assert find_difference(compute_logprobs(rig.models[0], tokens[:-1]), completion, 10, 20) > 0.1
 
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_one_changed_number_of_an_expert_changes_the_digest_of_its_tensor_alone(
-    family: str, rigs: Callable[[str], Rig]
+    family: str, rigs: Callable[[str], MixtureRig]
 ) -> None:
     rig = rigs(family)
     manifest = rig.load(0)
     assert all(
-        len(found) == 1 for found in (changed_by(rig, manifest, leaf) for leaf in ("w13_weight", "w2_weight"))
+        len(found) == 1
+        for found in (change_element(rig, manifest, leaf) for leaf in ("w13_weight", "w2_weight"))
     )
     rig.load(0)
-    assert rig.wrong(manifest) == []
+    assert rig.find_wrong(manifest) == []
 
 
-def changed_by(rig: Rig, manifest: Manifest, leaf: str) -> list[str]:
+def change_element(rig: MixtureRig, manifest: Manifest, leaf: str) -> list[str]:
     parameter = next(
         data for name, data in rig.parameters().items() if "layers.1" in name and name.endswith(leaf)
     )
     place = parameter[2].nonzero()[0]  # what is zero may be padding
     parameter[(2, *place)] += 1e-3
-    wrong = rig.wrong(manifest)
+    wrong = rig.find_wrong(manifest)
     parameter[(2, *place)] -= 1e-3
     assert all(".experts.2." in name for name in wrong)
     return wrong
 
 
 def test_a_routers_correction_bias_is_published_in_float32_taken_up_and_attested(
-    rigs: Callable[[str], Rig],
+    rigs: Callable[[str], MixtureRig],
 ) -> None:
     rig = rigs("deepseek_v3")
     assert {weights[BIAS].dtype for weights in rig.learner} == {torch.float32}
@@ -246,13 +245,15 @@ def test_a_routers_correction_bias_is_published_in_float32_taken_up_and_attested
     manifest = rig.load(0)
     torch.testing.assert_close(rig.parameters()[BIAS], rig.learner[0][BIAS], atol=0, rtol=0)
     rig.load(0, rig.learner[0] | {BIAS: -rig.learner[0][BIAS]})
-    assert rig.wrong(manifest) == [BIAS]
+    assert rig.find_wrong(manifest) == [BIAS]
     with pytest.raises(DigestMismatch, match="does not fill parameters of the engine"):
         rig.load(0, {name: tensor for name, tensor in rig.learner[0].items() if name != BIAS})
     rig.load(0)
 
 
-def test_what_latent_attention_derives_of_a_matrix_is_attested_with_it(rigs: Callable[[str], Rig]) -> None:
+def test_what_latent_attention_derives_of_a_matrix_is_attested_with_it(
+    rigs: Callable[[str], MixtureRig],
+) -> None:
     rig = rigs("deepseek_v3")
     manifest = rig.load(0)
     for derived in ("W_UK_T", "W_UV"):
@@ -262,9 +263,9 @@ def test_what_latent_attention_derives_of_a_matrix_is_attested_with_it(rigs: Cal
         core: Any = rig.engine._core
         model = core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
         dict(model.named_parameters())[name].data = stale
-        assert rig.wrong(manifest) == ["model.layers.1.self_attn.kv_b_proj.weight"]
+        assert rig.find_wrong(manifest) == ["model.layers.1.self_attn.kv_b_proj.weight"]
         manifest = rig.load(0)
-        assert rig.wrong(manifest) == []
+        assert rig.find_wrong(manifest) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,4 +1,5 @@
-"""The models of a learner: critic, reference and implicit reward model; what they learn, and that a checkpoint holds all of them."""
+"""The models of a learner: critic, reference and implicit reward model; what they learn, and that a
+checkpoint holds all of them."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Experts in the trajectory: what the buffer lets in, what a run may ask for, and what comes out at the learner."""
+"""Experts in the trajectory: what the buffer lets in, what a run may ask for, and what comes out at the
+learner."""
 
 from pathlib import Path
 

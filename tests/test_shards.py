@@ -1,4 +1,5 @@
-"""What the ranks of an FSDP engine hold of each other's: copies that stay on the host, and gradients between microbatches."""
+"""The tensors that ranks of an FSDP engine hold of each other's: copies that stay on the host, and gradients
+between microbatches."""
 
 from pathlib import Path
 
@@ -71,8 +72,8 @@ def test_adapters_are_merged_where_the_shards_are(monkeypatch: pytest.MonkeyPatc
 
 
 def accumulated(world: World, folder: Path) -> dict[tuple[Accumulate, int], tuple[int, dict[str, Tensor]]]:
-    """By choice and number of microbatches: elements of whole gradients that a rank holds when the last microbatch begins, and
-    what the step makes of the weights."""
+    """By choice and number of microbatches: elements of whole gradients that a rank holds when the last
+    microbatch begins, and what the step makes of the weights."""
     return {
         (choice, number): _step(world, folder, choice, number) for choice in Accumulate for number in (1, 3)
     }

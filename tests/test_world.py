@@ -41,13 +41,13 @@ pytestmark = pytest.mark.usefixtures("process_group")
 # ---- what ranks tell each other
 
 
-def told(world: World) -> tuple[list[bytes], dict[str, Tensor]]:
+def tell_sums(world: World) -> tuple[list[bytes], dict[str, Tensor]]:
     mine = {"all": torch.ones(2, 2) * world.rank, f"of {world.rank % 2}": torch.ones(3)}
     return world.gather_messages(f"I am {world.rank}".encode() * world.rank), world.add_named_tensors(mine)
 
 
 def test_ranks_gather_messages_and_add_up_what_any_of_them_has(tmp_path: Path) -> None:
-    for messages, sums in on_ranks(3, told, tmp_path / "three"):
+    for messages, sums in on_ranks(3, tell_sums, tmp_path / "three"):
         assert messages == [b"", b"I am 1", b"I am 2" * 2]
         assert {name: value.tolist() for name, value in sums.items()} == {
             "all": [[3.0, 3.0], [3.0, 3.0]], "of 0": [2.0] * 3, "of 1": [1.0] * 3,
@@ -56,7 +56,8 @@ def test_ranks_gather_messages_and_add_up_what_any_of_them_has(tmp_path: Path) -
 
 
 def hear_two_messages(world: World) -> tuple[list[bytes], int, bool]:
-    """Two messages of one topic, each made after the others have begun to wait; then what the store still holds."""
+    """Two messages of one topic, each made after the others have begun to wait; then what the store still
+    holds."""
     num_waits = 0
 
     def count_wait() -> None:
@@ -86,7 +87,7 @@ def test_a_rank_waits_for_the_first_ones_message_outside_of_any_collective(tmp_p
 # ---- the batch
 
 
-class Slow:
+class LateSource:
     """Has its batch later than any collective waits."""
 
     def __init__(self, rows: list[Trajectory], wait_s: float) -> None:
@@ -97,20 +98,20 @@ class Slow:
         return TakenBatch(step, [0, 1, 2, 3, 4, 5], [1.0] * 6, self._table)
 
 
-def waited(world: World, rows: list[Trajectory], store: Path) -> int:
+def wait_for_batch(world: World, rows: list[Trajectory], store: Path) -> int:
     with patch("learners.world.TIMEOUT", timedelta(seconds=1)), patch("learners.feed.PATIENCE_S", 0.3):
         impatient = World(world.rank, world.size, dist.FileStore(str(store), world.size))
-        batch = Feed(Slow(rows, 3.0), impatient, lambda text: None).next(0)
+        batch = Feed(LateSource(rows, 3.0), impatient, lambda text: None).next(0)
     assert isinstance(batch, Batch)
     return len(batch.tokens)
 
 
 def test_a_batch_may_take_longer_than_any_collective(tmp_path: Path, trajectories: list[Trajectory]) -> None:
-    first, second = on_ranks(2, waited, tmp_path / "ranks", trajectories, tmp_path / "store")
+    first, second = on_ranks(2, wait_for_batch, tmp_path / "ranks", trajectories, tmp_path / "store")
     assert first == second > 0
 
 
-class Buffer:
+class CountingSource:
     """Has a batch for steps below two, after a moment; counts who asks."""
 
     def __init__(self, rows: list[Trajectory]) -> None:
@@ -129,10 +130,10 @@ class Buffer:
         )
 
 
-def fed(
+def feed_batches(
     world: World, rows: list[Trajectory]
 ) -> tuple[list[Batch], str, dict[int, int], list[str], list[bool]]:
-    buffer, log = Buffer(rows), []
+    buffer, log = CountingSource(rows), []
     feed = Feed(buffer, world, log.append, host="one" if world.rank < 2 else "two")
     batches = [feed.next(0), feed.next(1)]
     over = feed.next(2)
@@ -156,7 +157,7 @@ def _is_shared(tensor: Tensor) -> bool:
 def test_each_host_fetches_a_batch_once_and_its_ranks_share_the_memory(
     trajectories: list[Trajectory], tmp_path: Path
 ) -> None:
-    found = on_ranks(3, fed, tmp_path / "three", trajectories)
+    found = on_ranks(3, feed_batches, tmp_path / "three", trajectories)
     whole = Batch.__dataclass_fields__
     for batches, reason, _, _, shared in found:
         assert reason == "enough" and shared == [True, True]
@@ -176,9 +177,9 @@ def test_each_host_fetches_a_batch_once_and_its_ranks_share_the_memory(
     assert found[0][3] == ["waiting: a moment"] * 2
 
 
-def fed_differently(world: World, rows: list[Trajectory]) -> str:
+def feed_different_groups(world: World, rows: list[Trajectory]) -> str:
     """Between the ranks of two hosts, a group was found damaged and replaced."""
-    buffer = Buffer(rows)
+    buffer = CountingSource(rows)
     if world.rank == 1:
         buffer.asked[0] = 1
         buffer.next = lambda step, wait_s: TakenBatch(
@@ -194,7 +195,7 @@ def fed_differently(world: World, rows: list[Trajectory]) -> str:
 def test_hosts_that_were_given_different_groups_do_not_train_them(
     trajectories: list[Trajectory], tmp_path: Path
 ) -> None:
-    told = on_ranks(2, fed_differently, tmp_path / "two", trajectories)
+    told = on_ranks(2, feed_different_groups, tmp_path / "two", trajectories)
     assert set(told) == {
         "a damaged group of step 0 was replaced between the ranks of two hosts: the step begins anew"
     }
@@ -208,7 +209,7 @@ def batch(fixed_model: Path) -> Batch:
     return make_step_batch(draw_responses(fixed_model))
 
 
-def placed(
+def train_pools(
     world: World, config: Config, batch: Batch, folder: Path, checkpoint: Path
 ) -> tuple[StepOutcome, list[str]]:
     """A step; then a checkpoint, which is loaded and gives what it was made of."""
@@ -248,7 +249,9 @@ def test_a_critic_of_its_own_trains_as_one_with_the_actor(
     )
     assert apart.num_learner_ranks == 3
     (tmp_path / "ranks").mkdir()
-    found = on_ranks(3, placed, tmp_path / "ranks", apart, batch, tmp_path / "ranks", tmp_path / "checkpoint")
+    found = on_ranks(
+        3, train_pools, tmp_path / "ranks", apart, batch, tmp_path / "ranks", tmp_path / "checkpoint"
+    )
     assert [sorted(held) for (_, _, held), _ in found] == [["engine"], ["engine"], ["critic"]]
     assert found[0][1] == ["critic", "engine"]
     policy = {
