@@ -33,9 +33,14 @@ LENGTHS = [5, 19, 2, 33, 8, 11, 3, 14, 27, 6, 9, 4, 21, 7, 12, 10]
 
 
 SIZES = dict(
-    vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
     max_position_embeddings=64,
-)  # fmt: skip
+)
 
 
 SMALL = dict(
@@ -51,11 +56,16 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False)),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True,
+            **SIZES,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
             decoder_sparse_step=1,
         )
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -148,10 +158,15 @@ def draw_advantages(batch: Batch) -> Tensor:
 
 def make_engine(row: EngineRow, folder: Path) -> Engine:
     common: dict[str, Any] = dict(
-        temperature=TEMPERATURE, betas=BETAS, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, bucket_bytes=1 << 11,
-        aux_loss_coefficient=row.balance, activation_checkpointing=row.balance > 0,  # which routes twice
+        temperature=TEMPERATURE,
+        betas=BETAS,
+        weight_decay=WEIGHT_DECAY,
+        max_grad_norm=MAX_GRAD_NORM,
+        bucket_bytes=1 << 11,
+        aux_loss_coefficient=row.balance,
+        activation_checkpointing=row.balance > 0,  # which routes twice
         router_replay=row.replay,
-    )  # fmt: skip
+    )
     if row.engine == "fsdp":
         return FsdpEngine(folder, layout=FsdpConfig(**row.options), **common)
     from learners.megatron.engine import MegatronEngine

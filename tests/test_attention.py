@@ -17,9 +17,19 @@ CU_SEQLENS = torch.tensor([0, 9, 12, 30], dtype=torch.int32)
 
 
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    *, softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+) -> Tensor:
     """As the kernel's: [T, heads, d], a window counts the tokens before a query's own, and 0 is no cap."""
     assert (
         causal
@@ -30,8 +40,16 @@ def flash_attn_varlen_func(
     query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
     window = None if window_size[0] < 0 else window_size[0] + 1
     return packed_sdpa(
-        nn.Module(), query, key, value, None, softmax_scale, cu_seq_lens_q=cu_seqlens_q, sliding_window=window, softcap=softcap or None
-    )[0][0]  # fmt: skip
+        nn.Module(),
+        query,
+        key,
+        value,
+        None,
+        softmax_scale,
+        cu_seq_lens_q=cu_seqlens_q,
+        sliding_window=window,
+        softcap=softcap or None,
+    )[0][0]
 
 
 @pytest.mark.usefixtures("process_group")

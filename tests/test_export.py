@@ -63,9 +63,13 @@ def trained(world: World, config: Config, run: Path) -> Tensor:
     for _ in range(2):  # an adapter's first update moves one of its two matrices only
         engine.update([part], loss_fn, 1e-2)
     found = whole(world, engine)
-    writer = checkpoint.CheckpointWriter(run / "checkpoints", 1, World(world.rank, world.size, torch.distributed.FileStore(
-        str(run / "writers"), world.size
-    )) if world.size > 1 else None)  # fmt: skip
+    writer = checkpoint.CheckpointWriter(
+        run / "checkpoints",
+        1,
+        World(world.rank, world.size, torch.distributed.FileStore(str(run / "writers"), world.size))
+        if world.size > 1
+        else None,
+    )
     snapshot = engine.copy_state()
     writer.begin_checkpoint(
         checkpoint.CheckpointManifest(2, "life", 0), lambda folder: snapshot(folder / "engine")

@@ -34,9 +34,18 @@ from learners.world import World
 
 TEMPERATURE, WINDOW, LENGTHS = 0.7, 4, [12, 5, 1, 9]
 SIZES = dict(
-    vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
-)  # fmt: skip
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    tie_word_embeddings=False,
+)
 SLIDING = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
 EXPERTS = dict(moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
 HEAD = dict(head_dim=8)
@@ -55,7 +64,9 @@ class Family:
 FAMILIES = {
     "llama": Family("llama", {}),
     "mistral, window": Family("mistral", dict(sliding_window=WINDOW), ("sliding_window",)),
-    "mixtral, window": Family("mixtral", dict(sliding_window=WINDOW, num_local_experts=4), ("sliding_window",)),
+    "mixtral, window": Family(
+        "mixtral", dict(sliding_window=WINDOW, num_local_experts=4), ("sliding_window",)
+    ),
     "qwen2": Family("qwen2", {}),
     "qwen2, window": Family("qwen2", dict(use_sliding_window=True, **SLIDING), ("sliding_window",)),
     "qwen2_moe": Family("qwen2_moe", EXPERTS | dict(shared_expert_intermediate_size=24)),
@@ -63,11 +74,16 @@ FAMILIES = {
     "qwen3, window": Family("qwen3", HEAD | SLIDING | dict(use_sliding_window=True), ("sliding_window",)),
     "qwen3_moe": Family("qwen3_moe", HEAD | EXPERTS),
     "qwen3_moe, window": Family(
-        "qwen3_moe", HEAD | EXPERTS | dict(use_sliding_window=True, sliding_window=WINDOW), ("sliding_window",)
+        "qwen3_moe",
+        HEAD | EXPERTS | dict(use_sliding_window=True, sliding_window=WINDOW),
+        ("sliding_window",),
     ),
     "gemma": Family("gemma", HEAD),
     "gemma2": Family(
-        "gemma2", HEAD | SLIDING | dict(query_pre_attn_scalar=1, attn_logit_softcapping=2.0, final_logit_softcapping=1.5),
+        "gemma2",
+        HEAD
+        | SLIDING
+        | dict(query_pre_attn_scalar=1, attn_logit_softcapping=2.0, final_logit_softcapping=1.5),
         ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
     ),
     "gemma3": Family("gemma3_text", HEAD | SLIDING | dict(query_pre_attn_scalar=1), ("sliding_window",)),
@@ -91,13 +107,23 @@ FAMILIES = {
     "deepseek_v3": Family(
         "deepseek_v3",
         dict(
-            moe_intermediate_size=24, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1,
-            first_k_dense_replace=1, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=24, qk_rope_head_dim=8,
-            qk_nope_head_dim=12, v_head_dim=10,
+            moe_intermediate_size=24,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            num_key_value_heads=4,
+            q_lora_rank=16,
+            kv_lora_rank=24,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=12,
+            v_head_dim=10,
         ),
     ),
     "exaone4": Family("exaone4", HEAD | SLIDING | dict(sliding_window_pattern=2), ("sliding_window",)),
-}  # fmt: skip
+}
 
 
 def made(name: str, folder: Path) -> Path:
@@ -264,15 +290,23 @@ def test_a_kernel_that_caps_no_scores_is_neither_taken_nor_chosen_for_a_model_th
 @pytest.mark.parametrize(
     ("model_type", "sizes", "message"),
     [
-        ("qwen2_moe", EXPERTS | SLIDING | dict(use_sliding_window=True), r"window of their mask's size \(4\), got None"),
-        ("gpt_oss", HEAD | SLIDING | dict(num_local_experts=4), "GptOssForCausalLM does not support an attention implementation"),
+        (
+            "qwen2_moe",
+            EXPERTS | SLIDING | dict(use_sliding_window=True),
+            r"window of their mask's size \(4\), got None",
+        ),
+        (
+            "gpt_oss",
+            HEAD | SLIDING | dict(num_local_experts=4),
+            "GptOssForCausalLM does not support an attention implementation",
+        ),
         (
             "llama4_text",
             HEAD | dict(attention_chunk_size=4, num_local_experts=2, intermediate_size_mlp=48),
             r"window of their mask's size \(4\), got None in Llama4",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_layer_that_asks_for_what_packed_attention_ignores_is_refused(
     model_type: str, sizes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
@@ -305,7 +339,8 @@ def test_a_model_that_changes_its_logits_in_a_way_of_its_own_is_refused_at_the_s
     assert logit_curve(LlamaForCausalLM(config)) == (1.0, None)
     with pytest.raises(
         ValueError,
-        match="Cubed of model.path must scale or cap the logits of its head, .* got \[1.0, -27.0, 8000.0\] for \[1.0, -3.0, 20.0\]",
+        match="Cubed of model.path must scale or cap the logits of its head, "
+        r".* got \[1.0, -27.0, 8000.0\] for \[1.0, -3.0, 20.0\]",
     ):
         LogprobHead(Cubed(config), 1.0)
 

@@ -41,19 +41,29 @@ LR, MAX_GRAD_NORM, WEIGHT_DECAY, BETAS, UPDATES = 1e-3, 0.5, 0.1, (0.9, 0.95), 3
 RANK, ALPHA = 8, 32.0
 LENGTHS = [5, 19, 2, 33, 8, 11, 3, 14]
 SIZES = dict(
-    vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
     max_position_embeddings=64,
-)  # fmt: skip
+)
 ATTENTION = "q_proj,k_proj,v_proj,o_proj"
 MODELS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False)),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1
+            **SIZES,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            decoder_sparse_step=1,
         )
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -160,8 +170,14 @@ def update_by_peft(folder: Path, targets: str) -> AdapterOutcome:
 
 def make_engine(folder: Path, lora: LoraConfig | None, **options: Any) -> FsdpEngine:
     return FsdpEngine(
-        folder, betas=BETAS, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, bucket_bytes=1 << 11, lora=lora, **options
-    )  # fmt: skip
+        folder,
+        betas=BETAS,
+        weight_decay=WEIGHT_DECAY,
+        max_grad_norm=MAX_GRAD_NORM,
+        bucket_bytes=1 << 11,
+        lora=lora,
+        **options,
+    )
 
 
 def collect_published(engine: FsdpEngine, lora: LoraConfig, publish: LoraPublish) -> dict[str, Tensor]:
@@ -195,7 +211,8 @@ def update_once(engine: FsdpEngine, world: World, parts: list[Packed]) -> tuple[
 
 def collect_base(engine: FsdpEngine) -> dict[str, Tensor]:
     named = {name: p for name, p in engine._named.items() if not adapters.is_adapter(name)}
-    return {adapters.base_name(name): p.detach().full_tensor().cpu() for name, p in named.items()}  # type: ignore[attr-defined]
+    whole: dict[str, Any] = {adapters.base_name(name): p.detach() for name, p in named.items()}
+    return {name: tensor.full_tensor().cpu() for name, tensor in whole.items()}
 
 
 def train_row(world: World, row: AdapterRow, folder: Path) -> AdaptersFound:

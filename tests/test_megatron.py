@@ -51,17 +51,25 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 MODELS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=LLAMA3, tie_word_embeddings=False)),
+    "llama": lambda: LlamaForCausalLM(
+        LlamaConfig(**SMALL, rope_parameters=LLAMA3, tie_word_embeddings=False)
+    ),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=8, tie_word_embeddings=False)),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            **SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=False,
-            decoder_sparse_step=1, mlp_only_layers=[1],
+            **SMALL,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            norm_topk_prob=False,
+            decoder_sparse_step=1,
+            mlp_only_layers=[1],
         )
     ),
     "phi": lambda: PhiForCausalLM(PhiConfig(**SMALL)),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -345,7 +353,9 @@ def test_entropy_carries_gradient_where_a_loss_leads_through_it_and_only_there(
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "qwen3", attn_implementation="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=ADAM_BETAS, weight_decay=0.1)
-    sum(entropy_bonus(*hugging_face(model, part, 0.7), part) for part in parts_of(40)).backward()  # type: ignore[union-attr]
+    torch.stack(
+        [entropy_bonus(*hugging_face(model, part, 0.7), part) for part in parts_of(40)]
+    ).sum().backward()
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     optimizer.step()
     model.save_pretrained(tmp_path)

@@ -31,9 +31,18 @@ TOLERANCE = 1e-4
 """Largest difference to Hugging Face's float32 log-probabilities; wrong experts or a wrong order of them
 differ by more than 0.1."""
 SIZES = dict(
-    vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None, tie_word_embeddings=False,
-)  # fmt: skip
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+    tie_word_embeddings=False,
+)
 MIXTURES: dict[str, dict[str, Any]] = {
     # 24 is no multiple of what vLLM's CPU kernel takes: it pads
     "qwen3_moe": dict(
@@ -42,11 +51,23 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": dict(head_dim=32, num_local_experts=4, num_experts_per_tok=2),
     # the sizes of latent attention are the only ones that vLLM's CPU kernel has
     "deepseek_v3": dict(
-        moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1,
-        first_k_dense_replace=1, num_key_value_heads=4, q_lora_rank=48, kv_lora_rank=512, qk_rope_head_dim=64,
-        qk_nope_head_dim=128, v_head_dim=128, topk_method="noaux_tc", scoring_func="sigmoid",
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        num_key_value_heads=4,
+        q_lora_rank=48,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
     ),
-}  # fmt: skip
+}
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
@@ -183,7 +204,10 @@ def test_a_mixture_is_sampled_from_as_published_attested_updated_in_flight_and_i
     rig = rigs(family)
     before = rig.load(0)
     assert rig.find_wrong(before) == []
-    samples = [Sample(id=f"{i}", prompt=list(range(5 + i, 17 + i)), max_tokens=20, seed=i, greedy=False) for i in range(6)]  # fmt: skip
+    samples = [
+        Sample(id=f"{i}", prompt=list(range(5 + i, 17 + i)), max_tokens=20, seed=i, greedy=False)
+        for i in range(6)
+    ]
     for sample in samples:
         rig.engine.add_sample(sample)
     for _ in range(10):

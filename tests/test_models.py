@@ -176,13 +176,15 @@ class Deaf:
 
     def exchange(self, request: m.Request, *, wait_s: float = 0.0) -> tuple[m.Reply, list[memoryview]]:
         tokens = LedgerAccount(total=9, trained=5, masked=1, rejected={}, in_flight=3)
-        return m.RunNews(records=[], evaluations=[], status=SimpleNamespace(tokens=tokens)), []  # type: ignore[arg-type]
+        status: Any = SimpleNamespace(tokens=tokens)
+        return m.RunNews(records=[], evaluations=[], status=status), []
 
 
 def test_a_checkpoint_holds_where_the_coefficient_has_come_to(fixed_model: Path, tmp_path: Path) -> None:
-    config, buffer = configure_step(fixed_model, "algo=rloo", "algo.kl.target=0.01"), Deaf()
+    config = configure_step(fixed_model, "algo=rloo", "algo.kl.target=0.01")
+    buffer: Any = Deaf()
     trainer = Trainer(config, load_models(config), kl_coef=0.017)
-    learner = Learner(config, tmp_path, buffer, trainer, None, first_step=3, incarnation="life")  # type: ignore[arg-type]
+    learner = Learner(config, tmp_path, buffer, trainer, None, first_step=3, incarnation="life")
     learner._begin_checkpoint()
     learner._report_checkpoint(wait=True)
     found = checkpoint.find_latest(tmp_path / "checkpoints")

@@ -23,12 +23,24 @@ ROUTING = ExpertsShape(per_token=4, num_experts=8)
 def group(*experts: list[int] | np.ndarray) -> list[Trajectory]:
     return [
         Trajectory(
-            group=0, sample=sample, due=0, prompt_id=0, task="t", tokens=[5, 6, 7], sampled=[False, True, True],
-            logprobs=[0.0, -0.5, -1.0], versions=[-1, 0, 0], reward=1.0, finish_reason="stop", generator="g", started_at=1.0,
-            finished_at=2.0, experts=chosen,
+            group=0,
+            sample=sample,
+            due=0,
+            prompt_id=0,
+            task="t",
+            tokens=[5, 6, 7],
+            sampled=[False, True, True],
+            logprobs=[0.0, -0.5, -1.0],
+            versions=[-1, 0, 0],
+            reward=1.0,
+            finish_reason="stop",
+            generator="g",
+            started_at=1.0,
+            finished_at=2.0,
+            experts=chosen,
         )
         for sample, chosen in enumerate(experts)
-    ]  # fmt: skip
+    ]
 
 
 def verdict(routing: ExpertsShape, *experts: list[int] | np.ndarray) -> GroupFacts | MalformedGroup:
@@ -102,10 +114,15 @@ def test_a_model_without_experts_and_settings_that_lose_records_are_refused(tmp_
     with pytest.raises(
         ValueError, match="router_replay must be false with learner.activation_checkpointing and"
     ):
-        load_config([
-            "learner.moe.router_replay=true", "learner.activation_checkpointing=true", "learner.engine=megatron",
-            "learner.ranks=2", "learner.megatron.pipeline_parallel=2",
-        ])  # fmt: skip
+        load_config(
+            [
+                "learner.moe.router_replay=true",
+                "learner.activation_checkpointing=true",
+                "learner.engine=megatron",
+                "learner.ranks=2",
+                "learner.megatron.pipeline_parallel=2",
+            ]
+        )
     with pytest.raises(
         ValueError, match="learner.moe.aux_loss_coefficient must be a finite number of at least 0, got -1"
     ):

@@ -121,8 +121,11 @@ def test_gradients_are_sharded_after_each_microbatch_unless_they_are_to_stay_who
     for rank in results:
         held = {key: held for key, (held, _) in rank.items()}
         assert held == {
-            (Accumulate.reduce, 1): 0, (Accumulate.reduce, 3): 0, (Accumulate.whole, 1): 0, (Accumulate.whole, 3): parameters,
-        }  # fmt: skip
+            (Accumulate.reduce, 1): 0,
+            (Accumulate.reduce, 3): 0,
+            (Accumulate.whole, 1): 0,
+            (Accumulate.whole, 3): parameters,
+        }
     for name, expected in weights[Accumulate.reduce, 1][1].items():
         assert torch.equal(weights[Accumulate.whole, 1][1][name], expected), (
             f"with one microbatch bit for bit: {name}"
