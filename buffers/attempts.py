@@ -1,4 +1,7 @@
-"""Attempts: each is one lease of one group. This module knows until when a lease runs, and the fate of its tokens."""
+"""Attempts: each is one lease of one group.
+
+This module knows until when a lease runs, and the fate of its tokens.
+"""
 
 import heapq
 from collections import Counter, OrderedDict
@@ -9,7 +12,8 @@ from buffers.ledger import Ledger
 from buffers.state import AttemptState
 
 MAX_ENDED = 10_000
-"""Ended attempts that are remembered, so that the buffer understands what their generators still say of them."""
+"""Ended attempts that are remembered, so that the buffer understands what their generators still say of
+them."""
 
 
 @dataclass(slots=True)
@@ -31,7 +35,10 @@ class Attempt:
 
 
 class Attempts:
-    """Attempts under way, and the newest `MAX_ENDED` of those that have ended. The ledger follows every change."""
+    """Attempts under way, and the newest `MAX_ENDED` of those that have ended.
+
+    The ledger follows every change.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -109,7 +116,8 @@ class Deadlines:
 
     def add_deadline(self, attempt: Attempt) -> None:
         heapq.heappush(self._heap, (attempt.deadline, attempt.lease))
-        # Ended leases stay in the heap until they come up. The heap is cleaned when most of its entries are such.
+        # Ended leases stay in the heap until they come up. The heap is cleaned when most of its entries are
+        # such.
         if len(self._heap) > 2 * len(self._under_way) + 1000:
             self._heap = [entry for entry in self._heap if entry[1] in self._under_way]
             heapq.heapify(self._heap)

@@ -1,4 +1,5 @@
-"""The book of a buffer: everything that it knows of groups, in four parts that each keep a state of their own.
+"""The book of a buffer: everything that it knows of groups, in four parts that each keep a state of their
+own.
 
     leases    open groups, the attempts at them and their fates
       │
@@ -8,8 +9,8 @@
       ├──▶ pool     complete groups, their bytes, and the choice among them
       └──▶ places   integers: which places fall due when, which are free and which are filled
 
-A part calls those below it. Every change is told as an event. `buffers.book_events` makes the same book of the same events, and
-`buffers.book_state` of a state.
+A part calls those below it. Every change is told as an event. `buffers.book_events` makes the same book of
+the same events, and `buffers.book_state` of a state.
 """
 
 import itertools
@@ -59,7 +60,8 @@ class Book:
         self.places.terms = self.pool.terms = self.history.terms = self.leases.terms = terms
 
     def find_group(self, number: int) -> GroupRecord | None:
-        """Returns a group that may still be trained, open or complete; None when there is none of this number."""
+        """Returns a group that may still be trained, open or complete; None when there is none of this
+        number."""
         return self.leases.open_groups.get(number) or self.pool.groups.get(number)
 
     def list_groups(self) -> dict[int, GroupRecord]:
@@ -68,7 +70,8 @@ class Book:
         return dict(sorted(groups.items()))
 
     def rewind_to(self, step: int) -> None:
-        """The learner goes on from the checkpoint of `step`. Later steps are undone and will be handed the same groups.
+        """The learner goes on from the checkpoint of `step`. Later steps are undone and will be handed the
+        same groups.
 
         Raises ValueError as `History.check_rewind` does.
         """

@@ -54,8 +54,8 @@ def _reject_again(book: Book, event: e.Rejected) -> None:
 
 
 def reopen_lost_places(book: Book) -> None:
-    """Mends a book whose log has lost lines: places whose groups are lost go to fresh groups, and the groups of steps that
-    were handed lost ones are chosen anew."""
+    """Mends a book whose log has lost lines: places whose groups are lost go to fresh groups, and the
+    groups of steps that were handed lost ones are chosen anew."""
     history, pool = book.history, book.pool
     history.handed = {
         step: handout

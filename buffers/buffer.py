@@ -1,10 +1,12 @@
-"""The replay buffer: leases out, groups in, batches out, everything on the record. No sockets: `buffers.server` has those.
+"""The replay buffer: leases out, groups in, batches out, everything on the record. No sockets:
+`buffers.server` has those.
 
     lease ─▶ submit: check, journal, book ─▶ hand out: the groups of a step ─▶ finish the step
                                  │
                               commit: one write, and one fsync, for all that has come in since the last
 
-A buffer that is opened on a folder reads the newest state there, applies the log since, and goes on from there.
+A buffer that is opened on a folder reads the newest state there, applies the log since, and goes on from
+there.
 """
 
 import itertools
@@ -54,7 +56,8 @@ class Buffer:
         resume_step: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Opens the journal in `folder` and goes on from its contents, with `resume_step` from the checkpoint of that step.
+        """Opens the journal in `folder` and goes on from its contents, with `resume_step` from the checkpoint
+        of that step.
 
         Raises ValueError for a step that it cannot go back to, and when another process writes the journal.
         """
@@ -104,7 +107,8 @@ class Buffer:
             self.progress.rewind_to(resume_step)
         if found.state is not None or found.tail.lines:
             log.info(
-                "recovered in %.2f s from a state and %d events: step %d, %d complete groups wait to be trained",
+                "recovered in %.2f s from a state and %d events: step %d, "
+                "%d complete groups wait to be trained",
                 time.monotonic() - began,
                 len(found.tail.lines),
                 self.progress.next_step,
@@ -136,7 +140,8 @@ class Buffer:
     def close(self, *, in_good_order: bool = True) -> None:
         """Closes the journal. In good order it leaves a state behind.
 
-        After an error the book may be half-changed, so no state is written and the next opening applies the log.
+        After an error the book may be half-changed, so no state is written and the next opening applies the
+        log.
         """
         self.journal.close(self._export_state() if in_good_order else None)
 
@@ -179,7 +184,8 @@ class Buffer:
         return held_out or self.book.leases.lease_next(generator, now)
 
     def take_heartbeat(self, beat: m.GeneratorHeartbeat) -> list[int]:
-        """Renews leases, unless the generator's loop stands still; returns those that are not the generator's any more."""
+        """Renews leases, unless the generator's loop stands still; returns those that are not the
+        generator's any more."""
         now = self._clock()
         if self.roles.note_generator(beat, now):
             self._watchdog.note_movement()
@@ -223,7 +229,8 @@ class Buffer:
         return self.intake.fail_lease(lease, num_tokens, error, revoked=revoked)
 
     def find_holder(self, lease: int) -> str:
-        """Returns the generator that a lease was given to; empty where that is not known, or not known any more."""
+        """Returns the generator that a lease was given to; empty where that is not known, or not known any
+        more."""
         attempt = self.book.leases.attempts.find_attempt(lease)
         return self.evaluations.find_holder(lease) if attempt is None else attempt.generator
 
@@ -256,10 +263,11 @@ class Buffer:
     def describe_waiting(
         self, *, learner_waits: bool = True, probes: bool = False, num_asking: int = 0
     ) -> str:
-        """Returns a sentence that says who waits for whom, who has not been heard of, and who does one thing for long.
+        """Returns a sentence that says who waits for whom, who has not been heard of, and who does one thing
+        for long.
 
-        `learner_waits`: the learner has asked for a batch or a probe. `probes`: it has asked for a parity probe.
-        `num_asking`: generators that have asked for leases.
+        `learner_waits`: the learner has asked for a batch or a probe. `probes`: it has asked for a parity
+        probe. `num_asking`: generators that have asked for leases.
         """
         step, now = self.progress.next_step, self._clock()
         starts = self.roles.describe_starts(now)

@@ -111,7 +111,7 @@ class RemoteReader:
             self._fetched[where] = pa.ipc.read_record_batch(pa.py_buffer(data), SCHEMA)
         return self._fetched[where].slice(place.row, place.rows)
 
-    def forget(self) -> None:
+    def drop_last(self) -> None:
         """Lets go of what was fetched: a step is read once."""
         self._fetched.clear()
 
@@ -289,7 +289,7 @@ class BufferClient:
                 waiting_for=f"step {step} waits for {replaced} fresh groups in the place of damaged ones: {error}"
             )
         finally:
-            reader.forget()
+            reader.drop_last()
         self._num_unseen = 0
         return TakenBatch(step, reply.groups, reply.group_weights, pa.Table.from_batches(batches, SCHEMA))
 

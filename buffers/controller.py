@@ -1,5 +1,5 @@
-"""The staleness controller: decides how far ahead of the newest version groups are leased, by the effect of staleness on the
-gradient.
+"""The staleness controller: decides how far ahead of the newest version groups are leased, by the effect of
+staleness on the gradient.
 
 It stays within `staleness.max_versions`, the bound that `buffers.staleness` proves.
 """
@@ -26,12 +26,12 @@ def first_lag(max_versions: int) -> int:
 def next_lag(lag: int, ess: float, target: float, max_versions: int, steps_since: int) -> int:
     """Returns the lag to admit from now on.
 
-    It is half as large when the effective sample size is below its target, one larger, up to `max_versions`, when the
-    size is well above, and the same otherwise.
+    It is half as large when the effective sample size is below its target, one larger, up to `max_versions`,
+    when the size is well above, and the same otherwise.
 
-    `ess`: of the last step, (Σ ρ)² / (n Σ ρ²) of the tokens' ρ = π_θ / μ, within 0 .. 1. `steps_since`: steps since the lag
-    was last changed. Groups that were leased before a change must have been trained before it can be judged, which takes
-    `lag` + 1 steps.
+    `ess`: of the last step, (Σ ρ)² / (n Σ ρ²) of the tokens' ρ = π_θ / μ, within 0 .. 1. `steps_since`: steps
+    since the lag was last changed. Groups that were leased before a change must have been trained before it
+    can be judged, which takes `lag` + 1 steps.
     """
     if steps_since < lag + 1 or not math.isfinite(ess):
         return lag
@@ -58,8 +58,8 @@ class LagController:
         if self.lag != before:
             self._steps_since = 0
             log.info(
-                "step %d: effective sample size %.3f, target %.3f: groups are admitted %d versions ahead instead of %d "
-                "(max_versions %d)",
+                "step %d: effective sample size %.3f, target %.3f: groups are admitted %d versions ahead "
+                "instead of %d (max_versions %d)",
                 step,
                 ess,
                 self._config.ess_target,

@@ -1,4 +1,5 @@
-"""Held-out evaluation: prompts that the same generators answer, scored, averaged, and kept out of training and ledger."""
+"""Held-out evaluation: prompts that the same generators answer, scored, averaged, and kept out of training
+and ledger."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -49,7 +50,10 @@ class PromptLease:
 
 
 class Evaluations:
-    """Sweeps under way, oldest first. A prompt whose lease fails or expires is asked again, up to `max_attempts` times."""
+    """Sweeps under way, oldest first.
+
+    A prompt whose lease fails or expires is asked again, up to `max_attempts` times.
+    """
 
     def __init__(self, task: str, seed: int, lease_s: float, max_attempts: int) -> None:
         self._task, self._seed, self._lease_s, self._max_attempts = task, seed, lease_s, max_attempts
@@ -134,7 +138,8 @@ class Evaluations:
     # ---- ends of sweeps
 
     def finish_sweeps(self, elapsed_s: float) -> list[EvaluationRecord]:
-        """Ends the sweeps that have all answers, and returns their results. A sweep without a reward has none.
+        """Ends the sweeps that have all answers, and returns their results. A sweep without a reward has
+        none.
 
         `elapsed_s`: seconds since the run's first version.
         """
@@ -153,6 +158,7 @@ class Evaluations:
         self._sweeps.clear()
 
     def rewind_to(self, step: int) -> None:
-        """The learner goes on from version `step`, which it will publish again: later results count no more."""
+        """The learner goes on from version `step`, which it will publish again: later results count no
+        more."""
         self.drop_sweeps()
         self.records = [record for record in self.records if record.version < step]

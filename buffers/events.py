@@ -1,37 +1,44 @@
-"""What happens to groups, as the journal's log records it. The log, applied from its beginning, is the state of the buffer."""
+"""Events: everything that happens to groups, as the journal's log records it.
+
+Applying the log from its beginning (`buffers.book_events`) makes the state of the buffer.
+"""
 
 import msgspec
 import xxhash
 
 
 class Began(msgspec.Struct, frozen=True, tag=True):
-    """A file of the log begins. The first line of each."""
+    """A file of the log begins. This is its first line."""
 
     log: int
     """Number of this file."""
     previous: int
-    """Number of the file that it continues, -1 for none."""
+    """Number of the file that it continues; -1 for none."""
     previous_bytes: int
-    """Where that one ends."""
+    """Byte at which that file ends."""
     next_segment: int
     """Segments from this number on have not been written yet."""
     terms: dict[str, str | int | float | None]
-    """What groups are leased and accepted on from here (`groups.Terms`)."""
+    """The terms that groups are leased and accepted on from here (`terms.Terms`)."""
     durability: str
     boot: str
-    """Names the host and its last start, as `configs.host.boot_id` does."""
+    """Name of the host and its last start, as `configs.host.boot_id` has it."""
     at: float
 
 
 class Synced(msgspec.Struct, frozen=True, tag=True):
-    """All that lies before byte `end` of file `log` was on the disk when this line was written, groups included."""
+    """Everything before byte `end` of file `log` was on the disk when this line was written, groups
+    included."""
 
     log: int
     end: int
 
 
 class Repaired(msgspec.Struct, frozen=True, tag=True):
-    """Damage was mended by `scripts/repair.sh`: `step` steps count as trained from here, whatever stands before."""
+    """`scripts/repair.sh` has mended damage.
+
+    From here `step` steps count as trained, whatever stands before.
+    """
 
     step: int
     lost: list[int]
@@ -60,11 +67,11 @@ class Accepted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     segment: int
     """Number of the segment file."""
     offset: int
-    """Where in it the record batch that holds the group begins, in bytes."""
+    """Byte of the file at which the record batch that holds the group begins."""
     size: int
     """Bytes of the record batch."""
     xxh3: int
-    """Its checksum, xxh3-64."""
+    """Checksum of the record batch, xxh3-64."""
     row: int
     """First row of the group in the record batch."""
     rows: int
@@ -72,27 +79,27 @@ class Accepted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Sampled tokens."""
     oldest: int
     newest: int
-    """Versions of its oldest and newest token."""
+    """Oldest and newest version that sampled a token of the group."""
     reward_mean: float
     reward_std: float
     at: float
     versions: dict[int, int] = {}
-    """Sampled tokens by version; empty: all of them at `oldest`."""
+    """Sampled tokens by version; empty when all of them are of `oldest`."""
 
     def tokens_by_version(self) -> dict[int, int]:
         return self.versions or {self.oldest: self.tokens}
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """An attempt came to nothing: it failed, expired, or was in vain because the lease had been lost before."""
+    """An attempt came to nothing: it failed, expired, or its lease had been lost before."""
 
     lease: int
     tokens: int
-    """Sampled tokens known of it."""
+    """Sampled tokens that are known of the attempt."""
     error: str
     at: float
     counts: bool = True
-    """Whether it counts against `max_attempts`."""
+    """True when the failure counts against `max_attempts`."""
 
 
 class Duplicate(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -103,7 +110,7 @@ class Duplicate(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A group will never be trained (or not again): `zero_variance`, `cancelled`, `failed`, `unsampled`, `damaged`."""
+    """A group will not be trained: `zero_variance`, `cancelled`, `failed`, `unsampled` or `damaged`."""
 
     group: int
     reason: str
@@ -114,20 +121,20 @@ class Rejected(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A step had too few groups left within the bound: places were added to it."""
+    """A step had too few groups left within the bound, so places were added to it."""
 
     step: int
     places: int
 
 
 class Retired(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Groups that have been trained, and could have been again, are beyond the bound now."""
+    """Groups that have been trained, and could have been again, are not used any more."""
 
     groups: list[int]
 
 
 class Handed(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """These are the groups that step `step` trains, whoever asks again and whatever completes meanwhile."""
+    """Step `step` trains these groups, whoever asks again and whatever completes meanwhile."""
 
     step: int
     groups: list[int]
@@ -141,9 +148,9 @@ class Trained(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     step: int
     groups: list[int]
     trained: list[int]
-    """Tokens of each group that were trained."""
+    """Trained tokens of each group."""
     excluded: list[int]
-    """Sampled tokens of each that were beyond the staleness bound."""
+    """Sampled tokens of each group that were beyond the staleness bound."""
     staleness: dict[int, int]
     """Trained tokens by staleness."""
     group_weights: list[float] = []
@@ -170,7 +177,10 @@ class Evaluated(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Rewound(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The learner went back to the checkpoint of `step`: later steps are undone, and will be handed out again as they were."""
+    """The learner went back to the checkpoint of `step`.
+
+    Later steps are undone and will be handed the same groups again.
+    """
 
     step: int
 
@@ -213,14 +223,14 @@ _decoder = msgspec.json.Decoder(AnyEvent)
 _CHECK = b',"check":"00000000"}\n'
 
 
-def encode(event: AnyEvent) -> bytes:
-    """A line of the log: JSON, whose last field `check` is the xxh32 of what stands before it."""
+def encode_line(event: AnyEvent) -> bytes:
+    """Returns a line of the log: JSON, whose last field `check` is the xxh32 of everything before it."""
     body = _encoder.encode(event)[:-1]
     return b'%s,"check":"%08x"}\n' % (body, xxhash.xxh32_intdigest(body))
 
 
-def decode(line: bytes) -> AnyEvent | None:
-    """The event of a line; None when the line is cut or changed."""
+def decode_line(line: bytes) -> AnyEvent | None:
+    """Returns the event of a line; None when the line is cut or changed."""
     body, check = line[: -len(_CHECK)], line[-len(_CHECK) :]
     if check != b',"check":"%08x"}\n' % xxhash.xxh32_intdigest(body):
         return None

@@ -1,4 +1,5 @@
-"""Files that must survive: whole writes, whole replacements, and tails that are set aside rather than thrown away."""
+"""Files that must survive: whole replacements, synced names, and tails that are set aside rather than
+thrown away."""
 
 import os
 import re
@@ -9,13 +10,13 @@ from pathlib import Path
 
 from configs.disk import disk_full, is_disk_full, write_all
 
-PIECE = 1 << 22
+COPIED_BYTES = 1 << 22
 """Bytes copied at a time."""
 
 
 @contextmanager
 def naming_full_disk(path: Path) -> Iterator[None]:
-    """Raises DiskFull, which names `path`, in the place of what the system raises."""
+    """Raises DiskFull, which names `path`, in the place of the system's error for a full disk."""
     try:
         yield
     except OSError as error:
@@ -25,13 +26,16 @@ def naming_full_disk(path: Path) -> Iterator[None]:
 
 
 def sync_file(file: int, path: Path) -> None:
-    """Waits until the file's data is on the disk. Raises DiskFull: some file systems notice only now."""
+    """Waits until the file's data are on the disk.
+
+    Raises DiskFull, because some file systems notice only now.
+    """
     with naming_full_disk(path):
         os.fdatasync(file)
 
 
 def sync_path(path: Path) -> None:
-    """As `sync_file`, for a file that somebody else may have deleted meanwhile."""
+    """Does what `sync_file` does, for a file that somebody else may have deleted meanwhile."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -43,7 +47,7 @@ def sync_path(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the names of the folder's files are on the disk."""
+    """Waits until the names of the folder's files are on the disk. Raises DiskFull."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with naming_full_disk(folder):
@@ -53,7 +57,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes | memoryview, *, sync: bool = True) -> None:
-    """The file appears whole, or not at all; with `sync` it is on the disk then. Raises DiskFull."""
+    """Makes the file appear whole or not at all.
+
+    With `sync` it is on the disk when this returns. Raises DiskFull.
+    """
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         with open(unfinished, "wb", buffering=0) as file:
@@ -70,21 +77,21 @@ def replace_file(path: Path, data: bytes | memoryview, *, sync: bool = True) -> 
 
 
 def cut_file(path: Path, end: int, *, sync: bool = True) -> str | None:
-    """Ends the file at byte `end`. What followed stays beside it, as `<name>.cut-<end>`; nothing is thrown away.
+    """Ends the file at byte `end`. The bytes behind it stay beside the file, as `<name>.cut-<end>`.
 
-    Cut at 0, the file itself gets that name. Returns what was cut, in words, or None when nothing was.
+    A file that is cut at 0 gets that name itself. Returns words for what was cut; None when nothing was.
     """
     size = path.stat().st_size
     if end and size <= end:
         return None
-    aside = free_name(path.with_name(f"{path.name}.cut-{end}"))
+    aside = find_free_name(path.with_name(f"{path.name}.cut-{end}"))
     if not end:
         os.replace(path, aside)
     else:
         try:
             with open(path, "rb") as whole, open(aside, "wb") as tail:
                 whole.seek(end)
-                shutil.copyfileobj(whole, tail, PIECE)
+                shutil.copyfileobj(whole, tail, COPIED_BYTES)
                 tail.flush()
                 if sync:
                     os.fsync(tail.fileno())
@@ -93,8 +100,10 @@ def cut_file(path: Path, end: int, *, sync: bool = True) -> str | None:
             if is_disk_full(error):
                 raise disk_full(aside, size - end) from error
             raise
+        # The copy must be on the disk for good before the original is cut, or a loss of power could cost
+        # both.
         if sync:
-            sync_folder(path.parent)  # the copy is there for good before the original is not
+            sync_folder(path.parent)
         os.truncate(path, end)
         if sync:
             sync_path(path)
@@ -103,8 +112,9 @@ def cut_file(path: Path, end: int, *, sync: bool = True) -> str | None:
     return f"the last {size - end} bytes of {path.name} (kept as {aside.name})"
 
 
-def free_name(path: Path) -> Path:
-    """The path, or the first `<path>-<n>` that no file has: an earlier cut at the same place is kept as well."""
+def find_free_name(path: Path) -> Path:
+    """Returns the path, or the first `<path>-<n>` that no file has, so that an earlier cut at the same
+    place is kept as well."""
     number, free = 1, path
     while free.exists():
         number += 1
@@ -113,7 +123,10 @@ def free_name(path: Path) -> Path:
 
 
 def list_numbers(folder: Path, suffix: str) -> list[int]:
-    """Of the files `<number><suffix>`, in order. Whatever else lies there is somebody's own."""
+    """Returns the numbers of the files `<number><suffix>`, in order.
+
+    Users may keep other files beside them.
+    """
     return sorted(
         int(path.stem) for path in folder.glob(f"*{suffix}") if re.fullmatch(r"[0-9]{6,}", path.stem)
     )

@@ -1,4 +1,5 @@
-"""Records of groups: an open or complete group, the groups that a step is handed, and a group's part in a trained step."""
+"""Records of groups: an open or complete group, the groups that a step is handed, and a group's part in a
+trained step."""
 
 from dataclasses import dataclass, field
 

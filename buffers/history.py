@@ -23,7 +23,8 @@ class TrainedStep:
 
 
 class History:
-    """Steps in order. Step k is handed its groups once, trains them once, and may be undone and handed the same again.
+    """Steps in order. Step k is handed its groups once, trains them once, and may be undone and handed the
+    same again.
 
     Every change is told to `note` as an event.
     """
@@ -39,13 +40,17 @@ class History:
         self.terms = terms
         self._places, self._pool, self._ledger, self._note = places, pool, ledger, note
         self.version = -1
-        """The newest published version; -1 when the learner has published none since its start or its last rewind."""
+        """The newest published version; -1 when the learner has published none since its start or its last
+        rewind."""
         self.newest_version = -1
         """The newest version that any life of the learner has published."""
         self.next_step = 0
         """The step that is trained next. All steps before it are trained."""
         self.trained_twice = 0
-        """Number of times that a group was trained more often than `max_uses` allows. Anything above 0 is a defect."""
+        """Number of times that a group was trained more often than `max_uses` allows.
+
+        Anything above 0 is a defect.
+        """
         self.handed: dict[int, Handout] = {}
         """By step: what a step was handed and has not trained, or is to be handed again after a rewind."""
         self.trained: dict[int, TrainedStep] = {}
@@ -84,7 +89,8 @@ class History:
     def replace_damaged(self, number: int, error: str) -> None:
         """The bytes of a complete group are lost. A fresh group takes its place.
 
-        The place falls due at the step that the group was for, or at the next step when that one is trained already.
+        The place falls due at the step that the group was for, or at the next step when that one is trained
+        already.
         """
         group = self._pool.groups[number]
         if group.num_uses:
@@ -130,8 +136,8 @@ class History:
     def _choose_groups(self, step: int) -> Handout | None:
         """Returns the groups of a step that has not been handed any; None while too few are complete.
 
-        Under `wait` and `cancel` a step waits for every group that is due. Under `mask` any complete groups will do, as
-        long as there are enough of them.
+        Under `wait` and `cancel` a step waits for every group that is due. Under `mask` any complete groups
+        will do, as long as there are enough of them.
         """
         batch = self.terms.groups_per_step
         all_due_are_complete = self._places.filled_through > step
@@ -158,11 +164,13 @@ class History:
             self.retire_groups(retired)
 
     def _find_promised(self) -> set[int]:
-        """Returns the groups that steps were handed and have not trained, or will be handed again after a rewind."""
+        """Returns the groups that steps were handed and have not trained, or will be handed again after a
+        rewind."""
         return {number for handout in self.handed.values() for number in handout.groups}
 
     def _find_newer(self, step: int) -> set[int]:
-        """Returns the groups that `step` may not train because a version above it has sampled a token of theirs.
+        """Returns the groups that `step` may not train because a version above it has sampled a token of
+        theirs.
 
         An earlier life of the learner published such versions. Under `mask` the tokens are masked instead.
         """
@@ -200,7 +208,10 @@ class History:
         self._note(event)
 
     def keep_checkpoint(self, event: e.Checkpointed) -> None:
-        """The learner has written a checkpoint. Steps before its oldest kept one cannot be undone and are forgotten."""
+        """The learner has written a checkpoint.
+
+        Steps before its oldest kept one cannot be undone and are forgotten.
+        """
         for step in range(self.oldest_checkpoint, min(event.oldest, self.next_step)):
             self.trained.pop(step, None)
         self._places.forget_before(event.oldest)
@@ -208,14 +219,18 @@ class History:
         self._note(event)
 
     def check_rewind(self, step: int) -> None:
-        """Raises ValueError for a step that is not between the oldest kept checkpoint and the newest trained step."""
+        """Raises ValueError for a step that is not between the oldest kept checkpoint and the newest
+        trained step."""
         if not self.oldest_checkpoint <= step <= self.next_step:
             raise ValueError(
                 f"step must be in {self.oldest_checkpoint}..{self.next_step} to rewind to, got {step}"
             )
 
     def undo_steps(self, step: int) -> None:
-        """The learner goes on from the checkpoint of `step`. Later steps are undone, and are handed the same groups again."""
+        """The learner goes on from the checkpoint of `step`.
+
+        Later steps are undone, and are handed the same groups again.
+        """
         for undone in range(self.next_step - 1, step - 1, -1):
             trained = self.trained.pop(undone)
             for use in trained.uses:

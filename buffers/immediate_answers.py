@@ -7,7 +7,7 @@ from typing import assert_never
 from buffers import messages as m
 from buffers.announcements import Announcer
 from buffers.buffer import Buffer
-from buffers.probe import Probes
+from buffers.parity_probe import ParityProbes
 from buffers.refusal import Refusal
 from buffers.waiting_room import WaitingRoom
 
@@ -18,7 +18,7 @@ class ImmediateAnswers:
     def __init__(
         self,
         buffer: Buffer,
-        probes: Probes,
+        probes: ParityProbes,
         announcer: Announcer,
         waiting_room: WaitingRoom,
         config_text: str,
@@ -88,7 +88,9 @@ class ImmediateAnswers:
                 verdicts = buffer.intake.submit_groups(name, request.leases, request.schema, payload[0])
                 return m.LeaseReceipt(leases=request.leases, verdicts=verdicts)
             case m.SubmitParityProbe():
-                self._probes.take(request, payload, buffer.progress.version, buffer.progress.manifest_locator)
+                self._probes.take_probe(
+                    request, payload, buffer.progress.version, buffer.progress.manifest_locator
+                )
                 return m.Acknowledged()
             case m.SubmitEvaluation():
                 verdict = buffer.submit_evaluation(name, request.lease, request.reward)

@@ -1,6 +1,9 @@
 """The intake: groups that generators submit are checked, written to the journal and booked.
 
-lease ─▶ submit: check every row ─▶ append to the journal ─▶ book as accepted ─▶ (dynamic sampling: reject equal rewards)
+    submit ─▶ check every row ─▶ append to the journal ─▶ book as accepted
+                                                             └─▶ dynamic sampling: reject equal rewards
+
+The learner's part stands in `buffers.progress`.
 """
 
 import logging
@@ -47,8 +50,8 @@ class Intake:
     ) -> list[str]:
         """Checks, journals and books the groups of some leases; returns a verdict for each lease.
 
-        `accepted`; `zero_variance` (complete, and rejected by dynamic sampling); `duplicate`; or `failed` (and counted
-        as refused, because the group breaks a rule, or the message cannot be read at all).
+        `accepted`; `zero_variance` (complete, and rejected by dynamic sampling); `duplicate`; or `failed`
+        (and counted as refused, because the group breaks a rule, or the message cannot be read at all).
         """
         num_samples = self._book.terms.samples_per_prompt
         wanted = self._find_wanted(leases)
@@ -82,7 +85,10 @@ class Intake:
         ]
 
     def _find_wanted(self, leases: Sequence[int]) -> dict[int, ExpectedGroup]:
-        """Returns, by place in the message, the groups that are still open. A group counts once in a message."""
+        """Returns, by place in the message, the groups that are still open.
+
+        A group counts once in a message.
+        """
         wanted: dict[int, ExpectedGroup] = {}
         groups: set[int] = set()
         for place, lease in enumerate(leases):
@@ -106,7 +112,8 @@ class Intake:
     def _store(
         self, generator: str, leases: list[int], data: memoryview, found: CheckedMessage
     ) -> Iterator[str]:
-        """Appends the whole groups of a message to the journal and books them; yields a verdict for each lease."""
+        """Appends the whole groups of a message to the journal and books them; yields a verdict for each
+        lease."""
         num_samples = self._book.terms.samples_per_prompt
         good = [number for number, facts in enumerate(found.verdicts) if isinstance(facts, GroupFacts)]
         if good:
@@ -164,7 +171,10 @@ class Intake:
         return "accepted"
 
     def fail_lease(self, lease: int, num_tokens: int, error: str, *, revoked: bool = False) -> str:
-        """Books that a lease came to nothing. Reports about unknown leases are not worth a line in the journal."""
+        """Books that a lease came to nothing.
+
+        Reports about unknown leases are not worth a line in the journal.
+        """
         leases = self._book.leases
         if leases.attempts.find_attempt(lease) is not None:
             held = leases.find_open_group(lease)

@@ -1,14 +1,15 @@
-"""The journal: every accepted group on disk, the log of what became of it, and the state that the log has led to.
+"""The journal: every accepted group on disk, the log of its fate, and the state that the log has led to.
 
     journal/000000.arrow        groups, an Arrow record batch each (`buffers.segments`)
     journal/log/000000.jsonl    events, a JSON line each (`buffers.event_log`)
     journal/state/000000.state  the buffer's state before that file of the log (`buffers.state`)
 
-    open: lock ─▶ recover: newest state, tail of the log ─▶ begin: set torn tails aside, write the state, begin a log file
-    run:  append, note ─▶ commit ─▶ … ─▶ rotate: a new log file, the state in a thread ─▶ …
+    open: lock ─▶ recover: newest state, tail of the log
+               ─▶ begin: set torn tails aside, write the state, begin a log file
+    run:  append_batch, note_event ─▶ commit ─▶ … ─▶ rotate: a new log file, the state in a thread ─▶ …
 
-`recover` changes nothing, so an opening that is refused, or killed half-way, leaves the journal as it was. `begin` may be
-killed at any moment: what it has done is not to be done again, and what it has not done is done by the next.
+`recover` changes nothing, so an opening that is refused, or killed half-way, leaves the journal as it was.
+`begin` may be killed at any moment: the next opening does the rest, and nothing is done twice.
 """
 
 import fcntl
@@ -23,7 +24,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from buffers import events as e
-from buffers.event_log import Place, log_folder, log_numbers, log_path, read_events
+from buffers.event_log import LogPlace, log_folder, log_numbers, log_path, read_events
 from buffers.files import cut_file, naming_full_disk, sync_file, sync_folder, sync_path
 from buffers.recovery import Recovery, read_journal
 from buffers.segments import (
@@ -49,24 +50,32 @@ from configs.host import boot_id
 log = logging.getLogger("slipstream.buffer")
 
 LOCK_S = 0.5
-"""How long an opener waits for the lock: somebody may just be looking whether it is held."""
+"""Seconds that an opener waits for the lock. Somebody may just be looking whether it is held."""
 ROTATE_LINES = 50_000
-"""Lines after which the log rotates: recovery reads about that many."""
+"""Lines after which the log rotates. Recovery reads about that many."""
 ROTATE_BYTES = 1 << 30
-"""Bytes of groups after which it does: recovery may have to verify about that many."""
+"""Bytes of groups after which the log rotates. Recovery may have to verify about that many."""
 ROTATE_S = 10.0
-"""Seconds between two rotations for the bytes' sake, at least."""
+"""Least seconds between two rotations that `ROTATE_BYTES` asks for."""
 MANY_STATES = 8
-"""States at which an opening deletes the old ones: a life that ends before it rotates leaves one more."""
+"""Number of states at which an opening deletes the old ones.
+
+A life that ends before it rotates leaves one more.
+"""
 
 
 class Journal:
-    """Writer of one folder; one process at a time. `append` writes a group while it is still in the processor's cache,
-    `note` gathers events; `commit` makes all of it durable at once."""
+    """The writer of one folder; one process at a time.
+
+    `append_batch` writes a group while it is still in the processor's cache, `note_event` gathers events, and
+    `commit` makes all of it durable at once. Commits and states are written in a thread each.
+    """
 
     def __init__(self, folder: Path, durability: Durability, segment_bytes: int) -> None:
-        """Locks the folder and changes nothing else in it: `recover` and `begin` come next. Raises ValueError when
-        another process writes this journal."""
+        """Locks the folder and changes nothing else in it. `recover` and `begin` come next.
+
+        Raises ValueError when another process writes this journal.
+        """
         folder = folder.absolute()
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -75,9 +84,12 @@ class Journal:
         self._lock = lock_journal(folder)
         self.mark = f"{boot_id()} {secrets.token_hex(8)}"
         self.began_at = 0.0
-        """When this life has begun, in Unix seconds; later than any life before it, also where the clock was set back."""
+        """When this life began, in Unix seconds.
+
+        It is later than any life before, even where the clock was set back.
+        """
         self._number = -1
-        """Of the log file that is being written."""
+        """Number of the log file that is being written."""
         self._log = -1
         self._log_size = 0
         self._segment: Segment | None = None
@@ -85,17 +97,17 @@ class Journal:
         self._unsynced = False
         self._folders_unsynced: set[Path] = set()
         self._touched: set[Path] = set()
-        """Segments written to since the last state, which vouches for them."""
+        """Segments that were written to since the last state. The next state vouches for them."""
         self._lines_since = self._bytes_since = 0
         self._rotation_is_requested = False
         self._rotated_at = time.monotonic()
-        self._synced: Place = (-1, 0)
-        """The end of the last commit that the disk has confirmed."""
-        self._told: Place = (-1, 0)
-        """What the log says of that."""
+        self._synced: LogPlace = (-1, 0)
+        """End of the last commit that the disk has confirmed."""
+        self._told: LogPlace = (-1, 0)
+        """The newest such place that the log tells."""
         self._dropped: set[int] = set()
         self._doomed: list[Path] = []
-        """Dropped segments that are deleted when a state that does without them is on the disk."""
+        """Dropped segments. They are deleted once a state that does without them is on the disk."""
         self._lines: list[bytes] = []
         self._broken = False
         self._disk, self._background = (
@@ -108,12 +120,15 @@ class Journal:
     # ---- opening
 
     def recover(self) -> Recovery:
-        """What the folder holds. Changes nothing. Raises as `read_journal`."""
+        """Returns the contents of the folder. Changes nothing. Raises what `read_journal` raises."""
         return read_journal(self.folder)
 
     def begin(self, found: Recovery, state: State) -> list[str]:
-        """Sets torn tails aside, closes torn segments, writes the state that recovery has led to and begins a log file.
-        Returns what was set aside, in words."""
+        """Sets torn tails aside, closes torn segments, writes the state that recovery has led to and begins a
+        log file.
+
+        Returns words for each thing that was set aside.
+        """
         told = self._set_torn_tails_aside(found)
         self._next_segment = found.next_segment
         self.began_at = max(time.time(), found.last_began.at + 1 if found.last_began is not None else 0.0)
@@ -125,9 +140,8 @@ class Journal:
         if self._syncs:
             sync_folder(self.folder)
         state.next_segment, state.open_segment = self._next_segment, None
-        are_many = (
-            len(state_numbers(self.folder)) >= MANY_STATES
-        )  # of lives that ended before they could rotate
+        # Lives that end before they rotate leave their states behind.
+        are_many = len(state_numbers(self.folder)) >= MANY_STATES
         write_state(self.folder, self._number, encode_state(state), sync=self._syncs or are_many)
         for old in obsolete_states(state_numbers(self.folder)) if are_many else ():
             state_path(self.folder, old).unlink()
@@ -149,12 +163,14 @@ class Journal:
         for number in sorted(found.unclosed - found.dropped):
             path = segment_path(self.folder, number)
             told.append(close_torn_segment(path, found.ends.get(number, 0), sync=self._syncs))
-        if self._syncs:  # the state is to vouch for groups that a life before wrote and did not live to sync
+        if (
+            self._syncs
+        ):  # the state vouches for groups that an earlier life has written and did not live to sync
             for number in found.ends:
                 sync_path(segment_path(self.folder, number))
         return [what for what in told if what is not None]
 
-    def _open_log(self, previous: Place, state: State) -> None:
+    def _open_log(self, previous: LogPlace, state: State) -> None:
         path = log_path(self.folder, self._number)
         with naming_full_disk(path):
             self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC)
@@ -164,7 +180,7 @@ class Journal:
         began = e.Began(
             self._number, *previous, self._next_segment, state.terms, str(self._durability), boot_id(), at
         )
-        self._lines.insert(0, e.encode(began))
+        self._lines.insert(0, e.encode_line(began))
         self._write_lines()
         if (
             self._syncs
@@ -177,7 +193,10 @@ class Journal:
     # ---- writing
 
     def append_batch(self, message: memoryview) -> tuple[int, int, int]:
-        """Takes in a record batch, as an Arrow IPC message; returns (segment, offset, xxh3-64). Raises DiskFull."""
+        """Writes a record batch, an Arrow IPC message; returns (segment, offset, xxh3-64).
+
+        Raises DiskFull.
+        """
         try:
             if self._segment is None:
                 self._segment = create_segment(self.folder, self._next_segment)
@@ -193,15 +212,18 @@ class Journal:
         return self._segment.number, offset, xxh3
 
     def note_event(self, event: e.AnyEvent) -> None:
-        self._lines.append(e.encode(event))
+        self._lines.append(e.encode_line(event))
 
     def commit(self) -> None:
-        """Returns once everything taken in so far is where `durability` wants it."""
+        """Returns once all batches and events so far are where `durability` wants them."""
         self.start_commit().result()
 
     def start_commit(self) -> "Future[None]":
-        """Done once everything taken in so far is where `durability` wants it; raises what the disk raised. Meanwhile
-        more may be taken in."""
+        """Starts a commit. The future is done once all batches and events so far are where `durability` wants
+        them.
+
+        It raises what the disk raised. More batches and events may come in before it is done.
+        """
         files: list[tuple[int, Path]] = []
         if self._segment is not None and self._unsynced:
             files.append((self._segment.file, self._segment.path))
@@ -209,7 +231,7 @@ class Journal:
         if self._lines:
             if (synced := self._synced) > self._told:
                 self._told = synced
-                self._lines.insert(0, e.encode(e.Synced(*self._told)))
+                self._lines.insert(0, e.encode_line(e.Synced(*self._told)))
             self._write_lines()
             files.append((self._log, log_path(self.folder, self._number)))
         done: Future[None] = Future()
@@ -235,8 +257,12 @@ class Journal:
             raise
         self._log_size += len(data)
 
-    def _sync(self, files: list[tuple[int, Path]], folders: set[Path], end: Place) -> None:
-        """In the disk's thread. What the disk has failed to take once it may not be asked about again."""
+    def _sync(self, files: list[tuple[int, Path]], folders: set[Path], end: LogPlace) -> None:
+        """Syncs files, then folders, in the disk's thread.
+
+        After a failure the journal counts as broken: a second fsync may report success for data that the disk
+        has lost.
+        """
         try:
             for file, path in files:
                 sync_file(file, path)
@@ -268,8 +294,11 @@ class Journal:
         return due or self._lines_since >= max(ROTATE_LINES, num_entries // 4)
 
     def rotate(self, state: State, *, keep_logs: bool) -> None:
-        """Begins a new log file, and writes the state in a thread; older states, and without `keep_logs` the log before
-        them, go when that is on the disk. Call it when nothing is noted that is not committed."""
+        """Begins a new log file and writes the state in a thread.
+
+        Once the state is on the disk, older states are deleted, and without `keep_logs` the log before them.
+        All events must be committed.
+        """
         assert not self._lines, "events were noted and not committed"
         self._rotation_is_requested = False
         self._state_written.result()  # raises what went wrong with the one before
@@ -293,7 +322,10 @@ class Journal:
     def _write_state(
         self, number: int, state: bytes, touched: set[Path], doomed: list[Path], keep_logs: bool
     ) -> None:
-        """In a thread. The state vouches for the groups that it names, so they are on the disk before it is."""
+        """Writes a state, in a thread.
+
+        It vouches for the groups that it names, so they go to the disk first.
+        """
         if self._broken:
             return
         if self._syncs:
@@ -315,7 +347,10 @@ class Journal:
                     self.discard_file(log_path(self.folder, old))
 
     def close(self, state: State | None = None) -> None:
-        """Commits, and with `state` leaves it, so that the next opening has nothing to read besides."""
+        """Commits and closes.
+
+        With `state` it leaves that behind, so that the next opening need not read the log.
+        """
         try:
             if self._log >= 0 and not self._broken:
                 self.commit()
@@ -334,17 +369,17 @@ class Journal:
     # ---- segments
 
     def discard_file(self, path: Path) -> None:
-        """Deletes what nothing needs any more."""
+        """Deletes a file that nothing needs any more."""
         path.unlink(missing_ok=True)
 
     def drop_segments(self, segments: list[int]) -> None:
-        """Says that these closed segments are not needed any more. The next `rotate` deletes them."""
+        """Marks closed segments as not needed any more. The next `rotate` deletes them."""
         self.note_event(e.Dropped(segments))
         self._dropped.update(segments)
         self._doomed += [segment_path(self.folder, number) for number in segments]
 
     def closed_segments(self) -> set[int]:
-        """Those that are in the folder and not written any more."""
+        """Returns the segments that are in the folder and are not written any more."""
         return (
             segment_numbers(self.folder)
             - self._dropped
@@ -359,7 +394,10 @@ class Journal:
 
 
 def lock_journal(folder: Path, wait_s: float = LOCK_S) -> int:
-    """The descriptor of the lock file; closing it gives the journal up. Raises ValueError when another process has it."""
+    """Locks a journal and returns the descriptor of the lock file. Closing it gives the journal up.
+
+    Raises ValueError when another process has the lock for longer than `wait_s` seconds.
+    """
     lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     deadline = time.monotonic() + wait_s
     while True:
@@ -376,7 +414,8 @@ def lock_journal(folder: Path, wait_s: float = LOCK_S) -> int:
 
 
 def is_on_this_host(folder: Path, mark: str) -> bool:
-    """Is the journal in `folder` the one whose `Journal.mark` this is, on this very host (so that it may be mapped)?"""
+    """True when `folder` holds, on this very host, the journal whose `Journal.mark` this is, so that it
+    may be mapped."""
     try:
         return mark.startswith(boot_id()) and (folder / ".lock").read_text() == mark
     except OSError:
@@ -384,7 +423,7 @@ def is_on_this_host(folder: Path, mark: str) -> bool:
 
 
 def read_groups(folder: Path) -> Iterator[pa.RecordBatch]:
-    """Every group in the journal, in the order of acceptance. Raises DamagedGroup."""
+    """Yields every group in the journal, in the order of acceptance. Raises DamagedGroup."""
     reader = Reader(folder)
     dropped = {
         number for event in read_events(folder) if isinstance(event, e.Dropped) for number in event.segments

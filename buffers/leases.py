@@ -76,12 +76,16 @@ class Leases:
         self._prompts = PromptOrder(terms.task_size, terms.seed)
         self._lease_ids, self._note = lease_ids, note
         self._lost: list[tuple[int, int]] = []
-        """Heap of (due step, number) of groups without an attempt. Some of them may be leased again or gone meanwhile."""
+        """Heap of (due step, number) of groups without an attempt.
+
+        Some of them may be leased again or gone meanwhile.
+        """
 
     # ---- giving leases
 
     def lease_next(self, generator: str, now: float) -> Lease | None:
-        """Leases the group that falls due first; None when admission, a budget or the end of the run forbids it."""
+        """Leases the group that falls due first; None when admission, a budget or the end of the run
+        forbids it."""
         due, is_lost = self._next_opening()
         if due >= self.terms.steps or self._history.version < 0:
             return None
@@ -180,7 +184,8 @@ class Leases:
         return revoked
 
     def find_open_group(self, lease_id: int) -> tuple[int, int] | None:
-        """Returns (number, due step) of the group that a lease may still complete; None when there is none."""
+        """Returns (number, due step) of the group that a lease may still complete; None when there is
+        none."""
         attempt = self.attempts.find_attempt(lease_id)
         group = self.open_groups.get(attempt.group) if attempt is not None else None
         return (attempt.group, group.due) if attempt is not None and group is not None else None
@@ -188,8 +193,8 @@ class Leases:
     def is_too_new(self, due: int, newest: int) -> bool:
         """True for a group that a version newer than its step has sampled, unless late tokens are masked.
 
-        Such a group was made anew for a step that was undone, by a generator that still holds a version of an earlier
-        life of the learner (`staleness`, Rewind).
+        Such a group was made anew for a step that was undone, by a generator that still holds a version of an
+        earlier life of the learner (`staleness`, Rewind).
         """
         return newest > due and self.terms.on_late is not OnLate.mask
 
@@ -212,7 +217,8 @@ class Leases:
         self._history.complete_group(attempt.group, group, content)
 
     def count_duplicate(self, lease_id: int, num_tokens: int) -> None:
-        """Books a complete group that comes too late: another attempt has completed it, or it was rejected."""
+        """Books a complete group that comes too late: another attempt has completed it, or it was
+        rejected."""
         attempt = self.attempts.find_attempt(lease_id)
         if attempt is None:
             self._ledger.count_tokens(num_tokens, "duplicate")
@@ -225,10 +231,11 @@ class Leases:
         self._note(e.Duplicate(lease=lease_id, tokens=num_tokens))
 
     def fail_lease(self, lease_id: int, num_tokens: int, error: str, *, counts: bool = True) -> str:
-        """Books that a group could not be made. It is leased again, or quarantined after `max_attempts` failures.
+        """Books that a group could not be made. It is leased again, or quarantined after `max_attempts`
+        failures.
 
-        Returns `lost`, `quarantined`, or `over` when the lease had lost its group before. With `counts=False` the failure
-        does not count against `max_attempts`.
+        Returns `lost`, `quarantined`, or `over` when the lease had lost its group before. With `counts=False`
+        the failure does not count against `max_attempts`.
         """
         attempt = self.attempts.under_way.get(lease_id)
         if attempt is not None:
@@ -254,7 +261,8 @@ class Leases:
         return [(attempt.group, self._lose_attempt(attempt, why, counts)) for attempt in held]
 
     def expire_leases(self, now: float) -> list[tuple[int, str]]:
-        """Takes back leases whose deadline has passed; returns (group, outcome) of each, as `fail_lease` has it."""
+        """Takes back leases whose deadline has passed; returns (group, outcome) of each, as `fail_lease`
+        has it."""
         return [
             (attempt.group, self._lose_attempt(attempt, f"lease expired at {attempt.generator}", True))
             for attempt in self.attempts.pop_expired(now)
@@ -275,7 +283,10 @@ class Leases:
         return "lost"
 
     def reject_open_group(self, number: int, reason: str, error: str = "", *, refill: bool = True) -> None:
-        """A group that is not complete will not be made any more. With `refill` its place goes to a fresh group."""
+        """A group that is not complete will not be made any more.
+
+        With `refill` its place goes to a fresh group.
+        """
         group = self.open_groups.pop(number)
         for lease_id in list(group.attempts):
             self.attempts.end_attempt(self.attempts.under_way[lease_id], reason)
@@ -284,7 +295,8 @@ class Leases:
         self._note(e.Rejected(number, reason, error, group.due, 0, time.time()))
 
     def cancel_stragglers(self, now: float) -> list[int]:
-        """Under `cancel`, rejects groups that have held the step that the learner waits for too long; returns them."""
+        """Under `cancel`, rejects groups that have held the step that the learner waits for too long;
+        returns them."""
         if self.terms.on_late is not OnLate.cancel or self._history.awaited is None:
             return []
         step, since = self._history.awaited
@@ -300,7 +312,10 @@ class Leases:
         return late
 
     def revoke_beyond(self, step: int) -> None:
-        """Takes back leases that version `step` does not admit. After a rewind to it, no version can reach their floor."""
+        """Takes back leases that version `step` does not admit.
+
+        After a rewind to it, no version can reach their floor.
+        """
         beyond = {
             number
             for number, group in self.open_groups.items()
@@ -313,7 +328,10 @@ class Leases:
                 attempt.group = -1  # so that it cannot come in late
 
     def describe_missing(self, step: int, nobody: str = "") -> str:
-        """Returns a sentence that says who holds `step`. `nobody` says why no generator does, where that is known."""
+        """Returns a sentence that says who holds `step`.
+
+        `nobody` says why no generator does, where that is known.
+        """
         missing = [
             attempt
             for attempt in self.attempts.under_way.values()

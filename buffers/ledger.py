@@ -1,9 +1,10 @@
 """The ledger: the fate of every token generated and of every group leased.
 
-generated = trained + masked + Σ rejected + in flight, in tokens; leased = trained + Σ rejected + in flight, in groups.
+generated = trained + masked + Σ rejected + in flight, in tokens; leased = trained + Σ rejected + in flight,
+in groups.
 
-The two sides are counted apart: `generated` and `leased` when work is reported, the fates when they are decided. So
-`closes` is a check that can fail.
+The two sides are counted apart: `generated` and `leased` when work is reported, the fates when they are
+decided. So `closes` is a check that can fail.
 """
 
 from collections import Counter
@@ -14,8 +15,8 @@ from buffers.state import LedgerState
 
 REASONS = ("zero_variance", "duplicate", "cancelled", "failed", "late")
 RARE_REASONS = ("unsampled", "damaged")
-"""Reasons that are shown only where there are such groups. `unsampled` groups were not chosen while they were within the
-bound, which some samplers do; the disk has lost `damaged` groups after they were accepted."""
+"""Reasons that are shown only where there are such groups. `unsampled` groups were not chosen while they
+were within the bound, which some samplers do; the disk has lost `damaged` groups after they were accepted."""
 FATES = ("trained", "masked", *REASONS, *RARE_REASONS, "in_flight")
 
 
@@ -53,7 +54,8 @@ class Ledger:
         self.tokens[new] += num_tokens
 
     def count_trained(self, num_trained: int, num_excluded: int, excluded_fate: str) -> None:
-        """A group in flight was trained, all but `num_excluded` tokens, which are `masked` or `late` instead."""
+        """A group in flight was trained, all but `num_excluded` tokens, which are `masked` or `late`
+        instead."""
         self.change_fate("in_flight", "trained", num_trained + num_excluded)
         self.tokens["trained"] -= num_excluded
         self.tokens[excluded_fate] += num_excluded

@@ -11,8 +11,8 @@ from buffers.refusal import Refusal
 from configs.schema import Config
 
 
-def longest_group(config: Config) -> int:
-    """The most tokens that one lease can sample."""
+def max_group_tokens(config: Config) -> int:
+    """Returns the most tokens that one lease can sample."""
     return config.learner.samples_per_prompt * max(
         config.sampling.max_tokens, config.generators.max_model_len
     )
@@ -22,30 +22,31 @@ def check_bounds(request: m.Request, buffer: Buffer, config: Config) -> None:
     """Raises Refusal for a request whose numbers cannot be true in this run."""
     match request:
         case m.FailLease(num_tokens=tokens, lease=lease, generator=name):
-            _must(tokens, "num_tokens of a lease", longest_group(config))
-            _must_hold(name, [lease], buffer, "a failure")
+            _check_at_most(max_group_tokens(config), tokens, "num_tokens of a lease")
+            _check_holder(name, [lease], buffer, "a failure")
         case m.SubmitGroups(leases=leases, generator=name):
-            _must_hold(name, leases, buffer, "a group")
+            _check_holder(name, leases, buffer, "a group")
         case m.SubmitEvaluation(lease=lease, generator=name):
-            _must_hold(name, [lease], buffer, "a score")
+            _check_holder(name, [lease], buffer, "a score")
         case m.GeneratorHeartbeat(progress=progress):
-            _must(max(progress.values(), default=0), "progress of a lease", longest_group(config))
+            most = max(progress.values(), default=0)
+            _check_at_most(max_group_tokens(config), most, "progress of a lease")
         case m.PublishVersion(version=version):
-            _must(version, "version", config.run.steps)
+            _check_at_most(config.run.steps, version, "version")
         case m.ReportTrainedStep(step=step) | m.RequestBatch(step=step) | m.RewindToStep(step=step):
-            _must(step, "step", config.run.steps)
+            _check_at_most(config.run.steps, step, "step")
         case m.ReportCheckpoint(step=step, oldest=oldest):
-            _must(step, "step of a checkpoint", buffer.progress.next_step)
-            _must(oldest, "oldest checkpoint's step", step)
+            _check_at_most(buffer.progress.next_step, step, "step of a checkpoint")
+            _check_at_most(step, oldest, "oldest checkpoint's step")
 
 
-def _must_hold(name: str, leases: Sequence[int], buffer: Buffer, what: str) -> None:
-    """Nobody speaks for the lease of another. Leases that are not known (any more) are nobody's."""
+def _check_holder(name: str, leases: Sequence[int], buffer: Buffer, what: str) -> None:
+    """Raises Refusal when one of the leases is another generator's. Unknown leases are nobody's."""
     for lease in leases:
         if (holder := buffer.find_holder(lease) or name) != name:
             raise Refusal("another's lease", f"lease {lease} is {holder}'s, got {what} from {name}")
 
 
-def _must(number: int, name: str, most: int) -> None:
+def _check_at_most(most: int, number: int, name: str) -> None:
     if number > most:
         raise Refusal("out of bounds", f"{name} must be at most {most}, got {number}")

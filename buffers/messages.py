@@ -155,7 +155,7 @@ class SubmitGroups(WireRecord):
 
 
 class SubmitParityProbe(WireRecord):
-    """-> Acknowledged. A generator hands in its samples for the parity probe (`buffers.probe`), as one Arrow frame.
+    """-> Acknowledged. A generator hands in its samples for the parity probe (`buffers.parity_probe`), as one Arrow frame.
     Idempotent."""
 
     generator: RoleName

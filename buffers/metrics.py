@@ -1,6 +1,6 @@
-"""The buffer's state for Prometheus, on an optional port of the loopback interface."""
+"""Serves the run's status to Prometheus, on an optional port of the loopback interface."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -9,7 +9,7 @@ from buffers.run_status import RunStatus
 
 
 class Metrics:
-    """Serves the last state that it was given. Without a port it does nothing."""
+    """Serves the newest status to Prometheus. Without a port it does nothing."""
 
     def __init__(self, port: int | None) -> None:
         """Raises ValueError when the port is taken."""
@@ -38,16 +38,46 @@ class Metrics:
             self._thread.join()
 
     def collect(self) -> Iterator[Metric]:
-        """Called by Prometheus's client, from a thread of its own."""
+        """Yields the metrics. Prometheus's client calls this from a thread of its own."""
         if self._status is not None:
-            yield from families(self._status)
+            yield from make_families(self._status)
 
 
-def families(status: RunStatus) -> Iterator[Metric]:
-    plain = {
+def make_families(status: RunStatus) -> Iterator[Metric]:
+    """Yields the metrics of a status. `docs/metrics.md` says what each means."""
+    for name, (text, value) in _list_gauges(status).items():
+        yield GaugeMetricFamily(name, text, value=value)
+    for unit, account in (("tokens", status.tokens), ("groups", status.groups)):
+        fates = {
+            "trained": account.trained,
+            "masked": account.masked,
+            "in_flight": account.in_flight,
+            **account.rejected,
+        }
+        text = f"The ledger, in {unit}, by fate"
+        yield _label_gauge(f"slipstream_ledger_{unit}", text, "fate", fates)
+    histogram = {str(versions): tokens for versions, tokens in status.staleness_histogram.items()}
+    yield _label_gauge("slipstream_trained_tokens", "Trained tokens by staleness", "staleness", histogram)
+    refused = CounterMetricFamily(
+        "slipstream_refused_messages", "Messages refused, by reason", labels=["reason"]
+    )
+    for reason, amount in status.refused_requests.items():
+        refused.add_metric([reason], amount)
+    yield refused
+    versions = {name: report.version for name, report in status.generators.items()}
+    text = "Version that a generator holds"
+    yield _label_gauge("slipstream_generator_version", text, "generator", versions)
+    last_heard = {name: role.last_heard_s for name, role in status.roles.items()}
+    text = "Since a role's last heartbeat"
+    yield _label_gauge("slipstream_role_last_heard_seconds", text, "role", last_heard)
+
+
+def _list_gauges(status: RunStatus) -> dict[str, tuple[str, float]]:
+    """Returns (help, value) of each metric without labels, by name."""
+    return {
         "slipstream_version": ("Newest published version", status.version),
-        "slipstream_steps_trained": ("Steps consumed", status.num_trained_steps),
-        "slipstream_standstill_seconds": ("Seconds since anything moved", status.standstill_s),
+        "slipstream_steps_trained": ("Steps trained", status.num_trained_steps),
+        "slipstream_standstill_seconds": ("Seconds since data last moved", status.standstill_s),
         "slipstream_learner_idle_ratio": (
             "Share of its life that the learner waited",
             status.learner_idle_share,
@@ -72,42 +102,11 @@ def families(status: RunStatus) -> Iterator[Metric]:
             status.digest_mismatches,
         ),
     }
-    for name, (text, value) in plain.items():
-        yield GaugeMetricFamily(name, text, value=value)
-    for unit, account in (("tokens", status.tokens), ("groups", status.groups)):
-        ledger = GaugeMetricFamily(
-            f"slipstream_ledger_{unit}", f"The ledger, in {unit}, by fate", labels=["fate"]
-        )
-        fates = {
-            "trained": account.trained,
-            "masked": account.masked,
-            "in_flight": account.in_flight,
-            **account.rejected,
-        }
-        for fate, amount in fates.items():
-            ledger.add_metric([fate], amount)
-        yield ledger
-    staleness = GaugeMetricFamily(
-        "slipstream_trained_tokens", "Trained tokens by staleness", labels=["staleness"]
-    )
-    for versions, tokens in status.staleness_histogram.items():
-        staleness.add_metric([str(versions)], tokens)
-    yield staleness
-    refused = CounterMetricFamily(
-        "slipstream_refused_messages", "Messages refused, by reason", labels=["reason"]
-    )
-    for reason, amount in status.refused_requests.items():
-        refused.add_metric([reason], amount)
-    yield refused
-    lag = GaugeMetricFamily(
-        "slipstream_generator_version", "Version that a generator holds", labels=["generator"]
-    )
-    for generator, report in status.generators.items():
-        lag.add_metric([generator], report.version)
-    yield lag
-    heard = GaugeMetricFamily(
-        "slipstream_role_last_heard_seconds", "Since a role's last heartbeat", labels=["role"]
-    )
-    for name, role in status.roles.items():
-        heard.add_metric([name], role.last_heard_s)
-    yield heard
+
+
+def _label_gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+    """Returns a gauge with a value for each value of its label."""
+    gauge = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        gauge.add_metric([key], value)
+    return gauge

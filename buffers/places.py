@@ -1,7 +1,7 @@
 """The places of steps: how many groups each step needs, which places wait for a group, and which are filled.
 
-Places are numbered in the order in which they are opened. `Terms.due_step` says when a place falls due. A group that is
-rejected frees its place for a fresh group, which inherits the due step.
+Places are numbered in the order in which they are opened. `Terms.due_step` says when a place falls due. A
+group that is rejected frees its place for a fresh group, which inherits the due step.
 """
 
 import heapq
@@ -31,7 +31,8 @@ class Places:
         return (self.freed[0], True) if self.freed and self.freed[0] <= fresh else (fresh, False)
 
     def num_open(self, last_due: int) -> int:
-        """Returns how many places wait for a fresh group: all freed ones, and those that fall due at `last_due` or before."""
+        """Returns how many places wait for a fresh group: all freed ones, and those that fall due at
+        `last_due` or before."""
         return max(0, self.terms.num_places_through(last_due) - self.next_place) + len(self.freed)
 
     def take_place(self, due: int) -> None:
@@ -74,11 +75,12 @@ class Places:
     ) -> int:
         """Mends the places after a log has lost lines; returns how many places it has freed.
 
-        Places that fall due from step `first` on and that no group has are freed, and filled places are counted anew.
-        Otherwise the steps would wait for those groups for ever.
+        Places that fall due from step `first` on and that no group has are freed, and filled places are
+        counted anew. Otherwise the steps would wait for those groups for ever.
 
-        `held` counts groups by due step; `unfinished` counts those of them that are not complete. With `overtakes`, steps
-        train groups of other due steps too, so that only the sums of groups and of places can be compared.
+        `held` counts groups by due step; `unfinished` counts those of them that are not complete. With
+        `overtakes`, steps train groups of other due steps too, so that only the sums of groups and of places
+        can be compared.
         """
         last = self.terms.due_step(self.next_place - 1) if self.next_place else -1
         freed = Counter(self.freed)

@@ -1,4 +1,5 @@
-"""The pool: complete groups that may still be trained, how many bytes they hold, and the choice among them."""
+"""The pool: complete groups that may still be trained, how many bytes they hold, and the choice among
+them."""
 
 from collections.abc import Collection
 
@@ -37,9 +38,9 @@ class GroupPool:
     def find_expired(self, step: int, promised: Collection[int]) -> list[int]:
         """Returns the groups that the staleness bound forbids from `step` on, those of `promised` left out.
 
-        A sampler that is not first in, first out leaves such groups; so does one that a run used before, `max_uses`
-        above 1, and a repair. Without them every group is trained at the step that it is due at. Such a group stays, and
-        what is late in it is masked and named.
+        A sampler that is not first in, first out leaves such groups; so does one that a run used before,
+        `max_uses` above 1, and a repair. Without them every group is trained at the step that it is due at.
+        Such a group stays, and what is late in it is masked and named.
         """
         in_order = isinstance(self._sampler, Fifo) and self.terms.max_uses == 1
         masks = self.terms.on_late is OnLate.mask
@@ -65,7 +66,8 @@ class GroupPool:
         return [number for _, number in sorted(rows)]
 
     def choose_groups(self, step: int, candidates: list[int]) -> Handout:
-        """Returns what the sampler chooses for `step` among at least `groups_per_step` candidates, in their order.
+        """Returns what the sampler chooses for `step` among at least `groups_per_step` candidates, in their
+        order.
 
         The choice depends on seed and step alone, so that a restart chooses the same.
         """

@@ -1,4 +1,5 @@
-"""The learner's way through a run: it publishes versions, is handed batches, reports trained steps, and may go back."""
+"""The learner's way through a run: it publishes versions, is handed batches, reports trained steps, and
+may go back."""
 
 import logging
 import time
@@ -78,7 +79,10 @@ class Progress:
         return idle_s / alive_s if alive_s else 0.0
 
     def publish_version(self, version: int, manifest_locator: str) -> None:
-        """Books a new version. Raises Refusal for one that is not above the newest, unless it is the newest said again."""
+        """Books a new version.
+
+        Raises Refusal for one that is not above the newest, unless it is the newest said again.
+        """
         newest = self.version
         if version == newest and manifest_locator == self.manifest_locator:
             return
@@ -102,7 +106,8 @@ class Progress:
     # ---- batches
 
     def hand_out(self, step: int) -> Handout | None:
-        """Returns the groups that a step trains; None while some of them are missing, or the step is not the next.
+        """Returns the groups that a step trains; None while some of them are missing, or the step is not the
+        next.
 
         Raises Refusal for a step that is trained already.
         """
@@ -118,14 +123,16 @@ class Progress:
         return join_slices(map(self._book.pool.get_content, handout.groups))
 
     def read_part(self, request: m.ReadBatchPart) -> bytes:
-        """Returns a part of a record batch, for readers that cannot map the journal; less where the file is shorter."""
+        """Returns a part of a record batch, for readers that cannot map the journal; less where the file
+        is shorter."""
         try:
             return read_bytes(self._journal.folder, request.segment, request.offset, request.size)
         except FileNotFoundError:
             return b""
 
     def replace_damaged(self, groups: Sequence[int]) -> int:
-        """A learner found these groups damaged. Those that the buffer finds damaged too get a fresh one in their place.
+        """A learner found these groups damaged. Those that the buffer finds damaged too get a fresh one in
+        their place.
 
         Returns how many those are.
         """
@@ -141,10 +148,8 @@ class Progress:
 
     def reject_damaged(self, number: int) -> None:
         content = self._book.pool.get_content(number)
-        error = (
-            f"its {content.size} bytes at {content.offset} of {segment_path(self._journal.folder, content.segment)} "
-            "are not those that were written"
-        )
+        path = segment_path(self._journal.folder, content.segment)
+        error = f"its {content.size} bytes at {content.offset} of {path} are not those that were written"
         log.error("group %d is damaged, and a fresh one takes its place: %s", number, error)
         self._book.history.replace_damaged(number, error)
 
@@ -203,13 +208,14 @@ class Progress:
     def keep_checkpoint(self, step: int, oldest: int) -> None:
         """The learner has the checkpoint of `step` and can go back to `oldest` at the earliest.
 
-        Segments that only earlier steps needed may go (`buffer.retention`). Raises Refusal for steps that cannot be.
+        Segments that only earlier steps needed may go (`buffer.retention`). Raises Refusal for steps that
+        cannot be.
         """
         if not oldest <= step <= self.next_step:
             raise Refusal(
                 "wrong step",
-                f"checkpoint must be of a step that was trained, and not be older than the oldest kept, got {step} "
-                f"(oldest {oldest}) when {self.next_step} steps are trained",
+                f"checkpoint must be of a step that was trained, and not be older than the oldest kept, "
+                f"got {step} (oldest {oldest}) when {self.next_step} steps are trained",
             )
         self._book.history.keep_checkpoint(e.Checkpointed(step, oldest))
         self._journal.request_rotation()
@@ -219,7 +225,10 @@ class Progress:
             self._journal.drop_segments(unneeded)
 
     def rewind_to(self, step: int) -> None:
-        """The learner goes on from the checkpoint of `step`. Raises ValueError for a step that it cannot go back to."""
+        """The learner goes on from the checkpoint of `step`.
+
+        Raises ValueError for a step that it cannot go back to.
+        """
         self._book.rewind_to(step)
         self._evaluations.rewind_to(step)
         self._watchdog.note_movement()

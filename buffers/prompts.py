@@ -1,4 +1,7 @@
-"""The order of prompts. It is a function of the seed alone, so it survives restarts and passes over no prompt."""
+"""The order of prompts.
+
+It is a function of the seed alone, so it survives restarts and passes over no prompt.
+"""
 
 import numpy as np
 
@@ -6,8 +9,9 @@ import numpy as np
 class PromptOrder:
     """Gives group g prompt `prompt_index(g)`.
 
-    A task without end (`size` None) is walked through in order: 0, 1, 2, … A task of N prompts is walked through in epochs
-    of N groups, each in an order of its own. Every prompt is leased once an epoch, whatever fails or is rejected.
+    A task without end (`size` None) is walked through in order: 0, 1, 2, … A task of N prompts is walked
+    through in epochs of N groups, each in an order of its own. Every prompt is leased once an epoch, whatever
+    fails or is rejected.
     """
 
     def __init__(self, size: int | None, seed: int) -> None:

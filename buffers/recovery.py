@@ -1,4 +1,4 @@
-"""What a journal holds when it is opened: the newest state, the log since, and the groups that the disk has lost."""
+"""Reads a journal that is opened: the newest state, the log since, and the groups that the disk has lost."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from buffers.book import Book
 from buffers.book_events import apply_event
 from buffers.book_state import restore_book
 from buffers.evaluation import Evaluations
-from buffers.event_log import Line, Place, Tail, read_tail
+from buffers.event_log import LogLine, LogPlace, LogTail, read_tail
 from buffers.segments import Reader, is_closed, schema_version, segment_numbers, segment_path
 from buffers.state import State, read_newest_state
 from buffers.terms import Terms, TermsRecord, apply_record, check_terms, record_terms
@@ -20,28 +20,31 @@ from configs.host import boot_id
 
 @dataclass(slots=True)
 class Recovery:
-    """What a journal holds: the state, and what has happened since."""
+    """The contents of a journal: the newest state, and everything that has happened since."""
 
     state: State | None
-    tail: Tail
+    tail: LogTail
     next_segment: int = 0
+    """Segments from this number on have not been written yet."""
     ends: dict[int, int] = field(default_factory=dict)
-    """Where the acknowledged groups of segments end, as far as the state and the tail know."""
+    """Byte at which the acknowledged groups of a segment end, by segment, as far as state and tail know."""
     dropped: set[int] = field(default_factory=set)
+    """Segments that are not needed any more."""
     unclosed: set[int] = field(default_factory=set)
     """Segments without a footer."""
-    accepted_at: dict[int, Place] = field(default_factory=dict)
-    """Where the lines of accepted leases end."""
+    accepted_at: dict[int, LogPlace] = field(default_factory=dict)
+    """Where the line of an accepted lease ends, by lease."""
     last_began: e.Began | None = None
+    """First line of the newest file of the log."""
     boot: str = field(default_factory=boot_id)
-    """This host's last start."""
+    """Name of this host and its last start."""
 
     def is_in_doubt(self, content: e.Accepted) -> bool:
         """True for a group whose bytes the disk may have lost after they were acknowledged.
 
-        Those are the groups of segments that were being written; under `fsync` those accepted beyond the last durable
-        point, because a closed segment's bytes may reach the disk later than its footer; and all of them where nothing was
-        synced and the host was started again since.
+        The groups of segments that were being written are in doubt. So are, under `fsync`, those accepted
+        beyond the last durable point, because a closed segment's bytes may reach the disk later than its
+        footer. Without `fsync` all are in doubt once the host was started again.
         """
         began = self.last_began
         if content.segment in self.unclosed or began is None:
@@ -54,7 +57,8 @@ class Recovery:
 def read_journal(folder: Path) -> Recovery:
     """Reads the newest state and the log since. Changes nothing.
 
-    Raises DamagedLog when lines are lost that are not a torn tail, ValueError for a journal of another version.
+    Raises DamagedLog when lines are lost that are not a torn tail, ValueError for a journal of another
+    version.
     """
     if (folder / "log.jsonl").exists():
         raise ValueError(f"the journal must be of this version of Slipstream, got an older one in {folder}")
@@ -65,7 +69,7 @@ def read_journal(folder: Path) -> Recovery:
         if state.open_segment is not None:
             found.ends[state.open_segment[0]] = state.open_segment[1]
     for line in found.tail.lines:
-        note_line(found, line)
+        note_log_line(found, line)
     present = segment_numbers(folder)
     written = {schema_version(segment_path(folder, number)) for number in present} - {None, SCHEMA_VERSION}
     if written:
@@ -78,8 +82,8 @@ def read_journal(folder: Path) -> Recovery:
     return found
 
 
-def note_line(found: Recovery, line: Line) -> None:
-    """Takes in what a line says of segments and of the life that wrote it."""
+def note_log_line(found: Recovery, line: LogLine) -> None:
+    """Notes what a line says about segments and about the life that wrote it."""
     match line.event:
         case e.Accepted(segment=segment, offset=offset, size=size):
             found.ends[segment] = max(found.ends.get(segment, 0), offset + size)
@@ -99,7 +103,10 @@ def rebuild_book(
     now: float,
     request_evaluation: Callable[[int], None],
 ) -> str:
-    """Makes a new book what it was, and then has it kept by `terms`. Returns where the newest version's manifest is.
+    """Fills a new book from a journal, and lets it be kept by `terms` from now on.
+
+    Versions that are to be evaluated are handed to `request_evaluation`. Returns where the newest version's
+    manifest is.
 
     Raises ValueError, naming the setting, for terms that the journal cannot go on with.
     """
@@ -129,7 +136,10 @@ def rebuild_book(
 
 
 def find_damaged_groups(book: Book, found: Recovery, reader: Reader) -> list[int]:
-    """Complete groups in doubt whose bytes are lost indeed. Others are checked whenever they are read."""
+    """Returns the complete groups in doubt whose bytes are lost.
+
+    Other groups are checked whenever they are read.
+    """
     contents = {number: book.pool.get_content(number) for number in book.pool.groups}
     return [
         number for number, one in contents.items() if found.is_in_doubt(one) and not reader.is_intact(one)

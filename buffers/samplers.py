@@ -1,8 +1,9 @@
-"""Which complete groups a step trains, where there is a choice. A sampler of your own is one class in a file of your own.
+"""Samplers choose which complete groups a step trains, where there is a choice.
 
-A sampler chooses among candidates: complete groups that have been trained fewer than `buffer.max_uses` times and are within
-the staleness bound at this step. The bound therefore holds for every sampler. `buffer.sampler` names one of those below, or
-`module:Class`; `buffer.sampler_args` are its keyword arguments.
+A sampler chooses among candidates: complete groups that have been trained fewer than `buffer.max_uses` times
+and are within the staleness bound at this step. The bound therefore holds for every sampler. `buffer.sampler`
+names one of those below, or `module:Class` from a file of your own; `buffer.sampler_args` are its keyword
+arguments.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,15 +21,15 @@ class Candidates:
     """Columns [N] of the groups to choose from, ordered by due step, then number."""
 
     group: np.ndarray
-    """int64: the group's number."""
+    """int64: number of the group."""
     due: np.ndarray
-    """int64: the step it is due at."""
+    """int64: step that the group is due at."""
     uses: np.ndarray
-    """int64: how often it has been trained."""
+    """int64: steps that have trained the group."""
     oldest: np.ndarray
-    """int64: version of its oldest token."""
+    """int64: oldest version that sampled one of its tokens."""
     newest: np.ndarray
-    """int64: version of its newest token."""
+    """int64: newest version that sampled one of its tokens."""
     tokens: np.ndarray
     """int64: sampled tokens."""
     reward_mean: np.ndarray
@@ -39,39 +40,48 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
+    """The groups that a sampler chooses."""
+
     rows: np.ndarray
     """[count] int64: distinct rows of the candidates."""
-    weights: np.ndarray
-    """[count] float64: factor on the loss of each group, at most 1 (importance weights; 1 where the choice is unbiased)."""
+    group_weights: np.ndarray
+    """[count] float64: importance weight of each group, a factor on its loss, at most 1; 1 where the
+    choice is unbiased."""
 
 
 class Sampler(Protocol):
     def choose(self, candidates: Candidates, count: int, rng: np.random.Generator) -> Choice:
-        """Chooses `count` of at least as many candidates. `rng` is seeded by run and step: a restart chooses the same."""
+        """Chooses `count` of at least as many candidates.
+
+        `rng` is seeded by the run's seed and the step, so that a restart chooses the same.
+        """
         ...
 
 
 class Fifo:
-    """Oldest first."""
+    """Chooses the oldest groups: the due step decides, then the number."""
 
     def choose(self, candidates: Candidates, count: int, rng: np.random.Generator) -> Choice:
-        return _unweighted(np.arange(count))
+        return _choose_unweighted(np.arange(count))
 
 
 class Freshest:
-    """Newest tokens first; among equals, those used least, then the latest due."""
+    """Chooses the groups with the newest tokens; among equals those that were trained least, then the
+    latest due."""
 
     def choose(self, candidates: Candidates, count: int, rng: np.random.Generator) -> Choice:
         order = np.lexsort((-candidates.group, -candidates.due, candidates.uses, -candidates.newest))
-        return _unweighted(order[:count])
+        return _choose_unweighted(order[:count])
 
 
 class Prioritized:
-    """In proportion to a column's power, without replacement, with importance weights (Schaul et al., 2016).
+    """Draws groups in proportion to a column's power, without replacement, with importance weights.
 
-    P(i) ∝ (|column_i| + epsilon)^alpha, weight_i = (N · P(i))^-beta, divided by the largest of the batch. Drawing without
-    replacement is by exponential keys (Efraimidis and Spirakis, 2006); the weights are those of drawing with it, which is
-    exact for a batch that is small beside the pool.
+    Prioritized experience replay (Schaul et al., 2016, arXiv:1511.05952):
+
+    P(i) ∝ (|column_i| + epsilon)^alpha, weight_i = (N · P(i))^-beta, divided by the largest of the batch.
+    Exponential keys draw without replacement (Efraimidis and Spirakis, 2006). The weights are those of
+    drawing with replacement, which is exact for a batch that is small beside the pool.
     """
 
     def __init__(
@@ -90,12 +100,13 @@ class Prioritized:
         priority = (np.abs(getattr(candidates, self._column).astype(float)) + self._epsilon) ** self._alpha
         share = priority / priority.sum()
         rows = np.argsort(rng.exponential(size=len(share)) / share, kind="stable")[:count]
-        weights = (len(share) * share[rows]) ** -self._beta
-        return Choice(rows, weights / weights.max())
+        group_weights = (len(share) * share[rows]) ** -self._beta
+        return Choice(rows, group_weights / group_weights.max())
 
 
 class RewardBalanced:
-    """Evenly over the range of rewards: candidates are divided into `bins` by mean reward, and the bins take turns."""
+    """Chooses evenly over the range of rewards: `bins` of equal width divide the candidates by mean reward
+    and take turns."""
 
     def __init__(self, bins: int = 4) -> None:
         if bins < 1:
@@ -111,7 +122,7 @@ class RewardBalanced:
             inside = np.flatnonzero(bins == number)
             turn[inside] = np.arange(len(inside))  # oldest first within a bin
         order = np.lexsort((rng.permutation(len(bins)), turn))
-        return _unweighted(order[:count])
+        return _choose_unweighted(order[:count])
 
 
 SAMPLERS: Mapping[str, type[Sampler]] = {
@@ -123,7 +134,10 @@ SAMPLERS: Mapping[str, type[Sampler]] = {
 
 
 def load_sampler(name: str, args: Mapping[str, Any]) -> Sampler:
-    """Raises ValueError that names `buffer.sampler` or `buffer.sampler_args`, the rule and the value."""
+    """Returns the sampler that `buffer.sampler` names.
+
+    Raises ValueError that names `buffer.sampler` or `buffer.sampler_args`, the rule and the value.
+    """
     known = {short: f"{one.__module__}:{one.__name__}" for short, one in SAMPLERS.items()}
     sampler: Sampler = make_plugin(name, args, known, "buffer.sampler", "buffer.sampler_args")
     return sampler
@@ -132,26 +146,32 @@ def load_sampler(name: str, args: Mapping[str, Any]) -> Sampler:
 def draw_groups(
     sampler: Sampler, contents: Sequence[Accepted], uses: Sequence[int], count: int, rng: np.random.Generator
 ) -> tuple[list[int], list[float]]:
-    """(rows, weights) that the sampler chooses among groups in order of due step and number.
+    """Returns (rows, group weights) that the sampler chooses among groups in order of due step and number.
 
-    Raises ValueError when it chooses rows that are not `count` distinct ones, or weights that are not finite and >= 0.
+    Raises ValueError when it chooses rows that are not `count` distinct ones, or weights that are not finite
+    and >= 0.
     """
     columns = {
         name: np.array([getattr(content, name) for content in contents])
         for name in ("group", "due", "oldest", "newest", "tokens", "reward_mean", "reward_std")
     }
     choice = sampler.choose(Candidates(uses=np.array(uses), **columns), count, rng)
-    rows, weights = np.asarray(choice.rows), np.asarray(choice.weights, dtype=float)
+    rows, group_weights = np.asarray(choice.rows), np.asarray(choice.group_weights, dtype=float)
     distinct = (
         len(rows) == count == len(set(rows.tolist())) and rows.min() >= 0 and rows.max() < len(contents)
     )
-    if not (distinct and len(weights) == count and np.isfinite(weights).all() and (weights >= 0).all()):
+    if not (
+        distinct
+        and len(group_weights) == count
+        and np.isfinite(group_weights).all()
+        and (group_weights >= 0).all()
+    ):
         raise ValueError(
-            f"buffer.sampler must choose {count} distinct rows of {len(contents)}, with finite weights >= 0, got rows "
-            f"{rows.tolist()} and weights {weights.tolist()} from {type(sampler).__name__}"
+            f"buffer.sampler must choose {count} distinct rows of {len(contents)}, with finite weights >= 0, "
+            f"got rows {rows.tolist()} and weights {group_weights.tolist()} from {type(sampler).__name__}"
         )
-    return rows.tolist(), weights.tolist()
+    return rows.tolist(), group_weights.tolist()
 
 
-def _unweighted(rows: np.ndarray) -> Choice:
+def _choose_unweighted(rows: np.ndarray) -> Choice:
     return Choice(rows, np.ones(len(rows)))

@@ -1,7 +1,8 @@
 """Segments: files of groups, an Arrow record batch each, that any Arrow reader opens once they are closed.
 
-A segment is written record batch after record batch and gets its footer when it is closed. A crash leaves a segment
-without a footer; `close_torn_segment` sets what was never acknowledged aside and writes the footer.
+A segment is written record batch after record batch and gets its footer when it is closed. A crash leaves a
+segment without a footer. `close_torn_segment` then sets aside what was never acknowledged, and writes the
+footer.
 """
 
 import mmap
@@ -21,7 +22,7 @@ from buffers.trajectory import SCHEMA
 from configs.disk import write_all
 
 HEAD = MAGIC + bytes(2) + SCHEMA.serialize().to_pybytes()
-"""How every segment begins."""
+"""The first bytes of every segment."""
 MAX_MAPPED = 8
 """Segments that a reader keeps mapped."""
 
@@ -50,7 +51,10 @@ class Segment:
         return offset, xxhash.xxh3_64_intdigest(message)
 
     def write_footer(self) -> None:
-        """Closes the segment to writers. The footer may reach the disk late: recovery writes a missing one."""
+        """Closes the segment to writers.
+
+        The footer may reach the disk late: recovery writes a missing one.
+        """
         write_all(self.file, make_footer(SCHEMA, self.blocks), self.path)
 
 
@@ -67,12 +71,12 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def segment_numbers(folder: Path) -> set[int]:
-    """Numbers of the segments that are in the folder."""
+    """Returns the numbers of the segments that are in the folder."""
     return set(list_numbers(folder, ".arrow"))
 
 
 def schema_version(path: Path) -> int | None:
-    """The version of the schema that a segment was written with; None where its beginning is lost."""
+    """Returns the version of the schema that a segment was written with; None where its beginning is lost."""
     with open(path, "rb") as file:
         head = file.read(4 * len(HEAD))[len(MAGIC) + 2 :]
     try:
@@ -92,14 +96,17 @@ def is_closed(path: Path) -> bool:
 
 
 def close_torn_segment(path: Path, end: int, *, sync: bool = True) -> str | None:
-    """Writes the footer of a segment whose acknowledged groups end at byte `end`; what follows is set aside.
+    """Writes the footer of a segment whose acknowledged groups end at byte `end`, and sets aside what
+    follows.
 
-    Returns what was set aside, in words. A segment without any acknowledged group is set aside whole.
+    A segment without any acknowledged group is set aside whole. Returns words for what was set aside, or
+    None.
     """
     if end <= len(HEAD):
         return cut_file(path, 0, sync=sync)
     told = cut_file(path, end, sync=sync)
-    if path.stat().st_size < end:  # the disk has lost a part: each group of it is found when it is read
+    # Where the disk has lost a part, its groups are found damaged when they are read.
+    if path.stat().st_size < end:
         return told
     with open(path, "r+b") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -112,7 +119,7 @@ def close_torn_segment(path: Path, end: int, *, sync: bool = True) -> str | None
 
 
 def join_slices(contents: Iterable[e.Accepted]) -> list[GroupSlice]:
-    """Where groups are, in this order; those that lie together are one slice."""
+    """Returns where groups are, in this order. Groups that lie together are one slice."""
     slices: list[GroupSlice] = []
     for content in contents:
         last = slices[-1] if slices else None
@@ -125,51 +132,59 @@ def join_slices(contents: Iterable[e.Accepted]) -> list[GroupSlice]:
 
 
 def read_bytes(folder: Path, segment: int, offset: int, size: int) -> bytes:
-    """A copy of the bytes there; fewer where the file is shorter. Raises FileNotFoundError."""
+    """Returns a copy of the bytes there; fewer where the file is shorter. Raises FileNotFoundError."""
     with open(segment_path(folder, segment), "rb") as file:
         return os.pread(file.fileno(), size, offset)
 
 
 class Reader:
-    """Reads groups where `Accepted` events (or `messages.Slice`) say that they are. Segments are mapped, not copied."""
+    """Reads groups where `Accepted` events (or `messages.Slice`) say that they are.
+
+    Segments are mapped, not copied.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._maps: dict[int, pa.Buffer] = {}
-        self._last: tuple[tuple[int, int, int], pa.RecordBatch] | None = (
-            None  # groups that came together lie together
-        )
+        self._last: tuple[tuple[int, int, int], pa.RecordBatch] | None = None
+        """The batch that was read last, after its (segment, offset, checksum).
+
+        Groups that came together lie together.
+        """
 
     def read(self, content: e.Accepted | GroupSlice) -> pa.RecordBatch:
-        """Raises DamagedGroup when the bytes are not those that were written."""
+        """Returns the rows of a group. Raises DamagedGroup when the bytes are not those that were written."""
         where = (content.segment, content.offset, content.xxh3)
         if self._last is not None and self._last[0] == where:
             return self._last[1].slice(content.row, content.rows)
         data = self._map_bytes(content.segment, content.offset, content.size)
         if data is None or xxhash.xxh3_64_intdigest(data) != content.xxh3:
+            path = segment_path(self._folder, content.segment)
             raise DamagedGroup(
-                f"the {content.size} bytes at {content.offset} of {segment_path(self._folder, content.segment)} "
-                f"must have checksum {content.xxh3:016x}"
+                f"the {content.size} bytes at {content.offset} of {path} must have checksum {content.xxh3:016x}"
             )
         batch = pa.ipc.read_record_batch(data, SCHEMA)
         self._last = (where, batch)
         return batch.slice(content.row, content.rows)
 
-    def forget(self) -> None:
-        """Lets go of the batch that was read last; segments stay mapped."""
+    def drop_last(self) -> None:
+        """Drops the batch that was read last, which `read` keeps for the next group in it.
+
+        Segments stay mapped.
+        """
         self._last = None
 
     def is_intact(self, content: e.Accepted) -> bool:
-        """True when the group's bytes are there, as they were written. Reads them anew."""
+        """True when the group's bytes are there as they were written. Reads them anew."""
         data = self._map_bytes(content.segment, content.offset, content.size)
         return data is not None and xxhash.xxh3_64_intdigest(data) == content.xxh3
 
     def _map_bytes(self, segment: int, offset: int, size: int) -> pa.Buffer | None:
-        """The bytes there, mapped; None when the file does not reach so far."""
+        """Returns the bytes there, mapped; None when the file does not reach so far."""
         path = segment_path(self._folder, segment)
-        if (
-            not path.exists() or path.stat().st_size < offset + size
-        ):  # also of what is mapped: pages that are gone kill
+        # A file that is mapped already is looked at too: reading a mapped page that is gone kills the
+        # process.
+        if not path.exists() or path.stat().st_size < offset + size:
             return None
         mapped = self._maps.get(segment)
         if mapped is None or mapped.size < offset + size:

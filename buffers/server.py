@@ -30,7 +30,7 @@ from buffers.learner_connections import LearnerConnections, LearnerRequest
 from buffers.limits import check_bounds
 from buffers.metrics import Metrics
 from buffers.outbox import SEND_HIGH_WATER_MARK, Outbox
-from buffers.probe import Probes
+from buffers.parity_probe import ParityProbes
 from buffers.process import keep_freed_memory
 from buffers.refusal import Refusal
 from buffers.run_status import RunStatus
@@ -94,7 +94,7 @@ class BufferServer:
             self._bind_socket()
             self.buffer = Buffer(config, folder, resume_step=resume_step, clock=clock)
             self._metrics = Metrics(config.buffer.metrics_port)
-            probes, announcer = Probes(config), Announcer(self.buffer)
+            probes, announcer = ParityProbes(config), Announcer(self.buffer)
         except BaseException:
             self._connections.close()
             self._socket.close(linger=0)

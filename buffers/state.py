@@ -25,7 +25,10 @@ NUM_KEPT = 2
 
 
 class AttemptState(msgspec.Struct, array_like=True):
-    """One lease of one group (`attempts.Attempt`). Its deadline is not kept: after a restart it begins anew."""
+    """One lease of one group (`attempts.Attempt`).
+
+    Its deadline is not kept: after a restart it begins anew.
+    """
 
     lease: int
     group: int

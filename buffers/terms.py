@@ -1,4 +1,5 @@
-"""The terms that a buffer keeps its book by, how the journal records them, and which of them a resumed run may not change."""
+"""The terms that a buffer keeps its book by, how the journal records them, and which of them a resumed run
+may not change."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -42,7 +43,10 @@ class Terms:
 
     @property
     def excluded_fate(self) -> str:
-        """The fate, on the ledger, of a trained group's tokens beyond `max_versions`. `late` tokens are a defect."""
+        """The fate, on the ledger, of a trained group's tokens beyond `max_versions`.
+
+        `late` tokens are a defect.
+        """
         return "masked" if self.on_late is OnLate.mask else "late"
 
     @property
@@ -93,11 +97,13 @@ def record_terms(terms: Terms) -> dict[str, str | int | float | None]:
 def apply_record(terms: Terms, record: TermsRecord) -> Terms:
     """Returns `terms` with the values of the record in their place."""
     known = {f.name: record[f.name] for f in fields(Terms) if f.name in record}
-    return replace(terms, **{**known, "on_late": OnLate(known.get("on_late", terms.on_late))})  # type: ignore[arg-type]
+    on_late = OnLate(str(known.pop("on_late", terms.on_late)))
+    return replace(terms, **known, on_late=on_late)  # type: ignore[arg-type]
 
 
 def check_terms(terms: Terms, record: TermsRecord) -> None:
-    """Raises ValueError, naming each setting, when a journal that was kept on the recorded terms cannot go on with `terms`."""
+    """Raises ValueError, naming each setting, when a journal that was kept on the recorded terms cannot go
+    on with `terms`."""
     now = record_terms(terms)
     problems = [
         f"{setting} must stay {record[name]} (the journal rests on it), got {now[name]}"
@@ -107,8 +113,8 @@ def check_terms(terms: Terms, record: TermsRecord) -> None:
     before = record.get("max_versions")
     if isinstance(before, int) and terms.max_versions < before:
         problems.append(
-            f"staleness.max_versions must be at least {before} (groups of that staleness wait in the journal), "
-            f"got {terms.max_versions}"
+            f"staleness.max_versions must be at least {before} "
+            f"(groups of that staleness wait in the journal), got {terms.max_versions}"
         )
     if problems:
         raise ValueError("\n".join(problems))

@@ -14,14 +14,15 @@ ANY = 2**31
 
 
 def read_vocabulary(model: Path) -> int:
-    """Returns the rows of the embedding, from a Hugging Face model's `config.json`; `ANY` where that is missing or does not
-    say."""
+    """Returns the rows of the embedding, from a Hugging Face model's `config.json`; `ANY` where that is
+    missing or does not say."""
     size = _read_key(model, "vocab_size")
     return size if isinstance(size, int) else ANY
 
 
 def read_routing(model: Path, is_recorded: bool) -> ExpertsShape:
-    """Returns the shape of a run's `experts` column. It is empty unless `is_recorded` (`learner.moe.router_replay`).
+    """Returns the shape of a run's `experts` column. It is empty unless `is_recorded`
+    (`learner.moe.router_replay`).
 
     Raises ValueError for a model without experts.
     """

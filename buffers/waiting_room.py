@@ -13,7 +13,7 @@ from buffers import messages as m
 from buffers.announcements import Announcer
 from buffers.buffer import Buffer
 from buffers.outbox import Outbox
-from buffers.probe import Probes
+from buffers.parity_probe import ParityProbes
 from buffers.refusal import Refusal
 from buffers.run_status import RunStatus
 
@@ -69,7 +69,7 @@ def deal_leases(
 class WaitingRoom:
     """Keeps one queue for each kind of request, and answers from them what can be answered."""
 
-    def __init__(self, buffer: Buffer, probes: Probes, announcer: Announcer, outbox: Outbox) -> None:
+    def __init__(self, buffer: Buffer, probes: ParityProbes, announcer: Announcer, outbox: Outbox) -> None:
         self._buffer, self._probes, self._announcer, self._outbox = buffer, probes, announcer, outbox
         self.lease_requests: deque[Waiter[m.RequestLeases]] = deque()
         self._batch_requests: list[Waiter[m.RequestBatch]] = []
@@ -217,7 +217,7 @@ class WaitingRoom:
     def _find_probe(self, request: m.RequestParityProbe) -> Found | None:
         if self._buffer.stopping is not None:
             return m.RunStopped(reason=self._buffer.stopping), []
-        rows = self._probes.rows(self._buffer.progress.manifest_locator)
+        rows = self._probes.find_rows(self._buffer.progress.manifest_locator)
         return None if rows is None else (m.ParityProbeRows(), [rows])
 
     def _find_evaluations(self, request: m.AwaitEvaluations) -> Found | None:

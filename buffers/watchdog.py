@@ -12,7 +12,10 @@ class Stuck(RuntimeError):
 
 class Watchdog:
     def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
-        """Warns after `limit_s` seconds (`buffer.watchdog_s`) and raises after twice as long. `clock` counts seconds."""
+        """Warns after `limit_s` seconds (`buffer.watchdog_s`) and raises after twice as long.
+
+        `clock` counts seconds.
+        """
         self._limit_s, self._clock = limit_s, clock
         self._moved_at = self._worked_at = self._warned_at = clock()
 
@@ -30,7 +33,8 @@ class Watchdog:
         self._worked_at = self._clock()
 
     def check_standstill(self, describe_waiting: Callable[[], str]) -> None:
-        """Raises Stuck, with the sentence of `describe_waiting`, when nothing has moved and nobody has worked for too long."""
+        """Raises Stuck, with the sentence of `describe_waiting`, when nothing has moved and nobody has
+        worked for too long."""
         now = self._clock()
         still_s = now - max(self._moved_at, self._worked_at)
         if still_s > 2 * self._limit_s:

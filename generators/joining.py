@@ -9,7 +9,7 @@ from buffers import messages as m
 from buffers.client import BufferClient
 from buffers.connections import watch_small_requests
 from buffers.keys import has_server_key, show_key, start_authenticator
-from buffers.probe import probe_lengths
+from buffers.parity_probe import probe_lengths
 from configs.generators import EngineKind
 from configs.load import parse_config
 from configs.schema import Config

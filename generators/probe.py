@@ -1,4 +1,4 @@
-"""The generator's part of the parity probe (`buffers.probe`): the engine samples the ends of sequences.
+"""The generator's part of the parity probe (`buffers.parity_probe`): the engine samples the ends of sequences.
 
 The sequences have many lengths, and their prompts are drawn from a seed. The tokens at their end go through everything that a rollout goes through:
 the prompt's forward pass, the cache, decoding in a batch, the sampler.
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from buffers import messages as m
 from buffers.client import BufferClient
-from buffers.probe import is_probed, num_sampled, probe_lengths
+from buffers.parity_probe import count_sampled, is_probed, probe_lengths
 from buffers.trajectory import Trajectory, encode_batch, to_batch
 from buffers.vocabulary import ANY, read_vocabulary
 from configs.generators import EngineKind
@@ -25,7 +25,7 @@ SMALL_VOCABULARY = 256
 
 
 class ParityProbe:
-    """Probes the first version of each life of the learner that this engine takes up, and versions that are
+    """ParityProbes the first version of each life of the learner that this engine takes up, and versions that are
     always probed.
 
     The generator's loop drives it. Like evaluation, it stands outside the ledger.
@@ -56,7 +56,7 @@ class ParityProbe:
         vocabulary = known if known < ANY else SMALL_VOCABULARY
         rng = random.Random(f"parity probe {seed} {version}")
         lengths = probe_lengths(self._config)
-        self._prompts = [[rng.randrange(vocabulary) for _ in range(n - num_sampled(n))] for n in lengths]
+        self._prompts = [[rng.randrange(vocabulary) for _ in range(n - count_sampled(n))] for n in lengths]
         self._life, self._manifest_locator, self._completions = life, manifest_locator, {}
         self._began_at = time.time()
         for place, (prompt, length) in enumerate(zip(self._prompts, lengths, strict=True)):

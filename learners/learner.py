@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from buffers import messages as m
 from buffers.client import TakenBatch
-from buffers.probe import is_probed
+from buffers.parity_probe import is_probed
 from buffers.trajectory import decode_batch
 from configs.schema import Config
 from learners import checkpoint

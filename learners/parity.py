@@ -2,7 +2,7 @@
 
 Two looks, one rule. The *probe*, before the first step of each life of the learner and, in an asynchronous run, every `learner.parity_every`
 steps: an engine has sampled sequences of every length up to
-`generators.max_model_len` (`buffers.probe`), and the learner computes them packed, as it trains. The *watch*, at every step: the batch's
+`generators.max_model_len` (`buffers.parity_probe`), and the learner computes them packed, as it trains. The *watch*, at every step: the batch's
 fresh tokens, of which the step's own forward pass says what the learner has to say.
 
 The rule. d is |log μ − log π| of a token, τ the tolerance. But for a few outliers, every d is at most τ, and their mean at most τ / 10.

@@ -52,7 +52,7 @@ def rewrite(folder: Path, change: Callable[[list[e.AnyEvent]], list[e.AnyEvent]]
     shutil.rmtree(folder / "journal/state")
     shutil.rmtree(folder / "journal/log")
     (folder / "journal/log").mkdir()
-    (folder / "journal/log/000000.jsonl").write_bytes(b"".join(map(e.encode, events)))
+    (folder / "journal/log/000000.jsonl").write_bytes(b"".join(map(e.encode_line, events)))
 
 
 def forget_an_acknowledgement(folder: Path) -> str:

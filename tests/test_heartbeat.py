@@ -15,7 +15,7 @@ from buffers import heartbeat as beats
 from buffers import messages as m
 from buffers.client import BufferClient
 from buffers.heartbeat import HeartbeatThread
-from buffers.metrics import families
+from buffers.metrics import make_families
 from buffers.run_status import GeneratorReport, RunStatus
 from buffers.server import BufferServer
 from configs.load import load_config, to_yaml
@@ -285,7 +285,9 @@ def test_a_role_that_is_not_heard_of_is_named_and_one_that_has_said_farewell_is_
         )
     )
     assert list(status.roles) == ["learner-0"]
-    (told,) = [family for family in families(status) if family.name == "slipstream_role_last_heard_seconds"]
+    (told,) = [
+        family for family in make_families(status) if family.name == "slipstream_role_last_heard_seconds"
+    ]
     (sample,) = told.samples
     assert sample.labels == {"role": "learner-0"} and sample.value > beats.HEARTBEAT_S
 

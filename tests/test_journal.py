@@ -389,7 +389,7 @@ def test_every_event_survives_the_log() -> None:
         e.Accepted(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 0.5, 0.1, 14.0, {12: 5, 13: 6}),
     ]  # fmt: skip
     assert {type(event) for event in events} == set(AnyEvent.__args__)
-    assert [e.decode(e.encode(event)) for event in events] == events
+    assert [e.decode_line(e.encode_line(event)) for event in events] == events
 
 
 def test_a_hole_behind_the_first_line_of_a_file_is_a_torn_tail(

@@ -19,7 +19,7 @@ from training_steps import STEP, configure_step, draw_responses, make_step_batch
 
 from buffers import messages as m
 from buffers.client import RefusedByBuffer
-from buffers.probe import MAX_SAMPLED, num_sampled, probe_lengths
+from buffers.parity_probe import MAX_SAMPLED, count_sampled, probe_lengths
 from buffers.trajectory import Trajectory, decode_batch, encode_batch, to_batch
 from configs.load import load_config
 from configs.model import Dtype
@@ -154,7 +154,7 @@ def test_a_probe_has_a_sequence_of_full_length_shorter_ones_and_one_for_each_sha
         and len(lengths) >= config.learner.num_shares
         and sum(lengths) <= 2 * (longest + len(lengths)) + ranks * longest / 128
     )
-    assert all(1 <= num_sampled(n) <= min(MAX_SAMPLED, n - 1) for n in lengths)
+    assert all(1 <= count_sampled(n) <= min(MAX_SAMPLED, n - 1) for n in lengths)
 
 
 class Parrot:

@@ -482,8 +482,8 @@ def test_another_sampler_leaves_no_group_beyond_the_bound_to_be_trained(tmp_path
 def lose_lines(folder: Path, wanted: Callable[[e.AnyEvent], bool], name: str = "000000.jsonl") -> None:
     path = folder / "log" / name
     lines = path.read_bytes().splitlines(keepends=True)
-    assert any(wanted(event) for line in lines if (event := e.decode(line)) is not None)
-    path.write_bytes(b"".join(b"#" + line[1:] if wanted(e.decode(line)) else line for line in lines))  # type: ignore[arg-type]
+    assert any(wanted(event) for line in lines if (event := e.decode_line(line)) is not None)
+    path.write_bytes(b"".join(b"#" + line[1:] if wanted(e.decode_line(line)) else line for line in lines))  # type: ignore[arg-type]
 
 
 def killed(tmp_path: Path, config: Config, steps: int = 3) -> Path:

@@ -71,7 +71,7 @@ def test_prioritized_draws_in_proportion_and_weighs_against_it() -> None:
         assert abs(counts[row] / num_draws - share[row]) < error, "P(i) is the share of the priority"
     choice = sampler.choose(pool, 5, rng)
     expected = np.array([1 / (5 * share[row]) for row in choice.rows])
-    np.testing.assert_allclose(choice.weights, expected / expected.max())
+    np.testing.assert_allclose(choice.group_weights, expected / expected.max())
 
 
 def test_reward_balanced_takes_turns_among_the_bins() -> None:

@@ -219,7 +219,7 @@ class Harness:
         path = max(self.journal.glob("log/*.jsonl"))
         lines = path.read_bytes().splitlines(keepends=True)
         rotten = self.rotten_groups()
-        events = map(e.decode, lines)
+        events = map(e.decode_line, lines)
         # A group whose bytes and whose checksum are both rotten is beyond any repair's knowledge.
         whole = [
             number
@@ -328,7 +328,7 @@ class Harness:
                 with open(path, "rb") as file:
                     file.seek(place[1] if number == place[0] else 0)
                     for line in file:
-                        if (event := e.decode(line)) is not None:
+                        if (event := e.decode_line(line)) is not None:
                             events.append(event)
                     place = (number, file.tell())
             except FileNotFoundError:  # discarded a moment ago

@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from buffers.repair import Report, repair_journal
+from buffers.repair import RepairReport, repair_journal
 
 
 def find_journal(folder: Path) -> Path:
@@ -27,7 +27,7 @@ def checkpoint_steps(journal: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def print_report(report: Report, journal: Path) -> None:
+def print_report(report: RepairReport, journal: Path) -> None:
     for title, texts in (("damaged", report.damage), ("saved", report.saved), ("lost", report.lost)):
         print(f"{title}: {len(texts)}")
         for text in texts:

@@ -16,13 +16,14 @@ from typing import Any
 
 import xxhash
 
-from buffers import files, journal
+from buffers import journal
 from buffers import messages as m
 from buffers.buffer import Buffer
 from buffers.client import BufferClient, BufferGone, RefusedByBuffer
 from buffers.run_status import GeneratorReport
 from buffers.server import BufferServer
 from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode_batch, flatten_column, to_batch
+from configs import disk
 from configs.disk import DiskFull
 from configs.load import load_config
 from configs.schema import Config
@@ -92,7 +93,7 @@ def let_the_disk_be_full(mark: Path) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(file, data)
 
-    files.os = SimpleNamespace(**{**vars(os), "write": write_if_there_is_room})  # type: ignore[assignment]
+    disk.os = SimpleNamespace(**{**vars(os), "write": write_if_there_is_room})  # type: ignore[assignment]
 
 
 def write_long_log(config: Config, folder: Path, num_lines: int) -> None:
