@@ -1,4 +1,5 @@
-"""Checks that end in each way that a check can end, for `test_check.py`. A process that runs one imports this file."""
+"""Checks that end in each way that a check can end, for `test_check.py`. The process of a check imports this
+file."""
 
 import os
 import signal

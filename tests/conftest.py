@@ -1,4 +1,4 @@
-"""What several test files share: models, batches that look like a generator's, and whole runs."""
+"""Fixtures that several test files share: models, batches that look like a generator's, and whole runs."""
 
 import atexit
 import contextlib
@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: as in the generators, whose bits are compared
+# Set before torch is imported, and as in the generators, whose bits are compared.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from nests import ROWS, nursery_for_all
 from runs import Started
@@ -35,10 +36,11 @@ making: list[subprocess.Popen[bytes]] = []
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start runs as a user does are marked, and may take longer."""
+    """Marks tests that start runs as a user does; these may take longer."""
     for item in items:
         used = {"start", "main_job", "lost"} & set(getattr(item, "fixturenames", ()))
-        if used and not hasattr(item.module, "start"):  # type: ignore[attr-defined]  # a fixture of a file's own is another
+        # A file's own fixture `start` is another one.
+        if used and not hasattr(item.module, "start"):
             item.add_marker(pytest.mark.whole_run)
         if item.get_closest_marker("whole_run"):
             assert may_start_runs(item.path), (
@@ -54,7 +56,8 @@ def may_start_runs(path: Path) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where only whole runs are wanted, files that have none are not imported: that takes long."""
+    """Skips files without whole runs where only whole runs are wanted, because importing a file takes
+    long."""
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
     return (
         True
@@ -64,14 +67,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Starts what takes long and is needed later, beside the tests that come first."""
+    """Starts work that takes long and is needed later, beside the tests that come first."""
     if session.config.option.collectonly:
         return
     gc.collect()
-    atexit.register(
-        gc.unfreeze
-    )  # else nanobind reports as leaks what the end of the interpreter does not collect
-    gc.freeze()  # libraries of half a million objects, which no collection need look at again
+    # Without it nanobind reports as leaks what the end of the interpreter does not collect.
+    atexit.register(gc.unfreeze)
+    # Libraries hold half a million objects, which no collection need look at again.
+    gc.freeze()
     if "ranks" in sys.modules and session.config.option.markexpr != "whole_run":
         sys.modules["ranks"].warm_up()
     if ROWS not in os.environ and any(
@@ -88,8 +91,8 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
-    """A test draws the same numbers whatever ran before it."""
+def seed_randomness() -> None:
+    """Lets a test draw the same numbers whatever ran before it."""
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
@@ -97,28 +100,44 @@ def seed() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
-    """The folder of the tiny model (made once, then cached), for whole runs. Its weights differ from machine to machine, so
-    nothing that a test asserts may follow from them: `fixed_model` is for that."""
+    """Folder of the tiny model (made once, then cached), for whole runs.
+
+    Its weights differ from machine to machine, so nothing that a test asserts may follow from them.
+    `fixed_model` is for that.
+    """
     for process in making:
-        process.wait()  # if it has failed, so will this process, and say why
+        # If it has failed, so will this process, and say why.
+        process.wait()
     return find_tiny_model()
 
 
 @pytest.fixture(scope="session")
 def fixed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a Qwen3 of the tiny model's size whose weights are drawn, not trained: the same on every machine, and
-    large enough that what it says of the next token differs from place to place."""
+    """Folder of a Qwen3 of the tiny model's size whose weights are drawn, not trained.
+
+    The weights are the same on every machine, and large enough that the next token's distribution differs
+    from place to place.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     rng, folder = torch.Generator().manual_seed(0), tmp_path_factory.mktemp("models") / "fixed"
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False,
-            bos_token_id=None, eos_token_id=0, pad_token_id=0,
+            vocab_size=320,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            max_position_embeddings=256,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=0,
+            pad_token_id=0,
         )
-    )  # fmt: skip
+    )
     for parameter in model.parameters():
         drawn = torch.randn(parameter.shape, generator=rng)
         parameter.data = 1 + 0.1 * drawn if parameter.dim() == 1 else 1.5 * drawn / parameter.shape[1] ** 0.5
@@ -128,7 +147,7 @@ def fixed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trajectories() -> list[Trajectory]:
-    """Six groups of two, of many lengths, over the tiny model's vocabulary."""
+    """Six groups of two trajectories, of many lengths, over the tiny model's vocabulary."""
     rng = np.random.default_rng(0)
     rows = []
     for group in range(6):
@@ -138,12 +157,22 @@ def trajectories() -> list[Trajectory]:
             sampled = [i >= prompt for i in range(length)]
             rows.append(
                 Trajectory(
-                    group=group, sample=sample, due=0, prompt_id=group, task="t", sampled=sampled, finish_reason="stop",
-                    tokens=rng.integers(0, 300, length).tolist(), versions=[0 if s else -1 for s in sampled],
-                    logprobs=[float(-rng.exponential()) if s else 0.0 for s in sampled], generator="g",
-                    reward=float(rng.random()), started_at=0.0, finished_at=1.0,
+                    group=group,
+                    sample=sample,
+                    due=0,
+                    prompt_id=group,
+                    task="t",
+                    sampled=sampled,
+                    finish_reason="stop",
+                    tokens=rng.integers(0, 300, length).tolist(),
+                    versions=[0 if s else -1 for s in sampled],
+                    logprobs=[float(-rng.exponential()) if s else 0.0 for s in sampled],
+                    generator="g",
+                    reward=float(rng.random()),
+                    started_at=0.0,
+                    finished_at=1.0,
                 )
-            )  # fmt: skip
+            )
     return rows
 
 
@@ -160,7 +189,8 @@ def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_nursery() -> Iterator[None]:
-    """Runs that are started while it lasts fork their workers from one nursery: tests/rows.py's, or one that is made here."""
+    """Lets runs that are started while it lasts fork their workers from one nursery: from tests/rows.py's, or
+    from one made here."""
     with contextlib.nullcontext() if FOLDER in os.environ else nursery_for_all():
         yield
 
@@ -181,7 +211,7 @@ def start(tmp_path: Path, shared_nursery: None) -> Iterator[Callable[..., Starte
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1.5 MB, which can be made larger."""
+    """Folder of a file system of 1.5 MB, which can be made larger."""
     place = tmp_path / "disk"
     place.mkdir()
     if (

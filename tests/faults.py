@@ -1,5 +1,8 @@
-"""Puts faults into workers that are forked: a `sitecustomize.py` on their PYTHONPATH is imported before their role, as a new
-process would have done at its start."""
+"""Puts faults into workers that are forked.
+
+A forked worker imports a `sitecustomize.py` on its PYTHONPATH before its role, as a new process would do at
+its start.
+"""
 
 import importlib
 import os
@@ -8,7 +11,7 @@ from pathlib import Path
 
 
 class BeforeRoles:
-    """A finder of modules that finds none."""
+    """A finder of modules that finds none. It notices when the role is imported."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
         if name == "slipstream.roles":

@@ -1,4 +1,4 @@
-"""The last stage of the tests' nursery."""
+"""The last stage of the tests' nursery: importing it imports the engines."""
 
 from nests import import_engines
 

@@ -1,6 +1,7 @@
 """Whole runs, as a user starts them: real processes through `scripts/launch.sh`.
 
-Times here are patience, long enough for a machine that does five other things: a test that waits for less says why.
+Times here are patience: they are long enough for a machine that does five other things. A test that waits for
+less says why.
 """
 
 import contextlib
@@ -20,14 +21,22 @@ from slipstream import newborn
 
 ROOT = Path(__file__).parents[1]
 SIMULATED = [
-    "generators.engine=simulated", "generators.count=1", "learner.engine=simulated", "learner.groups_per_step=4", "eval.prompts=0",
-    "learner.samples_per_prompt=4", "generators.max_sequences=32", "generators.max_model_len=1000",
-    "sampling.max_tokens=200", "generators.simulated.mean_tokens=20", "generators.simulated.train_tokens_per_s=2000",
-]  # fmt: skip
+    "generators.engine=simulated",
+    "generators.count=1",
+    "generators.max_sequences=32",
+    "generators.max_model_len=1000",
+    "generators.simulated.mean_tokens=20",
+    "generators.simulated.train_tokens_per_s=2000",
+    "learner.engine=simulated",
+    "learner.groups_per_step=4",
+    "learner.samples_per_prompt=4",
+    "sampling.max_tokens=200",
+    "eval.prompts=0",
+]
 
 
 class Started:
-    """A run under way."""
+    """A run under way, with its processes and its folder."""
 
     def __init__(self, outputs: Path, *overrides: str, environment: Mapping[str, str] | None = None) -> None:
         self.folder = outputs / "run"
@@ -42,7 +51,8 @@ class Started:
     def descendants(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             self.seen |= set(psutil.Process(self.process.pid).children(recursive=True))
-        for process in list(self.seen):  # workers are children of the nursery, which may be another's
+        # Workers are children of the nursery, which may belong to another process than the run.
+        for process in list(self.seen):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if (name := process.name()).startswith(newborn.NAMED):
                     self.seen.add(psutil.Process(int(name.removeprefix(newborn.NAMED))))
@@ -51,9 +61,10 @@ class Started:
     def wait_for(self, holds: Callable[[], bool], what: str, timeout_s: float = 300) -> None:
         deadline, looks = time.monotonic() + timeout_s, itertools.count()
         while not holds():
-            if next(looks) % 10 == 0:  # it takes as long as a role's step
+            # Looking for descendants takes as long as a role's step, so it does so seldom.
+            if next(looks) % 10 == 0:
                 self.descendants()
-            assert self.process.poll() is None, f"the run ended before {what}:\n{self.process.stdout.read()}"  # type: ignore[union-attr]
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.process.stdout.read()}"
             assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
             time.sleep(0.1)
 
@@ -66,7 +77,7 @@ class Started:
         return self.process.returncode, out
 
     def roles(self, name: str) -> list[psutil.Process]:
-        """Processes of one role, by its class."""
+        """Returns the processes of one role, named by its class."""
         found = []
         for process in self.descendants():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -75,17 +86,17 @@ class Started:
         return found
 
     def lose_a_rank(self, rank: int) -> None:
-        """Kills one as it trains: the process that writes this rank's log."""
+        """Kills the process that writes this rank's log, while it trains."""
         log = str(self.folder / "logs" / f"learner-{rank}.log")
         (process,) = [one for one in self.roles("LearnerRole") if os.readlink(f"/proc/{one.pid}/fd/1") == log]
         process.kill()
 
     def rewinds(self) -> list[int]:
-        """The steps that the buffer has gone back to."""
+        """Returns the steps that the buffer has gone back to."""
         log = (self.folder / "logs" / "buffer.log").read_text()
         return [int(step) for step in re.findall(r"rewound to step (\d+)", log)]
 
-    def summary(self) -> dict:  # type: ignore[type-arg]
+    def summary(self) -> dict:
         return json.loads((self.folder / "summary.json").read_text())
 
     def assert_nothing_left(self, within_s: float = 60) -> None:
@@ -105,7 +116,7 @@ class Started:
                 process.kill()
 
 
-def assert_accounts_close(summary: dict) -> None:  # type: ignore[type-arg]
+def assert_accounts_close(summary: dict) -> None:
     tokens, groups = summary["tokens"], summary["groups"]
     rest = sum(tokens["rejected"].values()) + tokens["in_flight"]
     assert tokens["generated"] == tokens["trained"] + tokens["masked"] + rest

@@ -1,4 +1,5 @@
-"""A role that Ray starts in a process of its own for a test; a file that imports little, because each such process reads it."""
+"""A role that Ray starts in a process of its own for a test. Each such process reads this file, so it imports
+little."""
 
 import os
 import signal
@@ -10,7 +11,7 @@ from slipstream.role_failures import RankFailure
 
 
 class ScriptedRole:
-    """A rank that does what a file of its name says."""
+    """A rank that does what a file of its name in the folder `script` says."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -31,7 +31,8 @@ class Stopped(Up):
 with run_cluster(load_config(["generators.count=2"])):
     said, clock = [], [0.0]
     answers = FirstAnswers(said.append, StopSignals(), clock=lambda: clock[0])
-    roles = {"learner-0": ray.remote(Up).options(num_cpus=0).remote(), "stopped": ray.remote(Stopped).options(num_cpus=0).remote()}
+    roles = {"learner-0": ray.remote(Up).options(num_cpus=0).remote()}
+    roles["stopped"] = ray.remote(Stopped).options(num_cpus=0).remote()
     roles["generator-0"] = ray.remote(Up).options(num_cpus=0, **stage_options("generator")).remote()
     for name, actor in roles.items():
         answers.expect_answer(name, actor)
@@ -52,7 +53,8 @@ with run_cluster(load_config(["generators.count=2"])):
 
 
 def test_a_worker_that_never_comes_up_is_named_within_a_minute_with_what_it_waits_for(tmp_path: Path) -> None:
-    """Beside it a role that answers, and one whose process is up and answers nothing. Ray's state is real, the clock is not."""
+    """Beside it stand a role that answers, and one whose process is up and answers nothing. Ray's state is
+    real, the clock is not."""
     (tmp_path / "silent.py").write_text(SILENT)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(tmp_path / "silent.py")]
@@ -64,8 +66,8 @@ def test_a_worker_that_never_comes_up_is_named_within_a_minute_with_what_it_wait
     early, named, once, end = ran.stdout.splitlines()
     assert early == "44.0" and once == "299.0"
     assert (
-        "generator-0 has been placed, and has not answered for 46 s: it waits for a worker process, which has not come up"
-        in named
+        "generator-0 has been placed, and has not answered for 46 s: it waits for a worker process, which has not "
+        "come up" in named
     )
     assert (
         "PENDING_CREATION" in named

@@ -1,4 +1,4 @@
-"""What the benchmark says of its runs, by hand."""
+"""The benchmark's comparisons and tables, from results made by hand."""
 
 from dataclasses import replace
 
@@ -7,13 +7,30 @@ import pytest
 from benchmark import ASYNC, ON_POLICY, TARGETS, Result, comparison, tables
 
 BEFORE = Result(
-    setting="throttled", name=ON_POLICY, seed=0, steps_per_s=1.0, generated_tokens_per_s=10.0, trained_tokens_per_s=10.0,
-    share_of_bound=None, masked_share=0.0, idle_learner=0.5, idle_generators=0.5, staleness_mean=0.0, staleness_max=0, wall_s=50.0,
-    generators_share=0.5, curve=[(1.0, 0.3)], held_out=[(0, 0.0, 0.4), (20, 20.0, 0.6), (40, 40.0, 0.8)],
-)  # fmt: skip
+    setting="throttled",
+    name=ON_POLICY,
+    seed=0,
+    steps_per_s=1.0,
+    generated_tokens_per_s=10.0,
+    trained_tokens_per_s=10.0,
+    share_of_bound=None,
+    masked_share=0.0,
+    idle_learner=0.5,
+    idle_generators=0.5,
+    staleness_mean=0.0,
+    staleness_max=0,
+    wall_s=50.0,
+    generators_share=0.5,
+    curve=[(1.0, 0.3)],
+    held_out=[(0, 0.0, 0.4), (20, 20.0, 0.6), (40, 40.0, 0.8)],
+)
 AFTER = replace(
-    BEFORE, name=ASYNC, steps_per_s=1.8, held_out=[(0, 0.0, 0.4), (20, 10.0, 0.58), (40, 20.0, 0.78)], generators_share=0.51
-)  # fmt: skip
+    BEFORE,
+    name=ASYNC,
+    steps_per_s=1.8,
+    held_out=[(0, 0.0, 0.4), (20, 10.0, 0.58), (40, 20.0, 0.78)],
+    generators_share=0.51,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The learner's benchmark compares equals: every step that it times has the same loss and the same gradient."""
+"""The learner's benchmark compares equals: all steps that it times have the same loss and gradient."""
 
 import argparse
 import json

@@ -1,4 +1,5 @@
-"""S = 0 is the synchronous algorithm, bit for bit: the whole pipeline against a plain loop, real vLLM on both sides."""
+"""The pipeline at S = 0 is the synchronous algorithm, bit for bit: it equals a plain loop, with real vLLM on
+both sides."""
 
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from buffers.messages import Lease
 from buffers.trajectory import Trajectory, to_batch
 from configs.load import load_config
 from configs.schema import Config
-from generators.engine import Sample
+from generators.engine import Engine, Sample
+from generators.episode import Episodes
 from generators.group import make_sample_seed
 from generators.joining import make_engine, make_episodes
 from learners.fsdp import FsdpEngine
@@ -30,49 +32,83 @@ from sync.stream import collect_tensors
 ROOT = Path(__file__).parents[1]
 STEPS, GROUPS, SAMPLES = 4, 8, 4
 SAME = [
-    "mode=on_policy", f"run.steps={STEPS}", f"learner.groups_per_step={GROUPS}", f"learner.samples_per_prompt={SAMPLES}",
-    "generators.count=1", "eval.prompts=0", "learner.lr=1e-3", "learner.warmup_steps=0", "learner.lr_end=1",
-]  # fmt: skip
+    "mode=on_policy",
+    f"run.steps={STEPS}",
+    f"learner.groups_per_step={GROUPS}",
+    f"learner.samples_per_prompt={SAMPLES}",
+    "generators.count=1",
+    "eval.prompts=0",
+    "learner.lr=1e-3",
+    "learner.warmup_steps=0",
+    "learner.lr_end=1",
+]
 
 
-def synchronous(config: Config, folder: Path) -> dict[str, Tensor]:
-    """Generate a batch, train on it, repeat. No buffer, no sockets, no other process."""
+def sample_step(engine: Engine, episodes: Episodes, step: int) -> list[Trajectory]:
+    """Samples and scores the groups of one step, all under the version that the engine holds."""
+    prompts = {}
+    for group in range(step * GROUPS, (step + 1) * GROUPS):
+        lease = Lease(
+            id=0,
+            split="train",
+            task="sorting",
+            index=group,
+            seed=0,
+            group=group,
+            due=step,
+            min_version=step,
+            num_samples=SAMPLES,
+        )
+        prompts[group] = episodes.encode_prompt(lease)
+        for i in range(SAMPLES):
+            seed = make_sample_seed(0, "train", group, i)
+            engine.add_sample(
+                Sample(id=f"{group}/{i}", prompt=prompts[group].tokens, max_tokens=16, seed=seed)
+            )
+    done = {}
+    while engine.num_unfinished:
+        done |= {completion.id: completion for completion in engine.step()}
+    rows = []
+    for group, prompt in prompts.items():
+        for i in range(SAMPLES):
+            completion, unsampled = done[f"{group}/{i}"], len(prompt.tokens)
+            rows.append(
+                Trajectory(
+                    group=group,
+                    sample=i,
+                    due=step,
+                    prompt_id=group,
+                    task="t",
+                    tokens=prompt.tokens + completion.tokens,
+                    sampled=[False] * unsampled + [True] * len(completion.tokens),
+                    logprobs=[0.0] * unsampled + completion.logprobs,
+                    versions=[-1] * unsampled + completion.versions,
+                    reward=episodes.score_tokens(prompt, completion.tokens).reward,
+                    finish_reason=completion.finish_reason,
+                    generator="g",
+                    started_at=0.0,
+                    finished_at=0.0,
+                )
+            )
+    return rows
+
+
+def train_synchronously(config: Config, folder: Path) -> dict[str, Tensor]:
+    """Generates a batch, trains on it, and repeats. It has no buffer, no sockets and no other process."""
     import pyarrow as pa
 
     engine, episodes = make_engine(config, seed=123), make_episodes(config)
     trainer, publisher = FsdpEngine(config.model.path), Publisher(folder, "reference")
     for step in range(STEPS):
         engine.load_version(Snapshot(publisher.publish_version(step, trainer.stream_weights())))
-        openings = {}
-        for group in range(step * GROUPS, (step + 1) * GROUPS):
-            lease = Lease(id=0, split="train", task="sorting", index=group, seed=0, group=group, due=step, min_version=step,
-                          num_samples=SAMPLES)  # fmt: skip
-            openings[group] = episodes.encode_prompt(lease)
-            for i in range(SAMPLES):
-                seed = make_sample_seed(0, "train", group, i)
-                engine.add_sample(
-                    Sample(id=f"{group}/{i}", prompt=openings[group].tokens, max_tokens=16, seed=seed)
-                )
-        done = {}
-        while engine.num_unfinished:
-            done |= {completion.id: completion for completion in engine.step()}
-        rows = []
-        for group, opening in openings.items():
-            for i in range(SAMPLES):
-                c, n = done[f"{group}/{i}"], len(opening.tokens)
-                rows.append(Trajectory(
-                    group=group, sample=i, due=step, prompt_id=group, task="t", tokens=opening.tokens + c.tokens,
-                    sampled=[False] * n + [True] * len(c.tokens), logprobs=[0.0] * n + c.logprobs,
-                    versions=[-1] * n + c.versions, reward=episodes.score_tokens(opening, c.tokens).reward,
-                    finish_reason=c.finish_reason, generator="g", started_at=0.0, finished_at=0.0,
-                ))  # fmt: skip
+        rows = sample_step(engine, episodes, step)
         batch = from_arrow(pa.Table.from_batches([to_batch(rows)]))
         assert set(batch.versions[batch.sampled].tolist()) == {step}
         advantages = grpo(batch.rewards, batch.groups)[batch.sequence]
         weights = token_weights(config.algo.aggregation, batch.sampled, batch.sequence, batch.num_sequences)
         packed = microbatches(batch, range(batch.num_sequences), 16384, 1, 0)
 
-        def loss_fn(logprobs, entropy, part, batch=batch, advantages=advantages, weights=weights):  # type: ignore[no-untyped-def]
+        def loss_fn(logprobs, entropy, part, batch=batch, advantages=advantages, weights=weights):
             columns = {"advantages": advantages, "mask": batch.sampled, "weights": weights}
             return policy_loss(
                 config.algo, logprobs=logprobs, proximal_logprobs=logprobs.detach(), entropy=entropy, sequence=part.sequence,
@@ -113,7 +149,9 @@ def test_the_pipeline_at_s_zero_is_the_synchronous_loop_bit_for_bit(tiny_model: 
     torch.set_num_threads(1)
     try:
         with process_group(tmp_path / "loop"):  # beside the run
-            expected = synchronous(load_config([*SAME, f"model.path={tiny_model}"]), tmp_path / "weights")
+            expected = train_synchronously(
+                load_config([*SAME, f"model.path={tiny_model}"]), tmp_path / "weights"
+            )
         said, _ = run.communicate(timeout=400)
         assert run.returncode == 0, said
     finally:

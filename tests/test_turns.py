@@ -1,4 +1,4 @@
-"""The benchmark's turns: two sides that never compute at the same moment."""
+"""The benchmark's turns: its two sides never compute at the same moment."""
 
 import subprocess
 import sys
@@ -16,7 +16,9 @@ BURN = "import time; print(flush=True); exec('while True: pass')"
 DRIVER = f"""
 import subprocess, sys
 names = ["ray::GeneratorRole.run", "ray::LearnerRole.run", "ray::BufferRole.run"]
-children = [subprocess.Popen([name, "-c", {BURN!r}], executable=sys.executable, stdout=subprocess.PIPE) for name in names]
+children = [
+    subprocess.Popen([name, "-c", {BURN!r}], executable=sys.executable, stdout=subprocess.PIPE) for name in names
+]
 for child in children:
     child.stdout.readline()
 print(*(child.pid for child in children), flush=True)
@@ -28,7 +30,7 @@ for child in children:
 
 @pytest.fixture
 def roles() -> Iterator[tuple[int, list[psutil.Process]]]:
-    """The driver, and a generator, a learner and a buffer, all of which compute without end."""
+    """A driver's process id, and its generator, learner and buffer, all of which compute without end."""
     with subprocess.Popen(
         [sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as driver:
@@ -75,7 +77,7 @@ def test_nobody_stays_stopped_when_the_driver_has_died_or_the_turns_fail(
             time.sleep(0.3)
         assert all(process.status() != psutil.STATUS_STOPPED for process in (generator, learner))
         monkeypatch.setattr(turns, "find_sides", lambda driver: [[generator], [learner]])
-        monkeypatch.setattr(turns, "_each", failing(turns._each))
+        monkeypatch.setattr(turns, "_each", fail_fifth_call(turns._each))
         with pytest.raises(PermissionError, match="not yours"), turns.Turns(driver, 0.5, 0.02):
             time.sleep(0.3)
         assert all(process.status() != psutil.STATUS_STOPPED for process in (generator, learner))
@@ -84,8 +86,8 @@ def test_nobody_stays_stopped_when_the_driver_has_died_or_the_turns_fail(
             process.kill()
 
 
-def failing(each: Callable[..., None]) -> Callable[..., None]:
-    """As `each`, but the fifth call fails."""
+def fail_fifth_call(each: Callable[..., None]) -> Callable[..., None]:
+    """Returns `each` with a fifth call that fails."""
     calls = count()
 
     def call(*arguments: Any) -> None:

@@ -1,4 +1,5 @@
-"""What the ranks of tests need, imported once by the server that they fork from (`ranks.py`). No thread may start here."""
+"""Imports, once, what the ranks of tests need. The server that they fork from does so (`ranks.py`); no thread
+may start here."""
 
 import atexit
 import gc
@@ -22,10 +23,12 @@ import learners.models
 import learners.step  # noqa: F401
 
 torch.set_num_threads(1)
-get_checkpoint_conversion_mapping("qwen3")  # compiles hundreds of patterns, once a process
-configs.load.load_config([])  # reads the schema, once a process
+# Compiles hundreds of patterns, once a process.
+get_checkpoint_conversion_mapping("qwen3")
+# Reads the schema, once a process.
+configs.load.load_config([])
 gc.collect()
-atexit.register(
-    gc.unfreeze
-)  # else nanobind reports as leaks what the end of the interpreter does not collect
-gc.freeze()  # no collection of a rank looks at these objects, or copies their pages
+# Without it nanobind reports as leaks what the end of the interpreter does not collect.
+atexit.register(gc.unfreeze)
+# No collection of a rank looks at these objects, so none copies their pages.
+gc.freeze()
