@@ -48,8 +48,8 @@ class AlgoConfig(SurrogateSections):
     correction: Correction = setting(Correction.token_tis)
     """Off-policy weight of each token, or sequence: proximal against behavior policy."""
     correction_cap: float | None = setting(None, POSITIVE)
-    """Upper end of the off-policy weight. `token_tis` and `sequence_tis` truncate there, the others drop what is above.
-    Null: the correction's own, 2 for a token or a product over a sequence, 5 for `icepop`, 1.01 for
+    """Upper end of the off-policy weight. `token_tis` and `sequence_tis` truncate there, the others drop what
+    is above. Null: the correction's own, 2 for a token or a product over a sequence, 5 for `icepop`, 1.01 for
     `geometric_mask`, which bounds a mean."""
     correction_floor: float | None = setting(None, POSITIVE)
     """Lower end of the off-policy weight, for corrections that drop what is below. Null: 0.5, and 0.99 for
@@ -174,7 +174,7 @@ class AlgoConfig(SurrogateSections):
             for field in dataclasses.fields(part):
                 value = getattr(part, field.name)
                 holds = is_used or value == field.default
-                conditions.append(self._effect(holds, f"algo.{name}.{field.name}", wanted, value))
+                conditions.append(self._effect_condition(holds, f"algo.{name}.{field.name}", wanted, value))
         return conditions
 
     def _idle_key_conditions(self) -> list[Condition]:
@@ -182,18 +182,18 @@ class AlgoConfig(SurrogateSections):
         weighs = self.correction is not Correction.none or self.rejection.is_used or self.masks_second_moment
         cap, floor, above = self.correction_cap, self.correction_floor, self.imitation_above
         return [
-            self._effect(
+            self._effect_condition(
                 cap is None or self.correction is not Correction.none,
                 "algo.correction_cap", "a correction that has a cap", cap,
             ),
-            self._effect(
+            self._effect_condition(
                 floor is None or self.correction.drops,
                 "algo.correction_floor", "a correction that drops what is below it", floor,
             ),
-            self._effect(
+            self._effect_condition(
                 weighs or not self.normalize_weights, "algo.normalize_weights", "weights other than 1", True
             ),
-            self._effect(
+            self._effect_condition(
                 above == 0 or self.imitation_coef > 0,
                 "algo.imitation_above", "algo.imitation_coef above 0", above,
             ),
@@ -205,7 +205,7 @@ class AlgoConfig(SurrogateSections):
             ),
         ]  # fmt: skip
 
-    def _effect(self, holds: bool, key: str, wanted: str, value: object) -> Condition:
+    def _effect_condition(self, holds: bool, key: str, wanted: str, value: object) -> Condition:
         """Returns the rule that a key without effect is left alone."""
         got = (
             f"{show_value(value)} with algo.advantage={self.advantage}, algo.correction={self.correction} "

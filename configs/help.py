@@ -1,4 +1,4 @@
-"""The documentation of the configuration, made from the schema: each key with its default, rule, choices and docstring.
+"""The documentation of the configuration, made from the schema: every key with its default and rule.
 
 scripts/launch.sh --help                 every key in a line, by section
 scripts/launch.sh --help learner         a section;  --help learner.lr  one key
@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+from omegaconf import OmegaConf
+
 from configs.load import FOLDER, find_nearest_names, list_defaults, load_config, to_yaml
 from configs.schema import Config
 from configs.setting import Section, show_value
@@ -30,6 +32,17 @@ scripts/launch.sh --help [KEY|SECTION ...]  explains keys: all of them in a line
 """
 KEY_COLUMNS = 44
 """Columns of `key=default` in the overview."""
+
+
+PAGE_HEAD = """\
+# Configuration
+
+<!-- Made by `python -m configs.help --markdown > docs/configuration.md`. Do not edit. -->
+
+Every key with its default, its meaning, and the rule that its value obeys. Keys are given on the command line
+as `key=value`; `null` means "not set". `scripts/launch.sh --help` lists them; `--help KEY` and `--help
+SECTION` print one key or one section. A run that cannot start names each key that breaks its rule, the rule
+and the value, all in one message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +121,7 @@ def list_choices(kind: object) -> dict[str, str]:
 
 
 def read_docstrings(kind: type) -> dict[str, str]:
-    """Returns the docstrings below the fields of a dataclass, or below the members of an enumeration, each in one line.
+    """Returns the docstrings below fields of a dataclass or members of an enumeration, in one line each.
 
     Python keeps none of them, so this reads the source.
     """
@@ -162,7 +175,7 @@ def format_overview() -> str:
     """Returns every key in a line, by section."""
     parts = [USAGE]
     for section in list_sections():
-        rows = [_wrap(f"{section.name}: {section.text}") if section.name else "Keys without a section:"]
+        rows = [_wrap_text(f"{section.name}: {section.text}") if section.name else "Keys without a section:"]
         for key in section.keys:
             start = f"  {key.name}={key.default}"
             rows += textwrap.wrap(
@@ -178,20 +191,22 @@ def format_overview() -> str:
 
 def format_section(section: SectionHelp) -> str:
     """Returns all that is documented of a section, and the names of those below it."""
-    parts = [_wrap(f"{section.name}: {section.text}") + "\n", *map(format_key, section.keys)]
+    parts = [_wrap_text(f"{section.name}: {section.text}") + "\n", *map(format_key, section.keys)]
     below = [one.name for one in list_sections() if one.name.rpartition(".")[0] == section.name]
     if below:
-        parts.append(_wrap(f"Sections below it: {', '.join(below)}.") + "\n")
+        parts.append(_wrap_text(f"Sections below it: {', '.join(below)}.") + "\n")
     if presets := list_presets(section.name):
-        parts.append(_wrap(f"{section.name}=NAME chooses a preset: {', '.join(presets)}.") + "\n")
+        parts.append(_wrap_text(f"{section.name}=NAME chooses a preset: {', '.join(presets)}.") + "\n")
     return "\n".join(parts)
 
 
 def format_key(key: KeyHelp) -> str:
     """Returns all that is documented of a key."""
     rule = [f"Must be {key.rule}."] if key.rule else []
-    rows = [f"{key.name}={key.default}", *(_wrap(text, "  ") for text in [key.text, *rule])]
-    rows += [_wrap(f"{name}: {text}" if text else name, "  - ", "    ") for name, text in key.choices.items()]
+    rows = [f"{key.name}={key.default}", *(_wrap_text(text, "  ") for text in [key.text, *rule])]
+    rows += [
+        _wrap_text(f"{name}: {text}" if text else name, "  - ", "    ") for name, text in key.choices.items()
+    ]
     return "\n".join(rows) + "\n"
 
 
@@ -203,30 +218,23 @@ def list_presets(section: str) -> list[str]:
 def format_page() -> str:
     """Returns docs/configuration.md."""
     defaults, changed = list_defaults(), []
-    for name, value in _flatten(load_config([])).items():
+    for name, value in _list_values(load_config([])).items():
         if value != defaults[name]:
             changed.append(f"`{name}={show_plainly(value)}`")
-    parts = [
-        "# Configuration",
-        "<!-- Made by `python -m configs.help --markdown > docs/configuration.md`. Do not edit. -->",
-        _wrap(
-            "Every key with its default, the rule that its value obeys, and its meaning. Keys are given on the "
-            "command line as `key=value`; `null` means \"not set\". `scripts/launch.sh --help` lists them, `--help "
-            "KEY` and `--help SECTION` print one key or one section. Problems are collected: a run that cannot "
-            "start names each key, its rule and the value that breaks it."
-        ),
-        _wrap(f"The default run takes the preset `algo=dppo`, which sets {', '.join(changed)}. "
-              f"`algo=NAME` chooses another: {', '.join(list_presets('algo'))} ([algorithms.md](algorithms.md))."),
-    ]  # fmt: skip
+    changed_by_preset = (
+        f"The default run takes the preset `algo=dppo`, which sets {', '.join(changed)}. `algo=NAME` chooses "
+        f"another: {', '.join(list_presets('algo'))} ([algorithms.md](algorithms.md))."
+    )
+    parts = [PAGE_HEAD, _wrap_text(changed_by_preset)]
     for section in list_sections():
         parts.append(f"## {section.name}" if section.name else "## Keys without a section")
         if section.name:
-            parts.append(_wrap(section.text))
+            parts.append(_wrap_text(section.text))
         for key in section.keys:
             rule = f" Must be {key.rule}." if key.rule else ""
-            text = [_wrap(f"**`{key.name}={key.default}`** {key.text}{rule}")]
+            text = [_wrap_text(f"**`{key.name}={key.default}`** {key.text}{rule}")]
             text += [
-                _wrap(f"`{name}`: {meaning}" if meaning else f"`{name}`", "- ", "  ")
+                _wrap_text(f"`{name}`: {meaning}" if meaning else f"`{name}`", "- ", "  ")
                 for name, meaning in key.choices.items()
             ]
             parts.append("\n".join(text))
@@ -243,15 +251,13 @@ def show_plainly(value: object) -> str:
     return value if type(value) is str else show_value(value)
 
 
-def _flatten(config: Config) -> dict[str, object]:
+def _list_values(config: Config) -> dict[str, object]:
     """Returns the value of every key, by the key's full name."""
-    from omegaconf import OmegaConf
-
     written = OmegaConf.create(to_yaml(config))
     return {name: OmegaConf.select(written, name) for name in list_defaults()}
 
 
-def _wrap(text: str, indent: str = "", further: str | None = None) -> str:
+def _wrap_text(text: str, indent: str = "", further: str | None = None) -> str:
     return textwrap.fill(
         text,
         WIDTH,

@@ -33,12 +33,12 @@ def at_least(low: int, note: str) -> Rule:
 
 def above_up_to(low: float, high: float, note: str = "") -> Rule:
     """Returns the rule of the half-open interval (low, high]."""
-    return Rule(f"in ({low:g}, {high:g}]{_bracketed(note)}", lambda value: low < value <= high)
+    return Rule(f"in ({low:g}, {high:g}]{_in_brackets(note)}", lambda value: low < value <= high)
 
 
 def strictly_between(low: float, high: float, note: str = "") -> Rule:
     """Returns the rule of the open interval (low, high)."""
-    return Rule(f"in ({low:g}, {high:g}){_bracketed(note)}", lambda value: low < value < high)
+    return Rule(f"in ({low:g}, {high:g}){_in_brackets(note)}", lambda value: low < value < high)
 
 
 def one_of(names: Collection[str]) -> Rule:
@@ -58,5 +58,5 @@ def gpu_share(*, most: float) -> Rule:
     )
 
 
-def _bracketed(note: str) -> str:
+def _in_brackets(note: str) -> str:
     return f" ({note})" if note else ""

@@ -41,8 +41,8 @@ class StalenessConfig(Section):
     straggler_timeout_s: float | None = setting(None, POSITIVE)
     """Seconds that a group may hold a step before it is aborted and refilled. For `on_late=cancel` only."""
     controller: Controller = setting(Controller.fixed)
-    """Rule that admits new groups: the bound S alone, or a lead of at most S that follows the effective sample
-    size."""
+    """Rule that admits new groups: the bound S alone, or a lead of at most S that follows the effective
+    sample size."""
     ess_target: float = setting(0.9, strictly_between(0, 1, "0.9 is the default"))
     """Effective sample size of the tokens' π_θ / μ below which groups are admitted later, as a share of all
     tokens. For `controller=ess` only."""
