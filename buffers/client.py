@@ -1,6 +1,7 @@
 """A role's end of the conversation with the buffer: numbered requests out, answers in, in any order.
 
-When the buffer is started again, what has no answer yet is sent again: all requests may be repeated without harm.
+When the buffer is started again, the client sends again whatever has no answer yet. All requests may be repeated without
+harm.
 """
 
 import itertools
@@ -28,28 +29,25 @@ R = TypeVar("R", bound=WireRecord)
 log = logging.getLogger("slipstream.client")
 
 CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
-REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
+KEY_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 """The buffer has said that it does not know the key."""
-BROKEN = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-"""The other side has ended the handshake without a word: keys that do not fit, or a process that dies."""
+HANDSHAKE_BROKEN = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+"""The other side has ended the handshake without a word: the keys do not fit, or the process is dying."""
 BROKEN_S = 2.0
-"""For so long every handshake must have broken, with somebody there each time, before it is put down to the keys."""
-ABSENT = zmq.EVENT_CLOSED
-"""Nobody listens."""
-
-
+"""Seconds in which every handshake must have broken, with somebody there each time, before the keys are blamed."""
+NOBODY_LISTENS = zmq.EVENT_CLOSED
 WINDOW = 4
-"""Parts of a record batch asked for and not come yet."""
+"""Parts of a record batch that are asked for and have not come yet."""
 MAX_UNSEEN = 3
 """Times in a row that a client finds damage and the buffer does not, until that is an error."""
 
 
 class TooLarge(ValueError):
-    """A message that the buffer would refuse for its size. It has not been sent."""
+    """Raised for a message that the buffer would refuse for its size. It has not been sent."""
 
 
 def check_size(request: m.Request, num_body: int, num_payload: int) -> None:
-    """Raises TooLarge for a message that no buffer takes in."""
+    """Raises TooLarge for a message with more bytes than any buffer takes in."""
     name = type(request).__name__
     if num_body > m.MAX_BODY_BYTES:
         raise TooLarge(f"{name} must have at most {m.MAX_BODY_BYTES:,} bytes, got {num_body:,}")
@@ -60,30 +58,35 @@ def check_size(request: m.Request, num_body: int, num_payload: int) -> None:
 
 
 class BufferGone(RuntimeError):
-    """The buffer has not answered in time."""
+    """Raised when the buffer has not answered in time."""
 
 
 class RefusedByBuffer(RuntimeError):
-    """The buffer would not do what was asked."""
+    """Raised when the buffer refuses a request, with its reason."""
 
 
 class KeysRefused(ValueError):
-    """The buffer does not know this client's key (any more), or one side has keys and the other has none."""
+    """Raised when the buffer does not know this client's key (any more), or one side has keys and the other has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """The buffer's answer to one request."""
+
     number: int
+    """Number of the request, as `send_request` has returned it."""
     reply: m.Reply
     payload: list[memoryview]
+    """The binary frames beside it: none or one."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakenBatch:
-    """A step's groups."""
+    """The groups of a step, with their rows."""
 
     step: int
     groups: list[int]
+    """Group numbers."""
     group_weights: list[float]
     """Importance weight of each group; empty: all 1."""
     table: pa.Table
@@ -94,11 +97,16 @@ class RemoteReader:
     """Reads groups over the socket, as `segments.Reader` does from the journal."""
 
     def __init__(self, fetch: Callable[[m.GroupSlice], bytearray]) -> None:
+        """`fetch` returns the bytes of a record batch."""
         self._fetch = fetch
         self._fetched: dict[tuple[int, int], pa.RecordBatch] = {}
 
     def read(self, place: m.GroupSlice) -> pa.RecordBatch:
-        """Raises DamagedGroup when the bytes are not those that were written, also when they come a second time."""
+        """Returns the rows of a slice.
+
+        Raises DamagedGroup when the bytes are not those that were written. They are fetched a second time before that,
+        because a fault on the way differs from damage on the disk.
+        """
         where = (place.segment, place.offset)
         if where not in self._fetched:
             data = self._fetch(place)
@@ -112,12 +120,12 @@ class RemoteReader:
         return self._fetched[where].slice(place.row, place.rows)
 
     def drop_last(self) -> None:
-        """Lets go of what was fetched: a step is read once."""
+        """Frees the record batches that were fetched: a step is read once."""
         self._fetched.clear()
 
 
 class BufferClient:
-    """Not thread-safe: one client a thread."""
+    """One connection to the buffer. Not thread-safe: each thread needs a client of its own."""
 
     def __init__(
         self,
@@ -127,16 +135,18 @@ class BufferClient:
         keys: str | None = None,
         role: KeyRole = KeyRole.generator,
     ) -> None:
-        """`keys` is the folder that `buffer.keys` names, and `role` says whose key it is to show. Raises ValueError when the
-        folder does not hold what is needed."""
+        """`timeout_s` is how long an answer may take. `keys` is the folder that `buffer.keys` names, and `role` says whose key
+        to show. Raises ValueError when the folder does not hold what is needed."""
         self.address = address
         self._timeout_s, self._keys, self._role = timeout_s, keys, role
         self._heard_at = time.monotonic()
         self._numbers = itertools.count()
         self._unanswered: dict[int, list[bytes | pa.Buffer]] = {}
+        """Frames of requests without an answer, by number."""
         self._connected = False
         self._reader: Reader | RemoteReader | None = None
         self._num_unseen = 0
+        """Times in a row that this client has found damage and the buffer has not."""
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
@@ -144,31 +154,32 @@ class BufferClient:
             show_key(self._socket, Path(keys), role)
         self._broken_since: float | None = None
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
-            CONNECTED | REFUSED | BROKEN | ABSENT
+            CONNECTED | KEY_REFUSED | HANDSHAKE_BROKEN | NOBODY_LISTENS
         )
         self._socket.connect(address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
 
-    def another(self) -> "BufferClient":
-        """A client of the same buffer, for another thread."""
+    def open_another(self) -> "BufferClient":
+        """Opens a client of the same buffer, for another thread."""
         return BufferClient(self.address, timeout_s=self._timeout_s, keys=self._keys, role=self._role)
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """For a poller of one's own, over several clients: when one of them can be read, `receive` has something to do."""
+        """Sockets for a poller over several clients: when one of them can be read, `receive_answers` has something to do."""
         return [self._socket, self._monitor]
 
     @property
     def silent_s(self) -> float:
-        """Seconds for which the buffer has said nothing while there was something to say: a question was open."""
+        """Seconds for which the buffer has sent nothing while requests were open; 0 while none is."""
         return time.monotonic() - self._heard_at if self._unanswered else 0.0
 
-    def post(self, request: m.Request, payload: pa.Buffer | None = None) -> int:
-        """Sends without waiting; `receive` gives the answer, under the number returned.
+    def send_request(self, request: m.Request, payload: pa.Buffer | None = None) -> int:
+        """Sends a request without waiting; returns its number. `receive_answers` yields the answer under that number.
 
-        Raises TooLarge for a message that no buffer takes in, without sending it.
+        Raises TooLarge for a message that no buffer takes in, without sending it; BufferGone when the buffer takes no
+        more messages.
         """
         body = m.encoder.encode(request)
         check_size(request, len(body), 0 if payload is None else payload.size)
@@ -177,10 +188,10 @@ class BufferClient:
         number = next(self._numbers)
         frames = [number.to_bytes(8, "little"), body]
         self._unanswered[number] = frames if payload is None else [*frames, payload]
-        self._send(number)
+        self._send_frames(number)
         return number
 
-    def _send(self, number: int) -> None:
+    def _send_frames(self, number: int) -> None:
         frames = self._unanswered[number]
         try:
             self._socket.send_multipart(frames, copy=len(frames) < 3)
@@ -189,11 +200,11 @@ class BufferClient:
                 f"the buffer at {self.address} takes no more messages for {self._timeout_s} s"
             ) from error
 
-    def receive(self, wait_s: float) -> Iterator[Answer]:
-        """Answers that are there; waits up to `wait_s` for the first."""
+    def receive_answers(self, wait_s: float) -> Iterator[Answer]:
+        """Yields the answers that are there; waits up to `wait_s` for the first. Raises KeysRefused."""
         if wait_s > 0:
             self._poller.poll(int(wait_s * 1000))
-        self._notice_connection()
+        self._read_connection_events()
         while True:
             try:
                 number, body, *payload = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -204,29 +215,32 @@ class BufferClient:
             self._unanswered.pop(answered, None)
             yield Answer(answered, m.reply_decoder.decode(body.buffer), [frame.buffer for frame in payload])
 
-    def _notice_connection(self) -> None:
+    def _read_connection_events(self) -> None:
+        """Sends open requests again to a buffer that was started again. Raises KeysRefused."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
-            if event & REFUSED:
+            if event & KEY_REFUSED:
                 raise KeysRefused(
                     f"buffer.keys must hold a key that the buffer at {self.address} lets in (see scripts/keys.sh): it has "
                     "refused this client's"
                 )
-            if event & BROKEN:
-                self._notice_broken_handshake()
+            if event & HANDSHAKE_BROKEN:
+                self._count_broken_handshake()
                 continue
             self._broken_since = None
-            if event & ABSENT:
+            if event & NOBODY_LISTENS:
                 continue
-            if (
-                self._connected
-            ):  # again: another life of the buffer, which knows nothing of what was under way
+            if self._connected:
+                # Connected again: to another life of the buffer, which knows nothing of the requests under way.
                 for number in list(self._unanswered):
-                    self._send(number)
+                    self._send_frames(number)
             self._connected = True
 
-    def _notice_broken_handshake(self) -> None:
-        """A buffer that dies or is started again breaks a few; keys that do not fit break all."""
+    def _count_broken_handshake(self) -> None:
+        """Raises KeysRefused when every handshake has broken for `BROKEN_S`.
+
+        A buffer that dies or is started again breaks a few handshakes. Keys that do not fit break all of them.
+        """
         now = time.monotonic()
         self._broken_since = now if self._broken_since is None else self._broken_since
         if now - self._broken_since > BROKEN_S:
@@ -236,7 +250,10 @@ class BufferClient:
             )
 
     def call(self, request: m.Request, expect: type[R], *, wait_s: float = 0.0) -> R:
-        """Sends and waits for the answer, `wait_s` longer than usual where the buffer may take that long to answer."""
+        """Sends a request and returns its answer, which is of type `expect`. Raises as `exchange` does.
+
+        `wait_s` is how long the buffer may let the request wait: the client waits that much longer than usual.
+        """
         reply, _ = self.exchange(request, wait_s=wait_s)
         assert isinstance(reply, expect), reply
         return reply
@@ -244,14 +261,15 @@ class BufferClient:
     def exchange(
         self, request: m.Request, *, wait_s: float = 0.0, payload: pa.Buffer | None = None
     ) -> tuple[m.Reply, list[memoryview]]:
-        """As `call`, with the frames that came with the answer. Other answers that come meanwhile are let go.
+        """Sends a request and returns (answer, binary frames beside it). Drops other answers that come meanwhile.
 
-        Raises BufferGone when there is no answer in time, RefusedByBuffer when the buffer refuses, TooLarge as `post`.
+        Raises BufferGone when there is no answer in time, RefusedByBuffer when the buffer refuses, TooLarge as
+        `send_request`.
         """
-        number = self.post(request, payload)
+        number = self.send_request(request, payload)
         deadline = time.monotonic() + self._timeout_s + wait_s
         while (left := deadline - time.monotonic()) > 0:
-            for answer in self.receive(left):
+            for answer in self.receive_answers(left):
                 if answer.number == number:
                     if isinstance(answer.reply, m.RefusedRequest):
                         raise RefusedByBuffer(answer.reply.reason)
@@ -260,20 +278,23 @@ class BufferClient:
             f"no answer from the buffer at {self.address} to {type(request).__name__} in {self._timeout_s + wait_s:.0f} s"
         )
 
-    def submit(self, generator: str, leases: list[int], groups: pa.RecordBatch) -> list[str]:
-        """Hands in the rows of some leases' groups, in this order, and waits until they are durable. One verdict each."""
+    def submit_groups(self, generator: str, leases: list[int], groups: pa.RecordBatch) -> list[str]:
+        """Hands in the groups of some leases and waits until they are durable. Returns one verdict for each lease.
+
+        `groups` holds the rows of all of them, in the order of `leases`.
+        """
         request = m.SubmitGroups(generator=generator, leases=leases, schema=SCHEMA_VERSION)
         reply, _ = self.exchange(request, payload=encode_batch(groups))
         assert isinstance(reply, m.LeaseReceipt), reply
         return reply.verdicts
 
-    def next(self, step: int, wait_s: float) -> TakenBatch | m.NotReadyYet | m.RunStopped:
-        """What step `step` trains, mapped from the journal where it is on this host, else fetched in parts.
+    def take_batch(self, step: int, wait_s: float) -> TakenBatch | m.NotReadyYet | m.RunStopped:
+        """Returns the groups that a step trains, mapped from the journal where it is on this host, else fetched in parts.
 
-        A group whose bytes have changed is told to the buffer, which has a fresh one made: until then the answer is
-        NotYet. Raises DamagedGroup when the buffer cannot see the damage, though it is there again and again.
+        Reports a group whose bytes have changed to the buffer, which has a fresh one made: until then the answer is
+        NotReadyYet. Raises DamagedGroup when the buffer cannot see the damage, though it is there again and again.
         """
-        reader = self._find_reader()
+        reader = self._choose_reader()
         reply, _ = self.exchange(m.RequestBatch(step=step, wait_s=wait_s), wait_s=wait_s)
         if not isinstance(reply, m.BatchOffer):
             assert isinstance(reply, m.NotReadyYet | m.RunStopped), reply
@@ -293,15 +314,16 @@ class BufferClient:
         self._num_unseen = 0
         return TakenBatch(step, reply.groups, reply.group_weights, pa.Table.from_batches(batches, SCHEMA))
 
-    def _find_reader(self) -> "Reader | RemoteReader":
+    def _choose_reader(self) -> "Reader | RemoteReader":
         if self._reader is None:
             where = self.call(m.LocateJournal(), m.JournalLocation)
             here = is_on_this_host(Path(where.folder), where.mark)
-            self._reader = Reader(Path(where.folder)) if here else RemoteReader(self._fetch)
+            self._reader = Reader(Path(where.folder)) if here else RemoteReader(self._fetch_batch)
         return self._reader
 
-    def _fetch(self, place: m.GroupSlice) -> bytearray:
-        """The bytes of a record batch, several parts under way at once. Others are answered between them.
+    def _fetch_batch(self, place: m.GroupSlice) -> bytearray:
+        """Returns the bytes of a record batch. It comes in parts, so that the buffer answers others between them; several are
+        under way at once, so that the buffer need not wait for this client.
 
         Raises BufferGone when no part comes for `timeout_s`, DamagedGroup when the journal has fewer bytes.
         """
@@ -314,8 +336,8 @@ class BufferClient:
                 begin = left.pop()
                 size = min(m.MAX_PART_BYTES, place.size - begin)
                 request = m.ReadBatchPart(segment=place.segment, offset=place.offset + begin, size=size)
-                under_way[self.post(request)] = begin
-            for answer in self.receive(0.1):
+                under_way[self.send_request(request)] = begin
+            for answer in self.receive_answers(0.1):
                 if answer.number not in under_way:
                     continue
                 heard_at, begin = time.monotonic(), under_way.pop(answer.number)
@@ -341,24 +363,26 @@ class BufferClient:
         self._socket.close()
 
 
-def hand_in(client: BufferClient, generator: str, leases: list[int], groups: pa.RecordBatch) -> None:
-    """Sends the rows of some leases' groups, in this order, without waiting: in one message, or in more where one would be
-    too large. A group that is too large by itself fails, with its size."""
+def send_groups(client: BufferClient, generator: str, leases: list[int], groups: pa.RecordBatch) -> None:
+    """Sends the groups of some leases without waiting for the receipt.
+
+    `groups` holds the rows of all of them, in the order of `leases`. They travel in one message, or in several where one
+    would be too large. A group that is too large by itself fails, with its size.
+    """
+    request = m.SubmitGroups(generator=generator, leases=leases, schema=SCHEMA_VERSION)
     try:
-        client.post(
-            m.SubmitGroups(generator=generator, leases=leases, schema=SCHEMA_VERSION), encode_batch(groups)
-        )
+        client.send_request(request, encode_batch(groups))
     except TooLarge as error:
-        half, rows = len(leases) // 2, groups.num_rows // len(leases)
-        if half:
-            first = groups.take(
-                pa.array(range(half * rows))
-            )  # a copy: a slice would travel with bytes of the others
-            hand_in(client, generator, leases[:half], first)
-            hand_in(
-                client, generator, leases[half:], groups.take(pa.array(range(half * rows, groups.num_rows)))
-            )
+        middle, num_rows = len(leases) // 2, groups.num_rows // len(leases)
+        if middle:
+            # `take` copies the rows: a slice would travel with the bytes of all others.
+            first = groups.take(pa.array(range(middle * num_rows)))
+            second = groups.take(pa.array(range(middle * num_rows, groups.num_rows)))
+            send_groups(client, generator, leases[:middle], first)
+            send_groups(client, generator, leases[middle:], second)
             return
         log.error("lease %d: %s", leases[0], error)
-        sampled = int(np.count_nonzero(flatten_column(groups, "sampled")))
-        client.post(m.FailLease(generator=generator, lease=leases[0], num_tokens=sampled, error=str(error)))
+        num_tokens = int(np.count_nonzero(flatten_column(groups, "sampled")))
+        client.send_request(
+            m.FailLease(generator=generator, lease=leases[0], num_tokens=num_tokens, error=str(error))
+        )

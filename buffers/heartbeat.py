@@ -1,11 +1,11 @@
-"""The heartbeat of a role: a thread says what the role is doing and since when, whatever the role itself waits for.
+"""The heartbeat of a role: a thread reports what the role is doing and since when, whatever the role itself waits for.
 
-    the role's loop ── say(activity), tell(leases, report) ──▶ HeartbeatThread ── Heartbeat or Alive ──▶ buffer
-                    ◀── standings() ───────────────────────                  ◀── Standing or Done ────
+    the role's loop ── set_activity, set_composer ──▶ HeartbeatThread ── GeneratorHeartbeat or RoleHeartbeat ──▶ buffer
+                    ◀── take_standings ─────────────                 ◀── GeneratorStanding or Acknowledged ────
 
-The thread has a client of its own, for a client belongs to one thread. Python gives it the processor a hundred times a second
-while the loop runs Python, waits, or computes in a library that lets go of the interpreter's lock (vLLM's steps, torch and
-sockets do). A call that holds the lock for long stops the heartbeat too: then the buffer says "not heard of".
+The thread has a client of its own, because a client belongs to one thread. Python gives it the processor a hundred times a
+second while the loop runs Python, waits, or computes in a library that releases the interpreter's lock (vLLM's steps, torch
+and sockets do). A call that holds the lock for long stops the heartbeat too: then the status says "not heard of".
 """
 
 import logging
@@ -21,14 +21,15 @@ from buffers.client import BufferClient
 log = logging.getLogger("slipstream.heartbeat")
 
 HEARTBEAT_S = 0.5
+"""Seconds between two heartbeats."""
 WAKE_S = 0.1
-"""How soon the thread notices that it is to end."""
+"""Seconds within which the thread notices that it is to end."""
 MAX_UNANSWERED = 4
-"""Heartbeats on the way, at most: a buffer that is away for an hour is not sent thousands when it is back."""
+"""Heartbeats on the way at most, so that a buffer that was away for an hour does not get thousands of them at once."""
 
 
-class Compose(Protocol):
-    """Makes the request from what the role said of itself last."""
+class ComposeHeartbeat(Protocol):
+    """Makes a heartbeat from the role's activity, the seconds since it began, and the seconds since the role moved."""
 
     def __call__(
         self, *, activity: str, activity_s: float, standstill_s: float
@@ -36,16 +37,16 @@ class Compose(Protocol):
 
 
 class HeartbeatThread:
-    """Beats every `HEARTBEAT_S` until it is closed. All methods may be called from any thread."""
+    """Sends a heartbeat every `HEARTBEAT_S` until it is closed. All methods may be called from any thread."""
 
     def __init__(
         self,
         client: BufferClient,
-        compose: Compose,
+        compose: ComposeHeartbeat,
         activity: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts with `activity`. The client is this thread's from now on."""
+        """Starts the thread with a first activity. The client belongs to the thread from now on."""
         self._client, self._compose, self._clock = client, compose, clock
         self._farewell: m.Request | None = None
         self._lock = threading.Lock()
@@ -55,14 +56,15 @@ class HeartbeatThread:
         self._error: Exception | None = None
         self._under_way: set[int] = set()
         self.silent_s = 0.0
-        """Seconds for which the buffer had left heartbeats without an answer when the thread last looked for one. (Not until now:
-        a process that was held up has answers that it has not read.)"""
+        """Seconds for which the buffer had left heartbeats without an answer when the thread last looked for one. They do not
+        count until now, because a process that was held up has answers that it has not read."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
         self._thread.start()
 
-    def say(self, activity: str, moved: bool = True) -> None:
-        """What the role is doing now. To say the same again shows that its loop has come round, unless `moved` is false."""
+    def set_activity(self, activity: str, moved: bool = True) -> None:
+        """Sets what the role is doing now. Setting the same again shows that its loop has come round, unless `moved` is
+        false."""
         with self._lock:
             now = self._clock()
             if activity != self._activity:
@@ -70,50 +72,51 @@ class HeartbeatThread:
             elif moved:
                 self._moved_at = now
 
-    def tell(self, compose: Compose) -> None:
-        """What every heartbeat carries from now on."""
+    def set_composer(self, compose: ComposeHeartbeat) -> None:
+        """Sets what every heartbeat carries from now on."""
         self._compose = compose
 
-    def standings(self) -> list[m.GeneratorStanding]:
-        """What the buffer has answered since this was asked last. Raises what has ended the thread, if anything has."""
+    def take_standings(self) -> list[m.GeneratorStanding]:
+        """Returns the buffer's answers since the last call. Raises the error that has ended the thread, if one has."""
         if self._error is not None:
             raise self._error
         return [self._standings.popleft() for _ in range(len(self._standings))]
 
     def close(self, farewell: m.Request | None = None) -> None:
-        """`farewell` is the last that the buffer hears from this thread."""
+        """Ends the thread. It sends `farewell` last, after all heartbeats."""
         self._farewell = farewell
         self._closing.set()
         self._thread.join()
 
     def _run(self) -> None:
+        """Produces heartbeats, consumes their answers. Waits for the clock only. Ends when it is closed."""
         try:
             while not self._closing.is_set():
-                self._beat()
+                self._send_heartbeat()
                 due = self._clock() + HEARTBEAT_S
                 while (left := due - self._clock()) > 0 and not self._closing.is_set():
-                    self._listen(min(left, WAKE_S))
+                    self._read_answers(min(left, WAKE_S))
             if self._farewell is not None:
-                self._client.post(self._farewell)
-        except Exception as error:  # the role's loop raises it
+                self._client.send_request(self._farewell)
+        except Exception as error:  # `take_standings` raises it in the role's loop
             self._error = error
         finally:
             self._client.close()
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         if len(self._under_way) >= MAX_UNANSWERED:
             return
         with self._lock:
             now = self._clock()
             activity, activity_s, standstill_s = self._activity, now - self._since, now - self._moved_at
         self._under_way.add(
-            self._client.post(
+            self._client.send_request(
                 self._compose(activity=activity, activity_s=activity_s, standstill_s=standstill_s)
             )
         )
 
-    def _listen(self, wait_s: float) -> None:
-        for answer in self._client.receive(wait_s):
+    def _read_answers(self, wait_s: float) -> None:
+        for answer in self._client.receive_answers(wait_s):
             self._under_way.discard(answer.number)
             match answer.reply:
                 case m.GeneratorStanding() as standing:

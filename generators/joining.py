@@ -46,7 +46,7 @@ def join_run(
     """
     client = BufferClient(address, keys=keys)
     welcome = client.call(m.JoinRun(generator=name), m.JoinedRun)
-    config, heart = parse_config(welcome.config), start_heartbeat(client.another(), name)
+    config, heart = parse_config(welcome.config), start_heartbeat(client.open_another(), name)
     config.generators.gpu_memory_fraction = gpu_memory
     try:
         engine, episodes = make_engine(config, seed, shares_gpu), make_episodes(config)
@@ -54,7 +54,7 @@ def join_run(
         return Generator(name, config, client, engine, episodes, subscriber, heart)
     except BaseException as error:
         heart.close()
-        client.post(m.LeaveRun(generator=name, error=describe_error(error)))
+        client.send_request(m.LeaveRun(generator=name, error=describe_error(error)))
         client.close()
         raise
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from buffers import messages as m
-from buffers.client import BufferClient, hand_in
+from buffers.client import BufferClient, send_groups
 from buffers.run_status import GeneratorReport
 from buffers.trajectory import GREEDY, Trajectory, to_batch
 from configs.schema import Config
@@ -124,7 +124,7 @@ class LeasedGroups:
                 rows_by_lease[result.lease] = rows
         if rows_by_lease:
             batch = to_batch([row for rows in rows_by_lease.values() for row in rows])
-            hand_in(self._client, self._generator, list(rows_by_lease), batch)
+            send_groups(self._client, self._generator, list(rows_by_lease), batch)
 
     def drop_lease(self, lease_id: int) -> None:
         """Stops a group whose lease the buffer has revoked, and reports how many tokens it had. The lease may
@@ -143,7 +143,7 @@ class LeasedGroups:
             aborted = self._engine.abort_samples(unfinished)
             self._totals.sampled_tokens += sum(len(completion.tokens) for completion in aborted)
             num_tokens = group.count_tokens([*aborted, *group.completions.values()])
-        self._client.post(
+        self._client.send_request(
             m.FailLease(
                 generator=self._generator,
                 lease=lease_id,
@@ -211,7 +211,9 @@ class LeasedGroups:
             return None
         if lease.split == "eval":
             reward = scores[0].reward
-            self._client.post(m.SubmitEvaluation(generator=self._generator, lease=lease.id, reward=reward))
+            self._client.send_request(
+                m.SubmitEvaluation(generator=self._generator, lease=lease.id, reward=reward)
+            )
             return None
         baseline = {GREEDY: scores[-1].reward} if len(scores) > lease.num_samples else {}
         return [
@@ -224,7 +226,7 @@ class LeasedGroups:
     ) -> None:
         """`undone` says what could not be done with the prompt: `begun` or `scored`."""
         log.error("%s could not be %s: %s", _name_prompt(lease), undone, error, exc_info=raised)
-        self._client.post(
+        self._client.send_request(
             m.FailLease(generator=self._generator, lease=lease.id, num_tokens=num_tokens, error=error)
         )
 

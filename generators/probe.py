@@ -75,7 +75,7 @@ class ParityProbe:
         self._completions[parse_sample_index(completion.id)] = completion
         if len(self._completions) == len(self._prompts):
             rows = to_batch([self._make_trajectory(place) for place in range(len(self._prompts))])
-            client.post(
+            client.send_request(
                 m.SubmitParityProbe(generator=self._generator, manifest_locator=self._manifest_locator),
                 encode_batch(rows),
             )

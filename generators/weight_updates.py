@@ -182,7 +182,7 @@ class WeightUpdates:
         self._preparation = again = self._start_preparation(preparation.manifest_locator, again=True)
         # The loop waits here: the engine may hold what nobody published, so nothing may be sampled meanwhile.
         while not again.source.done():
-            self._heart.say(*self.describe_fetching())
+            self._heart.set_activity(*self.describe_fetching())
             wait([again.source], HEARTBEAT_S)
         self._preparation = None
         return self._load_into_engine(again.source.result())
@@ -190,7 +190,7 @@ class WeightUpdates:
     def _load_into_engine(self, source: Snapshot | NcclBroadcast) -> Manifest:
         began = self._clock()
         self._totals.digest_checks += 1
-        self._heart.say(f"loading version {source.manifest.version}")
+        self._heart.set_activity(f"loading version {source.manifest.version}")
         self._engine.load_version(source)
         self._totals.pause_s += self._clock() - began
         return source.manifest

@@ -60,7 +60,7 @@ class Generator:
         starts one."""
         self.name, self._config, self._client = name, config, client
         self._engine, self._clock = engine, clock
-        self._heart = start_heartbeat(client.another(), name) if heart is None else heart
+        self._heart = start_heartbeat(client.open_another(), name) if heart is None else heart
         self._totals = GeneratorReport()
         self._groups = LeasedGroups(name, config, client, engine, episodes, self._totals)
         subscriber = Subscriber() if subscriber is None else subscriber
@@ -100,12 +100,12 @@ class Generator:
         finally:
             # The heartbeat ends first: the buffer must not hear from it after `Leave`.
             self._heart.close()
-            self._client.post(
+            self._client.send_request(
                 m.GeneratorHeartbeat(
                     generator=self.name, progress=self._groups.count_tokens(), report=self._make_report()
                 )
             )
-            self._client.post(m.LeaveRun(generator=self.name, error=error))
+            self._client.send_request(m.LeaveRun(generator=self.name, error=error))
             self._groups.close()
             self._updates.close()
             self._client.close()
@@ -113,11 +113,11 @@ class Generator:
 
     def _receive_answers(self) -> None:
         self._count_idleness()
-        self._heart.say(*self._describe_activity())
+        self._heart.set_activity(*self._describe_activity())
         is_busy = self._engine.num_unfinished > 0 or self._updates.is_fetching or self._groups.is_scoring
-        for answer in self._client.receive(0.0 if is_busy else IDLE_S):
+        for answer in self._client.receive_answers(0.0 if is_busy else IDLE_S):
             self._handle_reply(answer.reply)
-        for standing in self._heart.standings():
+        for standing in self._heart.take_standings():
             self._handle_reply(standing)
         if (silent_s := self._heart.silent_s) > self._config.buffer.lease_s:
             raise BufferGone(f"the buffer at {self._client.address} has been silent for {silent_s:.0f} s")
@@ -164,7 +164,9 @@ class Generator:
         # A copy, because the heartbeat's thread reads it while this thread counts on.
         report = structs.replace(self._make_report())
         progress = self._groups.count_tokens()
-        self._heart.tell(partial(m.GeneratorHeartbeat, generator=self.name, progress=progress, report=report))
+        self._heart.set_composer(
+            partial(m.GeneratorHeartbeat, generator=self.name, progress=progress, report=report)
+        )
 
     def _make_report(self) -> GeneratorReport:
         self._totals.version, self._totals.alive_s = (
@@ -187,7 +189,7 @@ class Generator:
         num_rollouts = self._engine.num_unfinished - self._probe.num_unfinished
         count = self._groups.count_missing_leases(num_rollouts)
         if self._open_request is None and count > 0:
-            self._open_request = self._client.post(
+            self._open_request = self._client.send_request(
                 m.RequestLeases(generator=self.name, count=count, wait_s=5.0)
             )
 

@@ -19,7 +19,7 @@ PATIENCE_S = 30.0
 
 
 class Source(Protocol):
-    def next(self, step: int, wait_s: float) -> TakenBatch | m.NotReadyYet | m.RunStopped: ...
+    def take_batch(self, step: int, wait_s: float) -> TakenBatch | m.NotReadyYet | m.RunStopped: ...
 
 
 class Laid(msgspec.Struct):
@@ -98,7 +98,7 @@ class Feed:
         return msgspec.json.decode(reason, type=str | None)
 
     def _ask(self, step: int) -> TakenBatch | m.RunStopped:
-        while isinstance(taken := self._source.next(step, PATIENCE_S), m.NotReadyYet):
+        while isinstance(taken := self._source.take_batch(step, PATIENCE_S), m.NotReadyYet):
             self._log(f"waiting: {taken.waiting_for}")
         return taken
 

@@ -70,7 +70,7 @@ class BufferHarness:
         return receipt.verdicts[0]
 
     def train(self, step: int) -> list[int]:
-        taken = self.client.next(step, wait_s=1.0)
+        taken = self.client.take_batch(step, wait_s=1.0)
         assert isinstance(taken, TakenBatch), taken
         assert sorted(set(taken.table.column("group").to_pylist())) == taken.groups
         done = m.ReportTrainedStep(

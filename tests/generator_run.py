@@ -77,7 +77,7 @@ class GeneratorRun:
 
     def train_step(self, step: int) -> list[int]:
         """Takes the batch of a step, says that it is trained, and returns its groups."""
-        taken = self.client.next(step, wait_s=50.0)
+        taken = self.client.take_batch(step, wait_s=50.0)
         assert isinstance(taken, TakenBatch), taken
         trained = int(np.count_nonzero(flatten_column(taken.table, "sampled")))
         done = m.ReportTrainedStep(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})

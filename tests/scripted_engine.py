@@ -69,7 +69,7 @@ class ScriptedBuffer:
         self.groups: list[list[dict[str, Any]]] = []
         self.progress: list[dict[int, int]] = []
 
-    def receive(self, wait_s: float) -> list[Answer]:
+    def receive_answers(self, wait_s: float) -> list[Answer]:
         kinds = [type(request) for request in self.requests]
         if len(self.answers) == 1 and any(
             kinds.count(kind) < self.expected.count(kind) for kind in self.expected
@@ -78,18 +78,18 @@ class ScriptedBuffer:
             return []
         return [Answer(0, self.answers.pop(0), [])]
 
-    def post(self, request: m.Request, payload: pa.Buffer | None = None) -> int:
+    def send_request(self, request: m.Request, payload: pa.Buffer | None = None) -> int:
         self.requests.append(request)
         if payload is not None:
             self.groups.append(decode_batch(payload).to_pylist())
         return len(self.requests)
 
-    def say(self, activity: str, moved: bool = True) -> None: ...
+    def set_activity(self, activity: str, moved: bool = True) -> None: ...
 
-    def tell(self, compose: Any) -> None:
+    def set_composer(self, compose: Any) -> None:
         self.progress.append(compose.keywords["progress"])
 
-    def standings(self) -> list[m.GeneratorStanding]:
+    def take_standings(self) -> list[m.GeneratorStanding]:
         return []
 
     def close(self) -> None: ...

@@ -17,7 +17,7 @@ from msgspec import inspect
 
 from buffers import client as buffer_client
 from buffers import messages as m
-from buffers.client import BufferClient, RefusedByBuffer, TooLarge, hand_in
+from buffers.client import BufferClient, RefusedByBuffer, TooLarge, send_groups
 from buffers.connections import Loan
 from buffers.immediate_answers import ImmediateAnswers
 from buffers.message_fields import MAX_TEXT, RoleName, shorten
@@ -251,9 +251,9 @@ def test_a_client_does_not_send_what_no_buffer_takes_in(
     one = encode_batch(to_batch(rows[:2])).size
     monkeypatch.setattr(m, "MAX_PAYLOAD_BYTES", one + 100)
     with pytest.raises(TooLarge, match=rf"must have at most {one + 100:,} bytes together, got"):
-        run.client.submit("g", [lease.id for lease in leases], to_batch(rows))
+        run.client.submit_groups("g", [lease.id for lease in leases], to_batch(rows))
     assert not run.client._unanswered, "nothing waits to be sent again"
-    hand_in(run.client, "g", [lease.id for lease in leases], to_batch(rows))
+    send_groups(run.client, "g", [lease.id for lease in leases], to_batch(rows))
     assert verdicts(run.client, len(leases)) == {lease.id: "accepted" for lease in leases}
     assert run.train(0) == [0, 1]
 
@@ -269,7 +269,7 @@ def test_a_group_that_is_too_large_for_a_message_fails_by_its_size_and_the_other
     large |= {"logprobs": [0.0] + [-1.0] * (length - 1), "versions": [-1] + [0] * (length - 1)}
     rows = make_group(leases[0], **large) + make_group(leases[1])
     monkeypatch.setattr(m, "MAX_PAYLOAD_BYTES", 20_000)
-    hand_in(run.client, "g", [lease.id for lease in leases], to_batch(rows))
+    send_groups(run.client, "g", [lease.id for lease in leases], to_batch(rows))
     assert verdicts(run.client, 2) == {leases[0].id: "failed", leases[1].id: "accepted"}
     status = run.status()
     assert "must have at most 20,000 bytes together, got" in status.quarantined[0]
@@ -279,7 +279,7 @@ def test_a_group_that_is_too_large_for_a_message_fails_by_its_size_and_the_other
 def verdicts(client: BufferClient, count: int) -> dict[int, str]:
     found: dict[int, str] = {}
     while len(found) < count:
-        for answer in client.receive(5.0):
+        for answer in client.receive_answers(5.0):
             assert isinstance(answer.reply, m.LeaseReceipt), answer
             found |= dict(zip(answer.reply.leases, answer.reply.verdicts, strict=True))
     return found
@@ -309,10 +309,10 @@ def test_whoever_asks_without_end_is_refused_and_others_are_served(
     run = harness()
     greedy = BufferClient(run.server.address, timeout_s=5.0)
     for _ in range(MAX_WAITERS_OF_CLIENT + 50):
-        greedy.post(m.RequestLeases(generator="greedy", count=1, wait_s=50.0))
+        greedy.send_request(m.RequestLeases(generator="greedy", count=1, wait_s=50.0))
     refused = 0
     while refused < 50:
-        refused += sum(isinstance(answer.reply, m.RefusedRequest) for answer in greedy.receive(5.0))
+        refused += sum(isinstance(answer.reply, m.RefusedRequest) for answer in greedy.receive_answers(5.0))
     run.publish(0)
     assert run.status().refused_requests == {"too many requests": 50}
     greedy.close()
@@ -426,7 +426,7 @@ def test_leases_do_not_go_to_a_generator_that_has_gone(harness: Callable[..., Bu
     run = harness("staleness.max_versions=0", "buffer.lease_s=600")
     dead = BufferClient(run.server.address, timeout_s=5.0)
     dead.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
-    dead.post(m.RequestLeases(generator="dead", count=100, wait_s=60.0))
+    dead.send_request(m.RequestLeases(generator="dead", count=100, wait_s=60.0))
     deadline = time.monotonic() + 60
     while not run.server._waiting_room.lease_requests:
         assert time.monotonic() < deadline
@@ -453,7 +453,7 @@ def test_what_a_generator_asked_in_an_earlier_life_is_forgotten(
     run = harness("staleness.max_versions=0", "buffer.lease_s=600")
     earlier = BufferClient(run.server.address, timeout_s=5.0)
     earlier.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
-    earlier.post(m.RequestLeases(generator="g", count=100, wait_s=60.0))
+    earlier.send_request(m.RequestLeases(generator="g", count=100, wait_s=60.0))
     deadline = time.monotonic() + 60
     while not run.server._waiting_room.lease_requests:
         assert time.monotonic() < deadline
@@ -482,14 +482,14 @@ def test_a_server_that_dies_in_the_handshake_does_not_look_like_refused_keys(
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     client = BufferClient(f"tcp://127.0.0.1:{port}", timeout_s=20.0)
-    number = client.post(m.LocateJournal())
+    number = client.send_request(m.LocateJournal())
     for _ in range(3):
         connection, _ = listener.accept()
         connection.recv(10)
         connection.close()
-        assert not list(client.receive(0.2))
+        assert not list(client.receive_answers(0.2))
     listener.close()
-    assert not list(client.receive(0.5)), "nobody listens: no reason to think of keys either"
+    assert not list(client.receive_answers(0.5)), "nobody listens: no reason to think of keys either"
     server = BufferServer(
         load_config([*SMALL_RUN, f"buffer.address=tcp://127.0.0.1:{port}"]), tmp_path / "journal"
     )
@@ -497,7 +497,7 @@ def test_a_server_that_dies_in_the_handshake_does_not_look_like_refused_keys(
     thread.start()
     answers: list[int] = []
     while not answers:
-        answers = [answer.number for answer in client.receive(5.0)]
+        answers = [answer.number for answer in client.receive_answers(5.0)]
     assert answers == [number]
     client.close()
     server.stop()
@@ -507,7 +507,7 @@ def test_a_server_that_dies_in_the_handshake_does_not_look_like_refused_keys(
 def test_a_server_that_breaks_off_every_handshake_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     client = BufferClient(f"tcp://127.0.0.1:{listener.getsockname()[1]}", timeout_s=20.0)
-    client.post(m.LocateJournal())
+    client.send_request(m.LocateJournal())
     stop = threading.Event()
 
     def break_off() -> None:
@@ -525,7 +525,7 @@ def test_a_server_that_breaks_off_every_handshake_is_named(monkeypatch: pytest.M
     began = time.monotonic()
     with pytest.raises(buffer_client.KeysRefused, match="it has broken off every handshake"):
         while time.monotonic() - began < 20:
-            list(client.receive(0.5))
+            list(client.receive_answers(0.5))
     assert time.monotonic() - began > buffer_client.BROKEN_S
     stop.set()
     thread.join()
@@ -581,7 +581,7 @@ def test_nobody_speaks_for_the_leases_of_another(harness: Callable[..., BufferHa
             m.FailLease(generator="stranger", lease=lease.id, num_tokens=0, error=""), m.LeaseReceipt
         )
     with pytest.raises(RefusedByBuffer, match="is g's, got a group from stranger"):
-        run.client.submit("stranger", [lease.id], to_batch(make_group(lease)))
+        run.client.submit_groups("stranger", [lease.id], to_batch(make_group(lease)))
     assert run.submit(lease) == "accepted"
     assert run.status().refused_requests == {"another's lease": 2}
 
@@ -612,7 +612,7 @@ def test_what_is_said_of_an_unknown_lease_is_not_worth_a_line_in_the_journal(
     before = size()
     for _ in range(20):
         run.client.call(m.FailLease(generator="g", lease=7, num_tokens=3, error="x" * 1000), m.LeaseReceipt)
-        run.client.submit("g", [7], to_batch(make_group(lease)))
+        run.client.submit_groups("g", [7], to_batch(make_group(lease)))
     assert size() == before and run.status().tokens.total == 0
 
 
@@ -721,15 +721,15 @@ def test_the_vocabulary_is_as_large_as_the_model_says(tmp_path: Path) -> None:
 def test_a_generator_that_connects_anew_is_served_once(harness: Callable[..., BufferHarness]) -> None:
     run = harness()
     old, new = (BufferClient(run.server.address) for _ in range(2))
-    first = old.post(m.RequestLeases(generator="g", count=1, wait_s=20.0))
+    first = old.send_request(m.RequestLeases(generator="g", count=1, wait_s=20.0))
     while not run.server._waiting_room.lease_requests:
         time.sleep(0.01)
-    second = new.post(m.RequestLeases(generator="g", count=1, wait_s=20.0))
-    while not (answers := list(old.receive(1.0))):
+    second = new.send_request(m.RequestLeases(generator="g", count=1, wait_s=20.0))
+    while not (answers := list(old.receive_answers(1.0))):
         pass
     assert [(one.number, one.reply.leases) for one in answers] == [(first, [])]  # type: ignore[union-attr]
     run.publish(0)
-    while not (answers := list(new.receive(1.0))):
+    while not (answers := list(new.receive_answers(1.0))):
         pass
     assert [(one.number, len(one.reply.leases)) for one in answers] == [(second, 1)]  # type: ignore[union-attr]
     old.close()

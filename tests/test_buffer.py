@@ -69,7 +69,7 @@ def test_what_one_sender_sends_is_handled_in_its_order(harness: Callable[..., Bu
     run = harness("buffer.max_attempts=1")
     run.publish(0)
     lease, *_ = run.ask()
-    run.client.post(
+    run.client.send_request(
         m.SubmitGroups(generator="g", leases=[lease.id], schema=SCHEMA_VERSION),
         encode_batch(to_batch(make_group(lease))),
     )
@@ -99,7 +99,7 @@ def test_whoever_only_asks_does_not_wait_behind_those_who_submit(
     other = BufferClient(run.server.address, timeout_s=5.0)
     other.call(m.LocateJournal(), m.JournalLocation)  # is connected
     for lease in run.ask():
-        run.client.post(
+        run.client.send_request(
             m.SubmitGroups(generator="g", leases=[lease.id], schema=SCHEMA_VERSION),
             encode_batch(to_batch(make_group(lease))),
         )
@@ -114,11 +114,11 @@ def test_a_rank_that_asks_ahead_waits_for_the_one_that_reports(harness: Callable
     for lease in run.ask():
         run.submit(lease)
     other = BufferClient(run.server.address, timeout_s=5.0)
-    first = other.next(0, wait_s=1.0)
+    first = other.take_batch(0, wait_s=1.0)
     assert isinstance(first, TakenBatch) and first.groups == [0, 1]
-    assert isinstance(other.next(1, wait_s=0.1), m.NotReadyYet), "step 0 is not trained yet"
+    assert isinstance(other.take_batch(1, wait_s=0.1), m.NotReadyYet), "step 0 is not trained yet"
     assert run.train(0) == [0, 1]
-    second = other.next(1, wait_s=1.0)
+    second = other.take_batch(1, wait_s=1.0)
     assert isinstance(second, TakenBatch) and second.groups == [2, 3]
     other.close()
 
@@ -130,10 +130,10 @@ def test_a_reader_elsewhere_is_sent_what_one_on_this_host_maps(
     run.publish(0)
     for lease in run.ask():
         run.submit(lease)
-    mapped = run.client.next(0, wait_s=1.0)
+    mapped = run.client.take_batch(0, wait_s=1.0)
     monkeypatch.setattr("buffers.client.is_on_this_host", lambda folder, mark: False)
     far = BufferClient(run.server.address, timeout_s=5.0)
-    sent = far.next(0, wait_s=1.0)
+    sent = far.take_batch(0, wait_s=1.0)
     assert isinstance(mapped, TakenBatch) and isinstance(sent, TakenBatch)
     assert mapped.table.equals(sent.table) and mapped.table.num_rows == 4
     far.close()
@@ -151,11 +151,13 @@ def test_a_buffer_that_is_started_again_goes_on_and_clients_send_again_what_has_
     run.server.stop()
     run.thread.join()
     data = encode_batch(to_batch(make_group(second)))
-    waiting = run.client.post(m.SubmitGroups(generator="g", leases=[second.id], schema=SCHEMA_VERSION), data)
+    waiting = run.client.send_request(
+        m.SubmitGroups(generator="g", leases=[second.id], schema=SCHEMA_VERSION), data
+    )
     again = harness(address, "staleness.max_versions=1")
     answers = {}
     while waiting not in answers:
-        answers |= {answer.number: answer.reply for answer in run.client.receive(5.0)}
+        answers |= {answer.number: answer.reply for answer in run.client.receive_answers(5.0)}
     assert answers[waiting] == m.LeaseReceipt(leases=[second.id], verdicts=["accepted"]), (
         "the lease is still its own"
     )
@@ -166,12 +168,14 @@ def test_a_buffer_that_is_started_again_goes_on_and_clients_send_again_what_has_
 
 def test_each_generator_that_waits_gets_an_even_share(harness: Callable[..., BufferHarness]) -> None:
     run = harness("learner.groups_per_step=8", "staleness.max_versions=0")
-    numbers = [run.client.post(m.RequestLeases(generator=f"g{i}", count=8, wait_s=5.0)) for i in range(2)]
+    numbers = [
+        run.client.send_request(m.RequestLeases(generator=f"g{i}", count=8, wait_s=5.0)) for i in range(2)
+    ]
     run.client.call(m.WatchRun(after=0, wait_s=0.2), m.RunNews, wait_s=1)
-    run.client.post(m.PublishVersion(version=0, manifest_locator="w"))
+    run.client.send_request(m.PublishVersion(version=0, manifest_locator="w"))
     answers = {}
     while len(answers) < 3:
-        answers |= {a.number: a.reply for a in run.client.receive(5.0)}
+        answers |= {a.number: a.reply for a in run.client.receive_answers(5.0)}
     assert [len(answers[number].leases) for number in numbers] == [4, 4]
 
 
@@ -287,7 +291,7 @@ def test_a_wait_without_end_is_named_and_ends_the_run(harness: Callable[..., Buf
     assert waiting == m.NotReadyYet(
         waiting_for="the learner waits: step 0 has 0 of 2 groups; leased to g (1), the oldest is group 0"
     )
-    run.client.post(m.RequestBatch(step=0, wait_s=5.0))
+    run.client.send_request(m.RequestBatch(step=0, wait_s=5.0))
     run.thread.join(timeout=5)
     assert isinstance(run.error, Stuck) and "leased to g (1)" in str(run.error)
 

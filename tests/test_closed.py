@@ -317,8 +317,8 @@ def test_a_run_goes_on_while_strangers_send_whatever_they_like(tmp_path: Path) -
             stranger.recv_multipart()
         held = client.call(m.RequestLeases(generator="honest", count=4, wait_s=0.0), m.LeaseGrant).leases
         for lease in held:
-            client.submit("honest", [lease.id], to_batch(make_group(lease, version=lease.min_version)))
-        taken = client.next(step, wait_s=0.0)
+            client.submit_groups("honest", [lease.id], to_batch(make_group(lease, version=lease.min_version)))
+        taken = client.take_batch(step, wait_s=0.0)
         if not isinstance(taken, m.NotReadyYet | m.RunStopped):
             done = m.ReportTrainedStep(step=step, num_trained=8, idle_s=0.0, alive_s=1.0, metrics={})
             client.call(done, m.Acknowledged)

@@ -114,7 +114,7 @@ def test_a_task_that_always_fails_ends_the_run_with_its_error(tmp_path: Path) ->
     thread.start()
     publisher = Publisher(tmp_path / "weights", "life")
     manifest = publisher.publish_version(0, whole_parts({"w": torch.tensor([0.0])}))
-    client.post(m.PublishVersion(version=0, manifest_locator=publisher.announce_version(manifest)))
+    client.send_request(m.PublishVersion(version=0, manifest_locator=publisher.announce_version(manifest)))
     with pytest.raises(
         Stuck, match=r"\d+ groups in a row have failed 2 times each, .* TimeoutError: the judge is away"
     ):
@@ -158,7 +158,7 @@ def test_an_engine_that_takes_longer_to_build_than_a_lease_lasts_is_no_silence_o
     client.call(
         m.PublishVersion(version=0, manifest_locator=publisher.announce_version(manifest)), m.Acknowledged
     )
-    assert isinstance(client.next(0, wait_s=8.0), TakenBatch)
+    assert isinstance(client.take_batch(0, wait_s=8.0), TakenBatch)
     client.call(m.StopRun(reason="over"), m.Acknowledged)
     thread.join(timeout=10)
     stop()
@@ -238,7 +238,7 @@ def test_a_mismatch_is_repaired_once_and_a_second_one_takes_the_generator_out_of
         m.PublishVersion(version=0, manifest_locator=publisher.announce_version(manifest)), m.Acknowledged
     )
     if times == 1:
-        assert isinstance(client.next(0, wait_s=8.0), TakenBatch), "it serves"
+        assert isinstance(client.take_batch(0, wait_s=8.0), TakenBatch), "it serves"
         client.call(m.StopRun(reason="over"), m.Acknowledged)
     thread.join(timeout=10)
     status = client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status

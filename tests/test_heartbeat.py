@@ -134,7 +134,7 @@ def test_a_pull_of_weights_that_takes_several_leases_and_stalls_loses_none_while
     assert status.roles["g"].activity == "fetching version 0"
     assert re.search(r"g: fetching version 0 for \d+ s", status.waiting_for)
     pulling.end.set()
-    taken = rig.client.next(0, wait_s=50.0)
+    taken = rig.client.take_batch(0, wait_s=50.0)
     assert taken.groups == [0, 1, 2, 3] and not rig.status().quarantined  # type: ignore[union-attr]
 
 
@@ -178,7 +178,7 @@ def test_a_loop_that_hangs_loses_its_leases_though_its_heart_beats_and_goes_on_w
         re.match(r"stalled: loading version 0 for \d+ s", error) for error in status.quarantined.values()
     )
     hanging.end.set()
-    assert rig.client.next(0, wait_s=50.0).groups, "others fill the places, or itself"  # type: ignore[union-attr]
+    assert rig.client.take_batch(0, wait_s=50.0).groups, "others fill the places, or itself"  # type: ignore[union-attr]
     client.close()
 
 
@@ -270,12 +270,12 @@ def test_a_role_that_is_not_heard_of_is_named_and_one_that_has_said_farewell_is_
     rig = start()
     hearts = [
         HeartbeatThread(
-            rig.client.another(), partial(m.RoleHeartbeat, role=f"learner-{rank}"), "loading the model"
+            rig.client.open_another(), partial(m.RoleHeartbeat, role=f"learner-{rank}"), "loading the model"
         )
         for rank in (0, 1)
     ]
     rig.wait_for(lambda status: len(status.roles) == 2)
-    hearts[0].say("training step 3")
+    hearts[0].set_activity("training step 3")
     status = rig.wait_for(lambda status: "learner-0: training step 3 for" in status.waiting_for)
     hearts[0].close()
     hearts[1].close(m.RoleHeartbeat(role="learner-1", activity="leaving", ended=True))
@@ -328,7 +328,7 @@ def test_of_answers_over_two_connections_the_older_does_not_take_a_generator_bac
     start: Callable[..., Rig],
 ) -> None:
     rig = start()
-    generator = Generator("g", rig.config, rig.client.another(), engine(), SimulatedEpisodes())
+    generator = Generator("g", rig.config, rig.client.open_another(), engine(), SimulatedEpisodes())
     newer = m.LeaseGrant(leases=[], version=6, manifest_locator="v6", announcement_number=12)
     older = m.GeneratorStanding(revoked=[], version=5, manifest_locator="v5", announcement_number=11)
     rewound = m.GeneratorStanding(revoked=[], version=4, manifest_locator="v4", announcement_number=13)

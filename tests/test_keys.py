@@ -134,11 +134,11 @@ def test_a_key_that_is_deleted_is_shut_out_within_a_second_on_open_connections_t
     generator, learner = connect(KeyRole.generator), connect(KeyRole.learner)
     generator.call(m.JoinRun(generator="g"), m.JoinedRun)
     assert RELOAD_S <= 0.5
-    generator.post(m.RequestLeases(generator="g", count=9, wait_s=600.0))
+    generator.send_request(m.RequestLeases(generator="g", count=9, wait_s=600.0))
     wait_until(lambda: served.server._waiting_room.lease_requests)
     (folder / "allowed" / "generator" / "generator.key").unlink()
     wait_until(lambda: not served.server._waiting_room.lease_requests)
-    assert not list(generator.receive(0.2)), "the question was forgotten, not answered"
+    assert not list(generator.receive_answers(0.2)), "the question was forgotten, not answered"
     learner.call(
         m.PublishVersion(version=0, manifest_locator="w"), m.Acknowledged
     )  # would answer the question

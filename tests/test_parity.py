@@ -254,11 +254,11 @@ def test_a_probe_reaches_the_learner_off_the_ledger_and_only_that_of_the_newest_
     run.publish(0)
     waiting = next_probe(run)
     assert isinstance(waiting, m.NotReadyYet) and "an engine's parity probe" in waiting.waiting_for
-    number = run.client.post(m.RequestParityProbe(wait_s=30.0))
+    number = run.client.send_request(m.RequestParityProbe(wait_s=30.0))
     probe_of(run, engine, "an older life's")
     probe_of(run, engine, "w0", "first")
     probe_of(run, engine, "w0", "second")
-    answer = next(a for _ in range(300) for a in run.client.receive(0.1) if a.number == number)
+    answer = next(a for _ in range(300) for a in run.client.receive_answers(0.1) if a.number == number)
     rows = decode_batch(answer.payload[0]).to_pylist()
     assert (
         {row["generator"] for row in rows} == {"first"}
@@ -307,7 +307,7 @@ def test_what_is_no_probe_is_refused_and_the_next_one_is_taken(
 
 def test_a_learner_that_waits_for_a_probe_hears_that_the_run_is_over(run: BufferHarness) -> None:
     run.publish(0)
-    number = run.client.post(m.RequestParityProbe(wait_s=30.0))
+    number = run.client.send_request(m.RequestParityProbe(wait_s=30.0))
     run.client.call(m.StopRun(reason="enough"), m.Acknowledged)
     again = run.client.exchange(m.RequestParityProbe(wait_s=1.0))[0]
     assert again == m.RunStopped(reason="enough") and number >= 0

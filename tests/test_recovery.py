@@ -204,18 +204,18 @@ def test_a_group_whose_bytes_have_changed_is_never_delivered_and_a_fresh_one_tak
     leases = run.ask(3)
     assert [run.submit(lease) for lease in leases] == ["accepted"] * 3
     flip_logprob(tmp_path / "journal", 1)
-    told = run.client.next(0, wait_s=1.0)
+    told = run.client.take_batch(0, wait_s=1.0)
     assert (
         isinstance(told, m.NotReadyYet) and "1 fresh groups in the place of damaged ones" in told.waiting_for
     )
-    assert isinstance(run.client.next(0, wait_s=0.1), m.NotReadyYet), "the step waits for the fresh one"
+    assert isinstance(run.client.take_batch(0, wait_s=0.1), m.NotReadyYet), "the step waits for the fresh one"
     (fresh,) = run.ask(1)
     assert (fresh.group, fresh.due) == (
         3 if fresh.group == 3 else fresh.group,
         0 if on_late is OnLate.wait else fresh.due,
     )
     assert run.submit(fresh) == "accepted"
-    taken = run.client.next(0, wait_s=1.0)
+    taken = run.client.take_batch(0, wait_s=1.0)
     assert isinstance(taken, TakenBatch) and taken.groups == [0, 2, fresh.group]
     assert set(taken.table.column("logprobs").combine_chunks().flatten().to_pylist()) == {0.0, -0.5, -1.0}
     done = m.ReportTrainedStep(step=0, num_trained=12, idle_s=0, alive_s=1, metrics={})
@@ -245,7 +245,7 @@ def test_damage_to_a_step_that_was_undone_is_mended_by_fresh_groups(
     run.client.call(m.RewindToStep(step=1), m.Acknowledged)
     flip_logprob(tmp_path / "journal", 4)
     run.client.call(m.PublishVersion(version=1, manifest_locator="again"), m.Acknowledged)
-    assert isinstance(run.client.next(1, wait_s=0.2), m.NotReadyYet)
+    assert isinstance(run.client.take_batch(1, wait_s=0.2), m.NotReadyYet)
     fresh = [lease for lease in run.ask(100) if lease.due == 1]
     assert len(fresh) == 1
     # Whoever still holds version 2, of the life before, may not make a group for step 1.
@@ -275,7 +275,7 @@ def test_a_large_batch_comes_in_parts_and_others_are_answered_between_them(
         return read_part(request)
 
     monkeypatch.setattr(run.server.buffer.progress, "read_part", note_part)
-    taken = run.client.next(0, wait_s=1.0)
+    taken = run.client.take_batch(0, wait_s=1.0)
     assert isinstance(taken, TakenBatch) and taken.table.num_rows == 6
     assert len(asked) > 300 and max(asked) <= 1000
     assert taken.table.column("tokens").combine_chunks().flatten().to_pylist() == [7] * 30_006

@@ -234,7 +234,7 @@ def test_what_a_dead_learner_has_sent_does_not_reach_the_life_after_it(harness: 
         BufferClient(harness.server.address),
     )
     harness.publish(0)
-    waiting = dead.post(m.RequestBatch(step=0, wait_s=30.0))
+    waiting = dead.send_request(m.RequestBatch(step=0, wait_s=30.0))
     driver.call(m.RewindToStep(step=0), m.Acknowledged)
     with pytest.raises(RefusedByBuffer, match="PublishVersion of a life before the rewind"):
         dead.call(m.PublishVersion(version=1, manifest_locator="late"), m.Acknowledged)
@@ -244,8 +244,8 @@ def test_what_a_dead_learner_has_sent_does_not_reach_the_life_after_it(harness: 
     assert driver.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status.version == 0
     leases = harness.client.call(m.RequestLeases(generator="g", count=100, wait_s=0.2), m.LeaseGrant).leases
     assert [harness.submit(lease) for lease in leases if lease.split == "train"]
-    assert isinstance(learner.next(0, wait_s=5.0), object)
-    assert not [answer for answer in dead.receive(0.3) if answer.number == waiting], (
+    assert isinstance(learner.take_batch(0, wait_s=5.0), object)
+    assert not [answer for answer in dead.receive_answers(0.3) if answer.number == waiting], (
         "nobody waits for it any more"
     )
     learner.close()

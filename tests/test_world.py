@@ -93,7 +93,7 @@ class LateSource:
     def __init__(self, rows: list[Trajectory], wait_s: float) -> None:
         self._table, self._ready_at = pa.Table.from_batches([to_batch(rows)]), time.monotonic() + wait_s
 
-    def next(self, step: int, wait_s: float) -> TakenBatch | m.NotReadyYet | m.RunStopped:
+    def take_batch(self, step: int, wait_s: float) -> TakenBatch | m.NotReadyYet | m.RunStopped:
         time.sleep(max(0.0, self._ready_at - time.monotonic()))
         return TakenBatch(step, [0, 1, 2, 3, 4, 5], [1.0] * 6, self._table)
 
@@ -118,7 +118,7 @@ class CountingSource:
         self.asked: Counter[int] = Counter()
         self._rows = rows
 
-    def next(self, step: int, wait_s: float) -> TakenBatch | m.NotReadyYet | m.RunStopped:
+    def take_batch(self, step: int, wait_s: float) -> TakenBatch | m.NotReadyYet | m.RunStopped:
         self.asked[step] += 1
         if step == 2:
             return m.RunStopped(reason="enough")
@@ -182,7 +182,7 @@ def feed_different_groups(world: World, rows: list[Trajectory]) -> str:
     buffer = CountingSource(rows)
     if world.rank == 1:
         buffer.asked[0] = 1
-        buffer.next = lambda step, wait_s: TakenBatch(
+        buffer.take_batch = lambda step, wait_s: TakenBatch(
             step, [0, 1, 9], [], pa.Table.from_batches([to_batch(rows)])
         )  # type: ignore
     try:

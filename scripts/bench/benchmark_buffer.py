@@ -166,7 +166,7 @@ class Producer:
 
     def turn(self) -> None:
         """Takes in the answers that are there, and sends all that may be sent."""
-        for answer in self.client.receive(0.0):
+        for answer in self.client.receive_answers(0.0):
             if isinstance(answer.reply, m.LeaseGrant):
                 self._asked, self.over = None, answer.reply.ended
                 self._leases += answer.reply.leases
@@ -175,7 +175,7 @@ class Producer:
                 self.latencies.append(time.perf_counter() - self._sent.pop(answer.number))
         most = self._size.per_message
         if self._asked is None and len(self._leases) < self._in_flight * most:
-            self._asked = self.client.post(
+            self._asked = self.client.send_request(
                 m.RequestLeases(generator=self._name, count=self._in_flight * most, wait_s=0.3)
             )
         while len(self._sent) < self._in_flight and (
@@ -185,7 +185,7 @@ class Producer:
             request = m.SubmitGroups(
                 generator=self._name, leases=[lease.id for lease in mine], schema=SCHEMA_VERSION
             )
-            self._sent[self.client.post(request, self._groups(mine))] = time.perf_counter()
+            self._sent[self.client.send_request(request, self._groups(mine))] = time.perf_counter()
 
     def _groups(self, leases: list[m.Lease]) -> pa.Buffer:
         columns = [column.slice(0, SAMPLES * len(leases)) for column in self._columns]
@@ -257,14 +257,14 @@ def through_the_buffer(
         sampled = SAMPLES * (size.num_tokens - size.num_tokens // 4) * size.groups_per_step
         began = time.perf_counter()
         while True:
-            taken = client.next(step, wait_s=60.0)
+            taken = client.take_batch(step, wait_s=60.0)
             assert isinstance(taken, TakenBatch), taken
             add_up(taken.table)
             consumed = m.ReportTrainedStep(
                 step=step, num_trained=sampled, idle_s=0.0, alive_s=1.0, metrics={}
             )
             for request in (consumed, m.PublishVersion(version=step + 1, manifest_locator="w")):
-                client.post(request)
+                client.send_request(request)
             step += 1
             if step % 16 == 0:
                 client.call(

@@ -121,9 +121,11 @@ def run_buffer(address: str, keys: Path | None, done: Counter[str]) -> Iterator[
             if lease.split == "eval":
                 client.call(m.SubmitEvaluation(generator=name, lease=lease.id, reward=1.0), m.LeaseReceipt)
             else:
-                (verdict,) = client.submit(name, [lease.id], to_batch(rows_of(lease, lease.min_version)))
+                (verdict,) = client.submit_groups(
+                    name, [lease.id], to_batch(rows_of(lease, lease.min_version))
+                )
                 done[f"groups {verdict}"] += 1
-        taken = learner.next(step, wait_s=0.0)
+        taken = learner.take_batch(step, wait_s=0.0)
         if isinstance(taken, TakenBatch):
             trained = int(
                 (flatten_column(taken.table, "versions") >= max(0, step - STALENESS)).sum()

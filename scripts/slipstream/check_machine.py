@@ -160,8 +160,8 @@ def buffer() -> str:
                 )
                 for sample in range(2)
             ]  # fmt: skip
-            verdicts = client.submit("g", [lease.id], to_batch(rows))
-            taken = client.next(0, wait_s=5.0)
+            verdicts = client.submit_groups("g", [lease.id], to_batch(rows))
+            taken = client.take_batch(0, wait_s=5.0)
             if verdicts != ["accepted"] or not isinstance(taken, TakenBatch) or taken.table.num_rows != 2:
                 raise RuntimeError(f"a group must be accepted and handed out, got {verdicts} and {taken}")
         finally:

@@ -62,7 +62,7 @@ class GeneratorFleet:
             # The generators have ended with their cluster: others may take their leases at once.
             with suppress(BufferGone):
                 for name in self._names:
-                    client.post(m.LeaveRun(generator=name))
+                    client.send_request(m.LeaveRun(generator=name))
             client.close()
 
     def _launch_generators(self) -> dict[Any, str]:

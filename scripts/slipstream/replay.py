@@ -81,7 +81,7 @@ class Playback:
         self._bar = progress.add_task("replay", total=last)
         self.metrics: list[dict[str, float]] = []
 
-    def next(self, step: int, wait_s: float) -> TakenBatch | m.RunStopped:
+    def take_batch(self, step: int, wait_s: float) -> TakenBatch | m.RunStopped:
         return (
             self._recording.take(step)
             if step < self._last

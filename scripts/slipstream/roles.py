@@ -122,13 +122,13 @@ class LearnerRole(RoleProcess):
         try:
             with log_what_ends_role():
                 client = BufferClient(address, keys=config.buffer.keys, role=KeyRole.learner)
-                with send_heartbeats(client.another(), f"learner-{rank}") as heart:
+                with send_heartbeats(client.open_another(), f"learner-{rank}") as heart:
                     # After the first heartbeat: importing torch takes seconds.
                     from learners.startup import start_learner
 
                     with explain_shortage(config):
                         start_learner(
-                            config, folder, client, rank, rendezvous, resume_step, say=heart.say
+                            config, folder, client, rank, rendezvous, resume_step, say=heart.set_activity
                         ).run()
         except Exception as error:
             return describe_failure(error)

@@ -241,7 +241,7 @@ class Run:
                 self._view.print_line(
                     f"{self._signals.received}: stopping after the step under way and its checkpoint (again: at once)"
                 )
-                client.post(m.StopRun(reason=self._signals.received))
+                client.send_request(m.StopRun(reason=self._signals.received))
                 is_stopping = True
             if is_stopping and (news is None or not has_learner_begun(news.status)):
                 # No step was trained that a checkpoint would save.
@@ -310,7 +310,7 @@ class Run:
 
     def _wind_up(self, client: BufferClient, stop_buffer: Any) -> None:
         """Lets the generators leave by themselves, then the buffer. The end of the cluster kills a role that is too slow."""
-        client.post(m.StopRun(reason="the run is over"))
+        client.send_request(m.StopRun(reason="the run is over"))
         deadline = time.monotonic() + LEAVE_S
         generators = [ref for ref, name in self._role_ends.items() if name.startswith("generator")]
         wait_for_results(generators, len(generators), LEAVE_S, self._signals)

@@ -124,15 +124,17 @@ def produce(config: Config, folder: Path, seed: int, name: str) -> None:
     version, beat_at = -1, 0.0
     while True:
         if asked is None and len(waiting) < 4:
-            asked = client.post(m.RequestLeases(generator=name, count=4, wait_s=2.0))
+            asked = client.send_request(m.RequestLeases(generator=name, count=4, wait_s=2.0))
         if time.monotonic() - beat_at > 0.3:
             beat_at = time.monotonic()
             report = GeneratorReport(
                 version=version, alive_s=1
             )  # fmt: skip
             held = [*waiting, *(lease.id for leases in submitted.values() for lease in leases)]
-            client.post(m.GeneratorHeartbeat(generator=name, progress=dict.fromkeys(held, 0), report=report))
-        for answer in client.receive(0.02):
+            client.send_request(
+                m.GeneratorHeartbeat(generator=name, progress=dict.fromkeys(held, 0), report=report)
+            )
+        for answer in client.receive_answers(0.02):
             match answer.reply:
                 case m.LeaseGrant(leases=leases):
                     asked = None if answer.number == asked else asked
@@ -142,7 +144,7 @@ def produce(config: Config, folder: Path, seed: int, name: str) -> None:
                     version = answer.reply.version
                     for lease in revoked:
                         if waiting.pop(lease, None) is not None:
-                            client.post(
+                            client.send_request(
                                 m.FailLease(
                                     generator=name, lease=lease, num_tokens=0, error="revoked", revoked=True
                                 )
@@ -160,7 +162,7 @@ def produce(config: Config, folder: Path, seed: int, name: str) -> None:
             request = m.SubmitGroups(
                 generator=name, leases=[lease.id for lease in ready], schema=SCHEMA_VERSION
             )
-            submitted[client.post(request, encode_batch(batch))] = ready
+            submitted[client.send_request(request, encode_batch(batch))] = ready
 
 
 def rows_of(lease: m.Lease, version: int, name: str, rng: random.Random) -> list[Trajectory]:
@@ -188,7 +190,7 @@ def consume(config: Config, folder: Path) -> None:
     record = open(folder / "consumer.states", "a", buffering=1)  # noqa: SIM115
     while True:
         client.call(m.PublishVersion(version=step, manifest_locator=f"{life}/{step}"), m.Acknowledged)
-        while isinstance(taken := client.next(step, wait_s=5.0), m.NotReadyYet):
+        while isinstance(taken := client.take_batch(step, wait_s=5.0), m.NotReadyYet):
             pass
         if isinstance(taken, m.RunStopped):
             return
