@@ -204,8 +204,8 @@ def test_a_family_trains_on_the_log_probabilities_and_gradients_of_hugging_face(
 
 def test_the_families_that_are_named_are_those_of_the_table() -> None:
     assert set(TESTED_FAMILIES) == {family.model_type for family in FAMILIES.values()}
-    readme = (Path(families.__file__).parents[1] / "README.md").read_text()
-    assert all(f"`{family}`" in readme for family in TESTED_FAMILIES)
+    page = (Path(families.__file__).parents[1] / "docs" / "learner.md").read_text()
+    assert all(f"`{family}`" in page for family in TESTED_FAMILIES)
 
 
 def test_ranks_that_share_a_sequence_keep_to_its_window_and_its_caps(tmp_path: Path) -> None:
