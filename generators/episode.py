@@ -1,4 +1,4 @@
-"""Episodes turn leases into token ids and sampled tokens into scores. They stand between a task and an engine."""
+"""Episodes stand between a task and an engine: leases become token ids, and sampled tokens become scores."""
 
 import random
 import threading

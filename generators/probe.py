@@ -1,7 +1,7 @@
 """The generator's part of the parity probe (`buffers.parity_probe`): the engine samples the ends of sequences.
 
-The sequences have many lengths, and their prompts are drawn from a seed. The tokens at their end go through everything that a rollout goes through:
-the prompt's forward pass, the cache, decoding in a batch, the sampler.
+The sequences have many lengths, and their prompts are drawn from a seed. The tokens at their end go through
+everything that a rollout goes through: the prompt's forward pass, the cache, decoding in a batch, the sampler.
 """
 
 import random
@@ -25,7 +25,7 @@ SMALL_VOCABULARY = 256
 
 
 class ParityProbe:
-    """ParityProbes the first version of each life of the learner that this engine takes up, and versions that are
+    """Probes the first version of each life of the learner that this engine takes up, and versions that are
     always probed.
 
     The generator's loop drives it. Like evaluation, it stands outside the ledger.

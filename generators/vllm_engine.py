@@ -313,8 +313,8 @@ def _compute_kv_cache_bytes(config: Any) -> int:
         sizes = count_sizes(config.model_config.hf_text_config.to_dict())
     except KeyError as error:
         raise ValueError(
-            f"generators.kv_cache_mb must be set for an engine that shares its GPU, for a model of this kind (no "
-            f"{error} in its configuration, so that its memory cannot be counted), got null"
+            "generators.kv_cache_mb must be set for an engine that shares its GPU, for a model of this kind "
+            f"(no {error} in its configuration, so that its memory cannot be counted), got null"
         ) from None
     return compute_kv_cache_bytes(
         sizes,

@@ -17,7 +17,8 @@ DRIVER = f"""
 import subprocess, sys
 names = ["ray::GeneratorRole.run", "ray::LearnerRole.run", "ray::BufferRole.run"]
 children = [
-    subprocess.Popen([name, "-c", {BURN!r}], executable=sys.executable, stdout=subprocess.PIPE) for name in names
+    subprocess.Popen([name, "-c", {BURN!r}], executable=sys.executable, stdout=subprocess.PIPE)
+    for name in names
 ]
 for child in children:
     child.stdout.readline()

@@ -1,4 +1,4 @@
-"""The tasks. A file here with a class `Task` is a task under the file's name; `module:Class` names any other."""
+"""The tasks. A file here with a class `Task` is a task of the file's name; `module:Class` names any other."""
 
 from collections.abc import Mapping
 from pathlib import Path
