@@ -9,7 +9,7 @@ from pathlib import Path
 
 from configs.load import load_config
 from slipstream.cluster import nursery_stages
-from slipstream.nursery import Stage, nursery
+from slipstream.nursery import Stage, run_nursery
 
 ROWS = "SLIPSTREAM_TEST_ROWS"
 """Environment variable of tests that rows.py has started. For them rows.py makes the tiny model."""
@@ -24,7 +24,7 @@ def nursery_for_all() -> Iterator[None]:
     """Runs that are started while it lasts fork their workers from it."""
     ahead = {name: stage.ahead for name, stage in nursery_stages(load_config([])).items()}
     ahead |= {"buffer": [*ahead["buffer"], "faults"], "generator": ["import_engines"]}
-    nest = nursery({name: Stage(modules, []) for name, modules in ahead.items()})
+    nest = run_nursery({name: Stage(modules, []) for name, modules in ahead.items()})
     path = os.environ.get("PYTHONPATH", "")
     # The nursery's own process finds `faults` and `import_engines` here; the workers get the path of their
     # run.

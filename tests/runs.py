@@ -123,4 +123,4 @@ def assert_accounts_close(summary: dict) -> None:
     assert groups["leased"] == groups["trained"] + sum(groups["rejected"].values()) + groups["in_flight"]
     assert groups["trained_twice"] == 0
     assert sum(summary["staleness"]["histogram"].values()) == tokens["trained"]
-    assert summary["staleness"]["max"] <= summary["staleness"]["bound"]
+    assert summary["staleness"]["max"] <= summary["staleness"]["max_versions"]

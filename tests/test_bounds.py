@@ -657,7 +657,7 @@ def test_a_step_without_the_mean_reward_does_not_end_the_run(
     record.record_news(news)
     view.show_news(news)
     record.close("finished")
-    view.conclude("finished", news)
+    view.print_conclusion("finished", news)
     assert '"first": null' in (tmp_path / "summary.json").read_text()
 
 

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from slipstream import check, check_machine, checks
-from slipstream.check import KILLED, Outcome, facts, report, run_check
+from slipstream.check import KILLED, CheckOutcome, describe_machine, report_checks, run_check
 
 TESTS = Path(__file__).parent
 BROKEN = {one.name: one for one in broken_checks.CHECKS}
@@ -28,22 +28,22 @@ CHEAP = ["packages", "shared memory", "limits", "disk", "C compiler", "ports", "
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
-    monkeypatch.setattr(check, "num_gpus", lambda: 0)
+    monkeypatch.setattr(check, "count_gpus", lambda: 0)
 
 
 @pytest.mark.parametrize(
     ("name", "outcome", "words"),
     [
-        ("works", Outcome.ok, "as it should [in brackets]"),
-        ("lacks", Outcome.not_here, "no such device"),
-        ("needs a GPU", Outcome.not_here, "there is no GPU"),
-        ("raises", Outcome.failed, "ValueError: the field must be 1, got 2"),
-        ("crashes", Outcome.failed, "its process died of SIGSEGV"),
-        ("exits", Outcome.failed, "its process ended with exit code 3"),
+        ("works", CheckOutcome.ok, "as it should [in brackets]"),
+        ("lacks", CheckOutcome.not_here, "no such device"),
+        ("needs a GPU", CheckOutcome.not_here, "there is no GPU"),
+        ("raises", CheckOutcome.failed, "ValueError: the field must be 1, got 2"),
+        ("crashes", CheckOutcome.failed, "its process died of SIGSEGV"),
+        ("exits", CheckOutcome.failed, "its process ended with exit code 3"),
     ],
 )
 def test_a_check_ends_with_an_outcome_and_words_however_it_ends(
-    name: str, outcome: Outcome, words: str
+    name: str, outcome: CheckOutcome, words: str
 ) -> None:
     found = run_check(BROKEN[name], "broken_checks")
     assert (found.outcome, found.words) == (outcome, words)
@@ -58,17 +58,17 @@ def sleepers() -> list[psutil.Process]:
 
 def test_a_check_that_hangs_fails_at_its_deadline_and_leaves_no_process() -> None:
     found = run_check(BROKEN["hangs"], "broken_checks")
-    assert (found.outcome, found.words) == (Outcome.failed, "no end within 3 s")
+    assert (found.outcome, found.words) == (CheckOutcome.failed, "no end within 3 s")
     assert not sleepers()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_who_is_told_to_stop_leaves_no_process_and_shows_what_is_known(number: signal.Signals) -> None:
     code = (
-        "import sys, signal, dataclasses, check, broken_checks; from rich.console import Console; check.num_gpus = lambda: 0; "
+        "import sys, signal, dataclasses, broken_checks; from slipstream import check; from rich.console import Console; check.count_gpus = lambda: 0; "
         "signal.signal(signal.SIGTERM, signal.default_int_handler); by = {c.name: c for c in broken_checks.CHECKS}; "
         "slow = dataclasses.replace(by['hangs'], deadline_s=100); "
-        "sys.exit(check.report([by['works'], slow, by['raises']], Console(), 'broken_checks'))"
+        "sys.exit(check.report_checks([by['works'], slow, by['raises']], Console(), 'broken_checks'))"
     )
     path = f"{TESTS}:{TESTS.parent / 'scripts'}:{TESTS.parent}"
     driver = subprocess.Popen(
@@ -96,7 +96,7 @@ def wait_until(holds: Callable[[], bool], driver: "subprocess.Popen[str] | None"
 
 def printed(*names: str) -> tuple[int, str]:
     console = Console(file=StringIO(), width=160)
-    status = report([BROKEN[name] for name in names], console, "broken_checks")
+    status = report_checks([BROKEN[name] for name in names], console, "broken_checks")
     return status, console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -110,7 +110,7 @@ def test_only_what_should_work_and_does_not_makes_the_exit_status(monkeypatch: p
 
 
 def test_the_facts_are_what_a_bug_report_needs() -> None:
-    assert set(facts()) >= {
+    assert set(describe_machine()) >= {
         "Slipstream",
         "system",
         "Python",
@@ -121,7 +121,7 @@ def test_the_facts_are_what_a_bug_report_needs() -> None:
         "GPUs",
         "packages",
     }
-    assert "torch 2.13" in facts()["packages"] and "commit" in facts()["Slipstream"]
+    assert "torch 2.13" in describe_machine()["packages"] and "commit" in describe_machine()["Slipstream"]
 
 
 def test_names_choose_checks_and_a_wrong_one_is_answered_with_all(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,11 +137,11 @@ def test_this_machine_passes_what_any_machine_must(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(check_machine.num_gpus() == 0, reason="there is no GPU")
+@pytest.mark.skipif(check_machine.count_gpus() == 0, reason="there is no GPU")
 @pytest.mark.parametrize(
     "name", [one.name for one in checks.CHECKS if one.gpu or one.name.startswith(("engine", "learner"))]
 )
 def test_a_machine_with_a_gpu_passes_its_checks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "num_gpus", check_machine.num_gpus)
+    monkeypatch.setattr(check, "count_gpus", check_machine.count_gpus)
     found = run_check(REAL[name])
-    assert found.outcome is not Outcome.failed, f"{found.words}\n{found.report}"
+    assert found.outcome is not CheckOutcome.failed, f"{found.words}\n{found.report}"

@@ -22,7 +22,7 @@ from learners.engine import ModelKind
 from learners.models import make_engine
 from learners.packing import Packed, pack
 from learners.world import World
-from slipstream.export import export
+from slipstream.export import export_checkpoint
 
 SHARDED = {
     "fsdp 2": (2, {}),
@@ -118,6 +118,6 @@ def exported(world: World, run: Path, folder: Path) -> int:
     """The folder is named relative to the working directory, as a user names it."""
     torch.distributed.destroy_process_group()
     with contextlib.chdir(folder.parent):
-        step = export(run, Path(folder.name), None, None)
+        step = export_checkpoint(run, Path(folder.name), None, None)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}-after", rank=0, world_size=1)
     return step

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from slipstream import newborn
-from slipstream.nursery import Stage, nursery
+from slipstream.nursery import Stage, run_nursery
 
 SHOW = """
 import json, os, sys
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stages(folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder))
-        with nursery(
+        with run_nursery(
             {
                 "buffer": Stage(["colorsys"], []),
                 "learner": Stage(["wave"], ["chatty"]),
@@ -121,8 +121,8 @@ def test_where_a_stage_has_ended_ray_starts_its_own_worker(stages: None, folder:
 
 def test_a_nursery_ends_with_its_driver(folder: Path) -> None:
     code = (
-        "import sys, time; from nursery import Stage, nursery\n"
-        "with nursery({'buffer': Stage(['colorsys'], []), 'learner': Stage(['wave'], [])}): print('up', flush=True); time.sleep(600)"
+        "import sys, time; from nursery import Stage, run_nursery\n"
+        "with run_nursery({'buffer': Stage(['colorsys'], []), 'learner': Stage(['wave'], [])}): print('up', flush=True); time.sleep(600)"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(newborn.__file__).parent)}
     driver = subprocess.Popen(

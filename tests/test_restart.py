@@ -23,7 +23,7 @@ from buffers.run_status import GeneratorReport
 from configs.load import load_config
 from learners import checkpoint
 from slipstream.cluster import run_cluster
-from slipstream.nursery import FOLDER, Stage, nursery
+from slipstream.nursery import FOLDER, Stage, run_nursery
 from slipstream.role_failures import RoleFailed
 from slipstream.stop_signals import StopSignals
 from slipstream.supervisor import LearnerRanks, LostRank
@@ -144,7 +144,7 @@ def cluster() -> Iterator[None]:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # so that workers find this file
         patch.delenv(FOLDER, raising=False)
         imports = ["ray._private.workers.default_worker", "slipstream.roles", "scripted"]
-        with nursery({"buffer": Stage([], imports)}), run_cluster(load_config([])):
+        with run_nursery({"buffer": Stage([], imports)}), run_cluster(load_config([])):
             yield
 
 

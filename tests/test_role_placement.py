@@ -70,13 +70,15 @@ def check(num_gpus: int, wanted: RoleWishes, division: GpuDivision) -> None:
         "every process has a place"
     )
     share, memory, together = defaultdict(float), defaultdict(float), defaultdict(set)
-    for place in division.all:
+    for place in division.places:
         assert all(0 <= gpu < num_gpus for gpu in place.gpus) and len(set(place.gpus)) == len(place.gpus)
         assert bool(place.gpus) == bool(place.share) == (place.memory is not None)
         assert math.isclose(place.share * 10_000, round(place.share * 10_000)), "as Ray counts"
         assert place.share == 1 or len(place.gpus) <= 1, "no part of several"
         others = [
-            other for other in division.all if other is not place and place.gpus and other.gpus == place.gpus
+            other
+            for other in division.places
+            if other is not place and place.gpus and other.gpus == place.gpus
         ]
         assert place.is_shared == (len(others) > 0)
         assert (
@@ -91,7 +93,7 @@ def check(num_gpus: int, wanted: RoleWishes, division: GpuDivision) -> None:
     of_ranks = [gpu for place in division.ranks for gpu in place.gpus]
     assert len(of_ranks) == len(set(of_ranks)), "no two ranks on one GPU"
     assert len({place.memory for place in division.ranks}) <= 1, "ranks need alike"
-    assert sum(division.bundles.values()) == len(division.all)
+    assert sum(division.bundles.values()) == len(division.places)
     wished = (
         (division.ranks, wanted.rank_gpus, wanted.rank_memory),
         (division.engines, wanted.engine_gpus, wanted.engine_memory),
@@ -235,7 +237,7 @@ FAKE = """
 import os, sys, time, ray
 from configs.load import load_config
 from slipstream.cluster import start_node
-from slipstream.nursery import Stage, nursery
+from slipstream.nursery import Stage, run_nursery
 from slipstream.role_failures import RoleFailed
 from slipstream.role_places import RolePlaces
 from slipstream.stop_signals import StopSignals
@@ -249,12 +251,12 @@ def probe(places, place):
 def visible(*actors):
     return ray.get([actor.visible.remote() for actor in actors])
 
-with nursery({"learner": Stage([], ["ray._private.workers.default_worker"])}):
+with run_nursery({"learner": Stage([], ["ray._private.workers.default_worker"])}):
     nodes = [start_node(num_cpus=5, num_gpus=2)]
     nodes.append(start_node(num_cpus=8, num_gpus=8, address=nodes[0].gcs_address))
     ray.init(address=nodes[0].gcs_address, log_to_driver=False, logging_level="ERROR")
     places = RolePlaces(load_config(["learner.ranks=2", "generators.count=1", "learner.gpus=0.3333"]), StopSignals())
-    actors = [probe(places, place) for place in places.division.all]
+    actors = [probe(places, place) for place in places.division.places]
     print(*visible(*actors))
     ray.kill(actors[0])
     print(*visible(probe(places, places.division.ranks[0])))

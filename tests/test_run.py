@@ -26,7 +26,7 @@ SUMMARY = {
     "reward": {"first", "last"}, "evaluations": None,
     "tokens": {"generated", "trained", "masked", "rejected", "in_flight"},
     "groups": {"leased", "trained", "rejected", "in_flight", "trained_twice"},
-    "staleness": {"bound", "admission_lag", "max", "mean", "histogram"},
+    "staleness": {"max_versions", "admission_lag", "max", "mean", "histogram"},
     "throughput": {"generated_tokens_per_s", "trained_tokens_per_s", "steps_per_s"},
     "idle": {"learner", "generators"}, "weights": {
         "updates", "bytes", "fetched_bytes", "gb_per_s", "prepare_s_mean", "pause_s_mean", "publish_s_mean", "lag",
@@ -217,7 +217,9 @@ def test_the_main_job_learns_survives_a_killed_generator_and_accounts_for_every_
     assert_accounts_close(summary)
     assert summary["reward"]["last"] > summary["reward"]["first"] + 0.1
     assert summary["weights"]["digest_mismatches"] == 0 and summary["weights"]["updates"] > 10
-    assert summary["staleness"]["bound"] == 2 and summary["staleness"]["mean"] > 0, "it was asynchronous"
+    assert summary["staleness"]["max_versions"] == 2 and summary["staleness"]["mean"] > 0, (
+        "it was asynchronous"
+    )
     first, last = summary["evaluations"]
     assert (first["version"], last["version"], last["n"]) == (0, 40, 64)
     assert first["ci95"][0] < first["reward"] < first["ci95"][1] and last["reward"] <= 1
@@ -267,9 +269,9 @@ def test_the_run_is_trained_again_from_its_journal_to_the_same_bits(main_job: tu
     tensors = load_file(checkpoint)
     tensors[min(tensors)].view(torch.uint8).flatten()[0] ^= 1
     save_file(tensors, checkpoint)
-    from slipstream.replay import compare
+    from slipstream.replay import compare_checkpoints
 
-    steps, different = compare(run.folder, run.folder / "replays" / "same")
+    steps, different = compare_checkpoints(run.folder, run.folder / "replays" / "same")
     assert steps == [40] and different == [f"step 40: {min(tensors)}"], "a single bit is noticed"
 
 

@@ -18,7 +18,7 @@ from slipstream.stop_signals import STOP_SIGNALS, Interrupted, StopSignals
 def signals() -> Iterator[StopSignals]:
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     signals = StopSignals()
-    signals.install()
+    signals.install_handlers()
     yield signals
     for number, handler in zip(STOP_SIGNALS, before, strict=True):
         signal.signal(number, handler)
@@ -99,7 +99,7 @@ def press_twice():
 
 def time_wait(name, wait):
     signals = StopSignals()
-    signals.install()
+    signals.install_handlers()
     threading.Thread(target=press_twice).start()
     began = time.monotonic()
     try:
@@ -108,7 +108,7 @@ def time_wait(name, wait):
         print(name, round(time.monotonic() - began - 1.0, 2))
 
 signals = StopSignals()
-signals.install()
+signals.install_handlers()
 start_ray = ray.init
 def start_and_be_stopped(**options):
     signal.raise_signal(signal.SIGTERM)

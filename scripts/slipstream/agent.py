@@ -1,11 +1,11 @@
-"""A raylet starts its agents through this file, so that they end with it: Ray's own outlive a killed raylet by a minute, and look for
-its cluster.
+"""A raylet starts its agents through this file, so that they end with it: Ray's own outlive a killed raylet
+by a minute, and look for its cluster.
 
     python -S scripts/slipstream/agent.py SESSION_FOLDER NODE            stands in for the dashboard agent
     python -S scripts/slipstream/agent.py SESSION_FOLDER NODE COMMAND... becomes that agent
 
-A raylet asks of its dashboard agent that it lives, and says where it listens: nowhere. Ray's own takes two seconds of a processor at
-each start, and serves a dashboard that a run does not have.
+A raylet asks of its dashboard agent that it lives, and says where it listens: nowhere. Ray's own takes two
+seconds of a processor at each start, and serves a dashboard that a run does not have.
 """
 
 import ctypes

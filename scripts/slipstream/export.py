@@ -1,10 +1,11 @@
 """Writes the policy of a checkpoint as a Hugging Face folder: weights, configuration and tokenizer.
 
-    scripts/export.sh outputs/NAME models/mine                     the newest checkpoint, in the dtype of the run
+    scripts/export.sh outputs/NAME models/mine                  the newest checkpoint, in the dtype of the run
     scripts/export.sh outputs/NAME models/mine --step 50 --dtype bfloat16
 
-Stock transformers (`from_pretrained`) and vLLM (`vllm serve models/mine`) load it, and so does another run (`model.path=models/mine`).
-The folder appears whole or not at all. The weights are gathered a bucket at a time, from however many ranks wrote them.
+Stock transformers (`from_pretrained`) and vLLM (`vllm serve models/mine`) load it, and so does another run
+(`model.path=models/mine`). The folder appears whole or not at all. The weights are gathered a bucket at a
+time, from however many ranks wrote them.
 """
 
 import argparse
@@ -24,8 +25,11 @@ from learners import checkpoint
 from learners.engine import ModelKind
 
 
-def export(run: Path, folder: Path, step: int | None, dtype: Dtype | None) -> int:
-    """Returns the step exported. Raises ValueError for what cannot be."""
+def export_checkpoint(run: Path, folder: Path, step: int | None, dtype: Dtype | None) -> int:
+    """Writes the policy of the checkpoint of `step` (None: the newest). Returns its step.
+
+    Raises ValueError, in the words of the command line, for what cannot be.
+    """
     from learners.models import make_engine
     from sync.publisher import Publisher
 
@@ -50,7 +54,9 @@ def export(run: Path, folder: Path, step: int | None, dtype: Dtype | None) -> in
     # The rendezvous is a URL of a file: of a relative path torch would take the first part for a host's name.
     with tempfile.TemporaryDirectory(dir=folder.parent.resolve(), prefix=".export-") as temporary:
         dist.init_process_group("gloo", init_method=f"file://{temporary}/rendezvous", rank=0, world_size=1)
-        engine = make_engine(alone(config, model), ModelKind.policy, lora=merged(config.learner.lora))
+        engine = make_engine(
+            place_on_one_rank(config, model), ModelKind.policy, lora=merge_adapters(config.learner.lora)
+        )
         engine.load_state(kept[chosen].folder / "engine")
         publisher = Publisher(Path(temporary) / "model", "export", model=source)
         publisher.publish_version(chosen, engine.stream_weights())
@@ -61,13 +67,13 @@ def export(run: Path, folder: Path, step: int | None, dtype: Dtype | None) -> in
     return chosen
 
 
-def alone(config: Config, model: ModelConfig) -> Config:
-    """The run's engine on a single rank."""
+def place_on_one_rank(config: Config, model: ModelConfig) -> Config:
+    """Returns the run's configuration with its engine on a single rank."""
     learner = dataclasses.replace(config.learner, ranks=1, fsdp=FsdpConfig(), megatron=MegatronConfig())
     return dataclasses.replace(config, learner=learner, model=model)
 
 
-def merged(lora: LoraConfig) -> LoraConfig:
+def merge_adapters(lora: LoraConfig) -> LoraConfig:
     return dataclasses.replace(lora, publish=LoraPublish.merged)
 
 
@@ -83,7 +89,7 @@ def main(arguments: list[str]) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        step = export(options.run, options.folder, options.step, options.dtype)
+        step = export_checkpoint(options.run, options.folder, options.step, options.dtype)
     except ValueError as error:
         print(f"Slipstream cannot export:\n{error}", file=sys.stderr)
         return 2

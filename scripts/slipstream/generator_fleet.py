@@ -1,4 +1,5 @@
-"""Generators that join a run which another command has started, on this host or another (`role=generators`)."""
+"""Generators that join a run which another command has started, on this host or another
+(`role=generators`)."""
 
 import os
 import socket
@@ -38,8 +39,8 @@ class GeneratorFleet:
     def drive(self) -> int:
         """Consumes the buffer's news; produces lines about generators that have joined.
 
-        Waits for the generators. Ends when the run does, or when the user asks for it; returns the exit status. Raises
-        ValueError when no buffer answers at `buffer.address`, and Interrupted.
+        Waits for the generators. Ends when the run does, or when the user asks for it; returns the exit
+        status. Raises ValueError when no buffer answers at `buffer.address`, and Interrupted.
         """
         address = self._config.buffer.address
         client = BufferClient(address, timeout_s=10.0, keys=self._config.buffer.keys)

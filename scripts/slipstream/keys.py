@@ -1,12 +1,14 @@
-"""Makes the keys without which no socket of the buffer leaves the loopback interface. What is there already is kept.
+"""Makes the keys without which no socket of the buffer leaves the loopback interface. What is there already
+is kept.
 
     scripts/keys.sh FOLDER                        the server's keys, and a pair for each role of a run
     scripts/keys.sh FOLDER ROLE:CLIENT ...        a pair for each client, who may do what its role may
 
-ROLE is `generator` (joins, makes groups), `learner` (trains, publishes), `watcher` (looks on) or `operator` (stops, rewinds).
-A run takes `buffer.keys=FOLDER`. On another machine that joins with generators, put `server.key` and a generator's pair (named
-`generator.key` and `generator.key_secret` there) into a folder, and name it: `scripts/launch.sh role=generators buffer.keys=FOLDER ...`.
-Who deletes FOLDER/allowed/ROLE/CLIENT.key shuts that client out within a second; nothing has to be started again.
+ROLE is `generator` (joins, makes groups), `learner` (trains, publishes), `watcher` (looks on) or `operator`
+(stops, rewinds). A run takes `buffer.keys=FOLDER`. On another machine that joins with generators, put
+`server.key` and a generator's pair (named `generator.key` and `generator.key_secret` there) into a folder,
+and name it: `scripts/launch.sh role=generators buffer.keys=FOLDER ...`. Who deletes
+FOLDER/allowed/ROLE/CLIENT.key shuts that client out within a second; nothing has to be started again.
 """
 
 import argparse

@@ -24,13 +24,15 @@ from learners.memory import GIB, format_bytes
 
 LINE_EVERY_S = 2.0
 STILL_S = 5.0
-"""When nothing has moved for longer, the line says who waits for whom."""
+"""Seconds without any movement after which the line says who waits for whom."""
 TOOK = {"training": "time/train_s", "copying": "time/checkpoint_s", "writing": "time/checkpoint_s"}
-"""The metric that says how long it took last time, by the first word of a learner's activity."""
+"""First word of a learner's activity -> metric with the seconds that it took last time."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
 class LiveView:
+    """Shows a run while the `with` block lasts; lines can be printed afterwards too."""
+
     def __init__(self, config: Config, folder: Path, resume_step: int | None) -> None:
         self._config, self._folder, self._first_step = config, folder, resume_step or 0
         self._rich = Rich(highlight=False)
@@ -39,21 +41,24 @@ class LiveView:
         )
         self._began = time.monotonic()
         self._last_line = 0.0
-        self._rewards: dict[int, float] = {}  # by step
+        self._rewards: dict[int, float] = {}
+        """Mean reward by step."""
         self._num_restarts = 0
-        self._evaluated: set[int] = set()  # versions
+        self._evaluated: set[int] = set()
+        """Versions whose evaluation was printed."""
         self._metrics: dict[str, float] = {}
-        """Of the last step."""
+        """Metrics of the last step."""
         self._said_what_stops = float("-inf")
 
     def __enter__(self) -> None:
+        config = self._config
         self._rich.print(
-            f"[bold]Slipstream[/] {self._config.mode}, {self._config.algo.name}, task {self._config.task.name}, "
-            f"S = {self._config.max_versions} ({self._config.staleness.on_late}), {self._config.run.steps} steps of "
-            f"{self._config.learner.groups_per_step} × {self._config.learner.samples_per_prompt} → {self._folder}",
+            f"[bold]Slipstream[/] {config.mode}, {config.algo.name}, task {config.task.name}, "
+            f"S = {config.max_versions} ({config.staleness.on_late}), {config.run.steps} steps of "
+            f"{config.learner.groups_per_step} × {config.learner.samples_per_prompt} → {self._folder}",
             soft_wrap=True,
         )
-        for warning in find_warnings(self._config):
+        for warning in find_warnings(config):
             self._rich.print(f"[yellow]note:[/] {warning}", soft_wrap=True)
         if self._live is not None:
             self._live.start()
@@ -63,7 +68,7 @@ class LiveView:
             self._live.stop()
 
     def print_line(self, text: str) -> None:
-        self._rich.print(f"{self._clock()}  {text}", soft_wrap=True, markup=False)
+        self._rich.print(f"{self._format_clock()}  {text}", soft_wrap=True, markup=False)
 
     def show_news(self, news: m.RunNews) -> None:
         if (
@@ -88,13 +93,15 @@ class LiveView:
                     f"({evaluation.num_prompts} prompts)"
                 )
         if self._live is not None:
-            self._live.update(self._picture(news.status))
+            self._live.update(self._draw_picture(news.status))
         elif time.monotonic() - self._last_line > LINE_EVERY_S:
             self._last_line = time.monotonic()
-            self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True, markup=False)
+            self._rich.print(
+                f"{self._format_clock()}  {self._format_line(news.status)}", soft_wrap=True, markup=False
+            )
 
     def print_what_stops(self, status: RunStatus) -> None:
-        """What a run that is told to stop waits for, now and then."""
+        """Says, every few seconds, what a run that was told to stop waits for."""
         now = time.monotonic()
         if now - self._said_what_stops < STILL_S:
             return
@@ -111,26 +118,29 @@ class LiveView:
                 )
 
     def print_start_times(self, start_s: dict[str, float]) -> None:
-        """How long the start has taken, and what of it."""
+        """Says how long the start has taken, in all and by its parts. `start_s` as in the summary."""
         parts = ", ".join(
             f"{what.replace('_', ' ')} {s:.1f}" for what, s in start_s.items() if what != "first_step"
         )
         self.print_line(f"first step {start_s['first_step']:.1f} s after the command ({parts})")
 
     def rewind_to_step(self, step: int) -> None:
-        """The learner was lost, and goes on from this step: later ones are to come again."""
+        """Forgets steps from `step` on: the learner was lost, and trains them again."""
         self._num_restarts += 1
         self._rewards = {trained: reward for trained, reward in self._rewards.items() if trained < step}
         self._evaluated = {version for version in self._evaluated if version < step}
 
-    def conclude(
+    def print_conclusion(
         self, status: str, news: m.RunNews | None, evaluations: Sequence[dict[str, Any]] = ()
     ) -> None:
-        """The last lines. `evaluations` as in the summary."""
+        """Prints the last lines. `evaluations` as in the summary."""
         if news is not None:
-            self._last_line = time.monotonic()  # the line that follows is the last
+            # So that `show_news` prints no line: the one that follows is the last.
+            self._last_line = time.monotonic()
             self.show_news(news)
-            self._rich.print(f"{self._clock()}  {self._line(news.status)}", soft_wrap=True, markup=False)
+            self._rich.print(
+                f"{self._format_clock()}  {self._format_line(news.status)}", soft_wrap=True, markup=False
+            )
         if evaluations:
             told = [
                 f"{one['reward']:.3f} ± {one['ci95'][1] - one['reward']:.3f} (version {one['version']})"
@@ -140,7 +150,9 @@ class LiveView:
         n = self._num_restarts
         restarts = f" after {n} restart{'s' * (n > 1)} of the learner" if n else ""
         self._rich.print(
-            f"{self._clock()}  {status}{restarts}. Summary, curves, journal, checkpoints, TensorBoard and logs: {self._folder}",
+            f"{self._format_clock()}  {status}{restarts}. Summary, curves, journal, checkpoints, TensorBoard "
+            "and logs: "
+            f"{self._folder}",
             soft_wrap=True,
             markup=False,
         )
@@ -149,10 +161,10 @@ class LiveView:
                 f"           continue with run.resume={self._folder}", soft_wrap=True, markup=False
             )
 
-    def _clock(self) -> str:
+    def _format_clock(self) -> str:
         return str(timedelta(seconds=int(time.monotonic() - self._began))).rjust(8)
 
-    def _left(self, status: RunStatus) -> str:
+    def _estimate_left(self, status: RunStatus) -> str:
         done = status.num_trained_steps - self._first_step
         if not done:
             return "?"
@@ -162,14 +174,14 @@ class LiveView:
             )
         )
 
-    def _admitted(self, status: RunStatus) -> str:
+    def _describe_admission(self, status: RunStatus) -> str:
         return (
             f", {status.admission_lag} admitted"
             if self._config.staleness.controller is Controller.ess
             else ""
         )
 
-    def _line(self, status: RunStatus) -> str:
+    def _format_line(self, status: RunStatus) -> str:
         if status.version < 0:
             return f"starting: {status.waiting_for}"
         failed = ""
@@ -178,22 +190,22 @@ class LiveView:
             failed = f"  {status.num_quarantined} groups quarantined, the last ({group}) with {error}"
         if not self._rewards:
             return status.waiting_for + failed
-        rewards, staleness, seconds = (
-            list(self._rewards.values()),
-            status.staleness_histogram,
-            max(status.elapsed_s, 1e-9),
-        )
+        reward = _average_recent(list(self._rewards.values()))
+        staleness, seconds = status.staleness_histogram, max(status.elapsed_s, 1e-9)
         mean = sum(k * n for k, n in staleness.items()) / max(1, sum(staleness.values()))
         return (
-            f"step {status.num_trained_steps}/{self._config.run.steps}  v{status.version}  reward {_recent(rewards):.3f}  "
-            f"staleness {mean:.2f} (max {max(staleness, default=0)} of {self._config.max_versions}{self._admitted(status)})  "
-            f"tok/s {status.tokens.total / seconds:,.0f} generated {status.tokens.trained / seconds:,.0f} trained  "
-            f"idle learner {status.learner_idle_share:.0%} generators {status.generator_idle_share:.0%}  left {self._left(status)}"
-            f"{failed}{self._waiting(status)}"
+            f"step {status.num_trained_steps}/{self._config.run.steps}  v{status.version}  reward "
+            f"{reward:.3f}  "
+            f"staleness {mean:.2f} (max {max(staleness, default=0)} of {self._config.max_versions}"
+            f"{self._describe_admission(status)})  "
+            f"tok/s {status.tokens.total / seconds:,.0f} generated "
+            f"{status.tokens.trained / seconds:,.0f} trained  "
+            f"idle learner {status.learner_idle_share:.0%} generators {status.generator_idle_share:.0%}  "
+            f"left {self._estimate_left(status)}{failed}{self._describe_waiting(status)}"
         )
 
-    def _waiting(self, status: RunStatus) -> str:
-        """The sentence of who waits for whom where that matters; else only who has not been heard of."""
+    def _describe_waiting(self, status: RunStatus) -> str:
+        """Says who waits for whom where nothing has moved for long; else only who has not been heard of."""
         if status.standstill_s > STILL_S:
             return f"  waiting for {status.standstill_s:.0f} s: {status.waiting_for}"
         silent = [
@@ -203,22 +215,24 @@ class LiveView:
         ]
         return "".join(f"  {words}" for words in silent[:MAX_NAMED])
 
-    def _picture(self, status: RunStatus) -> Panel:
+    def _draw_picture(self, status: RunStatus) -> Panel:
         rewards, seconds = list(self._rewards.values()), max(status.elapsed_s, 1e-9)
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")
         table.add_column()
         rows = {
-            "step": f"{status.num_trained_steps} of {self._config.run.steps}, version {status.version}, {self._left(status)} left",
-            "reward": f"{_recent(rewards):.3f}  {_sparkline(rewards)}" if rewards else "–",
+            "step": f"{status.num_trained_steps} of {self._config.run.steps}, version {status.version}, "
+            f"{self._estimate_left(status)} left",
+            "reward": f"{_average_recent(rewards):.3f}  {_draw_sparkline(rewards)}" if rewards else "–",
             "staleness": "  ".join(
-                f"{k}: {share:.0%}" for k, share in _shares(status.staleness_histogram).items()
+                f"{k}: {share:.0%}" for k, share in _compute_shares(status.staleness_histogram).items()
             )
-            + f"   (bound {self._config.max_versions}{self._admitted(status)})",
-            "tokens/s": f"{status.tokens.total / seconds:,.0f} generated, {status.tokens.trained / seconds:,.0f} trained",
+            + f"   (at most {self._config.max_versions}{self._describe_admission(status)})",
+            "tokens/s": f"{status.tokens.total / seconds:,.0f} generated, "
+            f"{status.tokens.trained / seconds:,.0f} trained",
             "idle": f"learner {status.learner_idle_share:.0%}, generators {status.generator_idle_share:.0%}",
-            "tokens": _account(status.tokens),
-            "groups": _account(status.groups),
+            "tokens": _format_account(status.tokens),
+            "groups": _format_account(status.groups),
             "weights": f"{status.weight_updates} updates, {status.weight_bytes / 1e6:,.1f} MB, "
             f"pause {status.pause_s_mean * 1e3:.1f} ms, {status.digest_checks} digest checks, "
             f"{status.digest_mismatches} mismatches",
@@ -244,26 +258,26 @@ class LiveView:
         for name, value in rows.items():
             table.add_row(name, Text(value))
         table.add_row("", ProgressBar(total=self._config.run.steps, completed=status.num_trained_steps))
-        return Panel(table, title=f"{self._folder.name} {self._clock().strip()}", title_align="left")
+        return Panel(table, title=f"{self._folder.name} {self._format_clock().strip()}", title_align="left")
 
 
-def _recent(rewards: list[float]) -> float:
+def _average_recent(rewards: list[float]) -> float:
     return sum(rewards[-5:]) / len(rewards[-5:])
 
 
-def _sparkline(values: list[float], width: int = 40) -> str:
+def _draw_sparkline(values: list[float], width: int = 40) -> str:
     size = max(1, -(-len(values) // width))
     means = [sum(chunk) / len(chunk) for chunk in (values[i : i + size] for i in range(0, len(values), size))]
     low, high = min(means), max(means)
     return "".join(BARS[int((v - low) / (high - low or 1) * (len(BARS) - 1))] for v in means)
 
 
-def _shares(histogram: dict[int, int]) -> dict[int, float]:
+def _compute_shares(histogram: dict[int, int]) -> dict[int, float]:
     total = sum(histogram.values()) or 1
     return {k: n / total for k, n in histogram.items()}
 
 
-def _account(account: LedgerAccount) -> str:
+def _format_account(account: LedgerAccount) -> str:
     parts = {
         "trained": account.trained,
         "masked": account.masked,

@@ -1,4 +1,4 @@
-"""What a raylet starts for a worker while there is a nursery: has one forked there, and ends with it.
+"""Stands in for a Ray worker while there is a nursery: asks the nursery to fork the worker, and ends with it.
 
 python scripts/slipstream/newborn.py SCRIPT ARGUMENTS... --serialized-runtime-env-context={...} --language=...
 """
@@ -12,7 +12,7 @@ CONTEXT = "--serialized-runtime-env-context="
 STAGE = "SLIPSTREAM_STAGE"
 """Environment variable that an actor asks for: the stage of the nursery that has its imports."""
 NAMED = "worker "
-"""How the name of this process begins; the worker's number follows."""
+"""Begins the name of this process; the worker's process number follows."""
 
 
 def main(arguments: list[str]) -> None:
@@ -33,8 +33,11 @@ def main(arguments: list[str]) -> None:
         worker = ""
     if worker:
         with open("/proc/self/comm", "w") as name:
-            name.write(f"{NAMED}{worker}")  # who looks for the processes of a run finds the worker too
-        nursery.recv(1)  # nothing comes: the connection ends with the worker
+            # So that whoever looks for the processes of a run finds the worker, which is no child of this
+            # one.
+            name.write(f"{NAMED}{worker}")
+        # No byte comes: the connection ends with the worker.
+        nursery.recv(1)
         return
     import ray._private.workers.setup_worker as setup
 

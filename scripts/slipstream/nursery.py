@@ -1,12 +1,14 @@
-"""Processes for Ray's workers, forked from ones that have imported already what the workers need. Importing torch and vLLM takes
-longer than all the rest of a start, so it happens once a run, and beside the start of Ray.
+"""Processes for Ray's workers, forked from ones that have imported already what the workers need. Importing
+torch and vLLM takes longer than all the rest of a start, so it happens once a run, and beside the start of
+Ray.
 
     driver ──▶ stage `buffer` ──fork──▶ stage `learner` ──fork──▶ stage `generator`
                    │ forks              + torch │ forks            + vLLM │ forks
     raylet ──▶ newborn.py asks the stage of its role for a worker, and ends when the worker does
 
-A stage has one thread, for a fork copies no other: one that has more after its imports ends. `newborn.py` starts Ray's own worker
-where no stage answers, so the nursery makes a run start faster, and decides nothing else.
+A stage has one thread, for a fork copies no other: one that has more after its imports ends. `newborn.py`
+starts Ray's own worker where no stage answers, so the nursery makes a run start faster, and decides nothing
+else.
 """
 
 import gc
@@ -25,23 +27,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = "SLIPSTREAM_NURSERY"
-"""Environment variable of the workers' side: where the stages listen."""
+"""Environment variable with the folder of the sockets on which the stages listen."""
 
 HARMLESS = {"jemalloc_bg_thd"}
-"""Threads of libraries that know of forks."""
+"""Names of threads whose libraries survive a fork."""
 
 
 class Stage(NamedTuple):
     ahead: Sequence[str]
     """Modules to import at once."""
     asked: Sequence[str]
-    """Modules to import when the first worker is asked for: Ray reads the environment that the raylet gives to workers when it is
-    imported."""
+    """Modules to import when the first worker is asked for: Ray reads the environment that the raylet gives
+    to workers when it is imported."""
 
 
 @contextmanager
-def nursery(stages: Mapping[str, Stage]) -> Iterator[None]:
-    """While it lasts, workers are forked from the stages. Each has the modules of those before it too."""
+def run_nursery(stages: Mapping[str, Stage]) -> Iterator[None]:
+    """Forks workers from the stages while the block lasts. Each stage has the modules of those before it
+    too."""
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         listeners = {stage: socket.socket(socket.AF_UNIX) for stage in stages}
         for stage, listener in listeners.items():
@@ -70,8 +73,9 @@ def nursery(stages: Mapping[str, Stage]) -> Iterator[None]:
             process.communicate()
 
 
-def serve(plan: Sequence[tuple[int, Sequence[str], Sequence[str]]], start: Mapping[str, str]) -> str:
-    """Imports, and forks workers for whoever asks, until the driver has ended. Returns in a worker: the script to run.
+def serve_workers(plan: Sequence[tuple[int, Sequence[str], Sequence[str]]], start: Mapping[str, str]) -> str:
+    """Imports, and forks workers for whoever asks, until the driver has ended. Returns in a worker: the
+    script to run.
 
     `plan`: of each stage the socket's number, and the modules. `start`: the environment before any import.
     """
@@ -80,10 +84,10 @@ def serve(plan: Sequence[tuple[int, Sequence[str], Sequence[str]]], start: Mappi
     import_all(ahead)
     if later and os.fork() == 0:
         listener.close()
-        return serve(later, start)
+        return serve_workers(later, start)
     for other, *_ in later:
         os.close(other)
-    is_first, by_imports = True, changes(start)
+    is_first, by_imports = True, find_changes(start)
     while True:
         if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
             os._exit(0)
@@ -96,7 +100,7 @@ def serve(plan: Sequence[tuple[int, Sequence[str], Sequence[str]]], start: Mappi
             if is_first:
                 replace_environment(asked["environment"] | by_imports)
                 import_all(asked_for)
-                is_first, by_imports = False, changes(asked["environment"])
+                is_first, by_imports = False, find_changes(asked["environment"])
             if os.fork() == 0:
                 listener.close()
                 os.setpgid(0, 0)  # a raylet ends a worker that has died with all of its group
@@ -116,7 +120,7 @@ def serve(plan: Sequence[tuple[int, Sequence[str], Sequence[str]]], start: Mappi
 
 
 def import_all(modules: Sequence[str]) -> None:
-    """Ends the process where a fork of it would not be whole."""
+    """Imports the modules. Ends the process where they start threads, which a fork would lack."""
     gc.disable()
     for module in modules:
         importlib.import_module(module)
@@ -131,7 +135,7 @@ def import_all(modules: Sequence[str]) -> None:
         os._exit(1)
 
 
-def changes(before: Mapping[str, str]) -> dict[str, str]:
+def find_changes(before: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
 
 
@@ -144,5 +148,5 @@ if __name__ == "__main__":
     import runpy
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here waits for the workers
-    script = serve(json.loads(sys.argv[1]), dict(os.environ))
+    script = serve_workers(json.loads(sys.argv[1]), dict(os.environ))
     runpy.run_path(script, run_name="__main__")

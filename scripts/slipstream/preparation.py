@@ -1,4 +1,5 @@
-"""What a run needs before anything starts: a folder of its own, the packages and the user's code, and a model."""
+"""Prepares a run before anything starts: a folder of its own, the packages and the user's code, and a
+model."""
 
 import dataclasses
 import fcntl
@@ -27,8 +28,9 @@ PREDECESSOR_S = 10.0
 def prepare_run(config: Config) -> tuple[Config, Path, int | None]:
     """Claims the run's folder. For a new run it also checks packages and user code, and makes the tiny model.
 
-    Returns the resolved configuration, the folder, and the step to resume from: None for a new run, 0 for a resumed run
-    without a checkpoint, which keeps its groups. Raises ValueError, in the words of the configuration, for what cannot be.
+    Returns the resolved configuration, the folder, and the step to resume from: None for a new run, 0 for a
+    resumed run without a checkpoint, which keeps its groups. Raises ValueError, in the words of the
+    configuration, for what cannot be.
     """
     if config.run.resume is not None:
         folder = Path(config.run.resume)
@@ -60,12 +62,14 @@ def prepare_run(config: Config) -> tuple[Config, Path, int | None]:
 
 
 def _find_resume_step(config: Config, folder: Path) -> int:
-    """Claims the folder of a run that goes on. Returns the step of its newest checkpoint, 0 when it has none."""
+    """Claims the folder of a run that goes on. Returns the step of its newest checkpoint, 0 when it has
+    none."""
     claim_folder(folder, "run.resume")
     newest = checkpoint.find_latest(folder / "checkpoints")
     if newest is None and (damaged := sorted((folder / "checkpoints").glob("step_*"))):
         raise ValueError(
-            f"run.resume must hold a whole checkpoint, or none at all to go on from the beginning, got {folder}, whose "
+            "run.resume must hold a whole checkpoint, or none at all to go on from the beginning, got "
+            f"{folder}, whose "
             f"{damaged[-1].name} is damaged: move it away to go on without it"
         )
     step = 0 if newest is None else newest.manifest.step
@@ -87,10 +91,12 @@ def _clear_folder(config: Config, folder: Path) -> None:
         return
     if not config.run.overwrite:
         raise ValueError(
-            f"run.name must be new (or set run.overwrite=true, or run.resume={folder} to continue), got {folder.name}, "
+            f"run.name must be new (or set run.overwrite=true, or run.resume={folder} to continue), got "
+            f"{folder.name}, "
             f"which exists in {config.run.outputs}"
         )
-    # A folder with nothing but the lock is of a run that was refused or stopped before it wrote its configuration.
+    # A folder with nothing but the lock is of a run that was refused or stopped before it wrote its
+    # configuration.
     if not (folder / "config.yaml").is_file() and {path.name for path in folder.iterdir()} != {".lock"}:
         raise ValueError(
             f"run.overwrite must name the folder of a run, got {folder}, which holds other files"
@@ -113,11 +119,14 @@ def _check_packages(config: Config) -> None:
 
 
 def claim_folder(folder: Path, setting: str) -> None:
-    """Makes the run's folder this process's, as long as it lives. `setting` is the key that has named the folder.
+    """Makes the run's folder this process's, as long as it lives. `setting` is the key that has named the
+    folder.
 
-    Raises ValueError, before anything in the folder is touched, when another command runs there, or a role of one does.
+    Raises ValueError, before anything in the folder is touched, when another command runs there, or a role of
+    one does.
     """
-    # The lock is held by an open file, which is never closed: it ends with the process, however the process ends.
+    # The lock is held by an open file, which is never closed: it ends with the process, however the process
+    # ends.
     lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -144,7 +153,8 @@ def resolve_model(config: Config) -> Path:
         task: Any = load_task(config.task.name, config.task.args)
         if not hasattr(task, "solved_examples"):
             raise ValueError(
-                "model.path must be a folder for a task without solved questions to warm-start the tiny model on "
+                "model.path must be a folder for a task without solved questions to warm-start the tiny "
+                "model on "
                 f"(`solved_examples`), got tiny with task.name={config.task.name}"
             )
         return prepare_tiny_model(task.solved_examples("train", seed=0))

@@ -2,8 +2,8 @@
 
     scripts/repair.sh outputs/RUN          or the folder of a journal
 
-The run goes on afterwards with `run.resume`. Nothing is thrown away: what was damaged stays beside what is mended, as
-`<name>.damaged`. A journal without damage is left as it is.
+The run goes on afterwards with `run.resume`. Nothing is thrown away: what was damaged stays beside what is
+mended, as `<name>.damaged`. A journal without damage is left as it is.
 """
 
 import argparse
@@ -39,7 +39,8 @@ def print_report(report: RepairReport, journal: Path) -> None:
     beyond = [step for step in steps if step > report.step]
     if beyond:
         print(
-            f"checkpoints of steps that the journal has lost: {', '.join(map(str, beyond))}. To go on from an earlier one, "
+            f"checkpoints of steps that the journal has lost: {', '.join(map(str, beyond))}. To go on from "
+            "an earlier one, "
             "move their folders away first"
         )
 

@@ -1,12 +1,13 @@
-"""Trains again on what a run has recorded, without generators: from its journal alone, in the order of its step log.
+"""Trains again on what a run has recorded, without generators: from its journal alone, in the order of its
+step log.
 
-    scripts/replay.sh RUN                                    the same training: on CPU float32 it ends with the same weights
-    scripts/replay.sh RUN algo=rloo learner.lr=1e-4          an offline study: another algorithm on the same data
-    scripts/replay.sh RUN --from-step 50 --to-step 80        from the checkpoint of step 50 (needed where `buffer.retention`
-                                                             has deleted what came before)
+    scripts/replay.sh RUN                              the same training; on CPU in float32 the same weights
+    scripts/replay.sh RUN algo=rloo learner.lr=1e-4    an offline study: another algorithm on the same data
+    scripts/replay.sh RUN --from-step 50 --to-step 80  from the checkpoint of step 50 (needed where
+                                                       `buffer.retention` has deleted the batches before it)
 
-Writes RUN/replays/NAME with config.yaml, checkpoints and TensorBoard. Without changes, the checkpoints are compared with
-those of the run, tensor by tensor, bit by bit; the exit status is 1 when they differ.
+Writes RUN/replays/NAME with config.yaml, checkpoints and TensorBoard. Without changes, the checkpoints are
+compared with those of the run, tensor by tensor, bit by bit; the exit status is 1 when they differ.
 """
 
 import argparse
@@ -36,10 +37,11 @@ from learners.startup import start_learner
 
 
 class Recording:
-    """What a run has trained, step by step; it answers a learner as the buffer did."""
+    """The batches that a run has trained, step by step, from its journal."""
 
     def __init__(self, journal: Path) -> None:
-        """Reads the log of a journal. Steps that were undone by a rewind count as they were trained in the end."""
+        """Reads the log of a journal. Steps that were undone by a rewind count as they were trained in the
+        end."""
         self._reader = Reader(journal)
         self._contents: dict[int, e.Accepted] = {}
         self.steps: dict[int, e.Trained] = {}
@@ -56,8 +58,8 @@ class Recording:
                 case e.Dropped():
                     self.dropped.update(event.segments)
 
-    def first_step(self) -> int:
-        """The earliest step from which everything is still in the journal."""
+    def find_first_step(self) -> int:
+        """Returns the earliest step from which all batches are still in the journal."""
         gone = [
             step
             for step, trained in self.steps.items()
@@ -65,7 +67,7 @@ class Recording:
         ]
         return max(gone, default=-1) + 1
 
-    def take(self, step: int) -> TakenBatch:
+    def take_batch(self, step: int) -> TakenBatch:
         """Raises DamagedGroup when the journal's bytes have changed."""
         trained = self.steps[step]
         batches = [self._reader.read(self._contents[group]) for group in trained.groups]
@@ -73,7 +75,7 @@ class Recording:
 
 
 class Playback:
-    """Stands where a learner has its `BufferClient`."""
+    """Answers a learner as its `BufferClient` did: with the recorded batches."""
 
     def __init__(self, recording: Recording, exact: bool, progress: Progress, writer: Any, last: int) -> None:
         self._recording, self._exact, self._writer, self._last = recording, exact, writer, last
@@ -83,7 +85,7 @@ class Playback:
 
     def take_batch(self, step: int, wait_s: float) -> TakenBatch | m.RunStopped:
         return (
-            self._recording.take(step)
+            self._recording.take_batch(step)
             if step < self._last
             else m.RunStopped(reason="the recording ends here")
         )
@@ -93,7 +95,8 @@ class Playback:
             recorded = sum(self._recording.steps[request.step].trained)
             if self._exact and request.num_trained != recorded:
                 raise ValueError(
-                    f"step {request.step} must train {recorded} tokens, as recorded, got {request.num_trained}"
+                    f"step {request.step} must train {recorded} tokens, as recorded, got "
+                    f"{request.num_trained}"
                 )
             self.metrics.append(request.metrics)
             for name, value in request.metrics.items():
@@ -111,17 +114,19 @@ class Playback:
         self._writer.close()
 
 
-def replay(
+def replay_run(
     run: Path, config: Config, folder: Path, from_step: int, to_step: int | None, exact: bool
 ) -> Playback:
-    """Trains from the checkpoint of `from_step` (0: the model itself) up to `to_step`. Raises ValueError for what cannot be."""
+    """Trains from the checkpoint of `from_step` (0: the model itself) up to `to_step`. Raises ValueError for
+    what cannot be."""
     from torch.utils.tensorboard import SummaryWriter
 
     recording = Recording(run / "journal")
     last = min(to_step or len(recording.steps), len(recording.steps), config.run.steps)
-    if from_step < recording.first_step():
+    if from_step < recording.find_first_step():
         raise ValueError(
-            f"--from-step must be at least {recording.first_step()} (retention has deleted what came before), got {from_step}"
+            f"--from-step must be at least {recording.find_first_step()} (retention has deleted what came "
+            f"before), got {from_step}"
         )
     if not from_step < last:
         raise ValueError(
@@ -150,21 +155,22 @@ def replay(
     return playback
 
 
-def compare(run: Path, folder: Path) -> tuple[list[int], list[str]]:
+def compare_checkpoints(run: Path, folder: Path) -> tuple[list[int], list[str]]:
     """(steps whose checkpoints both have, tensors of theirs whose bits are not the same)."""
     theirs = {c.manifest.step: c.folder for c in checkpoint.find_checkpoints(run / "checkpoints")}
     mine = {c.manifest.step: c.folder for c in checkpoint.find_checkpoints(folder / "checkpoints")}
     both = sorted(theirs.keys() & mine.keys())
     different = []
     for step in both:
-        before, now = tensors(theirs[step] / "engine"), tensors(mine[step] / "engine")
+        before, now = read_tensors(theirs[step] / "engine"), read_tensors(mine[step] / "engine")
         names = sorted(before.keys() | now.keys())
         different += [f"step {step}: {name}" for name in names if before.get(name) != now.get(name)]
     return both, different
 
 
-def tensors(folder: Path) -> dict[str, bytes]:
-    """The bytes of every tensor in the folder's safetensors files: their order in a file is not the same twice."""
+def read_tensors(folder: Path) -> dict[str, bytes]:
+    """Returns the bytes of every tensor in the folder's safetensors files: their order in a file is not the
+    same twice."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(path).items():
@@ -188,7 +194,7 @@ def main(arguments: list[str]) -> int:
         config = load_study_config(options.run, options.overrides)
         config = dataclasses.replace(config, learner=dataclasses.replace(config.learner, ranks=1))
         exact = not options.overrides
-        playback = replay(options.run, config, folder, options.from_step, options.to_step, exact)
+        playback = replay_run(options.run, config, folder, options.from_step, options.to_step, exact)
     except ValueError as error:
         print(f"Slipstream cannot replay:\n{error}", file=sys.stderr)
         return 2
@@ -202,10 +208,11 @@ def main(arguments: list[str]) -> int:
     ):
         if playback.metrics and metric in playback.metrics[0]:
             print(
-                f"  {metric:<22} first {playback.metrics[0][metric]:+.4f}  last {playback.metrics[-1][metric]:+.4f}"
+                f"  {metric:<22} first {playback.metrics[0][metric]:+.4f}  last "
+                f"{playback.metrics[-1][metric]:+.4f}"
             )
     if exact:
-        steps, different = compare(options.run, folder)
+        steps, different = compare_checkpoints(options.run, folder)
         compared = [step for step in steps if step > options.from_step]
         if not compared:
             print("no checkpoint of the run is at hand to compare with")

@@ -43,7 +43,8 @@ class RankFailure:
 
 
 def describe_failure(error: Exception) -> RankFailure:
-    """Call it where the exception is caught, before connections close: other ranks notice the failure then, and fail too."""
+    """Call it where the exception is caught, before connections close: other ranks notice the failure then,
+    and fail too."""
     at = time.time()
     is_sentence = isinstance(error, ValueError)
     report = f": {error}" if is_sentence else f" has failed:\n{traceback.format_exc()}"
@@ -52,7 +53,8 @@ def describe_failure(error: Exception) -> RankFailure:
 
 
 def get_result(ref: Any, name: str, logs: Path) -> Any:
-    """Returns the result of a role's method. Raises RoleFailed, with the traceback or the end of the role's log."""
+    """Returns the result of a role's method. Raises RoleFailed, with the traceback or the end of the role's
+    log."""
     try:
         return ray.get(ref)
     except ray.exceptions.RayTaskError as error:
@@ -81,8 +83,8 @@ def is_device_error(error: RuntimeError) -> bool:
 
 @contextlib.contextmanager
 def die_of_device_error() -> Iterator[None]:
-    """Ends the process when its GPU has failed. Ray starts another in its place, as long as `max_restarts` lasts; an exception
-    would not make Ray do that."""
+    """Ends the process when its GPU has failed. Ray starts another in its place, as long as `max_restarts`
+    lasts; an exception would not make Ray do that."""
     try:
         yield
     except RuntimeError as error:
@@ -94,7 +96,8 @@ def die_of_device_error() -> Iterator[None]:
 
 @contextlib.contextmanager
 def explain_engine_shortage() -> Iterator[None]:
-    """Raises ValueError, with the keys that help, when an engine's GPU has too little memory, whenever that is found."""
+    """Raises ValueError, with the keys that help, when an engine's GPU has too little memory, whenever that
+    is found."""
     try:
         yield
     except RuntimeError as error:
@@ -102,6 +105,7 @@ def explain_engine_shortage() -> Iterator[None]:
             raise
         text = str(error).partition("\n")[0]
         raise ValueError(
-            "an engine must fit into its GPU (a smaller generators.gpu_memory_fraction leaves more beside the cache, and "
+            "an engine must fit into its GPU (a smaller generators.gpu_memory_fraction leaves more beside "
+            "the cache, and "
             f"generators.max_sequences and max_model_len make less of it necessary), got: {text}"
         ) from error

@@ -1,9 +1,9 @@
 """The log file of a role: all that its process prints, why it ended, and its threads' stacks on request.
 
-    kill -USR1 PID      prints the Python stacks of all threads of a role into logs/ROLE.log, of the driver into logs/driver.log
+    kill -USR1 PID    prints the Python stacks of all threads of a role into logs/ROLE.log (logs/driver.log)
 
-The role goes on meanwhile. The signal is answered by compiled code (`faulthandler`), so a role that hangs inside a library, or whose
-main thread never returns to Python, answers too.
+The role goes on meanwhile. The signal is answered by compiled code (`faulthandler`), so a role that hangs
+inside a library, or whose main thread never returns to Python, answers too.
 """
 
 import contextlib
@@ -21,7 +21,8 @@ log = logging.getLogger("slipstream")
 
 
 def log_into_file(path: Path) -> None:
-    """Appends all that this process prints to the file, also what compiled code prints, and stacks on request."""
+    """Appends all that this process prints to the file, also what compiled code prints, and stacks on
+    request."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):

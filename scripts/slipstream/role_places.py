@@ -22,11 +22,11 @@ class RolePlaces:
     """Actor classes of the roles, each bound to the place that the division has given it."""
 
     def __init__(self, config: Config, signals: StopSignals, patience_s: float = PLACED_S) -> None:
-        """Sets aside the processors and GPUs of all roles at once: no role can stay pending, and one that starts again finds its
-        place free.
+        """Sets aside the processors and GPUs of all roles at once: no role can stay pending, and one that
+        starts again finds its place free.
 
-        Raises ValueError when the configuration asks for more than the node has, RoleFailed when it is not free within
-        `patience_s`, and Interrupted.
+        Raises ValueError when the configuration asks for more than the node has, RoleFailed when it is not
+        free within `patience_s`, and Interrupted.
         """
         num_gpus, here = count_gpus_by_node(), ray.get_runtime_context().get_node_id()
         self.division = divide_gpus(num_gpus, here, read_wishes(config))
@@ -83,7 +83,8 @@ class RolePlaces:
             f"{number} {kind}s ({free.get(kind, 0):g} free)" for kind, number in needs if number
         )
         return (
-            f"{', '.join(names)} must be placed within {patience_s:g} s, and wait for {waits} on the driver's node "
+            f"{', '.join(names)} must be placed within {patience_s:g} s, and wait for {waits} on the "
+            "driver's node "
             f"{self.division.node}: something else in the Ray cluster holds what is not free"
         )
 

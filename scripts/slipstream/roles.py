@@ -50,7 +50,8 @@ class RoleProcess:
 def end_with_driver(driver_pid: int, raylet: psutil.Process | None) -> None:
     """Ends this process as soon as the driver (on this host) has ended, however it ended.
 
-    With it end the raylet that the driver has started, and all its children: Ray's agents outlive a killed driver for long.
+    With it end the raylet that the driver has started, and all its children: Ray's agents outlive a killed
+    driver for long.
     """
     driver = os.pidfd_open(driver_pid)
 
@@ -75,7 +76,8 @@ def end_with_driver(driver_pid: int, raylet: psutil.Process | None) -> None:
 
 @contextlib.contextmanager
 def send_heartbeats(client: BufferClient, name: str) -> Iterator[HeartbeatThread]:
-    """Tells the buffer that a rank of the learner lives. A rank that ends well says farewell; one that fails falls silent."""
+    """Tells the buffer that a rank of the learner lives. A rank that ends well says farewell; one that fails
+    falls silent."""
     heart = HeartbeatThread(client, partial(m.RoleHeartbeat, role=name), "loading the model")
     try:
         yield heart
@@ -117,7 +119,8 @@ class LearnerRole(RoleProcess):
     ) -> RankFailure | None:
         """Trains until the run ends. Returns None when it has ended well.
 
-        A failure is returned, not raised: the driver weighs the failures of all ranks before it decides (`supervisor.py`).
+        A failure is returned, not raised: the driver weighs the failures of all ranks before it decides
+        (`supervisor.py`).
         """
         try:
             with log_what_ends_role():

@@ -1,9 +1,9 @@
-"""What a run leaves behind: `summary.json`, rewritten at every step, and TensorBoard's event files.
+"""The files that a run leaves behind: `summary.json`, rewritten at every step, and TensorBoard's event files.
 
-Definitions: `wall_s` is the driver's time; rates divide by the seconds since version 0 was published; `reward.first` and
-`reward.last` are means over the first and the last (up to) five steps; `idle.learner` is the share of its life that the
-learner waited for batches, `idle.generators` the share of their lives, together, in which engines had nothing to do.
-`weights`: docs/weights.md.
+Definitions: `wall_s` is the driver's time; rates divide by the seconds since version 0 was published;
+`reward.first` and `reward.last` are means over the first and the last (up to) five steps; `idle.learner` is
+the share of its life that the learner waited for batches, `idle.generators` the share of their lives,
+together, in which engines had nothing to do. `weights`: docs/weights.md.
 """
 
 import contextlib
@@ -27,11 +27,14 @@ from configs.schema import Config
 
 NUM_AVERAGED = 5
 EVENT_BYTES = 1 << 16
-"""Room that TensorBoard needs from one flush to the next, about."""
+"""Bytes that TensorBoard writes from one flush to the next, about."""
 
 
 class RunRecord:
-    """Writer of one run's folder. `record_news` as they come, `close` with how the run ended. Both raise DiskFull."""
+    """Writes `summary.json` and TensorBoard's files into one run's folder.
+
+    Call `record_news` with all news as they come, and `close` with how the run ended. Both raise DiskFull.
+    """
 
     def __init__(self, config: Config, folder: Path, resume_step: int | None) -> None:
         self._config, self._folder, self._first_step = config, folder, resume_step or 0
@@ -39,10 +42,11 @@ class RunRecord:
         self._command_began = psutil.Process().create_time()
         self._start_s: dict[str, float] = {}
         self._writer: EventFileWriter | None = None
-        self._rewards: dict[int, float] = {}  # by step
+        self._rewards: dict[int, float] = {}
+        """Mean reward by step."""
         self._publish_s: list[float] = []
         self._lags: dict[str, list[int]] = {}
-        """Versions that each generator was behind, as far as it had said, when a step was recorded."""
+        """Generator -> versions that it was behind at each recorded step, as far as it had reported."""
         self._purge_step, self._num_restarts = self._first_step, 0
         self._status: RunStatus | None = None
         self._before = self._read_before() if resume_step is not None else {}
@@ -51,12 +55,12 @@ class RunRecord:
             for one in self._before.get("evaluations", [])
             if one["version"] < self._first_step
         }
-        """By version, of all lives of the run."""
+        """Summary entries by version, of all lives of the run."""
         self.num_steps = 0
-        """Step records taken in so far."""
+        """Number of step records so far."""
 
     def note_milestone(self, what: str) -> None:
-        """The start has come so far."""
+        """Notes the time at which this part of the start was done."""
         self._start_s[what] = round(time.time() - self._command_began, 3)
 
     @property
@@ -67,7 +71,7 @@ class RunRecord:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """As in the summary: every evaluation so far, in the order of their versions."""
+        """All evaluations so far as in the summary, in the order of their versions."""
         return [self._evaluations[version] for version in sorted(self._evaluations)]
 
     def _read_before(self) -> dict[str, Any]:
@@ -80,11 +84,11 @@ class RunRecord:
             self.num_steps += 1
             if (reward := record.metrics.get("reward/mean")) is not None:
                 self._rewards[record.step] = reward
-            self._log(record.step, record.metrics | {"time/seconds": record.time})
+            self._log_metrics(record.step, record.metrics | {"time/seconds": record.time})
         for evaluation in news.evaluations:
             if evaluation.version not in self._evaluations:
                 self._evaluations[evaluation.version] = summarize_evaluation(evaluation)
-                self._log(evaluation.version, {"eval/reward": evaluation.reward})
+                self._log_metrics(evaluation.version, {"eval/reward": evaluation.reward})
         self._publish_s += [
             seconds
             for record in news.records
@@ -94,15 +98,14 @@ class RunRecord:
             for name, report in news.status.generators.items():
                 if report.version >= 0:
                     self._lags.setdefault(name, []).append(max(0, news.status.version - report.version))
-            self._log(news.records[-1].step, list_status_metrics(news.status))
-            with (
-                self._naming_full_disk()
-            ):  # a driver that is killed has recorded every step that its summary knows
+            self._log_metrics(news.records[-1].step, list_status_metrics(news.status))
+            # Before the summary: a driver that is killed has recorded every step that its summary knows.
+            with self._name_full_disk():
                 self._writer.flush()  # type: ignore[union-attr]
-            self._write("running")
+            self._write_summary("running")
 
     def rewind_to_step(self, step: int) -> None:
-        """The learner was lost, and goes on from this step: what is recorded of later ones is void, they are to come again."""
+        """Voids the records of steps from `step` on: the learner was lost, and trains them again."""
         self._num_restarts += 1
         self._rewards = {trained: reward for trained, reward in self._rewards.items() if trained < step}
         self._evaluations = {version: one for version, one in self._evaluations.items() if version < step}
@@ -112,18 +115,18 @@ class RunRecord:
     def close(self, status: str) -> None:
         try:
             if self._status is not None:
-                self._write(status)
+                self._write_summary(status)
         finally:
             self._close_writer()
 
     def _close_writer(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
-            with self._naming_full_disk():
+            with self._name_full_disk():
                 writer.close()
 
     @contextlib.contextmanager
-    def _naming_full_disk(self) -> Iterator[None]:
+    def _name_full_disk(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -131,18 +134,20 @@ class RunRecord:
                 raise disk_full(self._folder / "tensorboard", EVENT_BYTES) from error
             raise
 
-    def _log(self, step: int, metrics: dict[str, float]) -> None:
+    def _log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         if self._writer is None:
-            with self._naming_full_disk():
+            with self._name_full_disk():
                 self._writer = EventFileWriter(str(self._folder / "tensorboard"), flush_secs=10)
-            if self._purge_step is not None:  # readers drop what older files have of this step and later ones
+            # Readers drop the events that older files have of this step and later ones.
+            if self._purge_step is not None:
                 start = SessionLog(status=SessionLog.START)
                 self._writer.add_event(Event(wall_time=time.time(), step=self._purge_step, session_log=start))
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        with self._naming_full_disk():  # what its thread could not write is raised here
+        # An error of the writer's own thread is raised here.
+        with self._name_full_disk():
             self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
-    def _write(self, status: str) -> None:
+    def _write_summary(self, status: str) -> None:
         assert self._status is not None
         summary = json.dumps(self.make_summary(self._status, status), indent=1) + "\n"
         replace_file(self._folder / "summary.json", summary.encode(), sync=False)
@@ -150,7 +155,6 @@ class RunRecord:
     def make_summary(self, news: RunStatus, status: str) -> dict[str, Any]:
         rewards = list(self._rewards.values())
         tokens, groups = news.tokens, news.groups
-        count = sum(news.staleness_histogram.values())
         seconds = max(news.elapsed_s, 1e-9)
         return {
             "mode": str(self._config.mode),
@@ -161,8 +165,9 @@ class RunRecord:
             "start_s": self.start_s,
             "restarts": {"learner": self._before.get("restarts", {}).get("learner", 0) + self._num_restarts},
             "reward": {
-                "first": self._before.get("reward", {}).get("first") or average(rewards[:NUM_AVERAGED]),
-                "last": average(rewards[-NUM_AVERAGED:]),
+                "first": self._before.get("reward", {}).get("first")
+                or average_or_none(rewards[:NUM_AVERAGED]),
+                "last": average_or_none(rewards[-NUM_AVERAGED:]),
             },
             "evaluations": self.evaluations,
             "tokens": {
@@ -179,38 +184,47 @@ class RunRecord:
                 "in_flight": groups.in_flight,
                 "trained_twice": news.trained_twice,
             },
-            "staleness": {
-                "bound": self._config.max_versions,
-                "admission_lag": news.admission_lag,
-                "max": max(news.staleness_histogram, default=0),
-                "mean": sum(k * n for k, n in news.staleness_histogram.items()) / count if count else 0.0,
-                "histogram": {
-                    str(k): news.staleness_histogram.get(k, 0) for k in range(self._config.max_versions + 1)
-                },
-            },
+            "staleness": self._summarize_staleness(news),
             "throughput": {
                 "generated_tokens_per_s": tokens.total / seconds,
                 "trained_tokens_per_s": tokens.trained / seconds,
                 "steps_per_s": (news.num_trained_steps - self._first_step) / seconds,
             },
             "idle": {"learner": news.learner_idle_share, "generators": news.generator_idle_share},
-            "weights": {
-                "updates": news.weight_updates,
-                "bytes": news.weight_bytes,
-                "fetched_bytes": news.fetched_bytes,
-                "gb_per_s": compute_gb_per_s(news),
-                "prepare_s_mean": news.prepare_s_mean,
-                "pause_s_mean": news.pause_s_mean,
-                "publish_s_mean": average(self._publish_s),
-                "lag": {name: {"mean": average(lags), "max": max(lags)} for name, lags in self._lags.items()},
-                "digest_checks": news.digest_checks,
-                "digest_mismatches": news.digest_mismatches,
+            "weights": self._summarize_weights(news),
+        }
+
+    def _summarize_staleness(self, news: RunStatus) -> dict[str, Any]:
+        count = sum(news.staleness_histogram.values())
+        return {
+            "max_versions": self._config.max_versions,
+            "admission_lag": news.admission_lag,
+            "max": max(news.staleness_histogram, default=0),
+            "mean": sum(k * n for k, n in news.staleness_histogram.items()) / count if count else 0.0,
+            "histogram": {
+                str(k): news.staleness_histogram.get(k, 0) for k in range(self._config.max_versions + 1)
             },
+        }
+
+    def _summarize_weights(self, news: RunStatus) -> dict[str, Any]:
+        return {
+            "updates": news.weight_updates,
+            "bytes": news.weight_bytes,
+            "fetched_bytes": news.fetched_bytes,
+            "gb_per_s": compute_gb_per_s(news),
+            "prepare_s_mean": news.prepare_s_mean,
+            "pause_s_mean": news.pause_s_mean,
+            "publish_s_mean": average_or_none(self._publish_s),
+            "lag": {
+                name: {"mean": average_or_none(lags), "max": max(lags)} for name, lags in self._lags.items()
+            },
+            "digest_checks": news.digest_checks,
+            "digest_mismatches": news.digest_mismatches,
         }
 
 
 def summarize_evaluation(evaluation: EvaluationRecord) -> dict[str, Any]:
-    """An evaluation with the 95 % interval of its mean (normal approximation)."""
+    """Returns an evaluation with the 95 % interval of its mean (normal approximation)."""
     arm = 1.96 * evaluation.std / math.sqrt(evaluation.num_prompts)
     interval = [round(evaluation.reward - arm, 4), round(evaluation.reward + arm, 4)]
     return {
@@ -222,7 +236,7 @@ def summarize_evaluation(evaluation: EvaluationRecord) -> dict[str, Any]:
 
 
 def list_status_metrics(status: RunStatus) -> dict[str, float]:
-    """The buffer's side of a step, for TensorBoard."""
+    """Lists the buffer's side of a step, for TensorBoard."""
     seconds = max(status.elapsed_s, 1e-9)
     metrics = {
         "throughput/generated_tokens_per_s": status.tokens.total / seconds,
@@ -255,10 +269,11 @@ def list_status_metrics(status: RunStatus) -> dict[str, float]:
 
 
 def compute_gb_per_s(status: RunStatus) -> float:
-    """Bytes of the versions taken up, over the seconds from announced to in service (waiting for the engine left out)."""
+    """Bytes of the versions taken up, over the seconds from announced to in service (waiting for the engine
+    left out)."""
     seconds = status.weight_updates * (status.prepare_s_mean + status.pause_s_mean)
     return status.weight_bytes / seconds / 1e9 if seconds else 0.0
 
 
-def average(values: Sequence[float]) -> float | None:
+def average_or_none(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None

@@ -1,9 +1,10 @@
 """Ctrl-C and SIGTERM: the first asks the run to stop after the step under way, the second stops it at once.
 
-A signal handler that raises can strike anywhere: inside Ray's compiled code, which turns the exception into a `SystemError` that
-nobody expects, or between two lines that belong together. So the handler only notes the signal. `Interrupted` is raised at
-safe points alone: where the main thread calls `raise_if_hurried`, and inside a `with interruptible():` block, which holds waits
-that know how to be interrupted (sockets, sleeps, pure Python) and no call of Ray.
+A signal handler that raises can strike anywhere: inside Ray's compiled code, which turns the exception into a
+`SystemError` that nobody expects, or between two lines that belong together. So the handler only notes the
+signal. `Interrupted` is raised at safe points alone: where the main thread calls `raise_if_hurried`, and
+inside a `with interruptible():` block, which holds waits that know how to be interrupted (sockets, sleeps,
+pure Python) and no call of Ray.
 """
 
 import signal
@@ -17,7 +18,8 @@ KILLED = 130
 
 
 class Interrupted(BaseException):
-    """The user has asked a second time, and does not wait. Not an `Exception`: no library's `except Exception` may end it."""
+    """The user has asked a second time, and does not wait. Not an `Exception`: no library's `except
+    Exception` may end it."""
 
 
 class StopSignals:
@@ -30,7 +32,7 @@ class StopSignals:
         """True from the second signal until `Interrupted` has been raised at a safe point."""
         self._may_raise = False
 
-    def install(self) -> None:
+    def install_handlers(self) -> None:
         for number in STOP_SIGNALS:
             signal.signal(number, self._note_signal)
 
@@ -50,7 +52,8 @@ class StopSignals:
             raise Interrupted
 
     def raise_if_hurried(self) -> None:
-        """Marks a safe point. Raises Interrupted when a second signal has come and none was raised for it yet."""
+        """Marks a safe point. Raises Interrupted when a second signal has come and none was raised for it
+        yet."""
         if self._is_hurried:
             self._is_hurried = False
             raise Interrupted

@@ -5,8 +5,8 @@
       │            └──▶ one dies or fails: the others would wait for it in a collective, so all are killed
       └── the driver rewinds the buffer to the newest checkpoint, and generators go on meanwhile
 
-A failure that the user or the code has caused would come again in another life, so it ends the run. So does a loss after
-`learner.max_restarts` restarts.
+A failure that the user or the code has caused would come again in another life, so it ends the run. So does a
+loss after `learner.max_restarts` restarts.
 """
 
 import contextlib
@@ -28,7 +28,8 @@ from slipstream.role_failures import RankFailure, RoleFailed, describe_death
 from slipstream.stop_signals import StopSignals
 
 SETTLE_S = 1.0
-"""Seconds after the first sign of a loss in which an earlier one is looked for: ranks that only noticed it are not its cause."""
+"""Seconds after the first sign of a loss in which an earlier one is looked for: ranks that only noticed it
+are not its cause."""
 LISTENING_S = 2.0
 """Seconds that a process has to end when Ray tells it to; then it is killed."""
 GONE_S = 30.0
@@ -56,7 +57,8 @@ class LostRank:
 
     @property
     def at(self) -> float:
-        """Unix time in seconds; 0 for a process that died. A death comes before what its peers raise, whoever is heard first."""
+        """Unix time in seconds; 0 for a process that died. A death comes before what its peers raise, whoever
+        is heard first."""
         return 0.0 if self.failure is None else self.failure.at
 
 
@@ -88,7 +90,8 @@ class RankProcess:
         return is_ready(self.end)
 
     def has_died(self) -> bool:
-        """True as soon as the process is gone. Ray says so a moment later, when other ranks may have raised what they noticed."""
+        """True as soon as the process is gone. Ray says so a moment later, when other ranks may have raised
+        what they noticed."""
         try:
             if self.process is None and is_ready(self.pid):
                 self.process = psutil.Process(ray.get(self.pid))
@@ -109,8 +112,8 @@ class LearnerRanks:
         self, config: Config, folder: Path, address: str, rank_class: Callable[[int], Any],
         common: tuple[Any, ...], signals: StopSignals,
     ) -> None:  # fmt: skip
-        """`address` is the buffer's. `rank_class` gives each rank's actor class, and `common` the arguments of its constructor
-        after the name."""
+        """`address` is the buffer's. `rank_class` gives each rank's actor class, and `common` the arguments
+        of its constructor after the name."""
         self._config, self._folder, self._address = config, folder, address
         self._rank_class, self._common, self._signals = rank_class, common, signals
         self._ranks: list[RankProcess] = []
@@ -118,7 +121,8 @@ class LearnerRanks:
         """Starts after the first; -1 before it."""
 
     def start(self, step: int | None, answers: FirstAnswers | None = None) -> None:
-        """Starts all ranks from the checkpoint of `step`, or from the model itself. They meet at a port of their own.
+        """Starts all ranks from the checkpoint of `step`, or from the model itself. They meet at a port of
+        their own.
 
         `answers` will name ranks that do not come up.
         """
@@ -139,7 +143,8 @@ class LearnerRanks:
         return first.has_ended() and first.find_loss() is None
 
     def find_lost_rank(self) -> LostRank | None:
-        """Returns the rank that was lost first, if any was. Raises RoleFailed where another life would end as this one."""
+        """Returns the rank that was lost first, if any was. Raises RoleFailed where another life would end as
+        this one."""
         losses, deadline = self._find_losses(), time.monotonic() + SETTLE_S
         if not losses:
             return None
@@ -160,7 +165,8 @@ class LearnerRanks:
         return [loss for rank in self._ranks if (loss := rank.find_loss()) is not None]
 
     def kill(self) -> None:
-        """Returns when no rank is alive any more, so that ports, files and devices are free. Raises RoleFailed, Interrupted."""
+        """Returns when no rank is alive any more, so that ports, files and devices are free. Raises
+        RoleFailed, Interrupted."""
         began = time.monotonic()
         for rank in self._ranks:
             ray.kill(rank.actor)

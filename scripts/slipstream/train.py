@@ -9,12 +9,15 @@
           ▲                                                     │
           └──────────────── sync/: versioned weights ◀──────────┘
 
-Ray starts the processes, divides the GPUs and restarts generators that die; trajectories, weights and control go over
-ZeroMQ and shared memory. A learner that loses a rank is started again from its newest checkpoint (`supervisor.py`). The
-learner is the only finite loop: any other role that ends before it has failed, and ends the run. With `role=generators` the
-command starts generators that join another command's run (`generator_fleet.py`).
+Ray starts the processes, divides the GPUs and restarts generators that die; trajectories, weights and control
+go over ZeroMQ and shared memory. A learner that loses a rank is started again from its newest checkpoint
+(`supervisor.py`). The learner is the only finite loop: any other role that ends before it has failed, and
+ends the run. With `role=generators` the command starts generators that join another command's run
+(`generator_fleet.py`).
 
-    python scripts/slipstream/train.py [key=value ...]      --help [KEY|SECTION] explains keys, --cfg prints the configuration
+    scripts/launch.sh [key=value ...]
+    scripts/launch.sh --help [KEY|SECTION]        explains keys
+    scripts/launch.sh --cfg [key=value ...]       prints the composed configuration
 """
 
 import dataclasses
@@ -63,7 +66,8 @@ LEAVE_S = 3.0
 
 
 def quiet_full_disk(failed: threading.ExceptHookArgs) -> None:
-    """Prints no traceback of TensorBoard's thread when it finds the disk full: `RunRecord` says so in a sentence."""
+    """Prints no traceback of TensorBoard's thread when it finds the disk full: `RunRecord` says so in a
+    sentence."""
     if failed.exc_value is None or not is_disk_full(failed.exc_value):
         threading.__excepthook__(failed)
 
@@ -82,7 +86,7 @@ def main(arguments: list[str]) -> int:
             print(to_yaml(config), end="")
             return 0
         signals = StopSignals()
-        signals.install()
+        signals.install_handlers()
         try:
             with import_ahead(config):
                 if config.role is Role.generators:
@@ -124,16 +128,18 @@ class Run:
         self._view = LiveView(config, self._folder, resume_step)
         self._record.note_milestone("imports")
         self._role_ends: dict[Any, str] = {}
-        """Result of each role's `run` -> name of the role. Ranks of the learner are not among them: `LearnerRanks` has them."""
+        """Result of each role's `run` -> name of the role. Ranks of the learner are not among them:
+        `LearnerRanks` has them."""
         self._answers = FirstAnswers(self._view.print_line, signals)
         self._starts_after_learner: list[Callable[[], None]] = []
-        """Starts of the generators that share a GPU with a rank. The rank loads first: both would take memory at the same time."""
+        """Starts of the generators that share a GPU with a rank. The rank loads first: both would take memory
+        at the same time."""
 
     def drive(self) -> int:
         """Consumes the buffer's news, produces the live view, `summary.json` and TensorBoard.
 
-        Waits for the roles. Ends when the learner has ended, a role has failed, or the user has asked for it; returns the
-        exit status.
+        Waits for the roles. Ends when the learner has ended, a role has failed, or the user has asked for it;
+        returns the exit status.
         """
         status, news = "failed", None
         try:
@@ -159,11 +165,12 @@ class Run:
             # A learner that was killed leaves its versions in shared memory.
             sweep_folders(Path("/dev/shm"))
         self._draw_curves()
-        self._view.conclude(status, news, self._record.evaluations)
+        self._view.print_conclusion(status, news, self._record.evaluations)
         return {"finished": 0, "interrupted": KILLED}.get(status, 1)
 
     def _launch_roles(self) -> tuple[str, LearnerRanks, Any]:
-        """Starts all roles. Returns the buffer's address, the learner's ranks, and the call that stops the buffer."""
+        """Starts all roles. Returns the buffer's address, the learner's ranks, and the call that stops the
+        buffer."""
         config, places = self._config, RolePlaces(self._config, self._signals)
         learner_config = self._plan_memory(places)
         common = (self._logs, os.getpid(), config.cluster.address is None)
@@ -198,7 +205,8 @@ class Run:
         return address, learner, buffer.stop.remote
 
     def _plan_memory(self, places: RolePlaces) -> Config:
-        """Says how GPUs and memory are divided. Returns the configuration of the learner, with its part of a GPU's memory."""
+        """Says how GPUs and memory are divided. Returns the configuration of the learner, with its part of a
+        GPU's memory."""
         config, division = self._config, places.division
         if str(division):
             self._view.print_line(str(division))
@@ -239,7 +247,8 @@ class Run:
                 news = self._restart_learner(learner, lost, client)
             if self._signals.received and not is_stopping:
                 self._view.print_line(
-                    f"{self._signals.received}: stopping after the step under way and its checkpoint (again: at once)"
+                    f"{self._signals.received}: stopping after the step under way and its checkpoint "
+                    "(again: at once)"
                 )
                 client.send_request(m.StopRun(reason=self._signals.received))
                 is_stopping = True
@@ -249,7 +258,8 @@ class Run:
             try:
                 news = self._fetch_news(client, wait_s=0.25)
             except BufferGone:
-                # The buffer's role has ended, which the next round finds, or it is only busy and will answer again.
+                # The buffer's role has ended, which the next round finds, or it is only busy and will answer
+                # again.
                 continue
             self._take_news(news, is_stopping)
         news = self._fetch_news(client)
@@ -277,7 +287,8 @@ class Run:
             self._view.print_start_times(self._record.start_s)
 
     def _restart_learner(self, learner: LearnerRanks, lost: LostRank, client: BufferClient) -> m.RunNews:
-        """Takes the learner and the buffer back to the newest checkpoint. Generators notice no more than a longer step."""
+        """Takes the learner and the buffer back to the newest checkpoint. Generators notice no more than a
+        longer step."""
         learner.kill()
         step = learner.find_newest_step()
         whence = "from the beginning: there is no checkpoint yet" if step is None else f"from step {step}"
@@ -300,7 +311,8 @@ class Run:
         return news
 
     def _collect_ended_roles(self) -> list[str]:
-        """Returns the names of roles that have ended well since the last call. Raises RoleFailed for one that has not."""
+        """Returns the names of roles that have ended well since the last call. Raises RoleFailed for one that
+        has not."""
         names = []
         for ref in [ref for ref in self._role_ends if is_ready(ref)]:
             name = self._role_ends.pop(ref)
@@ -309,7 +321,8 @@ class Run:
         return names
 
     def _wind_up(self, client: BufferClient, stop_buffer: Any) -> None:
-        """Lets the generators leave by themselves, then the buffer. The end of the cluster kills a role that is too slow."""
+        """Lets the generators leave by themselves, then the buffer. The end of the cluster kills a role that
+        is too slow."""
         client.send_request(m.StopRun(reason="the run is over"))
         deadline = time.monotonic() + LEAVE_S
         generators = [ref for ref, name in self._role_ends.items() if name.startswith("generator")]
@@ -324,7 +337,8 @@ class Run:
         client.close()
 
     def _close_record(self, status: str) -> str:
-        """Writes the last summary. Returns how the run has ended: `failed` when there is no room for the summary."""
+        """Writes the last summary. Returns how the run has ended: `failed` when there is no room for the
+        summary."""
         try:
             self._record.close(status)
         except DiskFull as full:
@@ -335,7 +349,8 @@ class Run:
         return status
 
     def _draw_curves(self) -> None:
-        """Draws the picture of the run. A picture that cannot be drawn does not change how the run has ended."""
+        """Draws the picture of the run. A picture that cannot be drawn does not change how the run has
+        ended."""
         if not self._record.num_steps:
             return
         try:
