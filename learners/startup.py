@@ -137,7 +137,8 @@ def check_same_run(
     if then is not None and now is not None and (then.trained, then.masked) != (now.trained, now.masked):
         raise ValueError(
             "journal and checkpoint must be of the same run: "
-            f"at step {manifest.step} {then.trained} tokens were trained and {then.masked} masked, the journal's ledger has {now.trained} and {now.masked}"
+            f"at step {manifest.step} {then.trained} tokens were trained and {then.masked} masked, "
+            f"the journal's ledger has {now.trained} and {now.masked}"
         )
 
 
