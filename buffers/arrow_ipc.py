@@ -1,7 +1,8 @@
 """Checks of an Arrow IPC message before it is read, and footers of Arrow files. pyarrow offers neither.
 
-Both read flatbuffers by hand (Arrow format, Message.fbs and File.fbs). A table is a position whose int32 leads back to its
-vtable: uint16 size of the vtable, uint16 size of the table, then one uint16 for each field: its place in the table, or 0.
+Both read flatbuffers by hand (Arrow format, Message.fbs and File.fbs). A table is a position whose int32
+leads back to its vtable: uint16 size of the vtable, uint16 size of the table, then one uint16 for each field:
+its place in the table, or 0.
 """
 
 import itertools
@@ -26,8 +27,8 @@ class BadMessage(ValueError):
 class MetadataLayout:
     """Positions, in a message's metadata, of the numbers that differ between record batches of one schema.
 
-    All other bytes of the metadata are the same in every message that one writer makes. So a message whose other bytes
-    are equal needs no parsing: its numbers stand where they always do.
+    All other bytes of the metadata are the same in every message that one writer makes. So a message whose
+    other bytes are equal needs no parsing: its numbers stand where they always do.
     """
 
     num_metadata: int
@@ -53,11 +54,12 @@ def check_record_batch(
 ) -> tuple[memoryview, list[list[int]]]:
     """Returns (body, [offset, length] of each buffer in it).
 
-    Raises BadMessage unless the message is one uncompressed record batch without nulls whose buffers lie inside it.
+    Raises BadMessage unless the message is one uncompressed record batch without nulls whose buffers lie
+    inside it.
 
-    Call it before pyarrow reads a stranger's message: a compressed buffer names its own size, and the reader would allocate
-    it. Buffers that reach beyond the message are found here at no cost. `usual` is the layout of a message that was written
-    here: where it fits, the metadata is not parsed.
+    Call it before pyarrow reads a stranger's message: a compressed buffer names its own size, and the reader
+    would allocate it. Buffers that reach beyond the message are found here at no cost. `usual` is the layout
+    of a message that was written here: where it fits, the metadata is not parsed.
     """
     try:
         marker, num_metadata = struct.unpack_from("<Ii", message, 0)
@@ -78,8 +80,8 @@ def check_record_batch(
 
 
 def find_layout(message: memoryview) -> MetadataLayout:
-    """Returns the layout of a record batch that was written here. A stranger's may have structure and numbers overlap, so
-    its layout must not be the usual one."""
+    """Returns the layout of a record batch that was written here. A stranger's may have structure and numbers
+    overlap, so its layout must not be the usual one."""
     return _parse_layout(bytes(message[8 : 8 + int.from_bytes(message[4:8], "little")]))
 
 
@@ -112,10 +114,11 @@ def is_aligned(message: memoryview, buffers: Sequence[Sequence[int]]) -> bool:
 
 
 def find_blocks(data: memoryview, start: int) -> list[tuple[int, int, int]]:
-    """Returns (offset, bytes of metadata, bytes of body) of each message from byte `start` on, for `make_footer`.
+    """Returns (offset, bytes of metadata, bytes of body) of each message from byte `start` on, for
+    `make_footer`.
 
-    Stops at the first message that is not whole. Only for messages that were written here: in a stranger's the lengths may
-    lie.
+    Stops at the first message that is not whole. Only for messages that were written here: in a stranger's
+    the lengths may lie.
     """
     blocks = []
     while start + 8 <= len(data):
@@ -135,12 +138,13 @@ def find_blocks(data: memoryview, start: int) -> list[tuple[int, int, int]]:
 
 
 def make_footer(schema: pa.Schema, blocks: Sequence[tuple[int, int, int]]) -> bytes:
-    """Returns the bytes that turn a stream into an Arrow IPC file: end of stream, index of the record batches, magic.
+    """Returns the bytes that turn a stream into an Arrow IPC file: end of stream, index of the record
+    batches, magic.
 
-    `blocks` gives (offset in the file, bytes of metadata, bytes of body) of each record batch. pyarrow writes footers only
-    for batches that it writes itself. So the footer of an empty file is taken and its vector of blocks is replaced (table
-    Footer, field 3, of struct Block {offset: long; metaDataLength: int; bodyLength: long}). Flatbuffers refer forward, so
-    the new vector may stand at the end.
+    `blocks` gives (offset in the file, bytes of metadata, bytes of body) of each record batch. pyarrow writes
+    footers only for batches that it writes itself. So the footer of an empty file is taken and its vector of
+    blocks is replaced (table Footer, field 3, of struct Block {offset: long; metaDataLength: int; bodyLength:
+    long}). Flatbuffers refer forward, so the new vector may stand at the end.
     """
     sink = pa.BufferOutputStream()
     pa.ipc.new_file(sink, schema).close()
@@ -159,7 +163,8 @@ def make_footer(schema: pa.Schema, blocks: Sequence[tuple[int, int, int]]) -> by
 
 
 def _read_number(data: bytes | bytearray, form: str, position: int) -> int:
-    """Returns the number of this format at a position. Raises struct.error for a position outside the data."""
+    """Returns the number of this format at a position. Raises struct.error for a position outside the
+    data."""
     if position < 0:  # Python would count it from the end
         raise struct.error(f"position {position}")
     return int(struct.unpack_from(form, data, position)[0])
@@ -182,7 +187,8 @@ def _read_scalar(data: bytes, table: int, field: int, form: str) -> int:
 
 
 def _follow_field(data: bytes, table: int, field: int) -> int:
-    """Returns the position of the table or vector that a field refers to. Raises struct.error when it is missing."""
+    """Returns the position of the table or vector that a field refers to. Raises struct.error when it is
+    missing."""
     place = _find_field(data, table, field)
     if not place:
         raise struct.error(f"field {field} is missing")
@@ -190,7 +196,8 @@ def _follow_field(data: bytes, table: int, field: int) -> int:
 
 
 def _find_structs(data: bytes, table: int, field: int) -> slice:
-    """Returns the bytes of a vector of structs of two longs. Raises struct.error where they reach beyond the data."""
+    """Returns the bytes of a vector of structs of two longs. Raises struct.error where they reach beyond the
+    data."""
     vector = _follow_field(data, table, field)
     count = _read_number(data, "<I", vector)
     if vector + 4 + 16 * count > len(data):

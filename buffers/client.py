@@ -1,7 +1,7 @@
 """A role's end of the conversation with the buffer: numbered requests out, answers in, in any order.
 
-When the buffer is started again, the client sends again whatever has no answer yet. All requests may be repeated without
-harm.
+When the buffer is started again, the client sends again whatever has no answer yet. All requests may be
+repeated without harm.
 """
 
 import itertools
@@ -34,7 +34,8 @@ KEY_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 HANDSHAKE_BROKEN = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 """The other side has ended the handshake without a word: the keys do not fit, or the process is dying."""
 BROKEN_S = 2.0
-"""Seconds in which every handshake must have broken, with somebody there each time, before the keys are blamed."""
+"""Seconds in which every handshake must have broken, with somebody there each time, before the keys are
+blamed."""
 NOBODY_LISTENS = zmq.EVENT_CLOSED
 WINDOW = 4
 """Parts of a record batch that are asked for and have not come yet."""
@@ -53,7 +54,8 @@ def check_size(request: m.Request, num_body: int, num_payload: int) -> None:
         raise TooLarge(f"{name} must have at most {m.MAX_BODY_BYTES:,} bytes, got {num_body:,}")
     if num_payload > m.MAX_PAYLOAD_BYTES:
         raise TooLarge(
-            f"the groups of one {name} must have at most {m.MAX_PAYLOAD_BYTES:,} bytes together, got {num_payload:,}"
+            f"the groups of one {name} must have at most {m.MAX_PAYLOAD_BYTES:,} bytes together, "
+            f"got {num_payload:,}"
         )
 
 
@@ -66,7 +68,8 @@ class RefusedByBuffer(RuntimeError):
 
 
 class KeysRefused(ValueError):
-    """Raised when the buffer does not know this client's key (any more), or one side has keys and the other has none."""
+    """Raised when the buffer does not know this client's key (any more), or one side has keys and the other
+    has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +107,8 @@ class RemoteReader:
     def read(self, place: m.GroupSlice) -> pa.RecordBatch:
         """Returns the rows of a slice.
 
-        Raises DamagedGroup when the bytes are not those that were written. They are fetched a second time before that,
-        because a fault on the way differs from damage on the disk.
+        Raises DamagedGroup when the bytes are not those that were written. They are fetched a second time
+        before that, because a fault on the way differs from damage on the disk.
         """
         where = (place.segment, place.offset)
         if where not in self._fetched:
@@ -135,8 +138,8 @@ class BufferClient:
         keys: str | None = None,
         role: KeyRole = KeyRole.generator,
     ) -> None:
-        """`timeout_s` is how long an answer may take. `keys` is the folder that `buffer.keys` names, and `role` says whose key
-        to show. Raises ValueError when the folder does not hold what is needed."""
+        """`timeout_s` is how long an answer may take. `keys` is the folder that `buffer.keys` names, and
+        `role` says whose key to show. Raises ValueError when the folder does not hold what is needed."""
         self.address = address
         self._timeout_s, self._keys, self._role = timeout_s, keys, role
         self._heard_at = time.monotonic()
@@ -167,7 +170,8 @@ class BufferClient:
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """Sockets for a poller over several clients: when one of them can be read, `receive_answers` has something to do."""
+        """Sockets for a poller over several clients: when one of them can be read, `receive_answers` has
+        something to do."""
         return [self._socket, self._monitor]
 
     @property
@@ -176,10 +180,11 @@ class BufferClient:
         return time.monotonic() - self._heard_at if self._unanswered else 0.0
 
     def send_request(self, request: m.Request, payload: pa.Buffer | None = None) -> int:
-        """Sends a request without waiting; returns its number. `receive_answers` yields the answer under that number.
+        """Sends a request without waiting; returns its number. `receive_answers` yields the answer under that
+        number.
 
-        Raises TooLarge for a message that no buffer takes in, without sending it; BufferGone when the buffer takes no
-        more messages.
+        Raises TooLarge for a message that no buffer takes in, without sending it; BufferGone when the buffer
+        takes no more messages.
         """
         body = m.encoder.encode(request)
         check_size(request, len(body), 0 if payload is None else payload.size)
@@ -221,8 +226,8 @@ class BufferClient:
             event = recv_monitor_message(self._monitor)["event"]
             if event & KEY_REFUSED:
                 raise KeysRefused(
-                    f"buffer.keys must hold a key that the buffer at {self.address} lets in (see scripts/keys.sh): it has "
-                    "refused this client's"
+                    f"buffer.keys must hold a key that the buffer at {self.address} lets in "
+                    "(see scripts/keys.sh): it has refused this client's"
                 )
             if event & HANDSHAKE_BROKEN:
                 self._count_broken_handshake()
@@ -231,7 +236,8 @@ class BufferClient:
             if event & NOBODY_LISTENS:
                 continue
             if self._connected:
-                # Connected again: to another life of the buffer, which knows nothing of the requests under way.
+                # Connected again: to another life of the buffer, which knows nothing of the requests under
+                # way.
                 for number in list(self._unanswered):
                     self._send_frames(number)
             self._connected = True
@@ -239,20 +245,22 @@ class BufferClient:
     def _count_broken_handshake(self) -> None:
         """Raises KeysRefused when every handshake has broken for `BROKEN_S`.
 
-        A buffer that dies or is started again breaks a few handshakes. Keys that do not fit break all of them.
+        A buffer that dies or is started again breaks a few handshakes. Keys that do not fit break all of
+        them.
         """
         now = time.monotonic()
         self._broken_since = now if self._broken_since is None else self._broken_since
         if now - self._broken_since > BROKEN_S:
             raise KeysRefused(
-                f"buffer.keys must hold keys that fit the buffer at {self.address}, or none if it has none (see "
-                f"scripts/keys.sh): for {BROKEN_S:.0f} s it has broken off every handshake"
+                f"buffer.keys must hold keys that fit the buffer at {self.address}, or none if it has none "
+                f"(see scripts/keys.sh): for {BROKEN_S:.0f} s it has broken off every handshake"
             )
 
     def call(self, request: m.Request, expect: type[R], *, wait_s: float = 0.0) -> R:
         """Sends a request and returns its answer, which is of type `expect`. Raises as `exchange` does.
 
-        `wait_s` is how long the buffer may let the request wait: the client waits that much longer than usual.
+        `wait_s` is how long the buffer may let the request wait: the client waits that much longer than
+        usual.
         """
         reply, _ = self.exchange(request, wait_s=wait_s)
         assert isinstance(reply, expect), reply
@@ -261,10 +269,11 @@ class BufferClient:
     def exchange(
         self, request: m.Request, *, wait_s: float = 0.0, payload: pa.Buffer | None = None
     ) -> tuple[m.Reply, list[memoryview]]:
-        """Sends a request and returns (answer, binary frames beside it). Drops other answers that come meanwhile.
+        """Sends a request and returns (answer, binary frames beside it). Drops other answers that come
+        meanwhile.
 
-        Raises BufferGone when there is no answer in time, RefusedByBuffer when the buffer refuses, TooLarge as
-        `send_request`.
+        Raises BufferGone when there is no answer in time, RefusedByBuffer when the buffer refuses, TooLarge
+        as `send_request`.
         """
         number = self.send_request(request, payload)
         deadline = time.monotonic() + self._timeout_s + wait_s
@@ -275,11 +284,13 @@ class BufferClient:
                         raise RefusedByBuffer(answer.reply.reason)
                     return answer.reply, answer.payload
         raise BufferGone(
-            f"no answer from the buffer at {self.address} to {type(request).__name__} in {self._timeout_s + wait_s:.0f} s"
+            f"no answer from the buffer at {self.address} to {type(request).__name__} "
+            f"in {self._timeout_s + wait_s:.0f} s"
         )
 
     def submit_groups(self, generator: str, leases: list[int], groups: pa.RecordBatch) -> list[str]:
-        """Hands in the groups of some leases and waits until they are durable. Returns one verdict for each lease.
+        """Hands in the groups of some leases and waits until they are durable. Returns one verdict for each
+        lease.
 
         `groups` holds the rows of all of them, in the order of `leases`.
         """
@@ -289,10 +300,12 @@ class BufferClient:
         return reply.verdicts
 
     def take_batch(self, step: int, wait_s: float) -> TakenBatch | m.NotReadyYet | m.RunStopped:
-        """Returns the groups that a step trains, mapped from the journal where it is on this host, else fetched in parts.
+        """Returns the groups that a step trains, mapped from the journal where it is on this host, else
+        fetched in parts.
 
-        Reports a group whose bytes have changed to the buffer, which has a fresh one made: until then the answer is
-        NotReadyYet. Raises DamagedGroup when the buffer cannot see the damage, though it is there again and again.
+        Reports a group whose bytes have changed to the buffer, which has a fresh one made: until then the
+        answer is NotReadyYet. Raises DamagedGroup when the buffer cannot see the damage, though it is there
+        again and again.
         """
         reader = self._choose_reader()
         reply, _ = self.exchange(m.RequestBatch(step=step, wait_s=wait_s), wait_s=wait_s)
@@ -307,7 +320,8 @@ class BufferClient:
             if self._num_unseen == MAX_UNSEEN:
                 raise
             return m.NotReadyYet(
-                waiting_for=f"step {step} waits for {replaced} fresh groups in the place of damaged ones: {error}"
+                waiting_for=f"step {step} waits for {replaced} fresh groups in the place of damaged ones: "
+                f"{error}"
             )
         finally:
             reader.drop_last()
@@ -322,8 +336,8 @@ class BufferClient:
         return self._reader
 
     def _fetch_batch(self, place: m.GroupSlice) -> bytearray:
-        """Returns the bytes of a record batch. It comes in parts, so that the buffer answers others between them; several are
-        under way at once, so that the buffer need not wait for this client.
+        """Returns the bytes of a record batch. It comes in parts, so that the buffer answers others between
+        them; several are under way at once, so that the buffer need not wait for this client.
 
         Raises BufferGone when no part comes for `timeout_s`, DamagedGroup when the journal has fewer bytes.
         """
@@ -346,7 +360,8 @@ class BufferClient:
                 part = answer.payload[0] if answer.payload else memoryview(b"")
                 if len(part) != min(m.MAX_PART_BYTES, place.size - begin):
                     raise DamagedGroup(
-                        f"{len(part)} bytes came of a part at {place.offset + begin} of segment {place.segment}"
+                        f"{len(part)} bytes came of a part at {place.offset + begin} "
+                        f"of segment {place.segment}"
                     )
                 data[begin : begin + len(part)] = part
             if time.monotonic() - heard_at > self._timeout_s:
@@ -366,8 +381,8 @@ class BufferClient:
 def send_groups(client: BufferClient, generator: str, leases: list[int], groups: pa.RecordBatch) -> None:
     """Sends the groups of some leases without waiting for the receipt.
 
-    `groups` holds the rows of all of them, in the order of `leases`. They travel in one message, or in several where one
-    would be too large. A group that is too large by itself fails, with its size.
+    `groups` holds the rows of all of them, in the order of `leases`. They travel in one message, or in
+    several where one would be too large. A group that is too large by itself fails, with its size.
     """
     request = m.SubmitGroups(generator=generator, leases=leases, schema=SCHEMA_VERSION)
     try:

@@ -1,7 +1,8 @@
 """The rules that a submitted group must keep, and the facts that the buffer books of a group that keeps them.
 
-A generator may send anything, so nothing is trusted: not the message's metadata (`arrow_ipc`), not the columns, and not
-the values in them. All groups of a message are checked at once, in numpy, on the message's own buffers without a copy.
+A generator may send anything, so nothing is trusted: not the message's metadata (`arrow_ipc`), not the
+columns, and not the values in them. All groups of a message are checked at once, in numpy, on the message's
+own buffers without a copy.
 """
 
 import math
@@ -27,8 +28,8 @@ LONG_GROUP = 2000
 MAX_LOGPROB = 1e-3
 """A log-probability is at most 0; this much more is rounding."""
 VALUES, LIST_OFFSETS, LIST_VALUES = 1, 1, 3
-"""Places of a column's buffers among its own: Arrow puts the validity before the values, and a list's offsets before the
-validity and the values of its items."""
+"""Places of a column's buffers among its own: Arrow puts the validity before the values, and a list's offsets
+before the validity and the values of its items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +94,9 @@ def check_groups(
 ) -> CheckedMessage:
     """Reads a message and finds the facts of each expected group, or the rule that it breaks.
 
-    A whole, finite, consistent group has `num_samples` rows, numbered from 0, of at most `longest` tokens each. Its
-    tokens are below `vocabulary`, its versions go up to `newest_version`, and its experts are as `routing` says.
+    A whole, finite, consistent group has `num_samples` rows, numbered from 0, of at most `longest` tokens
+    each. Its tokens are below `vocabulary`, its versions go up to `newest_version`, and its experts are as
+    `routing` says.
 
     Raises MalformedGroup when the message cannot be read or has another number of rows.
     """
@@ -102,7 +104,8 @@ def check_groups(
     batch, body, buffers = decode_buffers(view)
     if batch.num_rows != len(expected) * num_samples or not expected:
         raise MalformedGroup(
-            f"samples must be 0..{num_samples - 1} for each of {len(expected)} groups, got {batch.num_rows} rows"
+            f"samples must be 0..{num_samples - 1} for each of {len(expected)} groups, "
+            f"got {batch.num_rows} rows"
         )
     try:
         _require(
@@ -133,7 +136,8 @@ def check_groups(
 def split_message(
     data: memoryview, num_groups: int, wanted: Container[int], num_samples: int
 ) -> tuple[memoryview, dict[int, int]]:
-    """Returns (message with the wanted groups alone, sampled tokens of each other group by its place in the message).
+    """Returns (message with the wanted groups alone, sampled tokens of each other group by its place in the
+    message).
 
     Raises MalformedGroup when the message cannot be read or has another number of rows.
     """
@@ -154,8 +158,8 @@ def split_message(
 
 # ---- the rules, in the order in which they are checked
 #
-# Their cost is the number of calls into numpy, unless groups are long. So equality is left to comparisons of bytes, and
-# each rule looks at the columns of all groups together.
+# Their cost is the number of calls into numpy, unless groups are long. So equality is left to comparisons of
+# bytes, and each rule looks at the columns of all groups together.
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +178,8 @@ class _Columns:
         return self.num_groups * self.num_samples
 
     def take_bytes(self, column: str, buffer: int, size: int) -> memoryview:
-        """Returns the first bytes of one buffer of a column: `VALUES`, or of a list `LIST_OFFSETS` or `LIST_VALUES`.
+        """Returns the first bytes of one buffer of a column: `VALUES`, or of a list `LIST_OFFSETS` or
+        `LIST_VALUES`.
 
         Raises MalformedGroup where the buffer is shorter.
         """
@@ -227,7 +232,8 @@ def _check_columns(
 
 
 def _check_identity(columns: _Columns, expected: Sequence[ExpectedGroup]) -> None:
-    """Every row names the group, the step and the prompt of its lease, and the rows of a group are numbered from 0."""
+    """Every row names the group, the step and the prompt of its lease, and the rows of a group are numbered
+    from 0."""
     rows = np.array([(one.group, one.due, one.prompt) for one in expected])
     wanted = rows.T.repeat(columns.num_samples, axis=1)
     size = 8 * columns.num_rows
@@ -295,15 +301,16 @@ def _check_logprobs(columns: _Columns, total: int) -> None:
 def _check_versions(
     columns: _Columns, offsets: np.ndarray, newest_version: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Exactly the sampled tokens have a version, which is published, and a trajectory begins with a token of the prompt.
+    """Exactly the sampled tokens have a version, which is published, and a trajectory begins with a token of
+    the prompt.
 
     Returns ([tokens] int32 versions, [tokens] bool: where sampled).
     """
     total = int(offsets[-1])
     versions = columns.take_items("versions", np.int32, total)
     sampled = versions >= 0
-    # `sampled` came as bits. The computed bits are packed too and compared as bytes; the last byte holds bits beyond the
-    # last token, which say nothing.
+    # `sampled` came as bits. The computed bits are packed too and compared as bytes; the last byte holds bits
+    # beyond the last token, which say nothing.
     computed = np.packbits(sampled, bitorder="little").tobytes()
     came = columns.take_bytes("sampled", LIST_VALUES, -(-total // 8)).tobytes()
     last = 0xFF >> (-total % 8)
@@ -324,7 +331,8 @@ def _check_rewards(columns: _Columns) -> tuple[list[float], list[float]]:
     means = rewards.sum(1) / num_samples
     _require(np.isfinite(means).all(), "reward must be finite, and some is NaN or infinite")
     deviations = np.where(
-        # Rounding of the mean would give equal rewards a deviation above 0, and dynamic sampling compares it with 0.
+        # Rounding of the mean would give equal rewards a deviation above 0, and dynamic sampling compares it
+        # with 0.
         rewards.max(1) > rewards.min(1),
         np.sqrt(np.square(rewards - means[:, None]).sum(1) / num_samples),
         0.0,

@@ -1,11 +1,13 @@
-"""The heartbeat of a role: a thread reports what the role is doing and since when, whatever the role itself waits for.
+"""The heartbeat of a role: a thread reports what the role is doing and since when, whatever the role itself
+waits for.
 
-    the role's loop ── set_activity, set_composer ──▶ HeartbeatThread ── GeneratorHeartbeat or RoleHeartbeat ──▶ buffer
-                    ◀── take_standings ─────────────                 ◀── GeneratorStanding or Acknowledged ────
+    role's loop ── set_activity, set_composer ─▶ HeartbeatThread ─ GeneratorHeartbeat, RoleHeartbeat ▶ buffer
+                ◀─ take_standings ──────────────                 ◀ GeneratorStanding, Acknowledged ────
 
-The thread has a client of its own, because a client belongs to one thread. Python gives it the processor a hundred times a
-second while the loop runs Python, waits, or computes in a library that releases the interpreter's lock (vLLM's steps, torch
-and sockets do). A call that holds the lock for long stops the heartbeat too: then the status says "not heard of".
+The thread has a client of its own, because a client belongs to one thread. Python gives it the processor a
+hundred times a second while the loop runs Python, waits, or computes in a library that releases the
+interpreter's lock (vLLM's steps, torch and sockets do). A call that holds the lock for long stops the
+heartbeat too: then the status says "not heard of".
 """
 
 import logging
@@ -25,11 +27,13 @@ HEARTBEAT_S = 0.5
 WAKE_S = 0.1
 """Seconds within which the thread notices that it is to end."""
 MAX_UNANSWERED = 4
-"""Heartbeats on the way at most, so that a buffer that was away for an hour does not get thousands of them at once."""
+"""Heartbeats on the way at most, so that a buffer that was away for an hour does not get thousands of them at
+once."""
 
 
 class ComposeHeartbeat(Protocol):
-    """Makes a heartbeat from the role's activity, the seconds since it began, and the seconds since the role moved."""
+    """Makes a heartbeat from the role's activity, the seconds since it began, and the seconds since the role
+    moved."""
 
     def __call__(
         self, *, activity: str, activity_s: float, standstill_s: float
@@ -56,15 +60,16 @@ class HeartbeatThread:
         self._error: Exception | None = None
         self._under_way: set[int] = set()
         self.silent_s = 0.0
-        """Seconds for which the buffer had left heartbeats without an answer when the thread last looked for one. They do not
-        count until now, because a process that was held up has answers that it has not read."""
+        """Seconds for which the buffer had left heartbeats without an answer when the thread last looked for
+        one. They do not count until now, because a process that was held up has answers that it has not
+        read."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
         self._thread.start()
 
     def set_activity(self, activity: str, moved: bool = True) -> None:
-        """Sets what the role is doing now. Setting the same again shows that its loop has come round, unless `moved` is
-        false."""
+        """Sets what the role is doing now. Setting the same again shows that its loop has come round, unless
+        `moved` is false."""
         with self._lock:
             now = self._clock()
             if activity != self._activity:
@@ -77,7 +82,8 @@ class HeartbeatThread:
         self._compose = compose
 
     def take_standings(self) -> list[m.GeneratorStanding]:
-        """Returns the buffer's answers since the last call. Raises the error that has ended the thread, if one has."""
+        """Returns the buffer's answers since the last call. Raises the error that has ended the thread, if
+        one has."""
         if self._error is not None:
             raise self._error
         return [self._standings.popleft() for _ in range(len(self._standings))]

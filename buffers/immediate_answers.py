@@ -31,7 +31,8 @@ class ImmediateAnswers:
     def carry_out(
         self, request: m.ImmediateRequest, payload: Sequence[memoryview]
     ) -> tuple[m.Reply, list[bytes]]:
-        """Returns the answer and its binary frame, if it has one. Raises Refusal where the request does not fit."""
+        """Returns the answer and its binary frame, if it has one. Raises Refusal where the request does not
+        fit."""
         if isinstance(request, m.GeneratorRequest):
             return self._answer_generator(request, payload), []
         buffer = self._buffer

@@ -17,8 +17,9 @@ MAX_INBOX_BYTES = 64 << 20
 
 
 class Inbox:
-    """Hands out small requests at once and submissions in portions, so that whoever only asks something does not wait
-    behind a thousand submissions. The messages of one sender are handed out in the order in which they came."""
+    """Hands out small requests at once and submissions in portions, so that whoever only asks something does
+    not wait behind a thousand submissions. The messages of one sender are handed out in the order in which
+    they came."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", connections: Connections) -> None:
         self._socket, self._connections = socket, connections
@@ -37,8 +38,8 @@ class Inbox:
     def take_messages(self, wait_s: float, is_full: Callable[[], bool]) -> Iterator[list[zmq.Frame]]:
         """Yields the messages that one turn handles: 3 or 4 frames where well-formed, else any other number.
 
-        Waits up to `wait_s` for the first one, but not while messages are queued. Reads no more from the socket once
-        `is_full` says that the answers do not fit into this turn.
+        Waits up to `wait_s` for the first one, but not while messages are queued. Reads no more from the
+        socket once `is_full` says that the answers do not fit into this turn.
         """
         self.is_drained = False
         if not self._socket.poll(0 if self._messages else int(wait_s * 1000)) and not self._messages:
@@ -48,11 +49,12 @@ class Inbox:
         yield from self._take_queued()
 
     def _read_socket(self, is_full: Callable[[], bool]) -> Iterator[list[zmq.Frame]]:
-        """Yields small requests and queues submissions, and whatever comes from a sender whose submission is queued."""
+        """Yields small requests and queues submissions, and whatever comes from a sender whose submission is
+        queued."""
         for _ in range(MAX_MESSAGES_PER_TURN):
             if self._num_bytes > MAX_INBOX_BYTES or is_full():
                 return
-            if (frames := self._connections.receive(MAX_FRAMES)) is None:
+            if (frames := self._connections.receive_message(MAX_FRAMES)) is None:
                 self.is_drained = True
                 return
             if len(frames) == MAX_FRAMES or (len(frames) == 3 and frames[0].bytes in self._num_queued):

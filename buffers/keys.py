@@ -1,13 +1,15 @@
-"""CURVE keys for the buffer's sockets: making them, showing them, and checking them. CURVE also encrypts all that travels.
+"""CURVE keys for the buffer's sockets: making them, showing them, and checking them. CURVE also encrypts all
+that travels.
 
     FOLDER/server.key_secret     for the buffer alone (and for whoever serves weights)
     FOLDER/server.key            for everyone: it tells the true buffer from another
-    FOLDER/ROLE.key_secret       for a run's own processes: `operator` for its driver, `learner`, `generator`, `watcher`
-    FOLDER/allowed/ROLE/*.key    public keys that are let in. The folder that holds a key says what its owner may send
+    FOLDER/ROLE.key_secret       for a run's own processes: `learner`, `generator`, `watcher`,
+                                 and `operator` for its driver
+    FOLDER/allowed/ROLE/*.key    public keys that are let in; ROLE says what the owner of a key may send
 
-A machine that joins needs `server.key` and a generator's pair, named `generator.key` and `generator.key_secret`, in its
-folder. A key that is deleted from `allowed` is refused within a second, on open connections too. A key that is added is
-let in as soon.
+A machine that joins needs `server.key` and a generator's pair, named `generator.key` and
+`generator.key_secret`, in its folder. A key that is deleted from `allowed` is refused within a second, on
+open connections too. A key that is added is let in as soon.
 """
 
 import logging
@@ -67,14 +69,15 @@ REQUEST_ROLES: dict[type[WireRecord], frozenset[KeyRole]] = {
     m.StopRun: _OPERATOR,
     m.WatchRun: _ANYBODY,
 }
-"""Roles whose keys may send a request to a buffer that has keys. Nobody may send a request that is not here."""
+"""Roles whose keys may send a request to a buffer that has keys. Nobody may send a request that is not
+here."""
 
 
 WEIGHT_REQUEST_ROLES: dict[str, frozenset[KeyRole]] = dict.fromkeys(
     ("GetChunk", "GetPatchRoute", "EnlistRelay", "RequestBroadcast"), _GENERATOR
 )
-"""Roles whose keys may send a request to a server of weights, by the name of the request: hosts that generate fetch
-weights and pass them on."""
+"""Roles whose keys may send a request to a server of weights, by the name of the request: hosts that generate
+fetch weights and pass them on."""
 
 
 def may_send(roles: frozenset[KeyRole], request: m.Request) -> bool:
@@ -142,7 +145,8 @@ def _load_pair(folder: Path, name: str) -> tuple[bytes, bytes]:
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o077:
         raise ValueError(
-            f"buffer.keys must hold secrets that only their owner can read (chmod 600), got {path} with {mode:o}"
+            f"buffer.keys must hold secrets that only their owner can read (chmod 600), "
+            f"got {path} with {mode:o}"
         )
     if secret is None:
         raise ValueError(
@@ -172,7 +176,8 @@ class AllowedKeys:
         self._folder = folder
         self._seen: tuple[tuple[str, int, int, int], ...] = ()
         self.roles: Mapping[str, frozenset[KeyRole]] = {}
-        """Roles by public key (Z85). The mapping is replaced as a whole, so another thread may read it at any time."""
+        """Roles by public key (Z85). The mapping is replaced as a whole, so another thread may read it at any
+        time."""
         self.reload_changed()
 
     def reload_changed(self) -> None:
@@ -204,7 +209,8 @@ def _identify_file(path: Path) -> tuple[int, int, int]:
 
 
 class Authenticator:
-    """Decides which clients ZeroMQ lets in through a server's socket. It works in a thread until it is closed.
+    """Decides which clients ZeroMQ lets in through a server's socket. It works in a thread until it is
+    closed.
 
     ZeroMQ asks it about every client that shows a key (ZAP, RFC 27). When the thread is dead nobody gets in.
     """
@@ -228,7 +234,8 @@ class Authenticator:
         return self._allowed.roles.get(user, frozenset())
 
     def objection(self, user: str, kind: str) -> str:
-        """Says why the owner of a key may not send a request of this name to a server of weights; empty when it may."""
+        """Says why the owner of a key may not send a request of this name to a server of weights; empty when
+        it may."""
         roles = self.find_roles(user)
         if not roles:
             return f"{kind} with key {user}, which is not allowed any more"
@@ -237,7 +244,8 @@ class Authenticator:
         return ""
 
     def check(self) -> None:
-        """Raises RuntimeError, from its cause, when the thread has died. The owner of the socket calls it again and again."""
+        """Raises RuntimeError, from its cause, when the thread has died. The owner of the socket calls it
+        again and again."""
         if self._error is not None:
             raise RuntimeError(
                 "the thread that lets clients in has died: nobody can connect"
@@ -253,7 +261,8 @@ class Authenticator:
         try:
             while self._running:
                 asked = self._socket.poll(int(RELOAD_S * 1000) if self._running else 0)
-                # The keys are read before each answer, so that a deleted key is refused at its next handshake.
+                # The keys are read before each answer, so that a deleted key is refused at its next
+                # handshake.
                 if asked or time.monotonic() - reloaded_at >= RELOAD_S:
                     self._allowed.reload_changed()
                     reloaded_at = time.monotonic()
@@ -284,13 +293,14 @@ class Authenticator:
 def start_authenticator(socket: "zmq.Socket[bytes]", folder: Path) -> Authenticator:
     """Makes a socket that is not bound yet a CURVE server, open to the keys in `allowed` only.
 
-    Raises ValueError when keys are missing or readable by others. The socket's context must have no other server with
-    keys, because a context has one authenticator only.
+    Raises ValueError when keys are missing or readable by others. The socket's context must have no other
+    server with keys, because a context has one authenticator only.
     """
     socket.curve_publickey, socket.curve_secretkey = _load_pair(folder, "server")
     socket.curve_server = True
     socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-    # Enforced: while no authenticator answers, the socket lets nobody in. Otherwise it would let in everybody.
+    # Enforced: while no authenticator answers, the socket lets nobody in. Otherwise it would let in
+    # everybody.
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     allowed = folder / "allowed"
     if not any(allowed.glob("*/*.key")):

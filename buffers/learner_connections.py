@@ -13,7 +13,8 @@ LearnerRequest = (
     | m.ReportDamagedGroups
     | m.AwaitEvaluations
 )
-"""Requests that only a rank of the learner makes, and that count no more once another life of the learner has begun."""
+"""Requests that only a rank of the learner makes, and that count no more once another life of the learner has
+begun."""
 
 
 class LearnerConnections:

@@ -1,7 +1,9 @@
-"""The field types of the buffer's messages, each with its bounds, and the base class of all records on the wire.
+"""The field types of the buffer's messages, each with its bounds, and the base class of all records on the
+wire.
 
-Every field of a request has a bound, so that nothing that arrives overflows what is added up, logged or answered. A
-request outside the bounds is refused while it is decoded. `buffers.limits` checks the bounds that depend on the run.
+Every field of a request has a bound, so that nothing that arrives overflows what is added up, logged or
+answered. A request outside the bounds is refused while it is decoded. `buffers.limits` checks the bounds that
+depend on the run.
 """
 
 from typing import Annotated

@@ -3,10 +3,10 @@
     client ── number, request [, Arrow frame] ──▶ buffer        the buffer answers every request once
            ◀── number, answer [, binary frame] ──
 
-A request and its answer share a number, so a client may have many requests under way. Bulk data travels as a frame
-beside the message, never inside it. All requests may be repeated without harm: a client sends them again when the buffer
-was restarted. The name of a request says what its sender does; `-> X` in a docstring names the answer. The buffer answers
-with `RefusedRequest` where a request does not fit.
+A request and its answer share a number, so a client may have many requests under way. Bulk data travels as a
+frame beside the message, never inside it. All requests may be repeated without harm: a client sends them
+again when the buffer was restarted. The name of a request says what its sender does; `-> X` in a docstring
+names the answer. The buffer answers with `RefusedRequest` where a request does not fit.
 """
 
 from typing import Annotated
@@ -37,8 +37,8 @@ from buffers.run_status import EvaluationRecord, GeneratorReport, RunStatus, Ste
 MAX_BODY_BYTES = 1 << 20
 """Bytes of a request without its Arrow frame."""
 MAX_PAYLOAD_BYTES = 256 << 20
-"""Bytes of the Arrow frame of a submission. A client refuses to send more, and a server closes the connection of one
-that does."""
+"""Bytes of the Arrow frame of a submission. A client refuses to send more, and a server closes the connection
+of one that does."""
 MAX_NUMBER_BYTES = 64
 """Bytes of a request's number."""
 MAX_PART_BYTES = 4 << 20
@@ -83,7 +83,8 @@ class JoinedRun(WireRecord):
 
 
 class LeaveRun(WireRecord):
-    """-> Acknowledged. A generator leaves, or the driver says so in its place. Its leases are free from then on."""
+    """-> Acknowledged. A generator leaves, or the driver says so in its place. Its leases are free from then
+    on."""
 
     generator: RoleName
     error: BoundedText | None = None
@@ -91,7 +92,8 @@ class LeaveRun(WireRecord):
 
 
 class RequestLeases(WireRecord):
-    """-> LeaseGrant. A generator asks for work. The buffer answers as soon as it has some, or after `wait_s`."""
+    """-> LeaseGrant. A generator asks for work. The buffer answers as soon as it has some, or after
+    `wait_s`."""
 
     generator: RoleName
     count: Annotated[int, Meta(ge=0, le=MAX_LEASES)]
@@ -108,7 +110,8 @@ class LeaseGrant(WireRecord):
     manifest_locator: str
     """Where the manifest of that version is."""
     announcement_number: int = 0
-    """Counts publications and rewinds. Of two answers, the one with the higher number names the newer version."""
+    """Counts publications and rewinds. Of two answers, the one with the higher number names the newer
+    version."""
     ended: bool = False
     """True when the run is over: the generator leaves."""
 
@@ -131,7 +134,8 @@ class GeneratorStanding(WireRecord):
     """Tells a generator which leases it has lost, and announces the newest version."""
 
     revoked: list[int]
-    """Leases that the generator no longer holds: it aborts them and sends `FailLease` for each, with `revoked`."""
+    """Leases that the generator no longer holds: it aborts them and sends `FailLease` for each, with
+    `revoked`."""
     version: int
     """Newest published version, -1 before the first."""
     manifest_locator: str
@@ -155,8 +159,8 @@ class SubmitGroups(WireRecord):
 
 
 class SubmitParityProbe(WireRecord):
-    """-> Acknowledged. A generator hands in its samples for the parity probe (`buffers.parity_probe`), as one Arrow frame.
-    Idempotent."""
+    """-> Acknowledged. A generator hands in its samples for the parity probe (`buffers.parity_probe`), as one
+    Arrow frame. Idempotent."""
 
     generator: RoleName
     manifest_locator: BoundedText
@@ -224,7 +228,8 @@ class JournalLocation(WireRecord):
 
 
 class RequestBatch(WireRecord):
-    """-> BatchOffer or RunStopped as soon as possible, NotReadyYet after `wait_s`. The learner asks for a step's groups.
+    """-> BatchOffer or RunStopped as soon as possible, NotReadyYet after `wait_s`. The learner asks for a
+    step's groups.
 
     A repeated request has the same answer.
     """
@@ -251,8 +256,8 @@ class GroupSlice(WireRecord, array_like=True):
 
 
 class BatchOffer(WireRecord):
-    """Names the groups that a step trains, in this order. A learner that cannot map the journal fetches them with
-    `ReadBatchPart`."""
+    """Names the groups that a step trains, in this order. A learner that cannot map the journal fetches them
+    with `ReadBatchPart`."""
 
     step: int
     groups: list[int]
@@ -263,8 +268,8 @@ class BatchOffer(WireRecord):
 
 
 class ReadBatchPart(WireRecord):
-    """-> BatchPart. A learner that cannot map the journal fetches some bytes of a record batch, which comes in several
-    parts."""
+    """-> BatchPart. A learner that cannot map the journal fetches some bytes of a record batch, which comes
+    in several parts."""
 
     segment: Ordinal
     offset: RunTotal
@@ -277,8 +282,8 @@ class BatchPart(WireRecord):
 
 
 class RequestParityProbe(WireRecord):
-    """-> ParityProbeRows once an engine has sampled a probe of the newest version, RunStopped, or NotReadyYet after
-    `wait_s`. The learner asks for the probe."""
+    """-> ParityProbeRows once an engine has sampled a probe of the newest version, RunStopped, or NotReadyYet
+    after `wait_s`. The learner asks for the probe."""
 
     wait_s: Seconds
 
@@ -333,14 +338,15 @@ class ReportCheckpoint(WireRecord):
 
 
 class RewindToStep(WireRecord):
-    """-> Acknowledged. The learner goes on from the checkpoint of `step`. The buffer hands out later steps again, as they
-    were."""
+    """-> Acknowledged. The learner goes on from the checkpoint of `step`. The buffer hands out later steps
+    again, as they were."""
 
     step: Ordinal
 
 
 class AwaitEvaluations(WireRecord):
-    """-> Acknowledged once the last evaluation is in, NotReadyYet after `wait_s`. The learner has trained its last step."""
+    """-> Acknowledged once the last evaluation is in, NotReadyYet after `wait_s`. The learner has trained its
+    last step."""
 
     wait_s: Seconds
 
@@ -349,7 +355,7 @@ class NotReadyYet(WireRecord):
     """Says that an answer is not there yet: the learner asks again."""
 
     waiting_for: str
-    """Who waits for whom and why, in a sentence."""
+    """A sentence that says who waits for whom and why."""
 
 
 class RunStopped(WireRecord):
@@ -370,7 +376,8 @@ class WatchRun(WireRecord):
 
 
 class RunNews(WireRecord):
-    """Carries the step records that a watcher lacks (the first few hundred of them) and the state of the run."""
+    """Carries the step records that a watcher lacks (the first few hundred of them) and the state of the
+    run."""
 
     records: list[StepRecord]
     evaluations: list[EvaluationRecord]
@@ -379,8 +386,8 @@ class RunNews(WireRecord):
 
 
 class StopRun(WireRecord):
-    """-> Acknowledged. The driver ends the run: from now on the buffer answers requests for leases with `ended` and
-    requests for batches with `RunStopped`."""
+    """-> Acknowledged. The driver ends the run: from now on the buffer answers requests for leases with
+    `ended` and requests for batches with `RunStopped`."""
 
     reason: BoundedText
 

@@ -48,7 +48,8 @@ class Outbox:
         *,
         waits_for_disk: bool,
     ) -> None:
-        """`waits_for_disk` is false where `buffer.durability` promises nothing: then answers leave at once."""
+        """`waits_for_disk` is false where `buffer.durability` promises nothing: then answers leave at
+        once."""
         self._socket, self._connections, self._buffer = socket, connections, buffer
         self._waits_for_disk = waits_for_disk
         self._answers: list[OutgoingAnswer] = []

@@ -1,4 +1,5 @@
-"""The roles of a run as their heartbeats describe them: who is heard of, what each does, and totals over all generators."""
+"""The roles of a run as their heartbeats describe them: who is heard of, what each does, and totals over all
+generators."""
 
 import time
 from collections import OrderedDict
@@ -22,7 +23,8 @@ GONE_S = 10.0
 IDLE_ACTIVITIES = ("waiting", "sampling")
 """Beginnings of activities that are no work of their own. Sampled tokens are counted instead."""
 JOINED, STARTING = "joined", "starting the engine"
-"""Activities of a generator that is not ready yet: it has sent nothing since it joined, or its engine starts."""
+"""Activities of a generator that is not ready yet: it has sent nothing since it joined, or its engine
+starts."""
 MAX_GENERATORS = 1000
 """Names kept. Beyond it, the generator that has been silent for longest counts as ended."""
 MAX_SUM = 2**62
@@ -44,13 +46,13 @@ class LastHeartbeat:
 class RoleRegistry:
     """Keeps the last heartbeat of each role, and the totals of each generator's life.
 
-    A generator has one life after another under its name. The totals of lives that are over are kept as one sum, so
-    that memory stays bounded however many generators come and go.
+    A generator has one life after another under its name. The totals of lives that are over are kept as one
+    sum, so that memory stays bounded however many generators come and go.
     """
 
     def __init__(self, num_expected: int = 0, milestones: dict[str, float] | None = None) -> None:
-        """`num_expected`: how many generators the run starts itself. `milestones`: where to note when their engines run
-        (`RunStatus.milestones`)."""
+        """`num_expected`: how many generators the run starts itself. `milestones`: where to note when their
+        engines run (`RunStatus.milestones`)."""
         self._num_expected, self._milestones = num_expected, {} if milestones is None else milestones
         self._ready: set[str] = set()
         """The first `num_expected` generators whose engines ran."""
@@ -59,12 +61,13 @@ class RoleRegistry:
         self._ended_totals = GeneratorReport()
         """Sum over all lives that are over."""
         self._presumed_ended: OrderedDict[str, GeneratorReport] = OrderedDict()
-        """Parts of that sum whose generators were only silent for long. They are subtracted if a generator goes on."""
+        """Parts of that sum whose generators were only silent for long. They are subtracted if a generator
+        goes on."""
         self._heartbeats: OrderedDict[str, LastHeartbeat] = OrderedDict()
         """By role. The role that was heard last is last."""
         self._left: OrderedDict[str, None] = OrderedDict()
-        """Generators that have left. Their last heartbeats travel over another connection than their farewell and may
-        come after it."""
+        """Generators that have left. Their last heartbeats travel over another connection than their farewell
+        and may come after it."""
 
     def begin_life(self, generator: str, now: float) -> None:
         """A generator has joined."""
@@ -119,8 +122,8 @@ class RoleRegistry:
         }
 
     def is_at_work(self, now: float, stalled_s: float) -> bool:
-        """True when a role that is heard of does something that others wait for, and has got on with it within
-        `stalled_s` seconds."""
+        """True when a role that is heard of does something that others wait for, and has got on with it
+        within `stalled_s` seconds."""
         return any(
             now - beat.at <= GONE_S
             and now - beat.moved_at <= stalled_s
@@ -199,7 +202,8 @@ class RoleRegistry:
 
 
 def describe_long_waits(states: dict[str, RoleState], told: str = "waiting") -> str:
-    """Names the roles that have not been heard of and those that have been at one activity for long; empty for none.
+    """Names the roles that have not been heard of and those that have been at one activity for long; empty
+    for none.
 
     `told` is an activity that the reader has been told of already.
     """

@@ -1,4 +1,5 @@
-"""The buffer's account of a run at one moment: records for those who watch it, and the reports they are made from."""
+"""The buffer's account of a run at one moment: records for those who watch it, and the reports they are made
+from."""
 
 from typing import Annotated
 
@@ -19,7 +20,8 @@ class GeneratorReport(WireRecord):
     sampled_tokens: RunTotal = 0
     """Tokens of samples that have ended."""
     decoded_tokens: RunTotal = 0
-    """Tokens of ended samples and of samples under way, probes included. The number grows while the engine gets on."""
+    """Tokens of ended samples and of samples under way, probes included. The number grows while the engine
+    gets on."""
     updates: RunTotal = 0
     """Versions that the engine has loaded."""
     update_bytes: RunTotal = 0
@@ -97,8 +99,8 @@ class RunStatus(WireRecord):
     staleness_histogram: dict[int, int]
     """Trained tokens by staleness in versions."""
     admission_lag: int
-    """How many versions ahead of the newest the buffer leases groups at present: `staleness.max_versions`, or fewer
-    where the controller says so."""
+    """How many versions ahead of the newest the buffer leases groups at present: `staleness.max_versions`, or
+    fewer where the controller says so."""
     generators: dict[str, GeneratorReport]
     """The latest report of each generator by name."""
     roles: dict[str, RoleState]
@@ -129,10 +131,10 @@ class RunStatus(WireRecord):
     refused_requests: dict[str, int]
     """Number of refused requests by reason."""
     waiting_for: str
-    """Who waits for whom and why, in a sentence."""
+    """A sentence that says who waits for whom and why."""
     milestones: dict[str, float]
-    """Unix time in seconds, in this life of the buffer, of each milestone reached: `learner` (its first version),
-    `engines` (all `generators.count` engines run; while fewer do, the latest start), `first_group` (complete),
-    `first_step` (trained)."""
+    """Unix time in seconds, in this life of the buffer, of each milestone reached: `learner` (its first
+    version), `engines` (all `generators.count` engines run; while fewer do, the latest start), `first_group`
+    (complete), `first_step` (trained)."""
     standstill_s: float
     """Seconds since data last moved."""

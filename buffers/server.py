@@ -1,7 +1,8 @@
 """The buffer's socket: requests in, answers out, in one thread, around one `Buffer`.
 
-Each turn of the loop handles what has arrived, answers what can be answered, starts one commit of the journal for all of
-it, and sends the answers of earlier turns whose commits are done. While the disk works on one turn the next begins:
+Each turn of the loop handles what has arrived, answers what can be answered, starts one commit of the journal
+for all of it, and sends the answers of earlier turns whose commits are done. While the disk works on one turn
+the next begins:
 
     inbox ─▶ check, carry out or let wait ─▶ tick: expire, cancel ─▶ waiting room ─▶ outbox: commit, send ─┐
       ▲────────────────────────────────────────────────────────────────────────────────────────────────────┘
@@ -49,7 +50,8 @@ MAX_UNFINISHED_BYTES = 1 << 30
 MAX_UNREAD_BYTES = 256 << 20
 """Bytes of answers that a client does not take. Beyond them the server ends the connection."""
 RECEIVE_HIGH_WATER_MARK = 4
-"""Messages of one connection that wait in ZeroMQ. Few: a message that waits for long has left the processor's cache."""
+"""Messages of one connection that wait in ZeroMQ. Few: a message that waits for long has left the processor's
+cache."""
 TICK_S = 0.05
 
 
@@ -67,8 +69,8 @@ class BufferServer:
     ) -> None:
         """Binds `config.buffer.address` (`address` names the port) and opens the journal in `folder`.
 
-        With `resume_step`, goes on at the checkpoint of that step. Raises ValueError when the address is taken, another
-        process writes the journal, the keys are missing, or there is no such step.
+        With `resume_step`, goes on at the checkpoint of that step. Raises ValueError when the address is
+        taken, another process writes the journal, the keys are missing, or there is no such step.
         """
         self._config, self._clock = config, clock
         self._learners = LearnerConnections()
@@ -114,7 +116,8 @@ class BufferServer:
 
     def _bind_socket(self) -> None:
         self._socket.setsockopt(zmq.LINGER, 500)
-        # Without ROUTER_MANDATORY, ZeroMQ would drop answers that cannot be delivered, and the leases in them.
+        # Without ROUTER_MANDATORY, ZeroMQ would drop answers that cannot be delivered, and the leases in
+        # them.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_PAYLOAD_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
@@ -132,8 +135,8 @@ class BufferServer:
     def run(self) -> None:
         """Consumes every role's requests, produces their answers, the journal and the ledger.
 
-        Waits for messages only, at most `TICK_S`. Ends when `stop` has been called, or with `Stuck` when nothing has moved
-        for twice `buffer.watchdog_s`.
+        Waits for messages only, at most `TICK_S`. Ends when `stop` has been called, or with `Stuck` when
+        nothing has moved for twice `buffer.watchdog_s`.
         """
         try:
             while self._running:
@@ -201,7 +204,8 @@ class BufferServer:
             self._begin_learner_life(sender)
 
     def _read_request(self, sender: bytes, frames: list[zmq.Frame]) -> tuple[m.Request, str]:
-        """Returns (request, its sender's public key). Raises UndecodableRequest or Refusal for one that is not let in."""
+        """Returns (request, its sender's public key). Raises UndecodableRequest or Refusal for one that is
+        not let in."""
         number, body, user = frames[1].bytes, frames[2].buffer, ""
         if len(body) > m.MAX_BODY_BYTES or len(number) > m.MAX_NUMBER_BYTES:
             raise m.UndecodableRequest(
@@ -222,7 +226,8 @@ class BufferServer:
     def _check_key(
         self, authenticator: Authenticator, user: str, request: m.Request, frame: zmq.Frame
     ) -> None:
-        """Raises Refusal for a request that the key's owner may not send. A revoked key loses its connection."""
+        """Raises Refusal for a request that the key's owner may not send. A revoked key loses its
+        connection."""
         name, roles = type(request).__name__, authenticator.find_roles(user)
         if not roles:
             self._connections.shut_down(find_descriptor(frame))
@@ -231,8 +236,9 @@ class BufferServer:
             raise Refusal("forbidden", f"{name} must not be sent with the key of a {' and '.join(roles)}")
 
     def _begin_learner_life(self, sender: bytes) -> None:
-        """Another life of the learner begins. Requests of the one before must not reach the rewound buffer, and answers to
-        them must not consume anything: those that wait are dropped, those that come late are refused."""
+        """Another life of the learner begins. Requests of the one before must not reach the rewound buffer,
+        and answers to them must not consume anything: those that wait are dropped, those that come late are
+        refused."""
         self._learners.begin_life(sender)
         self._waiting_room.drop_requests(
             lambda waiter: (

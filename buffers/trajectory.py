@@ -1,7 +1,8 @@
 """The trajectory: the one record that crosses between processes.
 
-The Arrow schema is derived from the dataclass, and is wire, disk and batch format at once. A record batch holds whole groups,
-one row for each trajectory. `buffers.group_checks` has the rules that a submitted group must keep.
+The Arrow schema is derived from the dataclass, and is wire, disk and batch format at once. A record batch
+holds whole groups, one row for each trajectory. `buffers.group_checks` has the rules that a submitted group
+must keep.
 """
 
 import itertools
@@ -16,7 +17,8 @@ from buffers.arrow_ipc import BadMessage, check_record_batch, find_layout
 
 SCHEMA_VERSION = 2
 GREEDY = "greedy"
-"""Name of the reward component that holds the reward of the greedy response to the same prompt (ReMax's baseline)."""
+"""Name of the reward component that holds the reward of the greedy response to the same prompt (ReMax's
+baseline)."""
 
 Int = Annotated[int, pa.int64()]
 Text = Annotated[str, pa.string()]
@@ -28,8 +30,8 @@ Time = Annotated[float, pa.float64()]
 
 
 class MalformedGroup(ValueError):
-    """Raised for rows that are not as the schema and the rules say. They are refused and counted, and never stop the
-    server."""
+    """Raised for rows that are not as the schema and the rules say. They are refused and counted, and never
+    stop the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +68,9 @@ class Trajectory:
     extra: Text = "{}"
     """Further facts that a task keeps, as JSON."""
     experts: Experts = field(default_factory=list)
-    """[T · layers · k]: the experts that the engine's routers chose for each token when it went into the model, token by
-    token and layer by layer (`learner.moe.router_replay`); -1 where it did not go in, as the last token. Empty where nothing
-    was recorded."""
+    """[T · layers · k]: the experts that the engine's routers chose for each token when it went into the
+    model, token by token and layer by layer (`learner.moe.router_replay`); -1 where it did not go in, as the
+    last token. Empty where nothing was recorded."""
 
 
 def _derive_schema() -> pa.Schema:
@@ -92,7 +94,8 @@ def to_batch(group: list[Trajectory]) -> pa.RecordBatch:
 
 
 def encode_batch(batch: pa.RecordBatch) -> pa.Buffer:
-    """Returns the batch as an Arrow IPC message. The schema does not travel: both sides know it, and name its version."""
+    """Returns the batch as an Arrow IPC message. The schema does not travel: both sides know it, and name its
+    version."""
     return batch.serialize()
 
 
@@ -101,11 +104,23 @@ def _make_example() -> pa.RecordBatch:
     return to_batch(
         [
             Trajectory(
-                group=1, sample=1, due=1, prompt_id=1, task="t", tokens=[1], sampled=[True], logprobs=[-1.0], versions=[1],
-                reward=1.0, finish_reason="stop", generator="g", started_at=1.0, finished_at=1.0,
+                group=1,
+                sample=1,
+                due=1,
+                prompt_id=1,
+                task="t",
+                tokens=[1],
+                sampled=[True],
+                logprobs=[-1.0],
+                versions=[1],
+                reward=1.0,
+                finish_reason="stop",
+                generator="g",
+                started_at=1.0,
+                finished_at=1.0,
             )
         ]
-    )  # fmt: skip
+    )
 
 
 _USUAL_LAYOUT = find_layout(memoryview(encode_batch(_make_example())))

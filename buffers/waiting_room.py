@@ -1,4 +1,5 @@
-"""Requests that cannot be answered yet: no work, no batch, no probe, no news. Each waits until its deadline at most.
+"""Requests that cannot be answered yet: no work, no batch, no probe, no news. Each waits until its deadline
+at most.
 
 The room is bounded, and so is the share of one client in it.
 """
@@ -47,8 +48,8 @@ def deal_leases(
 ) -> list[list[m.Lease]]:
     """Deals the leases that are to be had (`room` at most) evenly to all who wait.
 
-    Returns the leases of each waiter, in their order: those who get nothing are the last. `lease` gives a lease to the
-    generator of this name, or None when there is no more.
+    Returns the leases of each waiter, in their order: those who get nothing are the last. `lease` gives a
+    lease to the generator of this name, or None when there is no more.
     """
     # A share is dealt in a row: groups that are leased together are stored together, and read together.
     share = max(1, room // len(waiters))
@@ -97,7 +98,8 @@ class WaitingRoom:
         if self._num_waiting[sender] >= MAX_WAITERS_OF_CLIENT or self._num_waiting.total() >= MAX_WAITERS:
             raise Refusal(
                 "too many requests",
-                f"at most {MAX_WAITERS_OF_CLIENT} requests of a client, and {MAX_WAITERS} of all, may wait for an answer",
+                f"at most {MAX_WAITERS_OF_CLIENT} requests of a client, and {MAX_WAITERS} of all, "
+                "may wait for an answer",
             )
         if isinstance(request, m.RequestLeases):
             self.end_lease_requests(request.generator, but=sender)
@@ -118,8 +120,8 @@ class WaitingRoom:
                 assert_never(request)
 
     def end_lease_requests(self, generator: str, but: bytes = b"") -> None:
-        """Answers a generator's requests for leases with none: it has left, has begun a new life, or asks over another
-        connection (`but`) now. Nobody waits for those leases, but somebody may listen still."""
+        """Answers a generator's requests for leases with none: it has left, has begun a new life, or asks
+        over another connection (`but`) now. Nobody waits for those leases, but somebody may listen still."""
         ended = [
             one for one in self.lease_requests if one.request.generator == generator and one.sender != but
         ]
@@ -151,8 +153,8 @@ class WaitingRoom:
     def answer_ready_requests(self, now: float, *, look_at_deadlines: bool) -> None:
         """Answers every request that can be answered, and those whose deadline has come.
 
-        `look_at_deadlines` is false in turns between two ticks: then requests for leases, of which there may be
-        thousands, are not searched for overdue ones.
+        `look_at_deadlines` is false in turns between two ticks: then requests for leases, of which there may
+        be thousands, are not searched for overdue ones.
         """
         self._deal_leases()
         if look_at_deadlines:
@@ -185,7 +187,8 @@ class WaitingRoom:
     def _answer_queue(
         self, queue: list[Waiter[R]], find_answer: Callable[[R], Found | None], now: float
     ) -> list[Waiter[R]]:
-        """Answers what can be answered, or says `NotReadyYet` at the deadline. Returns the requests that wait on."""
+        """Answers what can be answered, or says `NotReadyYet` at the deadline. Returns the requests that wait
+        on."""
         left = []
         for waiter in queue:
             found = find_answer(waiter.request)

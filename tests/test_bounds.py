@@ -1,4 +1,5 @@
-"""Nothing that arrives can overflow, hang or fill the buffer: every field has a bound, and so has every queue."""
+"""Nothing that arrives can overflow, hang or fill the buffer: every field has a bound, and so has every
+queue."""
 
 import random
 import socket
@@ -14,11 +15,12 @@ import pytest
 import zmq
 from buffer_harness import SMALL_RUN, BufferHarness, make_group
 from msgspec import inspect
+from raw_clients import open_raw_client
 
 from buffers import client as buffer_client
 from buffers import messages as m
 from buffers.client import BufferClient, RefusedByBuffer, TooLarge, send_groups
-from buffers.connections import Loan
+from buffers.connections import BorrowedDescriptor
 from buffers.immediate_answers import ImmediateAnswers
 from buffers.message_fields import MAX_TEXT, RoleName, shorten
 from buffers.role_registry import MAX_GENERATORS, MAX_SUM, RoleRegistry
@@ -99,7 +101,7 @@ def test_the_test_of_bounds_finds_a_field_without_one() -> None:
 
 
 def send(address: str, *bodies: bytes) -> list[m.Reply]:
-    """What a buffer answers to these bytes as requests."""
+    """Returns the answers of a buffer to these bytes as requests."""
     stranger = zmq.Context.instance().socket(zmq.DEALER)
     stranger.setsockopt(zmq.LINGER, 0)
     stranger.connect(address)
@@ -321,7 +323,8 @@ def test_whoever_asks_without_end_is_refused_and_others_are_served(
 def test_a_message_that_never_ends_costs_its_sender_the_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client by hand: every frame says that more follow. What ZeroMQ keeps of it must stay below the limit."""
+    """A client by hand: every frame says that more follow. What ZeroMQ keeps of it must stay below the
+    limit."""
     monkeypatch.setattr(m, "MAX_PAYLOAD_BYTES", 32 << 20)
     server = BufferServer(load_config(SMALL_RUN), tmp_path / "journal")
     thread = threading.Thread(target=server.run)
@@ -329,7 +332,7 @@ def test_a_message_that_never_ends_costs_its_sender_the_connection(
     honest = BufferClient(server.address, timeout_s=5.0)
     honest.call(m.PublishVersion(version=0, manifest_locator="w"), m.Acknowledged)
     before, sent = psutil.Process().memory_info().rss, 0
-    stranger = raw_client(int(server.address.rpartition(":")[2]))
+    stranger = open_raw_client(int(server.address.rpartition(":")[2]))
     frame = b"\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20)  # a long frame, and more follow
     peak, broken = before, False
     for _ in range(400):
@@ -353,37 +356,24 @@ def test_a_message_that_never_ends_costs_its_sender_the_connection(
     assert not thread.is_alive()
 
 
-def raw_client(port: int, room: int | None = None) -> socket.socket:
-    """A connection that has greeted as a DEALER without keys (ZMTP 3.0), with a buffer of so many bytes for what comes."""
-    connection = socket.socket()
-    if room is not None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
-    connection.settimeout(5.0)
-    connection.connect(("127.0.0.1", port))
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-    ready = b"\x05READY" + b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
-    connection.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
-    while b"READY" not in connection.recv(4096):
-        pass
-    return connection
-
-
 def test_honest_traffic_is_never_taken_for_an_unfinished_message(
     harness: Callable[..., BufferHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a connection has sent is counted by the kernel and by the server: the two stay equal, to the byte."""
+    """What a connection has sent is counted by the kernel and by the server: the two stay equal, to the
+    byte."""
     run = harness("staleness.max_versions=3", "run.steps=50")
     rng = random.Random(1)
     run.publish(0)
     for _ in range(300):
         beat = m.GeneratorHeartbeat(
-            generator="g" * rng.randint(1, 200), progress=dict.fromkeys(range(rng.randint(0, 400)), 1),
+            generator="g" * rng.randint(1, 200),
+            progress=dict.fromkeys(range(rng.randint(0, 400)), 1),
             report=GeneratorReport(),
-        )  # fmt: skip
+        )
         run.client.call(beat, m.GeneratorStanding)
     for lease in run.ask():
         run.submit(lease)
-    loan = Loan()
+    loan = BorrowedDescriptor()
     for fd, connection in run.server._connections._open.items():
         acked, received = loan.ask_kernel(fd, connection)
         assert abs(received - connection.num_read) < 500 and abs(connection.num_sent - acked) < 500, (
@@ -400,7 +390,7 @@ def test_a_client_that_takes_no_answers_loses_its_connection(
     huge = m.RefusedRequest(reason="x" * (1 << 20))
     monkeypatch.setattr(ImmediateAnswers, "carry_out", lambda *_: (huge, []))
     run = harness()
-    deaf = raw_client(int(run.server.address.rpartition(":")[2]))
+    deaf = open_raw_client(int(run.server.address.rpartition(":")[2]))
     body = m.encoder.encode(m.LocateJournal())
     message = b"\x01\x01n\x00" + bytes([len(body)]) + body
     before, deadline = psutil.Process().memory_info().rss, time.monotonic() + 60
@@ -552,7 +542,8 @@ def test_a_server_whose_journal_cannot_be_closed_lets_go_of_its_sockets_and_rais
 def test_a_lease_beside_its_predecessor_in_a_refused_message_is_given_out_again(
     harness: Callable[..., BufferHarness],
 ) -> None:
-    """Two leases of one group in one submission: neither may hold the group for ever when the message is refused."""
+    """Two leases of one group in one submission: neither may hold the group for ever when the message is
+    refused."""
     one = harness("buffer.lease_s=1", "buffer.max_attempts=100")
     one.publish(0)
     (old,) = one.ask(1)
@@ -665,13 +656,18 @@ def test_a_step_without_the_mean_reward_does_not_end_the_run(
     ("changes", "rule"),
     [
         (
-            {"tokens": [1] * 200, "sampled": [False] + [True] * 199, "logprobs": [0.0] + [-1.0] * 199, "versions": [-1] + [0] * 199},
+            {
+                "tokens": [1] * 200,
+                "sampled": [False] + [True] * 199,
+                "logprobs": [0.0] + [-1.0] * 199,
+                "versions": [-1] + [0] * 199,
+            },
             "a trajectory must hold at most 72 tokens",
         ),
         ({"rewards": {"greedy": float("nan")}}, "rewards must be finite"),
         ({"rewards": {"a": 1.0, "b": float("inf")}}, "rewards must be finite"),
     ],
-)  # fmt: skip
+)
 def test_rows_that_no_engine_makes_are_refused(
     harness: Callable[..., BufferHarness],
     changes: dict[str, object],

@@ -198,9 +198,14 @@ def obeys_all_rules(batch: pa.RecordBatch, group: int, newest: int) -> bool:
 
 VALID = encode_batch(to_batch(make_group(LEASE))).to_pybytes()
 mutations = st.lists(
-    st.tuples(st.integers(0, len(VALID) - 1), st.sampled_from(["flip", "byte", "long", "int"]), st.integers(-(2**63), 2**63 - 1)),
-    min_size=1, max_size=4,
-)  # fmt: skip
+    st.tuples(
+        st.integers(0, len(VALID) - 1),
+        st.sampled_from(["flip", "byte", "long", "int"]),
+        st.integers(-(2**63), 2**63 - 1),
+    ),
+    min_size=1,
+    max_size=4,
+)
 
 
 def mutate(changes: list[tuple[int, str, int]], data: bytes = VALID) -> bytes:
@@ -285,7 +290,8 @@ def test_hostile_buffers_are_malformed(kind: str) -> None:
 SERVER = """
 import sys; from pathlib import Path
 from buffers.server import BufferServer; from configs.load import load_config
-server = BufferServer(load_config(sys.argv[2:]), Path(sys.argv[1])); print(server.address, flush=True); server.run()
+server = BufferServer(load_config(sys.argv[2:]), Path(sys.argv[1]))
+print(server.address, flush=True); server.run()
 """
 
 
@@ -371,14 +377,19 @@ def nonsense(rng: random.Random, leases: list[m.Lease]) -> list[bytes]:
     request = rng.choice(
         [
             m.GeneratorHeartbeat(
-                generator="x" * rng.choice([1, 150]), progress={lease: rng.choice([-5, 0, 3])},
+                generator="x" * rng.choice([1, 150]),
+                progress={lease: rng.choice([-5, 0, 3])},
                 report=GeneratorReport(),
             ),
-            m.PublishVersion(version=-5, manifest_locator=""), m.ReportTrainedStep(step=-3, num_trained=1, idle_s=0, alive_s=0, metrics={}),
-            m.RequestBatch(step=-1, wait_s=float("inf")), m.WatchRun(after=-7, wait_s=float("nan")), m.SubmitEvaluation(generator="s", lease=lease, reward=float("nan")),
-            m.ReportTrainedStep(step=10**9, num_trained=1, idle_s=0, alive_s=0, metrics={}), m.LeaveRun(generator="stranger"),
+            m.PublishVersion(version=-5, manifest_locator=""),
+            m.ReportTrainedStep(step=-3, num_trained=1, idle_s=0, alive_s=0, metrics={}),
+            m.RequestBatch(step=-1, wait_s=float("inf")),
+            m.WatchRun(after=-7, wait_s=float("nan")),
+            m.SubmitEvaluation(generator="s", lease=lease, reward=float("nan")),
+            m.ReportTrainedStep(step=10**9, num_trained=1, idle_s=0, alive_s=0, metrics={}),
+            m.LeaveRun(generator="stranger"),
         ]
-    )  # fmt: skip
+    )
     return rng.choice(
         [
             [],
@@ -391,7 +402,17 @@ def nonsense(rng: random.Random, leases: list[m.Lease]) -> list[bytes]:
             [number * 20, submit, payload],
             [number, m.encoder.encode(request)],
             [number, m.encoder.encode(request)[: rng.randrange(20)]],
-            [number, msgspec.msgpack.encode({"type": "RequestLeases", "generator": rng.choice([1, None, "a" * 300]), "count": 1, "wait_s": 1})],
+            [
+                number,
+                msgspec.msgpack.encode(
+                    {
+                        "type": "RequestLeases",
+                        "generator": rng.choice([1, None, "a" * 300]),
+                        "count": 1,
+                        "wait_s": 1,
+                    }
+                ),
+            ],
             [number, msgspec.msgpack.encode({"type": rng.choice(["Nope", "Lease", 7])})],
         ]
-    ) or [b""]  # fmt: skip
+    ) or [b""]

@@ -1,4 +1,5 @@
-"""What connections may cost a server, whoever holds their other ends: memory, file descriptors, and names that are remembered."""
+"""What connections may cost a server, whoever holds their other ends: memory, file descriptors, and names
+that are remembered."""
 
 import os
 import resource
@@ -15,11 +16,11 @@ import psutil
 import pytest
 import zmq
 from buffer_harness import SMALL_RUN, BufferHarness
-from test_bounds import raw_client
+from raw_clients import open_raw_client
 
 from buffers import messages as m
 from buffers.client import BufferClient
-from buffers.connections import Connection, Connections, Loan, watch_small_requests
+from buffers.connections import BorrowedDescriptor, Connection, Connections, watch_small_requests
 from buffers.keys import WEIGHT_REQUEST_ROLES, KeyRole, make_keys, show_key, start_authenticator
 from configs.load import load_config
 from sync.transports import tcp
@@ -66,7 +67,8 @@ while True:
 
 
 def test_the_memory_of_messages_that_do_not_end_is_given_back() -> None:
-    """Frames of 4 kB are freed one by one, and the C library keeps their pages where nobody gives them back."""
+    """Frames of 4 kB are freed one by one, and the C library keeps their pages where nobody gives them
+    back."""
     server = subprocess.Popen([sys.executable, "-c", SERVE], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     try:
@@ -75,7 +77,7 @@ def test_the_memory_of_messages_that_do_not_end_is_given_back() -> None:
         frame = (b"\x03" + (4000).to_bytes(8, "big") + bytes(4000)) * 16
         before = memory().rss
         for _ in range(4):
-            stranger = raw_client(port)
+            stranger = open_raw_client(port)
             stranger.settimeout(2.0)
             with pytest.raises(OSError):
                 for _ in range((400 << 20) // len(frame)):
@@ -107,7 +109,7 @@ def test_the_limit_on_all_unfinished_messages_holds_while_a_flood_lasts() -> Non
     for client in (flooder, large):
         client.setsockopt(zmq.LINGER, 0)
         client.connect(f"tcp://127.0.0.1:{port}")
-    strangers = [raw_client(port) for _ in range(4)]
+    strangers = [open_raw_client(port) for _ in range(4)]
     frame, ended, came = b"\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20), list[int](), 0
     deadline = time.monotonic() + 60
     while not ended and time.monotonic() < deadline:
@@ -146,7 +148,8 @@ server.run()
 
 
 def test_more_connections_than_a_process_may_have_do_not_stop_the_buffer(tmp_path: Path) -> None:
-    """Silent ones, three times as many as there are file descriptors: the honest go on, and newcomers are let in."""
+    """Silent ones, three times as many as there are file descriptors: the honest go on, and newcomers are let
+    in."""
     with open(tmp_path / "log", "w") as log:
         command = [sys.executable, "-c", LIMITED, str(tmp_path / "journal"), *SMALL_RUN]
         server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -183,7 +186,7 @@ def test_a_connection_is_ended_when_the_process_has_no_file_descriptor_left() ->
     server = context.socket(zmq.ROUTER)
     connections = watch_small_requests(server, encrypted=False, max_unread=1 << 30)
     port = server.bind_to_random_port("tcp://127.0.0.1")
-    stranger = raw_client(port)
+    stranger = open_raw_client(port)
     connections.shut_down_unfinished(drained=True)
     (descriptor,) = connections._open
     taken, limits = list[int](), resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -204,7 +207,7 @@ def test_a_connection_is_ended_when_the_process_has_no_file_descriptor_left() ->
 
 
 def test_a_descriptor_that_is_a_files_by_now_is_left_alone() -> None:
-    loan, gone = Loan(), Connection(inode=7, num_read=3, num_sent=4)
+    loan, gone = BorrowedDescriptor(), Connection(inode=7, num_read=3, num_sent=4)
     with open(os.devnull) as file:
         assert loan.ask_kernel(file.fileno(), gone) == (4, 3)
         loan.shut_down(file.fileno(), gone)
@@ -265,8 +268,9 @@ def weights(tmp_path: Path) -> Iterator[Callable[..., SnapshotServer]]:
 
 
 def ask_for_a_window(port: int) -> socket.socket:
-    """A host that has asked for as much as a puller asks for at a time, and has little room for what comes."""
-    connection = raw_client(port, room=128 << 10)
+    """A host that has asked for as much as a puller asks for at a time, and has little room for what
+    comes."""
+    connection = open_raw_client(port, room=128 << 10)
     for number in range(8):
         body = tcp.encode(tcp.GetChunk("v0-life.safetensors", number * tcp.CHUNK_BYTES, tcp.CHUNK_BYTES))
         connection.sendall(b"\x00" + bytes([len(body)]) + body)
@@ -309,9 +313,11 @@ def test_whoever_asks_for_more_than_it_reads_loses_its_connection(
 
 
 REQUESTS: list[tcp.Request] = [
-    tcp.GetChunk("v0-life.safetensors", 0, 10), tcp.GetPatchRoute("v1-life", "v0-life"), tcp.EnlistRelay("v0-life.json", "tcp://10.0.0.7:5555"),
+    tcp.GetChunk("v0-life.safetensors", 0, 10),
+    tcp.GetPatchRoute("v1-life", "v0-life"),
+    tcp.EnlistRelay("v0-life.json", "tcp://10.0.0.7:5555"),
     tcp.RequestBroadcast("v0-life", "0123456789abcdef"),
-]  # fmt: skip
+]
 
 
 def test_every_request_for_weights_has_its_speakers() -> None:

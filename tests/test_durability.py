@@ -112,7 +112,7 @@ class Disk:
 
 
 @dataclass
-class Acknowledged:
+class AcknowledgedLeases:
     """What a buffer's callers may rely on."""
 
     accepted: dict[int, e.Accepted] = field(default_factory=dict)
@@ -123,8 +123,8 @@ class Acknowledged:
     opening: bool = False
     """A buffer is being opened, and may hold damaged groups that it has yet to reject."""
 
-    def copy(self) -> "Acknowledged":
-        return Acknowledged(dict(self.accepted), dict(self.handed), self.checkpoint, self.opening)
+    def copy(self) -> "AcknowledgedLeases":
+        return AcknowledgedLeases(dict(self.accepted), dict(self.handed), self.checkpoint, self.opening)
 
     def go_on(self, buffer: Buffer, last: int, checkpoint_every: int = 2) -> None:
         """Lives up to step `last`. What follows a line that commits is acknowledged."""
@@ -214,17 +214,17 @@ def test_a_loss_of_power_at_any_moment_costs_nothing_that_was_acknowledged(
 ) -> None:
     rng = random.Random(seed)
     config = load_config([*LIFE_SETTINGS, "buffer.durability=fsync", f"buffer.retention={retention}"])
-    folder, known = tmp_path / "journal", Acknowledged()
+    folder, known = tmp_path / "journal", AcknowledgedLeases()
     folder.mkdir()
     for life in range(3):
-        images: list[tuple[Path, Acknowledged]] = []
+        images: list[tuple[Path, AcknowledgedLeases]] = []
         with Disk(folder) as disk:
 
             def lose_power(
                 disk: Disk = disk,
                 life: int = life,
-                images: list[tuple[Path, Acknowledged]] = images,
-                known: Acknowledged = known,
+                images: list[tuple[Path, AcknowledgedLeases]] = images,
+                known: AcknowledgedLeases = known,
             ) -> None:
                 if rng.random() < 0.2 or not images:
                     images.append((tmp_path / f"{life}-{len(images)}", known.copy()))

@@ -1,4 +1,5 @@
-"""Heartbeats while a role waits: leases outlive long waits and not endless ones, and everybody's last word is known."""
+"""Heartbeats while a role waits: leases outlive long waits and not endless ones, and everybody's last word is
+known."""
 
 import re
 import threading
@@ -30,9 +31,16 @@ from sync.subscriber import Subscriber
 from sync.transports.nccl import NcclBroadcast
 
 BASE = [
-    "generators.engine=simulated", "learner.engine=simulated", "learner.groups_per_step=4", "run.steps=3", "eval.prompts=0",
-    "learner.samples_per_prompt=2", "generators.max_sequences=16", "buffer.max_attempts=1", "buffer.lease_s=2",
-]  # fmt: skip
+    "generators.engine=simulated",
+    "learner.engine=simulated",
+    "learner.groups_per_step=4",
+    "run.steps=3",
+    "eval.prompts=0",
+    "learner.samples_per_prompt=2",
+    "generators.max_sequences=16",
+    "buffer.max_attempts=1",
+    "buffer.lease_s=2",
+]
 
 
 class Rig:
@@ -300,9 +308,13 @@ def test_a_heartbeat_that_comes_after_its_generator_has_left_does_not_bring_it_b
         m.GeneratorHeartbeat(generator="g", progress={}, report=GeneratorReport(), activity="sampling"),
     )
     for request, known in (
-        (m.JoinRun(generator="g"), True), (beat, True), (m.LeaveRun(generator="g"), False), (beat, False),
-        (m.JoinRun(generator="g"), True), (beat, True),
-    ):  # fmt: skip
+        (m.JoinRun(generator="g"), True),
+        (beat, True),
+        (m.LeaveRun(generator="g"), False),
+        (beat, False),
+        (m.JoinRun(generator="g"), True),
+        (beat, True),
+    ):
         rig.client.exchange(request)  # type: ignore[arg-type]
         assert ("g" in rig.status().roles) == known, request
 

@@ -1,4 +1,5 @@
-"""Keys have roles, can be taken away while everything runs, and let nobody in when whoever checks them is dead."""
+"""Keys have roles, can be taken away while everything runs, and let nobody in when whoever checks them is
+dead."""
 
 import contextlib
 import re
@@ -84,13 +85,27 @@ def wait_until(holds: Callable[[], object], patience_s: float = 60.0) -> None:
 
 
 REQUESTS: list[m.Request] = [
-    m.JoinRun(generator="g"), m.LeaveRun(generator="g"), m.RequestLeases(generator="g", count=1, wait_s=0.0),
-    m.GeneratorHeartbeat(generator="g", progress={}, report=GeneratorReport()), m.SubmitGroups(generator="g", leases=[1], schema=1),
-    m.SubmitEvaluation(generator="g", lease=1, reward=0.0), m.FailLease(generator="g", lease=1, num_tokens=0, error="e"), m.LocateJournal(),
-    m.RequestBatch(step=0, wait_s=0.0), m.ReadBatchPart(segment=0, offset=0, size=0), m.ReportDamagedGroups(groups=[0]), m.PublishVersion(version=0, manifest_locator="w"),
-    m.ReportTrainedStep(step=0, num_trained=0, idle_s=0.0, alive_s=0.0, metrics={}), m.ReportCheckpoint(step=0, oldest=0), m.RewindToStep(step=0),
-    m.SubmitParityProbe(generator="g", manifest_locator="w"), m.RequestParityProbe(wait_s=0.0), m.AwaitEvaluations(wait_s=0.0), m.WatchRun(after=0, wait_s=0.0), m.StopRun(reason="r"),
-]  # fmt: skip
+    m.JoinRun(generator="g"),
+    m.LeaveRun(generator="g"),
+    m.RequestLeases(generator="g", count=1, wait_s=0.0),
+    m.GeneratorHeartbeat(generator="g", progress={}, report=GeneratorReport()),
+    m.SubmitGroups(generator="g", leases=[1], schema=1),
+    m.SubmitEvaluation(generator="g", lease=1, reward=0.0),
+    m.FailLease(generator="g", lease=1, num_tokens=0, error="e"),
+    m.LocateJournal(),
+    m.RequestBatch(step=0, wait_s=0.0),
+    m.ReadBatchPart(segment=0, offset=0, size=0),
+    m.ReportDamagedGroups(groups=[0]),
+    m.PublishVersion(version=0, manifest_locator="w"),
+    m.ReportTrainedStep(step=0, num_trained=0, idle_s=0.0, alive_s=0.0, metrics={}),
+    m.ReportCheckpoint(step=0, oldest=0),
+    m.RewindToStep(step=0),
+    m.SubmitParityProbe(generator="g", manifest_locator="w"),
+    m.RequestParityProbe(wait_s=0.0),
+    m.AwaitEvaluations(wait_s=0.0),
+    m.WatchRun(after=0, wait_s=0.0),
+    m.StopRun(reason="r"),
+]
 
 
 def test_every_request_has_its_speakers() -> None:

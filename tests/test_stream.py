@@ -1,4 +1,5 @@
-"""Weights leave a sharded model a bucket at a time, in order, whole, and without a whole tensor in any rank's memory."""
+"""Weights leave a sharded model a bucket at a time, in order, whole, and without a whole tensor in any rank's
+memory."""
 
 from pathlib import Path
 
