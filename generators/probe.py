@@ -1,7 +1,8 @@
-"""The generator's part of the parity probe (`buffers.parity_probe`): the engine samples the ends of sequences.
+"""The generator's part of the parity probe (`buffers.parity_probe`): the engine samples ends of sequences.
 
 The sequences have many lengths, and their prompts are drawn from a seed. The tokens at their end go through
-everything that a rollout goes through: the prompt's forward pass, the cache, decoding in a batch, the sampler.
+everything that a rollout goes through: the prompt's forward pass, the cache, decoding in a batch, and the
+sampler.
 """
 
 import random

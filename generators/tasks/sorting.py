@@ -1,4 +1,4 @@
-"""Sorting, from the `reasoning-gym` library: "Sort 3 7 1 9 4 2 ascending." Only the library's answer is right.
+"""Sorting, from the `reasoning-gym` library: "Sort 3 7 1 9 4 2 ascending." One answer alone is right.
 
 Two million questions of six digits exist. A model that answers questions that it never saw has therefore
 learned to sort.
