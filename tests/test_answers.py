@@ -66,7 +66,8 @@ def test_a_worker_that_never_comes_up_is_named_within_a_minute_with_what_it_wait
     early, named, once, end = ran.stdout.splitlines()
     assert early == "44.0" and once == "299.0"
     assert (
-        "generator-0 has been placed, and has not answered for 46 s: it waits for a worker process, which has "
+        "generator-0 has been placed, and has not answered for 46 s: it waits for a worker process, which "
+        "has "
         "not come up" in named
     )
     assert (

@@ -1,4 +1,5 @@
-"""`scripts/check.sh`: what a machine has, what works on it, and that a check which breaks is a row of the table and no more."""
+"""`scripts/check.sh`: what a machine has, what works on it, and that a check which breaks is a row of the
+table and no more."""
 
 import os
 import signal
@@ -20,13 +21,15 @@ from slipstream.check import KILLED, CheckOutcome, describe_machine, report_chec
 TESTS = Path(__file__).parent
 BROKEN = {one.name: one for one in broken_checks.CHECKS}
 REAL = {one.name: one for one in checks.CHECKS}
-CHEAP = ["packages", "shared memory", "limits", "disk", "C compiler", "ports", "buffer", "weights, shared memory", "weights, disk",
-         "weights, TCP", "weights, TCP with keys"]  # fmt: skip
-"""Without a process of their own and within a second; what the others try, tests of their own try."""
+CHEAP = [
+    "packages", "shared memory", "limits", "disk", "C compiler", "ports", "buffer", "weights, shared memory",
+    "weights, disk", "weights, TCP", "weights, TCP with keys",
+]  # fmt: skip
+"""Checks that need no process of their own and take a second. Tests of their own try what the others try."""
 
 
 @pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+def make_checks_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     monkeypatch.setattr(check, "count_gpus", lambda: 0)
 
@@ -50,8 +53,8 @@ def test_a_check_ends_with_an_outcome_and_words_however_it_ends(
     assert ("before the end" in found.report) == (name == "raises")
 
 
-def sleepers() -> list[psutil.Process]:
-    """What `broken_checks.hangs` has started."""
+def find_sleepers() -> list[psutil.Process]:
+    """Finds the processes that `broken_checks.hangs` has started."""
     mine = "import time; time.sleep(1000)"
     return [one for one in psutil.process_iter(["cmdline"]) if mine in (one.info["cmdline"] or [])]
 
@@ -59,14 +62,16 @@ def sleepers() -> list[psutil.Process]:
 def test_a_check_that_hangs_fails_at_its_deadline_and_leaves_no_process() -> None:
     found = run_check(BROKEN["hangs"], "broken_checks")
     assert (found.outcome, found.words) == (CheckOutcome.failed, "no end within 3 s")
-    assert not sleepers()
+    assert not find_sleepers()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_who_is_told_to_stop_leaves_no_process_and_shows_what_is_known(number: signal.Signals) -> None:
     code = (
-        "import sys, signal, dataclasses, broken_checks; from slipstream import check; from rich.console import Console; check.count_gpus = lambda: 0; "
-        "signal.signal(signal.SIGTERM, signal.default_int_handler); by = {c.name: c for c in broken_checks.CHECKS}; "
+        "import sys, signal, dataclasses, broken_checks; from slipstream import check; from rich.console "
+        "import Console; check.count_gpus = lambda: 0; "
+        "signal.signal(signal.SIGTERM, signal.default_int_handler); by = "
+        "{c.name: c for c in broken_checks.CHECKS}; "
         "slow = dataclasses.replace(by['hangs'], deadline_s=100); "
         "sys.exit(check.report_checks([by['works'], slow, by['raises']], Console(), 'broken_checks'))"
     )
@@ -75,7 +80,7 @@ def test_who_is_told_to_stop_leaves_no_process_and_shows_what_is_known(number: s
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
-    wait_until(lambda: len(sleepers()) == 2, driver)
+    wait_until(lambda: len(find_sleepers()) == 2, driver)
     driver.send_signal(number)
     said, _ = driver.communicate(timeout=60)
     if number != signal.SIGKILL:
@@ -84,7 +89,7 @@ def test_who_is_told_to_stop_leaves_no_process_and_shows_what_is_known(number: s
             "1 ok, 0 failed, 0 not possible here, 2 not tried" in said
             and "as it should [in brackets]" in said
         )
-    wait_until(lambda: not sleepers(), None)
+    wait_until(lambda: not find_sleepers(), None)
 
 
 def wait_until(holds: Callable[[], bool], driver: "subprocess.Popen[str] | None") -> None:
@@ -94,7 +99,7 @@ def wait_until(holds: Callable[[], bool], driver: "subprocess.Popen[str] | None"
         time.sleep(0.05)
 
 
-def printed(*names: str) -> tuple[int, str]:
+def print_report(*names: str) -> tuple[int, str]:
     console = Console(file=StringIO(), width=160)
     status = report_checks([BROKEN[name] for name in names], console, "broken_checks")
     return status, console.file.getvalue()  # type: ignore[attr-defined]
@@ -102,10 +107,10 @@ def printed(*names: str) -> tuple[int, str]:
 
 def test_only_what_should_work_and_does_not_makes_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://user:secret@host:1")
-    status, said = printed("works", "lacks", "needs a GPU")
+    status, said = print_report("works", "lacks", "needs a GPU")
     assert status == 0 and "1 ok, 0 failed, 2 not possible here" in said
     assert "secret" not in said and "http_proxy set" in said, "it goes into bug reports"
-    status, said = printed("works", "raises")
+    status, said = print_report("works", "raises")
     assert status == 1 and "raises has printed:" in said and "before the end" in said
 
 

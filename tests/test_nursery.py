@@ -1,4 +1,5 @@
-"""Workers that are forked instead of started: they cannot be told from those that Ray starts, but for the time they take."""
+"""Workers that are forked instead of started: they cannot be told from those that Ray starts, but for the
+time they take."""
 
 import json
 import os
@@ -18,7 +19,8 @@ from slipstream.nursery import Stage, run_nursery
 SHOW = """
 import json, os, sys
 print(json.dumps({
-    "arguments": sys.argv[1:], "folder": os.getcwd(), "name": __name__, "environment": dict(os.environ), "pid": os.getpid(),
+    "arguments": sys.argv[1:], "folder": os.getcwd(), "name": __name__,
+    "environment": dict(os.environ), "pid": os.getpid(),
     "group": os.getpgid(0), "imported": sorted({"colorsys", "wave", "chatty", "threads"} & set(sys.modules)),
 }))
 print("complaint", file=sys.stderr)
@@ -52,8 +54,8 @@ def stages(folder: Path) -> Iterator[None]:
             yield
 
 
-def ask(folder: Path, stage: str | None, *arguments: str) -> subprocess.Popen[str]:
-    """What a raylet starts for an actor of this stage."""
+def ask_for_worker(folder: Path, stage: str | None, *arguments: str) -> subprocess.Popen[str]:
+    """Starts the process that a raylet starts for an actor of this stage."""
     context = {} if stage is None else {"env_vars": {newborn.STAGE: stage}}
     command = [
         sys.executable,
@@ -74,7 +76,7 @@ def test_a_worker_has_the_files_folder_arguments_and_environment_of_who_asks_and
 ) -> None:
     groups = set()
     for stage, imported in ((None, ["colorsys"]), ("learner", ["chatty", "colorsys", "wave"])) * 2:
-        asking = ask(folder, stage, str(folder / "show.py"), "--a", "b c")
+        asking = ask_for_worker(folder, stage, str(folder / "show.py"), "--a", "b c")
         out, err = asking.communicate(timeout=60)
         worker = json.loads(out)
         assert err == "complaint\n" and asking.returncode == 0
@@ -92,13 +94,13 @@ def test_modules_that_read_the_environment_are_imported_with_that_of_the_first_w
     stages: None, folder: Path
 ) -> None:
     (folder / "seen.py").write_text("import chatty; print(chatty.SEEN)")
-    out, _ = ask(folder, "learner", str(folder / "seen.py")).communicate(timeout=60)
+    out, _ = ask_for_worker(folder, "learner", str(folder / "seen.py")).communicate(timeout=60)
     assert out == "yes\n"
 
 
 def test_who_asks_lives_as_long_as_the_worker(stages: None, folder: Path) -> None:
     (folder / "sleep.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
-    asking = ask(folder, None, str(folder / "sleep.py"))
+    asking = ask_for_worker(folder, None, str(folder / "sleep.py"))
     assert asking.stdout is not None
     worker = psutil.Process(int(asking.stdout.readline()))
     assert asking.poll() is None
@@ -109,7 +111,7 @@ def test_who_asks_lives_as_long_as_the_worker(stages: None, folder: Path) -> Non
 
 
 def test_where_a_stage_has_ended_ray_starts_its_own_worker(stages: None, folder: Path) -> None:
-    out, _ = ask(folder, "generator", str(folder / "show.py"), "--a").communicate(timeout=120)
+    out, _ = ask_for_worker(folder, "generator", str(folder / "show.py"), "--a").communicate(timeout=120)
     worker = json.loads(out)
     assert worker["imported"] == [] and worker["arguments"] == ["--a"], (
         "the stage had a thread, which a fork would lack"
@@ -122,7 +124,8 @@ def test_where_a_stage_has_ended_ray_starts_its_own_worker(stages: None, folder:
 def test_a_nursery_ends_with_its_driver(folder: Path) -> None:
     code = (
         "import sys, time; from nursery import Stage, run_nursery\n"
-        "with run_nursery({'buffer': Stage(['colorsys'], []), 'learner': Stage(['wave'], [])}): print('up', flush=True); time.sleep(600)"
+        "with run_nursery({'buffer': Stage(['colorsys'], []), 'learner': Stage(['wave'], [])}): print('up', "
+        "flush=True); time.sleep(600)"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(newborn.__file__).parent)}
     driver = subprocess.Popen(
@@ -142,9 +145,11 @@ def test_a_nursery_ends_with_its_driver(folder: Path) -> None:
 
 def test_a_driver_that_finds_the_tiny_model_or_a_checkpoint_never_imports_torch() -> None:
     code = (
-        "import sys, pathlib; from slipstream import train; from learners import checkpoint; assert checkpoint.find_latest(pathlib.Path('nowhere')) is None\n"
+        "import sys, pathlib; from slipstream import train; from learners import checkpoint; assert "
+        "checkpoint.find_latest(pathlib.Path('nowhere')) is None\n"
         "from learners import tiny_cache; tiny_cache.Path.exists = lambda path: True\n"
-        "tiny_cache.prepare_tiny_model(iter([('1 + 1', '2')])); assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
+        "tiny_cache.prepare_tiny_model(iter([('1 + 1', '2')])); assert not {'torch', 'transformers', 'vllm'} "
+        "& set(sys.modules)"
     )
     root = Path(newborn.__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'scripts'}"}

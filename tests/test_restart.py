@@ -1,4 +1,5 @@
-"""A learner that loses a rank goes on from its newest checkpoint, and nobody else notices more than a longer step."""
+"""A learner that loses a rank goes on from its newest checkpoint, and nobody else notices more than a longer
+step."""
 
 import os
 import re
@@ -29,8 +30,9 @@ from slipstream.stop_signals import StopSignals
 from slipstream.supervisor import LearnerRanks, LostRank
 
 SYNCHRONOUS = [
-    "mode=on_policy", "learner.ranks=2", "generators.count=1", "learner.groups_per_step=8", "learner.samples_per_prompt=4",
-    "eval.prompts=0", "learner.lr=1e-3", "learner.warmup_steps=0", "learner.checkpoint_every=2", "run.steps=10",
+    "mode=on_policy", "learner.ranks=2", "generators.count=1", "learner.groups_per_step=8",
+    "learner.samples_per_prompt=4", "eval.prompts=0", "learner.lr=1e-3", "learner.warmup_steps=0",
+    "learner.checkpoint_every=2", "run.steps=10",
     "algo=ppo", "learner.minibatches=2",
 ]  # fmt: skip
 """With a critic and a reference: whatever a learner holds is lost with it."""
@@ -109,7 +111,8 @@ def last_tensors(run: Path) -> dict[str, torch.Tensor]:
 def test_the_learner_begins_again_where_there_is_no_checkpoint_and_goes_on_from_one_where_there_is(
     start: Callable[..., Started],
 ) -> None:
-    slow = "generators.simulated.train_tokens_per_s=400"  # nearly a second a step: ranks are lost where they are meant to be
+    # Nearly a second a step: ranks are lost where they are meant to be.
+    slow = "generators.simulated.train_tokens_per_s=400"
     run = start(*SIMULATED, slow, "run.steps=24", "learner.checkpoint_every=8")
     run.wait_for(lambda: run.steps() >= 2, "second step")
     generators = run.roles("GeneratorRole")
@@ -122,8 +125,8 @@ def test_the_learner_begins_again_where_there_is_no_checkpoint_and_goes_on_from_
     code, out = run.finish()
     assert code == 0, out
     assert (
-        "learner-0 has died: the learner goes on from the beginning: there is no checkpoint yet (restart 1 of 3)"
-        in out
+        "learner-0 has died: the learner goes on from the beginning: there is no checkpoint yet (restart 1 "
+        "of 3)" in out
     )
     assert "learner-0 has died: the learner goes on from step 8 (restart 2 of 3)" in out
     assert "finished after 2 restarts of the learner" in out

@@ -35,7 +35,7 @@ CASES = [
 ]
 
 
-def room(wanted: RoleWishes, *ranks: float | None, rank_memory: tuple[float | None, ...] = ()) -> int:
+def count_room(wanted: RoleWishes, *ranks: float | None, rank_memory: tuple[float | None, ...] = ()) -> int:
     """Engines that fit beside these ranks, counted one after the other."""
     if (wanted.engine_gpus or 0) > 1:
         return 0
@@ -61,11 +61,11 @@ def is_possible(num_gpus: int, elsewhere: int, wanted: RoleWishes) -> bool:
         return False
     if (wanted.engine_gpus or 0) > 1:
         return engines * int(wanted.engine_gpus or 0) <= num_gpus - ranks
-    beside = room(wanted, wanted.rank_gpus, rank_memory=(wanted.rank_memory,))
-    return engines <= ranks * beside + (num_gpus - ranks) * room(wanted)
+    beside = count_room(wanted, wanted.rank_gpus, rank_memory=(wanted.rank_memory,))
+    return engines <= ranks * beside + (num_gpus - ranks) * count_room(wanted)
 
 
-def check(num_gpus: int, wanted: RoleWishes, division: GpuDivision) -> None:
+def check_division(num_gpus: int, wanted: RoleWishes, division: GpuDivision) -> None:
     assert (len(division.ranks), len(division.engines)) == (wanted.ranks, wanted.engines), (
         "every process has a place"
     )
@@ -106,9 +106,7 @@ def check(num_gpus: int, wanted: RoleWishes, division: GpuDivision) -> None:
         assert len({bool(place.gpus) for place in places}) <= 1, "all on GPUs, or none"
 
 
-def test_every_process_is_placed_and_no_gpu_has_two_ranks_or_shares_above_one_and_only_the_impossible_is_refused() -> (
-    None
-):
+def test_every_process_has_a_place_no_gpu_is_taken_beyond_one_and_only_the_impossible_is_refused() -> None:
     placed = 0
     for num_gpus, elsewhere, wanted in CASES:
         case = f"{num_gpus} GPUs here, {elsewhere} elsewhere, {wanted}"
@@ -119,19 +117,19 @@ def test_every_process_is_placed_and_no_gpu_has_two_ranks_or_shares_above_one_an
             assert ", got " in str(error)
             continue
         assert is_possible(num_gpus, elsewhere, wanted), case
-        check(num_gpus, wanted, division)
+        check_division(num_gpus, wanted, division)
         placed += 1
     assert placed > 1000 and len(CASES) - placed > 1000
 
 
-def shown(num_gpus: int, *overrides: str) -> str:
+def show_division(num_gpus: int, *overrides: str) -> str:
     return str(divide_gpus({"here": num_gpus}, "here", read_wishes(load_config(list(overrides)))))
 
 
 @pytest.mark.parametrize("num_gpus", GPUS)
 def test_the_defaults_work_with_any_number_of_gpus(num_gpus: int) -> None:
     wanted = read_wishes(load_config([]))
-    check(num_gpus, wanted, divide_gpus({"here": num_gpus}, "here", wanted))
+    check_division(num_gpus, wanted, divide_gpus({"here": num_gpus}, "here", wanted))
 
 
 @pytest.mark.parametrize(
@@ -153,24 +151,28 @@ def test_the_defaults_work_with_any_number_of_gpus(num_gpus: int) -> None:
         (
             2,
             "",
-            "GPU 0: learner-0 (100 % of memory); GPU 1: generator-0 (45 % of memory), generator-1 (45 % of memory)",
+            "GPU 0: learner-0 (100 % of memory); GPU 1: generator-0 (45 % of memory), generator-1 (45 % of "
+            "memory)",
         ),
         (
             2,
             "learner.gpus=0.5 generators.count=3",
-            "GPU 0: learner-0 (45 % of memory), generator-2 (45 % of memory); GPU 1: generator-0 (45 % of memory), "
+            "GPU 0: learner-0 (45 % of memory), generator-2 (45 % of memory); GPU 1: generator-0 (45 % of "
+            "memory), "
             "generator-1 (45 % of memory)",
         ),
         (
             2,
             "learner.gpus=0.5 generators.gpus=0.5 generators.count=2 learner.ranks=2",
-            "GPU 0: learner-0 (45 % of memory), generator-0 (45 % of memory); GPU 1: learner-1 (45 % of memory), "
+            "GPU 0: learner-0 (45 % of memory), generator-0 (45 % of memory); GPU 1: learner-1 (45 % of "
+            "memory), "
             "generator-1 (45 % of memory)",
         ),
         (
             3,
             "",
-            "GPU 0: learner-0 (100 % of memory); GPU 1: generator-0 (90 % of memory); GPU 2: generator-1 (90 % of memory)",
+            "GPU 0: learner-0 (100 % of memory); GPU 1: generator-0 (90 % of memory); GPU 2: generator-1 (90 "
+            "% of memory)",
         ),
         (
             3,
@@ -180,7 +182,8 @@ def test_the_defaults_work_with_any_number_of_gpus(num_gpus: int) -> None:
         (
             2,
             "algo=ppo placement.critic=own generators.count=1",
-            "GPU 0: learner-0 (45 % of memory), generator-0 (45 % of memory); GPU 1: learner-1 (45 % of memory)",
+            "GPU 0: learner-0 (45 % of memory), generator-0 (45 % of memory); GPU 1: learner-1 (45 % of "
+            "memory)",
         ),
         (
             1,
@@ -192,7 +195,7 @@ def test_the_defaults_work_with_any_number_of_gpus(num_gpus: int) -> None:
     ],
 )
 def test_the_division_is_the_one_that_was_drawn_by_hand(num_gpus: int, overrides: str, expected: str) -> None:
-    assert shown(num_gpus, *overrides.split()) == expected
+    assert show_division(num_gpus, *overrides.split()) == expected
 
 
 @pytest.mark.parametrize(
@@ -202,7 +205,8 @@ def test_the_division_is_the_one_that_was_drawn_by_hand(num_gpus: int, overrides
         (
             {"here": 2},
             "learner.gpus=1 generators.gpus=1",
-            r"generators.count must be at most 1 = 1 × 0 .* \+ 1 × 1 .* got 2: .* learner.gpus = 1.0, generators.gpus = 1.0",
+            r"generators.count must be at most 1 = 1 × 0 .* \+ 1 × 1 .* got 2: .*"
+            r" learner.gpus = 1.0, generators.gpus = 1.0",
         ),
         (
             {"here": 1},
@@ -255,7 +259,8 @@ with run_nursery({"learner": Stage([], ["ray._private.workers.default_worker"])}
     nodes = [start_node(num_cpus=5, num_gpus=2)]
     nodes.append(start_node(num_cpus=8, num_gpus=8, address=nodes[0].gcs_address))
     ray.init(address=nodes[0].gcs_address, log_to_driver=False, logging_level="ERROR")
-    places = RolePlaces(load_config(["learner.ranks=2", "generators.count=1", "learner.gpus=0.3333"]), StopSignals())
+    three = load_config(["learner.ranks=2", "generators.count=1", "learner.gpus=0.3333"])
+    places = RolePlaces(three, StopSignals())
     actors = [probe(places, place) for place in places.division.places]
     print(*visible(*actors))
     ray.kill(actors[0])

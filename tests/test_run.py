@@ -1,5 +1,5 @@
-"""Whole runs, as a user starts them: real processes, and for the main job real vLLM and real Ray. It comes last: the tiny model is made
-meanwhile."""
+"""Whole runs, as a user starts them: real processes, and for the main job real vLLM and real Ray. It comes
+last: the tiny model is made meanwhile."""
 
 import os
 import re
@@ -29,8 +29,8 @@ SUMMARY = {
     "staleness": {"max_versions", "admission_lag", "max", "mean", "histogram"},
     "throughput": {"generated_tokens_per_s", "trained_tokens_per_s", "steps_per_s"},
     "idle": {"learner", "generators"}, "weights": {
-        "updates", "bytes", "fetched_bytes", "gb_per_s", "prepare_s_mean", "pause_s_mean", "publish_s_mean", "lag",
-        "digest_checks", "digest_mismatches",
+        "updates", "bytes", "fetched_bytes", "gb_per_s", "prepare_s_mean", "pause_s_mean", "publish_s_mean",
+        "lag", "digest_checks", "digest_mismatches",
     },
 }  # fmt: skip
 
@@ -38,7 +38,8 @@ SUMMARY = {
 def test_a_run_that_is_stopped_in_whatever_way_leaves_no_process_and_goes_on(
     start: Callable[..., Started],
 ) -> None:
-    """One run in four lives: stopped in a step of 7 s, while its learner starts again, by a user without patience, and finished."""
+    """One run in four lives: stopped in a step of 7 s, while its learner starts again, by a user without
+    patience, and finished."""
     controlled = "staleness.controller=ess"
     run = start(*SIMULATED, controlled, "generators.simulated.train_tokens_per_s=45", "run.steps=1000")
     run.wait_for(lambda: run.steps() >= 1, "first step")
@@ -97,7 +98,8 @@ def assert_stopped(run: Started) -> str:
 
 @pytest.fixture(scope="module")
 def lost() -> Iterator[subprocess.Popen[str]]:
-    """Generators that look for a run where there is none; they take ten seconds to be sure, beside the next test."""
+    """Generators that look for a run where there is none; they take ten seconds to be sure, beside the next
+    test."""
     command = ["scripts/launch.sh", "role=generators", "buffer.address=tcp://127.0.0.1:9"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     yield process
@@ -108,7 +110,8 @@ def lost() -> Iterator[subprocess.Popen[str]]:
 def test_generators_join_a_run_and_leave_it_and_what_a_killed_driver_leaves_goes_on_without_a_checkpoint(
     start: Callable[..., Started], lost: subprocess.Popen[str]
 ) -> None:
-    speed = "generators.simulated.train_tokens_per_s"  # about a step a second: without a checkpoint all are trained again
+    # About a step a second: without a checkpoint all steps are trained again.
+    speed = "generators.simulated.train_tokens_per_s"
     run = start(
         *SIMULATED, f"{speed}=400", "run.steps=1000", "buffer.lease_s=3", "learner.checkpoint_every=1000"
     )
@@ -189,7 +192,8 @@ def test_roles_print_their_stacks_on_request_and_one_that_fails_ends_the_run_wit
 
 @pytest.fixture(scope="module")
 def main_job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[tuple[Started, str]]:
-    """A smoke run in which a generator was killed, and what it printed. As a user's, it has a nursery of its own."""
+    """A smoke run in which a generator was killed, and what it printed. As a user's, it has a nursery of its
+    own."""
     environment = {name: value for name, value in os.environ.items() if name != FOLDER}
     run = Started(
         tmp_path_factory.mktemp("main"),
@@ -224,7 +228,8 @@ def test_the_main_job_learns_survives_a_killed_generator_and_accounts_for_every_
     assert (first["version"], last["version"], last["n"]) == (0, 40, 64)
     assert first["ci95"][0] < first["reward"] < first["ci95"][1] and last["reward"] <= 1
     assert re.search(
-        rf"held-out reward {first['reward']:.3f} ± 0\.\d+ \(version 0\) → {last['reward']:.3f} ± .*, of 64 prompts",
+        rf"held-out reward {first['reward']:.3f} ± 0\.\d+ \(version 0\) → "
+        rf"{last['reward']:.3f} ± .*, of 64 prompts",
         out,
     )
     assert (run.folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
