@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# How fast the buffer is, beside raw pyzmq, Ray and TransferQueue, in one run: scripts/benchmark_buffer.sh [--json FILE]
+# Measures the buffer's speed beside raw pyzmq, Ray and TransferQueue, in one run.
+#   scripts/benchmark_buffer.sh [--json FILE]
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare

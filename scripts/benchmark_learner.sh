@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What a training step costs, beside a bare FSDP2 loop, padded steps, TRL's, and the machine's bound: scripts/benchmark_learner.sh [--json FILE]
+# Measures a training step beside a bare FSDP2 loop, padded steps, TRL's, and the machine's bound.
+#   scripts/benchmark_learner.sh [--json FILE]
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare peers

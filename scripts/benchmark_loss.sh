@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What the loss side of a step costs, beside one log-softmax of as many tokens: scripts/benchmark_loss.sh [--tokens N] [--json FILE]
+# Measures the loss side of a step beside one log-softmax of as many tokens.
+#   scripts/benchmark_loss.sh [--tokens N] [--json FILE]
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# How long a buffer takes to go on after a SIGKILL, by the length of its run. See scripts/bench/benchmark_recovery.py --help.
+# Measures the time that a buffer takes to go on after a SIGKILL, by the length of its run.
+#   scripts/benchmark_recovery.sh --help
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What a weight update costs, beside memcpy of the same bytes: scripts/benchmark_sync.sh [--json FILE]
-# What it costs a publisher when several hosts fetch it:        scripts/benchmark_sync.sh relays [--json FILE]
+# Measures a weight update.
+#   scripts/benchmark_sync.sh [--json FILE]           beside memcpy of the same bytes
+#   scripts/benchmark_sync.sh relays [--json FILE]    at the publisher, when several hosts fetch it
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare

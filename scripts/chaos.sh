@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Kills buffer, producers and consumer at random, and audits what is left: scripts/chaos.sh [--kills 200] [--seed 0]
+# Kills buffer, producers and consumer at random, and audits the journal that is left.
+#   scripts/chaos.sh [--kills 200] [--seed 0]
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare

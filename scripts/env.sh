@@ -7,7 +7,7 @@ venv=${SLIPSTREAM_VENV:-$root/.venv}
 
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then backend=cuda; else backend=cpu; fi
 
-# The file that says that the environment holds these extras of this project.
+# Prints the path of the file that marks an environment with these extras of this project.
 stamp_of() {
   echo "$venv/.slipstream-$(printf '%s %s' "$1" "$root" | cat - "$root/pyproject.toml" | cksum | tr ' ' -)"
 }
@@ -17,7 +17,7 @@ prepare() {
   extras=$(printf '%s\n' "$backend" "$@" | sort -u | paste -sd,)
   stamp=$(stamp_of "$extras")
   if [ ! -e "$stamp" ]; then
-    # Two first starts at once would tear each other's packages. The lock is let go of before anything else starts.
+    # Two first starts at once would tear each other's packages. The lock is released before anything else starts.
     mkdir -p "$venv"
     exec 9>"$venv/.slipstream-lock"
     flock 9
@@ -25,7 +25,7 @@ prepare() {
     exec 9>&-
   fi
   PATH="$venv/bin:$PATH"
-  # An engine that compiles its bytecode anew at each start takes 25 s instead of 10.
+  # Without cached bytecode an engine takes 25 s to start instead of 10.
   unset PYTHONDONTWRITEBYTECODE
 }
 

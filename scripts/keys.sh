@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes CURVE keys for the buffer: scripts/keys.sh FOLDER [ROLE:CLIENT ...]      (then set buffer.keys=FOLDER)
+# Makes CURVE keys for the buffer. Then set buffer.keys=FOLDER.
+#   scripts/keys.sh FOLDER [ROLE:CLIENT ...]
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What publishing adapters alone saves, and what merging costs a host: scripts/measure_adapters.sh [--rounds N]
+# Measures the bytes and time that publishing adapters alone saves, and the cost of merging them on a host.
+#   scripts/measure_adapters.sh [--rounds N]
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# How much of the weights changes in a step, by learning rate, and what patches save: scripts/measure_patches.sh [--steps N]
+# Measures the share of the weights that changes in a step, by learning rate, and the bytes that patches save.
+#   scripts/measure_patches.sh [--steps N]
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Saves what can be saved of a damaged journal, and lists the rest. See scripts/slipstream/repair.py --help.
+# Saves what can be saved of a damaged journal, and lists the rest.
+#   scripts/repair.sh RUN        scripts/repair.sh --help
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What staleness costs each algorithm on the tiny task: a table, a plot, docs/staleness.md. scripts/study_staleness.sh --help
+# Measures the cost of staleness for each algorithm on the tiny task: a table, a plot, docs/staleness.md.
+#   scripts/study_staleness.sh --help
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that must hold: style, types, tests. Arguments go to pytest (then only pytest runs).
+# Checks style and types, and runs all tests. With arguments it runs pytest alone, with these arguments.
 #
 # Without arguments, tests run in rows side by side (tests/rows.py), and the type checker beside them.
 set -euo pipefail
