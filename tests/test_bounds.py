@@ -45,13 +45,13 @@ def harness(tmp_path: Path) -> Iterator[Callable[..., BufferHarness]]:
         one.close()
 
 
-def unbounded(kind: inspect.Type, path: str) -> Iterator[str]:
-    """Where in a type a number, a text or a collection can be as large as its sender likes."""
+def find_unbounded(kind: inspect.Type, path: str) -> Iterator[str]:
+    """Yields the places in a type at which a number, a text or a collection may be of any size."""
     match kind:
         case inspect.Metadata(type=inner, extra_json_schema={"description": _}):
             assert isinstance(inner, inspect.FloatType), f"{path} is any {inner}"  # said to be any number
         case inspect.Metadata(type=inner):
-            yield from unbounded(inner, path)
+            yield from find_unbounded(inner, path)
         case inspect.IntType() | inspect.FloatType():
             if kind.ge is None or kind.le is None:
                 yield path
@@ -65,21 +65,21 @@ def unbounded(kind: inspect.Type, path: str) -> Iterator[str]:
         ):
             if kind.max_length is None:
                 yield path
-            yield from unbounded(item, f"{path}[]")
+            yield from find_unbounded(item, f"{path}[]")
         case inspect.DictType(key_type=key, value_type=value):
             if kind.max_length is None:
                 yield path
-            yield from unbounded(key, f"{path}.key")
-            yield from unbounded(value, f"{path}.value")
+            yield from find_unbounded(key, f"{path}.key")
+            yield from find_unbounded(value, f"{path}.value")
         case inspect.UnionType(types=types):
             for one in types:
-                yield from unbounded(one, path)
+                yield from find_unbounded(one, path)
         case inspect.StructType(fields=fields):
             for field in fields:
-                yield from unbounded(field.type, f"{path}.{field.name}")
+                yield from find_unbounded(field.type, f"{path}.{field.name}")
         case inspect.TupleType(item_types=types):
             for number, one in enumerate(types):
-                yield from unbounded(one, f"{path}[{number}]")
+                yield from find_unbounded(one, f"{path}[{number}]")
         case inspect.BoolType() | inspect.NoneType() | inspect.EnumType() | inspect.LiteralType():
             pass
         case _:
@@ -88,7 +88,7 @@ def unbounded(kind: inspect.Type, path: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("request_type", get_args(m.Request), ids=lambda kind: kind.__name__)
 def test_every_field_of_a_request_has_a_bound(request_type: type) -> None:
-    assert list(unbounded(inspect.type_info(request_type), request_type.__name__)) == []
+    assert list(find_unbounded(inspect.type_info(request_type), request_type.__name__)) == []
 
 
 def test_the_test_of_bounds_finds_a_field_without_one() -> None:
@@ -97,11 +97,15 @@ def test_the_test_of_bounds_finds_a_field_without_one() -> None:
         words: list[RoleName]
         text: str | None = None
 
-    assert list(unbounded(inspect.type_info(Loose), "Loose")) == ["Loose.number", "Loose.words", "Loose.text"]
+    assert list(find_unbounded(inspect.type_info(Loose), "Loose")) == [
+        "Loose.number",
+        "Loose.words",
+        "Loose.text",
+    ]
 
 
-def send(address: str, *bodies: bytes) -> list[m.Reply]:
-    """Returns the answers of a buffer to these bytes as requests."""
+def send_requests(address: str, *bodies: bytes) -> list[m.Reply]:
+    """Sends these bytes as requests; returns the buffer's answers."""
     stranger = zmq.Context.instance().socket(zmq.DEALER)
     stranger.setsockopt(zmq.LINGER, 0)
     stranger.connect(address)
@@ -128,7 +132,7 @@ def test_deep_nesting_in_a_field_that_nobody_knows_is_refused(
     run = harness()
     plain = m.encoder.encode(m.RequestLeases(generator="g", count=1, wait_s=0.0))
     nested = bytes([plain[0] + 1]) + plain[1:] + b"\xa7unknown" + opening * depth + b"\xc0"
-    (reply,) = send(run.server.address, nested)
+    (reply,) = send_requests(run.server.address, nested)
     assert isinstance(reply, m.RefusedRequest), reply
     assert run.status().refused_requests == {"malformed message": 1}
 
@@ -139,16 +143,16 @@ EXTREMES = [-(2**63), -1, 2**31, 2**40 + 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
 def test_no_number_overflows_the_status_or_the_log(
     harness: Callable[..., BufferHarness], tmp_path: Path
 ) -> None:
-    """Every integer of every request at its extremes, by every message; the log is replayed after it."""
+    """Sends every integer of every request at its extremes, then replays the log."""
     run = harness("staleness.max_versions=1")
     run.publish(0)
     lease, *_ = run.ask()
     bodies = [
         msgspec.msgpack.encode(fields)
         for value in (*EXTREMES, float("nan"), float("inf"), 1e308)
-        for fields in extreme(lease.id, value)
+        for fields in make_extreme_requests(lease.id, value)
     ]
-    for reply in send(run.server.address, *bodies[:200]):
+    for reply in send_requests(run.server.address, *bodies[:200]):
         assert not isinstance(reply, m.RunStopped), reply
     before = run.status()
     assert run.server.buffer.book.ledger.closes() and before.tokens.total < 1000, before.tokens
@@ -162,8 +166,8 @@ def test_no_number_overflows_the_status_or_the_log(
     again.close()
 
 
-def extreme(lease: int, value: Any) -> list[dict[str, Any]]:
-    """Requests in which one number has this value."""
+def make_extreme_requests(lease: int, value: Any) -> list[dict[str, Any]]:
+    """Returns requests in which one number has this value."""
     told = {"generator": "x", "progress": {}, "report": {}}
     return [
         {"type": "FailLease", "generator": "x", "lease": 5, "num_tokens": value, "error": "e"},
@@ -256,7 +260,7 @@ def test_a_client_does_not_send_what_no_buffer_takes_in(
         run.client.submit_groups("g", [lease.id for lease in leases], to_batch(rows))
     assert not run.client._unanswered, "nothing waits to be sent again"
     send_groups(run.client, "g", [lease.id for lease in leases], to_batch(rows))
-    assert verdicts(run.client, len(leases)) == {lease.id: "accepted" for lease in leases}
+    assert collect_verdicts(run.client, len(leases)) == {lease.id: "accepted" for lease in leases}
     assert run.train(0) == [0, 1]
 
 
@@ -272,13 +276,13 @@ def test_a_group_that_is_too_large_for_a_message_fails_by_its_size_and_the_other
     rows = make_group(leases[0], **large) + make_group(leases[1])
     monkeypatch.setattr(m, "MAX_PAYLOAD_BYTES", 20_000)
     send_groups(run.client, "g", [lease.id for lease in leases], to_batch(rows))
-    assert verdicts(run.client, 2) == {leases[0].id: "failed", leases[1].id: "accepted"}
+    assert collect_verdicts(run.client, 2) == {leases[0].id: "failed", leases[1].id: "accepted"}
     status = run.status()
     assert "must have at most 20,000 bytes together, got" in status.quarantined[0]
     assert status.tokens.rejected["failed"] == 2 * (length - 1)
 
 
-def verdicts(client: BufferClient, count: int) -> dict[int, str]:
+def collect_verdicts(client: BufferClient, count: int) -> dict[int, str]:
     found: dict[int, str] = {}
     while len(found) < count:
         for answer in client.receive_answers(5.0):
@@ -296,7 +300,9 @@ def test_a_request_with_four_million_leases_is_refused_and_nothing_is_logged(
     before = sum(path.stat().st_size for path in log.rglob("*") if path.is_file())
     many = {"type": "SubmitGroups", "generator": "g", "leases": [0] * 900_000, "schema": 1}
     too_many = {"type": "SubmitGroups", "generator": "g", "leases": [0] * 4_000_000, "schema": 1}
-    replies = send(run.server.address, msgspec.msgpack.encode(many), msgspec.msgpack.encode(too_many))
+    replies = send_requests(
+        run.server.address, msgspec.msgpack.encode(many), msgspec.msgpack.encode(too_many)
+    )
     assert all(isinstance(reply, m.RefusedRequest) for reply in replies)
     assert run.status().refused_requests == {"malformed message": 2}
     assert sum(path.stat().st_size for path in log.rglob("*") if path.is_file()) == before
@@ -407,7 +413,7 @@ def test_a_client_that_takes_no_answers_loses_its_connection(
 
 
 def num_connections(run: BufferHarness) -> int:
-    """Those of clients to the server, at its end."""
+    """Returns the number of clients' connections to the server, at its end."""
     port = int(run.server.address.rpartition(":")[2])
     return sum(bool(one.raddr) and one.laddr.port == port for one in psutil.Process().net_connections("tcp"))
 
@@ -610,7 +616,7 @@ def test_what_is_said_of_an_unknown_lease_is_not_worth_a_line_in_the_journal(
 def test_a_lease_of_steps_that_were_undone_is_remembered_and_cannot_come_in(
     harness: Callable[..., BufferHarness],
 ) -> None:
-    """What its generator still says of it counts once: 3 tokens by its heartbeat, 5 in the end."""
+    """A lost lease counts the last report of its generator once: 3 tokens by heartbeat, 5 in the end."""
     run = harness("staleness.max_versions=1", "generators.max_model_len=100")
     for version in range(3):
         run.publish(version)

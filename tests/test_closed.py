@@ -1,4 +1,4 @@
-"""The buffer is closed to strangers: keys, and whatever can be sent to it."""
+"""The buffer is closed to strangers, whatever key they show and whatever they send."""
 
 import random
 import socket
@@ -100,7 +100,7 @@ def test_only_clients_with_an_allowed_key_are_let_in(
 
 
 def impostor(folder: Path, keys: Path) -> Path:
-    """A client with an allowed key that takes another server for the true one."""
+    """Makes the keys of a client that the server allows, and that takes another server for the true one."""
     make_keys(folder, ["generator"])
     for name in ("generator.key", "generator.key_secret"):
         (folder / name).write_bytes((keys / name).read_bytes())
@@ -120,7 +120,7 @@ def test_what_travels_is_encrypted(serve: Callable[..., BufferServer], keys: Pat
 
 
 def wiretap(port: int) -> tuple[bytearray, int]:
-    """A proxy in front of a port, and all that goes through it."""
+    """Starts a proxy in front of a port; returns (all bytes that go through it, its port)."""
     seen, listener = bytearray(), socket.create_server(("127.0.0.1", 0))
 
     def carry(source: socket.socket, target: socket.socket) -> None:
@@ -179,7 +179,7 @@ def test_missing_keys_are_named_with_the_command_that_makes_them(
 
 
 def obeys_all_rules(batch: pa.RecordBatch, group: int, newest: int) -> bool:
-    """The rules of a whole group, said again the slow way."""
+    """Checks the rules of a whole group in a slow and simple way."""
     batch.validate(full=True)
     rows = batch.to_pylist()
     assert [row["sample"] for row in rows] == [0, 1] and all(row["group"] == group for row in rows)
@@ -208,7 +208,7 @@ mutations = st.lists(
 )
 
 
-def mutate(changes: list[tuple[int, str, int]], data: bytes = VALID) -> bytes:
+def mutate_message(changes: list[tuple[int, str, int]], data: bytes = VALID) -> bytes:
     changed = bytearray(data)
     for place, kind, value in changes:
         match kind:
@@ -230,7 +230,7 @@ def mutate(changes: list[tuple[int, str, int]], data: bytes = VALID) -> bytes:
 def test_a_changed_message_is_refused_or_still_obeys_all_rules(
     changes: list[tuple[int, str, int]], cut: int | None
 ) -> None:
-    data = mutate(changes)[:cut]
+    data = mutate_message(changes)[:cut]
     try:
         found = check_groups(data, [ExpectedGroup(0, 0, 0)], num_samples=2, newest_version=3)
     except MalformedGroup:
@@ -241,8 +241,8 @@ def test_a_changed_message_is_refused_or_still_obeys_all_rules(
         assert facts.num_tokens == sum(sum(row) for row in found.batch["sampled"].to_pylist())
 
 
-def claims(buffer: int, offset: int, length: int) -> bytes:
-    """The valid message, in which one buffer claims another place."""
+def claim_place(buffer: int, offset: int, length: int) -> bytes:
+    """Returns the valid message, in which one buffer claims another place."""
     place = VALID.index(struct.pack("<qq", *buffers_of(VALID)[buffer]))
     return VALID[:place] + struct.pack("<qq", offset, length) + VALID[place + 16 :]
 
@@ -254,7 +254,7 @@ def buffers_of(data: bytes) -> list[list[int]]:
 
 
 def counts_buffers(more: int) -> bytes:
-    """The valid message, whose metadata counts so many more buffers than it has (or fewer)."""
+    """Returns the valid message, whose metadata counts so many buffers more than it has (or fewer)."""
     count = len(buffers_of(VALID))
     first = struct.pack("<qq", *buffers_of(VALID)[0])
     place = VALID.index(struct.pack("<I", count) + first)
@@ -269,9 +269,9 @@ HOSTILE = {
     "a schema": SCHEMA.serialize().to_pybytes(),
     "random bytes": random.Random(0).randbytes(5000),
     "a pickle": b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94.",
-    "a buffer beyond the end": claims(30, 0, 1 << 40),
-    "a buffer before the beginning": claims(30, -64, 64),
-    "a buffer whose end overflows": claims(30, 2**63 - 8, 2**63 - 8),
+    "a buffer beyond the end": claim_place(30, 0, 1 << 40),
+    "a buffer before the beginning": claim_place(30, -64, 64),
+    "a buffer whose end overflows": claim_place(30, 2**63 - 8, 2**63 - 8),
     "metadata longer than the message": b"\xff\xff\xff\xff\xff\xff\xff\x7f" + VALID[8:],
     "a stream instead of a message": SCHEMA.serialize().to_pybytes() + VALID,
     "nested nulls": pa.RecordBatch.from_pydict({"tokens": [[1, None], None]}).serialize().to_pybytes(),
@@ -317,7 +317,7 @@ def test_a_run_goes_on_while_strangers_send_whatever_they_like(tmp_path: Path) -
     held: list[m.Lease] = []
     while time.monotonic() < deadline:
         for _ in range(30):
-            stranger.send_multipart(nonsense(rng, held), copy=False)
+            stranger.send_multipart(make_nonsense(rng, held), copy=False)
             sent += 1
         while stranger.poll(0):
             stranger.recv_multipart()
@@ -361,15 +361,15 @@ def test_a_run_goes_on_while_strangers_send_whatever_they_like(tmp_path: Path) -
     assert all(obeys_all_rules(batch, batch["group"][0].as_py(), newest=step) for batch in stored)
 
 
-def nonsense(rng: random.Random, leases: list[m.Lease]) -> list[bytes]:
-    """A message of a stranger: broken at one level or another."""
+def make_nonsense(rng: random.Random, leases: list[m.Lease]) -> list[bytes]:
+    """Returns a stranger's message that is broken at one level or another."""
     number = rng.randbytes(8)
     lease = rng.choice(leases).id if leases and rng.random() < 0.5 else rng.randrange(2**62)
     wrong = make_group(LEASE) if rng.random() < 0.5 else make_group(LEASE, reward=float("nan"))
     submit = m.encoder.encode(m.SubmitGroups(generator="stranger", leases=[lease], schema=SCHEMA_VERSION))
     payload = rng.choice(
         [
-            mutate([(rng.randrange(len(VALID)), "byte", rng.getrandbits(8))]),
+            mutate_message([(rng.randrange(len(VALID)), "byte", rng.getrandbits(8))]),
             *HOSTILE.values(),
             encode_batch(to_batch(wrong)).to_pybytes(),
         ]

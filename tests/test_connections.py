@@ -1,5 +1,4 @@
-"""What connections may cost a server, whoever holds their other ends: memory, file descriptors, and names
-that are remembered."""
+"""Connections cost a server a bounded amount of memory, file descriptors and names, whoever holds their other ends."""
 
 import os
 import resource
@@ -42,7 +41,7 @@ def harness(tmp_path: Path) -> Iterator[Callable[..., BufferHarness]]:
         one.close()
 
 
-def until(condition: Callable[[], bool], what: str, within_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, within_s: float = 20.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, what
@@ -84,7 +83,7 @@ def test_the_memory_of_messages_that_do_not_end_is_given_back() -> None:
                     stranger.sendall(frame)
             stranger.close()
             assert server.stdout.readline() == "ended\n"
-        until(
+        wait_until(
             lambda: memory().rss < before + (24 << 20),
             f"{(memory().rss - before) >> 20} MiB are kept",
             within_s=10,
@@ -167,7 +166,7 @@ def test_more_connections_than_a_process_may_have_do_not_stop_the_buffer(tmp_pat
         newcomer = BufferClient(address, timeout_s=20.0)
         newcomer.call(m.JoinRun(generator="g"), m.JoinedRun)
         assert newcomer.call(m.RequestLeases(generator="g", count=1, wait_s=5.0), m.LeaseGrant).leases
-        until(lambda: psutil.Process(server.pid).num_fds() < 160, "file descriptors are free again")
+        wait_until(lambda: psutil.Process(server.pid).num_fds() < 160, "file descriptors are free again")
         refused = honest.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status.refused_requests
         assert refused["too many connections"] >= 400 and server.poll() is None, (
             tmp_path / "log"
@@ -238,11 +237,11 @@ def test_learners_whose_connection_has_ended_are_forgotten(harness: Callable[...
             run.client.call(m.RewindToStep(step=0), m.Acknowledged)
             run.publish(0)
         learner.close()
-    until(
+    wait_until(
         lambda: len(run.server._learners._current | run.server._learners._outdated) <= 2,
         "only those who are there are remembered",
     )
-    until(lambda: not run.server._connections._gone, "and nobody who is gone")
+    wait_until(lambda: not run.server._connections._gone, "and nobody who is gone")
 
 
 # ---- readers of weights
@@ -308,7 +307,7 @@ def test_whoever_asks_for_more_than_it_reads_loses_its_connection(
     assert not server.refused
     body = tcp.encode(tcp.GetChunk("v0-life.safetensors", 0, 64 << 20))
     greedy.sendall(b"\x00" + bytes([len(body)]) + body)
-    until(lambda: server.refused["unread answers"] == 1, "it is ended")
+    wait_until(lambda: server.refused["unread answers"] == 1, "it is ended")
     greedy.close()
 
 
@@ -320,7 +319,7 @@ REQUESTS: list[tcp.Request] = [
 ]
 
 
-def test_every_request_for_weights_has_its_speakers() -> None:
+def test_every_request_for_weights_has_roles_that_may_send_it() -> None:
     assert (
         {kind.__name__ for kind in get_args(tcp.Request)}
         == set(WEIGHT_REQUEST_ROLES)

@@ -1,5 +1,5 @@
-"""Heartbeats while a role waits: leases outlive long waits and not endless ones, and everybody's last word is
-known."""
+"""Heartbeats while a role waits: leases outlive long waits but not endless ones, and the status has each role's last
+report."""
 
 import re
 import threading
@@ -43,8 +43,8 @@ BASE = [
 ]
 
 
-class Rig:
-    """A buffer in a thread, and one who publishes and looks. A lease that is lost is quarantined at once."""
+class HeartbeatRun:
+    """A buffer in a thread, and a client that publishes and watches. A lost lease is quarantined at once."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.config = load_config([*BASE, *overrides])
@@ -54,25 +54,25 @@ class Rig:
         self.client = BufferClient(self.server.address, timeout_s=60.0)
         self.publisher = Publisher(folder / "weights", "life")
 
-    def generate(self, engine: SimulatedEngine, subscriber: Subscriber) -> None:
+    def start_generator(self, engine: SimulatedEngine, subscriber: Subscriber) -> None:
         client = BufferClient(self.server.address, timeout_s=60.0)
         generator = Generator("g", self.config, client, engine, SimulatedEpisodes(), subscriber)
         self.threads.append(threading.Thread(target=generator.run))
         self.threads[-1].start()
 
-    def publish(self, version: int) -> None:
+    def publish_version(self, version: int) -> None:
         manifest = self.publisher.publish_version(version, whole_parts({"w": torch.tensor([float(version)])}))
         self.client.call(
             m.PublishVersion(version=version, manifest_locator=self.publisher.announce_version(manifest)),
             m.Acknowledged,
         )
 
-    def status(self) -> RunStatus:
+    def read_status(self) -> RunStatus:
         return self.client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status
 
     def wait_for(self, holds: Callable[[RunStatus], object], timeout_s: float = 60.0) -> RunStatus:
         deadline = time.monotonic() + timeout_s
-        while not holds(status := self.status()):
+        while not holds(status := self.read_status()):
             assert time.monotonic() < deadline, status
             time.sleep(0.05)
         return status
@@ -89,20 +89,20 @@ class Rig:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
-    rigs: list[Rig] = []
+def start_run(tmp_path: Path) -> Iterator[Callable[..., HeartbeatRun]]:
+    runs: list[HeartbeatRun] = []
 
-    def begin(*overrides: str) -> Rig:
-        rigs.append(Rig(tmp_path, *overrides))
-        return rigs[-1]
+    def begin(*overrides: str) -> HeartbeatRun:
+        runs.append(HeartbeatRun(tmp_path, *overrides))
+        return runs[-1]
 
     yield begin
-    for rig in rigs:
-        rig.close()
+    for run in runs:
+        run.close()
 
 
-def heard_lately(status: RunStatus, activity_s: float) -> bool:
-    """The generator has said within a second that it does something for so long already."""
+def is_heard_of(status: RunStatus, activity_s: float) -> bool:
+    """True when the generator has reported within a second that it is at something for so long already."""
     return (
         "g" in status.roles
         and status.roles["g"].activity_s > activity_s
@@ -110,12 +110,12 @@ def heard_lately(status: RunStatus, activity_s: float) -> bool:
     )
 
 
-def engine() -> SimulatedEngine:
+def make_engine() -> SimulatedEngine:
     return SimulatedEngine(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5)
 
 
 class Pulling(Subscriber):
-    """A pull lasts until `end` is set; bytes come in all the while, or never."""
+    """A subscriber whose pull lasts until `end` is set. Bytes come in all the while, or never."""
 
     def __init__(self, bytes_come_in: bool) -> None:
         super().__init__()
@@ -132,36 +132,36 @@ class Pulling(Subscriber):
 
 
 def test_a_pull_of_weights_that_takes_several_leases_and_stalls_loses_none_while_bytes_come_in(
-    start: Callable[..., Rig],
+    start_run: Callable[..., HeartbeatRun],
 ) -> None:
-    rig, pulling = start("buffer.stalled_s=3"), Pulling(bytes_come_in=True)
-    rig.publish(0)
-    rig.generate(engine(), pulling)
-    rig.wait_for(lambda status: status.groups.in_flight)
-    status = rig.wait_for(lambda status: heard_lately(status, 6))
+    run, pulling = start_run("buffer.stalled_s=3"), Pulling(bytes_come_in=True)
+    run.publish_version(0)
+    run.start_generator(make_engine(), pulling)
+    run.wait_for(lambda status: status.groups.in_flight)
+    status = run.wait_for(lambda status: is_heard_of(status, 6))
     assert status.roles["g"].activity == "fetching version 0"
     assert re.search(r"g: fetching version 0 for \d+ s", status.waiting_for)
     pulling.end.set()
-    taken = rig.client.take_batch(0, wait_s=50.0)
-    assert taken.groups == [0, 1, 2, 3] and not rig.status().quarantined  # type: ignore[union-attr]
+    taken = run.client.take_batch(0, wait_s=50.0)
+    assert taken.groups == [0, 1, 2, 3] and not run.read_status().quarantined  # type: ignore[union-attr]
 
 
 def test_a_pull_in_which_nothing_comes_keeps_its_leases_until_it_counts_as_stalled(
-    start: Callable[..., Rig],
+    start_run: Callable[..., HeartbeatRun],
 ) -> None:
-    rig, pulling = start("buffer.stalled_s=5"), Pulling(bytes_come_in=False)
-    rig.publish(0)
-    rig.generate(engine(), pulling)
-    status = rig.wait_for(lambda status: "g" in status.roles and status.roles["g"].activity_s > 3)
+    run, pulling = start_run("buffer.stalled_s=5"), Pulling(bytes_come_in=False)
+    run.publish_version(0)
+    run.start_generator(make_engine(), pulling)
+    status = run.wait_for(lambda status: "g" in status.roles and status.roles["g"].activity_s > 3)
     assert not status.quarantined and status.groups.in_flight, "longer than a lease lasts"
-    status = rig.wait_for(lambda status: status.quarantined)
+    status = run.wait_for(lambda status: status.quarantined)
     assert any(
         re.match(r"stalled: fetching version 0 for \d+ s", error) for error in status.quarantined.values()
     )
     pulling.end.set()
 
 
-class Hanging(SimulatedEngine):
+class HangingEngine(SimulatedEngine):
     end = threading.Event()
 
     def load_version(self, source: Snapshot | NcclBroadcast) -> None:
@@ -170,65 +170,68 @@ class Hanging(SimulatedEngine):
 
 
 def test_a_loop_that_hangs_loses_its_leases_though_its_heart_beats_and_goes_on_when_it_comes_back(
-    start: Callable[..., Rig],
+    start_run: Callable[..., HeartbeatRun],
 ) -> None:
-    rig, hanging = start("buffer.stalled_s=4"), Hanging(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5)
-    rig.generate(hanging, Subscriber())
-    rig.wait_for(lambda status: "g" in status.roles and status.roles["g"].activity == "waiting for leases")
-    client = BufferClient(rig.server.address)
-    rig.publish(0)
-    rig.wait_for(lambda status: status.groups.in_flight)
-    status = rig.wait_for(lambda status: status.quarantined or heard_lately(status, 3))
+    run, hanging = (
+        start_run("buffer.stalled_s=4"),
+        HangingEngine(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5),
+    )
+    run.start_generator(hanging, Subscriber())
+    run.wait_for(lambda status: "g" in status.roles and status.roles["g"].activity == "waiting for leases")
+    client = BufferClient(run.server.address)
+    run.publish_version(0)
+    run.wait_for(lambda status: status.groups.in_flight)
+    status = run.wait_for(lambda status: status.quarantined or is_heard_of(status, 3))
     if not status.quarantined:  # it may have begun to load before it had leases
         assert status.roles["g"].activity == "loading version 0"
-        status = rig.wait_for(lambda status: status.quarantined)
+        status = run.wait_for(lambda status: status.quarantined)
     assert any(
         re.match(r"stalled: loading version 0 for \d+ s", error) for error in status.quarantined.values()
     )
     hanging.end.set()
-    assert rig.client.take_batch(0, wait_s=50.0).groups, "others fill the places, or itself"  # type: ignore[union-attr]
+    assert run.client.take_batch(0, wait_s=50.0).groups, "others fill the places, or itself"  # type: ignore[union-attr]
     client.close()
 
 
 def test_a_generator_beats_while_its_engine_starts(
-    start: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+    start_run: Callable[..., HeartbeatRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig, going = start(), threading.Event()
+    run, going = start_run(), threading.Event()
 
     def slowly(config: object, seed: int, shares_gpu: bool) -> SimulatedEngine:
         going.wait(timeout=90)
-        return engine()
+        return make_engine()
 
     monkeypatch.setattr(generators.joining, "make_engine", slowly)
-    rig.threads.append(threading.Thread(target=lambda: join_run(rig.server.address, "g", 0, None).run()))
-    rig.threads[-1].start()
-    status = rig.wait_for(lambda status: heard_lately(status, 1.5))
+    run.threads.append(threading.Thread(target=lambda: join_run(run.server.address, "g", 0, None).run()))
+    run.threads[-1].start()
+    status = run.wait_for(lambda status: is_heard_of(status, 1.5))
     assert status.roles["g"].activity == "starting the engine"
     going.set()
-    rig.wait_for(lambda status: status.roles["g"].activity == "waiting for leases")
+    run.wait_for(lambda status: status.roles["g"].activity == "waiting for leases")
 
 
 def test_the_wait_for_a_batch_names_the_generators_states_until_all_are_ready(
-    start: Callable[..., Rig],
+    start_run: Callable[..., HeartbeatRun],
 ) -> None:
-    rig = start("generators.count=2")
-    buffer = rig.server.buffer
+    run = start_run("generators.count=2")
+    buffer = run.server.buffer
 
     def beat(generator: str, activity: str, activity_s: float = 0.0) -> None:
         report = GeneratorReport()
         beat = m.GeneratorHeartbeat(
             generator=generator, progress={}, report=report, activity=activity, activity_s=activity_s
         )
-        rig.client.call(beat, m.GeneratorStanding)
+        run.client.call(beat, m.GeneratorStanding)
 
     assert buffer.describe_waiting().endswith("to publish version 0; 0 of 2 generators ready, 2 not here yet")
-    rig.publish(0)
+    run.publish_version(0)
     nobody = "the learner waits: step 0 has 0 of 4 groups; "
-    rig.client.call(m.JoinRun(generator="a"), m.JoinedRun)
+    run.client.call(m.JoinRun(generator="a"), m.JoinedRun)
     assert buffer.describe_waiting() == nobody + "0 of 2 generators ready, 1 joined, 1 not here yet"
-    assert rig.status().roles["a"].activity == "joined"
+    assert run.read_status().roles["a"].activity == "joined"
     beat("a", "starting the engine", 7.2)
-    rig.client.call(m.JoinRun(generator="b"), m.JoinedRun)
+    run.client.call(m.JoinRun(generator="b"), m.JoinedRun)
     beat("b", "starting the engine", 3.2)
     assert buffer.describe_waiting() == nobody + "0 of 2 generators ready, 2 starting the engine for 7 s"
     assert "engines" not in buffer.milestones
@@ -243,51 +246,51 @@ def test_the_wait_for_a_batch_names_the_generators_states_until_all_are_ready(
     assert buffer.milestones["engines"] == last, "the run had started when its own generators had"
 
 
-def test_an_engine_that_starts_while_others_work_is_named(start: Callable[..., Rig]) -> None:
-    rig = start("generators.count=2")
-    rig.publish(0)
-    rig.generate(engine(), Subscriber())
+def test_an_engine_that_starts_while_others_work_is_named(start_run: Callable[..., HeartbeatRun]) -> None:
+    run = start_run("generators.count=2")
+    run.publish_version(0)
+    run.start_generator(make_engine(), Subscriber())
     beat = m.GeneratorHeartbeat(
         generator="b", progress={}, report=GeneratorReport(), activity="starting the engine", activity_s=60.0
     )
-    rig.client.call(m.JoinRun(generator="b"), m.JoinedRun)
-    rig.client.call(beat, m.GeneratorStanding)
-    status = rig.wait_for(
+    run.client.call(m.JoinRun(generator="b"), m.JoinedRun)
+    run.client.call(beat, m.GeneratorStanding)
+    status = run.wait_for(
         lambda status: "b: starting the engine for 60 s" in status.waiting_for or status.groups.total
     )
     assert status.waiting_for.count("starting the engine") == 1, "it is named once"
 
 
 def test_an_engine_that_cannot_start_ends_its_heartbeat_and_says_why(
-    start: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+    start_run: Callable[..., HeartbeatRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(config: object, seed: int, shares_gpu: bool) -> SimulatedEngine:
         raise ValueError("no such model")
 
-    rig = start()
+    run = start_run()
     monkeypatch.setattr(generators.joining, "make_engine", broken)
     with pytest.raises(ValueError, match="no such model"):
-        join_run(rig.server.address, "g", 0, None)
-    rig.wait_for(lambda status: "g" in status.generators and "g" not in status.roles)
+        join_run(run.server.address, "g", 0, None)
+    run.wait_for(lambda status: "g" in status.generators and "g" not in status.roles)
     assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
 
 
 def test_a_role_that_is_not_heard_of_is_named_and_one_that_has_said_farewell_is_not(
-    start: Callable[..., Rig],
+    start_run: Callable[..., HeartbeatRun],
 ) -> None:
-    rig = start()
+    run = start_run()
     hearts = [
         HeartbeatThread(
-            rig.client.open_another(), partial(m.RoleHeartbeat, role=f"learner-{rank}"), "loading the model"
+            run.client.open_another(), partial(m.RoleHeartbeat, role=f"learner-{rank}"), "loading the model"
         )
         for rank in (0, 1)
     ]
-    rig.wait_for(lambda status: len(status.roles) == 2)
+    run.wait_for(lambda status: len(status.roles) == 2)
     hearts[0].set_activity("training step 3")
-    status = rig.wait_for(lambda status: "learner-0: training step 3 for" in status.waiting_for)
+    status = run.wait_for(lambda status: "learner-0: training step 3 for" in status.waiting_for)
     hearts[0].close()
     hearts[1].close(m.RoleHeartbeat(role="learner-1", activity="leaving", ended=True))
-    status = rig.wait_for(
+    status = run.wait_for(
         lambda status: re.search(
             r"learner-0: not heard of for \d+ s \(then: training step 3\)", status.waiting_for
         )
@@ -301,10 +304,10 @@ def test_a_role_that_is_not_heard_of_is_named_and_one_that_has_said_farewell_is_
 
 
 def test_a_heartbeat_that_comes_after_its_generator_has_left_does_not_bring_it_back(
-    start: Callable[..., Rig],
+    start_run: Callable[..., HeartbeatRun],
 ) -> None:
-    rig, beat = (
-        start(),
+    run, beat = (
+        start_run(),
         m.GeneratorHeartbeat(generator="g", progress={}, report=GeneratorReport(), activity="sampling"),
     )
     for request, known in (
@@ -315,8 +318,8 @@ def test_a_heartbeat_that_comes_after_its_generator_has_left_does_not_bring_it_b
         (m.JoinRun(generator="g"), True),
         (beat, True),
     ):
-        rig.client.exchange(request)  # type: ignore[arg-type]
-        assert ("g" in rig.status().roles) == known, request
+        run.client.exchange(request)  # type: ignore[arg-type]
+        assert ("g" in run.read_status().roles) == known, request
 
 
 def test_a_buffer_that_is_away_is_not_sent_more_and_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,10 +340,10 @@ def test_a_buffer_that_is_away_is_not_sent_more_and_more(monkeypatch: pytest.Mon
 
 
 def test_of_answers_over_two_connections_the_older_does_not_take_a_generator_back(
-    start: Callable[..., Rig],
+    start_run: Callable[..., HeartbeatRun],
 ) -> None:
-    rig = start()
-    generator = Generator("g", rig.config, rig.client.open_another(), engine(), SimulatedEpisodes())
+    run = start_run()
+    generator = Generator("g", run.config, run.client.open_another(), make_engine(), SimulatedEpisodes())
     newer = m.LeaseGrant(leases=[], version=6, manifest_locator="v6", announcement_number=12)
     older = m.GeneratorStanding(revoked=[], version=5, manifest_locator="v5", announcement_number=11)
     rewound = m.GeneratorStanding(revoked=[], version=4, manifest_locator="v4", announcement_number=13)
@@ -353,14 +356,14 @@ def test_of_answers_over_two_connections_the_older_does_not_take_a_generator_bac
     generator.run()
 
 
-def test_publications_and_rewinds_are_numbered_upwards(start: Callable[..., Rig]) -> None:
-    rig, changes = start(), []
+def test_publications_and_rewinds_are_numbered_upwards(start_run: Callable[..., HeartbeatRun]) -> None:
+    run, changes = start_run(), []
     beat = m.GeneratorHeartbeat(generator="g", progress={}, report=GeneratorReport())
     for request in (
         m.PublishVersion(version=0, manifest_locator="a"),
         m.RewindToStep(step=0),
         m.PublishVersion(version=0, manifest_locator="b"),
     ):
-        rig.client.call(request, m.Acknowledged)
-        changes.append(rig.client.call(beat, m.GeneratorStanding).announcement_number)
+        run.client.call(request, m.Acknowledged)
+        changes.append(run.client.call(beat, m.GeneratorStanding).announcement_number)
     assert changes == sorted(set(changes)) and changes[0] > 0

@@ -108,13 +108,13 @@ REQUESTS: list[m.Request] = [
 ]
 
 
-def test_every_request_has_its_speakers() -> None:
+def test_every_request_has_roles_that_may_send_it() -> None:
     assert set(get_args(m.Request)) == set(REQUEST_ROLES)
     assert all(REQUEST_ROLES.values())
 
 
 @pytest.mark.parametrize("role", KeyRole)
-def test_a_key_may_say_what_its_role_says_and_nothing_else(connect: Connect, role: KeyRole) -> None:
+def test_a_key_may_send_what_its_role_sends_and_nothing_else(connect: Connect, role: KeyRole) -> None:
     client = connect(role)
     for request in REQUESTS:
         said = f"{type(request).__name__} must not be sent with the key of a {role}"

@@ -25,8 +25,8 @@ def run(tmp_path: Path) -> Iterator[tuple[BufferHarness, int]]:
     harness.close()
 
 
-def scrape(port: int) -> dict[tuple[str, str], float]:
-    """Values by (metric, label)."""
+def scrape_metrics(port: int) -> dict[tuple[str, str], float]:
+    """Returns the served values by (metric, label)."""
     text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
     return {
         (sample.name, next(iter(sample.labels.values()), "")): sample.value
@@ -47,7 +47,7 @@ def test_what_is_served_is_what_the_status_says(run: tuple[BufferHarness, int]) 
         )
     for _ in range(3):
         harness.client.call(m.WatchRun(after=99, wait_s=0.1), m.RunNews, wait_s=1)  # the loop turns meanwhile
-    status, served = harness.status(), scrape(port)
+    status, served = harness.status(), scrape_metrics(port)
     assert served["slipstream_ledger_tokens", "trained"] == status.tokens.trained == 8
     assert served["slipstream_ledger_tokens", "in_flight"] == status.tokens.in_flight
     assert served["slipstream_ledger_groups", "trained"] == 2

@@ -15,8 +15,8 @@ BUCKET = 1 << 12
 LARGE = (1 << 14, 1 << 10)  # 64 MB in float32
 
 
-def tensors() -> dict[str, torch.Tensor]:
-    """Rows that ranks divide evenly, unevenly, and not all of them at all."""
+def make_tensors() -> dict[str, torch.Tensor]:
+    """Returns tensors whose rows the ranks divide evenly, unevenly, or so that some ranks get none."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"even": (64, 33), "uneven": (37, 50), "few": (2, 700), "vector": (129,), "empty": (0, 4)}
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -37,7 +37,7 @@ def stream_all(ranks: World) -> None:
         ("columns", flat, [Shard(1)]),
     ]
     for case, mesh, placements in cases:
-        for name, whole in tensors().items():
+        for name, whole in make_tensors().items():
             if case == "columns" and whole.dim() < 2:
                 continue
             sharded = distribute_tensor(whole, mesh, placements)  # type: ignore[arg-type]
@@ -50,9 +50,8 @@ def stream_all(ranks: World) -> None:
                 if rank == 0:
                     assert torch.equal(collect_tensors(got)[name], whole.to(dtype)), (case, name, dtype)
     large = DTensor.from_local(torch.full((LARGE[0] // world, LARGE[1]), float(rank)), flat, [Shard(0)])
-    for _ in stream_tensor(
-        "large", large, torch.bfloat16, 1 << 20
-    ):  # what sockets and allocators need the first time
+    # The first pass takes the memory that sockets and allocators need once.
+    for _ in stream_tensor("large", large, torch.bfloat16, 1 << 20):
         pass
     before, most = resident_bytes(), 0
     for _ in stream_tensor("large", large, torch.bfloat16, 1 << 20):
