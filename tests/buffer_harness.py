@@ -1,4 +1,5 @@
-"""A buffer behind real sockets for tests: its settings, groups to hand in, and a client that speaks for every role."""
+"""A buffer behind real sockets for tests: its settings, groups to hand in, and a client that speaks for
+every role."""
 
 import threading
 from pathlib import Path
@@ -17,11 +18,23 @@ SMALL_RUN = ["learner.groups_per_step=2", "learner.samples_per_prompt=2", "run.s
 
 def make_group(lease: m.Lease, version: int = 0, **changes: object) -> list[Trajectory]:
     fields: dict[str, object] = {
-        "tokens": [5, 6, 7], "sampled": [False, True, True], "logprobs": [0.0, -0.5, -1.0], "versions": [-1, version, version],
-        "reward": 1.0, "rewards": {"correct": 1.0}, "finish_reason": "stop", "generator": "g", "started_at": 1.0,
-        "finished_at": 2.0, "group": lease.group, "due": lease.due, "prompt_id": lease.index, "task": lease.task,
-    }  # fmt: skip
-    return [Trajectory(sample=i, **{**fields, **changes}) for i in range(lease.num_samples)]  # type: ignore[arg-type]
+        "tokens": [5, 6, 7],
+        "sampled": [False, True, True],
+        "logprobs": [0.0, -0.5, -1.0],
+        "versions": [-1, version, version],
+        "reward": 1.0,
+        "rewards": {"correct": 1.0},
+        "finish_reason": "stop",
+        "generator": "g",
+        "started_at": 1.0,
+        "finished_at": 2.0,
+        "group": lease.group,
+        "due": lease.due,
+        "prompt_id": lease.index,
+        "task": lease.task,
+    }
+    fields |= changes
+    return [Trajectory(sample=i, **fields) for i in range(lease.num_samples)]  # type: ignore[arg-type]
 
 
 def compress_batch(batch: pa.RecordBatch) -> pa.Buffer:

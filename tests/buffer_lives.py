@@ -1,4 +1,5 @@
-"""A life of a buffer for tests: steps are published, made and trained without sockets, and the process may be killed."""
+"""A life of a buffer for tests: steps are published, made and trained without sockets, and the process may
+be killed."""
 
 import shutil
 from pathlib import Path
@@ -10,16 +11,24 @@ from buffers.buffer import Buffer
 from buffers.trajectory import SCHEMA_VERSION, encode_batch, to_batch
 
 LIFE_SETTINGS = [
-    "learner.groups_per_step=3", "learner.samples_per_prompt=2", "run.steps=1000", "eval.prompts=0",
-    "staleness.max_versions=1", "buffer.segment_mb=1", "generators.max_model_len=50000",
-]  # fmt: skip
+    "learner.groups_per_step=3",
+    "learner.samples_per_prompt=2",
+    "run.steps=1000",
+    "eval.prompts=0",
+    "staleness.max_versions=1",
+    "buffer.segment_mb=1",
+    "generators.max_model_len=50000",
+]
 
 
 def submit_group(buffer: Buffer, lease: m.Lease, version: int, num_tokens: int = 3) -> str:
     row = {
-        "tokens": [5] * (num_tokens + 1), "sampled": [False] + [True] * num_tokens, "logprobs": [0.0] + [-0.5] * num_tokens,
-        "versions": [-1] + [version] * num_tokens, "reward": 1.0,
-    }  # fmt: skip
+        "tokens": [5] * (num_tokens + 1),
+        "sampled": [False] + [True] * num_tokens,
+        "logprobs": [0.0] + [-0.5] * num_tokens,
+        "versions": [-1] + [version] * num_tokens,
+        "reward": 1.0,
+    }
     data = memoryview(encode_batch(to_batch(make_group(lease, **row)))).cast("B")  # type: ignore[arg-type]
     return buffer.intake.submit_groups("g", [lease.id], SCHEMA_VERSION, data)[0]
 
@@ -27,7 +36,8 @@ def submit_group(buffer: Buffer, lease: m.Lease, version: int, num_tokens: int =
 def live_steps(
     buffer: Buffer, first: int, last: int, *, checkpoint_every: int = 2, keep: int = 1, tokens: int = 3
 ) -> None:
-    """Steps `first` to `last` - 1 are published, made and trained; the groups due after the last are made as well."""
+    """Steps `first` to `last` - 1 are published, made and trained; the groups due after the last are made
+    as well."""
     for step in range(first, last):
         buffer.progress.publish_version(step, f"w{step}")
         while (lease := buffer.lease_next("g")) is not None:
@@ -45,6 +55,6 @@ def live_steps(
 
 
 def copy_killed(buffer: Buffer, into: Path) -> Path:
-    """What the buffer would leave if it were killed now."""
+    """Copies the journal as the buffer would leave it if it were killed now."""
     shutil.copytree(buffer.journal.folder, into)
     return into

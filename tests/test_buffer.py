@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -95,7 +96,12 @@ def test_whoever_only_asks_does_not_wait_behind_those_who_submit(
         "submit_groups",
         lambda *args: (order.append("submit"), time.sleep(0.1), submit(*args))[2],
     )  # type: ignore[func-returns-value]
-    monkeypatch.setattr(buffer, "describe_waiting", lambda **kw: (order.append("watch"), describe(**kw))[1])  # type: ignore[func-returns-value]
+
+    def note_watch(**of_whom: Any) -> str:
+        order.append("watch")
+        return describe(**of_whom)
+
+    monkeypatch.setattr(buffer, "describe_waiting", note_watch)
     other = BufferClient(run.server.address, timeout_s=5.0)
     other.call(m.LocateJournal(), m.JournalLocation)  # is connected
     for lease in run.ask():
@@ -298,7 +304,8 @@ def test_a_wait_without_end_is_named_and_ends_the_run(harness: Callable[..., Buf
 
 @pytest.fixture
 def still(tmp_path: Path) -> Iterator[tuple[Buffer, list[float]]]:
-    """A buffer whose learner has a batch to train, its clock, and a watchdog that ends the run after 20 s without movement."""
+    """A buffer whose learner has a batch to train, its clock, and a watchdog that ends the run after 20 s
+    without movement."""
     clock = [0.0]
     buffer = Buffer(
         load_config([*SMALL_RUN, "buffer.watchdog_s=10", "buffer.stalled_s=100"]),

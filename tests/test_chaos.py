@@ -1,4 +1,5 @@
-"""Processes are killed at random, and nothing is lost: the short form of `scripts/bench/chaos.py`, and proof that its audit can fail."""
+"""Processes are killed at random, and nothing is lost: the short form of `scripts/bench/chaos.py`, and
+proof that its audit can fail."""
 
 import json
 import re
@@ -21,7 +22,7 @@ SEED = 1
 
 @pytest.fixture(scope="module")
 def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What 15 kills and one of each other fault have left."""
+    """A folder as 15 kills and one of each other fault have left it."""
     folder = tmp_path_factory.mktemp("chaos")
     harness = Harness(folder, SEED, long_log=4000)
     harness.run(15)
@@ -146,10 +147,17 @@ def forget_a_lease(folder: Path) -> str:
 @pytest.mark.parametrize(
     "doctor",
     [
-        forget_an_acknowledgement, train_something_else, damage_a_group, hand_out_other_groups_after_a_rewind,
-        lose_an_accepted_group, train_a_group_that_never_came, train_groups_twice, pass_over_a_prompt, forget_a_lease,
+        forget_an_acknowledgement,
+        train_something_else,
+        damage_a_group,
+        hand_out_other_groups_after_a_rewind,
+        lose_an_accepted_group,
+        train_a_group_that_never_came,
+        train_groups_twice,
+        pass_over_a_prompt,
+        forget_a_lease,
     ],
-)  # fmt: skip
+)
 def test_the_audit_names_what_is_wrong(survivor: Path, tmp_path: Path, doctor: Callable[[Path], str]) -> None:
     shutil.copytree(
         survivor, tmp_path / "copy", ignore=shutil.ignore_patterns("socket", "second", "log_alone")

@@ -49,7 +49,8 @@ def test_near_the_target_and_without_a_figure_it_stays() -> None:
 
 
 def step(buffer: Buffer, number: int, found: float) -> int:
-    """Trains a step whose effective sample size is `found`; returns how many groups could be leased at its version."""
+    """Trains a step whose effective sample size is `found`; returns how many groups could be leased at its
+    version."""
     buffer.progress.publish_version(number, f"w{number}")
     leases = []
     while (lease := buffer.lease_next("g")) is not None:

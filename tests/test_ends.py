@@ -39,7 +39,10 @@ def test_an_error_that_another_life_would_meet_again_ends_the_run_with_its_sente
     start: Callable[..., Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error's class is a ValueError, and cannot be pickled. A run for each role, side by side."""
-    head = f"SENTENCE = {SENTENCE!r}\nclass Full(ValueError):\n    def __init__(self, text, number):\n        super().__init__(text)\n"
+    head = (
+        f"SENTENCE = {SENTENCE!r}\nclass Full(ValueError):\n"
+        "    def __init__(self, text, number):\n        super().__init__(text)\n"
+    )
     runs: dict[str, Started] = {}
     for role, fault in FAULTS.items():
         (tmp_path / role).mkdir()
@@ -69,14 +72,19 @@ def test_a_run_that_fills_its_disk_says_where_and_goes_on_when_there_is_room(
         "generators.count=1",
     ]
     run = start(
-        *SIMULATED, *fast, "generators.simulated.train_tokens_per_s=200000", "run.steps=3000", "learner.checkpoint_every=2",
+        *SIMULATED,
+        *fast,
+        "generators.simulated.train_tokens_per_s=200000",
+        "run.steps=3000",
+        "learner.checkpoint_every=2",
         outputs=small_disk,
-    )  # fmt: skip
+    )
     run.wait_for(run.descendants, "processes")
     status, said = run.finish()
     assert status == 1 and "Traceback" not in said, said
     assert re.search(
-        rf"\n(\S+: )?the disk of {run.folder}/\S+ must have room for [\d,]+ bytes more, got [\d,]+ bytes free",
+        rf"\n(\S+: )?the disk of {run.folder}/\S+ must have room for [\d,]+ bytes more, "
+        r"got [\d,]+ bytes free",
         said,
     )
     run.assert_nothing_left()

@@ -1,4 +1,5 @@
-"""The journal: what is written is read back, by us and by stock readers; torn tails are set aside, damage is named."""
+"""The journal: what is written is read back, by us and by stock readers; torn tails are set aside, damage
+is named."""
 
 import random
 import shutil
@@ -30,13 +31,24 @@ from configs.load import load_config
 def group(number: int, num_tokens: int = 3) -> pa.RecordBatch:
     rows = [
         Trajectory(
-            group=number, sample=i, due=0, prompt_id=number, task="t", tokens=list(range(num_tokens)),
-            sampled=[j > 0 for j in range(num_tokens)], logprobs=[-0.5 * (j > 0) for j in range(num_tokens)],
-            versions=[0 if j > 0 else -1 for j in range(num_tokens)], reward=float(i), rewards={"correct": float(i)},
-            finish_reason="stop", generator="g", started_at=1.0, finished_at=2.0,
+            group=number,
+            sample=i,
+            due=0,
+            prompt_id=number,
+            task="t",
+            tokens=list(range(num_tokens)),
+            sampled=[j > 0 for j in range(num_tokens)],
+            logprobs=[-0.5 * (j > 0) for j in range(num_tokens)],
+            versions=[0 if j > 0 else -1 for j in range(num_tokens)],
+            reward=float(i),
+            rewards={"correct": float(i)},
+            finish_reason="stop",
+            generator="g",
+            started_at=1.0,
+            finished_at=2.0,
         )
         for i in range(2)
-    ]  # fmt: skip
+    ]
     return to_batch(rows)
 
 
@@ -44,8 +56,25 @@ def write(journal: Journal, number: int, num_tokens: int = 3) -> None:
     message = memoryview(encode_batch(group(number, num_tokens))).cast("B")
     segment, offset, xxh3 = journal.append_batch(message)
     journal.note_event(
-        Accepted(number, number, 0, number, segment, offset, len(message), xxh3, 0, 2, 2 * num_tokens - 2, 0, 0, 0.5, 0.5, 0.0)
-    )  # fmt: skip
+        Accepted(
+            number,
+            number,
+            0,
+            number,
+            segment,
+            offset,
+            len(message),
+            xxh3,
+            0,
+            2,
+            2 * num_tokens - 2,
+            0,
+            0,
+            0.5,
+            0.5,
+            0.0,
+        )
+    )
 
 
 def open_journal(
@@ -69,12 +98,17 @@ def empty_state() -> State:
     terms = default_terms()
     book = export_book(Book(terms))
     return State(
-        terms=record_terms(terms), book=book, manifest_locator="", unevaluated=[], next_segment=0, open_segment=None,
-    )  # fmt: skip
+        terms=record_terms(terms),
+        book=book,
+        manifest_locator="",
+        unevaluated=[],
+        next_segment=0,
+        open_segment=None,
+    )
 
 
 def forget_states(folder: Path) -> None:
-    """What is left when every state is damaged: the log alone."""
+    """Leaves the log alone, as when every state is damaged."""
     for path in (folder / "state").glob("*"):
         path.unlink()
 
@@ -86,7 +120,7 @@ def numbers(folder: Path) -> list[int]:
 
 
 def events(folder: Path) -> list[AnyEvent]:
-    """What the log says, but for its own marks."""
+    """Returns the events of the log without its own marks."""
     return [event for event in read_events(folder) if not isinstance(event, Began | Synced)]
 
 
@@ -183,7 +217,8 @@ def test_a_second_opener_is_refused_and_touches_nothing(tmp_path: Path) -> None:
     journal, _ = open_journal(tmp_path)
     write(journal, 0)
     journal.commit()
-    # As a commit under way leaves it: a line and a record batch half-written, by the process that has the lock.
+    # As a commit under way leaves it: a line and a record batch half-written, by the process that has the
+    # lock.
     with open(tmp_path / "log/000000.jsonl", "ab") as log, open(tmp_path / "000000.arrow", "ab") as segment:
         log.write(b'{"type":"Lea')
         segment.write(b"half a record batch")
@@ -382,12 +417,24 @@ def test_every_event_survives_the_log() -> None:
     from buffers import events as e
 
     events: list[AnyEvent] = [
-        e.Leased(1, 2, 3, "g", 4.0), e.Failed(1, 2, "x", 3.0, False), e.Duplicate(1, 2), e.Rejected(1, "failed", "x", 2, 3, 4.0),
-        e.Opened(1, 2), e.Handed(1, [2], [0.5]), e.Retired([1]), e.Trained(0, [1], [2], [3], {0: 2}, [0.5], 1.0), e.Published(1, "w", 2.0),
-        e.Evaluated(1, 0.5, 3, 4.0), e.Rewound(1), e.Checkpointed(2, 1), e.Dropped([0]), e.Synced(3, 4), e.Repaired(3, [4], ["x"]),
+        e.Leased(1, 2, 3, "g", 4.0),
+        e.Failed(1, 2, "x", 3.0, False),
+        e.Duplicate(1, 2),
+        e.Rejected(1, "failed", "x", 2, 3, 4.0),
+        e.Opened(1, 2),
+        e.Handed(1, [2], [0.5]),
+        e.Retired([1]),
+        e.Trained(0, [1], [2], [3], {0: 2}, [0.5], 1.0),
+        e.Published(1, "w", 2.0),
+        e.Evaluated(1, 0.5, 3, 4.0),
+        e.Rewound(1),
+        e.Checkpointed(2, 1),
+        e.Dropped([0]),
+        e.Synced(3, 4),
+        e.Repaired(3, [4], ["x"]),
         e.Began(2, 1, 1000, 7, {"seed": 0, "task_size": None, "lease_s": 1.5}, "os", "boot", 3.0),
         e.Accepted(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 0.5, 0.1, 14.0, {12: 5, 13: 6}),
-    ]  # fmt: skip
+    ]
     assert {type(event) for event in events} == set(AnyEvent.__args__)
     assert [e.decode_line(e.encode_line(event)) for event in events] == events
 
@@ -395,8 +442,8 @@ def test_every_event_survives_the_log() -> None:
 def test_a_hole_behind_the_first_line_of_a_file_is_a_torn_tail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Power is lost before the first commit to a new file of the log is on the disk: what was synced is there, a later
-    page is there, and what lies between is not."""
+    """Power is lost before the first commit to a new file of the log is on the disk: what was synced is
+    there, a later page is there, and what lies between is not."""
     synced: dict[Path, int] = {}
     sync = journal_module.sync_file
     monkeypatch.setattr(

@@ -1,4 +1,5 @@
-"""A buffer that is opened again goes on where it was: after retention, rotation, damage, other settings and a full disk."""
+"""A buffer that is opened again goes on where it was: after retention, rotation, damage, other settings
+and a full disk."""
 
 import errno
 import os
@@ -264,9 +265,14 @@ def test_a_large_batch_comes_in_parts_and_others_are_answered_between_them(
     run = harness()
     run.publish(0)
     for lease in run.ask(3):
-        long = {"tokens": [7] * 5001, "sampled": [False] + [True] * 5000, "logprobs": [0.0] + [-0.25] * 5000,
-                "versions": [-1] + [0] * 5000}  # fmt: skip
-        assert run.submit(lease, encode_batch(to_batch(make_group(lease, **long)))) == "accepted"  # type: ignore[arg-type]
+        long = {
+            "tokens": [7] * 5001,
+            "sampled": [False] + [True] * 5000,
+            "logprobs": [0.0] + [-0.25] * 5000,
+            "versions": [-1] + [0] * 5000,
+        }
+        rows = to_batch(make_group(lease, **long))
+        assert run.submit(lease, encode_batch(rows)) == "accepted"
     asked: list[int] = []
     read_part = run.server.buffer.progress.read_part
 
@@ -483,7 +489,12 @@ def lose_lines(folder: Path, wanted: Callable[[e.AnyEvent], bool], name: str = "
     path = folder / "log" / name
     lines = path.read_bytes().splitlines(keepends=True)
     assert any(wanted(event) for line in lines if (event := e.decode_line(line)) is not None)
-    path.write_bytes(b"".join(b"#" + line[1:] if wanted(e.decode_line(line)) else line for line in lines))  # type: ignore[arg-type]
+    events = map(e.decode_line, lines)
+    kept = (
+        b"#" + line[1:] if event is not None and wanted(event) else line
+        for line, event in zip(lines, events, strict=True)
+    )
+    path.write_bytes(b"".join(kept))
 
 
 def killed(tmp_path: Path, config: Config, steps: int = 3) -> Path:
@@ -525,7 +536,11 @@ def test_whatever_a_repair_changes_stays_beside_also_the_second_time(tmp_path: P
     shutil.rmtree(folder / "state")
     versions = []
     for group in (1, 2):
-        lose_lines(folder, lambda event, group=group: isinstance(event, e.Leased) and event.group == group)  # type: ignore[misc]
+
+        def is_lease(event: e.AnyEvent, group: int = group) -> bool:
+            return isinstance(event, e.Leased) and event.group == group
+
+        lose_lines(folder, is_lease)
         versions.append((folder / "log/000000.jsonl").read_bytes())
         assert repair_journal(folder).damage
         shutil.rmtree(folder / "state")

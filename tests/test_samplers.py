@@ -22,18 +22,39 @@ def candidates(num: int, seed: int = 0) -> Candidates:
     rng = np.random.default_rng(seed)
     newest = rng.integers(0, 5, num)
     return Candidates(
-        group=np.arange(num), due=np.sort(rng.integers(0, 4, num)), uses=rng.integers(0, 2, num), newest=newest,
-        oldest=newest - rng.integers(0, 2, num), tokens=rng.integers(1, 99, num), reward_mean=rng.random(num),
+        group=np.arange(num),
+        due=np.sort(rng.integers(0, 4, num)),
+        uses=rng.integers(0, 2, num),
+        newest=newest,
+        oldest=newest - rng.integers(0, 2, num),
+        tokens=rng.integers(1, 99, num),
+        reward_mean=rng.random(num),
         reward_std=rng.random(num),
-    )  # fmt: skip
+    )
 
 
 def contents(c: Candidates) -> list[Accepted]:
     return [
-        Accepted(i, i, int(c.due[i]), i, 0, 0, 0, 0, 0, 1, int(c.tokens[i]), int(c.oldest[i]), int(c.newest[i]),
-                 float(c.reward_mean[i]), float(c.reward_std[i]), 0.0)
+        Accepted(
+            i,
+            i,
+            int(c.due[i]),
+            i,
+            0,
+            0,
+            0,
+            0,
+            0,
+            1,
+            int(c.tokens[i]),
+            int(c.oldest[i]),
+            int(c.newest[i]),
+            float(c.reward_mean[i]),
+            float(c.reward_std[i]),
+            0.0,
+        )
         for i in range(len(c.group))
-    ]  # fmt: skip
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -202,7 +223,18 @@ def test_weights_of_a_sampler_reach_the_batch(tmp_path: Path) -> None:
         and max(handout.group_weights) == 1.0 > min(handout.group_weights)
     )
     buffer.close()
-    again = Buffer(load_config(["learner.groups_per_step=4", "learner.samples_per_prompt=2", "run.steps=9", "eval.prompts=0",
-                         "staleness.max_versions=1", "buffer.sampler=freshest"]), tmp_path)  # fmt: skip
+    again = Buffer(
+        load_config(
+            [
+                "learner.groups_per_step=4",
+                "learner.samples_per_prompt=2",
+                "run.steps=9",
+                "eval.prompts=0",
+                "staleness.max_versions=1",
+                "buffer.sampler=freshest",
+            ]
+        ),
+        tmp_path,
+    )
     assert again.progress.hand_out(0) == handout, "what was handed out stays so, whatever is started again"
     again.close()
