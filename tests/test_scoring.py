@@ -109,8 +109,8 @@ def test_a_score_that_hangs_fails_its_group_by_name_and_holds_nobody_else(
     found = collect_all(pool, 2)
     assert found[2].scores == [Score(1.0), Score(1.0)]
     assert found[1].error == (
-        "TimeoutError: a score must take at most 0.3 s (generators.score_timeout_s), got 0.4 s without an end "
-        "for sample 1 of prompt 7 of task t"
+        "TimeoutError: a score must take at most 0.3 s (generators.score_timeout_s), got 0.4 s "
+        "without an end for sample 1 of prompt 7 of task t"
     )
     assert pool.num_abandoned == 1 and pool.collect_results() == []
 
