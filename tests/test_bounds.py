@@ -365,8 +365,7 @@ def test_a_message_that_never_ends_costs_its_sender_the_connection(
 def test_honest_traffic_is_never_taken_for_an_unfinished_message(
     harness: Callable[..., BufferHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a connection has sent is counted by the kernel and by the server: the two stay equal, to the
-    byte."""
+    """The kernel and the server count the bytes that a connection has sent: the two stay equal."""
     run = harness("staleness.max_versions=3", "run.steps=50")
     rng = random.Random(1)
     run.publish(0)
@@ -733,7 +732,8 @@ def test_a_generator_that_connects_anew_is_served_once(harness: Callable[..., Bu
     run.publish(0)
     while not (answers := list(new.receive_answers(1.0))):
         pass
-    assert [(one.number, len(one.reply.leases)) for one in answers] == [(second, 1)]  # type: ignore[union-attr]
+    granted = [(one.number, len(one.reply.leases)) for one in answers]  # type: ignore[union-attr]
+    assert granted == [(second, 1)]
     old.close()
     new.close()
 

@@ -1,4 +1,4 @@
-"""Connections cost a server a bounded amount of memory, file descriptors and names, whoever holds their other ends."""
+"""Connections cost a server bounded memory, file descriptors and names, whoever holds their other ends."""
 
 import os
 import resource
