@@ -189,8 +189,8 @@ def _find_durability(parsed: ParsedFile, before: ParsedFile | None) -> str:
 def _describe_damage(journal: Path, place: LogPlace, what: str) -> str:
     number, byte = place
     return (
-        f"the journal's log must be whole, got damage at byte {byte} of {log_path(journal, number)}: {what}, "
-        f"and whole lines follow. Nothing was changed. `scripts/repair.sh {journal}` saves what can be saved, "
+        f"the journal's log must be whole, got damage at byte {byte} of {log_path(journal, number)}: "
+        f"{what}, and whole lines follow. Nothing was changed. `scripts/repair.sh {journal}` saves what can be saved, "
         "and lists the rest"
     )
 

@@ -83,7 +83,8 @@ class ParityProbes:
         if facts.oldest_version != version:
             raise Refusal(
                 "malformed probe",
-                f"from {request.generator}: all tokens must be of version {version}, got {facts.oldest_version}",
+                f"from {request.generator}: all tokens must be of version {version}, "
+                f"got {facts.oldest_version}",
             )
         self._manifest_locator, self._rows = manifest_locator, bytes(payload[0])
 

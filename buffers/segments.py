@@ -161,7 +161,8 @@ class Reader:
         if data is None or xxhash.xxh3_64_intdigest(data) != content.xxh3:
             path = segment_path(self._folder, content.segment)
             raise DamagedGroup(
-                f"the {content.size} bytes at {content.offset} of {path} must have checksum {content.xxh3:016x}"
+                f"the {content.size} bytes at {content.offset} of {path} must have checksum "
+                f"{content.xxh3:016x}"
             )
         batch = pa.ipc.read_record_batch(data, SCHEMA)
         self._last = (where, batch)
