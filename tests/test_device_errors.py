@@ -51,7 +51,7 @@ def test_a_learner_that_finds_no_room_on_its_gpu_is_not_started_again(
     def start(*_: Any, **__: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(roles, "BufferClient", lambda *_, **__: SimpleNamespace(another=lambda: None))
+    monkeypatch.setattr(roles, "BufferClient", lambda *_, **__: SimpleNamespace(open_another=lambda: None))
     monkeypatch.setattr(roles, "send_heartbeats", heartbeat)
     monkeypatch.setattr(startup, "start_learner", start)
     rank = object.__new__(roles.LearnerRole)
