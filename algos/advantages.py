@@ -1,6 +1,7 @@
-"""Advantages: how much better a sample, or a token of it, is than was to be expected.
+"""Advantages: how much better a sample, or one of its tokens, is than was to be expected.
 
-The functions above `Samples` are the equations; those below it compose them into what `algo.advantage` names.
+The functions above `AdvantageInputs` are the equations. Those below it compose the equations into the choices of
+`algo.advantage`.
 """
 
 from collections.abc import Callable
@@ -9,190 +10,230 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from algos.returns import discounted, gae, length_adaptive_lambda, turn_gae, vtrace
+from algos.returns import discount_returns, gae, length_adaptive_lambda, turn_gae, vtrace
 from configs.advantages import Advantage, Span
 from configs.algo import AlgoConfig
 
 
-def _group_mean(values: Tensor, group: Tensor, size: Tensor) -> Tensor:
-    return torch.zeros_like(size).index_add_(0, group, values)[group] / size[group]
-
-
-def _enumerate(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """(index of each sample's group, size of each group as float)."""
+def _number_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the index [N] of each sample's group, from 0, and the size of each group in float64."""
     _, group, size = torch.unique(groups, return_inverse=True, return_counts=True)
     return group, size.double()
 
 
-def grpo(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6) -> Tensor:
-    """Group-normalised reward (GRPO; Shao et al., 2024).
+def _average_by_group(values: Tensor, group: Tensor, size: Tensor) -> Tensor:
+    """Returns at each sample the mean over its group: values [N], group [N], size [groups] -> [N]."""
+    return torch.zeros_like(size).index_add_(0, group, values)[group] / size[group]
 
-    A_i = (R_i − mean(R)) / (std(R) + ε), over the group, std with n − 1 in the denominator.
+
+def grpo_advantages(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6) -> Tensor:
+    """Reward normalized within its group (GRPO; Shao et al., 2024, arXiv 2402.03300).
+
+    A_i = (R_i − mean(R)) / (std(R) + ε) over the group; std has n − 1 in the denominator.
 
     Shapes: rewards [N], groups [N] (equal numbers = same group) -> [N]. A group of one, or of equal rewards, gives 0.
     """
-    group, size = _enumerate(groups)
-    centred = rewards.double() - _group_mean(rewards.double(), group, size)
-    variance = torch.zeros_like(size).index_add_(0, group, centred.square()) / (size - 1).clamp(min=1)
-    return (centred / (variance.sqrt()[group] + epsilon)).float()
+    group, size = _number_groups(groups)
+    centered = rewards.double() - _average_by_group(rewards.double(), group, size)
+    squares = torch.zeros_like(size).index_add_(0, group, centered.square())
+    std = (squares / (size - 1).clamp(min=1)).sqrt()
+    return (centered / (std[group] + epsilon)).float()
 
 
-def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Centred reward (Dr. GRPO; Liu et al., 2025): A_i = R_i − mean(R). Shapes as `grpo`. A group of one gives 0."""
-    group, size = _enumerate(groups)
-    return (rewards.double() - _group_mean(rewards.double(), group, size)).float()
+def dr_grpo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Centered reward (Dr. GRPO; Liu et al., 2025, arXiv 2503.20783): A_i = R_i − mean(R) over the group.
 
-
-def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Leave-one-out baseline (RLOO; Ahmadian et al., 2024).
-
-    A_i = R_i − mean of the other rewards = (R_i − mean(R)) · n / (n − 1). Shapes as `grpo`. A group of one gives 0.
+    Shapes as `grpo_advantages`. A group of one gives 0.
     """
-    group, size = _enumerate(groups)
-    centred = rewards.double() - _group_mean(rewards.double(), group, size)
-    return (centred * (size / (size - 1).clamp(min=1))[group]).float()
+    group, size = _number_groups(groups)
+    return (rewards.double() - _average_by_group(rewards.double(), group, size)).float()
 
 
-def opmd(rewards: Tensor, groups: Tensor, tau: float) -> Tensor:
-    """Online policy mirror descent (OPMD; Trinity-RFT, 2025): A_i = R_i − τ log mean e^(R / τ), over the group.
+def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Leave-one-out baseline (RLOO; Ahmadian et al., 2024, arXiv 2402.14740).
 
-    Shapes as `grpo`. For a large τ the baseline is the mean, for a small one the best of the group. A group of one gives 0.
+    A_i = R_i − mean of the other rewards of the group = (R_i − mean(R)) · n / (n − 1).
+
+    Shapes as `grpo_advantages`. A group of one gives 0.
     """
-    group, size = _enumerate(groups)
+    group, size = _number_groups(groups)
+    centered = rewards.double() - _average_by_group(rewards.double(), group, size)
+    return (centered * (size / (size - 1).clamp(min=1))[group]).float()
+
+
+def opmd_advantages(rewards: Tensor, groups: Tensor, tau: float) -> Tensor:
+    """Soft baseline (OPMD; Trinity-RFT, 2025, arXiv 2505.17826).
+
+    A_i = R_i − τ log mean e^(R / τ) over the group. For a large τ the baseline is the mean of the group, for a small one
+    its best.
+
+    Shapes as `grpo_advantages`. A group of one gives 0.
+    """
+    group, size = _number_groups(groups)
     scaled = rewards.double() / tau
-    most = torch.full_like(size, float("-inf")).scatter_reduce(0, group, scaled, "amax")
-    total = torch.zeros_like(size).index_add_(0, group, (scaled - most[group]).exp())
-    return (rewards.double() - tau * (most + (total / size).log())[group]).float()
+    # The largest exponent is taken out of the sum, so that none overflows.
+    largest = torch.full_like(size, float("-inf")).scatter_reduce(0, group, scaled, "amax")
+    total = torch.zeros_like(size).index_add_(0, group, (scaled - largest[group]).exp())
+    return (rewards.double() - tau * (largest + (total / size).log())[group]).float()
 
 
-def remax(rewards: Tensor, greedy: Tensor) -> Tensor:
-    """ReMax (Li et al., 2023): A_i = R_i − R of the greedy response to the same prompt. Shapes: [N], [N] -> [N]."""
-    return rewards - greedy
+def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
+    """Greedy baseline (ReMax; Li et al., 2023, arXiv 2310.10505): A_i = R_i − R of the greedy response to its prompt.
+
+    Shapes: [N], [N] -> [N].
+    """
+    return rewards - greedy_rewards
 
 
-def whitened(values: Tensor, mask: Tensor) -> Tensor:
-    """[T] (A − mean) / std over the tokens of the mask, 0 elsewhere. Equal values, or an empty mask, give 0."""
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """(A − mean) / std over the tokens of the mask, 0 elsewhere. Equal values, or an empty mask, give 0.
+
+    Shapes: values [T], mask [T] bool -> [T].
+    """
     kept = torch.where(mask, values.double(), 0.0)
     count = mask.sum().clamp(min=1)
-    centred = torch.where(mask, kept - kept.sum() / count, 0.0)
-    std = (centred.square().sum() / count).sqrt()
-    return torch.where(std > 1e-8, centred / std.clamp(min=1e-8), 0.0).float()
+    centered = torch.where(mask, kept - kept.sum() / count, 0.0)
+    std = (centered.square().sum() / count).sqrt()
+    return torch.where(std > 1e-8, centered / std.clamp(min=1e-8), 0.0).float()
 
 
-def reinforce_pp(returns: Tensor, mask: Tensor) -> Tensor:
-    """REINFORCE++ (Hu et al., 2025): the return from each token on, whitened over all trained tokens of the batch. [T], [T] -> [T]."""
-    return whitened(returns, mask)
+def reinforce_pp_advantages(returns: Tensor, mask: Tensor) -> Tensor:
+    """Return from each token on, whitened over all trained tokens of the batch (REINFORCE++; Hu et al., 2025).
+
+    Source: arXiv 2501.03262. Shapes: returns [T], mask [T] bool -> [T].
+    """
+    return whiten(returns, mask)
 
 
-def prime(
-    rewards: Tensor, process: Tensor, groups: Tensor, mask: Tensor, offsets: Tensor, gamma: float = 1.0
+def prime_advantages(
+    rewards: Tensor,
+    process_rewards: Tensor,
+    groups: Tensor,
+    sampled: Tensor,
+    offsets: Tensor,
+    gamma: float = 1.0,
 ) -> Tensor:
-    """PRIME (Cui et al., 2025): leave-one-out outcome and process rewards, each against its own baseline.
+    """Outcome and process rewards, each less a leave-one-out baseline (PRIME; Cui et al., 2025, arXiv 2502.01456).
 
     A_t = Σ_{s ≥ t} γ^(s − t) (r_s − mean over the other samples of their mean r) + R − mean of the other R.
-    Shapes: rewards [N], process [T] the implicit rewards r of tokens, groups [N], mask [T], offsets [N + 1] -> [T].
+
+    Shapes: rewards R [N], process_rewards r [T] (implicit rewards of tokens), groups [N], sampled [T] bool,
+    offsets [N + 1] -> [T].
     """
-    sequence = torch.repeat_interleave(torch.arange(len(rewards), device=mask.device), offsets.diff())
-    kept = torch.where(mask, process.double(), 0.0)
-    counts = torch.zeros(len(rewards), dtype=torch.float64).index_add_(0, sequence, mask.double())
+    sequence = torch.repeat_interleave(torch.arange(len(rewards), device=sampled.device), offsets.diff())
+    kept = torch.where(sampled, process_rewards.double(), 0.0)
+    counts = torch.zeros(len(rewards), dtype=torch.float64).index_add_(0, sequence, sampled.double())
     means = torch.zeros_like(counts).index_add_(0, sequence, kept) / counts.clamp(min=1)
-    group, size = _enumerate(groups)
-    others = (_group_mean(means, group, size) * size[group] - means) / (size[group] - 1).clamp(min=1)
-    returns = discounted(torch.where(mask, kept - others[sequence], 0.0), mask, offsets, gamma)
-    return torch.where(mask, returns + rloo(rewards, groups).double()[sequence], 0.0).float()
+    group, size = _number_groups(groups)
+    sum_of_others = _average_by_group(means, group, size) * size[group] - means
+    baseline = sum_of_others / (size[group] - 1).clamp(min=1)
+    returns = discount_returns(torch.where(sampled, kept - baseline[sequence], 0.0), sampled, offsets, gamma)
+    outcomes = rloo_advantages(rewards, groups).double()[sequence]
+    return torch.where(sampled, returns + outcomes, 0.0).float()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Samples:
+class AdvantageInputs:
     """A step's batch as an advantage sees it: N sequences with T tokens in all, flat."""
 
     rewards: Tensor
-    """[N] after shaping, the penalty for leaving the reference included"""
+    """[N] rewards after shaping, the penalty for leaving the reference included"""
     token_rewards: Tensor
-    """[T] the same by token: what is charged to a token itself, and at a sequence's last sampled token the rest"""
+    """[T] the same by token: each token's own charge, and the rest at a sequence's last sampled token"""
     groups: Tensor
-    """[N]"""
+    """[N] group numbers"""
     offsets: Tensor
-    """[N + 1]"""
+    """[N + 1] int64: sequence i is tokens offsets[i] : offsets[i + 1]"""
     sequence: Tensor
-    """[T] index of each token's sequence"""
+    """[T] int64: index of each token's sequence"""
     sampled: Tensor
-    """[T] bool: the actions"""
+    """[T] bool: the tokens that the engine sampled, which are the actions"""
     mask: Tensor
-    """[T] bool: those that are trained"""
-    greedy: Tensor
-    """[N] reward of the greedy response to the same prompt, clipped alike; NaN where none was made"""
+    """[T] bool: the tokens that are trained"""
+    greedy_rewards: Tensor
+    """[N] reward of the greedy response to the same prompt, clipped like the rewards; NaN where none was made"""
     values: Tensor | None = None
-    """[T] of the critic, before each token"""
+    """[T] the critic's value before each token; None without a critic"""
     log_ratio: Tensor | None = None
-    """[T] log π_p − log μ"""
+    """[T] log π_p − log μ; None where π_p is not known before the first update"""
     process_rewards: Tensor | None = None
-    """[T] of the implicit reward model"""
+    """[T] rewards of the implicit reward model; None without one"""
 
 
-Function = Callable[[Samples, AlgoConfig], Tensor]
-ADVANTAGES: dict[Advantage, Function] = {
-    Advantage.grpo: lambda s, algo: grpo(s.rewards, s.groups)[s.sequence],
-    Advantage.dr_grpo: lambda s, algo: dr_grpo(s.rewards, s.groups)[s.sequence],
-    Advantage.rloo: lambda s, algo: rloo(s.rewards, s.groups)[s.sequence],
-    Advantage.opmd: lambda s, algo: opmd(s.rewards, s.groups, algo.opmd.tau)[s.sequence],
-    Advantage.remax: lambda s, algo: remax(s.rewards, s.greedy)[s.sequence],
-    Advantage.reinforce_pp: lambda s, algo: reinforce_pp(
-        discounted(s.token_rewards, s.sampled, s.offsets), s.mask
-    ),
-    Advantage.reinforce_pp_baseline: lambda s, algo: reinforce_pp(
-        dr_grpo(s.rewards, s.groups)[s.sequence], s.mask
-    ),
-    Advantage.prime: lambda s, algo: whitened(_prime(s, algo), s.mask),
-    Advantage.gae: lambda s, algo: _gae_advantages(s, algo),
-    Advantage.vtrace: lambda s, algo: _vtrace(s, algo)[0],
+def _spread_samples(inputs: AdvantageInputs, advantages: Tensor) -> Tensor:
+    """Returns at each token [T] the advantage [N] of its sample."""
+    return advantages[inputs.sequence]
+
+
+def _compose_reinforce_pp(inputs: AdvantageInputs, algo: AlgoConfig) -> Tensor:
+    returns = discount_returns(inputs.token_rewards, inputs.sampled, inputs.offsets)
+    return reinforce_pp_advantages(returns, inputs.mask)
+
+
+def _compose_reinforce_pp_baseline(inputs: AdvantageInputs, algo: AlgoConfig) -> Tensor:
+    centered = _spread_samples(inputs, dr_grpo_advantages(inputs.rewards, inputs.groups))
+    return reinforce_pp_advantages(centered, inputs.mask)
+
+
+def _compose_prime(inputs: AdvantageInputs, algo: AlgoConfig) -> Tensor:
+    process_rewards = _require_column(inputs.process_rewards)
+    advantages = prime_advantages(
+        inputs.rewards, process_rewards, inputs.groups, inputs.sampled, inputs.offsets, algo.prime.gamma
+    )
+    return whiten(advantages, inputs.mask)
+
+
+def _compose_gae(inputs: AdvantageInputs, algo: AlgoConfig) -> Tensor:
+    lam: float | Tensor = algo.gae.lam
+    if algo.gae.length_alpha is not None:
+        lengths = torch.zeros(len(inputs.rewards)).index_add_(0, inputs.sequence, inputs.sampled.float())
+        lam = length_adaptive_lambda(lengths, algo.gae.length_alpha)
+    advantages = _estimate_gae(inputs, algo, lam)[0]
+    return whiten(advantages, inputs.mask) if algo.gae.whiten else advantages
+
+
+ADVANTAGES: dict[Advantage, Callable[[AdvantageInputs, AlgoConfig], Tensor]] = {
+    Advantage.grpo: lambda s, algo: _spread_samples(s, grpo_advantages(s.rewards, s.groups)),
+    Advantage.dr_grpo: lambda s, algo: _spread_samples(s, dr_grpo_advantages(s.rewards, s.groups)),
+    Advantage.rloo: lambda s, algo: _spread_samples(s, rloo_advantages(s.rewards, s.groups)),
+    Advantage.opmd: lambda s, algo: _spread_samples(s, opmd_advantages(s.rewards, s.groups, algo.opmd.tau)),
+    Advantage.remax: lambda s, algo: _spread_samples(s, remax_advantages(s.rewards, s.greedy_rewards)),
+    Advantage.reinforce_pp: _compose_reinforce_pp,
+    Advantage.reinforce_pp_baseline: _compose_reinforce_pp_baseline,
+    Advantage.prime: _compose_prime,
+    Advantage.gae: _compose_gae,
+    Advantage.vtrace: lambda s, algo: _estimate_vtrace(s, algo)[0],
 }
-"""[T] by name."""
+"""Advantages [T] of each choice of `algo.advantage`. They are used where tokens are trained only."""
 
 
-def value_targets(samples: Samples, algo: AlgoConfig) -> Tensor:
-    """[T] what the critic learns: the returns of `gae` with λ = `critic_lam`, or V-trace's targets."""
-    if algo.advantage.corrects_itself:
-        return _vtrace(samples, algo)[1]
-    return _gae(samples, algo, algo.gae.critic_lam)[1]
+def compute_value_targets(inputs: AdvantageInputs, algo: AlgoConfig) -> Tensor:
+    """Returns [T] what the critic learns: the returns of `gae` with λ = `critic_lam`, or V-trace's targets."""
+    if algo.advantage is Advantage.vtrace:
+        return _estimate_vtrace(inputs, algo)[1]
+    return _estimate_gae(inputs, algo, algo.gae.critic_lam)[1]
 
 
-def _gae(s: Samples, algo: AlgoConfig, lam: float | Tensor) -> tuple[Tensor, Tensor]:
-    function = turn_gae if algo.gae.span is Span.turn else gae
-    return function(s.token_rewards, _given(s.values), s.sampled, s.offsets, algo.gae.gamma, lam)
+def _estimate_gae(inputs: AdvantageInputs, algo: AlgoConfig, lam: float | Tensor) -> tuple[Tensor, Tensor]:
+    estimate = turn_gae if algo.gae.span is Span.turn else gae
+    values = _require_column(inputs.values)
+    return estimate(inputs.token_rewards, values, inputs.sampled, inputs.offsets, algo.gae.gamma, lam)
 
 
-def _gae_advantages(s: Samples, algo: AlgoConfig) -> Tensor:
-    advantages = _gae(s, algo, _lam(s, algo))[0]
-    return whitened(advantages, s.mask) if algo.gae.whiten else advantages
-
-
-def _prime(s: Samples, algo: AlgoConfig) -> Tensor:
-    return prime(s.rewards, _given(s.process_rewards), s.groups, s.sampled, s.offsets, algo.prime.gamma)
-
-
-def _lam(s: Samples, algo: AlgoConfig) -> float | Tensor:
-    if algo.gae.length_alpha is None:
-        return algo.gae.lam
-    lengths = torch.zeros(len(s.rewards)).index_add_(0, s.sequence, s.sampled.float())
-    return length_adaptive_lambda(lengths, algo.gae.length_alpha)
-
-
-def _vtrace(s: Samples, algo: AlgoConfig) -> tuple[Tensor, Tensor]:
-    v = algo.vtrace
+def _estimate_vtrace(inputs: AdvantageInputs, algo: AlgoConfig) -> tuple[Tensor, Tensor]:
     return vtrace(
-        s.token_rewards,
-        _given(s.values),
-        _given(s.log_ratio),
-        s.sampled,
-        s.offsets,
-        v.gamma,
-        v.lam,
-        v.rho_bar,
-        v.c_bar,
+        inputs.token_rewards,
+        _require_column(inputs.values),
+        _require_column(inputs.log_ratio),
+        inputs.sampled,
+        inputs.offsets,
+        algo.vtrace.gamma,
+        algo.vtrace.lam,
+        algo.vtrace.rho_bar,
+        algo.vtrace.c_bar,
     )
 
 
-def _given(column: Tensor | None) -> Tensor:
+def _require_column(column: Tensor | None) -> Tensor:
     assert column is not None, "this advantage needs a model that was not asked"
     return column

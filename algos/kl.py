@@ -1,4 +1,4 @@
-"""Estimators of KL(p ‖ q) from tokens that p has sampled (Schulman, 2020, "Approximating KL divergence"), and a coefficient for it.
+"""Estimators of KL(p ‖ q) from tokens that p sampled (Schulman, 2020, "Approximating KL Divergence").
 
 With ℓ = log p − log q of a sampled token:
 
@@ -8,44 +8,49 @@ With ℓ = log p − log q of a sampled token:
 | k2 | ½ ℓ² | biased, small where p and q are close | that of KL(p ‖ q), unbiased |
 | k3 | e^−ℓ − 1 + ℓ | unbiased, never negative | that of KL(q ‖ p) instead |
 
-All are for tokens sampled from the very p; where they were sampled from μ, they are to be weighed with p / μ. The entropy of p is
-exact, over the whole vocabulary (`learners/heads.py`).
-"""
+All hold for tokens that p itself sampled. Tokens that μ sampled must be weighted by p / μ. The entropy of p is exact,
+over the whole vocabulary (`learners/heads.py`).
 
-from collections.abc import Callable
+Shapes everywhere: log p [T], log q [T] -> [T].
+"""
 
 from torch import Tensor
 
-from algos.ratios import clamped
+from algos.inputs import Divergence
+from algos.ratios import clamp_log_ratio
 from configs.kl import Estimator
 
 
-def k1(logprobs: Tensor, other: Tensor) -> Tensor:
-    """[T] ℓ"""
-    return clamped(logprobs - other)
+def k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """ℓ"""
+    return clamp_log_ratio(logprobs - other_logprobs)
 
 
-def k2(logprobs: Tensor, other: Tensor) -> Tensor:
-    """[T] ½ ℓ²"""
-    return 0.5 * clamped(logprobs - other).square()
+def k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """½ ℓ²"""
+    return 0.5 * clamp_log_ratio(logprobs - other_logprobs).square()
 
 
-def k3(logprobs: Tensor, other: Tensor) -> Tensor:
-    """[T] e^−ℓ − 1 + ℓ"""
-    log_ratio = clamped(logprobs - other)
-    return (-log_ratio).expm1() + log_ratio  # expm1: near 0 the difference is far below the rounding of 1
+def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """e^−ℓ − 1 + ℓ"""
+    log_ratio = clamp_log_ratio(logprobs - other_logprobs)
+    # expm1, because near 0 the difference is far below the rounding of 1.
+    return (-log_ratio).expm1() + log_ratio
 
 
-ESTIMATORS: dict[Estimator, Callable[[Tensor, Tensor], Tensor]] = {
+ESTIMATORS: dict[Estimator, Divergence] = {
     Estimator.k1: k1,
     Estimator.k2: k2,
     Estimator.k3: k3,
 }
 
 
-def adapted_coefficient(
+def adapt_coefficient(
     coefficient: float, kl: float, target: float, num_samples: int, horizon: int = 10_000
 ) -> float:
-    """The KL's coefficient for the next step (Ziegler et al., 2019): β · (1 + clip(KL / target − 1, ± 0.2) · samples / horizon)."""
+    """Returns the KL's coefficient for the next step (Ziegler et al., 2019, arXiv 1909.08593).
+
+    β ← β · (1 + clip(KL / target − 1, ± 0.2) · samples / horizon), with the KL measured a token.
+    """
     error = min(0.2, max(-0.2, kl / target - 1))
     return coefficient * (1 + error * num_samples / horizon)

@@ -1,68 +1,55 @@
-"""A policy loss: surrogate × off-policy weights, summed with given weights, with a KL penalty, an entropy bonus and imitation.
-
-L = Σ_t a_t · [w_t · (L_t + β KL_t) − c H_t] + μ Σ_t b_t (−log π_θ)
-
-a from `aggregation.token_weights`, w from `corrections.off_policy_weights`, L_t from `surrogates`, KL_t from `kl` against the reference
-policy, H_t the entropy, b the weights of the tokens of good samples (VAPO). What is to be known of it comes from `metrics`.
-"""
+"""The policy loss: a pure function of the columns of one microbatch."""
 
 import torch
 from torch import Tensor
 
-from algos import kl, metrics
-from algos.corrections import off_policy_weights
-from algos.surrogates import SURROGATES, Tokens
-from configs.algo import AlgoConfig
+from algos.inputs import LossInputs, Tokens
+from algos.metrics import sum_policy_metrics
 
 
-def policy_loss(
-    algo: AlgoConfig,
-    *,
-    logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    weights: Tensor,
-    entropy: Tensor,
-    sequence: Tensor,
-    staleness: Tensor | None = None,
-    correction: Tensor | None = None,
-    reference_logprobs: Tensor | None = None,
-    kl_coef: float | None = None,
-    imitation: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of one microbatch and its sums, detached.
+def policy_loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weighted sum of the losses of tokens, with a KL penalty, an entropy bonus and imitation.
 
-    Shapes: all [T]; mask is bool; `weights` are the aggregation's; `sequence` int64, the index of each token's sequence, all of whose
-    tokens are here; `staleness` int. `correction`: the off-policy weights, where they depend on the whole minibatch; None: those of
-    these tokens. `kl_coef`: None: `algo.kl.loss_coef`. Values where mask is false cannot matter, NaN included.
+    L = Σ_t a_t · [w_t · (L_t + β KL_t) − c H_t] − m Σ_t b_t log π_θ
+
+    a are the aggregation weights, w the off-policy weights, L_t the surrogate (`algos.surrogates`), KL_t the estimate
+    against the reference policy (`algos.kl`), H_t the entropy, b the weights of the tokens of good samples (VAPO; Yue et
+    al., 2025, arXiv 2504.05118). The denominators stand in a and b and count the whole minibatch over all ranks, so the
+    losses of microbatches and ranks add up to that of one big batch. Dropped tokens (w = 0) stay in them.
+
+    Shapes: all columns [T] -> (scalar, sums for `algos.metrics.summarize_policy`, detached). Values where `mask` is
+    false cannot matter, NaN included.
     """
 
-    def kept(values: Tensor) -> Tensor:
-        return torch.where(mask, values, 0.0)
+    def zero_untrained(values: Tensor) -> Tensor:
+        return torch.where(inputs.mask, values, 0.0)
 
-    weights, entropy = kept(weights), kept(entropy)
     tokens = Tokens(
-        logprobs=kept(logprobs), proximal=kept(proximal_logprobs), behavior=kept(behavior_logprobs),
-        advantages=kept(advantages), mask=mask, sequence=sequence,
-    )  # fmt: skip
-    if correction is None:
-        correction = off_policy_weights(
-            algo, tokens.proximal - tokens.behavior, tokens.advantages, mask, sequence
-        )
-    correction = kept(correction)
-    objective = SURROGATES[algo.surrogate](tokens, algo.surrogate_section)
+        logprobs=zero_untrained(inputs.logprobs),
+        proximal_logprobs=zero_untrained(inputs.proximal_logprobs),
+        behavior_logprobs=zero_untrained(inputs.behavior_logprobs),
+        advantages=zero_untrained(inputs.advantages),
+        mask=inputs.mask,
+        sequence=inputs.sequence,
+    )
+    aggregation_weights = zero_untrained(inputs.aggregation_weights)
+    off_policy_weights = zero_untrained(inputs.off_policy_weights)
+    entropy = zero_untrained(inputs.entropy)
+    objective = inputs.surrogate(tokens)
     penalty = torch.zeros_like(objective)
-    if reference_logprobs is not None:
-        penalty = kl.ESTIMATORS[algo.kl.estimator](tokens.logprobs, kept(reference_logprobs))
-        objective = objective + (algo.kl.loss_coef if kl_coef is None else kl_coef) * penalty
-    loss = (weights * correction * objective).sum()
-    if algo.entropy_coef:
-        loss = loss - algo.entropy_coef * (weights * entropy).sum()
-    if imitation is not None:
-        loss = loss - algo.imitation_coef * (kept(imitation) * tokens.logprobs).sum()
+    if inputs.reference_logprobs is not None:
+        assert inputs.kl_estimator is not None, (
+            "a reference policy needs an estimator of the divergence from it"
+        )
+        penalty = inputs.kl_estimator(tokens.logprobs, zero_untrained(inputs.reference_logprobs))
+        objective = objective + inputs.kl_coef * penalty
+    loss = (aggregation_weights * off_policy_weights * objective).sum()
+    if inputs.entropy_coef:
+        loss = loss - inputs.entropy_coef * (aggregation_weights * entropy).sum()
+    if inputs.imitation_weights is not None:
+        imitation_weights = zero_untrained(inputs.imitation_weights)
+        loss = loss - inputs.imitation_coef * (imitation_weights * tokens.logprobs).sum()
     with torch.no_grad():
-        sums = metrics.sums(algo, tokens, correction, entropy, penalty, staleness)
+        sums = sum_policy_metrics(inputs, tokens, off_policy_weights, entropy, penalty)
         sums["loss"] = loss.detach().double()
     return loss, sums

@@ -6,19 +6,29 @@ from torch import Tensor
 MAX_LOG_RATIO = 20.0
 
 
-def clamped(log_ratio: Tensor) -> Tensor:
-    """Within ± 20, so that an exponential stays finite; ±inf included, NaN stays."""
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
+    """Returns the log-ratio within ± 20, so that its exponential stays finite. ±inf is clamped too; NaN stays NaN."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def sequence_sum(values: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
-    """[T] the sum over the trained tokens of each token's sequence."""
-    count = int(sequence.max()) + 1 if len(sequence) else 0
-    totals = torch.zeros(count, dtype=values.dtype, device=values.device)
+def count_sequences(sequence: Tensor) -> int:
+    """Returns the number of sequences, from the index [T] of each token's sequence. An empty tensor has none."""
+    return int(sequence.max()) + 1 if len(sequence) else 0
+
+
+def sum_by_sequence(values: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
+    """Returns at each token the sum over the trained tokens of its sequence.
+
+    Shapes: values [T], mask [T] bool, sequence [T] int64 (index of each token's sequence) -> [T].
+    """
+    totals = torch.zeros(count_sequences(sequence), dtype=values.dtype, device=values.device)
     return totals.index_add(0, sequence, torch.where(mask, values, 0.0))[sequence]
 
 
-def sequence_mean(values: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
-    """[T] the mean over the trained tokens of each token's sequence; 0 where it has none."""
-    counts = sequence_sum(torch.ones_like(values), mask, sequence)
-    return sequence_sum(values, mask, sequence) / counts.clamp(min=1)
+def average_by_sequence(values: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
+    """Returns at each token the mean over the trained tokens of its sequence; 0 where the sequence has none.
+
+    Shapes as `sum_by_sequence`.
+    """
+    counts = sum_by_sequence(torch.ones_like(values), mask, sequence)
+    return sum_by_sequence(values, mask, sequence) / counts.clamp(min=1)

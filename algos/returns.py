@@ -1,7 +1,10 @@
-"""Advantages along a sequence: returns, generalised advantage estimation, V-trace.
+"""Advantages along a sequence: returns, generalized advantage estimation, V-trace.
 
-Sequences are packed: T tokens in all, `offsets` [N + 1] where each begins. Only sampled tokens are actions; what an environment
-has written between them (a tool's answer, the next turn) is passed over, and what comes after counts as if it followed at once.
+Sequences are packed: T tokens in all, and sequence i begins at `offsets[i]` (offsets [N + 1]). Only sampled tokens are
+actions. Tokens that an environment wrote between them (a tool's answer, the next turn) are passed over: the action after
+them counts as if it followed at once.
+
+Shapes everywhere: columns [T], sampled [T] bool, offsets [N + 1] int64. Results are [T], 0 where not sampled.
 """
 
 from dataclasses import dataclass
@@ -9,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from algos.ratios import clamped
+from algos.ratios import clamp_log_ratio
 
 LARGEST = 1e100
-"""Of a product of trace coefficients, and of a target, so that both stay finite where coefficients are above 1."""
+"""Bound on products of trace coefficients and on targets, so that both stay finite where coefficients are above 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,46 +23,50 @@ class Actions:
     """The sampled tokens alone, n of them, sequence after sequence."""
 
     index: Tensor
-    """[n] where each stands"""
+    """[n] int64: place of each action among the T tokens"""
     owner: Tensor
-    """[n] its sequence"""
+    """[n] int64: index of its sequence"""
     last: Tensor
-    """[n] bool: the last of its sequence"""
+    """[n] bool: the last action of its sequence"""
     longest: int
-    """Actions of the longest sequence"""
+    """Number of actions of the longest sequence"""
 
     @classmethod
-    def of(cls, mask: Tensor, offsets: Tensor) -> "Actions":
-        sequence = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=mask.device), offsets.diff())
-        index = mask.nonzero()[:, 0]
+    def find(cls, sampled: Tensor, offsets: Tensor) -> "Actions":
+        numbers = torch.arange(len(offsets) - 1, device=sampled.device)
+        sequence = torch.repeat_interleave(numbers, offsets.diff())
+        index = sampled.nonzero()[:, 0]
         owner = sequence[index]
         last = torch.ones_like(index, dtype=torch.bool)
         last[:-1] = owner[1:] != owner[:-1]
         return cls(index, owner, last, int(torch.bincount(owner).max()) if len(owner) else 0)
 
-    def take(self, column: Tensor) -> Tensor:
-        """[n] in float64"""
+    def take_column(self, column: Tensor) -> Tensor:
+        """Returns the values [n] of a column [T] at the actions, in float64."""
         return column[self.index].double()
 
-    def next(self, column: Tensor) -> Tensor:
-        """[n] what stands at the action after each; 0 after the last."""
-        return torch.where(self.last, 0.0, column.roll(-1))
+    def take_next(self, values: Tensor) -> Tensor:
+        """Returns at each action the value [n] of the action after it; 0 after the last."""
+        return torch.where(self.last, 0.0, values.roll(-1))
 
-    def spread(self, found: Tensor, like: Tensor) -> Tensor:
-        """[T] what was found, at its tokens; 0 elsewhere."""
-        return torch.zeros_like(like).index_copy(0, self.index, found.to(like.dtype))
+    def spread_values(self, values: Tensor, like: Tensor) -> Tensor:
+        """Returns a column [T] in the dtype of `like` with the values [n] at their tokens, 0 elsewhere."""
+        return torch.zeros_like(like).index_copy(0, self.index, values.to(like.dtype))
 
 
-def _targets(actions: Actions, reward: Tensor, value: Tensor, rho: Tensor, c: Tensor, gamma: float) -> Tensor:
-    """[n] v_t = V_t + x_t,  x_t = δ_t + γ c_t x_{t+1},  δ_t = ρ_t (r_t + γ V_{t+1} − V_t).
+def _solve_targets(
+    actions: Actions, reward: Tensor, value: Tensor, rho: Tensor, c: Tensor, gamma: float
+) -> Tensor:
+    """Returns [n] v_t = V_t + x_t, with x_t = δ_t + γ c_t x_{t+1} and δ_t = ρ_t (r_t + γ V_{t+1} − V_t).
 
     The recurrence is solved for all actions at once: after k rounds x holds the terms of the next 2^k actions.
     """
-    x = rho * (reward + gamma * actions.next(value) - value)
+    x = rho * (reward + gamma * actions.take_next(value) - value)
     a = torch.where(actions.last, 0.0, gamma * c)
     step = 1
     while step < actions.longest:
-        linked = a[:-step] != 0  # asked for, because 0 × NaN would leave its own sequence
+        # Multiplying by a = 0 would not do: 0 × NaN would carry another sequence's NaN into this one.
+        linked = a[:-step] != 0
         x[:-step] = (x[:-step] + torch.where(linked, a[:-step] * x[step:], 0.0)).clamp(-LARGEST, LARGEST)
         a[:-step] = torch.where(linked, a[:-step] * a[step:], 0.0).clamp(max=LARGEST)
         a[-step:] = 0.0
@@ -67,55 +74,64 @@ def _targets(actions: Actions, reward: Tensor, value: Tensor, rho: Tensor, c: Te
     return value + x
 
 
-def discounted(rewards: Tensor, mask: Tensor, offsets: Tensor, gamma: float = 1.0) -> Tensor:
-    """The return from each sampled token on: G_t = r_t + γ G_{t+1}. rewards [T] (0 where none is given), mask [T] -> [T]."""
-    return gae(rewards, torch.zeros_like(rewards), mask, offsets, gamma, 1.0)[1]
+def discount_returns(rewards: Tensor, sampled: Tensor, offsets: Tensor, gamma: float = 1.0) -> Tensor:
+    """Return from each sampled token on: G_t = r_t + γ G_{t+1}. `rewards` is 0 where none is given."""
+    return gae(rewards, torch.zeros_like(rewards), sampled, offsets, gamma, 1.0)[1]
 
 
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, offsets: Tensor, gamma: float, lam: float | Tensor
+    rewards: Tensor, values: Tensor, sampled: Tensor, offsets: Tensor, gamma: float, lam: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al., 2016).
+    """Generalized advantage estimation (GAE; Schulman et al., 2016, arXiv 1506.02438).
 
-    δ_t = r_t + γ V_{t+1} − V_t;  A_t = δ_t + γ λ A_{t+1};  the value after the last sampled token is 0. Returns (advantages, returns
-    A + V), both [T], 0 where not sampled. `lam`: one number, or one a sequence [N] (`length_adaptive_lambda`).
+    δ_t = r_t + γ V_{t+1} − V_t;  A_t = δ_t + γ λ A_{t+1};  the value after the last sampled token is 0.
+
+    Returns (advantages A, returns A + V). `lam` is one number, or one for each sequence [N] (`length_adaptive_lambda`).
     """
-    actions = Actions.of(mask, offsets)
-    value = actions.take(values)
+    actions = Actions.find(sampled, offsets)
+    value = actions.take_column(values)
     lam = torch.as_tensor(lam, dtype=torch.float64, device=values.device)
     c = lam[actions.owner] if lam.ndim else lam.expand_as(value)
-    targets = _targets(actions, actions.take(rewards), value, torch.ones_like(value), c, gamma)
-    return actions.spread(targets - value, values), actions.spread(targets, values)
+    targets = _solve_targets(actions, actions.take_column(rewards), value, torch.ones_like(value), c, gamma)
+    return actions.spread_values(targets - value, values), actions.spread_values(targets, values)
 
 
-def turns(mask: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """([T] number of the turn that each sampled token belongs to, [T] is it its turn's first). A turn is what a sequence has sampled
-    without a break; numbers count up from 0 over all sequences and mean nothing where not sampled."""
-    before = torch.cat([mask.new_zeros(1), mask[:-1]])
-    before[offsets[:-1][offsets[:-1] < len(mask)]] = False
-    first = mask & ~before
+def find_turns(sampled: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the number of the turn of each sampled token, and whether the token is the first of its turn (bool).
+
+    A turn is a run of tokens that a sequence sampled without a break. Numbers count up from 0 over all sequences; they
+    mean nothing where not sampled.
+    """
+    before = torch.cat([sampled.new_zeros(1), sampled[:-1]])
+    before[offsets[:-1][offsets[:-1] < len(sampled)]] = False
+    first = sampled & ~before
     return (first.cumsum(0) - 1).clamp(min=0), first
 
 
 def turn_gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, offsets: Tensor, gamma: float, lam: float | Tensor
+    rewards: Tensor, values: Tensor, sampled: Tensor, offsets: Tensor, gamma: float, lam: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """GAE whose actions are turns: the reward of a turn is the sum of its tokens', its value that of its first token, and all its tokens
-    have its advantage and its return. Arguments and results as `gae`."""
-    turn, first = turns(mask, offsets)
-    total = torch.zeros(int(first.sum()), dtype=torch.float64, device=mask.device)
-    total = total.index_add(0, turn[mask], rewards[mask].double())
-    summed = torch.zeros_like(values, dtype=torch.float64).masked_scatter(first, total)
-    found = gae(summed, values.double(), first, offsets, gamma, lam)
+    """GAE whose actions are turns. Arguments and results as `gae`.
+
+    The reward of a turn is the sum of the rewards of its tokens, and its value is that of its first token. All tokens of
+    a turn get its advantage and its return.
+    """
+    turn, first = find_turns(sampled, offsets)
+    total = torch.zeros(int(first.sum()), dtype=torch.float64, device=sampled.device)
+    total = total.index_add(0, turn[sampled], rewards[sampled].double())
+    turn_rewards = torch.zeros_like(values, dtype=torch.float64).masked_scatter(first, total)
+    of_first_tokens = gae(turn_rewards, values.double(), first, offsets, gamma, lam)
     advantages, returns = (
-        torch.where(mask, column[first][turn], 0.0) if len(total) else column for column in found
+        torch.where(sampled, column[first][turn], 0.0) if len(total) else column for column in of_first_tokens
     )
     return advantages.to(values.dtype), returns.to(values.dtype)
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float = 0.05) -> Tensor:
-    """λ = 1 − 1 / (α · length), by sequence [N] (VAPO; Yue et al., 2025): a reward at the end reaches the first token of a long
-    sequence too. Within [0, 1]."""
+    """λ = 1 − 1 / (α · length) of each sequence (VAPO; Yue et al., 2025, arXiv 2504.05118), within [0, 1].
+
+    A reward at the end of a long sequence reaches its first token too. Shapes: lengths [N] in sampled tokens -> [N].
+    """
     return (1 - 1 / (alpha * lengths.double().clamp(min=1))).clamp(0, 1)
 
 
@@ -123,22 +139,24 @@ def vtrace(
     rewards: Tensor,
     values: Tensor,
     log_ratio: Tensor,
-    mask: Tensor,
+    sampled: Tensor,
     offsets: Tensor,
     gamma: float = 1.0,
     lam: float = 1.0,
     rho_bar: float = 1.0,
     c_bar: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """V-trace (Espeholt et al., 2018), log_ratio = log π − log μ.
+    """V-trace (Espeholt et al., 2018, arXiv 1802.01561). log_ratio is log π − log μ.
 
-    ρ_t = min(ρ̄, π/μ), c_t = λ min(c̄, π/μ);  δ_t = ρ_t (r_t + γ V_{t+1} − V_t);  v_t = V_t + δ_t + γ c_t (v_{t+1} − V_{t+1}).
-    Returns (advantages ρ_t (r_t + γ v_{t+1} − V_t), targets v_t), both [T], 0 where not sampled.
+    ρ_t = min(ρ̄, π/μ);  c_t = λ min(c̄, π/μ);  δ_t = ρ_t (r_t + γ V_{t+1} − V_t);
+    v_t = V_t + δ_t + γ c_t (v_{t+1} − V_{t+1}).
+
+    Returns (advantages ρ_t (r_t + γ v_{t+1} − V_t), targets v_t of the critic).
     """
-    actions = Actions.of(mask, offsets)
-    reward, value = actions.take(rewards), actions.take(values)
-    ratio = clamped(actions.take(log_ratio)).exp()
+    actions = Actions.find(sampled, offsets)
+    reward, value = actions.take_column(rewards), actions.take_column(values)
+    ratio = clamp_log_ratio(actions.take_column(log_ratio)).exp()
     rho, c = ratio.clamp(max=rho_bar), lam * ratio.clamp(max=c_bar)
-    targets = _targets(actions, reward, value, rho, c, gamma)
-    advantages = rho * (reward + gamma * actions.next(targets) - value)
-    return actions.spread(advantages, values), actions.spread(targets, values)
+    targets = _solve_targets(actions, reward, value, rho, c, gamma)
+    advantages = rho * (reward + gamma * actions.take_next(targets) - value)
+    return actions.spread_values(advantages, values), actions.spread_values(targets, values)

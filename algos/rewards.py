@@ -1,36 +1,40 @@
-"""Rewards before they become advantages: shaped, filtered, resampled."""
+"""Rewards before they become advantages: shaped, normalized, and sequences drawn again by them."""
 
 import torch
 from torch import Tensor
 
 
 def soft_overlong_penalty(lengths: Tensor, max_tokens: int, cache: float) -> Tensor:
-    """DAPO's soft overlong punishment (Yu et al., 2025): 0 up to max_tokens − cache, then falling linearly to −1 at max_tokens.
+    """DAPO's soft overlong punishment (Yu et al., 2025, arXiv 2503.14476), to be added to the rewards.
 
-    lengths [N], in sampled tokens -> [N], to be added to the rewards.
+    0 up to max_tokens − cache, then falling linearly to −1 at max_tokens. Shapes: lengths [N] in sampled tokens -> [N].
     """
     return (-(lengths - (max_tokens - cache)) / cache).clamp(min=-1.0, max=0.0)
 
 
-def with_kl(rewards: Tensor, kl: Tensor, coefficient: float, mask: Tensor, last: Tensor) -> Tensor:
-    """[T] rewards of tokens: −β KL_t for each sampled one, and the sequence's reward at its last (Ziegler et al., 2019).
+def charge_kl(rewards: Tensor, kl: Tensor, coefficient: float, sampled: Tensor, last: Tensor) -> Tensor:
+    """Rewards of tokens: −β KL_t at each sampled token, and the sequence's reward at its last one.
 
-    rewards [N]; kl [T] an estimate of KL(π ‖ π_ref) at each token (`algos.kl`); last [N] index of each sequence's last sampled token.
+    Source: Ziegler et al., 2019, arXiv 1909.08593. Shapes: rewards [N], kl [T] (an estimate of KL(π ‖ π_ref) at each
+    token, `algos.kl`), sampled [T] bool, last [N] (index of each sequence's last sampled token) -> [T].
     """
-    shaped = torch.where(mask, -coefficient * kl, 0.0)
-    return shaped.index_add(0, last, rewards.to(shaped.dtype))
+    token_rewards = torch.where(sampled, -coefficient * kl, 0.0)
+    return token_rewards.index_add(0, last, rewards.to(token_rewards.dtype))
 
 
-def normalised(rewards: Tensor, clip: float | None = None) -> Tensor:
-    """[N] (R − mean) / std over the batch, within ± `clip`. Equal rewards give 0."""
-    centred = rewards.double() - rewards.double().mean()
-    std = centred.square().mean().sqrt()
-    scaled = torch.where(std > 0, centred / std.clamp(min=1e-12), 0.0).to(rewards.dtype)
+def normalize_rewards(rewards: Tensor, clip: float | None = None) -> Tensor:
+    """(R − mean) / std over the batch, within ± `clip`. Shapes: [N] -> [N]. Equal rewards give 0."""
+    centered = rewards.double() - rewards.double().mean()
+    std = centered.square().mean().sqrt()
+    scaled = torch.where(std > 0, centered / std.clamp(min=1e-12), 0.0).to(rewards.dtype)
     return scaled if clip is None else scaled.clamp(-clip, clip)
 
 
-def filtered(scores: Tensor, power: float, generator: torch.Generator) -> Tensor:
-    """PF-PPO (Shen et al., 2024): N draws with replacement, in proportion to |score|^power + 1e-8. [N] how often each came."""
-    weights = scores.abs().double().pow(power) + 1e-8
-    drawn = torch.multinomial(weights, len(scores), replacement=True, generator=generator)
+def draw_by_score(scores: Tensor, power: float, generator: torch.Generator) -> Tensor:
+    """Policy filtration (PF-PPO; Shen et al., 2024, arXiv 2409.06957): how often each sequence is drawn.
+
+    N draws with replacement, in proportion to |score|^power + 1e-8. Shapes: scores [N] -> [N] float32.
+    """
+    shares = scores.abs().double().pow(power) + 1e-8
+    drawn = torch.multinomial(shares, len(scores), replacement=True, generator=generator)
     return torch.bincount(drawn, minlength=len(scores)).float()

@@ -11,7 +11,7 @@ import pyarrow as pa
 from buffers import messages as m
 from buffers.client import TakenBatch
 from configs.host import boot_id
-from learners.packing import Batch, from_arrow
+from learners.packing import Batch, batch_from_arrow
 from learners.world import World
 
 PATIENCE_S = 30.0
@@ -56,7 +56,11 @@ class Feed:
         taken = self._ask(step) if world.rank == 0 else None
         if world.size == 1:
             assert taken is not None
-            return taken if isinstance(taken, m.RunStopped) else from_arrow(taken.table, taken.group_weights)
+            return (
+                taken
+                if isinstance(taken, m.RunStopped)
+                else batch_from_arrow(taken.table, taken.group_weights)
+            )
         if (reason := self._decide(taken)) is not None:
             return m.RunStopped(reason=reason)
         if self._leads and taken is None:
@@ -78,7 +82,7 @@ class Feed:
         mine = next(one for one in told if one.host == self._host and one.path)
         with pa.memory_map(mine.path) as file:
             table = pa.ipc.open_file(file).read_all()
-        batch = from_arrow(table, mine.weights)
+        batch = batch_from_arrow(table, mine.weights)
         world.barrier()
         if memory is not None:
             os.close(memory)  # what is mapped stays

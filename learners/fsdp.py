@@ -32,7 +32,7 @@ from learners.attention import choose_attention
 from learners.checkpoint import StateWriter
 from learners.engine import LossFn, ModelKind, Share
 from learners.heads import LogprobHead, ValueHead
-from learners.packing import Packed, padded_to
+from learners.packing import Packed, pad_packed
 from learners.routing import ForwardPass, LoadBalance, check_replay, watch_routers
 from learners.shards import sharded_like
 from learners.world import wait_for_first_rank
@@ -234,7 +234,7 @@ class FsdpEngine:
         ranks return the whole.
         """
         group, targets = self._sequence_group, packed.targets
-        row = padded_to(packed, self.share.pad_multiple)
+        row = pad_packed(packed, self.share.pad_multiple)
         size = len(row.tokens) // self.share.pad_multiple
         start = 0 if group is None else group.rank() * size
         # This rank has the tokens from `start` on. The output at token t - 1 predicts token t, so its targets

@@ -26,7 +26,7 @@ from configs.schema import Config
 from learners import checkpoint
 from learners.feed import PATIENCE_S, Feed
 from learners.memory import GIB, MemoryMeter
-from learners.packing import Batch, from_arrow
+from learners.packing import Batch, batch_from_arrow
 from learners.parity import ParityWatch, check_probe
 from learners.step import Trainer
 from learners.world import World
@@ -95,7 +95,7 @@ class Learner:
         self._probe_metrics: dict[str, float] = {}
         """Figures of the newest probe, until the next step reports them."""
         self._began, self._say, self._activity = time.monotonic(), say, ""
-        trainer.moved = self._repeat_activity
+        trainer.report_progress = self._repeat_activity
         trainer.watch = self._watch = ParityWatch(config) if probes else None
 
     def run(self) -> None:
@@ -283,9 +283,9 @@ class Learner:
         self._feed.waited_s += time.monotonic() - began
         if not rows:
             return
-        probe = from_arrow(pa.Table.from_batches([decode_batch(rows)]))
+        probe = batch_from_arrow(pa.Table.from_batches([decode_batch(rows)]))
         self._begin_activity("comparing the parity probe")
-        logprobs, is_later = self._trainer.logprobs(probe), self.step > self._first_step
+        logprobs, is_later = self._trainer.infer_logprobs(probe), self.step > self._first_step
         self._probe_metrics = check_probe(probe, logprobs, self._config, self.step, again=is_later)
 
     def _take_probe(self) -> bytes:

@@ -18,7 +18,7 @@ from learners import flops
 from learners import lora as adapters
 from learners.checkpoint import StateWriter
 from learners.engine import AbsentEngine, Engine, ModelKind
-from learners.packing import Cost
+from learners.packing import PackingCost
 from learners.world import TIMEOUT, World, open_store
 
 
@@ -31,7 +31,7 @@ class Models:
     """PRIME's implicit reward model φ."""
     reference: Engine | None = None
     """The model that the run began with, frozen: for KL penalties, and for PRIME."""
-    cost: Cost = Cost()
+    cost: PackingCost = PackingCost()
     """Cost of training the policy on a sequence."""
 
     def copy_state(self) -> StateWriter:
@@ -184,13 +184,15 @@ def make_engine(
     )
 
 
-def estimate_cost(path: str) -> Cost:
+def estimate_cost(path: str) -> PackingCost:
     """Returns what a sequence costs, in FLOPs of forward and backward where the model's kind is known, else
     by tokens alone."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path)
     try:
-        return Cost(6.0 * flops.count_matrix_parameters(config), flops.count_attention_flops(config, [1]))
+        return PackingCost(
+            6.0 * flops.count_matrix_parameters(config), flops.count_attention_flops(config, [1])
+        )
     except ValueError:
-        return Cost()
+        return PackingCost()

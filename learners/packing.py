@@ -1,7 +1,7 @@
 """From Arrow to packed tensors: whole sequences side by side, no padding, no Python loop over tokens.
 
-Arrow's list offsets are the `cu_seqlens` of variable-length attention. Alignment: everything at index t speaks of token t;
-the log-probability of token t comes from the model's output at t − 1 of the same sequence.
+Arrow's list offsets are the `cu_seqlens` of variable-length attention. Every value at index t belongs to token t; the
+log-probability of token t comes from the model's output at t − 1 of the same sequence.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,17 +18,17 @@ from torch import Tensor
 from buffers.trajectory import GREEDY, flatten_column
 
 
-class Counted(Sequence["Packed"]):
-    """Microbatches that call `moved` whenever one of them is taken: an engine that comes for the next has not stopped."""
+class ReportedMicrobatches(Sequence["Packed"]):
+    """Microbatches that call `report_progress` whenever an engine takes one: an engine that comes for it has not hung."""
 
-    def __init__(self, microbatches: Sequence["Packed"], moved: Callable[[], None]) -> None:
-        self._microbatches, self._moved = microbatches, moved
+    def __init__(self, microbatches: Sequence["Packed"], report_progress: Callable[[], None]) -> None:
+        self._microbatches, self._report_progress = microbatches, report_progress
 
     def __len__(self) -> int:
         return len(self._microbatches)
 
     def __getitem__(self, place: Any) -> Any:
-        self._moved()
+        self._report_progress()
         return self._microbatches[place]
 
 
@@ -39,29 +39,29 @@ class Batch:
     tokens: Tensor
     """[T] int32"""
     sampled: Tensor
-    """[T] bool"""
+    """[T] bool: the tokens that the engine sampled"""
     behavior_logprobs: Tensor
-    """[T] float32"""
+    """[T] float32 log μ; 0 where not sampled"""
     versions: Tensor
-    """[T] int32, -1 where not sampled"""
+    """[T] int32: version that sampled each token; -1 where not sampled"""
     offsets: np.ndarray
     """[N + 1] int64: sequence i is tokens[offsets[i] : offsets[i + 1]]"""
     rewards: Tensor
-    """[N] float32"""
+    """[N] float32: as the task gives them"""
     groups: Tensor
     """[N] int64: group numbers, ascending"""
-    weights: Tensor
+    group_weights: Tensor
     """[N] float32: importance weight of each sequence's group; 1 where the sampler gives none"""
     truncated: Tensor
     """[N] bool: cut off at the longest response that may be sampled"""
-    greedy: Tensor
+    greedy_rewards: Tensor
     """[N] float32: reward of the greedy response to the same prompt; NaN where none was made"""
     started_at: Tensor | None = None
-    """[N] float64: Unix time in seconds when the first token was asked for, by the generator's clock; None: not known"""
+    """[N] float64: Unix time in seconds, by the generator's clock, when it asked for the first token; None: not known"""
     generators: Sequence[str] = ()
-    """[N] names; empty: not known"""
+    """[N] names of the generators that sampled the sequences; empty: not known"""
     experts: Tensor | None = None
-    """[T, layers · k] int16: experts to send each token to, -1 where none were recorded; None: nowhere"""
+    """[T, layers · k] int16: experts that the engine sent each token to, -1 where it recorded none; None: no recording"""
 
     @property
     def num_sequences(self) -> int:
@@ -73,51 +73,51 @@ class Batch:
         return torch.from_numpy(np.repeat(np.arange(self.num_sequences), np.diff(self.offsets)))
 
 
-def from_arrow(table: pa.Table, group_weights: Sequence[float] = ()) -> Batch:
-    """The batch of a table with the columns of `buffers.trajectory`; `group_weights` has one of each group, or none.
+def batch_from_arrow(table: pa.Table, group_weights: Sequence[float] = ()) -> Batch:
+    """Returns the batch of a table with the columns of `buffers.trajectory`.
 
-    A table of one chunk is not copied where its types are the tensors' own (tokens, log-probabilities, versions): they lie in the table's
-    memory, which ranks may share, and are only to be read.
+    `group_weights` has one weight for each group; empty: all weigh 1. Where the table is one chunk, tokens,
+    log-probabilities and versions are not copied: the tensors lie in the table's memory, which ranks may share, so they
+    are for reading only.
     """
     lengths = table.column("tokens").combine_chunks().value_lengths().to_numpy()
-
     return Batch(
-        tokens=_column(table, "tokens"),
+        tokens=_read_column(table, "tokens"),
         sampled=torch.from_numpy(np.array(flatten_column(table, "sampled"))),
-        behavior_logprobs=_column(table, "logprobs"),
-        versions=_column(table, "versions"),
+        behavior_logprobs=_read_column(table, "logprobs"),
+        versions=_read_column(table, "versions"),
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         rewards=torch.from_numpy(np.array(table.column("reward").to_numpy())).float(),
         groups=torch.from_numpy(np.array(table.column("group").to_numpy())),
-        weights=_by_row(table, group_weights),
+        group_weights=_spread_group_weights(table, group_weights),
         truncated=torch.from_numpy(pc.equal(table.column("finish_reason"), "length").to_numpy()),
-        greedy=_component(table, GREEDY),
+        greedy_rewards=_read_reward_component(table, GREEDY),
         started_at=torch.from_numpy(np.array(table.column("started_at").to_numpy())),
         generators=table.column("generator").to_pylist(),
-        experts=_experts(table, int(lengths.sum())),
+        experts=_read_experts(table, int(lengths.sum())),
     )
 
 
-def _experts(table: pa.Table, num_tokens: int) -> Tensor | None:
-    experts = _column(table, "experts")
+def _read_experts(table: pa.Table, num_tokens: int) -> Tensor | None:
+    experts = _read_column(table, "experts")
     return experts.view(num_tokens, -1) if len(experts) else None
 
 
-def _column(table: pa.Table, name: str) -> Tensor:
-    """[T] all values of a list column, in the table's memory if that is one piece."""
+def _read_column(table: pa.Table, name: str) -> Tensor:
+    """Returns [T] all values of a list column, in the table's memory if that is one piece."""
     column = table.column(name)
-    return torch.from_dlpack(
-        (column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()).flatten()
-    )
+    whole = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    return torch.from_dlpack(whole.flatten())
 
 
-def _component(table: pa.Table, name: str) -> Tensor:
-    """[N] a component of the reward; NaN where a row has none of the name."""
-    found = pc.map_lookup(table.column("rewards").combine_chunks(), name, "first")
-    return torch.from_numpy(pc.fill_null(found, float("nan")).to_numpy(zero_copy_only=False).copy())
+def _read_reward_component(table: pa.Table, name: str) -> Tensor:
+    """Returns [N] the component of the reward with this name; NaN where a row has none."""
+    component = pc.map_lookup(table.column("rewards").combine_chunks(), name, "first")
+    return torch.from_numpy(pc.fill_null(component, float("nan")).to_numpy(zero_copy_only=False).copy())
 
 
-def _by_row(table: pa.Table, group_weights: Sequence[float]) -> Tensor:
+def _spread_group_weights(table: pa.Table, group_weights: Sequence[float]) -> Tensor:
+    """Returns [N] the weight of each row's group; 1 everywhere where there are none."""
     if not len(group_weights):
         return torch.ones(table.num_rows)
     _, row_group = np.unique(table.column("group").to_numpy(), return_inverse=True)
@@ -135,15 +135,17 @@ class Packed:
     cu_seqlens: Tensor
     """[n + 1] int32"""
     max_seqlen: int
+    """Length of the longest sequence"""
     index: Tensor
-    """[T] int64: where each token stands in its batch; `column[index]` packs any [T] column of the batch"""
+    """[T] int64: place of each token in its batch; `column[index]` packs any [T] column of the batch"""
     targets: Tensor
-    """[K] int64: the sampled tokens, as far as they have some before them in their sequence. Nothing else is asked of a model's head."""
+    """[K] int64: places of the sampled tokens that have a token before them in their sequence: all that a model's head is
+    asked for"""
     num_sampled: int
     behavior_logprobs: Tensor
     """[T] float32"""
     experts: Tensor | None = None
-    """[T, layers · k] int16, as in `Batch`"""
+    """[T, layers · k] int16, as `Batch.experts`"""
 
     @property
     def sequence(self) -> Tensor:
@@ -151,7 +153,8 @@ class Packed:
         return torch.repeat_interleave(torch.arange(len(self.cu_seqlens) - 1), self.cu_seqlens.diff())
 
 
-def pack(batch: Batch, rows: Sequence[int]) -> Packed:
+def pack_rows(batch: Batch, rows: Sequence[int]) -> Packed:
+    """Returns the sequences `rows` of a batch as one microbatch."""
     starts, lengths = batch.offsets[rows], np.diff(batch.offsets)[rows]
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     positions = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], lengths)
@@ -170,9 +173,11 @@ def pack(batch: Batch, rows: Sequence[int]) -> Packed:
     )
 
 
-def padded_to(packed: Packed, multiple: int) -> Packed:
-    """With another sequence, of zeros, at the end where the number of tokens is not a multiple. Only for an engine's own forward
-    pass: `index` and what else speaks of the batch stays without it."""
+def pad_packed(packed: Packed, multiple: int) -> Packed:
+    """Returns the microbatch with one more sequence, of zeros, where the number of tokens is not a multiple.
+
+    It is for an engine's own forward pass only: `index` and all that refers to the batch stay without the padding.
+    """
     missing = -len(packed.tokens) % multiple
     if not missing:
         return packed
@@ -187,35 +192,37 @@ def padded_to(packed: Packed, multiple: int) -> Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
-    """What a sequence costs to train: a part by token, and attention by the square of its length. In FLOPs, where they are known."""
+class PackingCost:
+    """Cost of training a sequence: a part by token, and attention by the square of its length.
+
+    It is in FLOPs where the model's kind is known, else in tokens.
+    """
 
     per_token: float = 1.0
     per_square: float = 0.0
 
-    def of(self, lengths: np.ndarray) -> np.ndarray:
-        """[N] float64"""
+    def of_lengths(self, lengths: np.ndarray) -> np.ndarray:
+        """Returns [N] float64 the costs of sequences of these lengths [N]."""
         return self.per_token * lengths + self.per_square * np.square(lengths, dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How sequences are divided over shares and microbatches."""
+class PackingPlan:
+    """The division of sequences over shares and microbatches."""
 
     shares: list[list[list[int]]]
-    """[share][microbatch] -> rows, ascending; equally many microbatches for each share, none empty"""
+    """Rows, ascending, by share and microbatch; equally many microbatches for each share, none empty"""
     fill: float
-    """Tokens over what the microbatches may hold: above 1 where a sequence is longer than that."""
+    """Tokens over what the microbatches may hold: above 1 where a sequence is longer than that"""
     balance: float
-    """Cost over what it would be if in each round all shares had the dearest one's microbatch: the rest is waiting."""
-
+    """Share of the time in which no rank waits: cost over (cost of each round's dearest microbatch × shares)"""
     cost: float
-    """Of all sequences"""
+    """Cost of all sequences"""
     tokens: np.ndarray
-    """[microbatches of all shares]"""
+    """[microbatches of all shares] number of tokens"""
 
     def metrics(self, multiple: int = 1) -> dict[str, float]:
-        """`multiple`: what the engine pads each microbatch to."""
+        """Returns the figures of the plan. The engine pads each microbatch to a multiple of `multiple` tokens."""
         return {
             "packing/microbatches": float(len(self.shares[0])),
             "packing/fill": self.fill,
@@ -224,25 +231,29 @@ class Plan:
         }
 
 
-def plan(lengths: np.ndarray, budget: int, num_shares: int, cost: Cost | None = None) -> Plan:
-    """Divides sequences [N] into microbatches of at most `budget` tokens, or one longer sequence alone.
+def plan_packing(
+    lengths: np.ndarray, budget: int, num_shares: int, cost: PackingCost | None = None
+) -> PackingPlan:
+    """Divides sequences of these lengths [N] into microbatches of at most `budget` tokens, or one longer sequence alone.
 
-    Dearest first, always to the microbatch that has cost least so far and has room (Graham, 1969); then the shares' microbatches are
-    paired by cost, for in each round all wait for the dearest. Where the shares do not divide the number of rows, there may be too
-    few rows to keep all of that: then, and only then, the budget gives way. Raises ValueError for fewer rows than shares.
+    The dearest sequence goes first, always to the cheapest microbatch so far that has room (Graham, 1969). Then
+    the microbatches, sorted by cost, are dealt out to the shares in rounds, because in each round all shares wait for
+    the dearest one. Where the
+    shares do not divide the number of rows, there may be too few rows to keep all of that: then, and only then, the
+    budget gives way. Raises ValueError for fewer rows than shares.
     """
     if len(lengths) < num_shares:
         raise ValueError(
             f"a minibatch must hold at least a sequence a share, got {len(lengths)} for {num_shares} shares"
         )
-    costs = (cost or Cost()).of(lengths)
+    costs = (cost or PackingCost()).of_lengths(lengths)
     most = len(lengths) // num_shares
     per_share = min(most, -(-int(lengths.sum()) // (budget * num_shares)))
-    while (bins := _fill(lengths, costs, budget, per_share * num_shares, per_share == most)) is None:
+    while (bins := _fill_bins(lengths, costs, budget, per_share * num_shares, per_share == most)) is None:
         per_share += 1
     totals = np.array([costs[rows].sum() for rows in bins])
     rounds = np.argsort(-totals, kind="stable").reshape(per_share, num_shares)
-    return Plan(
+    return PackingPlan(
         shares=[[sorted(bins[number]) for number in rounds[:, share]] for share in range(num_shares)],
         fill=float(lengths.sum() / (budget * len(bins))),
         balance=float(totals.sum() / (totals[rounds[:, 0]].sum() * num_shares)),
@@ -251,15 +262,15 @@ def plan(lengths: np.ndarray, budget: int, num_shares: int, cost: Cost | None = 
     )
 
 
-def _fill(
-    lengths: np.ndarray, costs: np.ndarray, budget: int, num_bins: int, by_all_means: bool
+def _fill_bins(
+    lengths: np.ndarray, costs: np.ndarray, budget: int, num_bins: int, ignores_budget: bool
 ) -> list[list[int]] | None:
-    """Rows of each bin; None where not all find room, unless that is to be ignored."""
+    """Returns the rows of each bin; None where not all rows have room, unless the budget may be ignored."""
     spent, used = np.zeros(num_bins), np.zeros(num_bins, dtype=np.int64)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     for row in np.argsort(-costs, kind="stable"):
         room = (used == 0) | (used + lengths[row] <= budget)
-        if not (has_room := room.any()) and not by_all_means:
+        if not (has_room := room.any()) and not ignores_budget:
             return None
         number = int(np.where(room, spent, np.inf).argmin() if has_room else spent.argmin())
         bins[number].append(int(row))
@@ -268,25 +279,33 @@ def _fill(
     return bins
 
 
-def microbatches(
-    batch: Batch, rows: Sequence[int], budget: int, num_shares: int, share: int, cost: Cost | None = None
+def pack_share(
+    batch: Batch,
+    rows: Sequence[int],
+    budget: int,
+    num_shares: int,
+    share: int,
+    cost: PackingCost | None = None,
 ) -> list[Packed]:
-    """One share of the sequences `rows` of a batch."""
-    return divide(batch, rows, budget, num_shares, share, cost)[0]
+    """Returns the microbatches of one share of the sequences `rows` of a batch."""
+    return divide_rows(batch, rows, budget, num_shares, share, cost)[0]
 
 
-def divide(
-    batch: Batch, rows: Sequence[int], budget: int, num_shares: int, share: int, cost: Cost | None = None
-) -> tuple[list[Packed], Plan]:
-    """As `microbatches`, with the plan of all shares (whose rows count from 0 within `rows`)."""
+def divide_rows(
+    batch: Batch,
+    rows: Sequence[int],
+    budget: int,
+    num_shares: int,
+    share: int,
+    cost: PackingCost | None = None,
+) -> tuple[list[Packed], PackingPlan]:
+    """Returns what `pack_share` returns, and the plan of all shares, whose rows count from 0 within `rows`."""
     rows_array = np.asarray(rows)
-    made = plan(np.diff(batch.offsets)[rows_array], budget, num_shares, cost)
-    return [pack(batch, rows_array[local].tolist()) for local in made.shares[share]], made
+    plan = plan_packing(np.diff(batch.offsets)[rows_array], budget, num_shares, cost)
+    return [pack_rows(batch, rows_array[local].tolist()) for local in plan.shares[share]], plan
 
 
-def minibatch_rows(batch: Batch, num_minibatches: int) -> list[list[int]]:
-    """Rows of each minibatch: the groups, in order, in equal contiguous parts."""
-    numbers = torch.unique(batch.groups)
-    return [
-        torch.isin(batch.groups, part).nonzero()[:, 0].tolist() for part in numbers.chunk(num_minibatches)
-    ]  # fmt: skip
+def split_minibatches(batch: Batch, num_minibatches: int) -> list[list[int]]:
+    """Returns the rows of each minibatch: the groups, in order, in equal contiguous parts."""
+    parts = torch.unique(batch.groups).chunk(num_minibatches)
+    return [torch.isin(batch.groups, part).nonzero()[:, 0].tolist() for part in parts]

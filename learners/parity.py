@@ -1,22 +1,28 @@
-"""Parity: generators and learner must say the same of the same tokens under the same weights, or training is wrong.
+"""Parity: generators and learner must compute the same log-probabilities from the same tokens and weights.
 
-Two looks, one rule. The *probe*, before the first step of each life of the learner and, in an asynchronous run, every `learner.parity_every`
-steps: an engine has sampled sequences of every length up to
-`generators.max_model_len` (`buffers.parity_probe`), and the learner computes them packed, as it trains. The *watch*, at every step: the batch's
-fresh tokens, of which the step's own forward pass says what the learner has to say.
+Where they do not, training is wrong. There are two looks and one rule.
 
-The rule. d is |log μ − log π| of a token, τ the tolerance. But for a few outliers, every d is at most τ, and their mean at most τ / 10.
+- The *probe* comes before the first step of each life of the learner, and in an asynchronous run every
+  `learner.parity_every` steps. An engine samples sequences of every length up to `generators.max_model_len`
+  (`buffers.parity_probe`), and the learner computes them packed, as it trains.
+- The *watch* comes at every step. It compares the batch's fresh tokens with the step's own forward pass.
 
-| arithmetic | τ | what rounding was seen to do | what a defect does |
+The rule: d = |log μ − log π| of a token, τ the tolerance. Without a few outliers, every d is at most τ, and the mean of d is
+at most τ / 10.
+
+| arithmetic | τ | rounding | defects |
 |---|---|---|---|
-| float32 | 1e-3 | mean 1e-6, largest 4e-6 to 2e-5 over thousands of tokens of models of 0.1 to 100 M parameters | TF32: half of the tokens beyond 1e-4. A lost window, soft cap or scale: 2 and more |
-| bfloat16 | 1 | mean 0.01, largest 0.06 on such models; logits of 16 to 32, as real ones have, lie 1/8 apart | the same |
+| float32 | 1e-3 | mean 1e-6, largest 4e-6 to 2e-5, over thousands of tokens of models of 0.1 to 100 M parameters | TF32: half of the tokens beyond 1e-4. A lost window, soft cap or scale: 2 and more |
+| bfloat16 | 1 | mean 0.01, largest 0.06 on such models; logits of 16 to 32, as real models have, lie 1/8 apart | the same |
 
-Errors grow with the logits, so there is room for larger ones, and τ is divided by a sampling temperature below 1. Why outliers: in bfloat16
-differences have heavy tails, the more so in a mixture, where rounding sends a token to other experts (so IcePop, 2025, masks tokens whose
-ratio is outside 0.5 … 5). A limit on the largest d would end every long run, and a defect does not stop at a token in a hundred. Why τ / 10
-for the mean: in bfloat16 that is ½ d² of 0.005 or more, well below what `algo.correction` bears (`kl_k2` in docs/metrics.md), and several
-times what rounding does.
+Errors grow with the logits, so there is room for larger ones, and τ is divided by a sampling temperature below 1.
+
+Why outliers: in bfloat16 differences have heavy tails, and heavier ones in a mixture, where rounding sends a token to other
+experts. For the same reason IcePop (2025) masks tokens whose ratio is outside 0.5 … 5. A limit on the largest d would end
+every long run; a defect does not stop at one token in a hundred.
+
+Why τ / 10 for the mean: in bfloat16 that is ½ d² of 0.005 or more. It is well below what `algo.correction` bears (`kl_k2` in
+docs/metrics.md), and several times what rounding does.
 """
 
 import logging
@@ -34,128 +40,142 @@ log = logging.getLogger("slipstream.learner")
 
 TOLERANCE = {Dtype.float32: 1e-3, Dtype.bfloat16: 1.0}
 MEAN_SHARE = 0.1
-FEW = 3
-"""Tokens that may be outliers, however few there are; and one in a hundred of them all."""
+NUM_OUTLIERS = 3
+"""Tokens that may be outliers, however few are compared. The watch allows one in a hundred besides."""
 MIN_TOKENS = 100
-"""The watch judges no step with fewer fresh tokens: their mean says little, and a run has many steps."""
+"""Fewest fresh tokens of a step that the watch judges: the mean of fewer says little, and a run has many steps."""
 
 
 class ParityError(ValueError):
-    """Generator and learner disagree about the log-probabilities of the same tokens: training would be wrong."""
+    """Generator and learner disagree about the log-probabilities of the same tokens, so training would be wrong."""
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """|log μ − log π| of the tokens compared, and where in the batch they are."""
+class Differences:
+    """|log μ − log π| of n compared tokens, and their places in the batch."""
 
     places: Tensor
-    """[n] int64"""
+    """[n] int64: index of each token in the batch"""
     values: Tensor
-    """[n] float64, largest first; what is not a number counts as infinite"""
+    """[n] float64, largest first; NaN counts as infinite"""
 
     def metrics(self) -> dict[str, float]:
-        found = {"parity/tokens": float(len(self.values))}
+        """Returns the figures: number of tokens, and largest and mean difference where there is a token."""
+        metrics = {"parity/tokens": float(len(self.values))}
         if len(self.values):
-            found |= {"parity/max": float(self.values[0]), "parity/mean": float(self.values.mean())}
-        return found
+            metrics |= {"parity/max": float(self.values[0]), "parity/mean": float(self.values.mean())}
+        return metrics
 
 
-def tolerance_of(config: Config) -> float:
-    """τ: the largest difference of a token that rounding explains."""
+def find_tolerance(config: Config) -> float:
+    """Returns τ, the largest difference of a token that rounding explains."""
     if config.learner.parity_tolerance is not None:
         return config.learner.parity_tolerance
     return TOLERANCE[config.model.dtype] / min(1.0, config.sampling.temperature)
 
 
-def fresh_tokens(batch: Batch, version: int) -> Tensor:
-    """[T] bool: sampled tokens of the sequences that this version alone has sampled. A token after one of another version was sampled
-    from what that one had left in the engine's cache."""
+def find_fresh_tokens(batch: Batch, version: int) -> Tensor:
+    """Returns [T] bool: the sampled tokens of the sequences that only this version sampled.
+
+    A token after one of another version does not count: it was sampled from that version's entries in the engine's cache.
+    """
     others = (batch.sampled & (batch.versions != version)).float()
     mixed = torch.zeros(batch.num_sequences).index_add_(0, batch.sequence, others) > 0
     return batch.sampled & ~mixed[batch.sequence]
 
 
-def compare(learner: Tensor, generator: Tensor, where: Tensor) -> Difference:
-    """The log-probabilities [T] of both sides where `where` [T] is true."""
+def compare_logprobs(learner_logprobs: Tensor, behavior_logprobs: Tensor, where: Tensor) -> Differences:
+    """Compares the log-probabilities [T] of learner and generator where `where` [T] is true."""
     places = where.nonzero()[:, 0]
-    values = (learner.double() - generator.double()).abs()[places].nan_to_num(nan=torch.inf)
+    values = (learner_logprobs.double() - behavior_logprobs.double()).abs()[places].nan_to_num(nan=torch.inf)
     values, order = values.sort(descending=True, stable=True)
-    return Difference(places[order], values)
+    return Differences(places[order], values)
 
 
-def agrees(values: Tensor, tolerance: float, outliers: int) -> bool:
-    """The rule, of differences [n], largest first: but for so many outliers, which must be finite too."""
-    rest = values[outliers:]
+def is_within_tolerance(values: Tensor, tolerance: float, num_outliers: int) -> bool:
+    """True where differences [n], largest first, keep the rule without the `num_outliers` largest, which must be finite."""
+    rest = values[num_outliers:]
     if not len(rest):
         return bool(values.isfinite().all())
     return bool(values[0].isfinite() and rest[0] <= tolerance and rest.mean() <= MEAN_SHARE * tolerance)
 
 
 def check_parity(
-    difference: Difference, learner: Tensor, batch: Batch, tolerance: float, outliers: int, what: str
+    differences: Differences,
+    learner_logprobs: Tensor,
+    batch: Batch,
+    tolerance: float,
+    num_outliers: int,
+    source: str,
 ) -> None:
-    """Raises ParityError with the worst token when the rule is broken. `what` names the look."""
-    if agrees(difference.values, tolerance, outliers):
+    """Raises ParityError, which names the worst token, when the rule is broken. `source` names the look in the message."""
+    if is_within_tolerance(differences.values, tolerance, num_outliers):
         return
-    worst, largest = int(difference.places[0]), float(difference.values[0])
+    worst, largest = int(differences.places[0]), float(differences.values[0])
     row = int(np.searchsorted(batch.offsets, worst, side="right")) - 1
     start, end = batch.offsets[row : row + 2].tolist()
     raise ParityError(
-        f"log-probabilities of generator and learner must agree within {tolerance:g}, and within {MEAN_SHARE * tolerance:g} on average, "
-        f"but for {outliers} tokens of {len(difference.values)} (learner.parity_tolerance; docs/learner.md), got differences of up to "
-        f"{largest:.3g}, {float(difference.values.mean()):.3g} on average, in {what}: token {worst - start} of {end - start} of a sequence "
-        f"of group {int(batch.groups[row])}"
+        f"log-probabilities of generator and learner must agree within {tolerance:g}, and within "
+        f"{MEAN_SHARE * tolerance:g} on average, but for {num_outliers} tokens of {len(differences.values)} "
+        f"(learner.parity_tolerance; docs/learner.md), got differences of up to {largest:.3g}, "
+        f"{float(differences.values.mean()):.3g} on average, in {source}: token {worst - start} of {end - start} of a "
+        f"sequence of group {int(batch.groups[row])}"
         + (f" by {batch.generators[row]}" if batch.generators else "")
         + f", id {int(batch.tokens[worst])}, has {float(batch.behavior_logprobs[worst]):.6f} from the generator and "
-        f"{float(learner[worst]):.6f} from the learner"
+        f"{float(learner_logprobs[worst]):.6f} from the learner"
     )
 
 
 def check_probe(
-    probe: Batch, learner: Tensor, config: Config, version: int, *, again: bool = False
+    probe: Batch, learner_logprobs: Tensor, config: Config, version: int, *, again: bool = False
 ) -> dict[str, float]:
-    """The probe's figures. `learner` [T]: its log-probabilities of the probe's tokens. Raises ParityError.
+    """Returns the figures of a probe, whose tokens have the `learner_logprobs` [T] of the learner. Raises ParityError.
 
-    `again`: the probe is not the first of this life of the learner. In the first one, in float32, no token may be an outlier: there are
-    few of them. A long run has many probes, and in a mixture the tie of two experts can make a token another's.
+    `again` is false for the first probe of this life of the learner. In that one, in float32, no token may be an outlier,
+    because it has few tokens. A long run has many probes, and in a mixture a tie of two experts may send one token to
+    another expert.
     """
-    difference = compare(learner, probe.behavior_logprobs, probe.sampled)
-    outliers = 0 if config.model.dtype is Dtype.float32 and not again else FEW
-    check_parity(
-        difference, learner, probe, tolerance_of(config), outliers, f"the parity probe of version {version}"
-    )
-    found, longest = difference.metrics(), int(np.diff(probe.offsets).max())
+    differences = compare_logprobs(learner_logprobs, probe.behavior_logprobs, probe.sampled)
+    num_outliers = 0 if config.model.dtype is Dtype.float32 and not again else NUM_OUTLIERS
+    source = f"the parity probe of version {version}"
+    check_parity(differences, learner_logprobs, probe, find_tolerance(config), num_outliers, source)
+    metrics, longest = differences.metrics(), int(np.diff(probe.offsets).max())
     log.info(
         "parity probe of version %d: %d tokens in sequences of up to %d, largest difference %.2e, mean %.2e",
-        version, found["parity/tokens"], longest, found["parity/max"], found["parity/mean"],
+        version, metrics["parity/tokens"], longest, metrics["parity/max"], metrics["parity/mean"],
     )  # fmt: skip
-    return {"parity/probe_max": found["parity/max"], "parity/probe_mean": found["parity/mean"]}
+    return {"parity/probe_max": metrics["parity/max"], "parity/probe_mean": metrics["parity/mean"]}
 
 
 class ParityWatch:
-    """The watch over a life of the learner. What it finds in the same tensors is the same on every rank."""
+    """The watch over a life of the learner. It finds the same on every rank, because every rank has the same tensors."""
 
     def __init__(self, config: Config) -> None:
-        self._tolerance = tolerance_of(config)
+        self._tolerance = find_tolerance(config)
+        # The log-probabilities of a truncated distribution differ from the learner's by the part that was cut off.
         self._judges = not config.sampling.is_truncated
-        """The log-probabilities of a truncated distribution are others, by what was cut off."""
         self.published_at = 0.0
-        """Unix time in seconds, on the first rank, from which on engines could hold the version held. A version of the same number that
-        an earlier life has published need not be the same to the last bit; nor need a replay's."""
+        """Unix time in seconds, on the first rank, from which on engines could hold the version held.
 
-    def see(
-        self, batch: Batch, learner: Tensor, known: Tensor, version: int, since: float
+        A version of the same number that an earlier life published need not be the same to the last bit, and neither need
+        a replay's.
+        """
+
+    def check_step(
+        self, batch: Batch, learner_logprobs: Tensor, known: Tensor, version: int, since: float
     ) -> dict[str, float]:
-        """The step's figures. `learner` [T]: log-probabilities under the version held, where `known` [T]; `since`: the first rank's
-        `published_at`. Raises ParityError."""
+        """Returns the step's figures. Raises ParityError.
+
+        `learner_logprobs` [T] are those under the version held, and mean something where `known` [T] is true. `since` is
+        the first rank's `published_at`.
+        """
         if batch.started_at is None:
             return {"parity/tokens": 0.0}
-        fresh = fresh_tokens(batch, version) & known & (batch.started_at >= since)[batch.sequence]
-        difference = compare(learner, batch.behavior_logprobs, fresh)
-        number = len(difference.values)
-        if self._judges and (number >= MIN_TOKENS or not difference.values.isfinite().all()):
-            outliers = FEW + number // 100
-            check_parity(
-                difference, learner, batch, self._tolerance, outliers, f"the batch of step {version}"
-            )
-        return difference.metrics()
+        is_recent = (batch.started_at >= since)[batch.sequence]
+        fresh = find_fresh_tokens(batch, version) & known & is_recent
+        differences = compare_logprobs(learner_logprobs, batch.behavior_logprobs, fresh)
+        num_tokens = len(differences.values)
+        if self._judges and (num_tokens >= MIN_TOKENS or not differences.values.isfinite().all()):
+            num_outliers, source = NUM_OUTLIERS + num_tokens // 100, f"the batch of step {version}"
+            check_parity(differences, learner_logprobs, batch, self._tolerance, num_outliers, source)
+        return differences.metrics()

@@ -133,9 +133,9 @@ def make_sampled_batch(lengths: list[int], tokens: Tensor) -> Batch:
         offsets=np.cumsum([0, *lengths]),
         rewards=torch.zeros(count),
         groups=torch.arange(count),
-        weights=torch.ones(count),
+        group_weights=torch.ones(count),
         truncated=torch.zeros(count, dtype=torch.bool),
-        greedy=torch.full((count,), float("nan")),
+        greedy_rewards=torch.full((count,), float("nan")),
     )
 
 

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from algos.advantages import (
     ADVANTAGES,
-    Samples,
-    dr_grpo,
-    grpo,
-    opmd,
-    prime,
-    reinforce_pp,
-    remax,
-    rloo,
-    value_targets,
-    whitened,
+    AdvantageInputs,
+    compute_value_targets,
+    dr_grpo_advantages,
+    grpo_advantages,
+    opmd_advantages,
+    prime_advantages,
+    reinforce_pp_advantages,
+    remax_advantages,
+    rloo_advantages,
+    whiten,
 )
-from algos.returns import discounted, gae, length_adaptive_lambda, turn_gae, vtrace
+from algos.returns import discount_returns, gae, length_adaptive_lambda, turn_gae, vtrace
 from configs.advantages import Advantage, GaeConfig, PrimeConfig, Span, VtraceConfig
 from configs.algo import AlgoConfig
 from configs.surrogates import OpmdConfig
@@ -48,17 +48,19 @@ def peers(values: list[float], numbers: list[int], i: int) -> tuple[list[float],
 @given(rewards_and_sizes, st.sampled_from([0.1, 1.0, 30.0]))
 def test_advantages_equal_their_equations(groups: list[list[float]], tau: float) -> None:
     rewards, numbers = flat(groups)
-    found = {f: f(rewards, numbers).tolist() for f in (grpo, dr_grpo, rloo)}
-    found[opmd] = opmd(rewards, numbers, tau).tolist()
+    found = {f: f(rewards, numbers).tolist() for f in (grpo_advantages, dr_grpo_advantages, rloo_advantages)}
+    found[opmd_advantages] = opmd_advantages(rewards, numbers, tau).tolist()
     for at, value in enumerate(rewards.tolist()):
         values, others = peers(rewards.tolist(), numbers.tolist(), at)
         mean, n = sum(values) / len(values), len(values)
         std = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1)) if n > 1 else 0.0
         baseline = tau * math.log(sum(math.exp(v / tau) for v in values) / n)
-        assert found[grpo][at] == pytest.approx((value - mean) / (std + 1e-6), abs=1e-4)
-        assert found[dr_grpo][at] == pytest.approx(value - mean, abs=1e-6)
-        assert found[rloo][at] == pytest.approx(value - sum(others) / (n - 1) if n > 1 else 0.0, abs=1e-5)
-        assert found[opmd][at] == pytest.approx(value - baseline, abs=1e-5)
+        assert found[grpo_advantages][at] == pytest.approx((value - mean) / (std + 1e-6), abs=1e-4)
+        assert found[dr_grpo_advantages][at] == pytest.approx(value - mean, abs=1e-6)
+        assert found[rloo_advantages][at] == pytest.approx(
+            value - sum(others) / (n - 1) if n > 1 else 0.0, abs=1e-5
+        )
+        assert found[opmd_advantages][at] == pytest.approx(value - baseline, abs=1e-5)
 
 
 @settings(deadline=None)
@@ -67,7 +69,9 @@ def test_leave_one_out_is_dr_grpo_times_n_over_n_minus_one(groups: list[list[flo
     rewards, numbers = flat(groups)
     sizes = torch.tensor([len(groups[number // 7]) for number in numbers.tolist()])
     scale = torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 0.0)
-    torch.testing.assert_close(rloo(rewards, numbers), dr_grpo(rewards, numbers) * scale)
+    torch.testing.assert_close(
+        rloo_advantages(rewards, numbers), dr_grpo_advantages(rewards, numbers) * scale
+    )
 
 
 @settings(deadline=None)
@@ -77,14 +81,18 @@ def test_the_soft_baseline_lies_between_the_mean_and_the_best_and_comes_to_both(
 ) -> None:
     rewards, numbers = flat(groups)
     best = torch.tensor([max(groups[number // 7]) for number in numbers.tolist()])
-    torch.testing.assert_close(opmd(rewards, numbers, 1e6), dr_grpo(rewards, numbers), atol=1e-4, rtol=0)
-    torch.testing.assert_close(opmd(rewards, numbers, 1e-4), rewards - best, atol=1e-3, rtol=0)
-    between = opmd(rewards, numbers, 0.5)
-    assert (between <= dr_grpo(rewards, numbers) + 1e-5).all() and (between >= rewards - best - 1e-5).all()
+    torch.testing.assert_close(
+        opmd_advantages(rewards, numbers, 1e6), dr_grpo_advantages(rewards, numbers), atol=1e-4, rtol=0
+    )
+    torch.testing.assert_close(opmd_advantages(rewards, numbers, 1e-4), rewards - best, atol=1e-3, rtol=0)
+    between = opmd_advantages(rewards, numbers, 0.5)
+    assert (between <= dr_grpo_advantages(rewards, numbers) + 1e-5).all() and (
+        between >= rewards - best - 1e-5
+    ).all()
 
 
 def test_the_baseline_of_remax_is_the_greedy_response() -> None:
-    assert remax(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0.25, 0.25, 1.0])).tolist() == [
+    assert remax_advantages(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0.25, 0.25, 1.0])).tolist() == [
         0.75,
         -0.25,
         -0.5,
@@ -105,7 +113,7 @@ def test_reinforce_pp_whitens_over_the_tokens_of_the_batch(tokens: list[tuple[fl
     values = torch.tensor([v for v, _ in tokens], dtype=torch.float64)
     poisoned = torch.where(mask, values, math.nan)
     expected = whitened_reference(values.tolist(), mask.tolist())
-    for function in (whitened, reinforce_pp):
+    for function in (whiten, reinforce_pp_advantages):
         assert function(poisoned, mask).tolist() == pytest.approx(expected, abs=1e-4, rel=1e-4)
 
 
@@ -125,10 +133,10 @@ class SampledCase:
             return torch.where(sampled, torch.randn(total, generator=rng), math.nan)
 
         rewards = torch.rand(7, generator=rng)
-        self.samples = Samples(
+        self.samples = AdvantageInputs(
             rewards=rewards, token_rewards=column(), groups=torch.tensor([4, 9, 4, 9, 2, 9, 4]), offsets=offsets,
             sequence=sequence, sampled=sampled, mask=sampled & (torch.rand(total, generator=rng) < 0.8),
-            greedy=torch.rand(7, generator=rng), values=column(), log_ratio=column(), process_rewards=column(),
+            greedy_rewards=torch.rand(7, generator=rng), values=column(), log_ratio=column(), process_rewards=column(),
         )  # fmt: skip
 
     def tokens(self, number: int) -> list[int]:
@@ -154,7 +162,7 @@ def test_prime_leaves_one_out_of_mean_process_rewards_and_of_outcomes(seed: int,
         for place, t in enumerate(tokens):
             later = enumerate(tokens[place:])
             expected[t] = outcome + sum(gamma**distance * (process[u] - baseline) for distance, u in later)
-    found = prime(s.rewards, s.process_rewards, s.groups, s.sampled, s.offsets, gamma)
+    found = prime_advantages(s.rewards, s.process_rewards, s.groups, s.sampled, s.offsets, gamma)
     assert found.tolist() == pytest.approx(expected, abs=1e-4)
 
 
@@ -178,21 +186,21 @@ def expected_advantages(case: SampledCase, name: str) -> Tensor:
     lengths = torch.tensor([len(case.tokens(i)) for i in range(7)])
     along = (s.token_rewards, s.values, s.sampled, s.offsets)
     return {
-        "grpo": lambda: grpo(s.rewards, s.groups)[s.sequence],
-        "dr_grpo": lambda: dr_grpo(s.rewards, s.groups)[s.sequence],
-        "rloo": lambda: rloo(s.rewards, s.groups)[s.sequence],
-        "opmd": lambda: opmd(s.rewards, s.groups, 1.0)[s.sequence],
-        "opmd, other tau": lambda: opmd(s.rewards, s.groups, 0.2)[s.sequence],
-        "remax": lambda: (s.rewards - s.greedy)[s.sequence],
-        "reinforce_pp": lambda: reinforce_pp(discounted(s.token_rewards, s.sampled, s.offsets), s.mask),
-        "reinforce_pp_baseline": lambda: reinforce_pp(dr_grpo(s.rewards, s.groups)[s.sequence], s.mask),
-        "prime": lambda: whitened(prime(s.rewards, s.process_rewards, s.groups, s.sampled, s.offsets, 1.0), s.mask),
-        "prime, discounted": lambda: whitened(
-            prime(s.rewards, s.process_rewards, s.groups, s.sampled, s.offsets, 0.9), s.mask
+        "grpo": lambda: grpo_advantages(s.rewards, s.groups)[s.sequence],
+        "dr_grpo": lambda: dr_grpo_advantages(s.rewards, s.groups)[s.sequence],
+        "rloo": lambda: rloo_advantages(s.rewards, s.groups)[s.sequence],
+        "opmd": lambda: opmd_advantages(s.rewards, s.groups, 1.0)[s.sequence],
+        "opmd, other tau": lambda: opmd_advantages(s.rewards, s.groups, 0.2)[s.sequence],
+        "remax": lambda: (s.rewards - s.greedy_rewards)[s.sequence],
+        "reinforce_pp": lambda: reinforce_pp_advantages(discount_returns(s.token_rewards, s.sampled, s.offsets), s.mask),
+        "reinforce_pp_baseline": lambda: reinforce_pp_advantages(dr_grpo_advantages(s.rewards, s.groups)[s.sequence], s.mask),
+        "prime": lambda: whiten(prime_advantages(s.rewards, s.process_rewards, s.groups, s.sampled, s.offsets, 1.0), s.mask),
+        "prime, discounted": lambda: whiten(
+            prime_advantages(s.rewards, s.process_rewards, s.groups, s.sampled, s.offsets, 0.9), s.mask
         ),
-        "gae": lambda: whitened(gae(*along, 1.0, 0.95)[0], s.mask),
+        "gae": lambda: whiten(gae(*along, 1.0, 0.95)[0], s.mask),
         "gae by turn": lambda: turn_gae(*along, 0.9, 0.8)[0],
-        "gae by length": lambda: whitened(gae(*along, 1.0, length_adaptive_lambda(lengths, 0.5))[0], s.mask),
+        "gae by length": lambda: whiten(gae(*along, 1.0, length_adaptive_lambda(lengths, 0.5))[0], s.mask),
         "vtrace": lambda: vtrace(s.token_rewards, s.values, s.log_ratio, s.sampled, s.offsets)[0],
         "vtrace, other bars": lambda: vtrace(
             s.token_rewards, s.values, s.log_ratio, s.sampled, s.offsets, algo.vtrace.gamma, 0.8, 1.5, 0.7
@@ -216,13 +224,13 @@ def test_the_critic_learns_returns_with_a_lambda_of_its_own_or_the_targets_of_vt
     expected = {
         "gae": lambda: gae(*along, 1.0, 0.95)[1],
         "gae by turn": lambda: turn_gae(*along, 0.9, 0.95)[1],
-        "gae by length": lambda: discounted(s.token_rewards, s.sampled, s.offsets),
+        "gae by length": lambda: discount_returns(s.token_rewards, s.sampled, s.offsets),
         "vtrace": lambda: vtrace(s.token_rewards, s.values, s.log_ratio, s.sampled, s.offsets)[1],
         "vtrace, other bars": lambda: vtrace(
             s.token_rewards, s.values, s.log_ratio, s.sampled, s.offsets, 0.9, 0.8, 1.5, 0.7
         )[1],
     }[name]()  # fmt: skip
-    torch.testing.assert_close(value_targets(s, ALGOS[name]), expected)
+    torch.testing.assert_close(compute_value_targets(s, ALGOS[name]), expected)
 
 
 COLUMNS = ("token_rewards", "values", "log_ratio", "process_rewards")
@@ -239,7 +247,7 @@ def test_what_is_not_sampled_cannot_matter_to_an_advantage_even_when_it_is_nan(n
         found = [ADVANTAGES[algo.advantage](s, algo)[dirty.sampled] for s in (dirty, clean)]
         assert found[0].isfinite().all() and torch.equal(*found)
         if algo.needs_critic:
-            targets = [value_targets(s, algo)[dirty.sampled] for s in (dirty, clean)]
+            targets = [compute_value_targets(s, algo)[dirty.sampled] for s in (dirty, clean)]
             assert targets[0].isfinite().all() and torch.equal(*targets)
 
 
@@ -251,10 +259,10 @@ def test_the_order_of_sequences_cannot_matter_to_an_advantage(name: str) -> None
         order = torch.randperm(7, generator=torch.Generator().manual_seed(seed))
         index = torch.cat([torch.arange(int(s.offsets[i]), int(s.offsets[i + 1])) for i in order.tolist()])
         lengths = s.offsets.diff()[order]
-        moved = Samples(
+        moved = AdvantageInputs(
             offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
             sequence=torch.repeat_interleave(torch.arange(7), lengths),
-            **{c: getattr(s, c)[order] for c in ("rewards", "groups", "greedy")},
+            **{c: getattr(s, c)[order] for c in ("rewards", "groups", "greedy_rewards")},
             **{c: getattr(s, c)[index] for c in ("sampled", "mask", *COLUMNS)},
         )
         found, expected = ADVANTAGES[algo.advantage](moved, algo), ADVANTAGES[algo.advantage](s, algo)[index]
@@ -268,7 +276,7 @@ def test_equal_rewards_a_group_of_one_and_nothing_to_train_give_finite_advantage
     equal = {c: torch.where(s.sampled, 0.5, math.nan) for c in COLUMNS}
     nothing = dataclasses.replace(s, sampled=zeros.bool(), mask=zeros.bool())
     for case in (
-        dataclasses.replace(s, rewards=torch.full((7,), 0.3), greedy=torch.full((7,), 0.3), **equal),
+        dataclasses.replace(s, rewards=torch.full((7,), 0.3), greedy_rewards=torch.full((7,), 0.3), **equal),
         dataclasses.replace(s, groups=torch.arange(7)),
         dataclasses.replace(s, mask=zeros.bool()),
         nothing,
@@ -290,14 +298,14 @@ def test_a_log_ratio_without_bound_gives_finite_advantages_and_targets() -> None
     for log_ratio in (math.inf, -math.inf):
         far = dataclasses.replace(s, log_ratio=torch.full_like(s.values, log_ratio))
         assert ADVANTAGES[Advantage.vtrace](far, ALGOS["vtrace"])[s.sampled].isfinite().all()
-        assert value_targets(far, ALGOS["vtrace"])[s.sampled].isfinite().all()
+        assert compute_value_targets(far, ALGOS["vtrace"])[s.sampled].isfinite().all()
 
 
 @pytest.mark.parametrize("name", ALGOS)
 def test_an_empty_batch_has_no_advantages(name: str) -> None:
     none, numbers = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    empty = Samples(
+    empty = AdvantageInputs(
         rewards=none, token_rewards=none, groups=numbers, offsets=torch.zeros(1, dtype=torch.int64), sequence=numbers,
-        sampled=none.bool(), mask=none.bool(), greedy=none, values=none, log_ratio=none, process_rewards=none,
+        sampled=none.bool(), mask=none.bool(), greedy_rewards=none, values=none, log_ratio=none, process_rewards=none,
     )  # fmt: skip
     assert ADVANTAGES[ALGOS[name].advantage](empty, ALGOS[name]).shape == (0,)

@@ -7,22 +7,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_columns import Columns, compute_loss, drop_columns, pick_sequences
 from omegaconf import OmegaConf
+from surrogate_equations import clipped_loss
 from torch import Tensor
 
-from algos.aggregation import token_weights
-from algos.corrections import correction_weights, icepop, off_policy_weights, token_tis
-from algos.loss import policy_loss
-from algos.metrics import summarize
-from algos.surrogates import SURROGATES, Tokens, ppo
+from algos.aggregation import compute_aggregation_weights
+from algos.corrections import correct_off_policy, icepop, token_tis
+from algos.inputs import Tokens
+from algos.metrics import summarize_policy
+from algos.objective import compute_off_policy_weights
+from algos.surrogates import SURROGATES, ppo_loss
 from configs.algo import Aggregation, AlgoConfig
 from configs.corrections import Correction, Level, RejectionConfig
 from configs.kl import Estimator, KlConfig
 from configs.load import FOLDER
 from configs.surrogates import GspoConfig, PpoConfig
-from learners.step import loglinear
+from learners.prepared import interpolate_proximal
 
-Columns = dict[str, Tensor]
 PRESETS: dict[str, AlgoConfig] = {
     path.stem: OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AlgoConfig), OmegaConf.load(path).algo))
     for path in sorted(FOLDER.glob("algo/*.yaml"))
@@ -36,16 +38,10 @@ def test_corrections_bound_pi_over_mu_and_not_its_inverse() -> None:
     assert icepop(log_ratio, 0.5, 5.0)[:3].tolist() == pytest.approx([4.0, 0.0, 1.0])
     for kind in Correction:
         algo = AlgoConfig(correction=kind)
-        weights = correction_weights(algo, log_ratio, torch.ones(5, dtype=torch.bool), torch.arange(5))
+        weights = correct_off_policy(
+            kind, log_ratio, torch.ones(5, dtype=torch.bool), torch.arange(5), *algo.correction_range
+        )
         assert weights.isfinite().all()
-
-
-def scalar_ppo(
-    logprob: float, proximal: float, advantage: float, low: float, high: float, dual: float
-) -> float:
-    ratio = math.exp(logprob - proximal)
-    loss = max(-advantage * ratio, -advantage * min(max(ratio, 1 - low), 1 + high))
-    return min(loss, -advantage * dual) if advantage < 0 else loss
 
 
 @settings(deadline=None)
@@ -53,14 +49,16 @@ def scalar_ppo(
 def test_the_clipped_surrogate_equals_its_equation(rows: list[tuple[float, float, float]]) -> None:
     logprobs, proximal, advantages = torch.tensor(rows, dtype=torch.float64).unbind(1)
     tokens = Tokens(
-        logprobs=logprobs, proximal=proximal, behavior=proximal, advantages=advantages,
+        logprobs=logprobs, proximal_logprobs=proximal, behavior_logprobs=proximal, advantages=advantages,
         mask=torch.ones(len(rows), dtype=torch.bool), sequence=torch.arange(len(rows)),
     )  # fmt: skip
-    found = ppo(tokens, PpoConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0))
-    assert found.tolist() == pytest.approx([scalar_ppo(*row, 0.2, 0.28, 3.0) for row in rows])
+    found = ppo_loss(tokens, PpoConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0))
+    assert found.tolist() == pytest.approx(
+        [clipped_loss(math.exp(logprob - old), advantage, 0.2, 0.28, 3.0) for logprob, old, advantage in rows]
+    )
 
 
-def case(num_tokens: int = 24) -> Columns:
+def draw_columns(num_tokens: int = 24) -> Columns:
     generator = torch.Generator().manual_seed(1)
     columns = {
         name: -torch.rand(num_tokens, generator=generator, dtype=torch.float64)
@@ -69,16 +67,12 @@ def case(num_tokens: int = 24) -> Columns:
     columns["advantages"] = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
     columns["mask"] = torch.rand(num_tokens, generator=generator) < 0.6
     columns["sequence"] = torch.arange(num_tokens) // 4
-    columns["weights"] = token_weights(
+    columns["aggregation_weights"] = compute_aggregation_weights(
         Aggregation.token_mean, columns["mask"], columns["sequence"], 6
     ).double()
-    columns["imitation"] = torch.rand(num_tokens, generator=generator, dtype=torch.float64)
+    columns["imitation_weights"] = torch.rand(num_tokens, generator=generator, dtype=torch.float64)
     columns["staleness"] = torch.randint(0, 20, (num_tokens,), generator=generator)
     return columns
-
-
-def without(columns: Columns, *names: str) -> Columns:
-    return {name: column for name, column in columns.items() if name not in names}
 
 
 def scalar_weight(correction: str, columns: Columns, t: int) -> float:
@@ -91,18 +85,18 @@ def scalar_weight(correction: str, columns: Columns, t: int) -> float:
 @pytest.mark.parametrize("correction", ["none", "token_tis", "icepop"])
 def test_the_loss_passes_gradcheck_and_equals_a_sum_over_scalars(correction: str) -> None:
     algo = AlgoConfig(correction=Correction(correction))
-    columns = without(case(), "reference_logprobs", "imitation")
+    columns = drop_columns(draw_columns(), "reference_logprobs", "imitation_weights")
     logprobs = columns.pop("logprobs").requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: policy_loss(algo, logprobs=x, **columns)[0], logprobs)
+    assert torch.autograd.gradcheck(lambda x: compute_loss(algo, logprobs=x, **columns)[0], logprobs)
     expected, values = 0.0, logprobs.tolist()
     for t in columns["mask"].nonzero()[:, 0].tolist():
-        row = (values[t], float(columns["proximal_logprobs"][t]), float(columns["advantages"][t]))
+        ratio = math.exp(values[t] - float(columns["proximal_logprobs"][t]))
         expected += (
             scalar_weight(correction, columns, t)
-            * scalar_ppo(*row, 0.2, 0.2, 3.0)
+            * clipped_loss(ratio, float(columns["advantages"][t]), 0.2, 0.2, 3.0)
             / int(columns["mask"].sum())
         )
-    assert policy_loss(algo, logprobs=logprobs, **columns)[0].item() == pytest.approx(expected, rel=1e-6)
+    assert compute_loss(algo, logprobs=logprobs, **columns)[0].item() == pytest.approx(expected, rel=1e-6)
 
 
 KL = {
@@ -119,51 +113,55 @@ def test_penalty_bonus_and_imitation_equal_their_equation_and_pass_gradcheck(
 ) -> None:
     """Σ a [w (L + β KL) − c H] + μ Σ b (−log π); an adapted coefficient stands for β."""
     algo = AlgoConfig(kl=KlConfig(estimator=estimator, loss_coef=0.3), entropy_coef=0.05, imitation_coef=0.2)
-    columns = case()
+    columns = draw_columns()
     beta, expected, penalty = 0.3 if kl_coef is None else kl_coef, 0.0, 0.0
     c = {name: column.tolist() for name, column in columns.items()}
     for t in columns["mask"].nonzero()[:, 0].tolist():
         kl = KL[estimator](c["logprobs"][t] - c["reference_logprobs"][t])
-        loss = scalar_ppo(c["logprobs"][t], c["proximal_logprobs"][t], c["advantages"][t], 0.2, 0.2, 3.0)
+        loss = clipped_loss(
+            math.exp(c["logprobs"][t] - c["proximal_logprobs"][t]), c["advantages"][t], 0.2, 0.2, 3.0
+        )
         inside = scalar_weight("token_tis", columns, t) * (loss + beta * kl) - 0.05 * c["entropy"][t]
-        expected += c["weights"][t] * inside - 0.2 * c["imitation"][t] * c["logprobs"][t]
+        expected += c["aggregation_weights"][t] * inside - 0.2 * c["imitation_weights"][t] * c["logprobs"][t]
         penalty += kl
     logprobs, entropy = (columns.pop(name).requires_grad_() for name in ("logprobs", "entropy"))
 
     def loss_of(logprobs: Tensor, entropy: Tensor) -> Tensor:
-        return policy_loss(algo, logprobs=logprobs, entropy=entropy, kl_coef=kl_coef, **columns)[0]
+        return compute_loss(algo, logprobs=logprobs, entropy=entropy, kl_coef=kl_coef, **columns)[0]
 
     assert loss_of(logprobs, entropy).item() == pytest.approx(expected)
     assert torch.autograd.gradcheck(loss_of, (logprobs, entropy))
-    _, sums = policy_loss(algo, logprobs=logprobs, entropy=entropy, kl_coef=kl_coef, **columns)
+    _, sums = compute_loss(algo, logprobs=logprobs, entropy=entropy, kl_coef=kl_coef, **columns)
     assert float(sums["reference_kl"].sum()) == pytest.approx(penalty)
     assert float(sums["loss"]) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kind", Correction)
 def test_decoupled_ppo_whose_proximal_policy_is_the_behaviour_is_ppo_on_its_ratio(kind: Correction) -> None:
-    columns = without(case(), "reference_logprobs", "imitation")
+    columns = drop_columns(draw_columns(), "reference_logprobs", "imitation_weights")
     columns["proximal_logprobs"] = columns["behavior_logprobs"]
     c = {name: column.tolist() for name, column in columns.items()}
     trained = columns["mask"].nonzero()[:, 0].tolist()
     rows = [
-        scalar_ppo(c["logprobs"][t], c["behavior_logprobs"][t], c["advantages"][t], 0.2, 0.2, 3.0)
+        clipped_loss(
+            math.exp(c["logprobs"][t] - c["behavior_logprobs"][t]), c["advantages"][t], 0.2, 0.2, 3.0
+        )
         for t in trained
     ]
-    assert float(policy_loss(AlgoConfig(correction=kind), **columns)[0]) == pytest.approx(
+    assert float(compute_loss(AlgoConfig(correction=kind), **columns)[0]) == pytest.approx(
         sum(rows) / len(rows)
     )
 
 
 def test_gspo_of_sequences_of_one_token_is_ppo_without_dual_clip() -> None:
-    columns = case() | {"sequence": torch.arange(24)}
+    columns = draw_columns() | {"sequence": torch.arange(24)}
     found = []
     for algo in (
         AlgoConfig(surrogate="gspo", gspo=GspoConfig(clip_low=0.2, clip_high=0.3)),
         AlgoConfig(surrogate="ppo", ppo=PpoConfig(clip_low=0.2, clip_high=0.3, dual_clip=None)),
     ):
         leaf = columns["logprobs"].clone().requires_grad_()
-        loss, sums = policy_loss(algo, **columns | {"logprobs": leaf})
+        loss, sums = compute_loss(algo, **columns | {"logprobs": leaf})
         found.append((loss.detach(), *torch.autograd.grad(loss, leaf), *sums.values()))
     for by_sequence, by_token in zip(*found, strict=True):
         torch.testing.assert_close(by_sequence, by_token)
@@ -175,12 +173,14 @@ def test_the_loglinear_policy_goes_from_behaviour_to_current_with_staleness(
     rows: list[tuple[float, float, int]],
 ) -> None:
     current, behavior, staleness = torch.tensor(rows, dtype=torch.float64).unbind(1)
-    found = loglinear(current, behavior, staleness.long())
+    found = interpolate_proximal(current, behavior, staleness.long())
     expected = [(mu + max(s, 0) * pi) / (max(s, 0) + 1) for pi, mu, s in rows]
     assert found.tolist() == pytest.approx(expected)
-    assert torch.equal(loglinear(current, behavior, torch.zeros(len(rows), dtype=torch.int64)), behavior)
+    assert torch.equal(
+        interpolate_proximal(current, behavior, torch.zeros(len(rows), dtype=torch.int64)), behavior
+    )
     torch.testing.assert_close(
-        loglinear(current, behavior, torch.tensor([10**9] * len(rows))), current, atol=1e-7, rtol=0
+        interpolate_proximal(current, behavior, torch.tensor([10**9] * len(rows))), current, atol=1e-7, rtol=0
     )
 
 
@@ -203,7 +203,7 @@ def identical(found: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict
 @pytest.mark.parametrize("correction", Correction)
 @pytest.mark.parametrize("surrogate", SURROGATES)
 def test_masked_tokens_cannot_matter_even_when_they_are_nan(surrogate: str, correction: Correction) -> None:
-    columns = case()
+    columns = draw_columns()
     poisoned = {
         name: torch.where(columns["mask"], values, float("nan")) if values.is_floating_point() else values
         for name, values in columns.items()
@@ -215,21 +215,21 @@ def test_masked_tokens_cannot_matter_even_when_they_are_nan(surrogate: str, corr
                 surrogate=surrogate, correction=correction, rejection=drop, entropy_coef=0.1, imitation_coef=0.1,
                 kl=KlConfig(estimator=estimator or Estimator.k3, loss_coef=0.1), normalize_weights=number % 2 == 1,
             )  # fmt: skip
-            absent = () if estimator else ("reference_logprobs", "imitation")
+            absent = () if estimator else ("reference_logprobs", "imitation_weights")
             gradients, found = [], []
             for table in (columns, poisoned):
                 leaf = table["logprobs"].clone().requires_grad_()
-                found.append(policy_loss(algo, **without(table, *absent) | {"logprobs": leaf}))
+                found.append(compute_loss(algo, **drop_columns(table, *absent) | {"logprobs": leaf}))
                 gradients.append(torch.autograd.grad(found[-1][0], leaf)[0])
             assert found[0][0].isfinite() and identical(*found)
             assert torch.equal(*gradients) and gradients[0][~columns["mask"]].abs().sum() == 0
 
 
 def test_given_weights_of_masked_tokens_cannot_matter_either() -> None:
-    columns = case()
+    columns = draw_columns()
     given = columns["entropy"].exp()
     found = [
-        policy_loss(AlgoConfig(), **columns, correction=torch.where(columns["mask"], given, other))
+        compute_loss(AlgoConfig(), **columns, off_policy_weights=torch.where(columns["mask"], given, other))
         for other in (0.5, math.nan)
     ]
     assert found[0][0].isfinite() and identical(*found)
@@ -249,15 +249,15 @@ ALGOS: dict[str, AlgoConfig] = {
 @pytest.mark.parametrize("cuts", [[24], [8, 16], [4] * 6])
 @pytest.mark.parametrize("algo", ALGOS.values(), ids=ALGOS)
 def test_the_loss_is_the_same_however_the_batch_is_split(algo: AlgoConfig, cuts: list[int]) -> None:
-    columns = case()
+    columns = draw_columns()
     log_ratio = columns["proximal_logprobs"] - columns["behavior_logprobs"]
     if algo.needs_whole_minibatch:
-        columns["correction"] = off_policy_weights(
+        columns["off_policy_weights"] = compute_off_policy_weights(
             algo, log_ratio, columns["advantages"], columns["mask"], columns["sequence"]
         )
     columns["logprobs"].requires_grad_()
-    whole, whole_sums = policy_loss(algo, **columns)
-    pieces = [policy_loss(algo, **dict(zip(columns, part, strict=True))) for part in
+    whole, whole_sums = compute_loss(algo, **columns)
+    pieces = [compute_loss(algo, **dict(zip(columns, part, strict=True))) for part in
               zip(*(values.split(cuts) for values in columns.values()), strict=True)]  # fmt: skip
     together = torch.stack([loss for loss, _ in pieces]).sum()
     torch.testing.assert_close(together, whole)
@@ -269,16 +269,17 @@ def test_the_loss_is_the_same_however_the_batch_is_split(algo: AlgoConfig, cuts:
 
 @pytest.mark.parametrize("algo", ALGOS.values(), ids=ALGOS)
 def test_the_order_of_sequences_cannot_matter(algo: AlgoConfig) -> None:
-    columns = case() | {"sequence": torch.tensor([0] * 3 + [1] * 7 + [2] + [3] * 4 + [4] * 8 + [5])}
+    columns = draw_columns() | {"sequence": torch.tensor([0] * 3 + [1] * 7 + [2] + [3] * 4 + [4] * 8 + [5])}
     order = [4, 1, 5, 0, 3, 2]
     index = torch.cat([(columns["sequence"] == number).nonzero()[:, 0] for number in order])
-    moved = {name: column[index] for name, column in columns.items()}
-    moved["sequence"] = torch.tensor([order.index(number) for number in moved["sequence"].tolist()])
+    moved = pick_sequences(columns, order)
     gradients, found = [], []
     for table in (columns, moved):
-        table["weights"] = token_weights(algo.aggregation, table["mask"], table["sequence"], 6, 8).double()
+        table["aggregation_weights"] = compute_aggregation_weights(
+            algo.aggregation, table["mask"], table["sequence"], 6, 8
+        ).double()
         leaf = table["logprobs"].clone().requires_grad_()
-        found.append(policy_loss(algo, **table | {"logprobs": leaf}))
+        found.append(compute_loss(algo, **table | {"logprobs": leaf}))
         gradients.append(torch.autograd.grad(found[-1][0], leaf)[0])
     torch.testing.assert_close(*[loss for loss, _ in found])
     torch.testing.assert_close(gradients[0][index], gradients[1])
@@ -292,25 +293,27 @@ def test_the_order_of_sequences_cannot_matter(algo: AlgoConfig) -> None:
 @pytest.mark.parametrize("size", [0, 24])
 @pytest.mark.parametrize("algo", ALGOS.values(), ids=ALGOS)
 def test_an_empty_mask_gives_zero_and_never_nan(algo: AlgoConfig, size: int) -> None:
-    columns = {name: column[:size] for name, column in case().items()} | {
+    columns = {name: column[:size] for name, column in draw_columns().items()} | {
         "mask": torch.zeros(size, dtype=torch.bool)
     }
-    columns["weights"] = token_weights(Aggregation.token_mean, columns["mask"], columns["sequence"], 6)
+    columns["aggregation_weights"] = compute_aggregation_weights(
+        Aggregation.token_mean, columns["mask"], columns["sequence"], 6
+    )
     leaf = columns["logprobs"].clone().requires_grad_()
-    loss, sums = policy_loss(algo, **columns | {"logprobs": leaf})
+    loss, sums = compute_loss(algo, **columns | {"logprobs": leaf})
     (gradient,) = torch.autograd.grad(loss, leaf)
     assert loss.item() == 0.0 and gradient.abs().sum() == 0
-    assert all(math.isfinite(value) for value in summarize(sums).values())
+    assert all(math.isfinite(value) for value in summarize_policy(sums).values())
 
 
 @pytest.mark.parametrize("far", [math.inf, -math.inf])
 @pytest.mark.parametrize("algo", ALGOS.values(), ids=ALGOS)
 def test_log_ratios_without_bound_give_a_finite_loss_gradient_and_sums(algo: AlgoConfig, far: float) -> None:
-    columns = case()
+    columns = draw_columns()
     for name in ("proximal_logprobs", "behavior_logprobs", "reference_logprobs"):
         unbounded = torch.where(torch.arange(24) % 5 == 0, far, columns[name])
         leaf = columns["logprobs"].clone().requires_grad_()
-        loss, sums = policy_loss(algo, **columns | {name: unbounded, "logprobs": leaf})
+        loss, sums = compute_loss(algo, **columns | {name: unbounded, "logprobs": leaf})
         (gradient,) = torch.autograd.grad(loss, leaf)
         assert loss.isfinite() and gradient.isfinite().all()
         assert all(value.isfinite().all() for value in sums.values())
@@ -319,10 +322,12 @@ def test_log_ratios_without_bound_give_a_finite_loss_gradient_and_sums(algo: Alg
 @pytest.mark.parametrize("algo", ALGOS.values(), ids=ALGOS)
 def test_no_advantage_is_no_gradient_but_for_a_penalty_or_a_bonus(algo: AlgoConfig) -> None:
     plain = dataclasses.replace(algo, kl=KlConfig(), entropy_coef=0.0, imitation_coef=0.0)
-    columns = without(case(), "reference_logprobs", "imitation") | {"advantages": torch.zeros(24)}
+    columns = drop_columns(draw_columns(), "reference_logprobs", "imitation_weights") | {
+        "advantages": torch.zeros(24)
+    }
     leaf = columns["logprobs"].clone().requires_grad_()
     columns["proximal_logprobs"] = leaf.detach()
-    loss, sums = policy_loss(plain, **columns | {"logprobs": leaf})
+    loss, sums = compute_loss(plain, **columns | {"logprobs": leaf})
     (gradient,) = torch.autograd.grad(loss, leaf)
     assert loss.item() == 0 and gradient.abs().sum() == 0 and sums["clipped"].sum() == 0
 
@@ -333,7 +338,9 @@ def test_no_advantage_is_no_gradient_but_for_a_penalty_or_a_bonus(algo: AlgoConf
 def test_aggregation_weights_are_what_their_names_say() -> None:
     mask = torch.tensor([True, True, True, False, True, False])
     sequence = torch.tensor([0, 0, 0, 0, 1, 2])
-    weights = {kind: token_weights(kind, mask, sequence, 3, horizon=5).tolist() for kind in Aggregation}
+    weights = {
+        kind: compute_aggregation_weights(kind, mask, sequence, 3, horizon=5).tolist() for kind in Aggregation
+    }
     assert weights[Aggregation.token_mean] == pytest.approx([0.25, 0.25, 0.25, 0, 0.25, 0])
     assert weights[Aggregation.sequence_mean_token_mean] == pytest.approx([1 / 9, 1 / 9, 1 / 9, 0, 1 / 3, 0])
     assert weights[Aggregation.sequence_mean_token_sum] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0, 1 / 3, 0])
@@ -356,7 +363,7 @@ def test_a_sequence_that_counts_several_times_is_as_good_as_several_sequences(
         losses = torch.tensor([x for tokens in sequences for x in tokens])
         sequence = torch.tensor([i for i, tokens in enumerate(sequences) for _ in tokens], dtype=torch.int64)
         mask = torch.ones(len(losses), dtype=torch.bool)
-        weights = token_weights(kind, mask, sequence, len(sequences), 7, counts)
+        weights = compute_aggregation_weights(kind, mask, sequence, len(sequences), 7, counts)
         return float((weights * losses).sum())
 
     repeated = [tokens for times, tokens in drawn for _ in range(times)]
@@ -387,6 +394,6 @@ def test_aggregation_is_a_mean_of_means_or_of_sums(
         Aggregation.constant_horizon: sum(map(sum, kept)) / (n * horizon),
     }
     for kind in Aggregation:
-        weights = token_weights(kind, mask, sequence, n, horizon)
+        weights = compute_aggregation_weights(kind, mask, sequence, n, horizon)
         assert float((weights * losses).sum()) == pytest.approx(expected[kind], abs=1e-5)
         assert weights.isfinite().all() and (weights[~mask] == 0).all()

@@ -30,7 +30,7 @@ from configs.disk import DiskFull
 from configs.load import load_config
 from learners import checkpoint
 from learners.fsdp import FsdpEngine
-from learners.packing import Packed, microbatches
+from learners.packing import Packed, pack_share
 from learners.startup import check_same_run
 from learners.world import World
 from sync.stream import collect_tensors
@@ -207,7 +207,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def parts_of(world: World) -> list[Packed]:
-    return microbatches(draw_batch(LENGTHS), range(len(LENGTHS)), 40, world.size, world.rank)
+    return pack_share(draw_batch(LENGTHS), range(len(LENGTHS)), 40, world.size, world.rank)
 
 
 def state(engine: FsdpEngine) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from configs.schema import Config
 from learners import checkpoint
 from learners.engine import ModelKind
 from learners.models import make_engine
-from learners.packing import Packed, pack
+from learners.packing import Packed, pack_rows
 from learners.world import World
 from slipstream.export import export_checkpoint
 
@@ -46,7 +46,7 @@ def inferred(world: World, config: Config) -> Tensor:
 def whole(world: World, engine: Any) -> Tensor:
     batch = make_batch()
     rows = list(range(len(LENGTHS)))[engine.share.index :: engine.share.count]
-    found, part = torch.zeros(len(batch.tokens)), pack(batch, rows)
+    found, part = torch.zeros(len(batch.tokens)), pack_rows(batch, rows)
     found[part.index] = engine.infer([part])[0] * engine.share.holds_results
     return world.add_tensor(found)
 
@@ -55,7 +55,7 @@ def trained(world: World, config: Config, run: Path) -> Tensor:
     """As `inferred`, after an update, of which a checkpoint is written."""
     engine = make_engine(config, ModelKind.policy, lora=config.learner.lora)
     batch = make_batch()
-    part = pack(batch, list(range(len(LENGTHS)))[engine.share.index :: engine.share.count])
+    part = pack_rows(batch, list(range(len(LENGTHS)))[engine.share.index :: engine.share.count])
 
     def loss_fn(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
         return -logprobs.sum() / len(batch.tokens)

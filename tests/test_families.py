@@ -29,7 +29,7 @@ from learners.attention import choose_attention, packed_sdpa, padded_sdpa, varle
 from learners.families import TESTED_FAMILIES
 from learners.fsdp import FsdpEngine
 from learners.heads import LogprobHead, logit_curve
-from learners.packing import Batch, pack
+from learners.packing import Batch, pack_rows
 from learners.world import World
 
 TEMPERATURE, WINDOW, LENGTHS = 0.7, 4, [12, 5, 1, 9]
@@ -174,7 +174,7 @@ def trained(world: World | None, folder: Path, ranks: int = 1) -> FamilyResult:
     layout = FsdpConfig(sequence_parallel=ranks)
     engine = FsdpEngine(folder, temperature=TEMPERATURE, entropy_gradient=True, layout=layout)
     batch = make_batch()
-    logprobs, entropy = engine._compute_outputs(pack(batch, range(batch.num_sequences)))
+    logprobs, entropy = engine._compute_outputs(pack_rows(batch, range(batch.num_sequences)))
     (loss_of(logprobs, entropy) * ranks).backward()
     gradients = {name: p.grad.full_tensor() for name, p in engine._named.items() if p.grad is not None}
     return FamilyResult(logprobs.detach(), gradients)

@@ -22,7 +22,7 @@ from configs.model import Dtype
 from learners import heads
 from learners.attention import choose_attention
 from learners.fsdp import FsdpEngine
-from learners.packing import Packed, microbatches, pack
+from learners.packing import Packed, pack_rows, pack_share
 from learners.world import World
 from sync.stream import collect_tensors
 
@@ -46,7 +46,7 @@ def tied_with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def packed() -> list[Packed]:
-    return microbatches(draw_batch([5, 9, 2, 30, 7, 1, 12, 4]), range(8), 40, 1, 0)
+    return pack_share(draw_batch([5, 9, 2, 30, 7, 1, 12, 4]), range(8), 40, 1, 0)
 
 
 def test_logprobs_and_entropy_are_those_after_temperature(qwen3: Path, packed: list[Packed]) -> None:
@@ -210,11 +210,11 @@ def test_packed_sequences_cannot_see_each_other(attention: Attention, qwen3: Pat
     """Anything may stand in one of them: also in those before, which a causal mask alone would show."""
     dtype = Dtype.float32 if attention is Attention.packed_sdpa else Dtype.bfloat16
     engine, batch = FsdpEngine(qwen3, attention=attention, dtype=dtype), draw_batch([7, 12, 1, 20, 9])
-    (before,) = engine.infer([pack(batch, range(5))])
+    (before,) = engine.infer([pack_rows(batch, range(5))])
     for changed in range(5):
         tokens, place = batch.tokens.clone(), slice(batch.offsets[changed], batch.offsets[changed + 1])
         tokens[place] = (tokens[place] + 1) % 48
-        (after,) = engine.infer([pack(replace(batch, tokens=tokens), range(5))])
+        (after,) = engine.infer([pack_rows(replace(batch, tokens=tokens), range(5))])
         others = torch.arange(len(tokens))
         outside = (others < place.start) | (others >= place.stop)
         assert torch.equal(after[outside], before[outside])

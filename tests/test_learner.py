@@ -18,14 +18,22 @@ from configs.learner import ADAM_BETAS
 from learners.attention import packed_sdpa, padded_sdpa
 from learners.engine import LossFn
 from learners.fsdp import FsdpEngine
-from learners.packing import Batch, Packed, from_arrow, microbatches, minibatch_rows, pack, plan
+from learners.packing import (
+    Batch,
+    Packed,
+    batch_from_arrow,
+    pack_rows,
+    pack_share,
+    plan_packing,
+    split_minibatches,
+)
 from learners.world import World
 from sync.stream import collect_tensors
 
 
 @pytest.fixture(scope="module")
 def batch(trajectories: list[Trajectory]) -> Batch:
-    return from_arrow(pa.Table.from_batches([to_batch(trajectories[:4]), to_batch(trajectories[4:])]))
+    return batch_from_arrow(pa.Table.from_batches([to_batch(trajectories[:4]), to_batch(trajectories[4:])]))
 
 
 @pytest.fixture
@@ -74,16 +82,16 @@ def test_a_batch_knows_what_was_cut_off_and_what_the_greedy_response_earned(
         replace(row, rewards=rewards, finish_reason=reason)
         for row, rewards, reason in zip(trajectories, found, reasons, strict=False)
     ]
-    batch = from_arrow(pa.Table.from_batches([to_batch(rows[:1]), to_batch(rows[1:])]))
+    batch = batch_from_arrow(pa.Table.from_batches([to_batch(rows[:1]), to_batch(rows[1:])]))
     assert batch.truncated.tolist() == [True, False, True, False]
-    torch.testing.assert_close(batch.greedy, torch.tensor([0.5, nan, nan, -2.0]), equal_nan=True)
+    torch.testing.assert_close(batch.greedy_rewards, torch.tensor([0.5, nan, nan, -2.0]), equal_nan=True)
 
 
 @given(st.lists(st.integers(1, 50), min_size=4, max_size=40), st.integers(1, 80), st.integers(1, 4))
 def test_a_plan_holds_every_row_once_within_budget_and_equally_many_for_each_rank(
     lengths: list[int], budget: int, num_ranks: int
 ) -> None:
-    shares = plan(np.array(lengths), budget, num_ranks).shares
+    shares = plan_packing(np.array(lengths), budget, num_ranks).shares
     assert sorted(row for share in shares for rows in share for row in rows) == list(range(len(lengths)))
     assert len({len(share) for share in shares}) == 1 and all(rows for share in shares for rows in share)
     crowded = [
@@ -93,7 +101,7 @@ def test_a_plan_holds_every_row_once_within_budget_and_equally_many_for_each_ran
 
 
 def test_minibatches_keep_groups_whole_and_cover_the_batch(batch: Batch) -> None:
-    parts = minibatch_rows(batch, 3)
+    parts = split_minibatches(batch, 3)
     assert [sorted(set(batch.groups[part].tolist())) for part in parts] == [[0, 1], [2, 3], [4, 5]]
 
 
@@ -112,7 +120,7 @@ def test_packed_sequences_cannot_see_each_other(attention) -> None:  # type: ign
 def test_logprobs_equal_one_forward_a_sequence(
     engine: FsdpEngine, fixed_model: Path, batch: Batch, budget: int
 ) -> None:
-    packed = microbatches(batch, range(batch.num_sequences), budget, 1, 0)
+    packed = pack_share(batch, range(batch.num_sequences), budget, 1, 0)
     assert (len(packed) > 1) == (budget == 40)
     found = scattered(batch, packed, engine.infer(packed))
     with torch.no_grad():
@@ -128,7 +136,7 @@ def test_an_update_equals_plain_pytorch(
     model = AutoModelForCausalLM.from_pretrained(fixed_model)
     optimizer = torch.optim.AdamW(model.parameters(), betas=ADAM_BETAS, weight_decay=0.1)
     for lr in (1e-3, 5e-4):
-        packed = microbatches(batch, range(batch.num_sequences), budget, 1, 0)
+        packed = pack_share(batch, range(batch.num_sequences), budget, 1, 0)
         norm = engine.update(packed, sum_loss(batch, weights), lr)
         optimizer.param_groups[0]["lr"] = lr
         optimizer.zero_grad()
@@ -145,7 +153,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(engine: Fsdp
     before = collect_tensors(engine.stream_weights())
     poison = torch.full((len(batch.tokens),), float("nan"))
     with pytest.raises(FloatingPointError, match="gradient norm must be finite, got nan"):
-        engine.update([pack(batch, range(3))], sum_loss(batch, poison), 1e-3)
+        engine.update([pack_rows(batch, range(3))], sum_loss(batch, poison), 1e-3)
     assert all(
         torch.equal(tensor, before[name]) for name, tensor in collect_tensors(engine.stream_weights()).items()
     )
@@ -154,7 +162,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(engine: Fsdp
 def test_a_resumed_engine_goes_on_to_the_same_bits(
     engine: FsdpEngine, fixed_model: Path, batch: Batch, tmp_path: Path
 ) -> None:
-    packed, weights = [pack(batch, range(batch.num_sequences))], torch.ones(len(batch.tokens))
+    packed, weights = [pack_rows(batch, range(batch.num_sequences))], torch.ones(len(batch.tokens))
     engine.update(packed, sum_loss(batch, weights), 1e-3)
     engine.copy_state()(tmp_path / "engine")
     engine.update(packed, sum_loss(batch, weights), 1e-3)
@@ -171,7 +179,7 @@ def test_a_resumed_engine_goes_on_to_the_same_bits(
 def trained(world: World, model: Path, batch: Batch) -> tuple[float, dict[str, Tensor]]:
     engine = FsdpEngine(model, max_grad_norm=0.5, bucket_bytes=1 << 12)
     for _ in range(2):
-        parts = microbatches(batch, range(batch.num_sequences), 60, world.size, world.rank)
+        parts = pack_share(batch, range(batch.num_sequences), 60, world.size, world.rank)
         norm = engine.update(parts, sum_loss(batch, torch.ones(len(batch.tokens))), 1e-3)
     return norm, collect_tensors(engine.stream_weights())
 

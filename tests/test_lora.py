@@ -31,7 +31,7 @@ from learners import lora as adapters
 from learners.engine import ModelKind
 from learners.fsdp import FsdpEngine
 from learners.lora import BaseModelEngine
-from learners.packing import Batch, Packed, pack
+from learners.packing import Batch, Packed, pack_rows
 from learners.world import World
 from sync.stream import collect_tensors
 
@@ -187,7 +187,7 @@ def collect_published(engine: FsdpEngine, lora: LoraConfig, publish: LoraPublish
 
 def pack_share(engine: FsdpEngine) -> list[Packed]:
     mine = list(range(len(LENGTHS)))[engine.share.index :: engine.share.count]
-    return [pack(make_batch(), mine[number::2]) for number in range(2)]
+    return [pack_rows(make_batch(), mine[number::2]) for number in range(2)]
 
 
 def infer_all(engine: Any, world: World, parts: list[Packed]) -> Tensor:

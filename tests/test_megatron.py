@@ -37,7 +37,7 @@ from learners.engine import ModelKind
 from learners.fsdp import FsdpEngine
 from learners.megatron.engine import MegatronEngine
 from learners.megatron.model import ParallelSizes, find_problems
-from learners.packing import Packed, microbatches
+from learners.packing import Packed, pack_share
 from learners.world import World
 from sync.stream import collect_tensors
 
@@ -85,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def parts_of(budget: int, share: int = 0, shares: int = 1) -> list[Packed]:
-    return microbatches(draw_batch(LENGTHS), range(len(LENGTHS)), budget, shares, share)
+    return pack_share(draw_batch(LENGTHS), range(len(LENGTHS)), budget, shares, share)
 
 
 def hugging_face(model: Any, part: Packed, temperature: float) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from configs.schema import Config
 from configs.sizes import count_sizes
 from learners.fsdp import FsdpEngine
 from learners.memory import MemoryMeter, explain_shortage, plan_memory
-from learners.packing import pack
+from learners.packing import pack_rows
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -55,7 +55,7 @@ def test_activations_are_about_what_autograd_keeps(
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    packed = pack(draw_batch([300, 200]), [0, 1])
+    packed = pack_rows(draw_batch([300, 200]), [0, 1])
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         found = engine._compute_outputs(packed)
     del found

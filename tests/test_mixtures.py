@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from generators.engine import Completion, Sample
 from learners.fsdp import FsdpEngine
-from learners.packing import Batch, pack
+from learners.packing import Batch, pack_rows
 from learners.world import World
 from sync.experts import element_places
 from sync.manifest import DigestMismatch, Manifest
@@ -99,7 +99,9 @@ def publish_mixtures(world: World, folder: Path) -> dict[str, list[Weights]]:
         weights = [collect_tensors(engine.stream_weights())]
         for _ in range(3):
             engine.update(
-                [pack(make_lesson(), [0, 1])], lambda logprobs, entropy, packed: -logprobs.sum() / 48, 1e-2
+                [pack_rows(make_lesson(), [0, 1])],
+                lambda logprobs, entropy, packed: -logprobs.sum() / 48,
+                1e-2,
             )
         found[family] = [*weights, collect_tensors(engine.stream_weights())]
         engine._publish_dtype = torch.bfloat16

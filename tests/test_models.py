@@ -20,7 +20,7 @@ from learners.engine import Engine
 from learners.fsdp import FsdpEngine
 from learners.learner import Learner
 from learners.models import Models, load_models
-from learners.packing import Batch, Packed, pack
+from learners.packing import Batch, Packed, pack_rows
 from learners.step import Trainer
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -38,7 +38,7 @@ def at(batch: Batch, step: int) -> Batch:
 
 
 def whole(batch: Batch) -> list[Packed]:
-    return [pack(batch, range(batch.num_sequences))]
+    return [pack_rows(batch, range(batch.num_sequences))]
 
 
 def states(models: Models) -> dict[str, dict[str, Tensor]]:
@@ -84,7 +84,7 @@ def test_a_value_depends_on_the_tokens_before_it_only(fixed_model: Path, batch: 
     place = int(batch.offsets[1]) - 3
     other = replace(batch, tokens=batch.tokens.clone())
     other.tokens[place] = (other.tokens[place] + 1) % 300
-    first, second = (critic.infer([pack(b, [0])])[0] for b in (batch, other))
+    first, second = (critic.infer([pack_rows(b, [0])])[0] for b in (batch, other))
     assert torch.equal(first[: place + 1], second[: place + 1]) and (first != second)[place + 1 :].all()
     assert first[0] == 0 and len(first[1:].unique()) > 3
 
@@ -96,12 +96,14 @@ def test_vtrace_trusts_what_the_policy_would_do_more_often_and_mistrusts_what_it
     trainer = Trainer(config, load_models(config))
 
     def advantages(behavior: Tensor) -> Tensor:
-        return trainer._prepare(replace(batch, behavior_logprobs=behavior), STEP).advantages[batch.sampled]
+        return trainer._prepare_batch(replace(batch, behavior_logprobs=behavior), STEP).advantages[
+            batch.sampled
+        ]
 
-    own = advantages(trainer.logprobs(batch))
+    own = advantages(trainer.infer_logprobs(batch))
     assert own.abs().min() > 0
-    torch.testing.assert_close(advantages(trainer.logprobs(batch) - 5), own)
-    assert (advantages(trainer.logprobs(batch) + 5).abs() < 0.05).all()
+    torch.testing.assert_close(advantages(trainer.infer_logprobs(batch) - 5), own)
+    assert (advantages(trainer.infer_logprobs(batch) + 5).abs() < 0.05).all()
 
 
 def test_the_critic_starts_from_a_model_of_its_own_when_it_is_given_one(

@@ -6,22 +6,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_columns import Columns, compute_loss, pick_sequences
 from torch import Tensor
 
-from algos.corrections import off_policy_weights
-from algos.loss import policy_loss
-from algos.metrics import BUCKETS, LOG_RATIO_EDGES, QUANTILES, summarize
+from algos.metrics import BUCKETS, LOG_RATIO_EDGES, QUANTILES, summarize_policy
+from algos.objective import compute_off_policy_weights
 from algos.values import implicit_reward_loss, summarize_rewards, summarize_values, value_loss
 from configs.algo import AlgoConfig
 from configs.corrections import Correction, Level, RejectionConfig
 from configs.kl import Estimator, KlConfig
 from configs.surrogates import DppoConfig, GspoConfig, PpoConfig
 
-Columns = dict[str, Tensor]
 FLOOR, CAP = 0.7, 1.3
 
 
-def case(seed: int, num_tokens: int = 60, spread: float = 0.4) -> Columns:
+def draw_columns(seed: int, num_tokens: int = 60, spread: float = 0.4) -> Columns:
     """Nine sequences of many lengths and all stalenesses, one of them not trained at all."""
     rng = torch.Generator().manual_seed(seed)
 
@@ -35,13 +34,13 @@ def case(seed: int, num_tokens: int = 60, spread: float = 0.4) -> Columns:
         "logprobs": logprobs, "proximal_logprobs": logprobs + spread * rand(), "mask": mask, "sequence": sequence,
         "behavior_logprobs": logprobs + spread * rand(), "reference_logprobs": logprobs + spread * rand(),
         "advantages": torch.where(torch.rand(num_tokens, generator=rng) < 0.1, 0.0, rand()), "entropy": rand().abs(),
-        "weights": mask.double() / mask.sum().clamp(min=1),
+        "aggregation_weights": mask.double() / mask.sum().clamp(min=1),
         "staleness": torch.randint(0, 24, (num_tokens,), generator=rng, dtype=torch.int32),
     }  # fmt: skip
 
 
 def figures(algo: AlgoConfig, columns: Columns) -> dict[str, float]:
-    return summarize(policy_loss(algo, **columns)[1])
+    return summarize_policy(compute_loss(algo, **columns)[1])
 
 
 def mean(values: list[float]) -> float:
@@ -109,7 +108,10 @@ def bucket_of(staleness: float) -> str:
 @pytest.mark.parametrize("surrogate", ["ppo", "gspo", "dppo", "kimi"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_figures_of_a_step_equal_their_definitions(seed: int, surrogate: str, kind: str) -> None:
-    columns, algo = case(seed), algo_of(surrogate, Correction(kind), kl=KlConfig(estimator=Estimator.k2))
+    columns, algo = (
+        draw_columns(seed),
+        algo_of(surrogate, Correction(kind), kl=KlConfig(estimator=Estimator.k2)),
+    )
     table = rows(columns)
     for row in table:
         row |= {"weight": weight(algo.correction, row["w"]), "rho": math.exp(row["ell"])}
@@ -123,7 +125,7 @@ def test_the_figures_of_a_step_equal_their_definitions(seed: int, surrogate: str
     whole = {number: math.exp(sum(r["ell"] for r in table if r["sequence"] == number))
              for number in {r["sequence"] for r in table}}  # fmt: skip
     expected = {
-        "loss/policy": float(policy_loss(algo, **columns)[0]),
+        "loss/policy": float(compute_loss(algo, **columns)[0]),
         "policy/entropy": mean([r["entropy"] for r in table]),
         "policy/clip_fraction": mean([r["clipped"] for r in table]),
         "policy/ratio_mean": mean([r["s" if surrogate == "gspo" else "r"] for r in table]),
@@ -158,7 +160,7 @@ def test_the_figures_of_a_step_equal_their_definitions(seed: int, surrogate: str
 
 @pytest.mark.parametrize("staleness", range(20))
 def test_each_staleness_has_its_bucket(staleness: int) -> None:
-    columns = case(0) | {"staleness": torch.full((60,), staleness)}
+    columns = draw_columns(0) | {"staleness": torch.full((60,), staleness)}
     shares = {
         name: value for name, value in figures(AlgoConfig(), columns).items() if name.endswith("/share")
     }
@@ -171,7 +173,7 @@ def test_each_staleness_has_its_bucket(staleness: int) -> None:
 
 
 def test_without_a_staleness_all_tokens_are_fresh() -> None:
-    columns = case(0)
+    columns = draw_columns(0)
     columns.pop("staleness")
     assert figures(AlgoConfig(), columns)["staleness_0/share"] == 1
 
@@ -184,11 +186,11 @@ def test_quantiles_of_ratios_lie_in_the_bins_of_those_of_the_whole_list(log_rati
     columns = dict.fromkeys(
         ("proximal_logprobs", "behavior_logprobs", "entropy", "advantages"), torch.zeros(n).double()
     )
-    _, sums = policy_loss(
+    _, sums = compute_loss(
         AlgoConfig(), logprobs=ell, mask=torch.ones(n, dtype=torch.bool), sequence=torch.arange(n),
-        weights=torch.ones(n), **columns,
+        aggregation_weights=torch.ones(n), **columns,
     )  # fmt: skip
-    found, edges = summarize(sums), LOG_RATIO_EDGES
+    found, edges = summarize_policy(sums), LOG_RATIO_EDGES
     for name, share in QUANTILES.items():
         low, high = (
             float(torch.quantile(ell.clamp(-20, 20), share, interpolation=side))
@@ -199,7 +201,7 @@ def test_quantiles_of_ratios_lie_in_the_bins_of_those_of_the_whole_list(log_rati
 
 
 def test_the_bins_of_log_ratios_are_fine_around_zero_and_a_quarter_wide_beyond() -> None:
-    columns = case(5, num_tokens=4000)
+    columns = draw_columns(5, num_tokens=4000)
     columns |= {
         "mask": torch.ones(4000, dtype=torch.bool),
         "behavior_logprobs": columns["behavior_logprobs"] + 0.2,
@@ -214,7 +216,7 @@ def test_the_bins_of_log_ratios_are_fine_around_zero_and_a_quarter_wide_beyond()
 @pytest.mark.parametrize("kind", Correction)
 @pytest.mark.parametrize("surrogate", ["ppo", "gspo", "m2po"])
 def test_where_all_policies_are_equal_nothing_is_off_policy(surrogate: str, kind: Correction) -> None:
-    columns = case(1)
+    columns = draw_columns(1)
     columns |= dict.fromkeys(("proximal_logprobs", "behavior_logprobs"), columns["logprobs"])
     drop = RejectionConfig(estimator=Estimator.k3, level=Level.sequence_max, threshold=1e-6)
     found = figures(AlgoConfig(surrogate=surrogate, correction=kind, rejection=drop), columns)
@@ -246,14 +248,14 @@ def test_truncated_and_dropped_tokens_are_counted_apart(
 ) -> None:
     """One token a sequence. The cap is none that float32 can hold, and lies on the other side of a weight once it is normalised."""
     n = len(ratios)
-    _, sums = policy_loss(
+    _, sums = compute_loss(
         AlgoConfig(correction=Correction(kind), correction_cap=1.3, normalize_weights=normalise),
         logprobs=torch.zeros(n),
         proximal_logprobs=torch.zeros(n),
         behavior_logprobs=-torch.tensor(ratios).log(),
         advantages=torch.ones(n),
         mask=torch.ones(n, dtype=torch.bool),
-        weights=torch.ones(n) / n,
+        aggregation_weights=torch.ones(n) / n,
         entropy=torch.ones(n),
         sequence=torch.arange(n),
     )
@@ -261,14 +263,14 @@ def test_truncated_and_dropped_tokens_are_counted_apart(
 
 
 def test_a_token_that_is_rejected_is_dropped_and_not_truncated() -> None:
-    columns, drop = case(0), RejectionConfig(estimator=Estimator.k2, threshold=1e-9)
+    columns, drop = draw_columns(0), RejectionConfig(estimator=Estimator.k2, threshold=1e-9)
     found = figures(algo_of("ppo", rejection=drop), columns)
     assert found["offpolicy/dropped_fraction"] == 1 and found["offpolicy/truncated_fraction"] == 0
     assert found["offpolicy/ess"] == 0, "nothing weighs anything"
 
 
 def test_what_is_normalised_has_the_same_effective_sample_size_and_a_mean_of_one() -> None:
-    columns = case(0)
+    columns = draw_columns(0)
     plain, normalised = (figures(algo_of("ppo", normalize_weights=n), columns) for n in (False, True))
     assert normalised["offpolicy/ess"] == pytest.approx(plain["offpolicy/ess"])
     assert (
@@ -285,32 +287,27 @@ def test_what_is_normalised_has_the_same_effective_sample_size_and_a_mean_of_one
 def test_the_sums_of_microbatches_in_any_order_are_those_of_the_whole(
     surrogate: str, parts: list[list[int]]
 ) -> None:
-    columns, algo = case(2), algo_of(surrogate, Correction.sequence_tis)
+    columns, algo = draw_columns(2), algo_of(surrogate, Correction.sequence_tis)
     ell = columns["proximal_logprobs"] - columns["behavior_logprobs"]
-    columns["correction"] = off_policy_weights(
+    columns["off_policy_weights"] = compute_off_policy_weights(
         algo, ell, columns["advantages"], columns["mask"], columns["sequence"]
     )
-    whole = policy_loss(algo, **columns)[1]
+    whole = compute_loss(algo, **columns)[1]
     pieces = []
     for part in parts:
-        index = torch.cat([(columns["sequence"] == number).nonzero()[:, 0] for number in part])
-        piece = {name: column[index] for name, column in columns.items()}
-        piece["sequence"] = torch.tensor(
-            [part.index(n) for n in piece["sequence"].tolist()], dtype=torch.int64
-        )
-        pieces.append(policy_loss(algo, **piece)[1])
+        pieces.append(compute_loss(algo, **pick_sequences(columns, part))[1])
     added = {name: sum(sums[name] for sums in pieces) for name in whole}
     for name, value in whole.items():
         torch.testing.assert_close(added[name], value, msg=name)
-    assert summarize(added) == pytest.approx(summarize(whole))
+    assert summarize_policy(added) == pytest.approx(summarize_policy(whole))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 60])
 def test_nothing_trained_gives_figures_of_zero_and_ratios_of_one(num_tokens: int) -> None:
-    columns = case(0, num_tokens) | {"mask": torch.zeros(num_tokens, dtype=torch.bool)}
+    columns = draw_columns(0, num_tokens) | {"mask": torch.zeros(num_tokens, dtype=torch.bool)}
     assert figures(AlgoConfig(), columns) == {
         name: 1.0 if "/ratio_q" in name else 0.0
-        for name in figures(AlgoConfig(), case(0))
+        for name in figures(AlgoConfig(), draw_columns(0))
         if not name.startswith("staleness_")
     }
 
@@ -318,7 +315,7 @@ def test_nothing_trained_gives_figures_of_zero_and_ratios_of_one(num_tokens: int
 @pytest.mark.parametrize("kind", Correction)
 @pytest.mark.parametrize("far", [math.inf, -math.inf])
 def test_log_ratios_without_bound_give_finite_figures(kind: Correction, far: float) -> None:
-    columns, third = case(0), torch.arange(60) % 3 == 0
+    columns, third = draw_columns(0), torch.arange(60) % 3 == 0
     for name in ("behavior_logprobs", "proximal_logprobs", "reference_logprobs"):
         found = figures(AlgoConfig(correction=kind), columns | {name: torch.where(third, far, columns[name])})
         assert all(math.isfinite(value) for value in found.values())
@@ -326,15 +323,15 @@ def test_log_ratios_without_bound_give_finite_figures(kind: Correction, far: flo
 
 def test_the_figures_of_all_models_come_from_sums_that_lie_together() -> None:
     """As `learners/step.py` adds them up."""
-    columns = case(0)
-    together = policy_loss(AlgoConfig(), **columns)[1]
+    columns = draw_columns(0)
+    together = compute_loss(AlgoConfig(), **columns)[1]
     values, targets = columns["logprobs"], columns["entropy"]
-    _, critic = value_loss(values, values, targets, columns["mask"], columns["weights"], 0.2)
+    _, critic = value_loss(values, values, targets, columns["mask"], columns["aggregation_weights"], 0.2)
     outcomes = torch.ones(60)
     _, rewards = implicit_reward_loss(values, targets, outcomes, columns["mask"], columns["sequence"], 9, 0.1)
-    expected = summarize(together) | summarize_values(critic) | summarize_rewards(rewards)
+    expected = summarize_policy(together) | summarize_values(critic) | summarize_rewards(rewards)
     together = together | critic | rewards
-    assert summarize(together) | summarize_values(together) | summarize_rewards(together) == expected
+    assert summarize_policy(together) | summarize_values(together) | summarize_rewards(together) == expected
 
 
 def test_k1_of_the_figures_estimates_the_divergence_of_the_behaviour() -> None:
@@ -345,12 +342,12 @@ def test_k1_of_the_figures_estimates_the_divergence_of_the_behaviour() -> None:
     zeros = torch.zeros(8, dtype=torch.float64)
     exact = float((behavior * (behavior / policy).log()).sum())
     assert exact != pytest.approx(float((policy * (policy / behavior).log()).sum()), rel=0.01)
-    _, sums = policy_loss(
+    _, sums = compute_loss(
         AlgoConfig(), logprobs=policy.log()[tokens], proximal_logprobs=policy.log()[tokens],
-        behavior_logprobs=behavior.log()[tokens], advantages=zeros, mask=torch.ones(8, dtype=torch.bool), weights=zeros,
+        behavior_logprobs=behavior.log()[tokens], advantages=zeros, mask=torch.ones(8, dtype=torch.bool), aggregation_weights=zeros,
         entropy=zeros, sequence=torch.arange(8),
     )  # fmt: skip
-    found = summarize(sums)
+    found = summarize_policy(sums)
     assert found["offpolicy/kl_k1"] == pytest.approx(exact) and found["offpolicy/kl_k3"] == pytest.approx(
         exact
     )

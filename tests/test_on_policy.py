@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from algos.advantages import grpo
-from algos.aggregation import token_weights
+from algos.advantages import grpo_advantages
+from algos.aggregation import compute_aggregation_weights
 from algos.loss import policy_loss
+from algos.objective import make_loss_inputs
 from buffers.messages import Lease
 from buffers.trajectory import Trajectory, to_batch
 from configs.load import load_config
@@ -24,7 +25,7 @@ from generators.episode import Episodes
 from generators.group import make_sample_seed
 from generators.joining import make_engine, make_episodes
 from learners.fsdp import FsdpEngine
-from learners.packing import from_arrow, microbatches
+from learners.packing import batch_from_arrow, pack_share
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot
 from sync.stream import collect_tensors
@@ -102,19 +103,22 @@ def train_synchronously(config: Config, folder: Path) -> dict[str, Tensor]:
     for step in range(STEPS):
         engine.load_version(Snapshot(publisher.publish_version(step, trainer.stream_weights())))
         rows = sample_step(engine, episodes, step)
-        batch = from_arrow(pa.Table.from_batches([to_batch(rows)]))
+        batch = batch_from_arrow(pa.Table.from_batches([to_batch(rows)]))
         assert set(batch.versions[batch.sampled].tolist()) == {step}
-        advantages = grpo(batch.rewards, batch.groups)[batch.sequence]
-        weights = token_weights(config.algo.aggregation, batch.sampled, batch.sequence, batch.num_sequences)
-        packed = microbatches(batch, range(batch.num_sequences), 16384, 1, 0)
+        advantages = grpo_advantages(batch.rewards, batch.groups)[batch.sequence]
+        weights = compute_aggregation_weights(
+            config.algo.aggregation, batch.sampled, batch.sequence, batch.num_sequences
+        )
+        packed = pack_share(batch, range(batch.num_sequences), 16384, 1, 0)
 
         def loss_fn(logprobs, entropy, part, batch=batch, advantages=advantages, weights=weights):
-            columns = {"advantages": advantages, "mask": batch.sampled, "weights": weights}
-            return policy_loss(
+            columns = {"advantages": advantages, "mask": batch.sampled, "aggregation_weights": weights}
+            inputs = make_loss_inputs(
                 config.algo, logprobs=logprobs, proximal_logprobs=logprobs.detach(), entropy=entropy, sequence=part.sequence,
                 behavior_logprobs=batch.behavior_logprobs[part.index],
                 **{name: column[part.index] for name, column in columns.items()},
-            )[0]  # fmt: skip
+            )  # fmt: skip
+            return policy_loss(inputs)[0]
 
         trainer.update(packed, loss_fn, 1e-3)
     publisher.close()

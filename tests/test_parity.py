@@ -27,16 +27,16 @@ from generators.engine import Completion, Sample
 from generators.probe import ParityProbe
 from learners.learner import Learner
 from learners.models import load_models
-from learners.packing import Batch, from_arrow
+from learners.packing import Batch, batch_from_arrow
 from learners.parity import (
     MIN_TOKENS,
     ParityError,
     ParityWatch,
-    agrees,
     check_probe,
-    compare,
-    fresh_tokens,
-    tolerance_of,
+    compare_logprobs,
+    find_fresh_tokens,
+    find_tolerance,
+    is_within_tolerance,
 )
 from learners.step import Trainer
 from learners.world import World
@@ -44,7 +44,7 @@ from learners.world import World
 
 @pytest.fixture(scope="module")
 def batch(trajectories: list[Trajectory]) -> Batch:
-    return from_arrow(pa.Table.from_batches([to_batch(trajectories)]))
+    return batch_from_arrow(pa.Table.from_batches([to_batch(trajectories)]))
 
 
 # ---- the rule
@@ -54,11 +54,11 @@ DEFAULT = load_config([])
 
 
 def rule(differences: list[float], dtype: Dtype = Dtype.float32, outliers: int = 0) -> bool:
-    tolerance = tolerance_of(replace(DEFAULT, model=replace(DEFAULT.model, dtype=dtype)))
+    tolerance = find_tolerance(replace(DEFAULT, model=replace(DEFAULT.model, dtype=dtype)))
     generator = torch.full((len(differences),), -2.0)
     learner = generator + torch.tensor(differences)
-    return agrees(
-        compare(learner, generator, torch.ones(len(differences), dtype=torch.bool)).values,
+    return is_within_tolerance(
+        compare_logprobs(learner, generator, torch.ones(len(differences), dtype=torch.bool)).values,
         tolerance,
         outliers,
     )
@@ -87,7 +87,7 @@ def test_a_number_that_is_none_always_ends_a_run() -> None:
 
 def test_the_tolerance_follows_dtype_temperature_and_the_users_own_number() -> None:
     def found(dtype: Dtype = Dtype.float32, temperature: float = 1.0, own: float | None = None) -> float:
-        return tolerance_of(
+        return find_tolerance(
             replace(
                 DEFAULT, model=replace(DEFAULT.model, dtype=dtype), learner=replace(DEFAULT.learner, parity_tolerance=own),
                 sampling=replace(DEFAULT.sampling, temperature=temperature),
@@ -111,10 +111,10 @@ def test_fresh_are_the_sequences_that_one_version_alone_has_sampled(batch: Batch
     versions = torch.where(batch.sampled, 5, -1).int()
     versions[first[batch.sampled[first]][0]] = 4
     versions[second[batch.sampled[second]][-1]] = 6
-    fresh = fresh_tokens(replace(batch, versions=versions), 5)
+    fresh = find_fresh_tokens(replace(batch, versions=versions), 5)
     assert not fresh[first].any() and not fresh[second].any()
     assert torch.equal(fresh[third], batch.sampled[third])
-    assert not fresh_tokens(batch, 7).any()
+    assert not find_fresh_tokens(batch, 7).any()
 
 
 def test_what_an_earlier_life_of_the_learner_had_sampled_is_not_compared(batch: Batch) -> None:
@@ -124,18 +124,18 @@ def test_what_an_earlier_life_of_the_learner_had_sampled_is_not_compared(batch: 
     everything = torch.ones_like(batch.sampled)
     for since in (0.0, 1.0):
         started = replace(batch, started_at=torch.full((batch.num_sequences,), 0.5, dtype=torch.float64))
-        found = watch.see(started, batch.behavior_logprobs, everything, 0, since)
+        found = watch.check_step(started, batch.behavior_logprobs, everything, 0, since)
         assert found["parity/tokens"] == (0.0 if since else float(batch.sampled.sum()))
-    assert watch.see(started, off, everything, 0, 1.0) == {"parity/tokens": 0.0}
+    assert watch.check_step(started, off, everything, 0, 1.0) == {"parity/tokens": 0.0}
 
 
 def test_a_step_with_few_fresh_tokens_is_measured_and_not_judged(batch: Batch) -> None:
     watch, everything = ParityWatch(DEFAULT), torch.ones_like(batch.sampled)
     assert 0 < batch.sampled.sum() < MIN_TOKENS
-    found = watch.see(batch, batch.behavior_logprobs + 0.5, everything, 0, 0.0)
+    found = watch.check_step(batch, batch.behavior_logprobs + 0.5, everything, 0, 0.0)
     assert found["parity/max"] == pytest.approx(0.5) and found["parity/mean"] == pytest.approx(0.5)
     with pytest.raises(ParityError):
-        watch.see(batch, batch.behavior_logprobs * float("nan"), everything, 0, 0.0)
+        watch.check_step(batch, batch.behavior_logprobs * float("nan"), everything, 0, 0.0)
 
 
 # ---- the probe's way: generator, buffer, learner
@@ -335,7 +335,7 @@ class Buffered:
 def rows_of(folder: Path, trainer: Trainer, spoiled: float = 0.0) -> list[Trajectory]:
     """Sequences of version STEP, whose log-probabilities are the learner's own; but for one token, the second of its group's last row."""
     rows = draw_responses(folder)
-    learner, at, found = trainer.logprobs(make_step_batch(rows)), 0, []
+    learner, at, found = trainer.infer_logprobs(make_step_batch(rows)), 0, []
     for row in rows:
         logprobs, at = learner[at : at + len(row.tokens)].tolist(), at + len(row.tokens)
         versions = [STEP if sampled else -1 for sampled in row.sampled]
@@ -398,7 +398,9 @@ def judged(world: World, model: Path, folder: Path) -> tuple[str, str, str]:
     )  # type: ignore[arg-type]  # fmt: skip
     wrong = error_of(learner._compare_probe)
     clean = error_of(
-        lambda: check_probe(make_step_batch(good), trainer.logprobs(make_step_batch(good)), config, STEP)
+        lambda: check_probe(
+            make_step_batch(good), trainer.infer_logprobs(make_step_batch(good)), config, STEP
+        )
     )
     trainer.watch = ParityWatch(config)
     trainer.watch.published_at = 1.0 + world.rank  # only the first rank's counts
@@ -448,7 +450,7 @@ def test_each_step_measures_its_fresh_tokens_by_its_own_forward_pass(
     trainer = Trainer(config, load_models(config))  # as the rows have it: the policy has moved
     trainer.watch = ParityWatch(config)
     metrics, _ = trainer.train(stale, STEP)
-    fresh = fresh_tokens(stale, STEP) & (stale.groups < 6 * covers)[stale.sequence]
+    fresh = find_fresh_tokens(stale, STEP) & (stale.groups < 6 * covers)[stale.sequence]
     assert metrics["parity/tokens"] == float(fresh.sum()) > 0
     assert metrics["parity/mean"] <= metrics["parity/max"] < 2e-5
     later, _ = trainer.train(replace(stale, versions=stale.versions - (stale.versions > 0).int()), STEP)
@@ -456,10 +458,10 @@ def test_each_step_measures_its_fresh_tokens_by_its_own_forward_pass(
 
 
 def test_a_truncated_distribution_is_measured_and_not_judged(trajectories: list[Trajectory]) -> None:
-    many = from_arrow(pa.Table.from_batches([to_batch(trajectories)] * 4))
+    many = batch_from_arrow(pa.Table.from_batches([to_batch(trajectories)] * 4))
     everything, off = torch.ones_like(many.sampled), many.behavior_logprobs + 0.5
     with pytest.raises(ParityError, match="in the batch of step 0: token"):
-        ParityWatch(DEFAULT).see(many, off, everything, 0, 0.0)
+        ParityWatch(DEFAULT).check_step(many, off, everything, 0, 0.0)
     truncated = replace(DEFAULT, sampling=replace(DEFAULT.sampling, top_p=0.9, accept_truncation_bias=True))
-    found = ParityWatch(truncated).see(many, off, everything, 0, 0.0)
+    found = ParityWatch(truncated).check_step(many, off, everything, 0, 0.0)
     assert found["parity/tokens"] >= MIN_TOKENS and found["parity/mean"] == pytest.approx(0.5)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from algos import rewards as shaping
-from algos.returns import discounted, gae, length_adaptive_lambda, turn_gae, turns, vtrace
+from algos.returns import discount_returns, find_turns, gae, length_adaptive_lambda, turn_gae, vtrace
 from algos.values import (
     implicit_reward_loss,
     implicit_rewards,
@@ -41,7 +41,7 @@ class PackedCase:
             [t for t in range(a, b) if self.mask[t]] for a, b in zip(bounds, bounds[1:], strict=False)
         ]  # fmt: skip
 
-    def turns(self) -> list[list[list[int]]]:
+    def list_turns(self) -> list[list[list[int]]]:
         """The turns of each sequence: its sampled tokens, parted where one is not sampled."""
         found: list[list[list[int]]] = []
         for tokens in self.sequences():
@@ -85,7 +85,7 @@ def test_discounted_returns_equal_their_sum(seed: int, gamma: float) -> None:
             expected[t] = sum(
                 gamma ** (j - i) * float(case.rewards[tokens[j]]) for j in range(i, len(tokens))
             )
-    expect(discounted(case.rewards, case.mask, case.offsets, gamma), expected)
+    expect(discount_returns(case.rewards, case.mask, case.offsets, gamma), expected)
 
 
 @settings(max_examples=60, deadline=None)
@@ -125,7 +125,7 @@ def test_vtrace_equals_its_equation(seed: int, gamma: float, lam: float, bars: t
 def test_vtrace_on_policy_is_the_return_and_gae_at_lambda_one_too(seed: int, gamma: float) -> None:
     case = PackedCase(seed)
     same = torch.where(case.mask, 0.0, math.nan).double()
-    returns = discounted(case.rewards, case.mask, case.offsets, gamma)
+    returns = discount_returns(case.rewards, case.mask, case.offsets, gamma)
     torch.testing.assert_close(
         vtrace(case.rewards, case.values, same, case.mask, case.offsets, gamma)[1], returns
     )
@@ -138,15 +138,15 @@ def test_vtrace_on_policy_is_the_return_and_gae_at_lambda_one_too(seed: int, gam
 @given(st.integers(0, 10**6))
 def test_a_turn_is_what_a_sequence_has_sampled_without_a_break(seed: int) -> None:
     case = PackedCase(seed)
-    turn, first = turns(case.mask, case.offsets)
-    expected = [tokens for sequence in case.turns() for tokens in sequence]
+    turn, first = find_turns(case.mask, case.offsets)
+    expected = [tokens for sequence in case.list_turns() for tokens in sequence]
     assert first.nonzero()[:, 0].tolist() == [tokens[0] for tokens in expected]
     for number, tokens in enumerate(expected):
         assert turn[tokens].tolist() == [number] * len(tokens)
 
 
 def test_the_end_of_a_sequence_ends_its_turn() -> None:
-    turn, first = turns(torch.ones(5, dtype=torch.bool), torch.tensor([0, 2, 2, 5]))
+    turn, first = find_turns(torch.ones(5, dtype=torch.bool), torch.tensor([0, 2, 2, 5]))
     assert turn.tolist() == [0, 0, 1, 1, 1] and first.tolist() == [True, False, True, False, False]
 
 
@@ -157,7 +157,7 @@ def test_gae_by_turn_equals_its_equation_and_asks_for_the_value_of_first_tokens_
 ) -> None:
     case = PackedCase(seed)
     advantages, returns = {}, {}
-    for sequence in case.turns():
+    for sequence in case.list_turns():
         value = [float(case.values[tokens[0]]) for tokens in sequence] + [0.0]
         reward = [sum(float(case.rewards[t]) for t in tokens) for tokens in sequence]
         for i, tokens in enumerate(sequence):
@@ -165,7 +165,7 @@ def test_gae_by_turn_equals_its_equation_and_asks_for_the_value_of_first_tokens_
             total = sum((gamma * lam) ** (j - i) * deltas[j] for j in range(i, len(sequence)))
             advantages |= dict.fromkeys(tokens, total)
             returns |= dict.fromkeys(tokens, total + value[i])
-    values = torch.where(turns(case.mask, case.offsets)[1], case.values, math.nan)
+    values = torch.where(find_turns(case.mask, case.offsets)[1], case.values, math.nan)
     found = turn_gae(case.rewards, values, case.mask, case.offsets, gamma, lam)
     expect(found[0], advantages)
     expect(found[1], returns)
@@ -204,8 +204,8 @@ def test_nothing_sampled_gives_nothing() -> None:
         assert function(empty[:0], empty[:0], none[:0], torch.tensor([0]), 1.0, 0.95)[0].shape == (0,)
     for found in vtrace(empty, empty, empty, none, offsets):
         assert found.tolist() == [0, 0, 0, 0]
-    assert discounted(empty, none, offsets).tolist() == [0, 0, 0, 0]
-    assert turns(none[:0], torch.tensor([0]))[1].shape == (0,)
+    assert discount_returns(empty, none, offsets).tolist() == [0, 0, 0, 0]
+    assert find_turns(none[:0], torch.tensor([0]))[1].shape == (0,)
 
 
 def test_vtrace_is_defined_where_a_policy_never_samples_a_token() -> None:
@@ -232,7 +232,7 @@ def test_the_overlong_penalty_begins_at_the_cache_and_ends_at_minus_one() -> Non
 
 def test_kl_in_the_reward_is_charged_token_by_token_and_the_score_comes_last() -> None:
     mask = torch.tensor([False, True, True, False, True])
-    shaped = shaping.with_kl(
+    shaped = shaping.charge_kl(
         torch.tensor([1.0, 2.0]),
         torch.tensor([math.nan, 0.1, 0.2, math.nan, 0.3]),
         0.5,
@@ -244,22 +244,22 @@ def test_kl_in_the_reward_is_charged_token_by_token_and_the_score_comes_last() -
 
 def test_normalised_rewards_have_mean_zero_and_equal_ones_give_zero() -> None:
     rewards = torch.tensor([1.0, 2, 3, 10])
-    found = shaping.normalised(rewards)
+    found = shaping.normalize_rewards(rewards)
     assert float(found.mean()) == pytest.approx(0, abs=1e-6) and float(
         found.square().mean()
     ) == pytest.approx(1)
-    assert shaping.normalised(rewards, clip=1.0).abs().max() <= 1
-    assert shaping.normalised(torch.full((3,), 0.3)).tolist() == [0, 0, 0]
+    assert shaping.normalize_rewards(rewards, clip=1.0).abs().max() <= 1
+    assert shaping.normalize_rewards(torch.full((3,), 0.3)).tolist() == [0, 0, 0]
 
 
 def test_filtration_draws_in_proportion_to_the_power_of_the_score() -> None:
     scores = torch.tensor([0.0, 1.0, -2.0]).repeat(3000)
-    counts = shaping.filtered(scores, 2.0, torch.Generator().manual_seed(0))
+    counts = shaping.draw_by_score(scores, 2.0, torch.Generator().manual_seed(0))
     shares = [float(counts[scores.abs() == k].sum()) / len(scores) for k in range(3)]
     assert shares == pytest.approx([0, 0.2, 0.8], abs=0.02) and int(counts.sum()) == len(scores)
-    again = shaping.filtered(scores, 2.0, torch.Generator().manual_seed(0))
+    again = shaping.draw_by_score(scores, 2.0, torch.Generator().manual_seed(0))
     assert torch.equal(counts, again)
-    everything_zero = shaping.filtered(torch.zeros(5), 2.0, torch.Generator().manual_seed(0))
+    everything_zero = shaping.draw_by_score(torch.zeros(5), 2.0, torch.Generator().manual_seed(0))
     assert everything_zero.shape == (5,) and int(everything_zero.sum()) == 5
 
 

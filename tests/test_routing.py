@@ -14,7 +14,7 @@ from buffers.recovery import read_journal
 from buffers.trajectory import SCHEMA, SCHEMA_VERSION, MalformedGroup, Trajectory, encode_batch, to_batch
 from buffers.vocabulary import read_routing
 from configs.load import load_config
-from learners.packing import from_arrow, pack, padded_to
+from learners.packing import batch_from_arrow, pack_rows, pad_packed
 from learners.routing import replay_choices
 
 ROUTING = ExpertsShape(per_token=4, num_experts=8)
@@ -55,12 +55,12 @@ RECORD = np.array([0, 7, 1, 2, 3, 4, 5, 6, -1, -1, -1, -1], np.int16)
 
 def test_recorded_experts_travel_from_the_generator_into_a_padded_microbatch_unchanged() -> None:
     assert isinstance(verdict(ROUTING, RECORD, RECORD[::-1]), GroupFacts)
-    batch = from_arrow(pa.Table.from_batches([to_batch(group(RECORD, RECORD[::-1].copy()))]))
+    batch = batch_from_arrow(pa.Table.from_batches([to_batch(group(RECORD, RECORD[::-1].copy()))]))
     assert batch.experts is not None
     assert batch.experts.tolist() == [*RECORD.reshape(3, 4).tolist(), *RECORD[::-1].reshape(3, 4).tolist()]
-    padded = padded_to(pack(batch, [1]), 4).experts
+    padded = pad_packed(pack_rows(batch, [1]), 4).experts
     assert padded is not None and padded.tolist() == [*RECORD[::-1].reshape(3, 4).tolist(), [-1] * 4]
-    assert from_arrow(pa.Table.from_batches([to_batch(group([], []))])).experts is None
+    assert batch_from_arrow(pa.Table.from_batches([to_batch(group([], []))])).experts is None
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from configs.parallel import Accumulate
-from learners.packing import Packed, pack
+from learners.packing import Packed, pack_rows
 from learners.world import World
 from sync.stream import collect_tensors
 
@@ -186,7 +186,7 @@ def train_step(world: World, row: EngineRow, folder: Path, num_microbatches: int
     engine, batch = make_engine(row, folder), make_batch(row.replay)
     share, advantages = engine.share, draw_advantages(batch)
     mine = list(range(len(LENGTHS)))[share.index :: share.count]
-    parts = [pack(batch, mine[number::num_microbatches]) for number in range(num_microbatches)]
+    parts = [pack_rows(batch, mine[number::num_microbatches]) for number in range(num_microbatches)]
     losses, logprobs = torch.zeros(1), torch.zeros(len(batch.tokens))
     for part, found in zip(parts, engine.infer(parts), strict=True):
         logprobs[part.index] = found * share.holds_results

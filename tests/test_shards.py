@@ -23,7 +23,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from configs.parallel import Accumulate, LoraConfig
 from learners import fsdp, lora
-from learners.packing import Packed, pack
+from learners.packing import Packed, pack_rows
 from learners.world import World
 from sync.stream import collect_tensors
 
@@ -93,7 +93,7 @@ def _step(world: World, folder: Path, choice: Accumulate, number: int) -> tuple[
             logprobs, packed.behavior_logprobs, packed.positions, advantages[packed.index]
         )
 
-    engine.update([pack(batch, mine[first::number]) for first in range(number)], loss_fn, LR)
+    engine.update([pack_rows(batch, mine[first::number]) for first in range(number)], loss_fn, LR)
     return held[0], collect_tensors(engine.stream_weights())
 
 

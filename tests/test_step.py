@@ -26,7 +26,7 @@ from training_steps import (
 )
 from transformers import AutoModelForCausalLM
 
-from algos.advantages import dr_grpo, grpo
+from algos.advantages import dr_grpo_advantages, grpo_advantages
 from buffers.trajectory import Trajectory
 from configs.algo import Aggregation
 from configs.load import FOLDER
@@ -34,8 +34,9 @@ from configs.schema import Config
 from learners.engine import Engine, ModelKind
 from learners.fsdp import FsdpEngine
 from learners.models import Models, load_models
-from learners.packing import Batch
-from learners.step import Trainer, loglinear
+from learners.packing import Batch, split_minibatches
+from learners.prepared import interpolate_proximal
+from learners.step import Trainer
 from learners.world import World
 
 COMPOSITIONS = {path.stem: [f"algo={path.stem}"] for path in sorted(FOLDER.glob("algo/*.yaml"))} | {
@@ -225,16 +226,16 @@ def test_the_learning_rate_rises_then_falls_linearly_to_its_end_and_stays_there(
             drifted, "algo=grpo", "learner.warmup_steps=4", "learner.lr_end=0.2", decay, steps
         )
         trainer = Trainer(config, stock.reset_models(config))
-        rates = [trainer._rate(1e-4, step) for step in (0, 2, 3, 8, 13, 14, 500)]
+        rates = [trainer._schedule_rate(1e-4, step) for step in (0, 2, 3, 8, 13, 14, 500)]
         assert rates == pytest.approx([0.25e-4, 0.75e-4, 1e-4, 0.6e-4, 0.2e-4, 0.2e-4, 0.2e-4])
     short = configure_step(
         drifted, "algo=grpo", "learner.warmup_steps=4", "learner.lr_end=0.2", "run.steps=2"
     )
     assert [
-        Trainer(short, stock.reset_models(short))._rate(1e-4, step) for step in (0, 2, 3, 4)
+        Trainer(short, stock.reset_models(short))._schedule_rate(1e-4, step) for step in (0, 2, 3, 4)
     ] == pytest.approx([0.25e-4, 0.75e-4, 1e-4, 0.2e-4])
     metrics, _ = trainer.train(batch, STEP)
-    assert metrics["optimizer/lr"] == trainer._rate(1e-4, STEP)
+    assert metrics["optimizer/lr"] == trainer._schedule_rate(1e-4, STEP)
 
 
 def test_the_critic_learns_from_a_sequence_as_often_as_it_counts(
@@ -242,8 +243,8 @@ def test_the_critic_learns_from_a_sequence_as_often_as_it_counts(
 ) -> None:
     config = configure_step(drifted, *COMPOSITIONS["ppo"])
     weights = (torch.arange(batch.num_sequences) % 3 > 0).float()
-    critic = stock.run_step(config, replace(batch, weights=weights))[2]["critic"]
-    rescaled = stock.run_step(config, replace(batch, weights=4 * weights))[2]["critic"]
+    critic = stock.run_step(config, replace(batch, group_weights=weights))[2]["critic"]
+    rescaled = stock.run_step(config, replace(batch, group_weights=4 * weights))[2]["critic"]
     assert all(torch.equal(rescaled[name], value) for name, value in critic.items()), (
         "a mean knows what it divides by"
     )
@@ -256,7 +257,7 @@ def test_a_step_shows_at_each_microbatch_that_it_gets_on(
 ) -> None:
     config = change_learner(configure_composition(drifted, "ppo"), tokens_per_microbatch=80)
     trainer, shown = Trainer(config, stock.reset_models(config)), []
-    trainer.moved = lambda: shown.append("microbatch")
+    trainer.report_progress = lambda: shown.append("microbatch")
     metrics, _ = trainer.train(batch, STEP)
     of_all = config.learner.minibatches * metrics["packing/microbatches"]
     assert len(shown) >= 3 * of_all > 9, "values, the critic's update and the policy's"
@@ -336,8 +337,8 @@ def test_rewards_are_shaped_before_they_become_advantages(
         "algo.reward.normalize=true",
         "algo.reward.clip=0.9",
     )
-    given = Trainer(config, stock.reset_models(config))._prepare(batch, STEP)
-    torch.testing.assert_close(given.advantages, dr_grpo(rewards, batch.groups)[batch.sequence])
+    given = Trainer(config, stock.reset_models(config))._prepare_batch(batch, STEP)
+    torch.testing.assert_close(given.advantages, dr_grpo_advantages(rewards, batch.groups)[batch.sequence])
 
 
 def test_the_loss_is_that_of_the_advantages_the_corrections_and_what_was_good(
@@ -346,14 +347,14 @@ def test_the_loss_is_that_of_the_advantages_the_corrections_and_what_was_good(
     """With one update π_θ is π_p: the ratio is 1, the weight is π_p / μ up to 2, and each token is one of its sequence's."""
     config = configure_step(drifted, "algo=grpo", "algo.imitation_coef=0.1", "algo.imitation_above=0.5")
     trainer = Trainer(config, stock.reset_models(config))
-    logprobs, expected = trainer.logprobs(batch), 0.0
-    advantages = grpo(batch.rewards, batch.groups)
+    logprobs, expected = trainer.infer_logprobs(batch), 0.0
+    advantages = grpo_advantages(batch.rewards, batch.groups)
     for i, (start, end) in enumerate(zip(batch.offsets, batch.offsets[1:], strict=False)):
         at = torch.arange(start, end)[batch.sampled[start:end]]
         weight = (logprobs - batch.behavior_logprobs)[at].exp().clamp(max=2)
-        expected -= float(batch.weights[i] * advantages[i] * weight.mean()) / batch.num_sequences
+        expected -= float(batch.group_weights[i] * advantages[i] * weight.mean()) / batch.num_sequences
     good = batch.sampled & (batch.rewards == 1)[batch.sequence]
-    counts = batch.weights[batch.sequence[good]]
+    counts = batch.group_weights[batch.sequence[good]]
     expected -= 0.1 * float((counts * logprobs[good]).sum() / counts.sum())
     assert trainer.train(batch, STEP)[0]["loss/policy"] == pytest.approx(expected, rel=1e-4)
 
@@ -364,8 +365,8 @@ def test_a_penalty_in_the_reward_is_what_the_policy_likes_a_token_more_than_its_
     config = configure_step(drifted, "algo=reinforce_pp")
     trainer = Trainer(config, stock.reset_models(config))
     assert trainer.models.reference is not None
-    given = trainer._prepare(replace(batch, rewards=torch.zeros(batch.num_sequences)), STEP)
-    charged = 0.01 * (trainer._infer(trainer.models.reference, batch) - trainer.logprobs(batch))
+    given = trainer._prepare_batch(replace(batch, rewards=torch.zeros(batch.num_sequences)), STEP)
+    charged = 0.01 * (trainer._infer_column(trainer.models.reference, batch) - trainer.infer_logprobs(batch))
     returns = torch.zeros(len(batch.tokens))
     for start, end in zip(batch.offsets, batch.offsets[1:], strict=False):
         returns[start:end] = torch.where(batch.sampled, charged, 0)[start:end].flip(0).cumsum(0).flip(0)
@@ -384,8 +385,8 @@ def test_the_reward_of_a_sequence_in_which_nothing_was_sampled_counts_for_its_ow
         versions=batch.versions.masked_fill(silent[batch.sequence], -1),
         rewards=batch.rewards + 5 * silent,
     )
-    found = Trainer(config, stock.reset_models(config))._prepare(given, STEP).advantages
-    torch.testing.assert_close(found, dr_grpo(given.rewards, given.groups)[given.sequence])
+    found = Trainer(config, stock.reset_models(config))._prepare_batch(given, STEP).advantages
+    torch.testing.assert_close(found, dr_grpo_advantages(given.rewards, given.groups)[given.sequence])
 
 
 @pytest.mark.parametrize("name", ["m2po_strict", "ppo", "vtrace", "grpo_with_everything"])
@@ -410,11 +411,10 @@ def test_the_weights_of_the_tokens_of_a_minibatch_add_up_to_one(
 ) -> None:
     config = configure_step(drifted, f"algo.aggregation={kind}")
     trainer = Trainer(config, stock.reset_models(config))
-    given = trainer._prepare(make_step_batch(rows), STEP)
-    for part in given.batch.groups.unique().chunk(num_minibatches):
-        inside = torch.isin(given.batch.groups, part)[given.sequence]
-        weights = trainer._token_weights(given, inside, num_minibatches)
-        assert float(weights.sum()) == pytest.approx(1) and not weights[~inside].any()
+    given = trainer._prepare_batch(make_step_batch(rows), STEP)
+    for rows_of_part in split_minibatches(given.batch, num_minibatches):
+        weights = given.weigh_minibatch(config, rows_of_part, num_minibatches)
+        assert float(weights.sum()) == pytest.approx(1) and not weights[~given.mark_rows(rows_of_part)].any()
 
 
 def test_the_entropy_bonus_raises_the_entropy_and_without_it_equal_rewards_teach_nothing(
@@ -447,13 +447,15 @@ def test_a_sequence_counts_as_often_as_it_was_drawn_and_not_at_all_if_it_was_not
     stock: ModelStock, drifted: Path, batch: Batch
 ) -> None:
     config = configure_step(drifted, "algo=grpo", "algo.reward.filter_power=1", "run.seed=3")
-    counts = Trainer(config, stock.reset_models(config))._prepare(batch, STEP).counts
-    drawn = counts / batch.weights
+    counts = Trainer(config, stock.reset_models(config))._prepare_batch(batch, STEP).sequence_counts
+    drawn = counts / batch.group_weights
     assert float(drawn.sum()) == pytest.approx(batch.num_sequences) and float(drawn.max()) > 1.5
     assert not counts[batch.rewards == 0].any() and (counts[batch.rewards > 0] == 0).any()
     found = stock.run_step(config, batch)
     assert_equal(stock.run_step(config, poison_sequences(batch, counts == 0, behavior=-2.0)), found)
-    assert_equal(stock.run_step(configure_step(drifted, "algo=grpo"), replace(batch, weights=counts)), found)
+    assert_equal(
+        stock.run_step(configure_step(drifted, "algo=grpo"), replace(batch, group_weights=counts)), found
+    )
 
 
 def test_all_ranks_and_all_repetitions_of_a_step_draw_the_same(
@@ -463,7 +465,9 @@ def test_all_ranks_and_all_repetitions_of_a_step_draw_the_same(
         torch.manual_seed(rank + 1)
         config = configure_step(drifted, "algo=grpo", "algo.reward.filter_power=1", *overrides)
         return (
-            Trainer(config, stock.reset_models(config), World(rank, 1))._prepare(batch, step).counts.tolist()
+            Trainer(config, stock.reset_models(config), World(rank, 1))
+            ._prepare_batch(batch, step)
+            .sequence_counts.tolist()
         )
 
     first = draw(STEP)
@@ -522,7 +526,7 @@ def test_loglinear_lies_between_behaviour_and_current_policy_by_staleness(
     stock: ModelStock, drifted: Path, batch: Batch
 ) -> None:
     behavior, current = torch.full((5,), -3.0), torch.full((5,), -1.0)
-    between = loglinear(current, behavior, torch.tensor([-1, 0, 1, 3, 10_000]))
+    between = interpolate_proximal(current, behavior, torch.tensor([-1, 0, 1, 3, 10_000]))
     assert between.tolist() == pytest.approx([-3.0, -3.0, -2.0, -1.5, -1.0], abs=1e-3)
     fresh = replace(batch, versions=torch.where(batch.sampled, STEP, -1).int())
     loglinear_step, behavior_step = (
@@ -541,7 +545,7 @@ def test_remax_without_the_reward_of_a_greedy_response_is_refused_with_the_group
     stock: ModelStock, drifted: Path, batch: Batch
 ) -> None:
     config = configure_step(drifted, "algo=remax")
-    missing = replace(batch, greedy=batch.greedy.masked_fill(batch.groups >= 3, math.nan))
+    missing = replace(batch, greedy_rewards=batch.greedy_rewards.masked_fill(batch.groups >= 3, math.nan))
     with pytest.raises(
         ValueError, match="algo.advantage=remax needs the reward of a greedy response .* group 3$"
     ):

@@ -19,7 +19,7 @@ from configs.parallel import LoraConfig, LoraPublish
 from configs.sync import KvCache
 from generators.engine import Completion, Sample
 from learners.fsdp import FsdpEngine
-from learners.packing import Batch, pack
+from learners.packing import Batch, pack_rows
 from learners.world import World
 from sync.adapter import describe_adapters
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest
@@ -140,17 +140,17 @@ def adapters_of_a_learner(
         offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).numpy(),
         rewards=torch.zeros(count),
         groups=torch.arange(count),
-        weights=torch.ones(count),
+        group_weights=torch.ones(count),
         truncated=torch.zeros(count, dtype=torch.bool),
-        greedy=torch.full((count,), float("nan")),
+        greedy_rewards=torch.full((count,), float("nan")),
     )
     engine = FsdpEngine(model, temperature=0.7, lora=LoraConfig(rank=4, publish=LoraPublish.adapter))
     lesson = replace(
-        pack(batch, [0]), tokens=torch.arange(2, 2 + len(sequences[0]))
+        pack_rows(batch, [0]), tokens=torch.arange(2, 2 + len(sequences[0]))
     )  # the same, whatever was sampled
     for _ in range(3):
         engine.update([lesson], lambda logprobs, entropy, packed: -logprobs.sum() / 10, 1e-2)
-    logprobs = engine.infer([pack(batch, range(count))])[0]
+    logprobs = engine.infer([pack_rows(batch, range(count))])[0]
     return collect_tensors(engine.stream_weights()), list(logprobs.split(lengths.tolist()))
 
 

@@ -172,7 +172,7 @@ def test_each_host_fetches_a_batch_once_and_its_ranks_share_the_memory(
                     torch.testing.assert_close(
                         torch.as_tensor(held), torch.as_tensor(expected), equal_nan=True
                     )
-    assert found[0][0][0].weights.tolist() == [weight for weight in range(1, 7) for _ in range(2)]
+    assert found[0][0][0].group_weights.tolist() == [weight for weight in range(1, 7) for _ in range(2)]
     assert [asked for _, _, asked, _, _ in found] == [{0: 2, 1: 2, 2: 1}, {}, {0: 2, 1: 2}]
     assert found[0][3] == ["waiting: a moment"] * 2
 

@@ -18,7 +18,7 @@ from configs.schema import Config
 from learners.engine import Engine
 from learners.fsdp import FsdpEngine
 from learners.models import Models
-from learners.packing import Batch, from_arrow
+from learners.packing import Batch, batch_from_arrow
 
 STEP = 12
 """Past VAPO's pre-training."""
@@ -70,7 +70,7 @@ def draw_responses(folder: Path, step: int = STEP) -> list[Trajectory]:
 
 
 def make_step_batch(rows: list[Trajectory], weights: list[float] | None = None) -> Batch:
-    return from_arrow(pa.Table.from_batches([to_batch(rows)]), weights or [1.0] * GROUPS)
+    return batch_from_arrow(pa.Table.from_batches([to_batch(rows)]), weights or [1.0] * GROUPS)
 
 
 @cache

@@ -22,7 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from learners import heads
 from learners.flops import head_dim
 from learners.megatron.stand_ins import make_block_spec
-from learners.packing import Packed, padded_to
+from learners.packing import Packed, pad_packed
 from learners.routing import ForwardPass
 
 SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -215,7 +215,7 @@ class MegatronModel(GPTModel):
         """Returns on the last stage [K, 2]: log-probability, or value, and entropy of each of the K
         `packed.targets`."""
         device = next(self.parameters()).device
-        padded = padded_to(packed, self.config.tensor_model_parallel_size)
+        padded = pad_packed(packed, self.config.tensor_model_parallel_size)
         size = len(padded.tokens) // self.config.tensor_model_parallel_size
         start = mpu.get_tensor_model_parallel_rank() * size
         self.forward_pass.begin_pass(

@@ -52,7 +52,7 @@ from learners.flops import count_step_flops
 from learners.fsdp import FsdpEngine
 from learners.heads import chunked_logprobs
 from learners.models import Models
-from learners.packing import Batch, Packed, pack
+from learners.packing import Batch, Packed, pack_rows
 from learners.step import Trainer
 from slipstream_bench.learner_peers import (
     BETAS,
@@ -105,7 +105,7 @@ def make_batch(
         tokens=torch.from_numpy(rng.integers(1, vocabulary, offsets[-1], dtype=np.int32)), sampled=sampled,
         behavior_logprobs=torch.zeros(len(sampled)), versions=torch.where(sampled, 0, -1).int(), offsets=offsets,
         rewards=torch.from_numpy(rng.integers(0, 2, num)).float(), groups=torch.arange(num) // GROUP,
-        weights=torch.ones(num), truncated=torch.zeros(num, dtype=torch.bool), greedy=torch.full((num,), math.nan),
+        group_weights=torch.ones(num), truncated=torch.zeros(num, dtype=torch.bool), greedy_rewards=torch.full((num,), math.nan),
     )  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def trainer(work: Work, engine: Timed) -> Step:
         f"generators.max_model_len={max(work.lengths) + 1}",
     ])  # fmt: skip
     whole = Trainer(config, Models(policy=engine))
-    batch = replace(work.batch, behavior_logprobs=whole.logprobs(work.batch))
+    batch = replace(work.batch, behavior_logprobs=whole.infer_logprobs(work.batch))
 
     def step() -> tuple[float, float]:
         metrics, _ = whole.train(batch, 0)
@@ -263,7 +263,7 @@ def large(folder: Path) -> dict[str, dict[str, float]]:
         for num_tokens in (8_192, 32_768):
             num, rng = num_tokens // 2_048, np.random.default_rng(0)
             batch = make_batch(np.full(num, 512), np.full(num, 1_536), config.vocab_size, rng)
-            packed, seconds = pack(batch, range(num)), []
+            packed, seconds = pack_rows(batch, range(num)), []
             torch.cuda.reset_peak_memory_stats()
             for _ in range(4):
                 began = clock()
@@ -282,7 +282,7 @@ def large(folder: Path) -> dict[str, dict[str, float]]:
 # ---- what is said of it
 
 
-def summarize(work: Work, found: dict[str, Any]) -> dict[str, dict[str, float]]:
+def summarize_policy(work: Work, found: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Figures of each step: by the least time."""
     flops, ours = count_step_flops(work.config, work.lengths), min(found["seconds"]["Trainer.train"])
     return {
@@ -373,7 +373,7 @@ def main() -> None:
         work = make_work(options, Path(name) / "model")
         found = measure(work, options.repeats, not options.no_trl)
         check(found["results"], tolerance=5e-2 if cuda else 1e-4)
-        found |= {"steps": summarize(work, found), "padding": padding(work)}
+        found |= {"steps": summarize_policy(work, found), "padding": padding(work)}
         say.print("the head ...")
         with torch.device(work.device):
             found |= {

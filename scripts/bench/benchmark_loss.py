@@ -36,13 +36,13 @@ from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
 
-from algos import metrics
-from algos.advantages import ADVANTAGES, Samples, value_targets
-from algos.aggregation import token_weights
-from algos.corrections import off_policy_weights
+from algos.advantages import ADVANTAGES, AdvantageInputs, compute_value_targets
+from algos.aggregation import compute_aggregation_weights
+from algos.inputs import LossInputs, Tokens
 from algos.loss import policy_loss
-from algos.rewards import with_kl
-from algos.surrogates import Tokens
+from algos.metrics import sum_policy_metrics
+from algos.objective import compute_off_policy_weights, make_loss_inputs
+from algos.rewards import charge_kl
 from algos.values import implicit_reward_loss, value_loss
 from configs.advantages import Advantage, GaeConfig, Span
 from configs.algo import Aggregation, AlgoConfig
@@ -104,10 +104,10 @@ class Step:
         self.entropy, self.staleness = torch.rand(num_tokens), torch.randint(0, 9, (num_tokens,))
         self.logprobs, self.values = logprobs.requires_grad_(), torch.randn(num_tokens).requires_grad_()
         rewards = torch.randint(0, 2, (NUM_SEQUENCES,)).float()
-        self.samples = Samples(
-            rewards=rewards, token_rewards=with_kl(rewards, torch.zeros(num_tokens), 0.0, mask, ends - 1),
+        self.samples = AdvantageInputs(
+            rewards=rewards, token_rewards=charge_kl(rewards, torch.zeros(num_tokens), 0.0, mask, ends - 1),
             groups=torch.arange(NUM_SEQUENCES) // GROUP, offsets=offsets, sequence=sequence, sampled=mask, mask=mask,
-            greedy=torch.rand(NUM_SEQUENCES), values=self.values.detach(), log_ratio=self.proximal - self.behavior,
+            greedy_rewards=torch.rand(NUM_SEQUENCES), values=self.values.detach(), log_ratio=self.proximal - self.behavior,
             process_rewards=0.05 * torch.randn(num_tokens),
         )  # fmt: skip
 
@@ -123,25 +123,29 @@ class Step:
         s, advantages, weights = self.samples, self.advantages(algo), self.weights(algo.aggregation)
         correction = self.correction(algo, advantages)
         tokens = Tokens(
-            logprobs=self.logprobs.detach(), proximal=self.proximal, behavior=self.behavior, advantages=advantages,
+            logprobs=self.logprobs.detach(), proximal_logprobs=self.proximal, behavior_logprobs=self.behavior, advantages=advantages,
             mask=s.mask, sequence=s.sequence,
         )  # fmt: skip
 
-        def loss() -> None:
-            found = policy_loss(
+        def make_inputs() -> LossInputs:
+            return make_loss_inputs(
                 algo, logprobs=self.logprobs, proximal_logprobs=self.proximal, behavior_logprobs=self.behavior,
-                advantages=advantages, mask=s.mask, weights=weights, entropy=self.entropy, sequence=s.sequence,
-                staleness=self.staleness, correction=correction if algo.needs_whole_minibatch else None,
+                advantages=advantages, mask=s.mask, sequence=s.sequence, entropy=self.entropy,
+                aggregation_weights=weights, staleness=self.staleness,
+                off_policy_weights=correction if algo.needs_whole_minibatch else None,
                 reference_logprobs=self.reference if algo.needs_reference else None,
-                imitation=weights if algo.imitation_coef else None,
+                imitation_weights=weights if algo.imitation_coef else None,
             )  # fmt: skip
-            torch.autograd.grad(found[0], self.logprobs)
+
+        def loss() -> None:
+            torch.autograd.grad(policy_loss(make_inputs())[0], self.logprobs)
+
+        inputs = make_inputs()
 
         @torch.no_grad()
         def sums() -> None:
-            metrics.sums(
-                algo, tokens, correction, self.entropy, torch.zeros_like(self.entropy), self.staleness
-            )
+            zeros = torch.zeros_like(self.entropy)
+            sum_policy_metrics(inputs, tokens, correction, self.entropy, zeros)
 
         found: Actions = {
             "policy loss": loss,
@@ -152,12 +156,12 @@ class Step:
         if algo.needs_whole_minibatch:
             found["off-policy weights"] = partial(self.correction, algo, advantages)
         if algo.needs_critic:
-            targets = value_targets(s, algo)
+            targets = compute_value_targets(s, algo)
             found |= {
-                "targets": partial(value_targets, s, algo),
+                "targets": partial(compute_value_targets, s, algo),
                 "critic": partial(self.critic, targets, weights),
             }
-        if algo.needs_reward_model:
+        if algo.advantage.needs_reward_model:
             found["reward model"] = self.reward_model
         return found
 
@@ -165,11 +169,13 @@ class Step:
         return ADVANTAGES[algo.advantage](self.samples, algo)
 
     def weights(self, kind: Aggregation) -> Tensor:
-        return token_weights(kind, self.samples.mask, self.samples.sequence, NUM_SEQUENCES, HORIZON)
+        return compute_aggregation_weights(
+            kind, self.samples.mask, self.samples.sequence, NUM_SEQUENCES, HORIZON
+        )
 
     def correction(self, algo: AlgoConfig, advantages: Tensor) -> Tensor:
         s = self.samples
-        return off_policy_weights(algo, self.proximal - self.behavior, advantages, s.mask, s.sequence)
+        return compute_off_policy_weights(algo, self.proximal - self.behavior, advantages, s.mask, s.sequence)
 
     def critic(self, targets: Tensor, weights: Tensor) -> None:
         loss, _ = value_loss(self.values, self.values.detach(), targets, self.samples.mask, weights, clip=0.2)

@@ -25,7 +25,7 @@ from configs.host import boot_id
 from configs.model import Dtype
 from configs.parallel import LoraConfig, LoraPublish
 from learners.fsdp import FsdpEngine
-from learners.packing import Batch, pack
+from learners.packing import Batch, pack_rows
 from sync.adapter import describe_adapters
 from sync.folders import shared_memory_folder
 from sync.publisher import Publisher
@@ -51,8 +51,8 @@ def batch() -> Batch:
     return Batch(
         tokens=torch.arange(TOKENS), sampled=torch.ones(TOKENS, dtype=torch.bool), behavior_logprobs=torch.zeros(TOKENS),
         versions=torch.zeros(TOKENS, dtype=torch.int32), offsets=torch.tensor([0, TOKENS]).numpy(),
-        rewards=torch.zeros(1), groups=torch.zeros(1, dtype=torch.int64), weights=torch.ones(1),
-        truncated=torch.zeros(1, dtype=torch.bool), greedy=torch.full((1,), float("nan")),
+        rewards=torch.zeros(1), groups=torch.zeros(1, dtype=torch.int64), group_weights=torch.ones(1),
+        truncated=torch.zeros(1, dtype=torch.bool), greedy_rewards=torch.full((1,), float("nan")),
     )  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def measure(model: Path, publish: LoraPublish, dtype: Dtype, rank: int, rounds: 
     near, far = Subscriber(), Subscriber(Fetcher(shared_memory_folder(f"measure-far-{publish}-{dtype}")))
     seen: dict[str, list[float]] = {"bytes": [], "publish": [], "near": [], "far": []}
     for version in track(range(rounds + 1), f"{publish} {dtype}", transient=True):
-        engine.update([pack(batch(), [0])], lambda logprobs, entropy, packed: -logprobs.mean(), 1e-4)
+        engine.update([pack_rows(batch(), [0])], lambda logprobs, entropy, packed: -logprobs.mean(), 1e-4)
         manifest, before = publisher.publish_version(version, engine.stream_weights()), far.fetched_bytes
         seen["publish"].append(publisher.seconds)
         announced = publisher.announce_version(manifest)

@@ -23,10 +23,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from algos.advantages import grpo
+from algos.advantages import grpo_advantages
 from generators.tasks.arithmetic import Task
 from learners.fsdp import FsdpEngine
-from learners.packing import Batch, Packed, microbatches
+from learners.packing import Batch, Packed, pack_share
 from learners.tiny_cache import prepare_tiny_model
 from sync.patch import apply_patches, make_patch
 from sync.publisher import Publisher
@@ -66,19 +66,21 @@ def sample(
         offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).numpy(),
         rewards=torch.tensor(rewards),
         groups=torch.arange(PROMPTS).repeat_interleave(SAMPLES),
-        weights=torch.ones(len(rows)),
+        group_weights=torch.ones(len(rows)),
         truncated=torch.zeros(len(rows), dtype=torch.bool),
-        greedy=torch.full((len(rows),), float("nan")),
+        greedy_rewards=torch.full((len(rows),), float("nan")),
     )
 
 
 def train(engine: FsdpEngine, batch: Batch, rate: float) -> None:
-    weights = grpo(batch.rewards, batch.groups)[batch.sequence] * batch.sampled / batch.sampled.sum()
+    weights = (
+        grpo_advantages(batch.rewards, batch.groups)[batch.sequence] * batch.sampled / batch.sampled.sum()
+    )
 
     def loss(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
         return -(weights[packed.index] * logprobs).sum()
 
-    engine.update(microbatches(batch, range(batch.num_sequences), 1 << 14, 1, 0), loss, rate)
+    engine.update(pack_share(batch, range(batch.num_sequences), 1 << 14, 1, 0), loss, rate)
 
 
 def measure(rate: float, steps: int, folder: Path) -> tuple[float, float, float, float]:

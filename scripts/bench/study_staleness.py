@@ -202,9 +202,9 @@ class Sampler:
             offsets=torch.tensor([0, *(int(n.sum()) for n in lengths)]).cumsum(0).numpy(),
             rewards=torch.tensor(self._rewards(prompts, num, sampled)),
             groups=torch.arange(groups).repeat_interleave(num),
-            weights=torch.ones(groups * num),
+            group_weights=torch.ones(groups * num),
             truncated=torch.tensor([len(s) == most for s in sampled]),
-            greedy=torch.full((groups * num,), float("nan")),
+            greedy_rewards=torch.full((groups * num,), float("nan")),
         )
 
     def held_out(self, config: Any, weights: dict[str, Tensor]) -> float:

@@ -56,12 +56,12 @@ def must_agree(found: Any, expected: Any, dtype: str) -> str:
     import torch
 
     from configs.model import Dtype
-    from learners.parity import FEW, TOLERANCE, agrees, compare
+    from learners.parity import NUM_OUTLIERS, TOLERANCE, compare_logprobs, is_within_tolerance
 
     everything = torch.ones(len(found), dtype=torch.bool)
-    values = compare(found, expected, everything).values
+    values = compare_logprobs(found, expected, everything).values
     words = f"{dtype}, within {float(values[0]):.1e} of Hugging Face (mean {float(values.mean()):.1e})"
-    if not agrees(values, TOLERANCE[Dtype(dtype)], FEW if dtype == "bfloat16" else 0):
+    if not is_within_tolerance(values, TOLERANCE[Dtype(dtype)], NUM_OUTLIERS if dtype == "bfloat16" else 0):
         raise RuntimeError(f"log-probabilities must agree within {TOLERANCE[Dtype(dtype)]:g}, got {words}")
     return words
 
@@ -136,8 +136,8 @@ def make_batch(sequences: list[list[int]]) -> Any:
         tokens=torch.tensor(sum(sequences, [])).int(), sampled=torch.ones(total, dtype=torch.bool),
         behavior_logprobs=torch.zeros(total), versions=torch.zeros(total, dtype=torch.int32),
         offsets=np.cumsum([0, *map(len, sequences)]), rewards=torch.zeros(count), groups=torch.arange(count),
-        weights=torch.ones(count), truncated=torch.zeros(count, dtype=torch.bool),
-        greedy=torch.full((count,), float("nan")),
+        group_weights=torch.ones(count), truncated=torch.zeros(count, dtype=torch.bool),
+        greedy_rewards=torch.full((count,), float("nan")),
     )  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def check_learner(
     from configs.learner import Attention
     from configs.model import Dtype
     from configs.parallel import FsdpConfig, LoraConfig
-    from learners.packing import microbatches
+    from learners.packing import pack_share
 
     torch.set_num_threads(1)
     if torch.cuda.is_available():
@@ -177,9 +177,7 @@ def check_learner(
                     lora=LoraConfig(rank=rank_of_adapters), layout=FsdpConfig(compile=compiled, liger=liger),
                 )  # fmt: skip
             batch = make_batch(sequences)
-            packed = microbatches(
-                batch, range(len(sequences)), 1000, trained.share.count, trained.share.index
-            )
+            packed = pack_share(batch, range(len(sequences)), 1000, trained.share.count, trained.share.index)
             logprobs = [part.to("cpu") for part in trained.infer(packed)]
             mine = torch.cat([part.index for part in packed])
             words = must_agree(torch.cat(logprobs), expected[mine], dtype)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from algos.advantages import grpo
+from algos.advantages import grpo_advantages
 from configs.learner import Attention
 from learners.heads import chunked_logprobs
 from learners.packing import Batch, Packed
@@ -54,7 +54,7 @@ class Work:
         self.device = torch.device("cuda" if self.cuda else "cpu")
         self.lengths = np.diff(batch.offsets).tolist()
         self.responses = torch.zeros(batch.num_sequences).index_add_(0, batch.sequence, batch.sampled.float())
-        self.advantages = grpo(batch.rewards, batch.groups)
+        self.advantages = grpo_advantages(batch.rewards, batch.groups)
         self.coefficients = self.advantages[batch.sequence] * batch.sampled / batch.sampled.sum()
 
     def model(self, attention: str) -> Any:
