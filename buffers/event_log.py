@@ -190,8 +190,8 @@ def _describe_damage(journal: Path, place: LogPlace, what: str) -> str:
     number, byte = place
     return (
         f"the journal's log must be whole, got damage at byte {byte} of {log_path(journal, number)}: "
-        f"{what}, and whole lines follow. Nothing was changed. `scripts/repair.sh {journal}` saves what can be "
-        "saved, and lists the rest"
+        f"{what}, and whole lines follow. Nothing was changed. `scripts/repair.sh {journal}` saves what can "
+        "be saved, and lists the rest"
     )
 
 
