@@ -54,3 +54,15 @@ def list_commands(page: Path) -> Iterator[list[str]]:
             for line in block.code.replace("\\\n", " ").splitlines():
                 if words := shlex.split(line, comments=True):
                     yield words
+
+
+def apply_diff(path: Path, diff: str) -> None:
+    """Adds the lines of a page's diff to the file. Hunks begin with `@@`; a hunk's other lines must stand in the file once."""
+    text = path.read_text()
+    for hunk in diff.split("@@\n")[1:]:
+        lines = hunk.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] in " -")
+        new = "".join(line[1:] for line in lines if line[0] in " +")
+        assert text.count(old) == 1, f"{path} must hold these lines once:\n{old}"
+        text = text.replace(old, new)
+    path.write_text(text)

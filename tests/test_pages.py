@@ -8,7 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from pages import LINK, PAGES, ROOT, CodeBlock, list_anchors, list_commands, read_blocks, read_section
+from pages import (
+    LINK,
+    PAGES,
+    ROOT,
+    CodeBlock,
+    apply_diff,
+    list_anchors,
+    list_commands,
+    read_blocks,
+    read_section,
+)
 
 from configs.load import load_config
 from slipstream.nursery import FOLDER
@@ -68,10 +78,16 @@ def test_the_design_page_lists_every_file_of_the_product() -> None:
 
 
 def run_blocks(blocks: list[CodeBlock], folder: Path, environment: dict[str, str]) -> str:
-    """Writes the files and runs the commands of a page in `folder`, in its order. Returns all that was printed."""
+    """Writes and changes the files and runs the commands of a page in `folder`, in its order.
+
+    Returns all that was printed.
+    """
     printed = ""
     for block in blocks:
-        if block.place is not None:
+        if block.language == "diff":
+            assert block.place is not None
+            apply_diff(folder / block.place, block.code)
+        elif block.place is not None:
             path = folder / block.place
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.code)
