@@ -2,15 +2,18 @@
 
     scripts/benchmark.sh [--setting simulated|throttled|real|all] [--seeds N] [--steps N] [--folder FOLDER]
 
-`simulated` shows the overlap alone: engine and learner keep time (so many tokens a second) and use no CPU, while leases,
-buffer, sockets, weights and Ray are the real ones. Both sides are balanced, lengths are lognormal. `of bound` is the share of
-max(generation, training): the time that the slower side alone would need for the tokens of the measured steps, divided by
-the time they took. The first and the last steps, in which the pipeline fills and drains, are not measured.
+`simulated` shows the overlap alone: engine and learner keep time (so many tokens a second) and use no CPU,
+while leases, buffer, sockets, weights and Ray are the real ones. Both sides are balanced, lengths are
+lognormal. `of bound` is the share of max(generation, training): the time that the slower side alone would
+need for the tokens of the measured steps, divided by the time they took. The first and the last steps, in
+which the pipeline fills and drains, are not measured.
 
-`throttled` is real: vLLM samples, the learner trains, lengths have a long tail. Each side has hardware of its own: the two
-take turns of some milliseconds and are stopped in between (scripts/bench/slipstream_bench/turns.py), in both modes alike.
+`throttled` is real: vLLM samples, the learner trains, lengths have a long tail. Each side has hardware of its
+own: the two take turns of some milliseconds and are stopped in between
+(scripts/bench/slipstream_bench/turns.py), in both modes alike.
 
-`real` is the default run: generators and learner compete for the cores of this machine. On two of them overlap has little to give.
+`real` is the default run: generators and learner compete for the cores of this machine. On two of them
+overlap has little to give.
 
 Tables and intervals go to the console, pictures and every run's figures to --folder.
 """
@@ -52,12 +55,20 @@ PERIOD_S = 0.02
 """In which both sides have their turn."""
 
 SIMULATED = [
-    "generators.engine=simulated", "learner.engine=simulated", "eval.prompts=0", "generators.count=2",
-    f"learner.groups_per_step={GROUPS}", f"learner.samples_per_prompt={SAMPLES}", "generators.max_model_len=2000",
-    "sampling.max_tokens=1900", f"generators.max_sequences={SLOTS}", f"generators.simulated.slots={SLOTS}",
-    f"generators.simulated.tokens_per_s={RATE}", f"generators.simulated.mean_tokens={MEAN_TOKENS}",
+    "generators.engine=simulated",
+    "learner.engine=simulated",
+    "eval.prompts=0",
+    "generators.count=2",
+    f"learner.groups_per_step={GROUPS}",
+    f"learner.samples_per_prompt={SAMPLES}",
+    "generators.max_model_len=2000",
+    "sampling.max_tokens=1900",
+    f"generators.max_sequences={SLOTS}",
+    f"generators.simulated.slots={SLOTS}",
+    f"generators.simulated.tokens_per_s={RATE}",
+    f"generators.simulated.mean_tokens={MEAN_TOKENS}",
     f"generators.simulated.train_tokens_per_s={GROUPS * SAMPLES * RATE}",
-]  # fmt: skip
+]
 
 
 ON_POLICY, ASYNC = "on-policy", "async S=2"
@@ -204,9 +215,18 @@ def tables(results: list[Result]) -> list[Table]:
         table = Table(title=f"{setting}, means over seeds", title_justify="left")
         last = "of\nbound" if setting == "simulated" else "held out\nat the end"
         for column in (
-            "", "steps/s", "tok/s\ngenerated", "tok/s\ntrained", "masked", "idle\nlearner", "idle\ngenerators",
-            "staleness\nmean (max)", last, f"s to\n{TARGETS.get(setting, '')}", "whole\ncommand, s",
-        ):  # fmt: skip
+            "",
+            "steps/s",
+            "tok/s\ngenerated",
+            "tok/s\ntrained",
+            "masked",
+            "idle\nlearner",
+            "idle\ngenerators",
+            "staleness\nmean (max)",
+            last,
+            f"s to\n{TARGETS.get(setting, '')}",
+            "whole\ncommand, s",
+        ):
             table.add_column(column, justify="left" if not column else "right", no_wrap=True)
         mine = [result for result in results if result.setting == setting]
         for name in dict.fromkeys(result.name for result in mine):
@@ -229,16 +249,19 @@ def row(runs: list[Result]) -> list[str]:
         f"{average('idle_learner'):.0%}",
         f"{average('idle_generators'):.0%}",
         f"{average('staleness_mean'):.2f} ({max(run.staleness_max for run in runs)})",
-        f"{average('share_of_bound'):.3f}"
-        if runs[0].share_of_bound
-        else f"{mean(run.held_out[-1][2] for run in runs):.3f}",
+        (
+            f"{average('share_of_bound'):.3f}"
+            if runs[0].share_of_bound
+            else f"{mean(run.held_out[-1][2] for run in runs):.3f}"
+        ),
         f"{mean(times):.0f}" if len(times) == len(runs) else "–",
         f"{average('wall_s'):.0f}",
     ]
 
 
 def comparison(results: list[Result], setting: str) -> list[str]:
-    """Asynchronous against on-policy runs of one setting with real training, seed by seed, with 95 % intervals of the means."""
+    """Asynchronous against on-policy runs of one setting with real training, seed by seed, with 95 %
+    intervals of the means."""
     pairs = [
         (before, after)
         for before in results for after in results
@@ -252,7 +275,8 @@ def comparison(results: list[Result], setting: str) -> list[str]:
         lines.append(f"held-out reward {TARGETS[setting]}, sooner by: {_plus_minus(sooner)}")
     lost = [mean(x[2] - y[2] for x, y in zip(a.held_out[1:], b.held_out[1:], strict=True)) for a, b in pairs]
     lines.append(
-        f"held-out reward that a version loses for being trained on stale tokens, mean over versions: {_plus_minus(lost)}"
+        "held-out reward that a version loses for being trained on stale tokens, mean over versions:"
+        f" {_plus_minus(lost)}"
     )
     shares = [share for pair in pairs for run in pair if (share := run.generators_share) is not None]
     if shares:
@@ -336,7 +360,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.seeds < 1 or (arguments.steps is not None and arguments.steps <= WARM_UP + DRAIN):
         parser.error(
-            f"--seeds must be at least 1 and --steps above {WARM_UP + DRAIN}, got {arguments.seeds} and {arguments.steps}"
+            f"--seeds must be at least 1 and --steps above {WARM_UP + DRAIN}, got {arguments.seeds} and"
+            f" {arguments.steps}"
         )
     for ending in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: nothing stays stopped
         if signal.getsignal(ending) is not signal.SIG_IGN:  # as nohup has it
@@ -349,7 +374,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="slipstream-benchmark-") as outputs:
         for number, (case, seed) in enumerate(work, 1):
             console.print(
-                f"run {number} of {len(work)}: {case.setting}, {case.name}, seed {seed}, {case.steps} steps ..."
+                f"run {number} of {len(work)}: {case.setting}, {case.name}, seed {seed}, {case.steps}"
+                " steps ..."
             )
             results.append(measure(case, seed, Path(outputs)))
             write_figures(results, arguments.folder)

@@ -1,12 +1,14 @@
-"""How many groups a second go from producers through the buffer to a consumer, beside what else could carry them.
+"""How many groups a second go from producers through the buffer to a consumer, beside what else could carry
+them.
 
     scripts/benchmark_buffer.sh [--seconds 6] [--only large|small] [--peers] [--long] [--json FILE]
 
-A group is 8 trajectories of 2,048 tokens (`large`) or of 64 (`small`). Producers and consumer are processes of their own; the
-consumer adds up all tokens of what it gets, so that every byte of them has come. `raw pyzmq` sends the same bytes from one
-process to another and keeps nothing: the limit. The buffer checks every group, writes it to disk, leases, acknowledges and accounts for
-it. `--peers` also measures Ray's object store with a queue actor, and TransferQueue (`pip install TransferQueue`).
-`--long` lets a million trajectories through, watching memory and speed; and connects 1,000 producers instead of 10.
+A group is 8 trajectories of 2,048 tokens (`large`) or of 64 (`small`). Producers and consumer are processes
+of their own; the consumer adds up all tokens of what it gets, so that every byte of them has come. `raw
+pyzmq` sends the same bytes from one process to another and keeps nothing: the limit. The buffer checks every
+group, writes it to disk, leases, acknowledges and accounts for it. `--peers` also measures Ray's object store
+with a queue actor, and TransferQueue (`pip install TransferQueue`). `--long` lets a million trajectories
+through, watching memory and speed; and connects 1,000 producers instead of 10.
 """
 
 import argparse
@@ -67,13 +69,24 @@ def template(size: Size) -> pa.RecordBatch:
     prompt = n // 4
     rows = [
         Trajectory(
-            group=0, sample=i, due=0, prompt_id=0, task="arithmetic", tokens=rng.integers(0, 1000, n).tolist(),
-            sampled=[j >= prompt for j in range(n)], logprobs=[-0.5 * (j >= prompt) for j in range(n)],
-            versions=[0 if j >= prompt else -1 for j in range(n)], reward=float(i % 2), rewards={"correct": 1.0},
-            finish_reason="stop", generator="producer", started_at=0.0, finished_at=1.0,
+            group=0,
+            sample=i,
+            due=0,
+            prompt_id=0,
+            task="arithmetic",
+            tokens=rng.integers(0, 1000, n).tolist(),
+            sampled=[j >= prompt for j in range(n)],
+            logprobs=[-0.5 * (j >= prompt) for j in range(n)],
+            versions=[0 if j >= prompt else -1 for j in range(n)],
+            reward=float(i % 2),
+            rewards={"correct": 1.0},
+            finish_reason="stop",
+            generator="producer",
+            started_at=0.0,
+            finished_at=1.0,
         )
         for i in range(SAMPLES)
-    ]  # fmt: skip
+    ]
     return to_batch(rows)
 
 
@@ -109,7 +122,8 @@ def push(size: Size, address: str) -> None:
 
 
 def disk(size: Size, seconds: float, folder: Path) -> float:
-    """Groups a second that one process writes and syncs, 4 MB at a time, deleting files of 64 MB as the buffer does."""
+    """Groups a second that one process writes and syncs, 4 MB at a time, deleting files of 64 MB as the
+    buffer does."""
     data = encode_batch(pa.concat_batches([template(size)] * size.per_message)).to_pybytes()
     per_sync = max(1, (4 << 20) // len(data))
     files: list[Path] = []
@@ -134,12 +148,20 @@ def configure(size: Size, address: str, durability: str) -> Config:
     return load_config(
         [
             "generators.max_model_len=4096",
-            "generators.engine=simulated", "learner.engine=simulated", "eval.prompts=0", f"buffer.address={address}",
-            f"learner.groups_per_step={size.groups_per_step}", f"learner.samples_per_prompt={SAMPLES}",
-            "run.steps=100000000", "staleness.max_versions=1000000", f"buffer.max_groups={16 * size.groups_per_step}",
-            f"buffer.durability={durability}", "buffer.segment_mb=64", "buffer.retention=checkpoints",
+            "generators.engine=simulated",
+            "learner.engine=simulated",
+            "eval.prompts=0",
+            f"buffer.address={address}",
+            f"learner.groups_per_step={size.groups_per_step}",
+            f"learner.samples_per_prompt={SAMPLES}",
+            "run.steps=100000000",
+            "staleness.max_versions=1000000",
+            f"buffer.max_groups={16 * size.groups_per_step}",
+            f"buffer.durability={durability}",
+            "buffer.segment_mb=64",
+            "buffer.retention=checkpoints",
         ]
-    )  # fmt: skip
+    )
 
 
 def serve(config: Config, folder: Path) -> None:
@@ -150,7 +172,8 @@ def serve(config: Config, folder: Path) -> None:
 
 
 class Producer:
-    """Keeps a few submissions and a question under way; makes groups by putting their numbers into a template."""
+    """Keeps a few submissions and a question under way; makes groups by putting their numbers into a
+    template."""
 
     def __init__(self, name: str, size: Size, address: str, in_flight: int = 4) -> None:
         self._name, self._size, self._in_flight = name, size, in_flight
@@ -241,7 +264,8 @@ class Passed:
 def through_the_buffer(
     size: Size, durability: str, seconds: float, folder: Path, *, sockets: int = 1, groups: int | None = None
 ) -> Passed:  # fmt: skip
-    """Runs server and producers (each process with so many sockets), and consumes until the time, or `groups`, are over."""
+    """Runs server and producers (each process with so many sockets), and consumes until the time, or
+    `groups`, are over."""
     folder.mkdir()
     address = f"ipc://{folder}/socket"
     config = configure(size, address, durability)
@@ -404,7 +428,10 @@ def main() -> int:
 def describe(cell: Any) -> str:
     if isinstance(cell, dict):
         rates, rss = cell["groups_per_s"], cell["rss_mb"]
-        return f"{rates[0]:,.0f} at first, {rates[-1]:,.0f} at last; server {rss[0]:.0f} → {rss[-1]:.0f} MB (max {max(rss):.0f})"
+        return (
+            f"{rates[0]:,.0f} at first, {rates[-1]:,.0f} at last; server {rss[0]:.0f} → {rss[-1]:.0f} MB (max"
+            f" {max(rss):.0f})"
+        )
     return str(cell)
 
 

@@ -1,10 +1,13 @@
-"""What a training step costs: beside a bare FSDP2 loop, the usual padded step, TRL's, and what the machine can do.
+"""What a training step costs: beside a bare FSDP2 loop, the usual padded step, TRL's, and what the machine
+can do.
 
-    scripts/benchmark_learner.sh [--sequences 64] [--mean-tokens 200] [--cv 1.0] [--threads 1] [--repeats 1] [--no-trl] [--json FILE]
+    scripts/benchmark_learner.sh [--sequences 64] [--mean-tokens 200] [--cv 1.0] [--threads 1] [--repeats 1]
+    [--no-trl] [--json FILE]
 
-All take the same step: GRPO (mean over tokens) on the same sequences in groups of 8, whose responses have lognormal lengths, with the same
-small Qwen3 (random weights, float32), clipping and fused AdamW; losses and gradient norms of the first steps must agree. Repeats are
-interleaved and the least time counts: the processor's with one thread on a CPU, so other programs count for little, else the clock's.
+All take the same step: GRPO (mean over tokens) on the same sequences in groups of 8, whose responses have
+lognormal lengths, with the same small Qwen3 (random weights, float32), clipping and fused AdamW; losses and
+gradient norms of the first steps must agree. Repeats are interleaved and the least time counts: the
+processor's with one thread on a CPU, so other programs count for little, else the clock's.
 
     Trainer.train          `learners.step`: packing, advantages, loss, update, metrics
     engine.update          of that what `FsdpEngine.update` takes
@@ -15,10 +18,11 @@ interleaved and the least time counts: the processor's with one thread on a CPU,
     TRL                    `trl.GRPOTrainer`, 8 sequences a microbatch, no checkpointing of activations (its default would compute more)
     TRL, head compact      its head for sampled tokens alone, as it is on a GPU; elsewhere it takes all positions
 
-MFU: `learners.flops.count_step_flops` (6 N T + 6 L A Σ n², the head included, nothing counted twice) over a step's time, in shares of the fastest
-matrix product that was measured between the steps.
+MFU: `learners.flops.count_step_flops` (6 N T + 6 L A Σ n², the head included, nothing counted twice) over a
+step's time, in shares of the fastest matrix product that was measured between the steps.
 
-Memory of the head: the most that is allocated over its arguments by forward and backward, as `benchmark_loss.py` counts it.
+Memory of the head: the most that is allocated over its arguments by forward and backward, as
+`benchmark_loss.py` counts it.
 """
 
 import argparse
@@ -78,10 +82,19 @@ def make_work(options: argparse.Namespace, folder: Path) -> Work:
     hidden, vocabulary, num = options.hidden, options.vocab, options.sequences
     torch.manual_seed(options.seed)
     config = Qwen3Config(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=options.layers,
-        num_attention_heads=max(1, hidden // 64), num_key_value_heads=max(1, hidden // 128), head_dim=min(64, hidden),
-        max_position_embeddings=1 << 16, tie_word_embeddings=False, bos_token_id=None, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=max(1, hidden // 64),
+        num_key_value_heads=max(1, hidden // 128),
+        head_dim=min(64, hidden),
+        max_position_embeddings=1 << 16,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     rng = np.random.default_rng(options.seed)
 
@@ -102,11 +115,17 @@ def make_batch(
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     sampled = torch.from_numpy(np.arange(offsets[-1]) >= (offsets[:-1] + prompts).repeat(lengths))
     return Batch(
-        tokens=torch.from_numpy(rng.integers(1, vocabulary, offsets[-1], dtype=np.int32)), sampled=sampled,
-        behavior_logprobs=torch.zeros(len(sampled)), versions=torch.where(sampled, 0, -1).int(), offsets=offsets,
-        rewards=torch.from_numpy(rng.integers(0, 2, num)).float(), groups=torch.arange(num) // GROUP,
-        group_weights=torch.ones(num), truncated=torch.zeros(num, dtype=torch.bool), greedy_rewards=torch.full((num,), math.nan),
-    )  # fmt: skip
+        tokens=torch.from_numpy(rng.integers(1, vocabulary, offsets[-1], dtype=np.int32)),
+        sampled=sampled,
+        behavior_logprobs=torch.zeros(len(sampled)),
+        versions=torch.where(sampled, 0, -1).int(),
+        offsets=offsets,
+        rewards=torch.from_numpy(rng.integers(0, 2, num)).float(),
+        groups=torch.arange(num) // GROUP,
+        group_weights=torch.ones(num),
+        truncated=torch.zeros(num, dtype=torch.bool),
+        greedy_rewards=torch.full((num,), math.nan),
+    )
 
 
 # ---- the steps
@@ -128,12 +147,23 @@ class Timed(FsdpEngine):
 def trainer(work: Work, engine: Timed) -> Step:
     """`Trainer.train`. Its engine has the update's seconds and microbatches."""
     num = work.batch.num_sequences
-    config = load_config([
-        f"model.path={work.path}", "algo=grpo", "algo.aggregation=token_mean", "eval.prompts=0",
-        f"learner.lr={LR}", "learner.lr_end=1", "learner.minibatches=1", "learner.warmup_steps=0", f"learner.tokens_per_microbatch={work.budget}", f"learner.groups_per_step={num // GROUP}",
-        f"learner.samples_per_prompt={GROUP}", f"sampling.max_tokens={max(work.lengths)}",
-        f"generators.max_model_len={max(work.lengths) + 1}",
-    ])  # fmt: skip
+    config = load_config(
+        [
+            f"model.path={work.path}",
+            "algo=grpo",
+            "algo.aggregation=token_mean",
+            "eval.prompts=0",
+            f"learner.lr={LR}",
+            "learner.lr_end=1",
+            "learner.minibatches=1",
+            "learner.warmup_steps=0",
+            f"learner.tokens_per_microbatch={work.budget}",
+            f"learner.groups_per_step={num // GROUP}",
+            f"learner.samples_per_prompt={GROUP}",
+            f"sampling.max_tokens={max(work.lengths)}",
+            f"generators.max_model_len={max(work.lengths) + 1}",
+        ]
+    )
     whole = Trainer(config, Models(policy=engine))
     batch = replace(work.batch, behavior_logprobs=whole.infer_logprobs(work.batch))
 
@@ -251,7 +281,8 @@ QWEN3: dict[str, dict[str, int]] = {
 
 
 def large(folder: Path) -> dict[str, dict[str, float]]:
-    """On a GPU: `engine.update` on one microbatch of sequences of 2,048 tokens, of Qwen3 with random weights, in bfloat16."""
+    """On a GPU: `engine.update` on one microbatch of sequences of 2,048 tokens, of Qwen3 with random
+    weights, in bfloat16."""
     found = {}
     for name, sizes in QWEN3.items():
         config = Qwen3Config(
@@ -271,9 +302,11 @@ def large(folder: Path) -> dict[str, dict[str, float]]:
                 seconds.append(clock() - began)
             rate = count_step_flops(config, [2_048] * num) / min(seconds)
             found[f"{name}, {num_tokens:,} tokens"] = {
-                "tokens_per_s": num_tokens / min(seconds), "flops_per_s": rate,
-                "mfu": rate / matrix_peak(torch.device("cuda"), MATRICES), "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-            }  # fmt: skip
+                "tokens_per_s": num_tokens / min(seconds),
+                "flops_per_s": rate,
+                "mfu": rate / matrix_peak(torch.device("cuda"), MATRICES),
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+            }
         del engine
         torch.cuda.empty_cache()
     return found
@@ -305,9 +338,14 @@ def report(work: Work, found: dict[str, Any], where: str) -> None:
         loss, norm = results.get(name, (math.nan, math.nan))
         pad = shares.get(name.partition(", head")[0])
         table.add_row(
-            name, f"{row['seconds']:.2f}", f"{row['tokens_per_s']:,.0f}", f"{row['beside_ours']:.2f}", f"{row['mfu']:.1%}",
-            "" if pad is None else f"{pad:.0%}", *(("", "") if name not in results else (f"{loss:.6f}", f"{norm:.6f}")),
-        )  # fmt: skip
+            name,
+            f"{row['seconds']:.2f}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['beside_ours']:.2f}",
+            f"{row['mfu']:.1%}",
+            "" if pad is None else f"{pad:.0%}",
+            *(("", "") if name not in results else (f"{loss:.6f}", f"{norm:.6f}")),
+        )
     console.print(table)
     sizes = f"{len(work.lengths)} sequences, {sum(work.lengths):,} tokens, the longest {max(work.lengths):,}"
     flops = count_step_flops(work.config, work.lengths)

@@ -1,9 +1,11 @@
-"""What the loss side of a step costs, for every preset, beside one log-softmax over a vocabulary for as many tokens.
+"""What the loss side of a step costs, for every preset, beside one log-softmax over a vocabulary for as many
+tokens.
 
     scripts/benchmark_loss.sh [--tokens 65536] [--repeat 5] [--threads 1] [--json FILE]
 
-64 sequences of lognormal lengths, in groups of 8, all in one microbatch; an eighth of each is its prompt; random float32. Times are
-medians after a round that is left out: of the processor's time in one thread, so other programs count for little, else of the clock.
+64 sequences of lognormal lengths, in groups of 8, all in one microbatch; an eighth of each is its prompt;
+random float32. Times are medians after a round that is left out: of the processor's time in one thread, so
+other programs count for little, else of the clock.
 
     policy loss     `algos.loss.policy_loss`, forward and backward, its metrics included
     its metrics     how much of that `algos.metrics.sums` takes
@@ -13,8 +15,9 @@ medians after a round that is left out: of the processor's time in one thread, s
     log-softmax     32,768 words, 4,096 tokens at a time (always the same ones: all would be 8 GiB), forward, and with the backward pass
                     of a gradient that is given
 
-Memory is the most that a part, its arguments left out, has allocated and not given back at any moment of the first round: on a CPU by
-torch's profiler, which records each allocation; on a GPU by `torch.cuda.max_memory_allocated`.
+Memory is the most that a part, its arguments left out, has allocated and not given back at any moment of the
+first round: on a CPU by torch's profiler, which records each allocation; on a GPU by
+`torch.cuda.max_memory_allocated`.
 """
 
 import argparse
@@ -105,11 +108,18 @@ class Step:
         self.logprobs, self.values = logprobs.requires_grad_(), torch.randn(num_tokens).requires_grad_()
         rewards = torch.randint(0, 2, (NUM_SEQUENCES,)).float()
         self.samples = AdvantageInputs(
-            rewards=rewards, token_rewards=charge_kl(rewards, torch.zeros(num_tokens), 0.0, mask, ends - 1),
-            groups=torch.arange(NUM_SEQUENCES) // GROUP, offsets=offsets, sequence=sequence, sampled=mask, mask=mask,
-            greedy_rewards=torch.rand(NUM_SEQUENCES), values=self.values.detach(), log_ratio=self.proximal - self.behavior,
+            rewards=rewards,
+            token_rewards=charge_kl(rewards, torch.zeros(num_tokens), 0.0, mask, ends - 1),
+            groups=torch.arange(NUM_SEQUENCES) // GROUP,
+            offsets=offsets,
+            sequence=sequence,
+            sampled=mask,
+            mask=mask,
+            greedy_rewards=torch.rand(NUM_SEQUENCES),
+            values=self.values.detach(),
+            log_ratio=self.proximal - self.behavior,
             process_rewards=0.05 * torch.randn(num_tokens),
-        )  # fmt: skip
+        )
 
     def choices(self) -> Actions:
         """What presets choose from: every advantage and every aggregation."""
@@ -123,19 +133,30 @@ class Step:
         s, advantages, weights = self.samples, self.advantages(algo), self.weights(algo.aggregation)
         correction = self.correction(algo, advantages)
         tokens = Tokens(
-            logprobs=self.logprobs.detach(), proximal_logprobs=self.proximal, behavior_logprobs=self.behavior, advantages=advantages,
-            mask=s.mask, sequence=s.sequence,
-        )  # fmt: skip
+            logprobs=self.logprobs.detach(),
+            proximal_logprobs=self.proximal,
+            behavior_logprobs=self.behavior,
+            advantages=advantages,
+            mask=s.mask,
+            sequence=s.sequence,
+        )
 
         def make_inputs() -> LossInputs:
             return make_loss_inputs(
-                algo, logprobs=self.logprobs, proximal_logprobs=self.proximal, behavior_logprobs=self.behavior,
-                advantages=advantages, mask=s.mask, sequence=s.sequence, entropy=self.entropy,
-                aggregation_weights=weights, staleness=self.staleness,
+                algo,
+                logprobs=self.logprobs,
+                proximal_logprobs=self.proximal,
+                behavior_logprobs=self.behavior,
+                advantages=advantages,
+                mask=s.mask,
+                sequence=s.sequence,
+                entropy=self.entropy,
+                aggregation_weights=weights,
+                staleness=self.staleness,
                 off_policy_weights=correction if algo.needs_whole_minibatch else None,
                 reference_logprobs=self.reference if algo.needs_reference else None,
                 imitation_weights=weights if algo.imitation_coef else None,
-            )  # fmt: skip
+            )
 
         def loss() -> None:
             torch.autograd.grad(policy_loss(make_inputs())[0], self.logprobs)

@@ -2,9 +2,10 @@
 
     scripts/benchmark_recovery.sh [--groups 10000 100000 1000000] [--without-checkpoints]
 
-A child process makes and trains groups in a journal of its own, and is killed; another one opens the journal and says how
-long that took, how many lines of the log it read, and the most memory it used. `--without-checkpoints`: the learner never
-writes one, so that every step may have to be undone: the worst case.
+A child process makes and trains groups in a journal of its own, and is killed; another one opens the journal
+and says how long that took, how many lines of the log it read, and the most memory it used.
+`--without-checkpoints`: the learner never writes one, so that every step may have to be undone: the worst
+case.
 """
 
 import argparse
@@ -35,10 +36,15 @@ GROUPS_PER_STEP, CHECKPOINT_EVERY, KEEP = 64, 50, 3
 def configure() -> Config:
     return load_config(
         [
-            f"learner.groups_per_step={GROUPS_PER_STEP}", "learner.samples_per_prompt=2", "run.steps=100000000",
-            "eval.prompts=0", "staleness.max_versions=2", "generators.engine=simulated", "learner.engine=simulated",
+            f"learner.groups_per_step={GROUPS_PER_STEP}",
+            "learner.samples_per_prompt=2",
+            "run.steps=100000000",
+            "eval.prompts=0",
+            "staleness.max_versions=2",
+            "generators.engine=simulated",
+            "learner.engine=simulated",
         ]
-    )  # fmt: skip
+    )
 
 
 def write_run(folder: Path, num_groups: int, checkpoints: bool) -> None:
@@ -69,12 +75,23 @@ def write_run(folder: Path, num_groups: int, checkpoints: bool) -> None:
 def rows_of(lease: m.Lease, version: int) -> list[Trajectory]:
     return [
         Trajectory(
-            group=lease.group, sample=sample, due=lease.due, prompt_id=lease.index, task=lease.task, tokens=[1, 2, 3, 4],
-            sampled=[False, False, True, True], logprobs=[0.0, 0.0, -0.5, -0.5], versions=[-1, -1, version, version],
-            reward=float(sample), finish_reason="stop", generator="g", started_at=0.0, finished_at=1.0,
+            group=lease.group,
+            sample=sample,
+            due=lease.due,
+            prompt_id=lease.index,
+            task=lease.task,
+            tokens=[1, 2, 3, 4],
+            sampled=[False, False, True, True],
+            logprobs=[0.0, 0.0, -0.5, -0.5],
+            versions=[-1, -1, version, version],
+            reward=float(sample),
+            finish_reason="stop",
+            generator="g",
+            started_at=0.0,
+            finished_at=1.0,
         )
         for sample in range(lease.num_samples)
-    ]  # fmt: skip
+    ]
 
 
 def open_again(folder: Path) -> None:

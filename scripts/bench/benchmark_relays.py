@@ -2,10 +2,11 @@
 
     scripts/benchmark_sync.sh relays [--megabytes 1000] [--hosts 1 2 6] [--link-mb-per-s 100] [--json FILE]
 
-A host is a process of this machine, with a folder and a server of its own. Every host begins when it is told of the version; the
-seconds are those until the last one has it whole (not verified yet). Once as fast as this machine can, which shares its cores
-among all of them; once with a link of so many MB/s out of each host and out of the publisher, which is what relays are for: a
-server sleeps as long as such a link would take for the bytes it sends.
+A host is a process of this machine, with a folder and a server of its own. Every host begins when it is told
+of the version; the seconds are those until the last one has it whole (not verified yet). Once as fast as this
+machine can, which shares its cores among all of them; once with a link of so many MB/s out of each host and
+out of the publisher, which is what relays are for: a server sleeps as long as such a link would take for the
+bytes it sends.
 
     copies      the bytes that the publisher has sent, as a multiple of the version's
     seconds     from the announcement until the last host has all
@@ -48,7 +49,8 @@ class Link(SnapshotServer):
 
 
 def publish(megabytes: int, mb_per_s: float, orders: Any, answers: Any) -> None:
-    """The learner's process: a version for each order, and at each second order how many copies have been sent."""
+    """The learner's process: a version for each order, and at each second order how many copies have been
+    sent."""
     Link.mb_per_s = mb_per_s
     folder = shared_memory_folder("benchmark-relays")
     server = Link(folder)
@@ -84,7 +86,8 @@ def be_host(number: int, mb_per_s: float, relays: bool, announcements: Any, done
 
 
 def measure(megabytes: int, hosts: int, mb_per_s: float, relays: bool) -> tuple[float, float]:
-    """(copies that the publisher sent, seconds until all hosts had the version), of the second of two versions."""
+    """(copies that the publisher sent, seconds until all hosts had the version), of the second of two
+    versions."""
     orders, answers, done = spawn.Queue(), spawn.Queue(), spawn.Queue()
     inboxes = [spawn.Queue() for _ in range(hosts)]
     processes = [spawn.Process(target=publish, args=(megabytes, mb_per_s, orders, answers), daemon=True)]

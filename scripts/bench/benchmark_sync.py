@@ -2,8 +2,8 @@
 
     scripts/benchmark_sync.sh [--sizes 1M 100M] [--dtypes float32 bfloat16] [--rounds 5] [--json FILE]
 
-A Qwen3 of about so many parameters, random weights, vLLM as the engine (on a CPU in this process). Every figure is the median
-over the rounds; the first round, which warms up, is left out.
+A Qwen3 of about so many parameters, random weights, vLLM as the engine (on a CPU in this process). Every
+figure is the median over the rounds; the first round, which warms up, is left out.
 
     memcpy          the bytes copied once in memory, in one thread: the yardstick
     write           the same into a file in shared memory that is there already: what publishing cannot do without
@@ -300,7 +300,8 @@ def main() -> int:
                     found[f"{size} {dtype}"] |= over_tcp(size, dtype, options.rounds, folder)
                 else:
                     say.print(
-                        f"{size} {dtype}: no tcp, which would need {needed / 1e9:.0f} GB here for both hosts together"
+                        f"{size} {dtype}: no tcp, which would need {needed / 1e9:.0f} GB here for both hosts"
+                        " together"
                     )
             finally:
                 shutil.rmtree(folder)
@@ -319,21 +320,23 @@ def main() -> int:
         )
         share = 1 - cell["copy, no check"] / cell["copy"]
         console.print(
-            f"{name}: copy takes {cell['copy'] / memcpy:.1f} × one memcpy (at most 2), {share:.0%} of it for digests (25 %)"
+            f"{name}: copy takes {cell['copy'] / memcpy:.1f} × one memcpy (at most 2), {share:.0%} of it for"
+            " digests (25 %)"
         )
         console.print(
-            f"{name}: an engine stands still for {cell['map'] / step:.2f} of its steps when it maps (at most 2)"
+            f"{name}: an engine stands still for {cell['map'] / step:.2f} of its steps when it maps (at"
+            " most 2)"
         )
         if "fetch" not in cell:
             continue
         console.print(
-            f"{name}: fetch runs at {cell['raw, dropped'] / cell['fetch']:.2f} of raw ZeroMQ that keeps nothing (0.8), at "
-            f"{cell['raw, kept'] / cell['fetch']:.2f} of one that writes what comes"
+            f"{name}: fetch runs at {cell['raw, dropped'] / cell['fetch']:.2f} of raw ZeroMQ that keeps"
+            f" nothing (0.8), at {cell['raw, kept'] / cell['fetch']:.2f} of one that writes what comes"
         )
         bytes_, fetch = cell["bytes"] / cell["patch bytes"], cell["fetch"]
         console.print(
-            f"{name}: a patch of 1 % is {bytes_:.0f} × smaller (10) and {fetch / cell['patch']:.1f} × faster (5), "
-            f"{fetch / (cell['patch'] + cell['patch, made']):.1f} × where its making is waited for"
+            f"{name}: a patch of 1 % is {bytes_:.0f} × smaller (10) and {fetch / cell['patch']:.1f} × faster"
+            f" (5), {fetch / (cell['patch'] + cell['patch, made']):.1f} × where its making is waited for"
         )
     return 0
 

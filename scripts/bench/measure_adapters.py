@@ -1,10 +1,12 @@
-"""What publishing adapters alone saves, and what merging them costs a host, against publishing the merged model.
+"""What publishing adapters alone saves, and what merging them costs a host, against publishing the merged
+model.
 
     scripts/measure_adapters.sh [--rounds 8] [--rank 8]
 
-A Qwen3 of 50 M parameters, adapted in all its linear layers, is trained for an update and published, again and again. A host that
-is the learner's takes each version up to where an engine would map it, and so does one that fetches it over ZeroMQ (on this
-machine: the seconds have no network in them). Medians; the first round, in which files are made and sized, is left out.
+A Qwen3 of 50 M parameters, adapted in all its linear layers, is trained for an update and published, again
+and again. A host that is the learner's takes each version up to where an engine would map it, and so does one
+that fetches it over ZeroMQ (on this machine: the seconds have no network in them). Medians; the first round,
+in which files are made and sized, is left out.
 """
 
 import argparse
@@ -49,11 +51,17 @@ def make_model(folder: Path) -> int:
 
 def batch() -> Batch:
     return Batch(
-        tokens=torch.arange(TOKENS), sampled=torch.ones(TOKENS, dtype=torch.bool), behavior_logprobs=torch.zeros(TOKENS),
-        versions=torch.zeros(TOKENS, dtype=torch.int32), offsets=torch.tensor([0, TOKENS]).numpy(),
-        rewards=torch.zeros(1), groups=torch.zeros(1, dtype=torch.int64), group_weights=torch.ones(1),
-        truncated=torch.zeros(1, dtype=torch.bool), greedy_rewards=torch.full((1,), float("nan")),
-    )  # fmt: skip
+        tokens=torch.arange(TOKENS),
+        sampled=torch.ones(TOKENS, dtype=torch.bool),
+        behavior_logprobs=torch.zeros(TOKENS),
+        versions=torch.zeros(TOKENS, dtype=torch.int32),
+        offsets=torch.tensor([0, TOKENS]).numpy(),
+        rewards=torch.zeros(1),
+        groups=torch.zeros(1, dtype=torch.int64),
+        group_weights=torch.ones(1),
+        truncated=torch.zeros(1, dtype=torch.bool),
+        greedy_rewards=torch.full((1,), float("nan")),
+    )
 
 
 def measure(model: Path, publish: LoraPublish, dtype: Dtype, rank: int, rounds: int) -> dict[str, float]:

@@ -1,10 +1,12 @@
-"""How much of a model's bfloat16 weights changes in a step of reinforcement learning, and what patches save, by learning rate.
+"""How much of a model's bfloat16 weights changes in a step of reinforcement learning, and what patches save,
+by learning rate.
 
     scripts/measure_patches.sh [--steps 20] [--rates 1e-6 1e-5 ...]
 
-The tiny model on its arithmetic task, on-policy: 64 prompts of 8 samples a step, group-normalised advantages, the learner's own
-engine (AdamW over float32 master weights). Each step is published in bfloat16, and the patch from the version before is made
-and applied as hosts do. The first two steps, in which AdamW's averages are young, are left out of the means.
+The tiny model on its arithmetic task, on-policy: 64 prompts of 8 samples a step, group-normalised advantages,
+the learner's own engine (AdamW over float32 master weights). Each step is published in bfloat16, and the
+patch from the version before is made and applied as hosts do. The first two steps, in which AdamW's averages
+are young, are left out of the means.
 """
 
 import argparse
@@ -84,7 +86,8 @@ def train(engine: FsdpEngine, batch: Batch, rate: float) -> None:
 
 
 def measure(rate: float, steps: int, folder: Path) -> tuple[float, float, float, float]:
-    """Shares that change, mean and largest; size of a patch as a share of a snapshot's; sampled reward at the end."""
+    """Shares that change, mean and largest; size of a patch as a share of a snapshot's; sampled reward at
+    the end."""
     path = prepare_tiny_model(Task().solved_examples("train", seed=0))
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
     engine = FsdpEngine(path)
@@ -115,7 +118,8 @@ def measure(rate: float, steps: int, folder: Path) -> tuple[float, float, float,
 
 
 def patch(before: Snapshot, after: Snapshot, folder: Path) -> float:
-    """Its size as a share of the snapshot's, 1 where the whole is sent; what it makes of the version before is verified."""
+    """Its size as a share of the snapshot's, 1 where the whole is sent; what it makes of the version
+    before is verified."""
     path = folder / "patch"
     if not make_patch(before, after, path):
         return 1.0

@@ -1,11 +1,13 @@
-"""What staleness costs each algorithm on the tiny task, with the lag forced by a script: final reward by algorithm and S.
+"""What staleness costs each algorithm on the tiny task, with the lag forced by a script: final reward by
+algorithm and S.
 
     scripts/study_staleness.sh                        all of it; finished runs are kept in outputs/staleness.jsonl, and not run again
     scripts/study_staleness.sh --seeds 2 --lags 0 4   part of it, with --out FILE to keep it apart
     scripts/study_staleness.sh --write                also writes docs/staleness.md and its plot from the runs that there are
 
-Step k trains, with the learner's own training step, on what version max(0, k − S) has sampled: every token is as stale as the bound
-allows, which no real run is. Under the controller the lag is what `staleness.controller=ess` admits. Wall time plays no part.
+Step k trains, with the learner's own training step, on what version max(0, k − S) has sampled: every token is
+as stale as the bound allows, which no real run is. Under the controller the lag is what
+`staleness.controller=ess` admits. Wall time plays no part.
 """
 
 import argparse
@@ -43,10 +45,15 @@ OUT = ROOT / "outputs" / "staleness.jsonl"
 HELD_OUT = 1024
 
 COMMON = [
-    "learner.groups_per_step=16", "learner.samples_per_prompt=8", "learner.minibatches=2", "learner.warmup_steps=5", "learner.lr_end=1",
-    "learner.tokens_per_microbatch=65536", "algo.accept_uncorrected=true",
+    "learner.groups_per_step=16",
+    "learner.samples_per_prompt=8",
+    "learner.minibatches=2",
+    "learner.warmup_steps=5",
+    "learner.lr_end=1",
+    "learner.tokens_per_microbatch=65536",
+    "algo.accept_uncorrected=true",
     "algo.aggregation=sequence_mean_token_mean",
-]  # fmt: skip
+]
 ALGORITHMS: dict[str, list[str]] = {
     "PPO clip on μ": ["algo=grpo", "algo.proximal=behavior", "algo.correction=none"],
     "decoupled PPO": ["algo=grpo", "algo.correction=token_tis", "algo.correction_cap=5.0"],
@@ -226,8 +233,10 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     ]  # fmt: skip
     controlled = [
         Job(algorithm, max(options.lags), seed, "ess", options.lr, options.steps)
-        for algorithm in options.algorithms if algorithm in CONTROLLED and max(options.lags) > 1 for seed in range(options.seeds)
-    ]  # fmt: skip
+        for algorithm in options.algorithms
+        if algorithm in CONTROLLED and max(options.lags) > 1
+        for seed in range(options.seeds)
+    ]
     return plain + controlled
 
 

@@ -1,4 +1,5 @@
-"""What else could carry groups, for `benchmark_buffer.py`: each takes a group's bytes and its shape (samples, tokens of each)."""
+"""What else could carry groups, for `benchmark_buffer.py`: each takes a group's bytes and its shape
+(samples, tokens of each)."""
 
 import os
 import sys
@@ -42,7 +43,8 @@ def ray_queue(data: bytes, shape: tuple[int, int], seconds: float) -> float:
 
 
 def transfer_queue(data: bytes, shape: tuple[int, int], seconds: float) -> float:
-    """Puts groups of 8 samples by key, two producers at once, and gets them by key in a third process; 4 groups a call."""
+    """Puts groups of 8 samples by key, two producers at once, and gets them by key in a third process; 4
+    groups a call."""
     import ray
     import torch
     import transfer_queue as tq

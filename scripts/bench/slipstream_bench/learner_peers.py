@@ -1,4 +1,7 @@
-"""What `benchmark_learner.py` compares a training step with: a bare FSDP2 loop, padded steps, TRL's. All take the same step."""
+"""What `benchmark_learner.py` compares a training step with: a bare FSDP2 loop, padded steps, TRL's.
+
+All take the same step.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -174,7 +177,8 @@ def padded(work: Work, by_microbatch: bool = False) -> Step:
 
 
 def trl(work: Work, compact: bool = False) -> Step:
-    """`GRPOTrainer` with completions that are given; its own loop over microbatches, without logs and files."""
+    """`GRPOTrainer` with completions that are given; its own loop over microbatches, without logs and
+    files."""
     import trl.trainer.utils as internals
     from datasets import Dataset
     from tokenizers import Tokenizer, models
@@ -192,10 +196,13 @@ def trl(work: Work, compact: bool = False) -> Step:
 
     tokens, ones = batch.tokens.long(), torch.ones_like(batch.tokens, dtype=torch.long)
     given = {
-        "prompt_ids": columns(tokens, False, left=True), "prompt_mask": columns(ones, False, left=True),
-        "completion_ids": columns(tokens, True, left=False), "completion_mask": columns(ones, True, left=False),
-        "advantages": work.advantages.to(work.device), "num_items_in_batch": work.responses.sum().to(work.device),
-    }  # fmt: skip
+        "prompt_ids": columns(tokens, False, left=True),
+        "prompt_mask": columns(ones, False, left=True),
+        "completion_ids": columns(tokens, True, left=False),
+        "completion_mask": columns(ones, True, left=False),
+        "advantages": work.advantages.to(work.device),
+        "num_items_in_batch": work.responses.sum().to(work.device),
+    }
 
     class Given(GRPOTrainer):
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Tensor]:
@@ -205,11 +212,25 @@ def trl(work: Work, compact: bool = False) -> Step:
         tokenizer_object=Tokenizer(models.WordLevel({"x": 0}, "x")), eos_token="x"
     )
     settings = GRPOConfig(
-        output_dir=work.path, use_cpu=not work.cuda, bf16=work.cuda, gradient_checkpointing=False, report_to="none",
-        disable_tqdm=True, save_strategy="no", per_device_train_batch_size=ROWS, gradient_accumulation_steps=num // ROWS,
-        num_generations=GROUP, loss_type="dapo", beta=0.0, learning_rate=LR, adam_beta1=BETAS[0], adam_beta2=BETAS[1],
-        weight_decay=0.0, max_grad_norm=MAX_GRAD_NORM, optim="adamw_torch_fused",
-    )  # fmt: skip
+        output_dir=work.path,
+        use_cpu=not work.cuda,
+        bf16=work.cuda,
+        gradient_checkpointing=False,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        per_device_train_batch_size=ROWS,
+        gradient_accumulation_steps=num // ROWS,
+        num_generations=GROUP,
+        loss_type="dapo",
+        beta=0.0,
+        learning_rate=LR,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        weight_decay=0.0,
+        max_grad_norm=MAX_GRAD_NORM,
+        optim="adamw_torch_fused",
+    )
     trainer: Any = Given(
         work.model("sdpa"), lambda prompts, **_: [0.0] * len(prompts), settings,
         Dataset.from_dict({"prompt": ["x"] * num}), processing_class=tokenizer,

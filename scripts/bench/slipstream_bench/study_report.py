@@ -13,7 +13,8 @@ BEGIN, END = "<!-- study: begin -->", "<!-- study: end -->"
 
 
 def write(outcomes: Sequence["study.Outcome"], docs: Path, arguments: str) -> None:
-    """Puts the study's table between two marks of `docs/staleness.md`, whose other words stay, and draws `docs/staleness.png`."""
+    """Puts the study's table between two marks of `docs/staleness.md`, whose other words stay, and draws
+    `docs/staleness.png`."""
     page = docs / "staleness.md"
     text = page.read_text() if page.exists() else f"# Staleness\n\n{BEGIN}\n{END}\n"
     found = "\n".join([BEGIN, *_lines(list(outcomes), arguments), END])
@@ -28,9 +29,11 @@ def _lines(outcomes: list["study.Outcome"], arguments: str) -> list[str]:
     seeds = len({outcome.job.seed for outcome in outcomes})
     hours = sum(outcome.seconds for outcome in outcomes) / 3600
     lines = [
-        f"`scripts/study_staleness.sh {arguments}`: {len(outcomes)} runs of {job.steps} steps, learning rate {job.lr:g}, {seeds} seeds, "
-        f"{hours:.1f} core hours. Held-out reward of the last version on {study.HELD_OUT} prompts, mean ± half of the 95 % interval "
-        "over seeds (Student's t):",
+        (
+            f"`scripts/study_staleness.sh {arguments}`: {len(outcomes)} runs of {job.steps} steps, learning"
+            f" rate {job.lr:g}, {seeds} seeds, {hours:.1f} core hours. Held-out reward of the last version on"
+            f" {study.HELD_OUT} prompts, mean ± half of the 95 % interval over seeds (Student's t):"
+        ),
         "",
         "| | " + " | ".join(_heading(column, outcomes) for column in columns) + " |",
         "|---" * (len(columns) + 1) + "|",
@@ -40,7 +43,10 @@ def _lines(outcomes: list["study.Outcome"], arguments: str) -> list[str]:
         lines.append(f"| {algorithm} | " + " | ".join(row) + " |")
     lines += [
         "",
-        "Effective sample size of the tokens' π_θ / μ, mean over the steps (in brackets its lowest step, mean over seeds):",
+        (
+            "Effective sample size of the tokens' π_θ / μ, mean over the steps (in brackets its lowest step,"
+            " mean over seeds):"
+        ),
         "",
         "| | " + " | ".join(_heading(column, outcomes) for column in columns) + " |",
         "|---" * (len(columns) + 1) + "|",
@@ -96,9 +102,16 @@ def plot(outcomes: list["study.Outcome"], path: Path) -> None:
         ]
         shift = (number - len(algorithms) / 2) * 0.06
         left.errorbar(
-            [place + shift for place, _ in points], [value for _, (value, _) in points], [width for _, (_, width) in points],
-            label=algorithm, color=colors[algorithm], marker="o", markersize=4, capsize=3, linewidth=1.2,
-        )  # fmt: skip
+            [place + shift for place, _ in points],
+            [value for _, (value, _) in points],
+            [width for _, (_, width) in points],
+            label=algorithm,
+            color=colors[algorithm],
+            marker="o",
+            markersize=4,
+            capsize=3,
+            linewidth=1.2,
+        )
         if controlled := cells.get((algorithm, "ess")):
             value, width = interval(_rewards(controlled))
             left.errorbar(

@@ -1,8 +1,9 @@
-"""Hardware of its own for each side of a run, on any machine: generators and learner have the processors by turns.
+"""Hardware of its own for each side of a run, on any machine: generators and learner have the processors by
+turns.
 
-While one side has its turn the other is stopped (SIGSTOP). So neither ever takes from the other, whatever cores, caches and
-memory they share: each behaves as if it had a machine that is as fast as its share of the time, whether the other one
-works or waits. The buffer, Ray and the driver are never stopped.
+While one side has its turn the other is stopped (SIGSTOP). So neither ever takes from the other, whatever
+cores, caches and memory they share: each behaves as if it had a machine that is as fast as its share of the
+time, whether the other one works or waits. The buffer, Ray and the driver are never stopped.
 """
 
 import time
@@ -20,11 +21,14 @@ LOOK_S = 2.0
 
 
 class Turns:
-    """For as long as its context is open, the roles of a run take turns. Whoever is killed while it holds this leaves one side stopped."""
+    """For as long as its context is open, the roles of a run take turns.
+
+    Whoever is killed while it holds this leaves one side stopped.
+    """
 
     def __init__(self, driver: int, share: float, period_s: float) -> None:
-        """`driver`: the process that started the run. `share`: of the time for generators, in (0, 1); the learner has the rest.
-        `period_s`: seconds in which both have their turn."""
+        """`driver`: the process that started the run. `share`: of the time for generators, in (0, 1); the
+        learner has the rest. `period_s`: seconds in which both have their turn."""
         self._driver, self._turns_s = driver, (share * period_s, (1 - share) * period_s)
         self._over = Event()
         self._thread = Thread(target=self._alternate, daemon=True, name="turns")
