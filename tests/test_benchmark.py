@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmark import ASYNC, ON_POLICY, TARGETS, Result, comparison, tables
+from benchmark import ASYNC, ON_POLICY, TARGETS, Result, compare_modes, make_tables
 
 BEFORE = Result(
     setting="throttled",
@@ -46,7 +46,7 @@ def test_the_time_to_a_reward_is_read_between_two_evaluations() -> None:
 
 def test_modes_are_compared_seed_by_seed_with_an_interval() -> None:
     other = [replace(BEFORE, seed=1), replace(AFTER, seed=1, steps_per_s=2.0)]
-    rates, sooner, lost, turns = comparison([BEFORE, AFTER, *other], "throttled")
+    rates, sooner, lost, turns = compare_modes([BEFORE, AFTER, *other], "throttled")
     assert (
         rates == "steps a second, asynchronous / on-policy: 1.900 ± 1.271 (2 seeds)"
     )  # 12.706 × 0.1414 / √2
@@ -56,7 +56,9 @@ def test_modes_are_compared_seed_by_seed_with_an_interval() -> None:
 
 
 def test_a_target_that_a_run_has_not_reached_is_not_compared() -> None:
-    lines = comparison([BEFORE, replace(AFTER, held_out=AFTER.held_out[:2] + [(40, 20.0, 0.6)])], "throttled")
+    lines = compare_modes(
+        [BEFORE, replace(AFTER, held_out=AFTER.held_out[:2] + [(40, 20.0, 0.6)])], "throttled"
+    )
     assert not any("sooner" in line for line in lines)
-    (table,) = tables([BEFORE, replace(BEFORE, seed=1, held_out=[(0, 0.0, 0.4)])])
+    (table,) = make_tables([BEFORE, replace(BEFORE, seed=1, held_out=[(0, 0.0, 0.4)])])
     assert list(table.columns[-2].cells) == ["–"]

@@ -19,7 +19,7 @@ TINY = argparse.Namespace(
 @pytest.fixture(scope="module")
 def measured(process_group: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any]]:
     work = benchmark.make_work(TINY, tmp_path_factory.mktemp("model"))
-    return work, benchmark.measure(work, repeats=1, with_trl=False, matrices=[64])
+    return work, benchmark.measure_steps(work, repeats=1, with_trl=False, matrices=[64])
 
 
 def test_bare_and_padded_steps_are_ours(measured: tuple[Any, dict[str, Any]]) -> None:
@@ -34,15 +34,17 @@ def test_bare_and_padded_steps_are_ours(measured: tuple[Any, dict[str, Any]]) ->
 @pytest.mark.parametrize("compact", [False, True])
 def test_trl_takes_the_same_step(measured: tuple[Any, dict[str, Any]], compact: bool) -> None:
     work, found = measured
-    assert benchmark.trl(work, compact)() == pytest.approx(found["results"]["Trainer.train"], rel=1e-5)
+    assert benchmark.make_trl_step(work, compact)() == pytest.approx(
+        found["results"]["Trainer.train"], rel=1e-5
+    )
 
 
 def test_a_step_that_differs_is_refused(measured: tuple[Any, dict[str, Any]]) -> None:
     _, found = measured
-    benchmark.check(found["results"], 1e-4)
+    benchmark.check_results(found["results"], 1e-4)
     loss, norm = found["results"]["padded"]
     with pytest.raises(AssertionError, match="padded"):
-        benchmark.check(found["results"] | {"padded": (loss, 1.01 * norm)}, 1e-4)
+        benchmark.check_results(found["results"] | {"padded": (loss, 1.01 * norm)}, 1e-4)
 
 
 def test_the_tables_are_printed_and_can_be_written(
@@ -50,12 +52,12 @@ def test_the_tables_are_printed_and_can_be_written(
 ) -> None:
     work, found = measured
     found = found | {
-        "steps": benchmark.summarize(work, found),
-        "padding": benchmark.padding(work),
+        "steps": benchmark.summarize_steps(work, found),
+        "padding": benchmark.compute_padding(work),
         "large": {},
     }
-    found |= {"head": benchmark.head(64, 300, 16), "head_of": "64 x 16 to 300"}
-    benchmark.report(work, found, "here")
+    found |= {"head": benchmark.measure_head(64, 300, 16), "head_of": "64 x 16 to 300"}
+    benchmark.print_report(work, found, "here")
     printed = capsys.readouterr().out
     assert all(
         name in printed for name in (*found["seconds"], *found["shares"], "log_softmax", "over the bare loop")

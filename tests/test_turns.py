@@ -70,7 +70,7 @@ def test_nobody_stays_stopped_when_the_driver_has_died_or_the_turns_fail(
     roles: tuple[int, list[psutil.Process]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver, (generator, learner, _) = roles
-    monkeypatch.setattr(turns, "LOOK_S", 0.05)
+    monkeypatch.setattr(turns, "SEARCH_PERIOD_S", 0.05)
     try:
         with turns.Turns(driver, 0.5, 0.02):
             time.sleep(0.1)
@@ -78,7 +78,7 @@ def test_nobody_stays_stopped_when_the_driver_has_died_or_the_turns_fail(
             time.sleep(0.3)
         assert all(process.status() != psutil.STATUS_STOPPED for process in (generator, learner))
         monkeypatch.setattr(turns, "find_sides", lambda driver: [[generator], [learner]])
-        monkeypatch.setattr(turns, "_each", fail_fifth_call(turns._each))
+        monkeypatch.setattr(turns, "_signal_each", fail_fifth_call(turns._signal_each))
         with pytest.raises(PermissionError, match="not yours"), turns.Turns(driver, 0.5, 0.02):
             time.sleep(0.3)
         assert all(process.status() != psutil.STATUS_STOPPED for process in (generator, learner))

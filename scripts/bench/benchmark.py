@@ -38,7 +38,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from slipstream_bench.intervals import interval
+from slipstream_bench.intervals import confidence_interval
 from slipstream_bench.turns import Turns
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +119,7 @@ class Result:
         return None
 
 
-def cases(setting: str, steps: int | None) -> list[Case]:
+def list_cases(setting: str, steps: int | None) -> list[Case]:
     found = []
     if setting in ("simulated", "all"):
         for cv, on_late in ((0.5, "wait"), (1.0, "mask")):
@@ -149,7 +149,7 @@ def cases(setting: str, steps: int | None) -> list[Case]:
     return found
 
 
-def measure(case: Case, seed: int, outputs: Path) -> Result:
+def measure_run(case: Case, seed: int, outputs: Path) -> Result:
     """One run, as a user starts it. Raises RuntimeError with its output when it fails."""
     name = re.sub(r"[^\w.]+", "-", f"{case.setting} {case.name} {seed}")
     command = [sys.executable, "-P", "-m", "slipstream.train", f"run.outputs={outputs}", f"run.name={name}"]
@@ -209,7 +209,7 @@ def read_scalars(folder: Path, names: tuple[str, ...]) -> dict[str, list[float]]
     return {name: [event.value for event in events.Scalars(name)] for name in names}
 
 
-def tables(results: list[Result]) -> list[Table]:
+def make_tables(results: list[Result]) -> list[Table]:
     found = []
     for setting in dict.fromkeys(result.setting for result in results):
         table = Table(title=f"{setting}, means over seeds", title_justify="left")
@@ -230,36 +230,36 @@ def tables(results: list[Result]) -> list[Table]:
             table.add_column(column, justify="left" if not column else "right", no_wrap=True)
         mine = [result for result in results if result.setting == setting]
         for name in dict.fromkeys(result.name for result in mine):
-            table.add_row(name, *row([result for result in mine if result.name == name]))
+            table.add_row(name, *format_row([result for result in mine if result.name == name]))
         found.append(table)
     return found
 
 
-def row(runs: list[Result]) -> list[str]:
-    def average(key: str) -> float:
+def format_row(runs: list[Result]) -> list[str]:
+    def average_over_runs(key: str) -> float:
         return mean(getattr(run, key) for run in runs)
 
     reached = [run.seconds_to_target for run in runs]
     times = [seconds for seconds in reached if seconds is not None]
     return [
-        f"{average('steps_per_s'):.2f}",
-        f"{average('generated_tokens_per_s'):,.0f}",
-        f"{average('trained_tokens_per_s'):,.0f}",
-        f"{average('masked_share'):.1%}",
-        f"{average('idle_learner'):.0%}",
-        f"{average('idle_generators'):.0%}",
-        f"{average('staleness_mean'):.2f} ({max(run.staleness_max for run in runs)})",
+        f"{average_over_runs('steps_per_s'):.2f}",
+        f"{average_over_runs('generated_tokens_per_s'):,.0f}",
+        f"{average_over_runs('trained_tokens_per_s'):,.0f}",
+        f"{average_over_runs('masked_share'):.1%}",
+        f"{average_over_runs('idle_learner'):.0%}",
+        f"{average_over_runs('idle_generators'):.0%}",
+        f"{average_over_runs('staleness_mean'):.2f} ({max(run.staleness_max for run in runs)})",
         (
-            f"{average('share_of_bound'):.3f}"
+            f"{average_over_runs('share_of_bound'):.3f}"
             if runs[0].share_of_bound
             else f"{mean(run.held_out[-1][2] for run in runs):.3f}"
         ),
         f"{mean(times):.0f}" if len(times) == len(runs) else "–",
-        f"{average('wall_s'):.0f}",
+        f"{average_over_runs('wall_s'):.0f}",
     ]
 
 
-def comparison(results: list[Result], setting: str) -> list[str]:
+def compare_modes(results: list[Result], setting: str) -> list[str]:
     """Asynchronous against on-policy runs of one setting with real training, seed by seed, with 95 %
     intervals of the means."""
     pairs = [
@@ -288,7 +288,7 @@ def comparison(results: list[Result], setting: str) -> list[str]:
 
 
 def _plus_minus(values: list[float]) -> str:
-    center, half = interval(values)
+    center, half = confidence_interval(values)
     return f"{center:.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}") + f" ({len(values)} seeds)"
 
 
@@ -303,7 +303,7 @@ def write_figures(results: list[Result], folder: Path) -> None:
 COLORS = {ON_POLICY: "#7570b3", ASYNC: "#d95f02"}
 
 
-def plot(results: list[Result], setting: str, path: Path) -> None:
+def plot_results(results: list[Result], setting: str, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -368,7 +368,9 @@ def main() -> int:
             signal.signal(ending, lambda number, frame: sys.exit(128 + number))
     console, results = Console(width=None if sys.stdout.isatty() else 150), []
     work = [
-        (case, seed) for seed in range(arguments.seeds) for case in cases(arguments.setting, arguments.steps)
+        (case, seed)
+        for seed in range(arguments.seeds)
+        for case in list_cases(arguments.setting, arguments.steps)
     ]
     arguments.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="slipstream-benchmark-") as outputs:
@@ -377,15 +379,15 @@ def main() -> int:
                 f"run {number} of {len(work)}: {case.setting}, {case.name}, seed {seed}, {case.steps}"
                 " steps ..."
             )
-            results.append(measure(case, seed, Path(outputs)))
+            results.append(measure_run(case, seed, Path(outputs)))
             write_figures(results, arguments.folder)
-    for table in tables(results):
+    for table in make_tables(results):
         console.print(table)
     for setting in dict.fromkeys(result.setting for result in results):
         mine = [result for result in results if result.setting == setting]
         if setting != "simulated":
-            console.print(f"{setting}:", *comparison(mine, setting), sep="\n  ")
-        plot(mine, setting, arguments.folder / f"{setting}.png")
+            console.print(f"{setting}:", *compare_modes(mine, setting), sep="\n  ")
+        plot_results(mine, setting, arguments.folder / f"{setting}.png")
         console.print(f"picture and figures: {arguments.folder / setting}.png, .json")
     return 0
 

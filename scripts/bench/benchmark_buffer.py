@@ -51,7 +51,7 @@ say = Console(stderr=True)
 
 
 @dataclass(frozen=True)
-class Size:
+class GroupSize:
     name: str
     num_tokens: int
     per_message: int
@@ -61,10 +61,10 @@ class Size:
     """Processes."""
 
 
-SIZES = {"large": Size("large", 2048, 8, 128, 3), "small": Size("small", 64, 32, 1024, 2)}
+SIZES = {"large": GroupSize("large", 2048, 8, 128, 3), "small": GroupSize("small", 64, 32, 1024, 2)}
 
 
-def template(size: Size) -> pa.RecordBatch:
+def make_template(size: GroupSize) -> pa.RecordBatch:
     rng, n = np.random.default_rng(0), size.num_tokens
     prompt = n // 4
     rows = [
@@ -90,7 +90,7 @@ def template(size: Size) -> pa.RecordBatch:
     return to_batch(rows)
 
 
-def add_up(table: pa.Table | pa.RecordBatch) -> int:
+def add_up_tokens(table: pa.Table | pa.RecordBatch) -> int:
     column = table.column("tokens")
     return sum(int(chunk.flatten().to_numpy().sum()) for chunk in getattr(column, "chunks", [column]))
 
@@ -98,33 +98,33 @@ def add_up(table: pa.Table | pa.RecordBatch) -> int:
 # ---- raw pyzmq
 
 
-def raw(size: Size, seconds: float, folder: Path) -> float:
+def measure_raw_zmq(size: GroupSize, seconds: float, folder: Path) -> float:
     """Groups a second from one process to another, read and added up."""
     address = f"ipc://{folder}/raw"
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
     socket.bind(address)
-    with processes([(push, (size, address))]):
+    with running_processes([(push_groups, (size, address))]):
         socket.recv()
         began, num = time.perf_counter(), 0
         while time.perf_counter() - began < seconds:
-            add_up(pa.ipc.read_record_batch(pa.py_buffer(socket.recv(copy=False).buffer), SCHEMA))
+            add_up_tokens(pa.ipc.read_record_batch(pa.py_buffer(socket.recv(copy=False).buffer), SCHEMA))
             num += 1
     socket.close(linger=0)
     return num / seconds
 
 
-def push(size: Size, address: str) -> None:
+def push_groups(size: GroupSize, address: str) -> None:
     socket = zmq.Context().socket(zmq.PUSH)
     socket.connect(address)
-    data = encode_batch(template(size))
+    data = encode_batch(make_template(size))
     while True:
         socket.send(data, copy=False)
 
 
-def disk(size: Size, seconds: float, folder: Path) -> float:
+def measure_disk(size: GroupSize, seconds: float, folder: Path) -> float:
     """Groups a second that one process writes and syncs, 4 MB at a time, deleting files of 64 MB as the
     buffer does."""
-    data = encode_batch(pa.concat_batches([template(size)] * size.per_message)).to_pybytes()
+    data = encode_batch(pa.concat_batches([make_template(size)] * size.per_message)).to_pybytes()
     per_sync = max(1, (4 << 20) // len(data))
     files: list[Path] = []
     began, num = time.perf_counter(), 0
@@ -144,7 +144,7 @@ def disk(size: Size, seconds: float, folder: Path) -> float:
 # ---- the buffer
 
 
-def configure(size: Size, address: str, durability: str) -> Config:
+def make_config(size: GroupSize, address: str, durability: str) -> Config:
     return load_config(
         [
             "generators.max_model_len=4096",
@@ -164,7 +164,7 @@ def configure(size: Size, address: str, durability: str) -> Config:
     )
 
 
-def serve(config: Config, folder: Path) -> None:
+def serve_buffer(config: Config, folder: Path) -> None:
     logging.disable()
     server = BufferServer(config, folder)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
@@ -175,9 +175,9 @@ class Producer:
     """Keeps a few submissions and a question under way; makes groups by putting their numbers into a
     template."""
 
-    def __init__(self, name: str, size: Size, address: str, in_flight: int = 4) -> None:
+    def __init__(self, name: str, size: GroupSize, address: str, in_flight: int = 4) -> None:
         self._name, self._size, self._in_flight = name, size, in_flight
-        whole = pa.concat_batches([template(size)] * size.per_message)
+        whole = pa.concat_batches([make_template(size)] * size.per_message)
         self._columns = [whole.column(i) for i in range(whole.num_columns)]
         self.client = BufferClient(address, timeout_s=60.0)
         self._leases: list[m.Lease] = []
@@ -187,7 +187,7 @@ class Producer:
         self.latencies: list[float] = []
         self.over = False
 
-    def turn(self) -> None:
+    def take_turn(self) -> None:
         """Takes in the answers that are there, and sends all that may be sent."""
         for answer in self.client.receive_answers(0.0):
             if isinstance(answer.reply, m.LeaseGrant):
@@ -208,9 +208,9 @@ class Producer:
             request = m.SubmitGroups(
                 generator=self._name, leases=[lease.id for lease in mine], schema=SCHEMA_VERSION
             )
-            self._sent[self.client.send_request(request, self._groups(mine))] = time.perf_counter()
+            self._sent[self.client.send_request(request, self._encode_groups(mine))] = time.perf_counter()
 
-    def _groups(self, leases: list[m.Lease]) -> pa.Buffer:
+    def _encode_groups(self, leases: list[m.Lease]) -> pa.Buffer:
         columns = [column.slice(0, SAMPLES * len(leases)) for column in self._columns]
         for name, values in (
             ("group", [lease.group for lease in leases]),
@@ -221,7 +221,7 @@ class Producer:
         return encode_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
 
 
-def produce(size: Size, address: str, names: list[str], latencies: Path | None = None) -> None:
+def run_producers(size: GroupSize, address: str, names: list[str], latencies: Path | None = None) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     zmq.Context.instance().set(zmq.MAX_SOCKETS, 10_000)
@@ -243,14 +243,14 @@ def run_until_over(producers: list[Producer]) -> None:
         for one in producer.client.sockets:
             poller.register(one, zmq.POLLIN)
             by_socket[one] = producer
-        producer.turn()
+        producer.take_turn()
     while not all(producer.over for producer in producers):
         for producer in {by_socket[one] for one, _ in poller.poll(1000)}:
-            producer.turn()
+            producer.take_turn()
 
 
 @dataclass
-class Passed:
+class BufferThroughput:
     """What went through the buffer."""
 
     groups_per_s: float
@@ -261,19 +261,25 @@ class Passed:
     """Of the server, at each tenth."""
 
 
-def through_the_buffer(
-    size: Size, durability: str, seconds: float, folder: Path, *, sockets: int = 1, groups: int | None = None
-) -> Passed:  # fmt: skip
+def measure_buffer(
+    size: GroupSize,
+    durability: str,
+    seconds: float,
+    folder: Path,
+    *,
+    sockets: int = 1,
+    groups: int | None = None,
+) -> BufferThroughput:
     """Runs server and producers (each process with so many sockets), and consumes until the time, or
     `groups`, are over."""
     folder.mkdir()
     address = f"ipc://{folder}/socket"
-    config = configure(size, address, durability)
-    work: list[tuple[Callable[..., None], tuple[Any, ...]]] = [(serve, (config, folder / "journal"))]
+    config = make_config(size, address, durability)
+    work: list[tuple[Callable[..., None], tuple[Any, ...]]] = [(serve_buffer, (config, folder / "journal"))]
     for number in range(size.num_producers):
         names = [f"producer-{number}-{i}" for i in range(sockets)]
-        work.append((produce, (size, address, names, folder / f"latencies-{number}")))
-    with processes(work) as pids:
+        work.append((run_producers, (size, address, names, folder / f"latencies-{number}")))
+    with running_processes(work) as pids:
         server = psutil.Process(pids[0])
         client = BufferClient(address, timeout_s=120.0)
         client.call(m.PublishVersion(version=0, manifest_locator="w"), m.Acknowledged)
@@ -283,7 +289,7 @@ def through_the_buffer(
         while True:
             taken = client.take_batch(step, wait_s=60.0)
             assert isinstance(taken, TakenBatch), taken
-            add_up(taken.table)
+            add_up_tokens(taken.table)
             consumed = m.ReportTrainedStep(
                 step=step, num_trained=sampled, idle_s=0.0, alive_s=1.0, metrics={}
             )
@@ -312,11 +318,11 @@ def through_the_buffer(
         for a, b in zip(tenths, tenths[1:], strict=False)
     ]
     total = size.groups_per_step * (marks[-1][1] - marks[0][1]) / (marks[-1][0] - marks[0][0])
-    return Passed(total, latencies, rates, [mark[2] for mark in tenths])
+    return BufferThroughput(total, latencies, rates, [mark[2] for mark in tenths])
 
 
 @contextmanager
-def processes(work: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> Iterator[list[int]]:
+def running_processes(work: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> Iterator[list[int]]:
     running = [spawn.Process(target=function, args=arguments, daemon=True) for function, arguments in work]
     for process in running:
         process.start()
@@ -333,46 +339,44 @@ def processes(work: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> Iterat
 # ---- the run
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+def measure_sizes(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for size in (SIZES[name] for name in ([options.only] if options.only else SIZES)):
         rates = found[size.name] = {}
         say.print(f"{size.name}: raw pyzmq ...")
-        rates["raw pyzmq"] = raw(size, options.seconds, folder)
-        rates["the disk alone"] = disk(size, options.seconds, folder)
+        rates["raw pyzmq"] = measure_raw_zmq(size, options.seconds, folder)
+        rates["the disk alone"] = measure_disk(size, options.seconds, folder)
         for durability in ("none", "os", "fsync"):
             say.print(f"{size.name}: buffer, durability={durability} ...")
-            passed = through_the_buffer(size, durability, options.seconds, folder / durability)
+            passed = measure_buffer(size, durability, options.seconds, folder / durability)
             rates[f"buffer, {durability}"] = passed.groups_per_s
-            rates[f"latency, {durability}"] = quantiles(passed.latencies_s)
+            rates[f"latency, {durability}"] = format_quantiles(passed.latencies_s)
     if options.long:
         small = SIZES["small"]
         for sockets in (5, 500):
             say.print(f"small: {2 * sockets} connected producers ...")
-            few = Size("small", 64, 8, 2048, 2)
-            passed = through_the_buffer(
-                few, "os", max(15.0, options.seconds), folder / "many", sockets=sockets
-            )
+            few = GroupSize("small", 64, 8, 2048, 2)
+            passed = measure_buffer(few, "os", max(15.0, options.seconds), folder / "many", sockets=sockets)
             found["small"][f"{2 * sockets} producers"] = passed.groups_per_s
         say.print("small: a million trajectories ...")
-        passed = through_the_buffer(small, "os", 0.0, folder / "long", groups=125_000)
+        passed = measure_buffer(small, "os", 0.0, folder / "long", groups=125_000)
         found["small"]["a million trajectories"] = {"groups_per_s": passed.rates, "rss_mb": passed.rss_mb}
     for size in (SIZES[name] for name in found):
         for peer in PEERS if options.peers else ():  # last: they leave much running
             say.print(f"{size.name}: {peer} ...")
-            data = encode_batch(template(size)).to_pybytes()
+            data = encode_batch(make_template(size)).to_pybytes()
             found[size.name][peer] = measure_peer(peer, data, (SAMPLES, size.num_tokens), options.seconds)
     return found
 
 
-def quantiles(latencies: list[float]) -> str:
+def format_quantiles(latencies: list[float]) -> str:
     ordered = sorted(latencies) or [float("nan")]
     return (
         f"{1e3 * median(ordered):.1f} ms median, {1e3 * ordered[int(0.99 * (len(ordered) - 1))]:.1f} ms p99"
     )
 
 
-def bars(found: dict[str, dict[str, Any]]) -> Iterator[tuple[str, float, float]]:
+def compare_with_targets(found: dict[str, dict[str, Any]]) -> Iterator[tuple[str, float, float]]:
     """(what, ratio reached, ratio asked for)."""
     asked = {"large": (("raw pyzmq", 0.5), ("Ray queue actor", 10), ("TransferQueue", 20)),
              "small": (("Ray queue actor", 10), ("TransferQueue", 60))}  # fmt: skip
@@ -408,16 +412,16 @@ def main() -> int:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="slipstream-", dir="/var/tmp"))  # a disk, not memory
     try:
-        found = measure(options, folder)
+        found = measure_sizes(options, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     table = Table("", *found, title="groups a second", title_justify="left")
     for name in dict.fromkeys(name for rates in found.values() for name in rates):
         cells = [rates.get(name, "") for rates in found.values()]
-        table.add_row(name, *(f"{c:,.0f}" if isinstance(c, float) else describe(c) for c in cells))
+        table.add_row(name, *(f"{c:,.0f}" if isinstance(c, float) else format_cell(c) for c in cells))
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
-    for what, reached, wanted in bars(found):
+    for what, reached, wanted in compare_with_targets(found):
         verdict = "ok" if reached >= wanted else "[red]missed[/]"
         console.print(f"{what}: {reached:.2f} × (asked for: {wanted}) {verdict}")
     if options.json:
@@ -425,7 +429,7 @@ def main() -> int:
     return 0
 
 
-def describe(cell: Any) -> str:
+def format_cell(cell: Any) -> str:
     if isinstance(cell, dict):
         rates, rss = cell["groups_per_s"], cell["rss_mb"]
         return (

@@ -49,7 +49,6 @@ from rich.table import Column, Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from benchmark_loss import cost
 from configs.load import load_config
 from configs.model import Dtype
 from learners.flops import count_step_flops
@@ -64,13 +63,14 @@ from slipstream_bench.learner_peers import (
     LR,
     MAX_GRAD_NORM,
     ROWS,
-    Bare,
+    BareLoop,
     Step,
     Work,
-    clock,
-    padded,
-    trl,
+    make_padded_step,
+    make_trl_step,
+    read_clock,
 )
+from slipstream_bench.measured_cost import measure_cost
 
 TOKENS, VOCABULARY, HIDDEN = 8_192, 32_768, 512
 """Of the head whose memory is measured."""
@@ -98,12 +98,12 @@ def make_work(options: argparse.Namespace, folder: Path) -> Work:
     Qwen3ForCausalLM(config).save_pretrained(folder)
     rng = np.random.default_rng(options.seed)
 
-    def lognormal(mean: float, cv: float, size: int) -> np.ndarray:
+    def draw_lognormal(mean: float, cv: float, size: int) -> np.ndarray:
         sigma = math.sqrt(math.log(1 + cv**2))
         return np.maximum(2, rng.lognormal(math.log(mean) - sigma**2 / 2, sigma, size)).astype(np.int64)
 
-    responses = lognormal(options.mean_tokens, options.cv, num)
-    prompts = lognormal(options.mean_tokens / 4, 0.5, num // GROUP).repeat(GROUP)
+    responses = draw_lognormal(options.mean_tokens, options.cv, num)
+    prompts = draw_lognormal(options.mean_tokens / 4, 0.5, num // GROUP).repeat(GROUP)
     return Work(str(folder), make_batch(prompts, responses, vocabulary, rng), options.budget)
 
 
@@ -131,20 +131,20 @@ def make_batch(
 # ---- the steps
 
 
-class Timed(FsdpEngine):
+class TimedEngine(FsdpEngine):
     """Keeps what it was given, and how long updates took."""
 
     seconds = 0.0
     microbatches: Sequence[Packed] = ()
 
     def update(self, microbatches: Sequence[Packed], loss_fn: Any, lr: float) -> float:
-        self.microbatches, began = microbatches, clock()
+        self.microbatches, began = microbatches, read_clock()
         norm = super().update(microbatches, loss_fn, lr)
-        self.seconds = clock() - began
+        self.seconds = read_clock() - began
         return norm
 
 
-def trainer(work: Work, engine: Timed) -> Step:
+def make_trainer_step(work: Work, engine: TimedEngine) -> Step:
     """`Trainer.train`. Its engine has the update's seconds and microbatches."""
     num = work.batch.num_sequences
     config = load_config(
@@ -178,7 +178,7 @@ def trainer(work: Work, engine: Timed) -> Step:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def join_process_group(folder: Path) -> Iterator[None]:
     """A process group of this process."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
@@ -188,31 +188,38 @@ def alone(folder: Path) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def matrix_peak(device: torch.device, sizes: Sequence[int]) -> float:
+def measure_matrix_peak(device: torch.device, sizes: Sequence[int]) -> float:
     """FLOP/s of the fastest product of square matrices, in float32 on a CPU, in bfloat16 on a GPU."""
     dtype, rates = torch.bfloat16 if device.type == "cuda" else torch.float32, []
     for size in sizes:
         left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
         for _ in range(3):
-            began = clock()
+            began = read_clock()
             torch.mm(left, right)
-            rates.append(2 * size**3 / (clock() - began))
+            rates.append(2 * size**3 / (read_clock() - began))
     return max(rates)
 
 
-def measure(work: Work, repeats: int, with_trl: bool, matrices: Sequence[int] = MATRICES) -> dict[str, Any]:
+def measure_steps(
+    work: Work, repeats: int, with_trl: bool, matrices: Sequence[int] = MATRICES
+) -> dict[str, Any]:
     """Seconds and first results of each step, the peak between them, and the shares of the bare loop."""
     dtype = Dtype.bfloat16 if work.cuda else Dtype.float32
-    engine = Timed(work.path, dtype=dtype, attention=work.attention, betas=BETAS, max_grad_norm=MAX_GRAD_NORM)
-    loop = Bare(work, lambda: engine.microbatches)
+    engine = TimedEngine(
+        work.path, dtype=dtype, attention=work.attention, betas=BETAS, max_grad_norm=MAX_GRAD_NORM
+    )
+    loop = BareLoop(work, lambda: engine.microbatches)
     ours: dict[str, Step] = {
-        "Trainer.train": trainer(work, engine),
+        "Trainer.train": make_trainer_step(work, engine),
         "bare loop": loop,
-        "bare loop, plain head": Bare(work, lambda: engine.microbatches, entropies=False),
+        "bare loop, plain head": BareLoop(work, lambda: engine.microbatches, entropies=False),
     }
-    others = {"padded": padded(work), "padded by microbatch": padded(work, by_microbatch=True)}
+    others = {
+        "padded": make_padded_step(work),
+        "padded by microbatch": make_padded_step(work, by_microbatch=True),
+    }
     if with_trl:
-        others |= {"TRL": trl(work), "TRL, head compact": trl(work, compact=True)}
+        others |= {"TRL": make_trl_step(work), "TRL, head compact": make_trl_step(work, compact=True)}
     seconds: dict[str, list[float]] = {
         name: [] for name in ("Trainer.train", "engine.update", *ours, *others)
     }
@@ -221,17 +228,17 @@ def measure(work: Work, repeats: int, with_trl: bool, matrices: Sequence[int] = 
     for number in range(repeats):
         for name, step in (*ours.items(), *ours.items(), *others.items()):
             say.print(f"{number + 1} of {repeats}: {name} ...")
-            began = clock()
+            began = read_clock()
             result = step()
-            seconds[name].append(clock() - began)
+            seconds[name].append(read_clock() - began)
             results.setdefault(name, result)
             if name == "Trainer.train":
                 seconds["engine.update"].append(engine.seconds)
-                peak = max(peak, matrix_peak(work.device, matrices))
-    return {"seconds": seconds, "results": results, "peak": peak, "shares": loop.shares()}
+                peak = max(peak, measure_matrix_peak(work.device, matrices))
+    return {"seconds": seconds, "results": results, "peak": peak, "shares": loop.measure_shares()}
 
 
-def check(results: dict[str, tuple[float, float]], tolerance: float) -> None:
+def check_results(results: dict[str, tuple[float, float]], tolerance: float) -> None:
     """Raises AssertionError where a first step had not the loss and gradient norm that the others had."""
     for name, found in results.items():
         expected = results["bare loop"]
@@ -240,7 +247,7 @@ def check(results: dict[str, tuple[float, float]], tolerance: float) -> None:
         )
 
 
-def padding(work: Work) -> dict[str, float]:
+def compute_padding(work: Work) -> dict[str, float]:
     """Share of the positions of each padded step that no token has."""
     lengths, responses = torch.tensor(work.lengths), work.responses.long()
     tokens, num = int(lengths.sum()), len(lengths)
@@ -253,14 +260,14 @@ def padding(work: Work) -> dict[str, float]:
     return {name: 1 - share for name, share in shares.items()}
 
 
-def head(num_tokens: int, vocabulary: int, hidden: int) -> dict[str, Any]:
+def measure_head(num_tokens: int, vocabulary: int, hidden: int) -> dict[str, Any]:
     """Time and peak memory of log-probabilities, forward and backward: ours beside `log_softmax`."""
     torch.manual_seed(0)
     states, weight = torch.randn(num_tokens, hidden), torch.randn(vocabulary, hidden) / math.sqrt(hidden)
     targets, upstream = torch.randint(vocabulary, (num_tokens,)), torch.randn(num_tokens)
     found: dict[str, tuple[Tensor, ...]] = {}
 
-    def run(name: str) -> None:
+    def run_head(name: str) -> None:
         h, w = states.detach().requires_grad_(), weight.detach().requires_grad_()
         if name == "log_softmax":
             logprobs = F.linear(h, w).float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
@@ -268,7 +275,10 @@ def head(num_tokens: int, vocabulary: int, hidden: int) -> dict[str, Any]:
             logprobs = chunked_logprobs(h, w, None, targets, 1.0)[0]
         found[name] = (logprobs.detach(), *torch.autograd.grad(logprobs, (h, w), upstream))
 
-    costs = {name: cost(partial(run, name), 1)._asdict() for name in ("log_softmax", "chunked_logprobs")}
+    costs = {
+        name: measure_cost(partial(run_head, name), 1)._asdict()
+        for name in ("log_softmax", "chunked_logprobs")
+    }
     for one, other in zip(*found.values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     return costs
@@ -280,7 +290,7 @@ QWEN3: dict[str, dict[str, int]] = {
 }
 
 
-def large(folder: Path) -> dict[str, dict[str, float]]:
+def measure_large_models(folder: Path) -> dict[str, dict[str, float]]:
     """On a GPU: `engine.update` on one microbatch of sequences of 2,048 tokens, of Qwen3 with random
     weights, in bfloat16."""
     found = {}
@@ -297,14 +307,14 @@ def large(folder: Path) -> dict[str, dict[str, float]]:
             packed, seconds = pack_rows(batch, range(num)), []
             torch.cuda.reset_peak_memory_stats()
             for _ in range(4):
-                began = clock()
+                began = read_clock()
                 engine.update([packed], lambda logprobs, entropy, packed: -logprobs.mean(), LR)
-                seconds.append(clock() - began)
+                seconds.append(read_clock() - began)
             rate = count_step_flops(config, [2_048] * num) / min(seconds)
             found[f"{name}, {num_tokens:,} tokens"] = {
                 "tokens_per_s": num_tokens / min(seconds),
                 "flops_per_s": rate,
-                "mfu": rate / matrix_peak(torch.device("cuda"), MATRICES),
+                "mfu": rate / measure_matrix_peak(torch.device("cuda"), MATRICES),
                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             }
         del engine
@@ -315,7 +325,7 @@ def large(folder: Path) -> dict[str, dict[str, float]]:
 # ---- what is said of it
 
 
-def summarize_policy(work: Work, found: dict[str, Any]) -> dict[str, dict[str, float]]:
+def summarize_steps(work: Work, found: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Figures of each step: by the least time."""
     flops, ours = count_step_flops(work.config, work.lengths), min(found["seconds"]["Trainer.train"])
     return {
@@ -329,7 +339,7 @@ def summarize_policy(work: Work, found: dict[str, Any]) -> dict[str, dict[str, f
     }
 
 
-def report(work: Work, found: dict[str, Any], where: str) -> None:
+def print_report(work: Work, found: dict[str, Any], where: str) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     rows, shares, results = found["steps"], found["padding"], found["results"]
     columns = ("s", "tokens/s", "time / Trainer.train", "MFU", "padding", "loss", "gradient norm")
@@ -407,19 +417,19 @@ def main() -> None:
         if cuda
         else f"CPU, threads: {options.threads}, load {os.getloadavg()[0]:.1f}"
     )
-    with tempfile.TemporaryDirectory() as name, alone(Path(name)):
+    with tempfile.TemporaryDirectory() as name, join_process_group(Path(name)):
         work = make_work(options, Path(name) / "model")
-        found = measure(work, options.repeats, not options.no_trl)
-        check(found["results"], tolerance=5e-2 if cuda else 1e-4)
-        found |= {"steps": summarize_policy(work, found), "padding": padding(work)}
+        found = measure_steps(work, options.repeats, not options.no_trl)
+        check_results(found["results"], tolerance=5e-2 if cuda else 1e-4)
+        found |= {"steps": summarize_steps(work, found), "padding": compute_padding(work)}
         say.print("the head ...")
         with torch.device(work.device):
             found |= {
                 "head_of": f"{TOKENS} x {HIDDEN} to {VOCABULARY}",
-                "head": head(TOKENS, VOCABULARY, HIDDEN),
+                "head": measure_head(TOKENS, VOCABULARY, HIDDEN),
             }
-        found["large"] = large(Path(name)) if cuda else {}
-        report(
+        found["large"] = measure_large_models(Path(name)) if cuda else {}
+        print_report(
             work,
             found,
             f"{device}; {options.layers} layers, hidden {options.hidden}, {options.vocab:,} words",

@@ -21,17 +21,14 @@ first round: on a CPU by torch's profiler, which records each allocation; on a G
 """
 
 import argparse
-import itertools
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +47,7 @@ from algos.values import implicit_reward_loss, value_loss
 from configs.advantages import Advantage, GaeConfig, Span
 from configs.algo import Aggregation, AlgoConfig
 from configs.load import FOLDER, load_config
+from slipstream_bench.measured_cost import MeasuredCost, measure_cost
 
 NUM_SEQUENCES, GROUP, HORIZON = 64, 8, 8_192
 VOCABULARY, CHUNK = 32_768, 4_096
@@ -57,39 +55,7 @@ Actions = dict[str, Callable[[], Any]]
 say = Console(stderr=True)
 
 
-class Cost(NamedTuple):
-    ms: float
-    peak_mib: float
-
-
-def cost(action: Callable[[], Any], repeat: int) -> Cost:
-    cuda = torch.cuda.is_available()
-    clock = time.perf_counter if cuda or torch.get_num_threads() > 1 else time.thread_time
-    wait = torch.cuda.synchronize if cuda else lambda: None
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        action()
-        peak = torch.cuda.max_memory_allocated() - before
-    else:
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        ) as profile:
-            action()
-        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-        events.sort(key=lambda event: event.start_ns())
-        peak = max(itertools.accumulate((event.nbytes() for event in events), initial=0))
-    seconds = []
-    for _ in range(repeat):
-        wait()
-        began = clock()
-        action()
-        wait()
-        seconds.append(clock() - began)
-    return Cost(1e3 * median(seconds), peak / 2**20)
-
-
-class Step:
+class RandomStep:
     """A step's columns [T], random, as `learners.step` hands them to the loss side."""
 
     def __init__(self, num_tokens: int) -> None:
@@ -121,17 +87,23 @@ class Step:
             process_rewards=0.05 * torch.randn(num_tokens),
         )
 
-    def choices(self) -> Actions:
+    def list_choices(self) -> Actions:
         """What presets choose from: every advantage and every aggregation."""
         algos = {str(name): replace(AlgoConfig(), advantage=name) for name in Advantage}
         algos["gae, span=turn"] = replace(algos["gae"], gae=GaeConfig(span=Span.turn))
-        found: Actions = {f"advantage={name}": partial(self.advantages, algo) for name, algo in algos.items()}
-        return found | {f"aggregation={kind}": partial(self.weights, kind) for kind in Aggregation}
+        found: Actions = {
+            f"advantage={name}": partial(self.compute_advantages, algo) for name, algo in algos.items()
+        }
+        return found | {f"aggregation={kind}": partial(self.compute_weights, kind) for kind in Aggregation}
 
-    def parts(self, algo: AlgoConfig) -> Actions:
+    def list_parts(self, algo: AlgoConfig) -> Actions:
         """All that a preset has computed of a step."""
-        s, advantages, weights = self.samples, self.advantages(algo), self.weights(algo.aggregation)
-        correction = self.correction(algo, advantages)
+        s, advantages, weights = (
+            self.samples,
+            self.compute_advantages(algo),
+            self.compute_weights(algo.aggregation),
+        )
+        correction = self.compute_correction(algo, advantages)
         tokens = Tokens(
             logprobs=self.logprobs.detach(),
             proximal_logprobs=self.proximal,
@@ -171,38 +143,38 @@ class Step:
         found: Actions = {
             "policy loss": loss,
             "its metrics": sums,
-            "advantages": partial(self.advantages, algo),
+            "advantages": partial(self.compute_advantages, algo),
         }
-        found["weights"] = partial(self.weights, algo.aggregation)
+        found["weights"] = partial(self.compute_weights, algo.aggregation)
         if algo.needs_whole_minibatch:
-            found["off-policy weights"] = partial(self.correction, algo, advantages)
+            found["off-policy weights"] = partial(self.compute_correction, algo, advantages)
         if algo.needs_critic:
             targets = compute_value_targets(s, algo)
             found |= {
                 "targets": partial(compute_value_targets, s, algo),
-                "critic": partial(self.critic, targets, weights),
+                "critic": partial(self.backpropagate_critic, targets, weights),
             }
         if algo.advantage.needs_reward_model:
-            found["reward model"] = self.reward_model
+            found["reward model"] = self.backpropagate_reward_model
         return found
 
-    def advantages(self, algo: AlgoConfig) -> Tensor:
+    def compute_advantages(self, algo: AlgoConfig) -> Tensor:
         return ADVANTAGES[algo.advantage](self.samples, algo)
 
-    def weights(self, kind: Aggregation) -> Tensor:
+    def compute_weights(self, kind: Aggregation) -> Tensor:
         return compute_aggregation_weights(
             kind, self.samples.mask, self.samples.sequence, NUM_SEQUENCES, HORIZON
         )
 
-    def correction(self, algo: AlgoConfig, advantages: Tensor) -> Tensor:
+    def compute_correction(self, algo: AlgoConfig, advantages: Tensor) -> Tensor:
         s = self.samples
         return compute_off_policy_weights(algo, self.proximal - self.behavior, advantages, s.mask, s.sequence)
 
-    def critic(self, targets: Tensor, weights: Tensor) -> None:
+    def backpropagate_critic(self, targets: Tensor, weights: Tensor) -> None:
         loss, _ = value_loss(self.values, self.values.detach(), targets, self.samples.mask, weights, clip=0.2)
         torch.autograd.grad(loss, self.values)
 
-    def reward_model(self) -> None:
+    def backpropagate_reward_model(self) -> None:
         s, outcomes = self.samples, self.samples.rewards[self.samples.sequence]
         loss, _ = implicit_reward_loss(
             self.logprobs, self.reference, outcomes, s.sampled, s.sequence, NUM_SEQUENCES, beta=0.05
@@ -210,24 +182,24 @@ class Step:
         torch.autograd.grad(loss, self.logprobs)
 
 
-def log_softmax(num_tokens: int) -> Actions:
+def make_log_softmax_actions(num_tokens: int) -> Actions:
     logits, gradient = torch.randn(CHUNK, VOCABULARY, requires_grad=True), torch.ones(CHUNK, VOCABULARY)
     chunks = [min(CHUNK, num_tokens - begin) for begin in range(0, num_tokens, CHUNK)]
 
     @torch.no_grad()
-    def forward() -> None:
+    def run_forward() -> None:
         for size in chunks:
             F.log_softmax(logits[:size], -1)
 
-    def both() -> None:
+    def run_forward_and_backward() -> None:
         for size in chunks:
             chunk = logits[:size]
             torch.autograd.grad(F.log_softmax(chunk, -1), chunk, gradient[:size])
 
-    return {"log-softmax": forward, "log-softmax and backward": both}
+    return {"log-softmax": run_forward, "log-softmax and backward": run_forward_and_backward}
 
 
-def report(found: dict[str, dict[str, Cost]], where: str) -> None:
+def print_report(found: dict[str, dict[str, MeasuredCost]], where: str) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     presets, yardstick = dict(found), found["log-softmax"]
     words = f"log-softmax: float32, {VOCABULARY:,} words, {CHUNK:,} tokens at a time, always the same ones"
@@ -265,20 +237,20 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.set_default_device("cuda")
-    step = Step(options.tokens)
-    measured = {"log-softmax": log_softmax(options.tokens), "choices": step.choices()}
+    step = RandomStep(options.tokens)
+    measured = {"log-softmax": make_log_softmax_actions(options.tokens), "choices": step.list_choices()}
     names = sorted(path.stem for path in (FOLDER / "algo").glob("*.yaml"))
-    measured |= {name: step.parts(load_config([f"algo={name}"]).algo) for name in names}
-    found: dict[str, dict[str, Cost]] = {}
+    measured |= {name: step.list_parts(load_config([f"algo={name}"]).algo) for name in names}
+    found: dict[str, dict[str, MeasuredCost]] = {}
     for name, actions in measured.items():
         say.print(f"{name} ...")
-        found[name] = {part: cost(action, options.repeat) for part, action in actions.items()}
+        found[name] = {part: measure_cost(action, options.repeat) for part, action in actions.items()}
     device = (
         torch.cuda.get_device_name()
         if cuda
         else f"CPU, threads: {options.threads}, load {os.getloadavg()[0]:.1f}"
     )
-    report(found, f"{options.tokens:,} tokens, {device}")
+    print_report(found, f"{options.tokens:,} tokens, {device}")
     if options.json:
         named = {name: {part: one._asdict() for part, one in parts.items()} for name, parts in found.items()}
         options.json.write_text(json.dumps(named, indent=1))

@@ -33,7 +33,7 @@ from configs.schema import Config
 GROUPS_PER_STEP, CHECKPOINT_EVERY, KEEP = 64, 50, 3
 
 
-def configure() -> Config:
+def make_config() -> Config:
     return load_config(
         [
             f"learner.groups_per_step={GROUPS_PER_STEP}",
@@ -50,13 +50,13 @@ def configure() -> Config:
 def write_run(folder: Path, num_groups: int, checkpoints: bool) -> None:
     """A run of so many groups; then this process kills itself in the middle of a step."""
     logging.disable(logging.ERROR)
-    buffer = Buffer(configure(), folder)
+    buffer = Buffer(make_config(), folder)
     for step in range(-(-num_groups // GROUPS_PER_STEP)):
         buffer.progress.publish_version(step, f"weights of version {step}")
         leases = []
         while (lease := buffer.lease_next("g")) is not None:
             leases.append(lease)
-        rows = [row for lease in leases for row in rows_of(lease, step)]
+        rows = [row for lease in leases for row in make_rows(lease, step)]
         if leases:
             data = memoryview(encode_batch(to_batch(rows))).cast("B")
             buffer.intake.submit_groups("g", [lease.id for lease in leases], SCHEMA_VERSION, data)
@@ -72,7 +72,7 @@ def write_run(folder: Path, num_groups: int, checkpoints: bool) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def rows_of(lease: m.Lease, version: int) -> list[Trajectory]:
+def make_rows(lease: m.Lease, version: int) -> list[Trajectory]:
     return [
         Trajectory(
             group=lease.group,
@@ -94,13 +94,13 @@ def rows_of(lease: m.Lease, version: int) -> list[Trajectory]:
     ]
 
 
-def open_again(folder: Path) -> None:
+def reopen_journal(folder: Path) -> None:
     """Opens the journal; prints seconds, lines read and the most memory in MB."""
     logging.disable(logging.ERROR)
     lines = len(read_journal(folder).tail.lines)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.monotonic()
-    buffer = Buffer(configure(), folder)
+    buffer = Buffer(make_config(), folder)
     seconds = time.monotonic() - began
     assert buffer.book.ledger.closes()
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -108,7 +108,7 @@ def open_again(folder: Path) -> None:
     os._exit(0)  # without a clean end, which would write a state
 
 
-def measure(num_groups: int, checkpoints: bool) -> list[str]:
+def measure_recovery(num_groups: int, checkpoints: bool) -> list[str]:
     folder = Path(tempfile.mkdtemp(prefix="slipstream-recovery-"))
     try:
         own = [
@@ -146,14 +146,14 @@ def main() -> int:
     if options.be == "writer":
         write_run(options.folder, options.groups[0], not options.without_checkpoints)
     if options.be == "opener":
-        open_again(options.folder)
+        reopen_journal(options.folder)
     table = Table(
         title=f"recovery after a SIGKILL{', no checkpoints' if options.without_checkpoints else ''}"
     )
     for name in ("groups", "steps", "log, MB", "lines read", "seconds", "memory, MB"):
         table.add_column(name, justify="right")
     for num_groups in options.groups:
-        table.add_row(*measure(num_groups, not options.without_checkpoints))
+        table.add_row(*measure_recovery(num_groups, not options.without_checkpoints))
     Console().print(table)
     return 0
 

@@ -36,7 +36,7 @@ from sync.transports.server import SnapshotServer
 spawn = multiprocessing.get_context("spawn")
 
 
-class Link(SnapshotServer):
+class ThrottledServer(SnapshotServer):
     """Sends at most so many MB/s."""
 
     mb_per_s = 0.0
@@ -48,12 +48,12 @@ class Link(SnapshotServer):
         return reply, payload
 
 
-def publish(megabytes: int, mb_per_s: float, orders: Any, answers: Any) -> None:
+def run_publisher(megabytes: int, mb_per_s: float, orders: Any, answers: Any) -> None:
     """The learner's process: a version for each order, and at each second order how many copies have been
     sent."""
-    Link.mb_per_s = mb_per_s
+    ThrottledServer.mb_per_s = mb_per_s
     folder = shared_memory_folder("benchmark-relays")
-    server = Link(folder)
+    server = ThrottledServer(folder)
     publisher = Publisher(folder, "benchmark", server=server, keep=1)
     weights = {f"layer.{n}.weight": torch.randn(megabytes // 20, 250_000) for n in range(20)}
     try:
@@ -72,11 +72,11 @@ def publish(megabytes: int, mb_per_s: float, orders: Any, answers: Any) -> None:
         publisher.close()
 
 
-def be_host(number: int, mb_per_s: float, relays: bool, announcements: Any, done: Any) -> None:
+def run_host(number: int, mb_per_s: float, relays: bool, announcements: Any, done: Any) -> None:
     """A host's process: fetches what is announced."""
-    Link.mb_per_s = mb_per_s
+    ThrottledServer.mb_per_s = mb_per_s
     fetcher = Fetcher(shared_memory_folder(f"benchmark-relays-{number}"), timeout_s=60)
-    subscriber = Subscriber(fetcher, relay=Link if relays else None)
+    subscriber = Subscriber(fetcher, relay=ThrottledServer if relays else None)
     fetcher.open_folder()
     done.put(number)
     for announced in iter(announcements.get, None):
@@ -85,14 +85,16 @@ def be_host(number: int, mb_per_s: float, relays: bool, announcements: Any, done
     subscriber.close()
 
 
-def measure(megabytes: int, hosts: int, mb_per_s: float, relays: bool) -> tuple[float, float]:
+def measure_relays(megabytes: int, hosts: int, mb_per_s: float, relays: bool) -> tuple[float, float]:
     """(copies that the publisher sent, seconds until all hosts had the version), of the second of two
     versions."""
     orders, answers, done = spawn.Queue(), spawn.Queue(), spawn.Queue()
     inboxes = [spawn.Queue() for _ in range(hosts)]
-    processes = [spawn.Process(target=publish, args=(megabytes, mb_per_s, orders, answers), daemon=True)]
+    processes = [
+        spawn.Process(target=run_publisher, args=(megabytes, mb_per_s, orders, answers), daemon=True)
+    ]
     processes += [
-        spawn.Process(target=be_host, args=(number, mb_per_s, relays, inbox, done), daemon=True)
+        spawn.Process(target=run_host, args=(number, mb_per_s, relays, inbox, done), daemon=True)
         for number, inbox in enumerate(inboxes)
     ]
     try:
@@ -143,7 +145,7 @@ def main() -> int:
     for mb_per_s in (0.0, options.link_mb_per_s):
         for hosts in options.hosts:
             for relays in (True, False):
-                copies, seconds = measure(options.megabytes, hosts, mb_per_s, relays)
+                copies, seconds = measure_relays(options.megabytes, hosts, mb_per_s, relays)
                 found.append([hosts, mb_per_s, relays, copies, seconds])
                 link, way = f"{mb_per_s:.0f}" if mb_per_s else "-", "yes" if relays else "no"
                 table.add_row(str(hosts), link, way, f"{copies:.2f}", f"{seconds:.2f}")

@@ -83,30 +83,30 @@ def make_model(folder: Path, size: str, dtype: torch.dtype) -> dict[str, torch.T
     return load_file(folder / "model.safetensors")
 
 
-def timed(action: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+def time_call(action: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     """(seconds, result)"""
     began = time.perf_counter()
     result = action(*arguments)
     return time.perf_counter() - began, result
 
 
-def measure(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, float]:
+def measure_host(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, float]:
     """Median seconds of each part on one host."""
     weights = make_model(folder / "model", size, getattr(torch, dtype))
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     publisher = Publisher(shared_memory_folder(f"benchmark-{size}-{dtype}"), "benchmark", keep=1)
     seconds: dict[str, list[float]] = {}
 
-    def note(name: str, action: Callable[..., Any], *arguments: Any) -> Any:
-        spent, result = timed(action, *arguments)
+    def time_part(name: str, action: Callable[..., Any], *arguments: Any) -> Any:
+        spent, result = time_call(action, *arguments)
         seconds.setdefault(name, []).append(spent)
         return result
 
-    def memcpy() -> None:
+    def copy_tensors() -> None:
         for tensor, target in zip(weights.values(), targets, strict=True):
             target.copy_(tensor)
 
-    def write() -> None:
+    def write_tensors() -> None:
         with (publisher.folder / "bare").open(
             "r+b" if (publisher.folder / "bare").exists() else "w+b", 0
         ) as file:
@@ -115,17 +115,17 @@ def measure(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, float
 
     targets = [torch.zeros_like(tensor) for tensor in weights.values()]
     for _ in range(rounds + 1):
-        note("memcpy", memcpy)
-        note("write", write)
+        time_part("memcpy", copy_tensors)
+        time_part("write", write_tensors)
     (publisher.folder / "bare").unlink()
     targets.clear()
     on_disk = Publisher(folder / "weights", "benchmark", keep=1)
     for version in range(rounds + 1):
-        manifest = note("disk, publish", on_disk.publish_version, version, whole_parts(weights))
+        manifest = time_part("disk, publish", on_disk.publish_version, version, whole_parts(weights))
         with open(manifest.path, "rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        note("disk, read", Snapshot(manifest).verify_bytes)
+        time_part("disk, read", Snapshot(manifest).verify_bytes)
     on_disk.close()
     engine = VllmEngine(
         str(folder / "model"), dtype=dtype, max_model_len=256, max_sequences=8, kv_cache_mb=64
@@ -133,22 +133,26 @@ def measure(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, float
     try:
         for version in range(3 * (rounds + 1)):  # first all that is copied: what is mapped is not written to
             next(iter(weights.values())).add_(1)
-            snapshot = Snapshot(note("publish", publisher.publish_version, version, whole_parts(weights)))
-            note("verify", snapshot.attest)
+            snapshot = Snapshot(
+                time_part("publish", publisher.publish_version, version, whole_parts(weights))
+            )
+            time_part("verify", snapshot.attest)
             engine._map_weights = version > 2 * rounds + 1
             if version <= rounds:
-                note("copy", engine.load_version, snapshot)
+                time_part("copy", engine.load_version, snapshot)
             elif engine._map_weights:
                 while engine.num_unfinished < 8:
                     engine.add_sample(
                         Sample(id=f"{version} {time.time()}", prompt=[5] * 16, max_tokens=200, seed=version)
                     )
                 engine.step()
-                note("engine step", engine.step)
-                note("map", engine.load_version, snapshot)
+                time_part("engine step", engine.step)
+                time_part("map", engine.load_version, snapshot)
             else:
-                with patch.multiple(vllm_plugin, _copy=bare_copy, expect_digests=lambda *_: None):
-                    note("copy, no check", engine.load_version, snapshot)
+                with patch.multiple(
+                    vllm_plugin, _copy_and_digest=copy_without_digest, expect_digests=lambda *_: None
+                ):
+                    time_part("copy, no check", engine.load_version, snapshot)
             time.sleep(
                 0.2 + num_bytes / 4e9
             )  # a training step takes longer: what was given up is given back meanwhile
@@ -158,7 +162,7 @@ def measure(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, float
     return {"bytes": num_bytes, **{name: median(times[1:]) for name, times in seconds.items()}}
 
 
-def bare_copy(source: torch.Tensor, place: torch.Tensor) -> str:
+def copy_without_digest(source: torch.Tensor, place: torch.Tensor) -> str:
     """As the engine does it, without digests."""
     into, out = (tensor.view(-1).view(torch.uint8).numpy() for tensor in (place, source))
     for begin in range(0, len(out), vllm_plugin.CHUNK_BYTES):
@@ -166,7 +170,7 @@ def bare_copy(source: torch.Tensor, place: torch.Tensor) -> str:
     return ""
 
 
-def learn(model: Path, name: str, orders: Any, answers: Any) -> None:
+def run_learner(model: Path, name: str, orders: Any, answers: Any) -> None:
     """Another process: publishes on demand, one number in a hundred changed each time."""
     weights = load_file(model / "model.safetensors")
     folder = shared_memory_folder(name)
@@ -176,13 +180,13 @@ def learn(model: Path, name: str, orders: Any, answers: Any) -> None:
     )
     made: list[float] = []
 
-    def make(*arguments: Any) -> bool:
-        spent, worth = timed(make_patch, *arguments)
+    def make_timed_patch(*arguments: Any) -> bool:
+        spent, worth = time_call(make_patch, *arguments)
         made.append(spent)
         return bool(worth)
 
     try:
-        with patch.object(sync_patch, "make_patch", make):
+        with patch.object(sync_patch, "make_patch", make_timed_patch):
             for version in iter(orders.get, None):
                 for tensor in weights.values():
                     tensor.view(-1)[version % 100 :: 100].add_(1)
@@ -196,7 +200,7 @@ def learn(model: Path, name: str, orders: Any, answers: Any) -> None:
         publisher.close()
 
 
-def push(path: Path, address: str) -> None:
+def push_file(path: Path, address: str) -> None:
     socket = zmq.Context().socket(zmq.PUSH)
     socket.setsockopt(zmq.SNDHWM, WINDOW)
     socket.connect(address)
@@ -206,12 +210,12 @@ def push(path: Path, address: str) -> None:
             socket.send(data[begin : begin + CHUNK_BYTES], copy=False)
 
 
-def over_tcp(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, float]:
+def measure_tcp(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, float]:
     """Median seconds of each way over tcp, and the bytes of a patch."""
     name = f"benchmark-{size}-{dtype}"
     far = shared_memory_folder(f"{name}-far")
     orders, answers = spawn.Queue(), spawn.Queue()
-    learner = spawn.Process(target=learn, args=(folder / "model", name, orders, answers), daemon=True)
+    learner = spawn.Process(target=run_learner, args=(folder / "model", name, orders, answers), daemon=True)
     learner.start()
     fetcher = Fetcher(far, timeout_s=60)
     seconds: dict[str, list[float]] = {
@@ -223,7 +227,9 @@ def over_tcp(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, floa
             address, locator, num_bytes, made = answers.get(timeout=120)
             before, patches = fetcher.bytes_received, fetcher.patches
             whole = version <= rounds
-            spent, local = timed(partial(fetcher.fetch_version, address, Path(locator).name, direct=whole))
+            spent, local = time_call(
+                partial(fetcher.fetch_version, address, Path(locator).name, direct=whole)
+            )
             Snapshot(read_manifest(local)).attest()
             fetcher.refresh_spare()  # as a generator does
             if whole:
@@ -238,7 +244,7 @@ def over_tcp(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, floa
         orders.put(None)
         learner.join()
         fetcher.close()
-        seconds |= raw(raw_copy, far, rounds)
+        seconds |= measure_raw_zmq(raw_copy, far, rounds)
     finally:
         learner.kill()
         if far.exists():
@@ -246,14 +252,14 @@ def over_tcp(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, floa
     return {"patch bytes": patch_bytes, **{way: median(times[1:]) for way, times in seconds.items()}}
 
 
-def raw(path: Path, folder: Path, rounds: int) -> dict[str, list[float]]:
+def measure_raw_zmq(path: Path, folder: Path, rounds: int) -> dict[str, list[float]]:
     """What ZeroMQ itself takes for the file's bytes."""
     folder.mkdir()
     num_bytes, found = path.stat().st_size, dict[str, list[float]]()
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, WINDOW)
     port = socket.bind_to_random_port("tcp://127.0.0.1")
-    pusher = spawn.Process(target=push, args=(path, f"tcp://127.0.0.1:{port}"), daemon=True)
+    pusher = spawn.Process(target=push_file, args=(path, f"tcp://127.0.0.1:{port}"), daemon=True)
     pusher.start()
     socket.recv()
     try:
@@ -294,10 +300,10 @@ def main() -> int:
             say.print(f"{size} {dtype} ...")
             folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
             try:
-                found[f"{size} {dtype}"] = measure(size, dtype, options.rounds, folder)
+                found[f"{size} {dtype}"] = measure_host(size, dtype, options.rounds, folder)
                 needed = 6.5 * found[f"{size} {dtype}"]["bytes"]
                 if psutil.virtual_memory().available > needed:
-                    found[f"{size} {dtype}"] |= over_tcp(size, dtype, options.rounds, folder)
+                    found[f"{size} {dtype}"] |= measure_tcp(size, dtype, options.rounds, folder)
                 else:
                     say.print(
                         f"{size} {dtype}: no tcp, which would need {needed / 1e9:.0f} GB here for both hosts"
@@ -309,7 +315,7 @@ def main() -> int:
                 options.json.write_text(json.dumps(found, indent=1))
     table = Table("", *found, title="milliseconds (GB/s)", title_justify="left")
     for name in next(iter(found.values())):
-        table.add_row(name, *(describe(name, cell) if name in cell else "" for cell in found.values()))
+        table.add_row(name, *(format_cell(name, cell) if name in cell else "" for cell in found.values()))
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
     for name, cell in found.items():
@@ -341,7 +347,7 @@ def main() -> int:
     return 0
 
 
-def describe(name: str, cell: dict[str, float]) -> str:
+def format_cell(name: str, cell: dict[str, float]) -> str:
     if name == "engine step":
         return f"{1e3 * cell[name]:,.1f}"
     if "bytes" in name:

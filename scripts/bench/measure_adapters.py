@@ -49,7 +49,7 @@ def make_model(folder: Path) -> int:
     return int(model.num_parameters())
 
 
-def batch() -> Batch:
+def make_batch() -> Batch:
     return Batch(
         tokens=torch.arange(TOKENS),
         sampled=torch.ones(TOKENS, dtype=torch.bool),
@@ -64,7 +64,9 @@ def batch() -> Batch:
     )
 
 
-def measure(model: Path, publish: LoraPublish, dtype: Dtype, rank: int, rounds: int) -> dict[str, float]:
+def measure_publishing(
+    model: Path, publish: LoraPublish, dtype: Dtype, rank: int, rounds: int
+) -> dict[str, float]:
     lora = LoraConfig(rank=rank, publish=publish)
     engine = FsdpEngine(model, dtype=dtype, lora=lora)
     name = shared_memory_folder(f"measure-{publish}-{dtype}")
@@ -75,7 +77,9 @@ def measure(model: Path, publish: LoraPublish, dtype: Dtype, rank: int, rounds: 
     near, far = Subscriber(), Subscriber(Fetcher(shared_memory_folder(f"measure-far-{publish}-{dtype}")))
     seen: dict[str, list[float]] = {"bytes": [], "publish": [], "near": [], "far": []}
     for version in track(range(rounds + 1), f"{publish} {dtype}", transient=True):
-        engine.update([pack_rows(batch(), [0])], lambda logprobs, entropy, packed: -logprobs.mean(), 1e-4)
+        engine.update(
+            [pack_rows(make_batch(), [0])], lambda logprobs, entropy, packed: -logprobs.mean(), 1e-4
+        )
         manifest, before = publisher.publish_version(version, engine.stream_weights()), far.fetched_bytes
         seen["publish"].append(publisher.seconds)
         announced = publisher.announce_version(manifest)
@@ -108,7 +112,7 @@ def main() -> None:
             table.add_column(column)
         for dtype in (Dtype.float32, Dtype.bfloat16):
             for publish in LoraPublish:
-                found = measure(model, publish, dtype, options.rank, options.rounds)
+                found = measure_publishing(model, publish, dtype, options.rank, options.rounds)
                 table.add_row(
                     dtype, publish, f"{found['bytes'] / 1e6:.2f}",
                     *(f"{found[key]:.3f}" for key in ("publish", "near", "far")),

@@ -38,7 +38,7 @@ from sync.stream import collect_tensors, stream_tensor
 PROMPTS, SAMPLES, YOUNG = 64, 8, 2
 
 
-def sample(
+def sample_batch(
     model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, weights: dict[str, Tensor], step: int
 ) -> Batch:
     """A step's trajectories under these weights."""
@@ -74,7 +74,7 @@ def sample(
     )
 
 
-def train(engine: FsdpEngine, batch: Batch, rate: float) -> None:
+def train_step(engine: FsdpEngine, batch: Batch, rate: float) -> None:
     weights = (
         grpo_advantages(batch.rewards, batch.groups)[batch.sequence] * batch.sampled / batch.sampled.sum()
     )
@@ -85,7 +85,7 @@ def train(engine: FsdpEngine, batch: Batch, rate: float) -> None:
     engine.update(pack_share(batch, range(batch.num_sequences), 1 << 14, 1, 0), loss, rate)
 
 
-def measure(rate: float, steps: int, folder: Path) -> tuple[float, float, float, float]:
+def measure_rate(rate: float, steps: int, folder: Path) -> tuple[float, float, float, float]:
     """Shares that change, mean and largest; size of a patch as a share of a snapshot's; sampled reward at
     the end."""
     path = prepare_tiny_model(Task().solved_examples("train", seed=0))
@@ -108,16 +108,16 @@ def measure(rate: float, steps: int, folder: Path) -> tuple[float, float, float,
                 int((old.view(torch.int16) != new.view(torch.int16)).sum()) for (_, old), (_, new) in pairs
             )
             shares.append(changed / sum(tensor.numel() for _, tensor in snapshot.named_tensors()))
-            sizes.append(patch(before, snapshot, folder))
+            sizes.append(measure_patch(before, snapshot, folder))
         before = snapshot
-        batch = sample(model, tokenizer, held, step)
+        batch = sample_batch(model, tokenizer, held, step)
         rewards.append(float(batch.rewards.mean()))
-        train(engine, batch, rate)
+        train_step(engine, batch, rate)
     publisher.close()
     return mean(shares[YOUNG:]), max(shares[YOUNG:]), mean(sizes[YOUNG:]), mean(rewards[-5:])
 
 
-def patch(before: Snapshot, after: Snapshot, folder: Path) -> float:
+def measure_patch(before: Snapshot, after: Snapshot, folder: Path) -> float:
     """Its size as a share of the snapshot's, 1 where the whole is sent; what it makes of the version
     before is verified."""
     path = folder / "patch"
@@ -151,7 +151,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
         for rate in options.rates:
-            share, most, size, reward = measure(rate, options.steps, Path(folder))
+            share, most, size, reward = measure_rate(rate, options.steps, Path(folder))
             table.add_row(
                 f"{rate:g}", f"{share:.2%}", f"{most:.2%}", f"{size:.3f}", f"{1 - size:.0%}", f"{reward:.3f}"
             )

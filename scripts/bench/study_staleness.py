@@ -1,13 +1,15 @@
-"""What staleness costs each algorithm on the tiny task, with the lag forced by a script: final reward by
-algorithm and S.
+"""Measures what staleness costs each algorithm on the tiny task: final reward by algorithm and S.
 
-    scripts/study_staleness.sh                        all of it; finished runs are kept in outputs/staleness.jsonl, and not run again
-    scripts/study_staleness.sh --seeds 2 --lags 0 4   part of it, with --out FILE to keep it apart
-    scripts/study_staleness.sh --write                also writes docs/staleness.md and its plot from the runs that there are
+    scripts/study_staleness.sh             runs all of it; finished runs are kept in outputs/staleness.jsonl,
+                                           and are not run again
+    scripts/study_staleness.sh --seeds 2 --max-versions 0 4
+                                           runs a part of it; --out FILE keeps it apart
+    scripts/study_staleness.sh --write     also writes docs/staleness.md and its plot from the runs that there
+                                           are
 
-Step k trains, with the learner's own training step, on what version max(0, k − S) has sampled: every token is
-as stale as the bound allows, which no real run is. Under the controller the lag is what
-`staleness.controller=ess` admits. Wall time plays no part.
+The script forces the lag. Step k trains, with the learner's own training step, on what version max(0, k − S)
+has sampled: every token is as stale as the bound allows, which no real run is. Under the controller the lag
+is what `staleness.controller=ess` admits. Wall time plays no part.
 """
 
 import argparse
@@ -38,11 +40,18 @@ from rich.table import Table
 from torch import Tensor
 
 from configs.load import load_config
-from slipstream_bench.intervals import interval
+from slipstream_bench.intervals import confidence_interval
+from slipstream_bench.study_outcomes import (
+    CONTROLLER_COLUMN,
+    HELD_OUT,
+    StudyJob,
+    StudyOutcome,
+    group_outcomes,
+)
+from slipstream_bench.study_report import write_report
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "outputs" / "staleness.jsonl"
-HELD_OUT = 1024
 
 COMMON = [
     "learner.groups_per_step=16",
@@ -63,34 +72,11 @@ ALGORITHMS: dict[str, list[str]] = {
     "M2PO": ["algo=m2po"],
 }
 CONTROLLED = ("PPO clip on μ", "decoupled PPO")
-"""Those that are run under the controller as well."""
+"""Algorithms that are run under the controller as well."""
 
 
-class Job(msgspec.Struct, frozen=True):
-    algorithm: str
-    lag: int
-    """S"""
-    seed: int
-    controller: str
-    lr: float
-    steps: int
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    job: Job
-    reward: float
-    """Held-out, of the last version; NaN when training has ended in a gradient that is not finite."""
-    curve: list[float]
-    """Mean reward of each step's batch, as it was sampled."""
-    mean_lag: float
-    ess: list[float]
-    """Of each step: tokens, π_θ / μ."""
-    kl: list[float]
-    seconds: float
-
-
-def run(job: Job) -> Outcome:
-    """In a process of its own."""
+def run_job(job: StudyJob) -> StudyOutcome:
+    """Trains one run of the study, in the worker process that this is called in."""
     from buffers.controller import first_lag, next_lag
     from buffers.staleness import is_admitted
     from learners.models import load_models
@@ -101,46 +87,55 @@ def run(job: Job) -> Outcome:
     overrides = [
         *COMMON,
         *ALGORITHMS[job.algorithm],
-        f"staleness.max_versions={job.lag}",
+        f"staleness.max_versions={job.max_versions}",
         f"learner.lr={job.lr}",
     ]
     config = load_config(
-        [*overrides, f"run.seed={job.seed}", f"run.steps={job.steps}", f"model.path={_sampler().path}"]
+        [*overrides, f"run.seed={job.seed}", f"run.steps={job.steps}", f"model.path={_load_sampler().path}"]
     )
     torch.manual_seed(job.seed)
     trainer = Trainer(config, load_models(config))
-    versions: deque[dict[str, Tensor]] = deque(maxlen=job.lag + 1)
-    lag, since = job.lag if job.controller == "fixed" else first_lag(job.lag), 0
-    leased: list[int] = []  # version that samples the batch due at each step
+    versions: deque[dict[str, Tensor]] = deque(maxlen=job.max_versions + 1)
+    admission_lag = job.max_versions if job.controller == "fixed" else first_lag(job.max_versions)
+    steps_since_change = 0
+    # The version that samples the batch due at each step.
+    leased: list[int] = []
     curve: list[float] = []
-    lags: list[int] = []
+    staleness: list[int] = []
     ess: list[float] = []
     divergence: list[float] = []
     for step in range(job.steps):
         versions.append(collect_tensors(trainer.models.policy.stream_weights()))
-        while is_admitted(len(leased), step, lag):
+        while is_admitted(len(leased), step, admission_lag):
             leased.append(step)
         behind = step - leased[step]
-        batch = _sampler().batch(config, versions[-1 - behind], step, behind)
+        batch = _load_sampler().sample_batch(config, versions[-1 - behind], step, behind)
         try:
             metrics, _ = trainer.train(batch, step)
         except FloatingPointError:
-            return Outcome(job, float("nan"), curve, mean(lags), ess, divergence, time.monotonic() - began)
+            return StudyOutcome(
+                job, float("nan"), curve, mean(staleness), ess, divergence, time.monotonic() - began
+            )
         curve.append(metrics["reward/mean"])
-        lags.append(behind)
+        staleness.append(behind)
         ess.append(metrics["offpolicy/ess_token"])
         divergence.append(metrics["offpolicy/kl_k3"])
         if job.controller == "ess":
-            changed = next_lag(
-                lag, metrics["offpolicy/ess_token"], config.staleness.ess_target, job.lag, since
+            previous_lag = admission_lag
+            admission_lag = next_lag(
+                previous_lag,
+                metrics["offpolicy/ess_token"],
+                config.staleness.ess_target,
+                job.max_versions,
+                steps_since_change,
             )
-            lag, since = changed, 0 if changed != lag else since + 1
-    reward = _sampler().held_out(config, collect_tensors(trainer.models.policy.stream_weights()))
-    return Outcome(job, reward, curve, mean(lags), ess, divergence, time.monotonic() - began)
+            steps_since_change = 0 if admission_lag != previous_lag else steps_since_change + 1
+    reward = _load_sampler().score_held_out(collect_tensors(trainer.models.policy.stream_weights()))
+    return StudyOutcome(job, reward, curve, mean(staleness), ess, divergence, time.monotonic() - began)
 
 
-class Sampler:
-    """Samples the tiny model with transformers; one to a process."""
+class TinySampler:
+    """Samples the tiny model with transformers. Each process has one."""
 
     def __init__(self) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -159,10 +154,11 @@ class Sampler:
         self.tokenizer = AutoTokenizer.from_pretrained(self.path, padding_side="left")
 
     @torch.no_grad()
-    def _sample(
+    def _sample_responses(
         self, prompts: list[Any], num: int, seed: int
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Of each prompt, `num` times: its tokens, the sampled tokens, and their log-probabilities."""
+        """Samples each prompt `num` times; returns prompt tokens, sampled tokens and their
+        log-probabilities."""
         torch.manual_seed(seed)
         inputs = self.tokenizer([prompt.text for prompt in prompts], return_tensors="pt", padding=True)
         ids, mask = (column.repeat_interleave(num, 0) for column in (inputs.input_ids, inputs.attention_mask))
@@ -182,11 +178,12 @@ class Sampler:
             [row[:n] for row, n in zip(logprobs, lengths, strict=True)],
         )
 
-    def _rewards(self, prompts: list[Any], num: int, sampled: list[Tensor]) -> list[float]:
+    def _score_responses(self, prompts: list[Any], num: int, sampled: list[Tensor]) -> list[float]:
         texts = self.tokenizer.batch_decode(sampled, skip_special_tokens=True)
         return [self.task.score_response(prompts[i // num], text).reward for i, text in enumerate(texts)]
 
-    def batch(self, config: Any, weights: dict[str, Tensor], step: int, behind: int) -> Any:
+    def sample_batch(self, config: Any, weights: dict[str, Tensor], step: int, behind: int) -> Any:
+        """Samples the groups of `step` under `weights`, which are those of version `step - behind`."""
         from learners.packing import Batch
 
         self.model.load_state_dict(weights)
@@ -195,7 +192,7 @@ class Sampler:
         prompts = [
             self.task.make_prompt("train", index, seed) for index in range(step * groups, (step + 1) * groups)
         ]
-        before, sampled, logprobs = self._sample(prompts, num, seed * 1_000_003 + step)
+        before, sampled, logprobs = self._sample_responses(prompts, num, seed * 1_000_003 + step)
         lengths = [torch.tensor([len(p), len(s)]) for p, s in zip(before, sampled, strict=True)]
         flags = torch.cat([torch.arange(int(n.sum())) >= n[0] for n in lengths])
         most = config.sampling.max_tokens
@@ -207,46 +204,40 @@ class Sampler:
             ),
             versions=torch.where(flags, step - behind, -1).int(),
             offsets=torch.tensor([0, *(int(n.sum()) for n in lengths)]).cumsum(0).numpy(),
-            rewards=torch.tensor(self._rewards(prompts, num, sampled)),
+            rewards=torch.tensor(self._score_responses(prompts, num, sampled)),
             groups=torch.arange(groups).repeat_interleave(num),
             group_weights=torch.ones(groups * num),
             truncated=torch.tensor([len(s) == most for s in sampled]),
             greedy_rewards=torch.full((groups * num,), float("nan")),
         )
 
-    def held_out(self, config: Any, weights: dict[str, Tensor]) -> float:
+    def score_held_out(self, weights: dict[str, Tensor]) -> float:
+        """Returns the mean reward of one response to each of the `HELD_OUT` prompts."""
         self.model.load_state_dict(weights)
         prompts = [self.task.make_prompt("eval", index, 0) for index in range(HELD_OUT)]
-        _, sampled, _ = self._sample(prompts, 1, 0)
-        return mean(self._rewards(prompts, 1, sampled))
+        _, sampled, _ = self._sample_responses(prompts, 1, 0)
+        return mean(self._score_responses(prompts, 1, sampled))
 
 
 @cache
-def _sampler() -> Sampler:
-    return Sampler()
+def _load_sampler() -> TinySampler:
+    return TinySampler()
 
 
-def jobs(options: argparse.Namespace) -> list[Job]:
+def list_jobs(options: argparse.Namespace) -> list[StudyJob]:
     plain = [
-        Job(algorithm, lag, seed, "fixed", options.lr, options.steps)
-        for algorithm in options.algorithms for lag in options.lags for seed in range(options.seeds)
-    ]  # fmt: skip
-    controlled = [
-        Job(algorithm, max(options.lags), seed, "ess", options.lr, options.steps)
+        StudyJob(algorithm, max_versions, seed, "fixed", options.lr, options.steps)
         for algorithm in options.algorithms
-        if algorithm in CONTROLLED and max(options.lags) > 1
+        for max_versions in options.max_versions
+        for seed in range(options.seeds)
+    ]
+    controlled = [
+        StudyJob(algorithm, max(options.max_versions), seed, "ess", options.lr, options.steps)
+        for algorithm in options.algorithms
+        if algorithm in CONTROLLED and max(options.max_versions) > 1
         for seed in range(options.seeds)
     ]
     return plain + controlled
-
-
-def cells(outcomes: list[Outcome]) -> dict[tuple[str, str], list[Outcome]]:
-    """By (algorithm, S, or "ess")."""
-    found: dict[tuple[str, str], list[Outcome]] = {}
-    for outcome in sorted(outcomes, key=lambda o: (o.job.controller, o.job.lag, o.job.seed)):
-        column = str(outcome.job.lag) if outcome.job.controller == "fixed" else "ess"
-        found.setdefault((outcome.job.algorithm, column), []).append(outcome)
-    return found
 
 
 def main(arguments: list[str]) -> int:
@@ -256,7 +247,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--algorithms", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS), metavar="NAME"
     )
-    parser.add_argument("--lags", nargs="+", type=int, default=[0, 1, 4, 16], metavar="S")
+    parser.add_argument("--max-versions", nargs="+", type=int, default=[0, 1, 4, 16], metavar="S")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--lr", type=float, default=4e-4)
@@ -264,8 +255,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=OUT, help="where finished runs are kept (JSON lines)")
     parser.add_argument("--write", action="store_true", help="write docs/staleness.md and docs/staleness.png")
     options = parser.parse_args(arguments)
-    wanted = jobs(options)
-    done = [msgspec.json.decode(line, type=Outcome) for line in _lines(options.out)]
+    wanted = list_jobs(options)
+    done = [msgspec.json.decode(line, type=StudyOutcome) for line in _read_lines(options.out)]
     have = {outcome.job for outcome in done}
     todo = [job for job in wanted if job not in have]
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -281,7 +272,7 @@ def main(arguments: list[str]) -> int:
         bar = progress.add_task("runs", total=len(todo))
         with ProcessPoolExecutor(options.processes, mp_context=context) as pool:
             try:
-                for future in as_completed([pool.submit(run, job) for job in todo]):
+                for future in as_completed([pool.submit(run_job, job) for job in todo]):
                     outcome = future.result()
                     done.append(outcome)
                     file.write(msgspec.json.encode(outcome) + b"\n")
@@ -292,30 +283,32 @@ def main(arguments: list[str]) -> int:
                 print(f"stopped; {len(done)} runs are kept in {options.out}", file=sys.stderr)
                 return 130
     chosen = [outcome for outcome in done if outcome.job in set(wanted)]
-    Console().print(table(chosen))
+    Console().print(make_table(chosen))
     if options.write:
-        from slipstream_bench import study_report
-
-        study_report.write(chosen, ROOT / "docs", " ".join(arguments))
+        write_report(chosen, ROOT / "docs", " ".join(arguments))
     return 0
 
 
-def table(outcomes: list[Outcome]) -> Table:
-    found = cells(outcomes)
-    columns = sorted({column for _, column in found}, key=lambda column: (column == "ess", column.zfill(6)))
-    shown = Table(
-        "algorithm", *(f"S = {c}" if c != "ess" else "controller" for c in columns), title="held-out reward"
+def make_table(outcomes: list[StudyOutcome]) -> Table:
+    groups = group_outcomes(outcomes)
+    columns = sorted(
+        {column for _, column in groups}, key=lambda column: (column == CONTROLLER_COLUMN, column.zfill(6))
     )
-    for algorithm in dict.fromkeys(name for name, _ in found):
+    shown = Table(
+        "algorithm",
+        *(f"S = {c}" if c != CONTROLLER_COLUMN else "controller" for c in columns),
+        title="held-out reward",
+    )
+    for algorithm in dict.fromkeys(name for name, _ in groups):
         row = []
         for column in columns:
-            rewards = [outcome.reward for outcome in found.get((algorithm, column), [])]
-            row.append("{:.3f} ± {:.3f}".format(*interval(rewards)) if rewards else "")
+            rewards = [outcome.reward for outcome in groups.get((algorithm, column), [])]
+            row.append("{:.3f} ± {:.3f}".format(*confidence_interval(rewards)) if rewards else "")
         shown.add_row(algorithm, *row)
     return shown
 
 
-def _lines(path: Path) -> list[bytes]:
+def _read_lines(path: Path) -> list[bytes]:
     return [line for line in path.read_bytes().splitlines() if line.strip()] if path.exists() else []
 
 

@@ -32,7 +32,7 @@ Step = Callable[[], tuple[float, float]]
 """One update of all weights; returns loss and gradient norm."""
 
 
-def clock() -> float:
+def read_clock() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         return time.perf_counter()
@@ -85,7 +85,7 @@ class BarePolicy(nn.Module):
         return logits.gather(-1, wanted[:, None])[:, 0] - logits.logsumexp(-1)
 
 
-class Bare:
+class BareLoop:
     """The shortest FSDP2 loop: what no engine could do without."""
 
     def __init__(
@@ -119,15 +119,15 @@ class Bare:
         self.optimizer.zero_grad()
         return total, norm.full_tensor().item()
 
-    def shares(self) -> dict[str, float]:
+    def measure_shares(self) -> dict[str, float]:
         """Of the time of one more step."""
         spent: dict[str, float] = {}
-        now, since = "layers, forward", clock()
+        now, since = "layers, forward", read_clock()
 
         def begin(name: str, *_: Any) -> None:
             nonlocal now, since
-            spent[now] = spent.get(now, 0.0) + clock() - since
-            now, since = name, clock()
+            spent[now] = spent.get(now, 0.0) + read_clock() - since
+            now, since = name, read_clock()
 
         hooks = [
             self.policy.register_forward_pre_hook(partial(begin, "layers, forward")),
@@ -142,7 +142,7 @@ class Bare:
         return {name: seconds / sum(spent.values()) for name, seconds in spent.items()}
 
 
-def padded(work: Work, by_microbatch: bool = False) -> Step:
+def make_padded_step(work: Work, by_microbatch: bool = False) -> Step:
     """Plain PyTorch, as it is usually written."""
     model, batch = work.model("sdpa").eval(), work.batch
     optimizer = torch.optim.AdamW(model.parameters(), LR, BETAS, weight_decay=0.0, fused=True)
@@ -176,7 +176,7 @@ def padded(work: Work, by_microbatch: bool = False) -> Step:
     return step
 
 
-def trl(work: Work, compact: bool = False) -> Step:
+def make_trl_step(work: Work, compact: bool = False) -> Step:
     """`GRPOTrainer` with completions that are given; its own loop over microbatches, without logs and
     files."""
     import trl.trainer.utils as internals

@@ -1,147 +1,165 @@
-"""The report of `study_staleness.py`: docs/staleness.md and its plot, from the runs alone."""
+"""Report of `study_staleness.py`: writes docs/staleness.md and its plot from the outcomes of the runs."""
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
-import study_staleness as study
-from slipstream_bench.intervals import interval
+from slipstream_bench.intervals import confidence_interval
+from slipstream_bench.study_outcomes import CONTROLLER_COLUMN, HELD_OUT, StudyOutcome, group_outcomes
 
 BEGIN, END = "<!-- study: begin -->", "<!-- study: end -->"
+COLORS = ("#666666", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e")
+"""Colors of the plot's algorithms, in their order."""
+Groups = dict[tuple[str, str], list[StudyOutcome]]
+"""Outcomes by algorithm and column."""
 
 
-def write(outcomes: Sequence["study.Outcome"], docs: Path, arguments: str) -> None:
-    """Puts the study's table between two marks of `docs/staleness.md`, whose other words stay, and draws
-    `docs/staleness.png`."""
+def write_report(outcomes: Sequence[StudyOutcome], docs: Path, arguments: str) -> None:
+    """Puts the study's tables between two marks of `docs/staleness.md` and draws `docs/staleness.png`.
+
+    The words outside the marks stay. `arguments` are those of the command, which the page names.
+    """
     page = docs / "staleness.md"
     text = page.read_text() if page.exists() else f"# Staleness\n\n{BEGIN}\n{END}\n"
-    found = "\n".join([BEGIN, *_lines(list(outcomes), arguments), END])
-    page.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: found, text, flags=re.S))
-    plot(list(outcomes), docs / "staleness.png")
+    report = "\n".join([BEGIN, *_format_report(outcomes, arguments), END])
+    page.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: report, text, flags=re.S))
+    plot_outcomes(outcomes, docs / "staleness.png")
 
 
-def _lines(outcomes: list["study.Outcome"], arguments: str) -> list[str]:
-    cells = study.cells(outcomes)
-    columns = sorted({column for _, column in cells if column != "ess"}, key=int) + ["ess"]
+def _format_report(outcomes: Sequence[StudyOutcome], arguments: str) -> list[str]:
     job = outcomes[0].job
-    seeds = len({outcome.job.seed for outcome in outcomes})
+    num_seeds = len({outcome.job.seed for outcome in outcomes})
     hours = sum(outcome.seconds for outcome in outcomes) / 3600
-    lines = [
+    return [
         (
             f"`scripts/study_staleness.sh {arguments}`: {len(outcomes)} runs of {job.steps} steps, learning"
-            f" rate {job.lr:g}, {seeds} seeds, {hours:.1f} core hours. Held-out reward of the last version on"
-            f" {study.HELD_OUT} prompts, mean ± half of the 95 % interval over seeds (Student's t):"
+            f" rate {job.lr:g}, {num_seeds} seeds, {hours:.1f} core hours. Held-out reward of the last"
+            f" version on {HELD_OUT} prompts, mean ± half of the 95 % interval over seeds (Student's t):"
         ),
         "",
-        "| | " + " | ".join(_heading(column, outcomes) for column in columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
-    ]
-    for algorithm in dict.fromkeys(name for name, _ in cells):
-        row = [_cell(cells.get((algorithm, column), [])) for column in columns]
-        lines.append(f"| {algorithm} | " + " | ".join(row) + " |")
-    lines += [
+        *_format_table(outcomes, _format_rewards),
         "",
         (
             "Effective sample size of the tokens' π_θ / μ, mean over the steps (in brackets its lowest step,"
             " mean over seeds):"
         ),
         "",
-        "| | " + " | ".join(_heading(column, outcomes) for column in columns) + " |",
+        *_format_table(outcomes, _format_sample_sizes),
+    ]
+
+
+def _format_table(
+    outcomes: Sequence[StudyOutcome], format_cell: Callable[[list[StudyOutcome]], str]
+) -> list[str]:
+    """Makes a Markdown table with a row for each algorithm and a column for each S and for the controller."""
+    groups = group_outcomes(outcomes)
+    columns = [*map(str, _sort_bounds(groups)), CONTROLLER_COLUMN]
+    lines = [
+        "| | " + " | ".join(_format_heading(column, outcomes) for column in columns) + " |",
         "|---" * (len(columns) + 1) + "|",
     ]
-    for algorithm in dict.fromkeys(name for name, _ in cells):
-        row = []
-        for column in columns:
-            runs = cells.get((algorithm, column), [])
-            figure = (
-                f"{mean(mean(o.ess) for o in runs):.2f} ({mean(min(o.ess) for o in runs):.2f})"
-                if runs
-                else ""
-            )
-            row.append(figure)
+    for algorithm in _list_algorithms(groups):
+        row = [format_cell(groups.get((algorithm, column), [])) for column in columns]
         lines.append(f"| {algorithm} | " + " | ".join(row) + " |")
     return lines
 
 
-def _heading(column: str, outcomes: list["study.Outcome"]) -> str:
-    if column != "ess":
+def _list_algorithms(groups: Groups) -> list[str]:
+    return list(dict.fromkeys(algorithm for algorithm, _ in groups))
+
+
+def _sort_bounds(groups: Groups) -> list[int]:
+    return sorted({int(column) for _, column in groups if column != CONTROLLER_COLUMN})
+
+
+def _format_heading(column: str, outcomes: Sequence[StudyOutcome]) -> str:
+    if column != CONTROLLER_COLUMN:
         return f"S = {column}"
-    lags = [o.mean_lag for o in outcomes if o.job.controller == "ess"]
-    most = max((o.job.lag for o in outcomes if o.job.controller == "ess"), default=0)
-    return f"controller, S = {most} (mean lag {mean(lags):.1f})" if lags else "controller"
+    controlled = [outcome for outcome in outcomes if outcome.job.controller == "ess"]
+    if not controlled:
+        return "controller"
+    max_versions = max(outcome.job.max_versions for outcome in controlled)
+    staleness = mean(outcome.mean_staleness for outcome in controlled)
+    return f"controller, S = {max_versions} (mean staleness {staleness:.1f})"
 
 
-def _cell(runs: list["study.Outcome"]) -> str:
+def _format_rewards(runs: list[StudyOutcome]) -> str:
     rewards = [run.reward for run in runs if math.isfinite(run.reward)]
-    lost = len(runs) - len(rewards)
+    num_failed = len(runs) - len(rewards)
     if not rewards:
-        return f"{lost} of {lost} ended in a gradient that is not finite" if lost else ""
-    value = "{:.3f} ± {:.3f}".format(*interval(rewards))
-    return value + (f" ({lost} ended in a gradient that is not finite)" if lost else "")
+        return f"{num_failed} of {num_failed} ended in a gradient that is not finite" if num_failed else ""
+    value = "{:.3f} ± {:.3f}".format(*confidence_interval(rewards))
+    return value + (f" ({num_failed} ended in a gradient that is not finite)" if num_failed else "")
 
 
-def plot(outcomes: list["study.Outcome"], path: Path) -> None:
+def _format_sample_sizes(runs: list[StudyOutcome]) -> str:
+    if not runs:
+        return ""
+    return f"{mean(mean(run.ess) for run in runs):.2f} ({mean(min(run.ess) for run in runs):.2f})"
+
+
+def plot_outcomes(outcomes: Sequence[StudyOutcome], path: Path) -> None:
+    """Draws final rewards by S and the learning curves at the largest S, side by side, into `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    cells = study.cells(outcomes)
-    algorithms = list(dict.fromkeys(name for name, _ in cells))
-    lags = sorted({int(column) for _, column in cells if column != "ess"})
-    colors = dict(
-        zip(algorithms, ("#666666", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e"), strict=False)
-    )
+    groups = group_outcomes(outcomes)
+    colors = dict(zip(_list_algorithms(groups), COLORS, strict=False))
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.6))
-    for number, algorithm in enumerate(algorithms):
-        points = [
-            (place, interval(_rewards(cells.get((algorithm, str(lag)), []))))
-            for place, lag in enumerate(lags)
-        ]
-        shift = (number - len(algorithms) / 2) * 0.06
-        left.errorbar(
-            [place + shift for place, _ in points],
-            [value for _, (value, _) in points],
-            [width for _, (_, width) in points],
-            label=algorithm,
-            color=colors[algorithm],
-            marker="o",
-            markersize=4,
-            capsize=3,
-            linewidth=1.2,
-        )
-        if controlled := cells.get((algorithm, "ess")):
-            value, width = interval(_rewards(controlled))
-            left.errorbar(
-                [len(lags) + shift],
-                [value],
-                [width],
-                color=colors[algorithm],
-                marker="D",
-                capsize=3,
-                linestyle="none",
-            )
-    left.set_xticks(range(len(lags) + 1), [*(f"S = {lag}" for lag in lags), f"controller,\nS = {max(lags)}"])
-    left.set(ylabel="held-out reward", title="final reward, mean and 95 % interval over seeds")
-    left.legend(fontsize=8)
-    for algorithm in algorithms:
-        for column, style in ((str(max(lags)), "-"), ("ess", ":")):
-            if runs := cells.get((algorithm, column)):
-                length = min(len(run.curve) for run in runs)
-                curve = [mean(run.curve[step] for run in runs) for step in range(length)]
-                smooth = [mean(curve[max(0, step - 9) : step + 1]) for step in range(length)]
-                label = f"{algorithm}{', controller' if column == 'ess' else ''}"
-                right.plot(smooth, style, color=colors[algorithm], label=label, linewidth=1.3)
-    right.set(
-        xlabel="step", ylabel="reward as sampled (mean of 10 steps)", title=f"learning at S = {max(lags)}"
-    )
-    right.legend(fontsize=8)
+    _plot_final_rewards(left, groups, colors)
+    _plot_learning_curves(right, groups, colors)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def _rewards(runs: list["study.Outcome"]) -> list[float]:
+def _plot_final_rewards(axis: Any, groups: Groups, colors: dict[str, str]) -> None:
+    bounds = _sort_bounds(groups)
+    for number, (algorithm, color) in enumerate(colors.items()):
+        # Points of one S stand a little beside each other, so that their intervals can be told apart.
+        shift = (number - len(colors) / 2) * 0.06
+        points = [
+            confidence_interval(_finite_rewards(groups.get((algorithm, str(bound)), []))) for bound in bounds
+        ]
+        axis.errorbar(
+            [place + shift for place in range(len(bounds))],
+            [value for value, _ in points],
+            [width for _, width in points],
+            label=algorithm,
+            color=color,
+            marker="o",
+            markersize=4,
+            capsize=3,
+            linewidth=1.2,
+        )
+        if controlled := groups.get((algorithm, CONTROLLER_COLUMN)):
+            value, width = confidence_interval(_finite_rewards(controlled))
+            place = [len(bounds) + shift]
+            axis.errorbar(place, [value], [width], color=color, marker="D", capsize=3, linestyle="none")
+    labels = [*(f"S = {bound}" for bound in bounds), f"controller,\nS = {max(bounds)}"]
+    axis.set_xticks(range(len(bounds) + 1), labels)
+    axis.set(ylabel="held-out reward", title="final reward, mean and 95 % interval over seeds")
+    axis.legend(fontsize=8)
+
+
+def _plot_learning_curves(axis: Any, groups: Groups, colors: dict[str, str]) -> None:
+    largest = max(_sort_bounds(groups))
+    for algorithm, color in colors.items():
+        for column, style in ((str(largest), "-"), (CONTROLLER_COLUMN, ":")):
+            if runs := groups.get((algorithm, column)):
+                length = min(len(run.curve) for run in runs)
+                curve = [mean(run.curve[step] for run in runs) for step in range(length)]
+                smooth = [mean(curve[max(0, step - 9) : step + 1]) for step in range(length)]
+                label = f"{algorithm}{', controller' if column == CONTROLLER_COLUMN else ''}"
+                axis.plot(smooth, style, color=color, label=label, linewidth=1.3)
+    axis.set(xlabel="step", ylabel="reward as sampled (mean of 10 steps)", title=f"learning at S = {largest}")
+    axis.legend(fontsize=8)
+
+
+def _finite_rewards(runs: list[StudyOutcome]) -> list[float]:
     return [run.reward for run in runs if math.isfinite(run.reward)] or [float("nan")]

@@ -16,7 +16,7 @@ import psutil
 
 SIDES = ("ray::GeneratorRole", "ray::LearnerRole")
 """How the processes of each side are called."""
-LOOK_S = 2.0
+SEARCH_PERIOD_S = 2.0
 """How often new processes are looked for."""
 
 
@@ -60,10 +60,10 @@ class Turns:
         try:
             while not self._over.is_set():
                 for side, turn_s in enumerate(self._turns_s):
-                    _each(psutil.Process.suspend, sides[1 - side])
-                    _each(psutil.Process.resume, sides[side])
+                    _signal_each(psutil.Process.suspend, sides[1 - side])
+                    _signal_each(psutil.Process.resume, sides[side])
                     time.sleep(turn_s)
-                    if side == 1 and time.monotonic() - looked > LOOK_S:
+                    if side == 1 and time.monotonic() - looked > SEARCH_PERIOD_S:
                         sides, looked = self._find_sides(), time.monotonic()
                     now = time.monotonic()
                     self._had_s[side] += now - switched
@@ -71,12 +71,12 @@ class Turns:
         except Exception as error:  # told by the thread that waits
             self._error = error
         finally:
-            _each(psutil.Process.resume, self._seen)
+            _signal_each(psutil.Process.resume, self._seen)
 
     def _find_sides(self) -> list[list[psutil.Process]]:
         sides = find_sides(self._driver)
         found = {process for side in sides for process in side}
-        _each(psutil.Process.resume, self._seen - found)  # they take no turns any more
+        _signal_each(psutil.Process.resume, self._seen - found)  # they take no turns any more
         self._seen |= found
         return sides
 
@@ -94,7 +94,7 @@ def find_sides(driver: int) -> list[list[psutil.Process]]:
     return found
 
 
-def _each(signal: Callable[[psutil.Process], None], processes: Iterable[psutil.Process]) -> None:
+def _signal_each(signal: Callable[[psutil.Process], None], processes: Iterable[psutil.Process]) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             signal(process)
