@@ -1,4 +1,5 @@
-"""A short fuzz: thousands of broken messages to the sockets of a run that goes on meanwhile (`scripts/fuzz.sh` sends a million)."""
+"""A short fuzz: thousands of broken messages to the sockets of a run that goes on meanwhile
+(`scripts/fuzz.sh` sends a million)."""
 
 import os
 import re

@@ -1,9 +1,11 @@
-"""Kills the buffer and everyone around it at random moments, and audits what is left. No Ray, no model: the data path alone.
+"""Kills the buffer and everyone around it at random moments, and audits what is left. No Ray, no model: the
+data path alone.
 
     scripts/chaos.sh [--kills 200] [--seed 0] [--producers 3] [--on-late wait|mask|cancel|all] [--folder DIR]
 
-Real processes: one buffer server, producers that make groups of random length, and a consumer that "trains" (it hashes every
-byte that it is handed), writes checkpoints and goes back to them. Each process that dies is started again at once. The faults:
+Real processes: one buffer server, producers that make groups of random length, and a consumer that "trains"
+(it hashes every byte that it is handed), writes checkpoints and goes back to them. Each process that dies is
+started again at once. The faults:
 
     kill            SIGKILL to the server, the consumer or a producer, at a random moment
     kill, rotation  to the server, just when a new segment or log file has appeared
@@ -15,9 +17,9 @@ byte that it is handed), writes checkpoints and goes back to them. Each process 
     rotten log      a bit changes inside the log of a server that was killed; `buffers.repair` mends it
     full disk       the server's disk is full, in the middle of a write
 
-The buffer keeps what its checkpoints need and no more (`buffer.retention=checkpoints`); what it deletes is moved aside for the
-audit. At the end the journal, its log and the records that the producers kept for themselves are held against each other.
-The exit status is 1 when anything does not add up.
+The buffer keeps what its checkpoints need and no more (`buffer.retention=checkpoints`); what it deletes is
+moved aside for the audit. At the end the journal, its log and the records that the producers kept for
+themselves are held against each other. The exit status is 1 when anything does not add up.
 """
 
 import argparse
@@ -211,8 +213,8 @@ class Harness:
         return [(int(segment), int(place)) for segment, place, _ in map(str.split, lines)]
 
     def rot_log(self) -> None:
-        """Changes a bit inside the log of a dead server: the next one must refuse, and go on after a repair, with a consumer
-        that goes back to its checkpoint, as a run that is resumed does."""
+        """Changes a bit inside the log of a dead server: the next one must refuse, and go on after a
+        repair, with a consumer that goes back to its checkpoint, as a run that is resumed does."""
         self.kill("server")
         self.kill("consumer")
         self.kills["server"] += 1
@@ -235,8 +237,12 @@ class Harness:
             if self.processes["server"].wait(timeout=60) != REFUSED:
                 self.wrong.append(f"a server opened a log with a rotten line at {place} of {path}")
             repair = subprocess.run(
-                self.command("repair"), capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ROOT}, timeout=60,
-            )  # fmt: skip
+                self.command("repair"),
+                capture_output=True,
+                text=True,
+                env={**os.environ, "PYTHONPATH": ROOT},
+                timeout=60,
+            )
             (self.folder / "repair.log").open("a").write(repair.stdout + repair.stderr)
             if repair.returncode:
                 self.wrong.append(f"the repair ended with {repair.returncode}: {repair.stderr[-500:]}")
@@ -263,7 +269,8 @@ class Harness:
         self.start("server")
 
     def stall(self) -> None:
-        """Stops a process, now and then for longer than a lease lasts; the others go on, and are killed meanwhile."""
+        """Stops a process, now and then for longer than a lease lasts; the others go on, and are killed
+        meanwhile."""
         process = self.processes[self.rng.choice(self.names[2:])]
         self.faults["stall"] += 1
         process.send_signal(signal.SIGSTOP)
@@ -272,8 +279,8 @@ class Harness:
         timer.start()
 
     def tear(self) -> None:
-        """Leaves behind what a write that was cut short leaves: after the last acknowledged bytes a part of a real line or
-        record batch, or garbage."""
+        """Leaves behind what a write that was cut short leaves: after the last acknowledged bytes a part
+        of a real line or record batch, or garbage."""
         self.faults["torn tail"] += 1
         newest = [*sorted(self.journal.glob("log/*.jsonl"))[-1:], *sorted(self.journal.glob("*.arrow"))[-1:]]
         for path in newest:
@@ -362,7 +369,8 @@ class Harness:
             if time.monotonic() - began > timeout_s:
                 self.notice_the_dead()
                 raise RuntimeError(
-                    f"no {' or '.join(left)} in {timeout_s} s; {self.wrong or 'all are alive'}; see the logs in {self.folder}"
+                    f"no {' or '.join(left)} in {timeout_s} s; {self.wrong or 'all are alive'}; see the logs"
+                    f" in {self.folder}"
                 )
             time.sleep(0.02)
 

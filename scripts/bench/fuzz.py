@@ -1,14 +1,17 @@
-"""Sends whatever can be sent to the sockets of a run, beside honest traffic that must not notice, and counts what became of it.
+"""Sends whatever can be sent to the sockets of a run, beside honest traffic that must not notice, and counts
+what became of it.
 
     scripts/fuzz.sh [--messages 1000000] [--seed 0] [--only buffer|weights] [--keys] [--folder DIR]
 
-Real processes: a buffer server, a server of weights, and honest roles (two generators, a learner, a host that fetches weights).
-The attacks are requests made from their own types (nesting, extremes of every integer and float, lengths, tags), real traffic with
-bytes changed, cut or spliced, damaged Arrow payloads, messages wrong in their frames, and connections that speak no ZeroMQ or never
-end a message. A hundredth as many messages follow to servers with keys (`--keys`: all of them, and nothing before): from strangers without
-a key or with a wrong one, from the owner of a generator's key who says what a learner or an operator may, over handshakes that are
-damaged on their way, while keys come and go and files that hold none lie beside them. The exit status is 1 when a server died, an honest request had no answer, memory grew, the ledger does not close, or the
-journal cannot be recovered.
+Real processes: a buffer server, a server of weights, and honest roles (two generators, a learner, a host that
+fetches weights). The attacks are requests made from their own types (nesting, extremes of every integer and
+float, lengths, tags), real traffic with bytes changed, cut or spliced, damaged Arrow payloads, messages wrong
+in their frames, and connections that speak no ZeroMQ or never end a message. A hundredth as many messages
+follow to servers with keys (`--keys`: all of them, and nothing before): from strangers without a key or with
+a wrong one, from the owner of a generator's key who says what a learner or an operator may, over handshakes
+that are damaged on their way, while keys come and go and files that hold none lie beside them. The exit
+status is 1 when a server died, an honest request had no answer, memory grew, the ledger does not close, or
+the journal cannot be recovered.
 """
 
 import argparse
@@ -47,25 +50,41 @@ SAMPLES, STALENESS = 2, 2
 BATCH = 100
 """Messages between two looks at the answers."""
 ENDLESS_EVERY = 250_000
-"""Messages between two that do not end. The first comes at once: what a server has needed for one, it keeps for the next."""
+"""Messages between two that do not end.
+
+The first comes at once: what a server has needed for one, it keeps for the next.
+"""
 MEMORY_MIB = 64
 """A server may hold so much more at the end than after a tenth of the messages."""
 LEASE_S = 3
 """`buffer.lease_s` of the runs that are attacked."""
 KEYED_SHARE, LEAST_KEYED = 100, 600
-"""One in so many messages, again, goes to servers with keys: a handshake takes as long as a hundred messages. At least so many do."""
+"""One in so many messages, again, goes to servers with keys: a handshake takes as long as a hundred messages.
+
+At least so many do.
+"""
 
 
 def configure(keys: Path | None) -> Config:
     return load_config(
         [
             *([] if keys is None else [f"buffer.keys={keys}"]),
-            "generators.engine=simulated", "learner.engine=simulated", "eval.prompts=2", "eval.every=50", "run.steps=1000000",
-            "learner.groups_per_step=4", f"learner.samples_per_prompt={SAMPLES}", f"staleness.max_versions={STALENESS}", f"buffer.lease_s={LEASE_S}",
-            "buffer.max_attempts=1000", "buffer.max_quarantined=1000000000", "buffer.watchdog_s=600", "buffer.retention=checkpoints",
+            "generators.engine=simulated",
+            "learner.engine=simulated",
+            "eval.prompts=2",
+            "eval.every=50",
+            "run.steps=1000000",
+            "learner.groups_per_step=4",
+            f"learner.samples_per_prompt={SAMPLES}",
+            f"staleness.max_versions={STALENESS}",
+            f"buffer.lease_s={LEASE_S}",
+            "buffer.max_attempts=1000",
+            "buffer.max_quarantined=1000000000",
+            "buffer.watchdog_s=600",
+            "buffer.retention=checkpoints",
             "buffer.segment_mb=4",
         ]
-    )  # fmt: skip
+    )
 
 
 # ---- the processes
@@ -306,7 +325,8 @@ def judge_memory(console: Console, memory: list[dict[str, float]]) -> list[str]:
 
 
 def judge_honest(console: Console, processes: Processes) -> list[str]:
-    """What the honest have done beside it; their process ends with a traceback when a request has no answer."""
+    """What the honest have done beside it; their process ends with a traceback when a request has no
+    answer."""
     if "honest" not in processes.running:
         return []
     process = processes.running["honest"]
@@ -321,7 +341,8 @@ def status_of(client: BufferClient) -> RunStatus:
 
 
 def wait_until_settled(client: BufferClient) -> RunStatus:
-    """Returns the status once the leases of those who have gone have expired: nothing changes by itself any more."""
+    """Returns the status once the leases of those who have gone have expired: nothing changes by itself
+    any more."""
     status, since = status_of(client), time.monotonic()
     while time.monotonic() - since < 2 * LEASE_S:
         time.sleep(0.2)

@@ -1,5 +1,6 @@
-"""What `scripts/bench/fuzz.py` does to servers with keys: strangers without a key or with a wrong one, keys that say what is not theirs to
-say, handshakes that are damaged on their way, keys that come and go, and files that hold none."""
+"""What `scripts/bench/fuzz.py` does to servers with keys: strangers without a key or with a wrong one,
+keys that say what is not theirs to say, handshakes that are damaged on their way, keys that come and go,
+and files that hold none."""
 
 import random
 import shutil
@@ -21,7 +22,8 @@ GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") 
 
 
 def make_all_keys(folder: Path) -> None:
-    """A pair of each role for the honest, one of a generator for the attackers, and one that comes and goes."""
+    """A pair of each role for the honest, one of a generator for the attackers, and one that comes and
+    goes."""
     make_keys(folder, [*KeyRole, "generator:greedy", "generator:unsteady"])
 
 
@@ -121,8 +123,8 @@ class KeysAttack:
     # ---- handshakes
 
     def _meddle(self) -> None:
-        """Stands between a client with a good key and the server, and does something to one step of the client's: its greeting,
-        HELLO, INITIATE, or the first message."""
+        """Stands between a client with a good key and the server, and does something to one step of the
+        client's: its greeting, HELLO, INITIATE, or the first message."""
         stage, how = self._rng.randrange(4), self._rng.choice(["damaged", "cut", "repeated", "left out"])
         self.attacker.sent[f"{('greeting', 'HELLO', 'INITIATE', 'message')[stage]} {how}"] += 1
         listener = socket.create_server(("127.0.0.1", 0))
@@ -180,7 +182,8 @@ def read_bytes(connection: socket.socket, size: int) -> bytes:
 
 
 def attack_with_keys(name: str, address: str, rng: random.Random, folder: Path) -> KeysAttack:
-    """Of the buffer or the server of weights: the owner of a generator's key says all that others may, too."""
+    """Of the buffer or the server of weights: the owner of a generator's key says all that others may,
+    too."""
     if name == "buffer":
         return KeysAttack(BufferAttack(address, rng, show(folder, "greedy")), folder, rng)
     from slipstream_bench.attack_weights import WeightsAttack

@@ -1,4 +1,5 @@
-"""The server of weights that `scripts/bench/fuzz.py` attacks, the host that fetches from it meanwhile, and all that is sent to it."""
+"""The server of weights that `scripts/bench/fuzz.py` attacks, the host that fetches from it meanwhile, and
+all that is sent to it."""
 
 import itertools
 import json

@@ -29,7 +29,8 @@ LEARNERS_OWN = (
     | m.AwaitEvaluations
     | m.RequestBatch
 )
-"""Requests that only keys can forbid: where there are none, an attack that came out as a right one is not sent."""
+"""Requests that only keys can forbid: where there are none, an attack that came out as a right one is not
+sent."""
 
 
 Show = Callable[["zmq.Socket[bytes]"], None]
@@ -37,7 +38,8 @@ Show = Callable[["zmq.Socket[bytes]"], None]
 
 
 class Attacker:
-    """Sends to one server through a few connections, which it gives up and opens again, and reads the answers."""
+    """Sends to one server through a few connections, which it gives up and opens again, and reads the
+    answers."""
 
     def __init__(self, address: str, rng: random.Random, show_key: Show | None = None) -> None:
         self.address, self._rng, self._show_key = address, rng, show_key
@@ -72,23 +74,29 @@ class Attacker:
             self._sockets[place] = self._connect()
 
     def speak_no_zeromq(self) -> None:
-        """A TCP connection with a broken greeting, or a right one and garbage after it; some stay open for a while."""
+        """A TCP connection with a broken greeting, or a right one and garbage after it; some stay open for
+        a while."""
         self.sent["bytes that are no ZeroMQ"] += 1
         greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
         data = self._rng.choice(
             [
-                self._rng.randbytes(self._rng.randrange(1, 300)), greeting[: self._rng.randrange(64)], greeting,
-                greeting + self._rng.randbytes(100), damage(greeting, self._rng, [greeting]),
-                greeting + ready() + damage(ready(), self._rng, [greeting]), b"GET / HTTP/1.1\r\n\r\n",
+                self._rng.randbytes(self._rng.randrange(1, 300)),
+                greeting[: self._rng.randrange(64)],
+                greeting,
+                greeting + self._rng.randbytes(100),
+                damage(greeting, self._rng, [greeting]),
+                greeting + ready() + damage(ready(), self._rng, [greeting]),
+                b"GET / HTTP/1.1\r\n\r\n",
                 greeting + ready() + b"\x02" + b"\x7f" + b"\xff" * 7,
             ]
-        )  # fmt: skip
+        )
         self._raw.append(self.open(data))
         while len(self._raw) > 50:
             self._raw.pop(0).close()
 
     def never_end_a_message(self, num_bytes: int, size: int = 65_536) -> None:
-        """Frames of one message, each of which says that more follow, until enough is sent or the server has had enough."""
+        """Frames of one message, each of which says that more follow, until enough is sent or the server
+        has had enough."""
         self.sent[ENDLESS] += 1
         greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
         connection = self.open(greeting + ready())
@@ -212,10 +220,19 @@ class BufferAttack:
         )
         if rng.random() < 0.3:
             wrong: dict[str, Any] = rng.choice(
-                [{"reward": float("nan")}, {"reward": 3e38}, {"logprobs": [0.0, 1e30, -1e38]}, {"versions": [-1, 2**31 - 1, 0]},
-                 {"tokens": [], "sampled": [], "logprobs": [], "versions": []}, {"rewards": {"x" * 1000: float("inf")}},
-                 {"started_at": float("nan"), "finished_at": 1e308}, {"extra": "x" * 10_000}, {"prompt_id": -1}, {"group": 2**62}]
-            )  # fmt: skip
+                [
+                    {"reward": float("nan")},
+                    {"reward": 3e38},
+                    {"logprobs": [0.0, 1e30, -1e38]},
+                    {"versions": [-1, 2**31 - 1, 0]},
+                    {"tokens": [], "sampled": [], "logprobs": [], "versions": []},
+                    {"rewards": {"x" * 1000: float("inf")}},
+                    {"started_at": float("nan"), "finished_at": 1e308},
+                    {"extra": "x" * 10_000},
+                    {"prompt_id": -1},
+                    {"group": 2**62},
+                ]
+            )
             payload = encode_batch(to_batch(rows_of(lease, 0, **wrong))).to_pybytes()
         else:
             payload = damage(rng.choice(self._payloads), rng, self._payloads)
@@ -224,8 +241,18 @@ class BufferAttack:
 
 def rows_of(lease: m.Lease, version: int, **changes: Any) -> list[Trajectory]:
     fields: dict[str, Any] = {
-        "group": lease.group, "due": lease.due, "prompt_id": lease.index, "task": lease.task, "tokens": [5, 6, 7],
-        "sampled": [False, True, True], "logprobs": [0.0, -0.5, -1.0], "versions": [-1, version, version], "reward": 1.0,
-        "finish_reason": "stop", "generator": "g", "started_at": 1.0, "finished_at": 2.0,
-    }  # fmt: skip
+        "group": lease.group,
+        "due": lease.due,
+        "prompt_id": lease.index,
+        "task": lease.task,
+        "tokens": [5, 6, 7],
+        "sampled": [False, True, True],
+        "logprobs": [0.0, -0.5, -1.0],
+        "versions": [-1, version, version],
+        "reward": 1.0,
+        "finish_reason": "stop",
+        "generator": "g",
+        "started_at": 1.0,
+        "finished_at": 2.0,
+    }
     return [Trajectory(sample=sample, **{**fields, **changes}) for sample in range(lease.num_samples)]

@@ -1,4 +1,5 @@
-"""Holds a journal, its log and the records that producers and consumer kept for themselves against each other (`chaos.py`)."""
+"""Holds a journal, its log and the records that producers and consumer kept for themselves against each
+other (`chaos.py`)."""
 
 import json
 import shutil
@@ -55,7 +56,10 @@ class Records:
 
 
 def audit(folder: Path, config: Config, train: Train, status: RunStatus | None = None) -> Audit:
-    """Audits the run in `folder`. `status` is what its server said of itself at the end, when nothing was under way."""
+    """Audits the run in `folder`.
+
+    `status` is what its server said of itself at the end, when nothing was under way.
+    """
     found = Audit()
     bring_back(folder)
     records = _read(folder / "journal", found)
@@ -69,7 +73,8 @@ def audit(folder: Path, config: Config, train: Train, status: RunStatus | None =
 
 
 def bring_back(folder: Path) -> None:
-    """Undoes what stands in the way of the audit alone: what retention has discarded comes back, and so do changed bits."""
+    """Undoes what stands in the way of the audit alone: what retention has discarded comes back, and so do
+    changed bits."""
     journal = folder / "journal"
     for path in (folder / "discarded").rglob("*.*"):
         shutil.move(path, journal / path.relative_to(folder / "discarded"))
@@ -208,7 +213,8 @@ def _check_training(
 def _check_states(
     folder: Path, records: Records, batches: dict[int, pa.RecordBatch], train: Train, found: Audit
 ) -> None:
-    """The consumer's states and checkpoints must be those that the journal, trained in the order of the log, leads to."""
+    """The consumer's states and checkpoints must be those that the journal, trained in the order of the
+    log, leads to."""
     states = [""]
     reached: dict[int, set[str]] = {0: {""}}  # by steps trained, in any life
     for event in records.told:
@@ -242,7 +248,8 @@ def _check_states(
 
 
 def _was_lost(folder: Path, records: Records, number: int, num_trained: int) -> bool:
-    """True for a line of the consumer's states that tells of a step which the log had lost before a repair."""
+    """True for a line of the consumer's states that tells of a step which the log had lost before a
+    repair."""
     before = (
         [int(line) for line in (folder / "repairs").read_text().split()]
         if (folder / "repairs").exists()
@@ -282,8 +289,8 @@ def _check_epochs(config: Config, records: Records, found: Audit) -> None:
 def _check_ledger(
     folder: Path, config: Config, records: Records, status: RunStatus | None, found: Audit
 ) -> None:
-    """The newest state and the log since, and the log alone from its beginning, must make the same ledger, which closes
-    and agrees with the journal and with `status`."""
+    """The newest state and the log since, and the log alone from its beginning, must make the same ledger,
+    which closes and agrees with the journal and with `status`."""
     alone = folder / "log_alone"
     shutil.rmtree(alone, ignore_errors=True)
     (alone / "log").mkdir(parents=True)

@@ -1,4 +1,5 @@
-"""The processes that `chaos.py` kills: a buffer server, producers that make groups, a consumer that plays the learner."""
+"""The processes that `chaos.py` kills: a buffer server, producers that make groups, a consumer that plays
+the learner."""
 
 import argparse
 import dataclasses
@@ -41,13 +42,24 @@ def configure(folder: Path, seed: int, on_late: str = "wait") -> Config:
     late = {"cancel": ["staleness.straggler_timeout_s=1.0"]}.get(on_late, [])
     return load_config(
         [
-            *late, f"staleness.on_late={on_late}", "buffer.retention=checkpoints",
-            "generators.engine=simulated", "learner.engine=simulated", "eval.prompts=0", f"run.seed={seed}",
-            f"learner.groups_per_step={GROUPS}", f"learner.samples_per_prompt={SAMPLES}", "run.steps=1000000",
-            f"staleness.max_versions={STALENESS}", f"buffer.lease_s={LEASE_S}", "buffer.max_attempts=1000000", "buffer.segment_mb=1",
-            f"buffer.address=ipc://{folder}/socket", f"task.size={PROMPTS}",
+            *late,
+            f"staleness.on_late={on_late}",
+            "buffer.retention=checkpoints",
+            "generators.engine=simulated",
+            "learner.engine=simulated",
+            "eval.prompts=0",
+            f"run.seed={seed}",
+            f"learner.groups_per_step={GROUPS}",
+            f"learner.samples_per_prompt={SAMPLES}",
+            "run.steps=1000000",
+            f"staleness.max_versions={STALENESS}",
+            f"buffer.lease_s={LEASE_S}",
+            "buffer.max_attempts=1000000",
+            "buffer.segment_mb=1",
+            f"buffer.address=ipc://{folder}/socket",
+            f"task.size={PROMPTS}",
         ]
-    )  # fmt: skip
+    )
 
 
 def serve(config: Config, folder: Path, address: str | None = None) -> int:
@@ -172,18 +184,28 @@ def rows_of(lease: m.Lease, version: int, name: str, rng: random.Random) -> list
         versions = sorted(rng.randint(lease.min_version, version) for _ in range(length))
         rows.append(
             Trajectory(
-                group=lease.group, sample=sample, due=lease.due, prompt_id=lease.index, task=lease.task,
-                tokens=[rng.randrange(1000) for _ in range(length + 3)], sampled=[False] * 3 + [True] * length,
-                logprobs=[0.0] * 3 + [-rng.random() for _ in range(length)], versions=[-1] * 3 + versions,
-                reward=rng.random(), finish_reason="stop", generator=name, started_at=0.0, finished_at=time.time(),
+                group=lease.group,
+                sample=sample,
+                due=lease.due,
+                prompt_id=lease.index,
+                task=lease.task,
+                tokens=[rng.randrange(1000) for _ in range(length + 3)],
+                sampled=[False] * 3 + [True] * length,
+                logprobs=[0.0] * 3 + [-rng.random() for _ in range(length)],
+                versions=[-1] * 3 + versions,
+                reward=rng.random(),
+                finish_reason="stop",
+                generator=name,
+                started_at=0.0,
+                finished_at=time.time(),
             )
-        )  # fmt: skip
+        )
     return rows
 
 
 def consume(config: Config, folder: Path) -> None:
-    """Plays the learner: its state is a hash over everything trained, in order; it is what a checkpoint holds, and what is
-    written down after each step."""
+    """Plays the learner: its state is a hash over everything trained, in order; it is what a checkpoint
+    holds, and what is written down after each step."""
     client = BufferClient(config.buffer.address, timeout_s=30.0)
     step, state = go_back(client, folder)
     life = os.getpid()
@@ -208,7 +230,8 @@ def consume(config: Config, folder: Path) -> None:
 
 
 def go_back(client: BufferClient, folder: Path) -> tuple[int, str]:
-    """The newest checkpoint that the buffer can go back to, and its state: a repair may have lost the last steps."""
+    """The newest checkpoint that the buffer can go back to, and its state: a repair may have lost the last
+    steps."""
     for step in sorted((int(path.stem) for path in folder.glob("checkpoints/*.json")), reverse=True):
         try:
             client.call(m.RewindToStep(step=step), m.Acknowledged)

@@ -1,6 +1,8 @@
-"""What `scripts/bench/fuzz.py` sends: requests made from their own types with some of it wrong, and real traffic that is damaged.
+"""What `scripts/bench/fuzz.py` sends: requests made from their own types with some of it wrong, and real
+traffic that is damaged.
 
-All of it comes from one seeded generator of random numbers. Nothing here knows a single message: the types say what there is.
+All of it comes from one seeded generator of random numbers. Nothing here knows a single message: the types
+say what there is.
 """
 
 import itertools
@@ -228,8 +230,13 @@ def hand_made(rng: random.Random) -> Iterator[list[bytes]]:
         few = rng.randrange(3)
         yield rng.choice(
             [
-                [b""], [b"", b""], [number.to_bytes(8, "little")], [rng.randbytes(8)] * few or [b"x"],
-                [rng.randbytes(8), b"", *[b"x"] * rng.randrange(2, 200)], [rng.randbytes(rng.choice([65, 300, 70_000])), b"\x80"],
-                [rng.randbytes(8), rng.randbytes(rng.randrange(300))], [rng.randbytes(8), bytes(rng.choice([1, 5_000, 2_000_000]))],
+                [b""],
+                [b"", b""],
+                [number.to_bytes(8, "little")],
+                [rng.randbytes(8)] * few or [b"x"],
+                [rng.randbytes(8), b"", *[b"x"] * rng.randrange(2, 200)],
+                [rng.randbytes(rng.choice([65, 300, 70_000])), b"\x80"],
+                [rng.randbytes(8), rng.randbytes(rng.randrange(300))],
+                [rng.randbytes(8), bytes(rng.choice([1, 5_000, 2_000_000]))],
             ]
-        )  # fmt: skip
+        )
