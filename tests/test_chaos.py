@@ -1,5 +1,5 @@
-"""Processes are killed at random, and nothing is lost: the short form of `scripts/bench/chaos.py`, and
-proof that its audit can fail."""
+"""A short run of `scripts/bench/chaos.py` loses nothing while processes are killed, and its audit can
+fail."""
 
 import json
 import re
@@ -13,42 +13,44 @@ import pytest
 from buffers import events as e
 from buffers.event_log import read_events
 from buffers.run_status import RunStatus
-from chaos import Harness
-from slipstream_bench.audit import Audit, audit, bring_back
-from slipstream_bench.chaos_roles import configure, train
+from chaos import ChaosHarness
+from slipstream_bench.audit import AuditReport, audit_run, restore_journal
+from slipstream_bench.chaos_roles import hash_training_step, make_config
 
 SEED = 1
 
 
 @pytest.fixture(scope="module")
-def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder as 15 kills and one of each other fault have left it."""
+def survivor_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a run with 15 kills and at least one of each other fault."""
     folder = tmp_path_factory.mktemp("chaos")
-    harness = Harness(folder, SEED, long_log=4000)
+    harness = ChaosHarness(folder, SEED, long_log=4000)
     harness.run(15)
     assert harness.kills.total() >= 15
     assert {"server", "server at a rotation", "server while it recovers"} < set(harness.kills)
     assert {"second opener", "full disk", "stall"} <= set(harness.faults)
     assert all(process.poll() is not None for process in harness.processes.values())
-    assert harness.wrong == [] and harness.status is not None
+    assert harness.problems == [] and harness.status is not None
     (folder / "status.json").write_bytes(msgspec.json.encode(harness.status))
-    bring_back(folder)
+    restore_journal(folder)
     yield folder
 
 
-def audited(folder: Path) -> Audit:
+def audit_folder(folder: Path) -> AuditReport:
     status = msgspec.json.decode((folder / "status.json").read_bytes(), type=RunStatus)
-    return audit(folder, configure(folder, SEED), train, status)
+    return audit_run(folder, make_config(folder, SEED), hash_training_step, status)
 
 
-def test_nothing_acknowledged_is_lost_and_nothing_trained_twice_whatever_is_killed(survivor: Path) -> None:
-    found = audited(survivor)
-    assert found.wrong == []
+def test_nothing_acknowledged_is_lost_and_nothing_trained_twice_whatever_is_killed(
+    survivor_folder: Path,
+) -> None:
+    found = audit_folder(survivor_folder)
+    assert found.problems == []
     assert found.figures["groups acknowledged to producers"] > 50 and found.figures["steps trained"] > 10
 
 
-def rewrite(folder: Path, change: Callable[[list[e.AnyEvent]], list[e.AnyEvent]]) -> None:
-    """Writes another log in the place of the true one, with checksums that fit."""
+def rewrite_log(folder: Path, change: Callable[[list[e.AnyEvent]], list[e.AnyEvent]]) -> None:
+    """Replaces the log by the changed events, with checksums that fit."""
     events = change(list(read_events(folder / "journal")))
     shutil.rmtree(folder / "journal/state")
     shutil.rmtree(folder / "journal/log")
@@ -62,10 +64,10 @@ def forget_an_acknowledgement(folder: Path) -> str:
     return "acknowledged group 999999 .* is lost"
 
 
-def train_something_else(folder: Path) -> str:
-    name = min(folder.glob("checkpoints/*.json"), key=lambda path: int(path.stem))
-    name.write_text(json.dumps(json.loads(name.read_text()) | {"state": "another"}))
-    return "is not what the journal leads to"
+def change_a_checkpoint(folder: Path) -> str:
+    path = min(folder.glob("checkpoints/*.json"), key=lambda path: int(path.stem))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"state": "another"}))
+    return "is not the state that the journal leads to"
 
 
 def damage_a_group(folder: Path) -> str:
@@ -78,7 +80,7 @@ def damage_a_group(folder: Path) -> str:
 
 
 def hand_out_other_groups_after_a_rewind(folder: Path) -> str:
-    def change(events: list[e.AnyEvent]) -> list[e.AnyEvent]:
+    def change_events(events: list[e.AnyEvent]) -> list[e.AnyEvent]:
         last = max(i for i, event in enumerate(events) if isinstance(event, e.Trained))
         trained = events[last]
         assert isinstance(trained, e.Trained)
@@ -87,29 +89,29 @@ def hand_out_other_groups_after_a_rewind(folder: Path) -> str:
         )
         return [*events[: last + 1], e.Rewound(trained.step), swapped]
 
-    rewrite(folder, change)
-    return "trained other groups than it was handed"
+    rewrite_log(folder, change_events)
+    return "trained other groups than the buffer handed out"
 
 
 def lose_an_accepted_group(folder: Path) -> str:
-    def change(events: list[e.AnyEvent]) -> list[e.AnyEvent]:
+    def change_events(events: list[e.AnyEvent]) -> list[e.AnyEvent]:
         last = max(i for i, event in enumerate(events) if isinstance(event, e.Accepted))
         return events[:last] + events[last + 1 :]
 
-    rewrite(folder, change)
+    rewrite_log(folder, change_events)
     return "acknowledged group .* is lost|its log says"
 
 
 def train_a_group_that_never_came(folder: Path) -> str:
-    def change(events: list[e.AnyEvent]) -> list[e.AnyEvent]:
+    def change_events(events: list[e.AnyEvent]) -> list[e.AnyEvent]:
         return [event for event in events if not (isinstance(event, e.Accepted) and event.due == 1)]
 
-    rewrite(folder, change)
+    rewrite_log(folder, change_events)
     return "was trained at step 1 and never accepted"
 
 
 def train_groups_twice(folder: Path) -> str:
-    def change(events: list[e.AnyEvent]) -> list[e.AnyEvent]:
+    def change_events(events: list[e.AnyEvent]) -> list[e.AnyEvent]:
         done = [event for event in events if isinstance(event, e.Trained)]
         last, before = done[-1], next(event for event in done if event.step == done[-1].step - 1)
         again = msgspec.structs.replace(before, step=last.step)
@@ -118,12 +120,12 @@ def train_groups_twice(folder: Path) -> str:
         place = events.index(last)
         return [*events[:place], handed, again, *events[place + 1 :]]
 
-    rewrite(folder, change)
+    rewrite_log(folder, change_events)
     return "was trained 2 times"
 
 
-def pass_over_a_prompt(folder: Path) -> str:
-    def change(events: list[e.AnyEvent]) -> list[e.AnyEvent]:
+def skip_a_prompt(folder: Path) -> str:
+    def change_events(events: list[e.AnyEvent]) -> list[e.AnyEvent]:
         return [
             msgspec.structs.replace(event, prompt=(event.prompt + 1) % 50)
             if isinstance(event, e.Accepted) and event.group == 3
@@ -131,37 +133,39 @@ def pass_over_a_prompt(folder: Path) -> str:
             for event in events
         ]
 
-    rewrite(folder, change)
+    rewrite_log(folder, change_events)
     return "epoch 0 has a prompt twice"
 
 
 def forget_a_lease(folder: Path) -> str:
-    def change(events: list[e.AnyEvent]) -> list[e.AnyEvent]:
+    def change_events(events: list[e.AnyEvent]) -> list[e.AnyEvent]:
         first = next(event for event in events if isinstance(event, e.Accepted))
         return [event for event in events if not (isinstance(event, e.Leased) and event.lease == first.lease)]
 
-    rewrite(folder, change)
+    rewrite_log(folder, change_events)
     return "the log cannot be applied"
 
 
 @pytest.mark.parametrize(
-    "doctor",
+    "doctor_folder",
     [
         forget_an_acknowledgement,
-        train_something_else,
+        change_a_checkpoint,
         damage_a_group,
         hand_out_other_groups_after_a_rewind,
         lose_an_accepted_group,
         train_a_group_that_never_came,
         train_groups_twice,
-        pass_over_a_prompt,
+        skip_a_prompt,
         forget_a_lease,
     ],
 )
-def test_the_audit_names_what_is_wrong(survivor: Path, tmp_path: Path, doctor: Callable[[Path], str]) -> None:
+def test_the_audit_names_what_is_wrong(
+    survivor_folder: Path, tmp_path: Path, doctor_folder: Callable[[Path], str]
+) -> None:
     shutil.copytree(
-        survivor, tmp_path / "copy", ignore=shutil.ignore_patterns("socket", "second", "log_alone")
+        survivor_folder, tmp_path / "copy", ignore=shutil.ignore_patterns("socket", "second", "log_alone")
     )
-    wrong = doctor(tmp_path / "copy")
-    found = audited(tmp_path / "copy")
-    assert any(re.search(wrong, text) for text in found.wrong), found.wrong
+    wrong = doctor_folder(tmp_path / "copy")
+    found = audit_folder(tmp_path / "copy")
+    assert any(re.search(wrong, text) for text in found.problems), found.problems

@@ -1,5 +1,5 @@
-"""A short fuzz: thousands of broken messages to the sockets of a run that goes on meanwhile
-(`scripts/fuzz.sh` sends a million)."""
+"""A short fuzz: a run goes on while its sockets receive thousands of broken messages (`scripts/fuzz.sh`: a
+million)."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def test_nothing_that_is_sent_stops_a_server_or_is_noticed_by_the_honest(tmp_path: Path) -> None:
+def test_broken_messages_stop_no_server_and_disturb_no_honest_role(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/bench/fuzz.py", "--messages", "3000", "--folder", str(tmp_path)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"}
@@ -20,4 +20,4 @@ def test_nothing_that_is_sent_stops_a_server_or_is_noticed_by_the_honest(tmp_pat
         for kind in ("nesting", "a field out of bounds"):
             assert re.search(rf"{server}\W+{kind}", done.stdout), done.stdout
         assert f"{server} with keys" in done.stdout
-    assert "messages without a key" in done.stdout and done.stdout.count("the honest: ") == 2
+    assert "messages without a key" in done.stdout and done.stdout.count("the honest roles: ") == 2

@@ -1,25 +1,24 @@
-"""Kills the buffer and everyone around it at random moments, and audits what is left. No Ray, no model: the
-data path alone.
+"""Kills the processes of the data path at random moments, then audits what is left: no Ray, no model.
 
     scripts/chaos.sh [--kills 200] [--seed 0] [--producers 3] [--on-late wait|mask|cancel|all] [--folder DIR]
 
-Real processes: one buffer server, producers that make groups of random length, and a consumer that "trains"
-(it hashes every byte that it is handed), writes checkpoints and goes back to them. Each process that dies is
-started again at once. The faults:
+The processes are real: one buffer server, producers that make groups of random length, and a consumer that
+"trains" (it hashes every byte that the buffer hands out), writes checkpoints and rewinds to them. The harness
+starts each process that dies again at once. The faults:
 
     kill            SIGKILL to the server, the consumer or a producer, at a random moment
     kill, rotation  to the server, just when a new segment or log file has appeared
     kill, recovery  to the server, again and again while it recovers a log of 60,000 lines
-    stall           a producer is stopped (SIGSTOP), now and then for longer than a lease lasts
-    torn tail       a server that was killed leaves a part of a real line or record batch, or garbage
-    second opener   another server is started on the living journal
-    rotten group    a bit changes in a group that waits to be trained
-    rotten log      a bit changes inside the log of a server that was killed; `buffers.repair` mends it
-    full disk       the server's disk is full, in the middle of a write
+    stall           SIGSTOP to a producer, sometimes for longer than a lease lasts
+    torn tail       a part of a real line or record batch, or garbage, behind the files of a killed server
+    second opener   another server starts on the journal of a living one
+    corrupt group   a bit changes in a group that waits to be trained
+    corrupt log     a bit changes inside the log of a killed server; `slipstream.repair` mends the log
+    full disk       the server's disk becomes full in the middle of a write
 
-The buffer keeps what its checkpoints need and no more (`buffer.retention=checkpoints`); what it deletes is
-moved aside for the audit. At the end the journal, its log and the records that the producers kept for
-themselves are held against each other. The exit status is 1 when anything does not add up.
+The buffer keeps only the files that its checkpoints need (`buffer.retention=checkpoints`); the harness moves
+the files that it discards aside, for the audit. At the end the audit compares the journal, its log and the
+records of producers and consumer. The exit status is 1 when they contradict each other.
 """
 
 import argparse
@@ -49,47 +48,57 @@ from buffers.run_status import RunStatus
 from buffers.segments import is_closed
 from buffers.state import state_numbers
 from configs.staleness import OnLate
-from slipstream_bench.audit import Audit, audit
-from slipstream_bench.chaos_roles import FULL_DISK, LEASE_S, LONG_LOG, REFUSED, configure, play_role, train
+from slipstream_bench.audit import AuditReport, audit_run
+from slipstream_bench.chaos_log import ChaosLog, EventTest, flip_bit, holds_any_byte, is_accepted, is_trained
+from slipstream_bench.chaos_roles import (
+    FULL_DISK,
+    LEASE_S,
+    LONG_LOG,
+    REFUSED,
+    hash_training_step,
+    make_config,
+    play_role,
+)
 
 # ---- the harness
 
 
-Place = tuple[int, int]
-"""(file of the log, byte in it)."""
-
-
 @dataclass
-class Harness:
+class ChaosHarness:
+    """Starts the processes of one run in `folder`, kills and disturbs them, and notes what it did and saw."""
+
     folder: Path
     seed: int
     num_producers: int = 3
     on_late: str = "wait"
     kills: Counter[str] = field(default_factory=Counter)
+    """Number of kills, by what was killed."""
     faults: Counter[str] = field(default_factory=Counter)
-    """Those that kill nobody."""
+    """Number of faults of each kind that kills no process."""
     recovery_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    wrong: list[str] = field(default_factory=list)
+    """Seconds from a kill to a sign of life, by what was killed and what the sign was."""
+    problems: list[str] = field(default_factory=list)
+    """What went wrong during the run, in words."""
     status: RunStatus | None = None
-    """What the server said of itself when all others were gone."""
+    """The server's last answer about itself, when all other processes had ended."""
     long_log: int = LONG_LOG
-    """Lines of the log that is recovered first."""
+    """Number of lines of the log that the server recovers first."""
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.config = configure(self.folder, self.seed, self.on_late)
+        self.config = make_config(self.folder, self.seed, self.on_late)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.journal = self.folder / "journal"
+        self.journal, self.log = self.folder / "journal", ChaosLog(self.folder)
 
     @property
-    def names(self) -> list[str]:
+    def process_names(self) -> list[str]:
         return ["server", "consumer", *(f"producer-{number}" for number in range(self.num_producers))]
 
-    def start(self, name: str) -> None:
+    def start_process(self, name: str) -> None:
         log = open(self.folder / f"{name}.log", "ab")  # noqa: SIM115
         self.processes[name] = subprocess.Popen(
-            self.command(name),
+            self.make_command(name),
             stdout=log,
             stderr=log,
             env={**os.environ, "PYTHONPATH": ROOT},
@@ -97,39 +106,46 @@ class Harness:
         )
         log.close()
 
-    def command(self, name: str) -> list[str]:
+    def make_command(self, name: str) -> list[str]:
         own = ["--folder", str(self.folder), "--seed", str(self.seed), "--on-late", self.on_late]
         return [sys.executable, __file__, "--be", name, *own]
 
     def run(self, num_kills: int, say: Callable[[str], None] = lambda text: None) -> None:
-        """Kills `num_kills` times, then lets the run settle and stops it in good order."""
-        strikes = [self.kill_somebody] * 20 + [self.stall] * 4 + [self.kill_at_rotation] * 2
-        strikes += [self.open_twice, self.rot_group, self.rot_log, self.fill_disk]
+        """Strikes until `num_kills` processes were killed, then lets the run settle and stops the server
+        properly.
+
+        `say` receives a line of progress now and then.
+        """
+        strikes = [self.kill_somebody] * 20 + [self.stall_producer] * 4 + [self.kill_at_rotation] * 2
+        strikes += [self.open_journal_twice, self.corrupt_group, self.corrupt_log, self.fill_disk]
         try:
-            self.interrupt_long_recovery()
-            for name in self.names:
-                self.start(name)
-            self.wait_for(None, {"step trained": is_trained})
-            for strike in dict.fromkeys(strikes):  # each once at least
+            self.kill_during_recovery()
+            for name in self.process_names:
+                self.start_process(name)
+            self.wait_for_events(None, {"step trained": is_trained})
+            # Each kind of strike comes at least once.
+            for strike in dict.fromkeys(strikes):
                 strike()
-                self.notice_the_dead()
+                self.restart_dead_processes()
             while self.kills.total() < num_kills:
                 time.sleep(self.rng.expovariate(1 / 0.25))
                 self.rng.choice(strikes)()
-                self.notice_the_dead()
+                self.restart_dead_processes()
                 if self.kills.total() % 20 == 0:
-                    say(f"{self.on_late}: {self.kills.total()} of {num_kills} kills, step {self.last_step()}")
-            self.wait_for(None, {"step trained": is_trained})
-            self.notice_the_dead()
-            for name in self.names[1:]:
-                self.kill(name)
-            time.sleep(1.5 * LEASE_S)  # by then all leases have expired
+                    step = self.log.count_trained_steps()
+                    say(f"{self.on_late}: {self.kills.total()} of {num_kills} kills, step {step}")
+            self.wait_for_events(None, {"step trained": is_trained})
+            self.restart_dead_processes()
+            for name in self.process_names[1:]:
+                self.kill_process(name)
+            # All leases expire, so that nothing is under way when the server tells its status.
+            time.sleep(1.5 * LEASE_S)
             client = BufferClient(self.config.buffer.address)
             self.status = client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status
             client.close()
         finally:
-            for name in self.names[1:]:
-                self.kill(name)
+            for name in self.process_names[1:]:
+                self.kill_process(name)
             server = self.processes.get("server")
             if server is not None:
                 server.terminate()
@@ -137,52 +153,52 @@ class Harness:
 
     # ---- faults
 
-    def interrupt_long_recovery(self) -> None:
+    def kill_during_recovery(self) -> None:
+        """Writes a long log, and kills the server five times while it recovers that log."""
         subprocess.run(
-            [*self.command("long"), "--lines", str(self.long_log)],
+            [*self.make_command("long"), "--lines", str(self.long_log)],
             check=True,
             env={**os.environ, "PYTHONPATH": ROOT},
         )
         for _ in range(5):
-            self.start("server")
+            self.start_process("server")
             time.sleep(self.rng.uniform(0.3, 2.5))
-            self.kill("server")
+            self.kill_process("server")
             self.kills["server while it recovers"] += 1
 
     def kill_somebody(self) -> None:
-        name = self.rng.choice([*self.names, "server", "consumer"])
+        """Kills a random process and starts it again; in some cases waits until it does its work again."""
+        name = self.rng.choice([*self.process_names, "server", "consumer"])
         who = name.partition("-")[0]
         self.kills[who] += 1
-        self.kill(name)
+        self.kill_process(name)
         if name == "server" and self.rng.random() < 0.5:
-            self.tear()
-        self.start(name)
+            self.tear_tails()
+        self.start_process(name)
         if self.rng.random() < 0.3:
-            awaited: dict[str, dict[str, Seen]] = {
+            awaited: dict[str, dict[str, EventTest]] = {
                 "server": {"group accepted": is_accepted, "step trained": is_trained},
                 "consumer": {"step trained": is_trained},
                 "producer": {
                     "lease taken": lambda event: isinstance(event, e.Leased) and event.generator == name
                 },
             }
-            self.wait_for(who, awaited[who])
+            self.wait_for_events(who, awaited[who])
 
     def kill_at_rotation(self) -> None:
-        """Kills the server when it has just begun a segment or a file of the log."""
-        before, deadline = self.files_begun(), time.monotonic() + 5.0
-        while self.files_begun() <= before and time.monotonic() < deadline:
+        """Kills the server just after it began a segment or a file of the log."""
+        before, deadline = self.log.list_begun_files(), time.monotonic() + 5.0
+        while self.log.list_begun_files() <= before and time.monotonic() < deadline:
             time.sleep(0.0005)
-        self.kill("server")
+        self.kill_process("server")
         self.kills["server at a rotation"] += 1
-        self.start("server")
+        self.start_process("server")
 
-    def files_begun(self) -> set[str]:
-        return {path.name for path in (*self.journal.glob("*.arrow"), *self.journal.glob("log/*.jsonl"))}
-
-    def open_twice(self) -> None:
+    def open_journal_twice(self) -> None:
+        """Starts a second server on the journal of the living one: it must refuse."""
         self.wait_for_answer()
         second = subprocess.run(
-            self.command("second"),
+            self.make_command("second"),
             capture_output=True,
             text=True,
             env={**os.environ, "PYTHONPATH": ROOT},
@@ -190,54 +206,58 @@ class Harness:
         )
         self.faults["second opener"] += 1
         if second.returncode != REFUSED or "must have one writer" not in second.stderr:
-            self.wrong.append(f"a second opener ended with {second.returncode}: {second.stderr[-300:]}")
+            self.problems.append(f"a second opener ended with {second.returncode}: {second.stderr[-300:]}")
 
-    def rot_group(self) -> None:
-        """Changes a bit of a group that is not trained yet, and will not be for a step or two."""
-        events = self.follow((sorted(self.log_files())[-2:][0], 0))[0]
-        step = self.last_step()
+    def corrupt_group(self) -> None:
+        """Flips a bit of a group that will not be trained in the next step or two."""
+        events = self.log.read_since((sorted(self.log.find_files())[-2:][0], 0))[0]
+        step = self.log.count_trained_steps()
         waiting = [event for event in events if isinstance(event, e.Accepted) and event.due > step + 1]
         if not waiting:
             return
         event = self.rng.choice(waiting[-3:])
         place = event.offset + self.rng.randrange(event.size)
         flip_bit(self.journal / f"{event.segment:06d}.arrow", place, 0)
-        with open(self.folder / "rotten", "a") as record:
+        with open(self.folder / "flipped_bits", "a") as record:
             record.write(f"{event.segment} {place} 0\n")
-        self.faults["rotten group"] += 1
+        self.faults["corrupt group"] += 1
 
-    def rotten_groups(self) -> list[tuple[int, int]]:
-        """(segment, byte) of each bit that was changed in a group."""
-        record = self.folder / "rotten"
+    def read_corrupted_places(self) -> list[tuple[int, int]]:
+        """Returns (segment, byte offset) of each bit that was flipped in a group."""
+        record = self.folder / "flipped_bits"
         lines = record.read_text().splitlines() if record.exists() else []
         return [(int(segment), int(place)) for segment, place, _ in map(str.split, lines)]
 
-    def rot_log(self) -> None:
-        """Changes a bit inside the log of a dead server: the next one must refuse, and go on after a
-        repair, with a consumer that goes back to its checkpoint, as a run that is resumed does."""
-        self.kill("server")
-        self.kill("consumer")
+    def corrupt_log(self) -> None:
+        """Flips a bit inside the log of a killed server.
+
+        The next server must refuse the log, and must go on after a repair. The consumer starts anew too,
+        because it has to rewind to a checkpoint, as it does in a run that is resumed.
+        """
+        self.kill_process("server")
+        self.kill_process("consumer")
         self.kills["server"] += 1
         path = max(self.journal.glob("log/*.jsonl"))
         lines = path.read_bytes().splitlines(keepends=True)
-        rotten = self.rotten_groups()
+        corrupted = self.read_corrupted_places()
         events = map(e.decode_line, lines)
-        # A group whose bytes and whose checksum are both rotten is beyond any repair's knowledge.
+        # Leave out the lines of corrupt groups: no repair can mend a group whose bytes and checksum are both
+        # wrong.
         whole = [
             number
             for number, event in enumerate(events)
-            if event is not None and not (isinstance(event, e.Accepted) and covers(event, rotten))
+            if event is not None and not (isinstance(event, e.Accepted) and holds_any_byte(event, corrupted))
         ]
         if len(whole) >= 4 and int(path.stem) >= max(state_numbers(self.journal)):
             victim = self.rng.choice(whole[1:-1])
             place = sum(map(len, lines[:victim])) + self.rng.randrange(len(lines[victim]) - 1)
             flip_bit(path, place, self.rng.randrange(8))
-            self.faults["rotten log"] += 1
-            self.start("server")
+            self.faults["corrupt log"] += 1
+            self.start_process("server")
             if self.processes["server"].wait(timeout=60) != REFUSED:
-                self.wrong.append(f"a server opened a log with a rotten line at {place} of {path}")
+                self.problems.append(f"a server opened a log whose line at byte {place} of {path} is corrupt")
             repair = subprocess.run(
-                self.command("repair"),
+                self.make_command("repair"),
                 capture_output=True,
                 text=True,
                 env={**os.environ, "PYTHONPATH": ROOT},
@@ -245,42 +265,46 @@ class Harness:
             )
             (self.folder / "repair.log").open("a").write(repair.stdout + repair.stderr)
             if repair.returncode:
-                self.wrong.append(f"the repair ended with {repair.returncode}: {repair.stderr[-500:]}")
+                self.problems.append(f"the repair ended with {repair.returncode}: {repair.stderr[-500:]}")
             states = self.folder / "consumer.states"
             with open(self.folder / "repairs", "a") as record:
                 record.write(f"{len(states.read_text().splitlines()) if states.exists() else 0}\n")
-        self.start("server")
-        self.start("consumer")
+        self.start_process("server")
+        self.start_process("consumer")
 
     def fill_disk(self) -> None:
-        """The server must end by itself, with the disk's name, and go on when there is room."""
+        """Fills the disk: the server must end by itself, and must go on once there is room again."""
         self.wait_for_answer()
         (self.folder / "full").touch()
         try:
             ended = self.processes["server"].wait(timeout=20)
             if ended != FULL_DISK:
-                self.wrong.append(
-                    f"a server whose disk was full ended with {ended}, see {self.folder}/server.log"
+                self.problems.append(
+                    f"a server with a full disk ended with status {ended}, see {self.folder}/server.log"
                 )
         except subprocess.TimeoutExpired:
-            self.wrong.append("a server whose disk was full went on")
+            self.problems.append("a server with a full disk went on")
         (self.folder / "full").unlink()
         self.faults["full disk"] += 1
-        self.start("server")
+        self.start_process("server")
 
-    def stall(self) -> None:
-        """Stops a process, now and then for longer than a lease lasts; the others go on, and are killed
-        meanwhile."""
-        process = self.processes[self.rng.choice(self.names[2:])]
+    def stall_producer(self) -> None:
+        """Stops a producer for a random time, sometimes for longer than a lease lasts.
+
+        The other processes go on, and are killed meanwhile.
+        """
+        process = self.processes[self.rng.choice(self.process_names[2:])]
         self.faults["stall"] += 1
         process.send_signal(signal.SIGSTOP)
         timer = threading.Timer(self.rng.uniform(0.1, 1.7 * LEASE_S), process.send_signal, [signal.SIGCONT])
         timer.daemon = True
         timer.start()
 
-    def tear(self) -> None:
-        """Leaves behind what a write that was cut short leaves: after the last acknowledged bytes a part
-        of a real line or record batch, or garbage."""
+    def tear_tails(self) -> None:
+        """Appends a part of a real line or record batch, or garbage, to the newest files of a killed server.
+
+        A write that was cut short leaves such bytes after the last acknowledged ones.
+        """
         self.faults["torn tail"] += 1
         newest = [*sorted(self.journal.glob("log/*.jsonl"))[-1:], *sorted(self.journal.glob("*.arrow"))[-1:]]
         for path in newest:
@@ -297,109 +321,58 @@ class Harness:
                         cut if self.rng.random() < 0.5 else self.rng.randbytes(self.rng.randint(1, 3000))
                     )
 
-    def kill(self, name: str) -> None:
+    def kill_process(self, name: str) -> None:
         process = self.processes.get(name)
         if process is not None:
             process.kill()
             process.wait()
 
-    def notice_the_dead(self) -> None:
-        """A process that has ended without being killed is a fault; it is started again all the same."""
+    def restart_dead_processes(self) -> None:
+        """Notes each process that ended without being killed as a problem, and starts it again."""
         for name, process in self.processes.items():
             if process.poll() is not None:
-                self.wrong.append(
-                    f"{name} ended by itself with {process.returncode}, see {self.folder}/{name}.log"
+                self.problems.append(
+                    f"{name} ended by itself with status {process.returncode}, see {self.folder}/{name}.log"
                 )
-                self.start(name)
-
-    # ---- what the log says meanwhile
-
-    def last_step(self) -> int:
-        """Steps trained, from the newest files of the log."""
-        files = sorted(self.log_files())
-        events = self.follow((files[-3:][0], 0))[0] if files else []
-        return max((event.step + 1 for event in events if isinstance(event, e.Trained)), default=0)
-
-    def log_files(self) -> dict[int, Path]:
-        """Every file of the log that there has been, by number."""
-        places = (self.folder / "discarded/log", self.journal / "log")
-        return {int(path.stem): path for place in places for path in place.glob("*.jsonl")}
-
-    def follow(self, place: Place) -> tuple[list[e.AnyEvent], Place]:
-        """What has been written to the log since this place, and the place behind it."""
-        events: list[e.AnyEvent] = []
-        for number, path in sorted(self.log_files().items()):
-            if number < place[0]:
-                continue
-            try:
-                with open(path, "rb") as file:
-                    file.seek(place[1] if number == place[0] else 0)
-                    for line in file:
-                        if (event := e.decode_line(line)) is not None:
-                            events.append(event)
-                    place = (number, file.tell())
-            except FileNotFoundError:  # discarded a moment ago
-                continue
-        return events, place
+                self.start_process(name)
 
     def wait_for_answer(self, timeout_s: float = 60.0) -> None:
-        """Until the server answers."""
+        """Waits until the server answers a request."""
         client = BufferClient(self.config.buffer.address, timeout_s=timeout_s)
         client.call(m.LocateJournal(), m.JournalLocation)
         client.close()
 
-    def wait_for(self, killed: str | None, awaited: dict[str, "Seen"], timeout_s: float = 60.0) -> None:
-        """Until each of these has been seen in the log, and the server answers; notes how long that took."""
+    def wait_for_events(
+        self, killed: str | None, awaited: dict[str, EventTest], timeout_s: float = 60.0
+    ) -> None:
+        """Waits until the log received an event of each awaited kind; notes how long that took after a kill.
+
+        `killed` is the kind of process that was just killed, or None. After a kill of the server, it must
+        also answer a request.
+        """
         began = time.monotonic()
-        _, place = self.follow((max(self.log_files(), default=0), 0))
+        _, place = self.log.read_since((max(self.log.find_files(), default=0), 0))
         if killed == "server":
             self.wait_for_answer(timeout_s)
             self.recovery_s["server killed, to its first answer"].append(time.monotonic() - began)
         left, events = dict(awaited), list[e.AnyEvent]()
         while left:
-            more, place = self.follow(place)
+            more, place = self.log.read_since(place)
             events += more
-            for name, seen in list(left.items()):
-                if any(map(seen, events)):
+            for name, is_awaited in list(left.items()):
+                if any(map(is_awaited, events)):
                     del left[name]
                     if killed:
                         self.recovery_s[f"{killed} killed, to the next {name}"].append(
                             time.monotonic() - began
                         )
             if time.monotonic() - began > timeout_s:
-                self.notice_the_dead()
+                self.restart_dead_processes()
                 raise RuntimeError(
-                    f"no {' or '.join(left)} in {timeout_s} s; {self.wrong or 'all are alive'}; see the logs"
-                    f" in {self.folder}"
+                    f"no {' or '.join(left)} within {timeout_s} s; {self.problems or 'all processes live'};"
+                    f" see the logs in {self.folder}"
                 )
             time.sleep(0.02)
-
-
-Seen = Callable[[e.AnyEvent], bool]
-
-
-def covers(event: e.Accepted, places: list[tuple[int, int]]) -> bool:
-    """True when the group's bytes have one of these places."""
-    return any(
-        segment == event.segment and event.offset <= place < event.offset + event.size
-        for segment, place in places
-    )
-
-
-def flip_bit(path: Path, place: int, bit: int) -> None:
-    with open(path, "r+b", buffering=0) as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 1 << bit]))
-
-
-def is_trained(event: e.AnyEvent) -> bool:
-    return isinstance(event, e.Trained)
-
-
-def is_accepted(event: e.AnyEvent) -> bool:
-    return isinstance(event, e.Accepted)
 
 
 def die_with_parent() -> None:
@@ -409,7 +382,7 @@ def die_with_parent() -> None:
 # ---- the report
 
 
-def report(harness: Harness, found: Audit, console: Console) -> None:
+def print_report(harness: ChaosHarness, found: AuditReport, console: Console) -> None:
     table = Table(title=f"chaos, on_late={harness.on_late}", title_justify="left", show_header=False)
     table.add_row(
         "kills (SIGKILL)",
@@ -426,9 +399,11 @@ def report(harness: Harness, found: Audit, console: Console) -> None:
             f"median {median(seconds):.2f} s, worst {max(seconds):.2f} s ({len(seconds)} times)",
         )
     console.print(table)
-    for text in found.wrong[:20]:
+    for text in found.problems[:20]:
         console.print(f"[red]wrong:[/] {text}")
-    console.print("everything adds up" if not found.wrong else f"[red]{len(found.wrong)} things are wrong[/]")
+    console.print(
+        "everything adds up" if not found.problems else f"[red]{len(found.problems)} things are wrong[/]"
+    )
 
 
 ROOT = str(Path(__file__).parents[2])
@@ -443,10 +418,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--producers", type=int, default=3)
     parser.add_argument(
-        "--folder", type=Path, help="where to work, and what to keep (default: a temporary folder)"
+        "--folder",
+        type=Path,
+        help="folder of the journal and the logs, which is kept (default: a temporary folder)",
     )
     parser.add_argument(
-        "--on-late", choices=[*OnLate, "all"], default="wait", help="`all`: the kills are divided among them"
+        "--on-late", choices=[*OnLate, "all"], default="wait", help="`all` divides the kills among the three"
     )
     parser.add_argument("--be", help=argparse.SUPPRESS)
     parser.add_argument("--lines", type=int, default=LONG_LOG, help=argparse.SUPPRESS)
@@ -460,13 +437,13 @@ def main() -> int:
         folder = (
             options.folder / mode if options.folder else Path(tempfile.mkdtemp(prefix="slipstream-chaos-"))
         )
-        harness = Harness(folder, options.seed, options.producers, str(mode))
+        harness = ChaosHarness(folder, options.seed, options.producers, str(mode))
         harness.run(-(-options.kills // len(modes)), lambda text: say.print(text))
-        found = audit(folder, harness.config, train, harness.status)
-        found.wrong += harness.wrong
-        report(harness, found, console)
-        wrong += len(found.wrong)
-        if options.folder is None and not found.wrong:
+        found = audit_run(folder, harness.config, hash_training_step, harness.status)
+        found.problems += harness.problems
+        print_report(harness, found, console)
+        wrong += len(found.problems)
+        if options.folder is None and not found.problems:
             shutil.rmtree(folder)
     return 1 if wrong else 0
 

@@ -1,17 +1,22 @@
-"""Sends whatever can be sent to the sockets of a run, beside honest traffic that must not notice, and counts
-what became of it.
+"""Sends broken messages of every kind to the sockets of a run, whose honest traffic must not suffer.
 
     scripts/fuzz.sh [--messages 1000000] [--seed 0] [--only buffer|weights] [--keys] [--folder DIR]
 
-Real processes: a buffer server, a server of weights, and honest roles (two generators, a learner, a host that
-fetches weights). The attacks are requests made from their own types (nesting, extremes of every integer and
-float, lengths, tags), real traffic with bytes changed, cut or spliced, damaged Arrow payloads, messages wrong
-in their frames, and connections that speak no ZeroMQ or never end a message. A hundredth as many messages
-follow to servers with keys (`--keys`: all of them, and nothing before): from strangers without a key or with
-a wrong one, from the owner of a generator's key who says what a learner or an operator may, over handshakes
-that are damaged on their way, while keys come and go and files that hold none lie beside them. The exit
-status is 1 when a server died, an honest request had no answer, memory grew, the ledger does not close, or
-the journal cannot be recovered.
+The processes are real: a buffer server, a server of weights, and honest roles (two generators, a learner, a
+host that fetches weights). The attacks are:
+
+    forged requests     made from their own types: nesting, extremes of every integer and float, lengths, tags
+    damaged traffic     real requests with bytes changed, cut or spliced, and damaged Arrow payloads
+    wrong frames        messages with too few, too many or too large frames
+    raw connections     bytes that are no ZeroMQ, and messages that never end
+
+A hundredth as many messages follow to servers with keys; with `--keys` all messages go there. They come from
+strangers without a key or with a wrong one, from the owner of a generator's key who sends requests of a
+learner or an operator, and over handshakes that are damaged on their way. Meanwhile keys come and go, and
+files that hold no key lie beside them.
+
+The exit status is 1 when a server died, an honest request had no answer, memory grew, the ledger does not
+close, or the journal cannot be recovered.
 """
 
 import argparse
@@ -44,28 +49,30 @@ from buffers.trajectory import flatten_column, to_batch
 from configs.load import load_config
 from configs.schema import Config
 from slipstream_bench.attack_keys import attack_with_keys, make_all_keys
-from slipstream_bench.attacks import ENDED, ENDLESS, PATIENCE_S, Attacker, BufferAttack, rows_of
+from slipstream_bench.attacks import ENDED, ENDLESS, PATIENCE_S, Attacker, BufferAttack, make_rows
 
 SAMPLES, STALENESS = 2, 2
 BATCH = 100
-"""Messages between two looks at the answers."""
+"""Number of messages between two readings of the answers."""
 ENDLESS_EVERY = 250_000
-"""Messages between two that do not end.
+"""Number of messages between two that do not end.
 
-The first comes at once: what a server has needed for one, it keeps for the next.
+The first is sent at once, because a server keeps the memory that it needed for it, and needs no more for the
+next.
 """
 MEMORY_MIB = 64
-"""A server may hold so much more at the end than after a tenth of the messages."""
+"""MiB of memory that a server may gain between a tenth of the messages and the end."""
 LEASE_S = 3
-"""`buffer.lease_s` of the runs that are attacked."""
+"""`buffer.lease_s` of the attacked runs."""
 KEYED_SHARE, LEAST_KEYED = 100, 600
-"""One in so many messages, again, goes to servers with keys: a handshake takes as long as a hundred messages.
+"""A share of 1 / `KEYED_SHARE` of the messages, and at least `LEAST_KEYED`, goes to servers with keys.
 
-At least so many do.
+The share is small because a handshake takes as long as a hundred messages.
 """
 
 
-def configure(keys: Path | None) -> Config:
+def make_config(keys: Path | None) -> Config:
+    """Returns the configuration of the attacked run; `keys` is the folder of keys, or None for none."""
     return load_config(
         [
             *([] if keys is None else [f"buffer.keys={keys}"]),
@@ -91,22 +98,22 @@ def configure(keys: Path | None) -> Config:
 
 
 def serve_buffer(folder: Path, keys: Path | None) -> None:
-    server = BufferServer(configure(keys), folder / "journal")
+    """Runs a buffer server until SIGTERM, and prints its address first."""
+    server = BufferServer(make_config(keys), folder / "journal")
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     print(server.address, flush=True)
     server.run()
 
 
-def be_honest(folder: Path, buffer: str, weights: str, keys: Path | None) -> None:
-    """All honest roles, in turns, until SIGTERM: prints what they have done."""
+def play_honest_roles(folder: Path, buffer: str, weights: str, keys: Path | None) -> None:
+    """Plays all honest roles in turns until SIGTERM, then prints what they have done, as JSON."""
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     done, slowest = Counter[str](), 0.0
-    roles = [run_buffer(buffer, keys, done)] if buffer else []
+    roles = [exercise_buffer(buffer, keys, done)] if buffer else []
     if weights:
-        from slipstream_bench.attack_weights import (
-            fetch_weights,
-        )  # here: it needs torch, which takes seconds and memory
+        # Imported here, because it needs torch, which takes seconds and memory.
+        from slipstream_bench.attack_weights import fetch_weights
 
         roles.append(fetch_weights(folder, weights, keys, done))
     print("ready", flush=True)
@@ -115,17 +122,24 @@ def be_honest(folder: Path, buffer: str, weights: str, keys: Path | None) -> Non
             began = time.monotonic()
             next(role)
             slowest = max(slowest, time.monotonic() - began)
-        time.sleep(0.02)  # others shall have the processor too
+        # Leave the processor to the servers and the attackers.
+        time.sleep(0.02)
     print(json.dumps({**done, "slowest_s": round(slowest, 2)}), flush=True)
 
 
-def connect(address: str, keys: Path | None, role: KeyRole) -> BufferClient:
+def connect_client(address: str, keys: Path | None, role: KeyRole) -> BufferClient:
     return BufferClient(address, timeout_s=PATIENCE_S, keys=None if keys is None else str(keys), role=role)
 
 
-def run_buffer(address: str, keys: Path | None, done: Counter[str]) -> Iterator[None]:
-    """Two generators and a learner of a run: every request is answered, or this raises BufferGone."""
-    client, learner = connect(address, keys, KeyRole.generator), connect(address, keys, KeyRole.learner)
+def exercise_buffer(address: str, keys: Path | None, done: Counter[str]) -> Iterator[None]:
+    """Plays two generators and a learner, one turn at each step.
+
+    Raises BufferGone when a request has no answer within `PATIENCE_S`.
+    """
+    client, learner = (
+        connect_client(address, keys, KeyRole.generator),
+        connect_client(address, keys, KeyRole.learner),
+    )
     learner.call(m.PublishVersion(version=0, manifest_locator="v0"), m.Acknowledged)
     step = 0
     for turn in itertools.count():
@@ -141,14 +155,14 @@ def run_buffer(address: str, keys: Path | None, done: Counter[str]) -> Iterator[
                 client.call(m.SubmitEvaluation(generator=name, lease=lease.id, reward=1.0), m.LeaseReceipt)
             else:
                 (verdict,) = client.submit_groups(
-                    name, [lease.id], to_batch(rows_of(lease, lease.min_version))
+                    name, [lease.id], to_batch(make_rows(lease, lease.min_version))
                 )
                 done[f"groups {verdict}"] += 1
         taken = learner.take_batch(step, wait_s=0.0)
         if isinstance(taken, TakenBatch):
-            trained = int(
-                (flatten_column(taken.table, "versions") >= max(0, step - STALENESS)).sum()
-            )  # a stranger's may be older
+            # A group of an attacker may hold older tokens, which are not trained.
+            oldest = max(0, step - STALENESS)
+            trained = int((flatten_column(taken.table, "versions") >= oldest).sum())
             learner.call(
                 m.ReportTrainedStep(
                     step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={"x": 1.0}
@@ -166,15 +180,18 @@ def run_buffer(address: str, keys: Path | None, done: Counter[str]) -> Iterator[
 # ---- the whole
 
 
-class Processes:
-    """The servers and the honest, each with its standard error in a file of the folder."""
+class FuzzProcesses:
+    """The servers and the process of the honest roles.
+
+    Each writes its standard error to a file of the folder.
+    """
 
     def __init__(self, folder: Path, keys: Path | None) -> None:
         self._folder, self._keys = folder, keys
         self.running: dict[str, subprocess.Popen[str]] = {}
 
-    def start(self, name: str, *arguments: str) -> str:
-        """Returns the first line that it prints."""
+    def start_process(self, name: str, *arguments: str) -> str:
+        """Starts a process and returns the first line that it prints."""
         command = [sys.executable, __file__, "--be", name, "--folder", str(self._folder), *arguments]
         command += [] if self._keys is None else ["--with-keys", str(self._keys)]
         with open(self._folder / f"{name}.log", "a") as errors:
@@ -183,54 +200,57 @@ class Processes:
         assert process.stdout is not None
         return process.stdout.readline().strip()
 
-    def stop(self, name: str) -> dict[str, Any]:
-        """What it prints at its end."""
+    def stop_process(self, name: str) -> dict[str, Any]:
+        """Ends a process and returns what it printed last, decoded from JSON."""
         process = self.running.pop(name)
         process.terminate()
         out, _ = process.communicate(timeout=60)
         return dict(json.loads(out)) if out.strip() else {}
 
-    def died(self) -> list[str]:
+    def find_dead(self) -> list[str]:
         return [name for name, process in self.running.items() if process.poll() is not None]
 
-    def obituaries(self) -> list[str]:
-        """How each that has died has ended."""
-        logs = {name: (self._folder / f"{name}.log").read_text(errors="replace") for name in self.died()}
-        return [f"{name} has died: {text[-3000:]}" for name, text in logs.items()]
+    def describe_deaths(self) -> list[str]:
+        """Returns the end of the log of each process that has died, in words."""
+        logs = {name: (self._folder / f"{name}.log").read_text(errors="replace") for name in self.find_dead()}
+        return [f"{name} died: {text[-3000:]}" for name, text in logs.items()]
 
-    def memory(self) -> dict[str, float]:
-        """MiB of each server."""
+    def measure_memory(self) -> dict[str, float]:
+        """Returns the resident memory of each server in MiB."""
         servers = {name: process for name, process in self.running.items() if name != "honest"}
         return {
             name: psutil.Process(process.pid).memory_info().rss / (1 << 20)
             for name, process in servers.items()
         }
 
-    def kill(self) -> None:
+    def kill_all(self) -> None:
         for process in self.running.values():
             process.kill()
             process.wait()
 
 
-def fuzz(
+def fuzz_run(
     folder: Path, num_messages: int, seed: int, only: str | None, console: Console, keys: Path | None = None
 ) -> list[str]:
-    """Returns what has gone wrong, in words. `keys`: the servers have these."""
+    """Attacks the servers with `num_messages` messages, and returns the problems that it found, in words.
+
+    `only` is the one server to attack, or None for both. `keys` is the folder of the servers' keys, or None.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if keys is not None:
         make_all_keys(keys)
-    processes, rng = Processes(folder, keys), random.Random(seed)
+    processes, rng = FuzzProcesses(folder, keys), random.Random(seed)
     try:
         names = [only] if only else ["buffer", "weights"]
-        addresses = {name: processes.start(name) for name in names}
+        addresses = {name: processes.start_process(name) for name in names}
         attacks: dict[str, Any] = {
             name: make_attack(name, address, rng, keys) for name, address in addresses.items()
         }
-        processes.start(
+        processes.start_process(
             "honest", "--buffer", addresses.get("buffer", ""), "--weights", addresses.get("weights", "")
         )
         time.sleep(1.0)
-        memory = [processes.memory()]
+        memory = [processes.measure_memory()]
         began, problems = time.monotonic(), []
         for number in range(num_messages):
             attack = (
@@ -238,42 +258,43 @@ def fuzz(
                 if "weights" in attacks and (only or number % 4 == 0)
                 else attacks["buffer"]
             )
-            attack.strike()
+            attack.send_one()
             if number % ENDLESS_EVERY == 0:
                 for one in attacks.values():
-                    one.never_end_a_message()
+                    one.send_endless_message()
             if number % BATCH == BATCH - 1:
                 for one in attacks.values():
-                    one.listen()
-                if problems := processes.obituaries():
+                    one.read_answers()
+                if problems := processes.describe_deaths():
                     return problems
             if len(memory) == 1 and number >= num_messages // 10:
-                memory.append(processes.memory())
+                memory.append(processes.measure_memory())
         seconds = time.monotonic() - began
-        settle([one.attacker for one in attacks.values()])
-        memory.append(processes.memory())
+        read_until_quiet([one.attacker for one in attacks.values()])
+        memory.append(processes.measure_memory())
         for one in attacks.values():
             one.attacker.close()
-        show_sent(console, attacks, seconds, keys)
-        problems += judge_memory(console, memory) + judge_endless(attacks)
+        print_sent_messages(console, attacks, seconds, keys)
+        problems += check_memory(console, memory) + check_endless(attacks)
         if "buffer" in addresses:
-            problems += judge_buffer(console, processes, addresses["buffer"], keys)
-        return problems + judge_honest(console, processes)
+            problems += check_buffer(console, processes, addresses["buffer"], keys)
+        return problems + check_honest(console, processes)
     except (zmq.Again, BufferGone, RefusedByBuffer, OSError) as error:
-        time.sleep(1.0)  # whoever dies lets go of its sockets first
-        return [f"{type(error).__name__}: {error}", *processes.obituaries()]
+        # A dying process closes its sockets before it ends.
+        time.sleep(1.0)
+        return [f"{type(error).__name__}: {error}", *processes.describe_deaths()]
     finally:
-        processes.kill()
+        processes.kill_all()
 
 
-def settle(attackers: list[Attacker]) -> None:
-    """Reads until nothing more is answered."""
+def read_until_quiet(attackers: list[Attacker]) -> None:
+    """Reads answers until no more come, or until `PATIENCE_S` is over."""
     before, patience = -1, time.monotonic() + PATIENCE_S
     while (now := sum(one.answered.total() for one in attackers)) != before and time.monotonic() < patience:
         before = now
         time.sleep(0.5)
         for one in attackers:
-            for _ in one.read():
+            for _ in one.read_replies():
                 pass
 
 
@@ -287,7 +308,7 @@ def make_attack(name: str, address: str, rng: random.Random, keys: Path | None) 
     return WeightsAttack(address, rng)
 
 
-def show_sent(console: Console, attacks: dict[str, Any], seconds: float, keys: Path | None) -> None:
+def print_sent_messages(console: Console, attacks: dict[str, Any], seconds: float, keys: Path | None) -> None:
     table = Table("sent to", "kind", "messages")
     for server, attack in attacks.items():
         name = server if keys is None else f"{server} with keys"
@@ -300,18 +321,18 @@ def show_sent(console: Console, attacks: dict[str, Any], seconds: float, keys: P
     console.print(f"{total:,} messages in {seconds:.0f} s, {total / seconds:,.0f} a second")
 
 
-def judge_endless(attacks: dict[str, Any]) -> list[str]:
+def check_endless(attacks: dict[str, Any]) -> list[str]:
     counts = {
         name: (one.attacker.sent[ENDLESS], one.attacker.answered[ENDED]) for name, one in attacks.items()
     }
     return [
-        f"{name} has ended {ended} of {sent} messages that do not end"
+        f"{name} ended {ended} of {sent} messages that do not end"
         for name, (sent, ended) in counts.items()
         if sent != ended
     ]
 
 
-def judge_memory(console: Console, memory: list[dict[str, float]]) -> list[str]:
+def check_memory(console: Console, memory: list[dict[str, float]]) -> list[str]:
     table = Table("memory, MiB", "at the start", "after a tenth", "at the end")
     problems = []
     for name in memory[0]:
@@ -324,45 +345,49 @@ def judge_memory(console: Console, memory: list[dict[str, float]]) -> list[str]:
     return problems
 
 
-def judge_honest(console: Console, processes: Processes) -> list[str]:
-    """What the honest have done beside it; their process ends with a traceback when a request has no
-    answer."""
+def check_honest(console: Console, processes: FuzzProcesses) -> list[str]:
+    """Stops the honest roles and checks that they made progress.
+
+    Their process ends with a traceback when one of their requests has no answer.
+    """
     if "honest" not in processes.running:
         return []
     process = processes.running["honest"]
-    done = processes.stop("honest")
-    console.print(f"the honest: {done}")
+    done = processes.stop_process("honest")
+    console.print(f"the honest roles: {done}")
     lazy = [name for name in ("steps", "parts of weights") if name in done and done[name] < 3]
-    return [f"the honest were stopped: {done}"] if process.returncode or not done or lazy else []
+    return [f"the honest roles were stopped: {done}"] if process.returncode or not done or lazy else []
 
 
-def status_of(client: BufferClient) -> RunStatus:
+def read_status(client: BufferClient) -> RunStatus:
     return client.call(m.WatchRun(after=2**63 - 1, wait_s=0.0), m.RunNews).status
 
 
 def wait_until_settled(client: BufferClient) -> RunStatus:
-    """Returns the status once the leases of those who have gone have expired: nothing changes by itself
-    any more."""
-    status, since = status_of(client), time.monotonic()
+    """Waits until the leases of the roles that have gone have expired, and returns the status then.
+
+    From then on nothing changes by itself.
+    """
+    status, since = read_status(client), time.monotonic()
     while time.monotonic() - since < 2 * LEASE_S:
         time.sleep(0.2)
-        newer = status_of(client)
+        newer = read_status(client)
         if newer.groups != status.groups:
             status, since = newer, time.monotonic()
     return status
 
 
-def judge_buffer(console: Console, processes: Processes, address: str, keys: Path | None) -> list[str]:
-    """The ledger closes, and the journal is recovered to the same."""
-    client = connect(address, keys, KeyRole.watcher)
+def check_buffer(console: Console, processes: FuzzProcesses, address: str, keys: Path | None) -> list[str]:
+    """Checks that the ledger closes, and that a restart recovers the same ledger from the journal."""
+    client = connect_client(address, keys, KeyRole.watcher)
     problems = []
-    console.print("refused by the buffer:", status_of(client).refused_requests)
-    problems += judge_honest(console, processes)
+    console.print("requests that the buffer refused:", read_status(client).refused_requests)
+    problems += check_honest(console, processes)
     before = wait_until_settled(client)
     client.close()
-    processes.stop("buffer")
-    client = connect(processes.start("buffer"), keys, KeyRole.watcher)
-    after = status_of(client)
+    processes.stop_process("buffer")
+    client = connect_client(processes.start_process("buffer"), keys, KeyRole.watcher)
+    after = read_status(client)
     client.close()
     for when, status in (("before", before), ("after", after)):
         console.print(
@@ -382,7 +407,7 @@ def judge_buffer(console: Console, processes: Processes, address: str, keys: Pat
         after.tokens.trained,
         after.groups,
     ):
-        problems.append("the journal is not recovered to the state that was left")
+        problems.append("the state after a restart differs from the state before it")
     return problems
 
 
@@ -393,9 +418,11 @@ def main() -> int:
     parser.add_argument("--messages", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=["buffer", "weights"])
-    parser.add_argument("--keys", action="store_true", help="servers with keys alone")
+    parser.add_argument("--keys", action="store_true", help="attack only servers with keys")
     parser.add_argument(
-        "--folder", type=Path, help="where journal and logs are kept; a temporary folder if not given"
+        "--folder",
+        type=Path,
+        help="folder of the journal and the logs, which is kept (default: a temporary folder)",
     )
     parser.add_argument("--be", choices=["buffer", "weights", "honest"], help=argparse.SUPPRESS)
     parser.add_argument("--with-keys", type=Path, help=argparse.SUPPRESS)
@@ -412,7 +439,7 @@ def main() -> int:
             serve_weights(arguments.folder, arguments.with_keys)
             return 0
         case "honest":
-            be_honest(arguments.folder, arguments.buffer, arguments.weights, arguments.with_keys)
+            play_honest_roles(arguments.folder, arguments.buffer, arguments.weights, arguments.with_keys)
             return 0
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="slipstream-fuzz-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -421,14 +448,16 @@ def main() -> int:
     )
     console = Console()
     many, seed, only = arguments.messages, arguments.seed, arguments.only
-    problems = [] if arguments.keys else fuzz(folder / "open", many, seed, only, console)
+    problems = [] if arguments.keys else fuzz_run(folder / "open", many, seed, only, console)
     few = many if arguments.keys else max(min(many, LEAST_KEYED), many // KEYED_SHARE)
-    problems += fuzz(folder / "closed", few, seed, only, console, folder / "keys")
+    problems += fuzz_run(folder / "closed", few, seed, only, console, folder / "keys")
     for problem in problems:
         console.print(f"[red]{problem}", markup=True, highlight=False)
     if arguments.folder is None and not problems:
         shutil.rmtree(folder)
-    console.print(f"what is left is in {folder}" if problems or arguments.folder else "all as it should be")
+    console.print(
+        f"journal and logs are in {folder}" if problems or arguments.folder else "nothing went wrong"
+    )
     return 1 if problems else 0
 
 

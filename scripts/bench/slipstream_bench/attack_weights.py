@@ -1,5 +1,5 @@
-"""The server of weights that `scripts/bench/fuzz.py` attacks, the host that fetches from it meanwhile, and
-all that is sent to it."""
+"""The server of weights that `scripts/bench/fuzz.py` attacks, the attack, and the host that fetches
+meanwhile."""
 
 import itertools
 import json
@@ -16,24 +16,24 @@ import zmq
 from buffers.client import BufferGone
 from buffers.connections import watch_small_requests
 from buffers.keys import show_key, start_authenticator
-from slipstream_bench.attacks import PATIENCE_S, Attacker, Show
-from slipstream_bench.forge import Forge, damage, hand_made
+from slipstream_bench.attacks import PATIENCE_S, Attacker, PresentKey
+from slipstream_bench.forge import Forge, damage_bytes, make_wrong_frames
 from sync.transports import tcp
 from sync.transports.server import SnapshotServer
 
 SNAPSHOT = "v0-fuzz"
 LARGE = 4096
-"""Bytes of a request from which on a server of weights ends the connection."""
+"""A server of weights ends a connection whose request has more than this many bytes."""
 
 
 def serve_weights(folder: Path, keys: Path | None) -> None:
-    """A file by hand: the server looks at no more than names and bytes."""
+    """Serves two files of random bytes until SIGTERM: the server looks only at names and bytes."""
     (folder / "weights").mkdir()
     for suffix in ("json", "safetensors"):
         (folder / "weights" / f"{SNAPSHOT}.{suffix}").write_bytes(random.Random(suffix).randbytes(3 << 20))
     watch = partial(watch_small_requests, encrypted=keys is not None, max_unread=tcp.MAX_UNREAD_BYTES)
-    door = None if keys is None else (lambda socket: start_authenticator(socket, keys))
-    server = SnapshotServer(folder / "weights", secure=door, watch=watch)
+    secure = None if keys is None else (lambda socket: start_authenticator(socket, keys))
+    server = SnapshotServer(folder / "weights", secure=secure, watch=watch)
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     print(server.address, flush=True)
@@ -46,7 +46,10 @@ def serve_weights(folder: Path, keys: Path | None) -> None:
 
 
 def fetch_weights(folder: Path, address: str, keys: Path | None, done: Counter[str]) -> Iterator[None]:
-    """A host that fetches a file in parts, and compares each with the file."""
+    """Fetches a file in parts, one at each step, and compares each part with the file.
+
+    Raises BufferGone when a request has no answer within `PATIENCE_S`.
+    """
     asker: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     if keys is not None:
         show_key(asker, keys)
@@ -64,38 +67,42 @@ def fetch_weights(folder: Path, address: str, keys: Path | None, done: Counter[s
 
 
 class WeightsAttack:
-    """Everything that is sent to a server of weights."""
+    """Sends every kind of attack to a server of weights."""
 
-    def __init__(self, address: str, rng: random.Random, show_key: Show | None = None) -> None:
-        self.attacker, self._rng = Attacker(address, rng, show_key), rng
+    def __init__(self, address: str, rng: random.Random, present_key: PresentKey | None = None) -> None:
+        self.attacker, self._rng = Attacker(address, rng, present_key), rng
         names = [f"{SNAPSHOT}.json", f"{SNAPSHOT}.safetensors", "v7-gone.json", "../journal/log", "x"]
         self._forge = Forge(tcp.Request, rng, names)
-        self._frames = hand_made(rng)
-        self._corpus = [self._forge.right() for _ in range(300)]
+        self._frames = make_wrong_frames(rng)
+        self._corpus = [self._forge.make_right_request() for _ in range(300)]
 
-    def strike(self) -> None:
+    def send_one(self) -> None:
         rng = self._rng
         match rng.choices(("forged", "damaged", "frames", "bytes"), (60, 30, 9, 0.4))[0]:
             case "forged":
-                self._send(*self._forge.wrong())
+                self._send_body(*self._forge.make_wrong_request())
             case "damaged":
-                self._send("real traffic, damaged", damage(rng.choice(self._corpus), rng, self._corpus))
+                self._send_body(
+                    "real traffic, damaged", damage_bytes(rng.choice(self._corpus), rng, self._corpus)
+                )
             case "frames":
-                self.attacker.send("wrong frames", next(self._frames))
+                self.attacker.send_frames("wrong frames", next(self._frames))
             case "bytes":
-                self.attacker.speak_no_zeromq()
+                self.attacker.send_non_zeromq_bytes()
 
-    def _send(self, kind: str, body: bytes) -> None:
+    def _send_body(self, kind: str, body: bytes) -> None:
         if len(body) > LARGE and self._rng.random() > 0.01:
-            return self.strike()  # it would cost the connection, and all that is under way on it
-        self.attacker.send(kind, [body])
+            # A large request costs the connection and every message that is under way on it: send few of
+            # them.
+            return self.send_one()
+        self.attacker.send_frames(kind, [body])
 
-    def right(self) -> list[bytes]:
+    def make_allowed_message(self) -> list[bytes]:
         return [tcp.encode(tcp.GetChunk(f"{SNAPSHOT}.json", 0, 100))]
 
-    def never_end_a_message(self) -> None:
-        self.attacker.never_end_a_message(400 << 20, size=4000)
+    def send_endless_message(self) -> None:
+        self.attacker.send_endless_message(400 << 20, size=4000)
 
-    def listen(self) -> None:
-        for _ in self.attacker.read():
+    def read_answers(self) -> None:
+        for _ in self.attacker.read_replies():
             pass

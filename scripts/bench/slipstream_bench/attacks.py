@@ -1,4 +1,4 @@
-"""The attackers of `scripts/bench/fuzz.py`, and all that they send to a buffer."""
+"""The attacker of `scripts/bench/fuzz.py`, and the messages that it sends to a buffer."""
 
 import itertools
 import random
@@ -13,14 +13,14 @@ import zmq
 
 from buffers import messages as m
 from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode_batch, to_batch
-from slipstream_bench.forge import Forge, damage, hand_made
+from slipstream_bench.forge import Forge, damage_bytes, make_wrong_frames
 
 STALLED_S = 2.0
-"""A connection that takes nothing more for so long is looked at: has it been ended?"""
+"""When a connection takes no more bytes for so long, the attacker looks whether the server has ended it."""
 PATIENCE_S = 30.0
-"""A request is taken in, and an honest one answered, within this time, however busy the machine is."""
+"""Within this time the server takes in a request, and answers an honest one, however busy the machine is."""
 ENDED, ENDLESS = "unfinished messages ended by the server", "messages that do not end"
-LEARNERS_OWN = (
+PRIVILEGED_REQUESTS = (
     m.PublishVersion
     | m.ReportTrainedStep
     | m.ReportCheckpoint
@@ -29,39 +29,42 @@ LEARNERS_OWN = (
     | m.AwaitEvaluations
     | m.RequestBatch
 )
-"""Requests that only keys can forbid: where there are none, an attack that came out as a right one is not
-sent."""
+"""Requests that only keys can forbid. A forged message that happens to be a valid one of these is sent
+only to a server with keys."""
 
 
-Show = Callable[["zmq.Socket[bytes]"], None]
-"""Gives a socket its keys."""
+PresentKey = Callable[["zmq.Socket[bytes]"], None]
+"""Gives a socket the keys that it presents to the server."""
 
 
 class Attacker:
-    """Sends to one server through a few connections, which it gives up and opens again, and reads the
-    answers."""
+    """Sends to one server through a few connections and reads the answers.
 
-    def __init__(self, address: str, rng: random.Random, show_key: Show | None = None) -> None:
-        self.address, self._rng, self._show_key = address, rng, show_key
-        self._sockets = [self._connect() for _ in range(6)]
+    It closes a connection now and then, and opens another one.
+    """
+
+    def __init__(self, address: str, rng: random.Random, present_key: PresentKey | None = None) -> None:
+        self.address, self._rng, self._present_key = address, rng, present_key
+        self._sockets = [self._connect_socket() for _ in range(6)]
         self.sent, self.answered = Counter[str](), Counter[str]()
         self._raw: list[socket.socket] = []
 
-    def _connect(self) -> "zmq.Socket[bytes]":
+    def _connect_socket(self) -> "zmq.Socket[bytes]":
         connection: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         connection.setsockopt(zmq.LINGER, 0)
         connection.setsockopt(zmq.SNDHWM, 200)
         connection.setsockopt(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
-        if self._show_key is not None:
-            self._show_key(connection)
+        if self._present_key is not None:
+            self._present_key(connection)
         connection.connect(self.address)
         return connection
 
-    def send(self, kind: str, frames: list[bytes]) -> None:
+    def send_frames(self, kind: str, frames: list[bytes]) -> None:
         self.sent[kind] += 1
         self._rng.choice(self._sockets).send_multipart(frames)
 
-    def read(self, decode: Callable[[bytes], Any] | None = None) -> Iterator[Any]:
+    def read_replies(self, decode: Callable[[bytes], Any] | None = None) -> Iterator[Any]:
+        """Counts the answers that have come, and yields each of them decoded where `decode` is given."""
         for connection in self._sockets:
             while connection.poll(0):
                 frames = connection.recv_multipart()
@@ -71,11 +74,13 @@ class Attacker:
         if self._rng.random() < 0.02:
             place = self._rng.randrange(len(self._sockets))
             self._sockets[place].close()
-            self._sockets[place] = self._connect()
+            self._sockets[place] = self._connect_socket()
 
-    def speak_no_zeromq(self) -> None:
-        """A TCP connection with a broken greeting, or a right one and garbage after it; some stay open for
-        a while."""
+    def send_non_zeromq_bytes(self) -> None:
+        """Opens a TCP connection with a broken greeting, or with a right one and garbage after it.
+
+        The last 50 such connections stay open.
+        """
         self.sent["bytes that are no ZeroMQ"] += 1
         greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
         data = self._rng.choice(
@@ -84,23 +89,27 @@ class Attacker:
                 greeting[: self._rng.randrange(64)],
                 greeting,
                 greeting + self._rng.randbytes(100),
-                damage(greeting, self._rng, [greeting]),
-                greeting + ready() + damage(ready(), self._rng, [greeting]),
+                damage_bytes(greeting, self._rng, [greeting]),
+                greeting + make_ready_command() + damage_bytes(make_ready_command(), self._rng, [greeting]),
                 b"GET / HTTP/1.1\r\n\r\n",
-                greeting + ready() + b"\x02" + b"\x7f" + b"\xff" * 7,
+                greeting + make_ready_command() + b"\x02" + b"\x7f" + b"\xff" * 7,
             ]
         )
-        self._raw.append(self.open(data))
+        self._raw.append(self.open_connection(data))
         while len(self._raw) > 50:
             self._raw.pop(0).close()
 
-    def never_end_a_message(self, num_bytes: int, size: int = 65_536) -> None:
-        """Frames of one message, each of which says that more follow, until enough is sent or the server
-        has had enough."""
+    def send_endless_message(self, num_bytes: int, size: int = 65_536) -> None:
+        """Sends frames of one message that each announce another one, and counts whether the server ends it.
+
+        It stops after `num_bytes` bytes, or when the server closes the connection. `size` is the number of
+        bytes of a frame.
+        """
         self.sent[ENDLESS] += 1
         greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-        connection = self.open(greeting + ready())
-        header = b"\x03" + size.to_bytes(8, "big")  # long, and more follow
+        connection = self.open_connection(greeting + make_ready_command())
+        # The flags of ZMTP say: a long frame, and more frames follow.
+        header = b"\x03" + size.to_bytes(8, "big")
         frame = (header + bytes(size)) * max(1, 65_536 // size)
         connection.settimeout(STALLED_S)
         try:
@@ -109,15 +118,17 @@ class Attacker:
                 data += more
             for _ in range(num_bytes // len(frame) + 1):
                 connection.sendall(frame)
-        except OSError:  # also a timeout: not every kernel wakes a sender whose connection has been reset
+        except OSError:
+            # Also a timeout, because not every kernel wakes a sender whose connection was reset.
             pass
         self.answered[ENDED if self._is_ended(connection) else "unfinished messages taken in"] += 1
         connection.close()
 
     def _is_ended(self, connection: socket.socket) -> bool:
-        """Whether the server's side of a connection is gone, or goes within `PATIENCE_S`."""
+        """True when the server's side of a connection is closed, or closes within `PATIENCE_S`."""
         host, port = connection.getsockname()
-        there = f"{int.from_bytes(socket.inet_aton(host), 'little'):08X}:{port:04X} 01 "  # established
+        # How /proc/net/tcp lists the server's end of an established connection (state 01).
+        there = f"{int.from_bytes(socket.inet_aton(host), 'little'):08X}:{port:04X} 01 "
         deadline = time.monotonic() + PATIENCE_S
         while there in Path("/proc/net/tcp").read_text():
             if time.monotonic() > deadline:
@@ -125,7 +136,8 @@ class Attacker:
             time.sleep(0.05)
         return True
 
-    def open(self, data: bytes) -> socket.socket:
+    def open_connection(self, data: bytes) -> socket.socket:
+        """Returns a TCP connection to the server over which `data` was sent."""
         host, _, port = self.address.removeprefix("tcp://").rpartition(":")
         connection = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
         try:
@@ -141,79 +153,86 @@ class Attacker:
             raw.close()
 
 
-def ready() -> bytes:
+def make_ready_command() -> bytes:
+    """Returns the READY command of ZMTP from a DEALER socket."""
     properties = b"\x05READY" + b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
     return b"\x04" + bytes([len(properties)]) + properties
 
 
 class BufferAttack:
-    """Everything that is sent to the buffer."""
+    """Sends every kind of attack to a buffer."""
 
-    def __init__(self, address: str, rng: random.Random, show_key: Show | None = None) -> None:
-        self.attacker, self._rng, self._has_key = Attacker(address, rng, show_key), rng, show_key is not None
+    def __init__(self, address: str, rng: random.Random, present_key: PresentKey | None = None) -> None:
+        self.attacker, self._rng, self._has_key = (
+            Attacker(address, rng, present_key),
+            rng,
+            present_key is not None,
+        )
         self._forge = Forge(m.Request, rng, ["x", "stranger", "y" * 200])
-        self._frames, self._numbers = hand_made(rng), itertools.count()
+        self._frames, self._numbers = make_wrong_frames(rng), itertools.count()
         self._leases: list[m.Lease] = [
             m.Lease(
                 id=1, split="train", task="t", index=0, seed=0, group=0, due=0, min_version=0, num_samples=2
             )
         ]
         self._payloads = [
-            encode_batch(to_batch(rows_of(self._leases[0], 0) * n)).to_pybytes() for n in (1, 3)
+            encode_batch(to_batch(make_rows(self._leases[0], 0) * n)).to_pybytes() for n in (1, 3)
         ]
-        self._corpus = [self._forge.right() for _ in range(300)]
+        self._corpus = [self._forge.make_right_request() for _ in range(300)]
 
-    def strike(self) -> None:
-        """One message."""
+    def send_one(self) -> None:
+        """Sends one message of a random kind."""
         rng, number = self._rng, next(self._numbers).to_bytes(8, "little")
         match rng.choices(
             ("forged", "damaged", "arrow", "leases", "frames", "bytes"), (45, 25, 18, 4, 7, 0.4)
         )[0]:
             case "forged":
-                kind, body = self._forge.wrong()
-                self._send(kind, number, body)
+                kind, body = self._forge.make_wrong_request()
+                self._send_body(kind, number, body)
             case "damaged":
-                self._send(
-                    "real traffic, damaged", number, damage(rng.choice(self._corpus), rng, self._corpus)
+                self._send_body(
+                    "real traffic, damaged", number, damage_bytes(rng.choice(self._corpus), rng, self._corpus)
                 )
             case "arrow":
-                self._hand_in(number)
+                self._submit_damaged_groups(number)
             case "leases":
                 body = m.encoder.encode(
                     m.RequestLeases(
                         generator="stranger", count=rng.randrange(3), wait_s=rng.choice([0.0, 0.05])
                     )
                 )
-                self.attacker.send("leases asked for", [number, body])
+                self.attacker.send_frames("leases asked for", [number, body])
             case "frames":
-                self.attacker.send("wrong frames", next(self._frames))
+                self.attacker.send_frames("wrong frames", next(self._frames))
             case "bytes":
-                self.attacker.speak_no_zeromq()
+                self.attacker.send_non_zeromq_bytes()
 
-    def never_end_a_message(self) -> None:
-        self.attacker.never_end_a_message(400 << 20)
+    def send_endless_message(self) -> None:
+        self.attacker.send_endless_message(400 << 20)
 
-    def listen(self) -> None:
-        for reply in self.attacker.read(m.reply_decoder.decode):
+    def read_answers(self) -> None:
+        for reply in self.attacker.read_replies(m.reply_decoder.decode):
             if isinstance(reply, m.LeaseGrant):
                 self._leases = (self._leases + reply.leases)[-50:]
 
-    def _send(self, kind: str, number: bytes, body: bytes) -> None:
+    def _send_body(self, kind: str, number: bytes, body: bytes) -> None:
         try:
             request = m.decode_request(body)
         except m.UndecodableRequest:
             request = None
-        forbidden = isinstance(request, LEARNERS_OWN)
+        forbidden = isinstance(request, PRIVILEGED_REQUESTS)
         if (forbidden and not self._has_key) or (isinstance(request, m.RequestLeases) and request.count > 3):
-            return self.strike()  # it came out right, and would take the run from those whose it is
-        kind = "right ones that are a learner's or an operator's" if forbidden else kind
-        self.attacker.send(kind, [number, body])
+            # The forged request is valid, and would disturb the run of the honest roles: send another one.
+            return self.send_one()
+        kind = "valid requests of a learner or an operator" if forbidden else kind
+        self.attacker.send_frames(kind, [number, body])
 
-    def right(self) -> list[bytes]:
-        """A message that nobody forbids to the owner of any key."""
+    def make_allowed_message(self) -> list[bytes]:
+        """Returns a message that the owner of any key may send."""
         return [b"n", m.encoder.encode(m.WatchRun(after=2**63 - 1, wait_s=0.0))]
 
-    def _hand_in(self, number: bytes) -> None:
+    def _submit_damaged_groups(self, number: bytes) -> None:
+        """Submits a group with a wrong value, or an Arrow payload with damaged bytes, under a real lease."""
         rng, lease = self._rng, self._rng.choice(self._leases)
         request = m.SubmitGroups(
             generator="stranger", leases=[lease.id], schema=rng.choice([SCHEMA_VERSION] * 9 + [0])
@@ -233,13 +252,14 @@ class BufferAttack:
                     {"group": 2**62},
                 ]
             )
-            payload = encode_batch(to_batch(rows_of(lease, 0, **wrong))).to_pybytes()
+            payload = encode_batch(to_batch(make_rows(lease, 0, **wrong))).to_pybytes()
         else:
-            payload = damage(rng.choice(self._payloads), rng, self._payloads)
-        self.attacker.send("Arrow payloads, damaged", [number, m.encoder.encode(request), payload])
+            payload = damage_bytes(rng.choice(self._payloads), rng, self._payloads)
+        self.attacker.send_frames("Arrow payloads, damaged", [number, m.encoder.encode(request), payload])
 
 
-def rows_of(lease: m.Lease, version: int, **changes: Any) -> list[Trajectory]:
+def make_rows(lease: m.Lease, version: int, **changes: Any) -> list[Trajectory]:
+    """Returns the trajectories of a valid group for the lease, with the fields in `changes` replaced."""
     fields: dict[str, Any] = {
         "group": lease.group,
         "due": lease.due,

@@ -1,5 +1,5 @@
-"""The processes that `chaos.py` kills: a buffer server, producers that make groups, a consumer that plays
-the learner."""
+"""The processes that `chaos.py` kills: a buffer server, producers of groups, and a consumer like a
+learner."""
 
 import argparse
 import dataclasses
@@ -35,10 +35,10 @@ KEEP_CHECKPOINTS, CHECKPOINT_EVERY = 2, 4
 LEASE_S, PROMPTS = 1.5, 50
 ROTATE_LINES, LONG_LOG = 400, 60_000
 FULL_DISK, REFUSED = 3, 4
-"""Exit statuses of a server whose disk is full, and of one that may not open the journal."""
+"""Exit statuses of a server with a full disk, and of a server that refuses to open the journal."""
 
 
-def configure(folder: Path, seed: int, on_late: str = "wait") -> Config:
+def make_config(folder: Path, seed: int, on_late: str = "wait") -> Config:
     late = {"cancel": ["staleness.straggler_timeout_s=1.0"]}.get(on_late, [])
     return load_config(
         [
@@ -62,11 +62,11 @@ def configure(folder: Path, seed: int, on_late: str = "wait") -> Config:
     )
 
 
-def serve(config: Config, folder: Path, address: str | None = None) -> int:
-    """Runs the server; returns its exit status. `address`: another than the configured one."""
+def serve_buffer(config: Config, folder: Path, address: str | None = None) -> int:
+    """Runs the server and returns its exit status. `address` replaces the configured one."""
     journal.ROTATE_LINES = ROTATE_LINES
-    keep_what_is_discarded(folder / "discarded")
-    let_the_disk_be_full(folder / "full")
+    keep_discarded_files(folder / "discarded")
+    fill_disk_on_demand(folder / "full")
     if address is not None:
         config = dataclasses.replace(config, buffer=dataclasses.replace(config.buffer, address=address))
     try:
@@ -82,8 +82,8 @@ def serve(config: Config, folder: Path, address: str | None = None) -> int:
     return 0
 
 
-def keep_what_is_discarded(folder: Path) -> None:
-    """What the journal deletes is out of its sight, and kept for the audit."""
+def keep_discarded_files(folder: Path) -> None:
+    """Makes journals move the files that they discard to `folder`, where the audit finds them."""
 
     def discard_file(self: journal.Journal, path: Path) -> None:
         if path.exists():
@@ -94,8 +94,8 @@ def keep_what_is_discarded(folder: Path) -> None:
     journal.Journal.discard_file = discard_file  # type: ignore[method-assign]
 
 
-def let_the_disk_be_full(mark: Path) -> None:
-    """As long as `mark` exists, writes to the journal end in the middle, with ENOSPC."""
+def fill_disk_on_demand(mark: Path) -> None:
+    """Makes writes to the journal fail with ENOSPC in the middle, for as long as the file `mark` exists."""
     write = os.write
 
     def write_if_there_is_room(file: int, data: bytes | memoryview) -> int:
@@ -109,7 +109,7 @@ def let_the_disk_be_full(mark: Path) -> None:
 
 
 def write_long_log(config: Config, folder: Path, num_lines: int) -> None:
-    """A journal whose log is long and has no state but its first: leases that failed."""
+    """Writes a journal with a long log of failed leases, and with no state but its first."""
     journal.ROTATE_LINES = 10**9
     logging.disable(logging.WARNING)
     buffer = Buffer(config, folder / "journal")
@@ -124,14 +124,16 @@ def write_long_log(config: Config, folder: Path, num_lines: int) -> None:
     buffer.journal.close()
 
 
-def produce(config: Config, folder: Path, seed: int, name: str) -> None:
-    """Makes groups; writes down each that the buffer has acknowledged as accepted."""
+def produce_groups(config: Config, folder: Path, seed: int, name: str) -> None:
+    """Makes groups, and writes down each group that the buffer acknowledges as accepted."""
     rng = random.Random(f"{seed} {name} {time.time_ns()}")
     client = BufferClient(config.buffer.address, timeout_s=30.0)
     client.call(m.JoinRun(generator=name), m.JoinedRun)
     record = open(folder / f"{name}.acknowledged", "a", buffering=1)  # noqa: SIM115
-    waiting: dict[int, m.Lease] = {}  # leased, by lease
-    submitted: dict[int, list[m.Lease]] = {}  # by request
+    # Leases by number whose groups are not made yet; leases of submitted groups by number of the request.
+    waiting: dict[int, m.Lease] = {}
+    submitted: dict[int, list[m.Lease]] = {}
+    # Number of the request for leases that has no answer yet.
     asked: int | None = None
     version, beat_at = -1, 0.0
     while True:
@@ -139,9 +141,7 @@ def produce(config: Config, folder: Path, seed: int, name: str) -> None:
             asked = client.send_request(m.RequestLeases(generator=name, count=4, wait_s=2.0))
         if time.monotonic() - beat_at > 0.3:
             beat_at = time.monotonic()
-            report = GeneratorReport(
-                version=version, alive_s=1
-            )  # fmt: skip
+            report = GeneratorReport(version=version, alive_s=1)
             held = [*waiting, *(lease.id for leases in submitted.values() for lease in leases)]
             client.send_request(
                 m.GeneratorHeartbeat(generator=name, progress=dict.fromkeys(held, 0), report=report)
@@ -170,14 +170,16 @@ def produce(config: Config, folder: Path, seed: int, name: str) -> None:
         if ready:
             for one in ready:
                 del waiting[one.id]
-            batch = to_batch([row for lease in ready for row in rows_of(lease, version, name, rng)])
+            batch = to_batch([row for lease in ready for row in make_rows(lease, version, name, rng)])
             request = m.SubmitGroups(
                 generator=name, leases=[lease.id for lease in ready], schema=SCHEMA_VERSION
             )
             submitted[client.send_request(request, encode_batch(batch))] = ready
 
 
-def rows_of(lease: m.Lease, version: int, name: str, rng: random.Random) -> list[Trajectory]:
+def make_rows(lease: m.Lease, version: int, name: str, rng: random.Random) -> list[Trajectory]:
+    """Returns the trajectories of one group: 3 prompt tokens each, and 1 to 40 sampled ones of random
+    versions."""
     rows = []
     for sample in range(lease.num_samples):
         length = rng.randint(1, 40)
@@ -203,11 +205,14 @@ def rows_of(lease: m.Lease, version: int, name: str, rng: random.Random) -> list
     return rows
 
 
-def consume(config: Config, folder: Path) -> None:
-    """Plays the learner: its state is a hash over everything trained, in order; it is what a checkpoint
-    holds, and what is written down after each step."""
+def consume_steps(config: Config, folder: Path) -> None:
+    """Plays the learner.
+
+    Its state is a hash over everything that it trained, in order. It writes the state down after each step,
+    and a checkpoint holds it.
+    """
     client = BufferClient(config.buffer.address, timeout_s=30.0)
-    step, state = go_back(client, folder)
+    step, state = rewind_to_newest_checkpoint(client, folder)
     life = os.getpid()
     record = open(folder / "consumer.states", "a", buffering=1)  # noqa: SIM115
     while True:
@@ -216,7 +221,7 @@ def consume(config: Config, folder: Path) -> None:
             pass
         if isinstance(taken, m.RunStopped):
             return
-        state = train(state, taken.table)
+        state = hash_training_step(state, taken.table)
         versions = flatten_column(taken.table, "versions")
         mine = versions[versions >= 0]
         trained = int(((step - mine >= 0) & (step - mine <= STALENESS)).sum())
@@ -225,13 +230,15 @@ def consume(config: Config, folder: Path) -> None:
         record.write(f"{step} {state}\n")
         step += 1
         if step % CHECKPOINT_EVERY == 0:
-            kept = save(folder / "checkpoints", step, state)
+            kept = save_checkpoint(folder / "checkpoints", step, state)
             client.call(m.ReportCheckpoint(step=step, oldest=kept[0]), m.Acknowledged)
 
 
-def go_back(client: BufferClient, folder: Path) -> tuple[int, str]:
-    """The newest checkpoint that the buffer can go back to, and its state: a repair may have lost the last
-    steps."""
+def rewind_to_newest_checkpoint(client: BufferClient, folder: Path) -> tuple[int, str]:
+    """Rewinds the buffer to the newest checkpoint that it accepts; returns that step and its state.
+
+    The buffer refuses a checkpoint whose steps a repair of the log has lost. Such a checkpoint is deleted.
+    """
     for step in sorted((int(path.stem) for path in folder.glob("checkpoints/*.json")), reverse=True):
         try:
             client.call(m.RewindToStep(step=step), m.Acknowledged)
@@ -243,8 +250,8 @@ def go_back(client: BufferClient, folder: Path) -> tuple[int, str]:
     return 0, ""
 
 
-def train(state: str, table: Any) -> str:
-    """The next state: a hash of the last one and of all that is trained."""
+def hash_training_step(state: str, table: Any) -> str:
+    """Returns the next state: a hash of the last state and of every column that a step trains."""
     digest = xxhash.xxh3_128(state.encode())
     for column in ("group", "sample", "reward"):
         digest.update(table.column(column).to_numpy().tobytes())
@@ -253,7 +260,9 @@ def train(state: str, table: Any) -> str:
     return digest.hexdigest()
 
 
-def save(folder: Path, step: int, state: str) -> list[int]:
+def save_checkpoint(folder: Path, step: int, state: str) -> list[int]:
+    """Writes a checkpoint, deletes the oldest ones, and returns the steps of those that are left, in
+    order."""
     folder.mkdir(exist_ok=True)
     temporary = folder / f"{step}.tmp"
     temporary.write_text(json.dumps({"step": step, "state": state}))
@@ -265,23 +274,23 @@ def save(folder: Path, step: int, state: str) -> list[int]:
 
 
 def play_role(options: argparse.Namespace) -> int:
-    """Plays one of the processes."""
-    config = configure(options.folder, options.seed, options.on_late)
+    """Plays the process that `options.be` names; returns its exit status."""
+    config = make_config(options.folder, options.seed, options.on_late)
     try:
         match options.be:
             case "server":
-                return serve(config, options.folder)
+                return serve_buffer(config, options.folder)
             case "second":
-                return serve(config, options.folder, f"ipc://{options.folder}/second")
+                return serve_buffer(config, options.folder, f"ipc://{options.folder}/second")
             case "repair":
-                keep_what_is_discarded(options.folder / "discarded")
+                keep_discarded_files(options.folder / "discarded")
                 return repair.main([str(options.folder / "journal")])
             case "long":
                 write_long_log(config, options.folder, options.lines)
             case "consumer":
-                consume(config, options.folder)
+                consume_steps(config, options.folder)
             case name:
-                produce(config, options.folder, options.seed, name)
+                produce_groups(config, options.folder, options.seed, name)
     except (BufferGone, RefusedByBuffer) as error:
         print(f"{options.be}: {error}", file=sys.stderr)
         return 1
