@@ -173,7 +173,8 @@ def format_help(names: list[str]) -> str:
 
 def format_overview() -> str:
     """Returns every key in a line, by section."""
-    parts = [USAGE]
+    presets = f"{_describe_default_preset()} docs/algorithms.md has a table of them.".replace("`", "")
+    parts = [USAGE, _wrap_text(presets) + "\n"]
     for section in list_sections():
         rows = [_wrap_text(f"{section.name}: {section.text}") if section.name else "Keys without a section:"]
         for key in section.keys:
@@ -217,15 +218,10 @@ def list_presets(section: str) -> list[str]:
 
 def format_page() -> str:
     """Returns docs/configuration.md."""
-    defaults, changed = list_defaults(), []
-    for name, value in _list_values(load_config([])).items():
-        if value != defaults[name]:
-            changed.append(f"`{name}={show_plainly(value)}`")
-    changed_by_preset = (
-        f"The default run takes the preset `algo=dppo`, which sets {', '.join(changed)}. `algo=NAME` chooses "
-        f"another: {', '.join(list_presets('algo'))} ([algorithms.md](algorithms.md))."
-    )
-    parts = [PAGE_HEAD, _wrap_text(changed_by_preset)]
+    parts = [
+        PAGE_HEAD,
+        _wrap_text(f"{_describe_default_preset()} [algorithms.md](algorithms.md) has a table of them."),
+    ]
     for section in list_sections():
         parts.append(f"## {section.name}" if section.name else "## Keys without a section")
         if section.name:
@@ -239,6 +235,18 @@ def format_page() -> str:
             ]
             parts.append("\n".join(text))
     return "\n\n".join(parts) + "\n"
+
+
+def _describe_default_preset() -> str:
+    """Says which keys the default run's preset sets: their values are not the defaults of the schema."""
+    defaults, changed = list_defaults(), []
+    for name, value in _list_values(load_config([])).items():
+        if value != defaults[name]:
+            changed.append(f"`{name}={show_plainly(value)}`")
+    return (
+        f"The default run takes the preset `algo=dppo`, which sets {', '.join(changed)}. `algo=NAME` chooses "
+        f"another preset: {', '.join(list_presets('algo'))}."
+    )
 
 
 def join_lines(text: str) -> str:

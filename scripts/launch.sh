@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains: prepares the environment (once), makes the tiny model (once), starts buffer, generators and learner.
-#   scripts/launch.sh                                      the tiny model learns arithmetic, on CPU or GPU
+#   scripts/launch.sh                                      the tiny model learns to sort, on CPU or GPU
 #   scripts/launch.sh +experiment=smoke                    the same, short
 #   scripts/launch.sh mode=on_policy                       the synchronous baseline
 #   scripts/launch.sh staleness.max_versions=4 generators.count=3
