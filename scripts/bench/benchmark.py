@@ -1,21 +1,21 @@
-"""Asynchronous against on-policy training on the same work.
+"""Compares asynchronous with on-policy training on the same work.
 
     scripts/benchmark.sh [--setting simulated|throttled|real|all] [--seeds N] [--steps N] [--folder FOLDER]
 
-`simulated` shows the overlap alone: engine and learner keep time (so many tokens a second) and use no CPU,
-while leases, buffer, sockets, weights and Ray are the real ones. Both sides are balanced, lengths are
-lognormal. `of bound` is the share of max(generation, training): the time that the slower side alone would
-need for the tokens of the measured steps, divided by the time they took. The first and the last steps, in
-which the pipeline fills and drains, are not measured.
+`simulated` shows the overlap alone. Engine and learner keep time (so many tokens a second) and use no CPU;
+leases, buffer, sockets, weights and Ray are the real ones. Both sides are balanced and lengths are lognormal.
+`of bound` is the share of max(generation, training): the time that the slower side alone would need for the
+tokens of the measured steps, divided by the time they took. The first and the last steps, in which the
+pipeline fills and drains, are not measured.
 
-`throttled` is real: vLLM samples, the learner trains, lengths have a long tail. Each side has hardware of its
-own: the two take turns of some milliseconds and are stopped in between
-(scripts/bench/slipstream_bench/turns.py), in both modes alike.
+`throttled` is real: vLLM samples, the learner trains, and lengths have a long tail. Each side has hardware of
+its own: in both modes the two sides take turns of some milliseconds and are stopped in between
+(scripts/bench/slipstream_bench/turns.py).
 
-`real` is the default run: generators and learner compete for the cores of this machine. On two of them
-overlap has little to give.
+`real` is the default run: generators and learner compete for the cores of this machine. On two cores overlap
+gains little.
 
-Tables and intervals go to the console, pictures and every run's figures to --folder.
+Tables and intervals go to the console. Pictures and the figures of every run go to --folder.
 """
 
 import argparse
@@ -48,11 +48,11 @@ RATE, MEAN_TOKENS = 100, 150
 SLOTS = (STALENESS + 1) * GROUPS * SAMPLES
 WARM_UP, DRAIN = 6, 4
 TARGETS = {"real": 0.8, "throttled": 0.6}
-"""Held-out rewards that the time to is measured."""
+"""Held-out reward, by setting. The benchmark measures the time until a run reaches it."""
 GENERATORS_SHARE = 0.64
-"""Share of the time in `throttled`, with which both sides need about as long for a step."""
+"""Share of the time that generators have in `throttled`. With it both sides need about as long for a step."""
 PERIOD_S = 0.02
-"""In which both sides have their turn."""
+"""Seconds in which each side has one turn."""
 
 SIMULATED = [
     "generators.engine=simulated",
@@ -75,11 +75,11 @@ ON_POLICY, ASYNC = "on-policy", "async S=2"
 THROTTLED = [
     "task.args={numbers:4,longest:24}", "sampling.max_tokens=32", "generators.count=1", "eval.every=20",
 ]  # fmt: skip
-"""Half of the lists are of 4 or 5 numbers, one in forty of 24."""
+"""Overrides of `throttled`: half of the lists have 4 or 5 numbers, and one in forty has 24."""
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchmarkCase:
     setting: str
     name: str
     overrides: tuple[str, ...]
@@ -101,17 +101,20 @@ class Result:
     staleness_mean: float
     staleness_max: int
     wall_s: float
-    """From the command to its end."""
+    """Seconds from the start of the command to its end."""
     generators_share: float | None
-    """Their share of the time, measured; None where nobody takes turns."""
+    """Measured share of the time that generators had; None in settings without turns."""
     curve: list[tuple[float, float]]
-    """(seconds, sampled reward) of each step, a mean of five."""
+    """(seconds, sampled reward) of each step; the reward is a mean over five steps."""
     held_out: list[tuple[int, float, float]]
-    """(version, seconds until it was there, reward) of each evaluation."""
+    """(version, seconds until the version existed, reward) of each evaluation."""
 
     @property
     def seconds_to_target(self) -> float | None:
-        """Between two evaluations the reward is taken to rise evenly."""
+        """Seconds until the held-out reward reached the target, or None if it never did.
+
+        The reward is assumed to rise evenly between two evaluations.
+        """
         target = TARGETS.get(self.setting, math.inf)
         for (_, before, low), (_, after, high) in pairwise(self.held_out):
             if low < target <= high:
@@ -119,7 +122,7 @@ class Result:
         return None
 
 
-def list_cases(setting: str, steps: int | None) -> list[Case]:
+def list_cases(setting: str, steps: int | None) -> list[BenchmarkCase]:
     found = []
     if setting in ("simulated", "all"):
         for cv, on_late in ((0.5, "wait"), (1.0, "mask")):
@@ -127,7 +130,7 @@ def list_cases(setting: str, steps: int | None) -> list[Case]:
             waits = (lengths, "mode=on_policy")
             overlaps = (lengths, f"staleness.max_versions={STALENESS}", f"staleness.on_late={on_late}")
             found.append(
-                Case(
+                BenchmarkCase(
                     "simulated",
                     f"on-policy, CV {cv}",
                     (*SIMULATED, *waits),
@@ -135,7 +138,7 @@ def list_cases(setting: str, steps: int | None) -> list[Case]:
                 )
             )
             found.append(
-                Case(
+                BenchmarkCase(
                     "simulated",
                     f"async S={STALENESS} {on_late}, CV {cv}",
                     (*SIMULATED, *overlaps),
@@ -144,13 +147,16 @@ def list_cases(setting: str, steps: int | None) -> list[Case]:
             )
     for real, overrides, usual in (("throttled", THROTTLED, 160), ("real", ["eval.every=20"], 320)):
         if setting in (real, "all"):
-            found.append(Case(real, ON_POLICY, (*overrides, "mode=on_policy"), steps or usual))
-            found.append(Case(real, ASYNC, (*overrides, "staleness.max_versions=2"), steps or usual))
+            found.append(BenchmarkCase(real, ON_POLICY, (*overrides, "mode=on_policy"), steps or usual))
+            found.append(BenchmarkCase(real, ASYNC, (*overrides, "staleness.max_versions=2"), steps or usual))
     return found
 
 
-def measure_run(case: Case, seed: int, outputs: Path) -> Result:
-    """One run, as a user starts it. Raises RuntimeError with its output when it fails."""
+def measure_run(case: BenchmarkCase, seed: int, outputs: Path) -> Result:
+    """Starts one run as a user does and waits for its end.
+
+    Raises RuntimeError with its output when it fails.
+    """
     name = re.sub(r"[^\w.]+", "-", f"{case.setting} {case.name} {seed}")
     command = [sys.executable, "-P", "-m", "slipstream.train", f"run.outputs={outputs}", f"run.name={name}"]
     command += [
@@ -260,8 +266,10 @@ def format_row(runs: list[Result]) -> list[str]:
 
 
 def compare_modes(results: list[Result], setting: str) -> list[str]:
-    """Asynchronous against on-policy runs of one setting with real training, seed by seed, with 95 %
-    intervals of the means."""
+    """Compares asynchronous with on-policy runs of one setting with real training, seed by seed.
+
+    Returns lines with means and their 95 % intervals.
+    """
     pairs = [
         (before, after)
         for before in results for after in results
@@ -293,7 +301,10 @@ def _plus_minus(values: list[float]) -> str:
 
 
 def write_figures(results: list[Result], folder: Path) -> None:
-    """After each run: one that fails costs no other."""
+    """Writes the figures of all settings.
+
+    It is called after each run, so that a run that fails costs no other.
+    """
     machine: dict[str, Any] = {"machine": platform.platform(), "processor": platform.processor()}
     for setting in dict.fromkeys(result.setting for result in results):
         mine = [asdict(result) for result in results if result.setting == setting]
@@ -363,8 +374,10 @@ def main() -> int:
             f"--seeds must be at least 1 and --steps above {WARM_UP + DRAIN}, got {arguments.seeds} and"
             f" {arguments.steps}"
         )
-    for ending in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: nothing stays stopped
-        if signal.getsignal(ending) is not signal.SIG_IGN:  # as nohup has it
+    # A signal ends the benchmark as Ctrl-C does, so that no process stays stopped by the turns.
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        # A command under `nohup` ignores SIGHUP; then it stays ignored.
+        if signal.getsignal(ending) is not signal.SIG_IGN:
             signal.signal(ending, lambda number, frame: sys.exit(128 + number))
     console, results = Console(width=None if sys.stdout.isatty() else 150), []
     work = [

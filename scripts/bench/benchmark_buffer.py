@@ -1,14 +1,16 @@
-"""How many groups a second go from producers through the buffer to a consumer, beside what else could carry
-them.
+"""Measures how many groups a second go from producers through the buffer to a consumer.
 
     scripts/benchmark_buffer.sh [--seconds 6] [--only large|small] [--peers] [--long] [--json FILE]
 
-A group is 8 trajectories of 2,048 tokens (`large`) or of 64 (`small`). Producers and consumer are processes
-of their own; the consumer adds up all tokens of what it gets, so that every byte of them has come. `raw
-pyzmq` sends the same bytes from one process to another and keeps nothing: the limit. The buffer checks every
-group, writes it to disk, leases, acknowledges and accounts for it. `--peers` also measures Ray's object store
-with a queue actor, and TransferQueue (`pip install TransferQueue`). `--long` lets a million trajectories
-through, watching memory and speed; and connects 1,000 producers instead of 10.
+The same is measured for what else could carry groups. A group is 8 trajectories of 2,048 tokens (`large`) or
+of 64 (`small`). Producers and consumer are processes of their own. The consumer adds up all tokens that it
+receives, so that every byte of them has arrived. `raw pyzmq` sends the same bytes from one process to another
+and keeps nothing: it is the limit. The buffer checks every group, writes it to disk, leases it, acknowledges
+it and accounts for it.
+
+`--peers` also measures Ray's object store with a queue actor, and TransferQueue (`pip install
+TransferQueue`). `--long` sends a million trajectories through the buffer while it watches memory and speed,
+and connects 1,000 producers instead of 10.
 """
 
 import argparse
@@ -46,7 +48,8 @@ from configs.schema import Config
 from slipstream_bench.buffer_peers import PEERS, measure_peer
 
 SAMPLES = 8
-spawn = multiprocessing.get_context("spawn")  # so that none begins with what this process has in memory
+# Spawned, so that no process begins with the memory of this one.
+spawn = multiprocessing.get_context("spawn")
 say = Console(stderr=True)
 
 
@@ -58,7 +61,7 @@ class GroupSize:
     """Groups in one submission."""
     groups_per_step: int
     num_producers: int
-    """Processes."""
+    """Producer processes."""
 
 
 SIZES = {"large": GroupSize("large", 2048, 8, 128, 3), "small": GroupSize("small", 64, 32, 1024, 2)}
@@ -99,7 +102,7 @@ def add_up_tokens(table: pa.Table | pa.RecordBatch) -> int:
 
 
 def measure_raw_zmq(size: GroupSize, seconds: float, folder: Path) -> float:
-    """Groups a second from one process to another, read and added up."""
+    """Returns groups a second that one process sends and this one reads and adds up; nothing keeps them."""
     address = f"ipc://{folder}/raw"
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
     socket.bind(address)
@@ -122,8 +125,10 @@ def push_groups(size: GroupSize, address: str) -> None:
 
 
 def measure_disk(size: GroupSize, seconds: float, folder: Path) -> float:
-    """Groups a second that one process writes and syncs, 4 MB at a time, deleting files of 64 MB as the
-    buffer does."""
+    """Returns groups a second that one process writes and syncs.
+
+    It syncs every 4 MB and deletes files of 64 MB, as the buffer does.
+    """
     data = encode_batch(pa.concat_batches([make_template(size)] * size.per_message)).to_pybytes()
     per_sync = max(1, (4 << 20) // len(data))
     files: list[Path] = []
@@ -172,8 +177,10 @@ def serve_buffer(config: Config, folder: Path) -> None:
 
 
 class Producer:
-    """Keeps a few submissions and a question under way; makes groups by putting their numbers into a
-    template."""
+    """Producer that keeps a few submissions and one request for leases under way.
+
+    It makes groups by writing the numbers of its leases into a template.
+    """
 
     def __init__(self, name: str, size: GroupSize, address: str, in_flight: int = 4) -> None:
         self._name, self._size, self._in_flight = name, size, in_flight
@@ -182,13 +189,15 @@ class Producer:
         self.client = BufferClient(address, timeout_s=60.0)
         self._leases: list[m.Lease] = []
         self._asked: int | None = None
-        self._scarce = False  # no more leases to be had: what is at hand is sent
+        # True when the buffer had no more leases. Then the leases at hand are sent, fewer than fill a
+        # message.
+        self._scarce = False
         self._sent: dict[int, float] = {}
         self.latencies: list[float] = []
         self.over = False
 
     def take_turn(self) -> None:
-        """Takes in the answers that are there, and sends all that may be sent."""
+        """Reads the answers that have arrived, and sends all that may be sent."""
         for answer in self.client.receive_answers(0.0):
             if isinstance(answer.reply, m.LeaseGrant):
                 self._asked, self.over = None, answer.reply.ended
@@ -251,14 +260,14 @@ def run_until_over(producers: list[Producer]) -> None:
 
 @dataclass
 class BufferThroughput:
-    """What went through the buffer."""
+    """Measured passage of groups through the buffer."""
 
     groups_per_s: float
     latencies_s: list[float]
     rates: list[float]
     """Groups a second in each tenth of the time."""
     rss_mb: list[float]
-    """Of the server, at each tenth."""
+    """Resident memory of the server at the end of each tenth of the time."""
 
 
 def measure_buffer(
@@ -270,8 +279,10 @@ def measure_buffer(
     sockets: int = 1,
     groups: int | None = None,
 ) -> BufferThroughput:
-    """Runs server and producers (each process with so many sockets), and consumes until the time, or
-    `groups`, are over."""
+    """Runs server and producers, and consumes until `seconds` are over or `groups` have come.
+
+    Each producer process has `sockets` producers with a socket each.
+    """
     folder.mkdir()
     address = f"ipc://{folder}/socket"
     config = make_config(size, address, durability)
@@ -283,7 +294,8 @@ def measure_buffer(
         server = psutil.Process(pids[0])
         client = BufferClient(address, timeout_s=120.0)
         client.call(m.PublishVersion(version=0, manifest_locator="w"), m.Acknowledged)
-        marks, step, ready = [], 0, 2 if groups is None else 16  # by then as much waits as may
+        # From step `ready` on the buffer holds as many groups as it may, so the rate is steady.
+        marks, step, ready = [], 0, 2 if groups is None else 16
         sampled = SAMPLES * (size.num_tokens - size.num_tokens // 4) * size.groups_per_step
         began = time.perf_counter()
         while True:
@@ -297,9 +309,8 @@ def measure_buffer(
                 client.send_request(request)
             step += 1
             if step % 16 == 0:
-                client.call(
-                    m.ReportCheckpoint(step=step, oldest=step - 1), m.Acknowledged
-                )  # so that the disk does not fill up
+                # A checkpoint lets the buffer delete old groups, so that the disk does not fill up.
+                client.call(m.ReportCheckpoint(step=step, oldest=step - 1), m.Acknowledged)
             if step == ready:
                 began = time.perf_counter()
             if step >= ready:
@@ -329,7 +340,8 @@ def running_processes(work: list[tuple[Callable[..., None], tuple[Any, ...]]]) -
     try:
         yield [process.pid or 0 for process in running]
     finally:
-        for process in reversed(running):  # the server, which is first, ends last
+        # The server stands first and ends last.
+        for process in reversed(running):
             process.terminate()
             process.join(timeout=5)
             if process.is_alive():
@@ -362,7 +374,8 @@ def measure_sizes(options: argparse.Namespace, folder: Path) -> dict[str, dict[s
         passed = measure_buffer(small, "os", 0.0, folder / "long", groups=125_000)
         found["small"]["a million trajectories"] = {"groups_per_s": passed.rates, "rss_mb": passed.rss_mb}
     for size in (SIZES[name] for name in found):
-        for peer in PEERS if options.peers else ():  # last: they leave much running
+        # Peers come last, because they leave much running.
+        for peer in PEERS if options.peers else ():
             say.print(f"{size.name}: {peer} ...")
             data = encode_batch(make_template(size)).to_pybytes()
             found[size.name][peer] = measure_peer(peer, data, (SAMPLES, size.num_tokens), options.seconds)
@@ -377,9 +390,11 @@ def format_quantiles(latencies: list[float]) -> str:
 
 
 def compare_with_targets(found: dict[str, dict[str, Any]]) -> Iterator[tuple[str, float, float]]:
-    """(what, ratio reached, ratio asked for)."""
-    asked = {"large": (("raw pyzmq", 0.5), ("Ray queue actor", 10), ("TransferQueue", 20)),
-             "small": (("Ray queue actor", 10), ("TransferQueue", 60))}  # fmt: skip
+    """Yields (comparison, ratio reached, ratio asked for)."""
+    asked = {
+        "large": (("raw pyzmq", 0.5), ("Ray queue actor", 10), ("TransferQueue", 20)),
+        "small": (("Ray queue actor", 10), ("TransferQueue", 60)),
+    }
     for size, rates in found.items():
         for other, ratio in asked[size]:
             if isinstance(rates.get(other), float):
@@ -402,15 +417,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=6.0, help="seconds of each measurement")
     parser.add_argument("--only", choices=tuple(SIZES))
-    parser.add_argument("--peers", action="store_true", help="also Ray and TransferQueue")
+    parser.add_argument("--peers", action="store_true", help="also measures Ray and TransferQueue")
     parser.add_argument(
-        "--long", action="store_true", help="also a million trajectories, and 1,000 producers"
+        "--long", action="store_true", help="also measures a million trajectories, and 1,000 producers"
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="slipstream-", dir="/var/tmp"))  # a disk, not memory
+    # /var/tmp lies on a disk; /tmp may lie in memory.
+    folder = Path(tempfile.mkdtemp(prefix="slipstream-", dir="/var/tmp"))
     try:
         found = measure_sizes(options, folder)
     finally:

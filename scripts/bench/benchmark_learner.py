@@ -1,28 +1,33 @@
-"""What a training step costs: beside a bare FSDP2 loop, the usual padded step, TRL's, and what the machine
-can do.
+"""Measures what a training step costs, and what the same step costs in other loops.
 
     scripts/benchmark_learner.sh [--sequences 64] [--mean-tokens 200] [--cv 1.0] [--threads 1] [--repeats 1]
     [--no-trl] [--json FILE]
 
-All take the same step: GRPO (mean over tokens) on the same sequences in groups of 8, whose responses have
-lognormal lengths, with the same small Qwen3 (random weights, float32), clipping and fused AdamW; losses and
-gradient norms of the first steps must agree. Repeats are interleaved and the least time counts: the
-processor's with one thread on a CPU, so other programs count for little, else the clock's.
+The others are a bare FSDP2 loop, the usual padded step, TRL's step, and the fastest matrix product of the
+machine. All take the same step: GRPO (mean over tokens) on the same sequences in groups of 8, whose responses
+have lognormal lengths, with the same small Qwen3 (random weights, float32), clipping and fused AdamW. Losses
+and gradient norms of the first steps must agree. Repeats are interleaved and the least time counts. With one
+thread on a CPU it is the processor's time, so other programs count for little; otherwise it is the clock's.
 
     Trainer.train          `learners.step`: packing, advantages, loss, update, metrics
-    engine.update          of that what `FsdpEngine.update` takes
-    bare loop              `fully_shard`, the same microbatches, attention and head, the shortest policy gradient
-    bare loop, plain head  the same, with a head of one line: all logits of a microbatch at once, no entropies
-    padded                 plain PyTorch: 8 sequences a microbatch, all as long as the longest of the batch, logits of all positions
+    engine.update          the part of it that `FsdpEngine.update` takes
+    bare loop              `fully_shard`, the same microbatches, attention and head, the shortest
+                           policy gradient
+    bare loop, plain head  the same with a head of one line: all logits of a microbatch at once, no
+                           entropies
+    padded                 plain PyTorch: 8 sequences a microbatch, all as long as the longest of the
+                           batch, logits of all positions
     padded by microbatch   the same, each microbatch as long as its own longest
-    TRL                    `trl.GRPOTrainer`, 8 sequences a microbatch, no checkpointing of activations (its default would compute more)
-    TRL, head compact      its head for sampled tokens alone, as it is on a GPU; elsewhere it takes all positions
+    TRL                    `trl.GRPOTrainer`, 8 sequences a microbatch, no checkpointing of activations
+                           (its default would compute more)
+    TRL, head compact      the same with its head for sampled tokens alone, as it is on a GPU;
+                           elsewhere it takes all positions
 
-MFU: `learners.flops.count_step_flops` (6 N T + 6 L A Σ n², the head included, nothing counted twice) over a
-step's time, in shares of the fastest matrix product that was measured between the steps.
+MFU is `learners.flops.count_step_flops` (6 N T + 6 L A Σ n², the head included, nothing counted twice) over a
+step's time, as a share of the fastest matrix product that was measured between the steps.
 
-Memory of the head: the most that is allocated over its arguments by forward and backward, as
-`benchmark_loss.py` counts it.
+Memory of the head is the most that forward and backward allocate over their arguments, as `benchmark_loss.py`
+counts it.
 """
 
 import argparse
@@ -73,7 +78,7 @@ from slipstream_bench.learner_peers import (
 from slipstream_bench.measured_cost import measure_cost
 
 TOKENS, VOCABULARY, HIDDEN = 8_192, 32_768, 512
-"""Of the head whose memory is measured."""
+"""Sizes of the head whose memory is measured."""
 MATRICES = (4096, 8192) if torch.cuda.is_available() else (512, 1024, 2048)
 say = Console(stderr=True)
 
@@ -110,7 +115,7 @@ def make_work(options: argparse.Namespace, folder: Path) -> Work:
 def make_batch(
     prompts: np.ndarray, responses: np.ndarray, vocabulary: int, rng: np.random.Generator
 ) -> Batch:
-    """Of random tokens, with prompts and responses of these lengths [N]."""
+    """Makes a batch of random tokens, with prompts and responses of these lengths [N]."""
     num, lengths = len(prompts), prompts + responses
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     sampled = torch.from_numpy(np.arange(offsets[-1]) >= (offsets[:-1] + prompts).repeat(lengths))
@@ -132,7 +137,7 @@ def make_batch(
 
 
 class TimedEngine(FsdpEngine):
-    """Keeps what it was given, and how long updates took."""
+    """Engine that keeps the microbatches it was given and the seconds of its last update."""
 
     seconds = 0.0
     microbatches: Sequence[Packed] = ()
@@ -145,7 +150,7 @@ class TimedEngine(FsdpEngine):
 
 
 def make_trainer_step(work: Work, engine: TimedEngine) -> Step:
-    """`Trainer.train`. Its engine has the update's seconds and microbatches."""
+    """Makes the step `Trainer.train`. Afterwards `engine` has the update's seconds and microbatches."""
     num = work.batch.num_sequences
     config = load_config(
         [
@@ -174,12 +179,12 @@ def make_trainer_step(work: Work, engine: TimedEngine) -> Step:
     return step
 
 
-# ---- what is measured
+# ---- measuring
 
 
 @contextmanager
 def join_process_group(folder: Path) -> Iterator[None]:
-    """A process group of this process."""
+    """Makes a process group of this process alone."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
     try:
@@ -189,7 +194,7 @@ def join_process_group(folder: Path) -> Iterator[None]:
 
 
 def measure_matrix_peak(device: torch.device, sizes: Sequence[int]) -> float:
-    """FLOP/s of the fastest product of square matrices, in float32 on a CPU, in bfloat16 on a GPU."""
+    """Returns FLOP/s of the fastest product of square matrices, in float32 on a CPU, in bfloat16 on a GPU."""
     dtype, rates = torch.bfloat16 if device.type == "cuda" else torch.float32, []
     for size in sizes:
         left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -203,7 +208,8 @@ def measure_matrix_peak(device: torch.device, sizes: Sequence[int]) -> float:
 def measure_steps(
     work: Work, repeats: int, with_trl: bool, matrices: Sequence[int] = MATRICES
 ) -> dict[str, Any]:
-    """Seconds and first results of each step, the peak between them, and the shares of the bare loop."""
+    """Returns seconds and first results of each step, the peak FLOP/s between them, and the bare loop's
+    shares."""
     dtype = Dtype.bfloat16 if work.cuda else Dtype.float32
     engine = TimedEngine(
         work.path, dtype=dtype, attention=work.attention, betas=BETAS, max_grad_norm=MAX_GRAD_NORM
@@ -239,7 +245,8 @@ def measure_steps(
 
 
 def check_results(results: dict[str, tuple[float, float]], tolerance: float) -> None:
-    """Raises AssertionError where a first step had not the loss and gradient norm that the others had."""
+    """Raises AssertionError where loss and gradient norm of a first step differ from those of the bare
+    loop."""
     for name, found in results.items():
         expected = results["bare loop"]
         assert np.allclose(found, expected, rtol=tolerance, atol=tolerance / 10), (
@@ -248,7 +255,7 @@ def check_results(results: dict[str, tuple[float, float]], tolerance: float) -> 
 
 
 def compute_padding(work: Work) -> dict[str, float]:
-    """Share of the positions of each padded step that no token has."""
+    """Returns the share of positions that hold no token, for each padded step."""
     lengths, responses = torch.tensor(work.lengths), work.responses.long()
     tokens, num = int(lengths.sum()), len(lengths)
     prompts = lengths - responses
@@ -261,7 +268,10 @@ def compute_padding(work: Work) -> dict[str, float]:
 
 
 def measure_head(num_tokens: int, vocabulary: int, hidden: int) -> dict[str, Any]:
-    """Time and peak memory of log-probabilities, forward and backward: ours beside `log_softmax`."""
+    """Measures log-probabilities, forward and backward: our head and `log_softmax`.
+
+    Returns time and peak memory.
+    """
     torch.manual_seed(0)
     states, weight = torch.randn(num_tokens, hidden), torch.randn(vocabulary, hidden) / math.sqrt(hidden)
     targets, upstream = torch.randint(vocabulary, (num_tokens,)), torch.randn(num_tokens)
@@ -291,8 +301,10 @@ QWEN3: dict[str, dict[str, int]] = {
 
 
 def measure_large_models(folder: Path) -> dict[str, dict[str, float]]:
-    """On a GPU: `engine.update` on one microbatch of sequences of 2,048 tokens, of Qwen3 with random
-    weights, in bfloat16."""
+    """Measures `engine.update` on a GPU: one microbatch of sequences of 2,048 tokens.
+
+    The models are Qwen3 with random weights, in bfloat16.
+    """
     found = {}
     for name, sizes in QWEN3.items():
         config = Qwen3Config(
@@ -322,11 +334,11 @@ def measure_large_models(folder: Path) -> dict[str, dict[str, float]]:
     return found
 
 
-# ---- what is said of it
+# ---- reporting
 
 
 def summarize_steps(work: Work, found: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Figures of each step: by the least time."""
+    """Returns the figures of each step, by its least time."""
     flops, ours = count_step_flops(work.config, work.lengths), min(found["seconds"]["Trainer.train"])
     return {
         name: {
@@ -395,11 +407,13 @@ def main() -> None:
         ("mean-tokens", 200),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--cv", type=float, default=1.0, help="of the lengths of responses")
+    parser.add_argument(
+        "--cv", type=float, default=1.0, help="coefficient of variation of the lengths of responses"
+    )
     parser.add_argument("--budget", type=int, default=4_096, help="tokens of a packed microbatch")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
-        "--repeats", type=int, default=1, help="of padded steps; the others are taken twice as often"
+        "--repeats", type=int, default=1, help="repeats of padded steps; the others are taken twice as often"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-trl", action="store_true")

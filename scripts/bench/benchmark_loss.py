@@ -1,23 +1,23 @@
-"""What the loss side of a step costs, for every preset, beside one log-softmax over a vocabulary for as many
-tokens.
+"""Measures what the loss side of a step costs, for every preset, beside a log-softmax over a vocabulary.
 
     scripts/benchmark_loss.sh [--tokens 65536] [--repeat 5] [--threads 1] [--json FILE]
 
-64 sequences of lognormal lengths, in groups of 8, all in one microbatch; an eighth of each is its prompt;
-random float32. Times are medians after a round that is left out: of the processor's time in one thread, so
-other programs count for little, else of the clock.
+The step has 64 sequences of lognormal lengths, in groups of 8, all in one microbatch. An eighth of each
+sequence is its prompt. All columns are random float32. The log-softmax has as many tokens. Times are medians
+after a round that is left out. With one thread they are the processor's time, so other programs count for
+little; otherwise they are the clock's.
 
     policy loss     `algos.loss.policy_loss`, forward and backward, its metrics included
-    its metrics     how much of that `algos.metrics.sums` takes
-    advantages      what `algo.advantage` names and, with a critic, the critic's targets
-    other           the aggregation's weights; off-policy weights of a whole minibatch, where an algorithm needs them; the losses of critic
-                    and implicit reward model, forward and backward
-    log-softmax     32,768 words, 4,096 tokens at a time (always the same ones: all would be 8 GiB), forward, and with the backward pass
-                    of a gradient that is given
+    its metrics     the part of that which `algos.metrics.sum_policy_metrics` takes
+    advantages      the estimator that `algo.advantage` names and, with a critic, the critic's targets
+    other           aggregation weights; off-policy weights of a whole minibatch, where an algorithm
+                    needs them; the losses of critic and implicit reward model, forward and backward
+    log-softmax     32,768 words, 4,096 tokens at a time (always the same ones: all would be 8 GiB),
+                    forward, and with the backward pass of a gradient that is given
 
 Memory is the most that a part, its arguments left out, has allocated and not given back at any moment of the
-first round: on a CPU by torch's profiler, which records each allocation; on a GPU by
-`torch.cuda.max_memory_allocated`.
+first round. On a CPU torch's profiler counts it, which records each allocation; on a GPU
+`torch.cuda.max_memory_allocated` does.
 """
 
 import argparse
@@ -56,18 +56,19 @@ say = Console(stderr=True)
 
 
 class RandomStep:
-    """A step's columns [T], random, as `learners.step` hands them to the loss side."""
+    """Random columns [T] of a step, as `learners.step` hands them to the loss side."""
 
     def __init__(self, num_tokens: int) -> None:
         torch.manual_seed(0)
         shares = torch.randn(NUM_SEQUENCES).exp()
         ends = (shares.cumsum(0) / shares.sum() * (num_tokens - 2 * NUM_SEQUENCES)).round().long()
-        ends += 2 * torch.arange(1, NUM_SEQUENCES + 1)  # two tokens at least: a prompt, a response
+        # Each sequence has at least two tokens: one of the prompt and one of the response.
+        ends += 2 * torch.arange(1, NUM_SEQUENCES + 1)
         offsets = torch.cat([ends.new_zeros(1), ends])
         sequence = torch.repeat_interleave(torch.arange(NUM_SEQUENCES), offsets.diff())
         mask = torch.arange(num_tokens) >= (offsets[:-1] + (offsets.diff() // 8).clamp(min=1))[sequence]
         logprobs = torch.rand(num_tokens).clamp(min=0.01).log()
-        self.proximal, self.behavior, self.reference = (
+        self.proximal_logprobs, self.behavior_logprobs, self.reference_logprobs = (
             logprobs + spread * torch.randn(num_tokens) for spread in (0.01, 0.1, 0.3)
         )
         self.entropy, self.staleness = torch.rand(num_tokens), torch.randint(0, 9, (num_tokens,))
@@ -83,12 +84,12 @@ class RandomStep:
             mask=mask,
             greedy_rewards=torch.rand(NUM_SEQUENCES),
             values=self.values.detach(),
-            log_ratio=self.proximal - self.behavior,
+            log_ratio=self.proximal_logprobs - self.behavior_logprobs,
             process_rewards=0.05 * torch.randn(num_tokens),
         )
 
     def list_choices(self) -> Actions:
-        """What presets choose from: every advantage and every aggregation."""
+        """Returns an action for every advantage and every aggregation that presets choose from."""
         algos = {str(name): replace(AlgoConfig(), advantage=name) for name in Advantage}
         algos["gae, span=turn"] = replace(algos["gae"], gae=GaeConfig(span=Span.turn))
         found: Actions = {
@@ -97,7 +98,7 @@ class RandomStep:
         return found | {f"aggregation={kind}": partial(self.compute_weights, kind) for kind in Aggregation}
 
     def list_parts(self, algo: AlgoConfig) -> Actions:
-        """All that a preset has computed of a step."""
+        """Returns an action for each part of the loss side that a preset computes in a step."""
         s, advantages, weights = (
             self.samples,
             self.compute_advantages(algo),
@@ -106,8 +107,8 @@ class RandomStep:
         correction = self.compute_correction(algo, advantages)
         tokens = Tokens(
             logprobs=self.logprobs.detach(),
-            proximal_logprobs=self.proximal,
-            behavior_logprobs=self.behavior,
+            proximal_logprobs=self.proximal_logprobs,
+            behavior_logprobs=self.behavior_logprobs,
             advantages=advantages,
             mask=s.mask,
             sequence=s.sequence,
@@ -117,8 +118,8 @@ class RandomStep:
             return make_loss_inputs(
                 algo,
                 logprobs=self.logprobs,
-                proximal_logprobs=self.proximal,
-                behavior_logprobs=self.behavior,
+                proximal_logprobs=self.proximal_logprobs,
+                behavior_logprobs=self.behavior_logprobs,
                 advantages=advantages,
                 mask=s.mask,
                 sequence=s.sequence,
@@ -126,23 +127,23 @@ class RandomStep:
                 aggregation_weights=weights,
                 staleness=self.staleness,
                 off_policy_weights=correction if algo.needs_whole_minibatch else None,
-                reference_logprobs=self.reference if algo.needs_reference else None,
+                reference_logprobs=self.reference_logprobs if algo.needs_reference else None,
                 imitation_weights=weights if algo.imitation_coef else None,
             )
 
-        def loss() -> None:
+        def backpropagate_loss() -> None:
             torch.autograd.grad(policy_loss(make_inputs())[0], self.logprobs)
 
         inputs = make_inputs()
 
         @torch.no_grad()
-        def sums() -> None:
+        def compute_metrics() -> None:
             zeros = torch.zeros_like(self.entropy)
             sum_policy_metrics(inputs, tokens, correction, self.entropy, zeros)
 
         found: Actions = {
-            "policy loss": loss,
-            "its metrics": sums,
+            "policy loss": backpropagate_loss,
+            "its metrics": compute_metrics,
             "advantages": partial(self.compute_advantages, algo),
         }
         found["weights"] = partial(self.compute_weights, algo.aggregation)
@@ -168,7 +169,9 @@ class RandomStep:
 
     def compute_correction(self, algo: AlgoConfig, advantages: Tensor) -> Tensor:
         s = self.samples
-        return compute_off_policy_weights(algo, self.proximal - self.behavior, advantages, s.mask, s.sequence)
+        return compute_off_policy_weights(
+            algo, self.proximal_logprobs - self.behavior_logprobs, advantages, s.mask, s.sequence
+        )
 
     def backpropagate_critic(self, targets: Tensor, weights: Tensor) -> None:
         loss, _ = value_loss(self.values, self.values.detach(), targets, self.samples.mask, weights, clip=0.2)
@@ -177,7 +180,7 @@ class RandomStep:
     def backpropagate_reward_model(self) -> None:
         s, outcomes = self.samples, self.samples.rewards[self.samples.sequence]
         loss, _ = implicit_reward_loss(
-            self.logprobs, self.reference, outcomes, s.sampled, s.sequence, NUM_SEQUENCES, beta=0.05
+            self.logprobs, self.reference_logprobs, outcomes, s.sampled, s.sequence, NUM_SEQUENCES, beta=0.05
         )
         torch.autograd.grad(loss, self.logprobs)
 

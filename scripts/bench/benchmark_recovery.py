@@ -1,11 +1,11 @@
-"""How long a buffer takes to go on after a SIGKILL, by the length of its run.
+"""Measures how long a buffer takes to continue after a SIGKILL, by the length of its run.
 
     scripts/benchmark_recovery.sh [--groups 10000 100000 1000000] [--without-checkpoints]
 
-A child process makes and trains groups in a journal of its own, and is killed; another one opens the journal
-and says how long that took, how many lines of the log it read, and the most memory it used.
-`--without-checkpoints`: the learner never writes one, so that every step may have to be undone: the worst
-case.
+A child process makes and trains groups in a journal of its own, and is killed. Another child opens the
+journal and reports how long that took, how many lines of the log it read, and the most memory it used. With
+`--without-checkpoints` the learner never writes a checkpoint, so every step may have to be undone: this is
+the worst case.
 """
 
 import argparse
@@ -48,7 +48,8 @@ def make_config() -> Config:
 
 
 def write_run(folder: Path, num_groups: int, checkpoints: bool) -> None:
-    """A run of so many groups; then this process kills itself in the middle of a step."""
+    """Writes the journal of a run with `num_groups` groups; then this process kills itself before a clean
+    end."""
     logging.disable(logging.ERROR)
     buffer = Buffer(make_config(), folder)
     for step in range(-(-num_groups // GROUPS_PER_STEP)):
@@ -95,7 +96,7 @@ def make_rows(lease: m.Lease, version: int) -> list[Trajectory]:
 
 
 def reopen_journal(folder: Path) -> None:
-    """Opens the journal; prints seconds, lines read and the most memory in MB."""
+    """Opens the journal; prints seconds, lines read, the most memory in MB, and the next step."""
     logging.disable(logging.ERROR)
     lines = len(read_journal(folder).tail.lines)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -105,7 +106,8 @@ def reopen_journal(folder: Path) -> None:
     assert buffer.book.ledger.closes()
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(seconds, lines, max(before, most) / 1024, buffer.progress.next_step)
-    os._exit(0)  # without a clean end, which would write a state
+    # A clean end would write a state.
+    os._exit(0)
 
 
 def measure_recovery(num_groups: int, checkpoints: bool) -> list[str]:
@@ -119,11 +121,11 @@ def measure_recovery(num_groups: int, checkpoints: bool) -> list[str]:
             *([] if checkpoints else ["--without-checkpoints"]),
         ]
         subprocess.run(
-            [sys.executable, __file__, "--be", "writer", *own], check=False, stdout=subprocess.DEVNULL
+            [sys.executable, __file__, "--role", "writer", *own], check=False, stdout=subprocess.DEVNULL
         )
         log_mb = sum(path.stat().st_size for path in (folder / "log").glob("*")) / 1e6
         told = subprocess.run(
-            [sys.executable, __file__, "--be", "opener", *own], check=True, capture_output=True, text=True
+            [sys.executable, __file__, "--role", "opener", *own], check=True, capture_output=True, text=True
         )
         seconds, lines, most, step = told.stdout.split()
         return [
@@ -141,11 +143,11 @@ def main() -> int:
     parser.add_argument("--groups", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--without-checkpoints", action="store_true")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--be", help=argparse.SUPPRESS)
+    parser.add_argument("--role", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.be == "writer":
+    if options.role == "writer":
         write_run(options.folder, options.groups[0], not options.without_checkpoints)
-    if options.be == "opener":
+    if options.role == "opener":
         reopen_journal(options.folder)
     table = Table(
         title=f"recovery after a SIGKILL{', no checkpoints' if options.without_checkpoints else ''}"

@@ -1,12 +1,12 @@
-"""What a version costs its publisher when several hosts fetch it at once, with relays and without.
+"""Measures what a version costs its publisher when several hosts fetch it at once, with relays and without.
 
     scripts/benchmark_sync.sh relays [--megabytes 1000] [--hosts 1 2 6] [--link-mb-per-s 100] [--json FILE]
 
-A host is a process of this machine, with a folder and a server of its own. Every host begins when it is told
-of the version; the seconds are those until the last one has it whole (not verified yet). Once as fast as this
-machine can, which shares its cores among all of them; once with a link of so many MB/s out of each host and
-out of the publisher, which is what relays are for: a server sleeps as long as such a link would take for the
-bytes it sends.
+A host is a process of this machine, with a folder and a server of its own. Every host begins when the version
+is announced to it. The seconds end when the last host has the version whole (it is not verified yet). Each
+case is measured twice. At first servers send as fast as this machine can, whose cores all hosts share. Then
+each host and the publisher have a link of so many MB/s out of them, which is the case that relays are for: a
+server sleeps as long as such a link would take for the bytes it sends.
 
     copies      the bytes that the publisher has sent, as a multiple of the version's
     seconds     from the announcement until the last host has all
@@ -37,7 +37,7 @@ spawn = multiprocessing.get_context("spawn")
 
 
 class ThrottledServer(SnapshotServer):
-    """Sends at most so many MB/s."""
+    """Server that sends at most `mb_per_s` MB/s; 0 means without a limit."""
 
     mb_per_s = 0.0
 
@@ -49,8 +49,11 @@ class ThrottledServer(SnapshotServer):
 
 
 def run_publisher(megabytes: int, mb_per_s: float, orders: Any, answers: Any) -> None:
-    """The learner's process: a version for each order, and at each second order how many copies have been
-    sent."""
+    """Plays the learner in a process of its own.
+
+    An order with a number publishes that version and answers with its announcement. The order after it
+    answers with the copies that have been sent. None ends the process.
+    """
     ThrottledServer.mb_per_s = mb_per_s
     folder = shared_memory_folder("benchmark-relays")
     server = ThrottledServer(folder)
@@ -73,7 +76,7 @@ def run_publisher(megabytes: int, mb_per_s: float, orders: Any, answers: Any) ->
 
 
 def run_host(number: int, mb_per_s: float, relays: bool, announcements: Any, done: Any) -> None:
-    """A host's process: fetches what is announced."""
+    """Plays a host in a process of its own: fetches each announced version."""
     ThrottledServer.mb_per_s = mb_per_s
     fetcher = Fetcher(shared_memory_folder(f"benchmark-relays-{number}"), timeout_s=60)
     subscriber = Subscriber(fetcher, relay=ThrottledServer if relays else None)
@@ -86,8 +89,11 @@ def run_host(number: int, mb_per_s: float, relays: bool, announcements: Any, don
 
 
 def measure_relays(megabytes: int, hosts: int, mb_per_s: float, relays: bool) -> tuple[float, float]:
-    """(copies that the publisher sent, seconds until all hosts had the version), of the second of two
-    versions."""
+    """Returns copies that the publisher sent and seconds until all hosts had the version.
+
+    Without a link's limit both are those of the second of two versions: the first takes memory from the
+    kernel, as a first version does.
+    """
     orders, answers, done = spawn.Queue(), spawn.Queue(), spawn.Queue()
     inboxes = [spawn.Queue() for _ in range(hosts)]
     processes = [
@@ -102,9 +108,7 @@ def measure_relays(megabytes: int, hosts: int, mb_per_s: float, relays: bool) ->
             process.start()
         for _ in inboxes:
             done.get(timeout=600)
-        for version in range(
-            1 if mb_per_s else 2
-        ):  # the first takes memory from the kernel, as a first version does
+        for version in range(1 if mb_per_s else 2):
             orders.put(version)
             announced = answers.get(timeout=600)
             began = time.perf_counter()

@@ -1,24 +1,30 @@
-"""What a weight update costs, on every road, beside what the machine itself needs to move the same bytes.
+"""Measures what a weight update costs on every road, and what the machine needs to move the same bytes.
 
     scripts/benchmark_sync.sh [--sizes 1M 100M] [--dtypes float32 bfloat16] [--rounds 5] [--json FILE]
 
-A Qwen3 of about so many parameters, random weights, vLLM as the engine (on a CPU in this process). Every
-figure is the median over the rounds; the first round, which warms up, is left out.
+The model is a Qwen3 of about so many parameters with random weights. The engine is vLLM (on a CPU in this
+process). Every figure is the median over the rounds; the first round, which warms up, is left out.
 
     memcpy          the bytes copied once in memory, in one thread: the yardstick
-    write           the same into a file in shared memory that is there already: what publishing cannot do without
-    publish         the learner's side: a snapshot in shared memory, digests included; training waits for it
+    write           the same into a file in shared memory that exists already: publishing cannot do
+                    without it
+    publish         the learner's side: a snapshot in shared memory, digests included; training waits
+                    for it
     verify          a host's side, once per version, beside the engine: the file's digests
     engine step     one decoding step of 8 sequences
-    map             an engine's side: the snapshot's memory takes the place of the engine's own; the engine stands still for it
+    map             an engine's side: the snapshot's memory takes the place of the engine's own; the
+                    engine stands still for it
     copy, no check  the snapshot copied to where the engine has its weights
     copy            the same, and digested where it ends up
-    disk, publish   the learner's side, in a folder on disk (in the page cache: nothing waits for the disk itself)
+    disk, publish   the learner's side, in a folder on disk (in the page cache: nothing waits for the
+                    disk itself)
     disk, read      a host's side: read from the disk and verified; nothing of it is in memory before
-    raw, dropped    the same bytes by raw ZeroMQ over tcp from another process, in the same pieces, kept nowhere
+    raw, dropped    the same bytes by raw ZeroMQ over tcp from another process, in the same pieces,
+                    kept nowhere
     raw, kept       the same, written to shared memory
-    fetch           what a host does that has them not: over tcp, into its own shared memory, not verified yet
-    patch, made     the learner's side, beside training: what differs from the version before; one number in a hundred does
+    fetch           a host that has no version: over tcp, into its own shared memory, not verified yet
+    patch, made     the learner's side, beside training: the difference from the version before, with
+                    one number in a hundred changed
     patch           the same as fetch where a host has the version before; `made` is over by then
 """
 
@@ -84,14 +90,14 @@ def make_model(folder: Path, size: str, dtype: torch.dtype) -> dict[str, torch.T
 
 
 def time_call(action: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
-    """(seconds, result)"""
+    """Calls `action`; returns seconds and its result."""
     began = time.perf_counter()
     result = action(*arguments)
     return time.perf_counter() - began, result
 
 
 def measure_host(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, float]:
-    """Median seconds of each part on one host."""
+    """Returns median seconds of each part on one host, and the bytes of the model."""
     weights = make_model(folder / "model", size, getattr(torch, dtype))
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     publisher = Publisher(shared_memory_folder(f"benchmark-{size}-{dtype}"), "benchmark", keep=1)
@@ -131,7 +137,8 @@ def measure_host(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, 
         str(folder / "model"), dtype=dtype, max_model_len=256, max_sequences=8, kv_cache_mb=64
     )
     try:
-        for version in range(3 * (rounds + 1)):  # first all that is copied: what is mapped is not written to
+        # The copying rounds come first, because an engine that maps a snapshot may not write to its weights.
+        for version in range(3 * (rounds + 1)):
             next(iter(weights.values())).add_(1)
             snapshot = Snapshot(
                 time_part("publish", publisher.publish_version, version, whole_parts(weights))
@@ -153,9 +160,8 @@ def measure_host(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, 
                     vllm_plugin, _copy_and_digest=copy_without_digest, expect_digests=lambda *_: None
                 ):
                     time_part("copy, no check", engine.load_version, snapshot)
-            time.sleep(
-                0.2 + num_bytes / 4e9
-            )  # a training step takes longer: what was given up is given back meanwhile
+            # A training step takes longer than this; meanwhile memory that was given up is given back.
+            time.sleep(0.2 + num_bytes / 4e9)
     finally:
         engine.shutdown()
         publisher.close()
@@ -163,7 +169,7 @@ def measure_host(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, 
 
 
 def copy_without_digest(source: torch.Tensor, place: torch.Tensor) -> str:
-    """As the engine does it, without digests."""
+    """Copies as the engine does, without digests."""
     into, out = (tensor.view(-1).view(torch.uint8).numpy() for tensor in (place, source))
     for begin in range(0, len(out), vllm_plugin.CHUNK_BYTES):
         into[begin : begin + vllm_plugin.CHUNK_BYTES] = out[begin : begin + vllm_plugin.CHUNK_BYTES]
@@ -171,7 +177,8 @@ def copy_without_digest(source: torch.Tensor, place: torch.Tensor) -> str:
 
 
 def run_learner(model: Path, name: str, orders: Any, answers: Any) -> None:
-    """Another process: publishes on demand, one number in a hundred changed each time."""
+    """Plays the learner in a process of its own: publishes on demand, with one number in a hundred changed
+    each time."""
     weights = load_file(model / "model.safetensors")
     folder = shared_memory_folder(name)
     server = SnapshotServer(folder)
@@ -211,7 +218,7 @@ def push_file(path: Path, address: str) -> None:
 
 
 def measure_tcp(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, float]:
-    """Median seconds of each way over tcp, and the bytes of a patch."""
+    """Returns median seconds of each way over tcp, and the bytes of a patch."""
     name = f"benchmark-{size}-{dtype}"
     far = shared_memory_folder(f"{name}-far")
     orders, answers = spawn.Queue(), spawn.Queue()
@@ -231,7 +238,8 @@ def measure_tcp(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, f
                 partial(fetcher.fetch_version, address, Path(locator).name, direct=whole)
             )
             Snapshot(read_manifest(local)).attest()
-            fetcher.refresh_spare()  # as a generator does
+            # A generator does the same after each version.
+            fetcher.refresh_spare()
             if whole:
                 seconds["fetch"].append(spent)
             elif version > rounds + 1:
@@ -253,7 +261,7 @@ def measure_tcp(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, f
 
 
 def measure_raw_zmq(path: Path, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """What ZeroMQ itself takes for the file's bytes."""
+    """Returns the seconds that ZeroMQ alone takes for the bytes of the file, by round."""
     folder.mkdir()
     num_bytes, found = path.stat().st_size, dict[str, list[float]]()
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
@@ -292,7 +300,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # as an engine does on a CPU
+    # An engine on a CPU sets the same.
+    torch.set_num_threads(1)
     disable_progress_bar()
     found: dict[str, dict[str, float]] = {}
     for size in options.sizes:

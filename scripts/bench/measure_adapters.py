@@ -1,12 +1,12 @@
-"""What publishing adapters alone saves, and what merging them costs a host, against publishing the merged
-model.
+"""Measures what publishing only the adapters saves, and what merging them costs a host.
 
     scripts/measure_adapters.sh [--rounds 8] [--rank 8]
 
-A Qwen3 of 50 M parameters, adapted in all its linear layers, is trained for an update and published, again
-and again. A host that is the learner's takes each version up to where an engine would map it, and so does one
-that fetches it over ZeroMQ (on this machine: the seconds have no network in them). Medians; the first round,
-in which files are made and sized, is left out.
+The comparison is with publishing the merged model. A Qwen3 of 50 M parameters, adapted in all its linear
+layers, is trained for one update and published, again and again. A host that is the learner's own prepares
+each version up to the point where an engine would map it. So does a host that fetches it over ZeroMQ (on this
+machine: the seconds have no network in them). All figures are medians; the first round, in which files are
+made and sized, is left out.
 """
 
 import argparse
@@ -39,7 +39,7 @@ TOKENS = 32
 
 
 def make_model(folder: Path) -> int:
-    """Returns its number of parameters."""
+    """Saves a random model; returns its number of parameters."""
     config = Qwen3Config(
         vocab_size=32000, hidden_size=576, intermediate_size=1728, num_hidden_layers=8, num_attention_heads=9,
         num_key_value_heads=3, head_dim=64, tie_word_embeddings=True,

@@ -1,12 +1,12 @@
-"""How much of a model's bfloat16 weights changes in a step of reinforcement learning, and what patches save,
-by learning rate.
+"""Measures how much of a model's bfloat16 weights a step of reinforcement learning changes, and what patches
+save.
 
     scripts/measure_patches.sh [--steps 20] [--rates 1e-6 1e-5 ...]
 
-The tiny model on its arithmetic task, on-policy: 64 prompts of 8 samples a step, group-normalised advantages,
-the learner's own engine (AdamW over float32 master weights). Each step is published in bfloat16, and the
-patch from the version before is made and applied as hosts do. The first two steps, in which AdamW's averages
-are young, are left out of the means.
+The table has a row for each learning rate. The tiny model learns its arithmetic task on-policy: 64 prompts of
+8 samples a step, group-normalized advantages, the learner's own engine (AdamW over float32 master weights).
+Each step is published in bfloat16, and the patch from the version before is made and applied as hosts do. The
+first two steps, in which AdamW's averages are young, are left out of the means.
 """
 
 import argparse
@@ -35,13 +35,15 @@ from sync.publisher import Publisher
 from sync.snapshot import Snapshot
 from sync.stream import collect_tensors, stream_tensor
 
-PROMPTS, SAMPLES, YOUNG = 64, 8, 2
+PROMPTS, SAMPLES = 64, 8
+NUM_YOUNG_STEPS = 2
+"""First steps, which are left out of the means."""
 
 
 def sample_batch(
     model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, weights: dict[str, Tensor], step: int
 ) -> Batch:
-    """A step's trajectories under these weights."""
+    """Samples the trajectories of a step under these weights."""
     model.load_state_dict(weights, strict=False)
     torch.manual_seed(step)
     task, rows, rewards = Task(), [], []
@@ -75,19 +77,22 @@ def sample_batch(
 
 
 def train_step(engine: FsdpEngine, batch: Batch, rate: float) -> None:
-    weights = (
+    coefficients = (
         grpo_advantages(batch.rewards, batch.groups)[batch.sequence] * batch.sampled / batch.sampled.sum()
     )
 
-    def loss(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
-        return -(weights[packed.index] * logprobs).sum()
+    def compute_loss(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
+        return -(coefficients[packed.index] * logprobs).sum()
 
-    engine.update(pack_share(batch, range(batch.num_sequences), 1 << 14, 1, 0), loss, rate)
+    engine.update(pack_share(batch, range(batch.num_sequences), 1 << 14, 1, 0), compute_loss, rate)
 
 
 def measure_rate(rate: float, steps: int, folder: Path) -> tuple[float, float, float, float]:
-    """Shares that change, mean and largest; size of a patch as a share of a snapshot's; sampled reward at
-    the end."""
+    """Trains at one learning rate; returns four figures of its steps.
+
+    They are the mean and the largest share of numbers that change, the size of a patch as a share of the
+    snapshot's, and the sampled reward at the end.
+    """
     path = prepare_tiny_model(Task().solved_examples("train", seed=0))
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
     engine = FsdpEngine(path)
@@ -114,12 +119,19 @@ def measure_rate(rate: float, steps: int, folder: Path) -> tuple[float, float, f
         rewards.append(float(batch.rewards.mean()))
         train_step(engine, batch, rate)
     publisher.close()
-    return mean(shares[YOUNG:]), max(shares[YOUNG:]), mean(sizes[YOUNG:]), mean(rewards[-5:])
+    return (
+        mean(shares[NUM_YOUNG_STEPS:]),
+        max(shares[NUM_YOUNG_STEPS:]),
+        mean(sizes[NUM_YOUNG_STEPS:]),
+        mean(rewards[-5:]),
+    )
 
 
 def measure_patch(before: Snapshot, after: Snapshot, folder: Path) -> float:
-    """Its size as a share of the snapshot's, 1 where the whole is sent; what it makes of the version
-    before is verified."""
+    """Makes a patch, applies it and verifies the result.
+
+    Returns its size as a share of the snapshot's: 1 where no patch is worth it and the whole is sent.
+    """
     path = folder / "patch"
     if not make_patch(before, after, path):
         return 1.0

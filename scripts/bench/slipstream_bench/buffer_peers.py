@@ -1,5 +1,8 @@
-"""What else could carry groups, for `benchmark_buffer.py`: each takes a group's bytes and its shape
-(samples, tokens of each)."""
+"""Other systems that could carry groups, measured for `benchmark_buffer.py`.
+
+Each measurement takes the bytes of a group, its shape (samples, tokens of each sample) and the seconds to run
+for, and returns groups a second.
+"""
 
 import os
 import sys
@@ -9,22 +12,24 @@ from typing import Any
 from buffers.trajectory import decode_batch
 
 
-def ray_queue(data: bytes, shape: tuple[int, int], seconds: float) -> float:
-    """A queue actor that carries references to objects in Ray's store; batches of 16, two producers."""
+def measure_ray_queue(data: bytes, shape: tuple[int, int], seconds: float) -> float:
+    """Measures a queue actor that carries references to objects in Ray's store; batches of 16, two
+    producers."""
     import ray
     from ray.util.queue import Queue
 
     queue = Queue(maxsize=256)
 
     @ray.remote(num_cpus=0)
-    def put() -> None:
+    def put_groups() -> None:
         while True:
-            queue.put_nowait_batch([ray.put(data) for _ in range(16)]) if queue.qsize() < 200 else time.sleep(
-                0.001
-            )
+            if queue.qsize() < 200:
+                queue.put_nowait_batch([ray.put(data) for _ in range(16)])
+            else:
+                time.sleep(0.001)
 
     @ray.remote(num_cpus=0)
-    def get() -> float:
+    def get_groups() -> float:
         began, num = 0.0, 0
         while not began or time.perf_counter() - began < seconds:
             references = queue.get_nowait_batch(min(16, queue.qsize()))
@@ -34,17 +39,19 @@ def ray_queue(data: bytes, shape: tuple[int, int], seconds: float) -> float:
             began = began or (time.perf_counter() if references else 0.0)
         return num / seconds
 
-    working = [put.remote() for _ in range(2)]
-    rate = ray.get(get.remote())
+    working = [put_groups.remote() for _ in range(2)]
+    rate = ray.get(get_groups.remote())
     for reference in working:
         ray.cancel(reference, force=True)
     queue.shutdown(force=True)
     return rate
 
 
-def transfer_queue(data: bytes, shape: tuple[int, int], seconds: float) -> float:
-    """Puts groups of 8 samples by key, two producers at once, and gets them by key in a third process; 4
-    groups a call."""
+def measure_transfer_queue(data: bytes, shape: tuple[int, int], seconds: float) -> float:
+    """Measures TransferQueue: two producers at once put groups of 8 samples by key, 4 groups a call.
+
+    A third process gets them by key.
+    """
     import ray
     import torch
     import transfer_queue as tq
@@ -54,7 +61,7 @@ def transfer_queue(data: bytes, shape: tuple[int, int], seconds: float) -> float
     per_call = 4
     whole = (shape[0] * per_call, shape[1])
 
-    class Producer:
+    class QueueProducer:
         def __init__(self, number: int) -> None:
             tq.init()
             fields = {
@@ -68,56 +75,63 @@ def transfer_queue(data: bytes, shape: tuple[int, int], seconds: float) -> float
             )
             self._number = number
 
-        def put(self, call: int) -> list[str]:
+        def put_groups(self, call: int) -> list[str]:
             keys = [f"{self._number}-{call}-{i}" for i in range(whole[0])]
             tq.kv_batch_put(keys=keys, partition_id="train", fields=self._data)
             return keys
 
-    class Consumer:
+    class QueueConsumer:
         def __init__(self) -> None:
             tq.init()
 
-        def get(self, keys: list[str]) -> int:
+        def get_groups(self, keys: list[str]) -> int:
             data = tq.kv_batch_get(keys=keys, partition_id="train")
             total = sum(int(row.sum()) for row in data["tokens"])
             tq.kv_clear(keys=keys, partition_id="train")
             return total
 
     remote: Any = ray.remote(num_cpus=0)
-    producers, consumer = [remote(Producer).remote(number) for number in range(2)], remote(Consumer).remote()
+    producers, consumer = (
+        [remote(QueueProducer).remote(number) for number in range(2)],
+        remote(QueueConsumer).remote(),
+    )
     ray.get(
-        [consumer.get.remote(keys) for keys in ray.get([producer.put.remote(-1) for producer in producers])]
+        [
+            consumer.get_groups.remote(keys)
+            for keys in ray.get([producer.put_groups.remote(-1) for producer in producers])
+        ]
     )
     began, num, call = time.perf_counter(), 0, 0
-    puts = {producer.put.remote(call): producer for producer in producers}
+    puts = {producer.put_groups.remote(call): producer for producer in producers}
     gets: list[Any] = []
     while time.perf_counter() - began < seconds:
         done, _ = ray.wait([*puts, *gets], num_returns=1)
         for reference in done:
             if reference in puts:
                 producer = puts.pop(reference)
-                gets.append(consumer.get.remote(reference))
+                gets.append(consumer.get_groups.remote(reference))
                 call += 1
                 if len(gets) < 8:
-                    puts[producer.put.remote(call)] = producer
+                    puts[producer.put_groups.remote(call)] = producer
             else:
                 gets.remove(reference)
                 num += per_call
                 for producer in producers:
                     if producer not in puts.values():
                         call += 1
-                        puts[producer.put.remote(call)] = producer
+                        puts[producer.put_groups.remote(call)] = producer
     rate = num / (time.perf_counter() - began)
     tq.close()
     return rate
 
 
-PEERS = {"Ray queue actor": ray_queue, "TransferQueue": transfer_queue}
+PEERS = {"Ray queue actor": measure_ray_queue, "TransferQueue": measure_transfer_queue}
 
 
 def measure_peer(name: str, data: bytes, shape: tuple[int, int], seconds: float) -> float | str:
-    """Groups a second, or why there is no figure."""
-    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # those who wait when the queue is closed
+    """Returns groups a second, or the reason why there is no figure."""
+    # Processes that still wait when the queue is closed raise errors, which mean nothing.
+    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
     try:
         import ray
 

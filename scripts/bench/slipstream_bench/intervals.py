@@ -7,7 +7,7 @@ T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9:
 
 
 def confidence_interval(values: list[float]) -> tuple[float, float]:
-    """Mean, and half the width of its 95 % interval: NaN for fewer than two values."""
+    """Returns the mean and half the width of its 95 % interval, which is NaN for fewer than two values."""
     if len(values) < 2:
         return mean(values), float("nan")
     return mean(values), T95[min(len(values), max(T95))] * stdev(values) / len(values) ** 0.5

@@ -1,6 +1,6 @@
-"""What `benchmark_learner.py` compares a training step with: a bare FSDP2 loop, padded steps, TRL's.
+"""Training steps that `benchmark_learner.py` compares ours with: a bare FSDP2 loop, padded steps, TRL's.
 
-All take the same step.
+All of them take the same step.
 """
 
 import time
@@ -29,10 +29,11 @@ GROUP = 8
 LR, BETAS, MAX_GRAD_NORM = 1e-6, (0.9, 0.99), 1.0
 
 Step = Callable[[], tuple[float, float]]
-"""One update of all weights; returns loss and gradient norm."""
+"""Function that makes one update of all parameters; returns loss and gradient norm."""
 
 
 def read_clock() -> float:
+    """Returns seconds: the processor's with one thread on a CPU, otherwise the clock's after all GPU work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         return time.perf_counter()
@@ -60,7 +61,7 @@ class Work:
         self.advantages = grpo_advantages(batch.rewards, batch.groups)
         self.coefficients = self.advantages[batch.sequence] * batch.sampled / batch.sampled.sum()
 
-    def model(self, attention: str) -> Any:
+    def load_model(self, attention: str) -> Any:
         model = AutoModelForCausalLM.from_pretrained(
             self.path, dtype=torch.float32, attn_implementation=attention
         )
@@ -68,7 +69,7 @@ class Work:
 
 
 class BarePolicy(nn.Module):
-    """A causal LM that says log-probabilities."""
+    """Causal LM whose forward pass returns the log-probabilities of the target tokens."""
 
     def __init__(self, model: Any, entropies: bool) -> None:
         super().__init__()
@@ -86,13 +87,13 @@ class BarePolicy(nn.Module):
 
 
 class BareLoop:
-    """The shortest FSDP2 loop: what no engine could do without."""
+    """The shortest FSDP2 loop: no engine could do with less."""
 
     def __init__(
         self, work: Work, microbatches: Callable[[], Sequence[Packed]], entropies: bool = True
     ) -> None:
         self.work, self.microbatches = work, microbatches
-        self.policy = BarePolicy(work.model(str(work.attention)).eval(), entropies)
+        self.policy = BarePolicy(work.load_model(str(work.attention)).eval(), entropies)
         precision = (
             MixedPrecisionPolicy(torch.bfloat16, torch.float32) if work.cuda else MixedPrecisionPolicy()
         )
@@ -120,31 +121,31 @@ class BareLoop:
         return total, norm.full_tensor().item()
 
     def measure_shares(self) -> dict[str, float]:
-        """Of the time of one more step."""
+        """Takes one more step; returns the share of its time that each part took."""
         spent: dict[str, float] = {}
         now, since = "layers, forward", read_clock()
 
-        def begin(name: str, *_: Any) -> None:
+        def begin_part(name: str, *_: Any) -> None:
             nonlocal now, since
             spent[now] = spent.get(now, 0.0) + read_clock() - since
             now, since = name, read_clock()
 
         hooks = [
-            self.policy.register_forward_pre_hook(partial(begin, "layers, forward")),
-            self.policy.model.register_forward_hook(partial(begin, "head, forward")),
-            self.policy.register_forward_hook(partial(begin, "backward")),
-            self.optimizer.register_step_pre_hook(partial(begin, "optimizer")),
+            self.policy.register_forward_pre_hook(partial(begin_part, "layers, forward")),
+            self.policy.model.register_forward_hook(partial(begin_part, "head, forward")),
+            self.policy.register_forward_hook(partial(begin_part, "backward")),
+            self.optimizer.register_step_pre_hook(partial(begin_part, "optimizer")),
         ]
         self()
-        begin("")
+        begin_part("")
         for hook in hooks:
             hook.remove()
         return {name: seconds / sum(spent.values()) for name, seconds in spent.items()}
 
 
 def make_padded_step(work: Work, by_microbatch: bool = False) -> Step:
-    """Plain PyTorch, as it is usually written."""
-    model, batch = work.model("sdpa").eval(), work.batch
+    """Makes a padded step in plain PyTorch, as it is usually written."""
+    model, batch = work.load_model("sdpa").eval(), work.batch
     optimizer = torch.optim.AdamW(model.parameters(), LR, BETAS, weight_decay=0.0, fused=True)
     tokens, coefficients, mask = (
         nn.utils.rnn.pad_sequence(column.split(work.lengths), batch_first=True).to(work.device)
@@ -232,7 +233,7 @@ def make_trl_step(work: Work, compact: bool = False) -> Step:
         optim="adamw_torch_fused",
     )
     trainer: Any = Given(
-        work.model("sdpa"), lambda prompts, **_: [0.0] * len(prompts), settings,
+        work.load_model("sdpa"), lambda prompts, **_: [0.0] * len(prompts), settings,
         Dataset.from_dict({"prompt": ["x"] * num}), processing_class=tokenizer,
     )  # fmt: skip
     trainer.create_optimizer()

@@ -1,9 +1,9 @@
-"""Hardware of its own for each side of a run, on any machine: generators and learner have the processors by
-turns.
+"""Gives each side of a run hardware of its own, on any machine: generators and learner take turns on the
+processors.
 
-While one side has its turn the other is stopped (SIGSTOP). So neither ever takes from the other, whatever
-cores, caches and memory they share: each behaves as if it had a machine that is as fast as its share of the
-time, whether the other one works or waits. The buffer, Ray and the driver are never stopped.
+While one side has its turn the other is stopped (SIGSTOP), so neither ever takes cores, caches or memory
+bandwidth from the other. Each side behaves as if it had a machine that is as fast as its share of the time,
+whether the other side works or waits. The buffer, Ray and the driver are never stopped.
 """
 
 import time
@@ -15,31 +15,34 @@ from types import TracebackType
 import psutil
 
 SIDES = ("ray::GeneratorRole", "ray::LearnerRole")
-"""How the processes of each side are called."""
+"""Titles that the processes of each side begin with: generators, then the learner."""
 SEARCH_PERIOD_S = 2.0
-"""How often new processes are looked for."""
+"""Seconds between two searches for new processes."""
 
 
 class Turns:
-    """For as long as its context is open, the roles of a run take turns.
+    """Context in which the roles of a run take turns.
 
-    Whoever is killed while it holds this leaves one side stopped.
+    A process that is killed inside the context leaves one side stopped.
     """
 
     def __init__(self, driver: int, share: float, period_s: float) -> None:
-        """`driver`: the process that started the run. `share`: of the time for generators, in (0, 1); the
-        learner has the rest. `period_s`: seconds in which both have their turn."""
+        """Takes the driver's process id, the share of generators and the period.
+
+        `driver` is the process that started the run. `share` in (0, 1) is the generators' share of the time;
+        the learner has the rest. `period_s` is the seconds in which both sides have one turn.
+        """
         self._driver, self._turns_s = driver, (share * period_s, (1 - share) * period_s)
         self._over = Event()
         self._thread = Thread(target=self._alternate, daemon=True, name="turns")
         self._had_s = [0.0, 0.0]
         self._seen: set[psutil.Process] = set()
-        """All that may have been stopped."""
+        """Processes that may have been stopped; each of them must be resumed."""
         self._error: Exception | None = None
 
     @property
     def measured_share(self) -> float:
-        """Share of the time that generators have had so far."""
+        """Share of the time that generators have had so far, in [0, 1]."""
         return self._had_s[0] / (sum(self._had_s) or 1.0)
 
     def __enter__(self) -> "Turns":
@@ -68,7 +71,8 @@ class Turns:
                     now = time.monotonic()
                     self._had_s[side] += now - switched
                     switched = now
-        except Exception as error:  # told by the thread that waits
+        # __exit__ raises the error in the thread that holds the context.
+        except Exception as error:
             self._error = error
         finally:
             _signal_each(psutil.Process.resume, self._seen)
@@ -76,13 +80,14 @@ class Turns:
     def _find_sides(self) -> list[list[psutil.Process]]:
         sides = find_sides(self._driver)
         found = {process for side in sides for process in side}
-        _signal_each(psutil.Process.resume, self._seen - found)  # they take no turns any more
+        # A process that has left its side takes no more turns and must not stay stopped.
+        _signal_each(psutil.Process.resume, self._seen - found)
         self._seen |= found
         return sides
 
 
 def find_sides(driver: int) -> list[list[psutil.Process]]:
-    """The living processes of the run's generators, and those of its learner."""
+    """Returns the living processes of the run's generators, and those of its learner."""
     found: list[list[psutil.Process]] = [[] for _ in SIDES]
     with suppress(psutil.NoSuchProcess):
         for process in psutil.Process(driver).children(recursive=True):
