@@ -95,16 +95,13 @@ class RandomStep:
         found: Actions = {
             f"advantage={name}": partial(self.compute_advantages, algo) for name, algo in algos.items()
         }
-        return found | {f"aggregation={kind}": partial(self.compute_weights, kind) for kind in Aggregation}
+        return found | {f"aggregation={kind}": partial(self.weigh_tokens, kind) for kind in Aggregation}
 
     def list_parts(self, algo: AlgoConfig) -> Actions:
         """Returns an action for each part of the loss side that a preset computes in a step."""
-        s, advantages, weights = (
-            self.samples,
-            self.compute_advantages(algo),
-            self.compute_weights(algo.aggregation),
-        )
-        correction = self.compute_correction(algo, advantages)
+        s, advantages = self.samples, self.compute_advantages(algo)
+        aggregation_weights = self.weigh_tokens(algo.aggregation)
+        off_policy_weights = self.weigh_off_policy(algo, advantages)
         tokens = Tokens(
             logprobs=self.logprobs.detach(),
             proximal_logprobs=self.proximal_logprobs,
@@ -113,23 +110,7 @@ class RandomStep:
             mask=s.mask,
             sequence=s.sequence,
         )
-
-        def make_inputs() -> LossInputs:
-            return make_loss_inputs(
-                algo,
-                logprobs=self.logprobs,
-                proximal_logprobs=self.proximal_logprobs,
-                behavior_logprobs=self.behavior_logprobs,
-                advantages=advantages,
-                mask=s.mask,
-                sequence=s.sequence,
-                entropy=self.entropy,
-                aggregation_weights=weights,
-                staleness=self.staleness,
-                off_policy_weights=correction if algo.needs_whole_minibatch else None,
-                reference_logprobs=self.reference_logprobs if algo.needs_reference else None,
-                imitation_weights=weights if algo.imitation_coef else None,
-            )
+        make_inputs = partial(self._make_inputs, algo, advantages, aggregation_weights, off_policy_weights)
 
         def backpropagate_loss() -> None:
             torch.autograd.grad(policy_loss(make_inputs())[0], self.logprobs)
@@ -139,42 +120,63 @@ class RandomStep:
         @torch.no_grad()
         def compute_metrics() -> None:
             zeros = torch.zeros_like(self.entropy)
-            sum_policy_metrics(inputs, tokens, correction, self.entropy, zeros)
+            sum_policy_metrics(inputs, tokens, off_policy_weights, self.entropy, zeros)
 
         found: Actions = {
             "policy loss": backpropagate_loss,
             "its metrics": compute_metrics,
             "advantages": partial(self.compute_advantages, algo),
         }
-        found["weights"] = partial(self.compute_weights, algo.aggregation)
+        found["aggregation weights"] = partial(self.weigh_tokens, algo.aggregation)
         if algo.needs_whole_minibatch:
-            found["off-policy weights"] = partial(self.compute_correction, algo, advantages)
+            found["off-policy weights"] = partial(self.weigh_off_policy, algo, advantages)
         if algo.needs_critic:
             targets = compute_value_targets(s, algo)
             found |= {
                 "targets": partial(compute_value_targets, s, algo),
-                "critic": partial(self.backpropagate_critic, targets, weights),
+                "critic": partial(self.backpropagate_critic, targets, aggregation_weights),
             }
         if algo.advantage.needs_reward_model:
             found["reward model"] = self.backpropagate_reward_model
         return found
 
+    def _make_inputs(
+        self, algo: AlgoConfig, advantages: Tensor, aggregation_weights: Tensor, off_policy_weights: Tensor
+    ) -> LossInputs:
+        return make_loss_inputs(
+            algo,
+            logprobs=self.logprobs,
+            proximal_logprobs=self.proximal_logprobs,
+            behavior_logprobs=self.behavior_logprobs,
+            advantages=advantages,
+            mask=self.samples.mask,
+            sequence=self.samples.sequence,
+            entropy=self.entropy,
+            aggregation_weights=aggregation_weights,
+            staleness=self.staleness,
+            off_policy_weights=off_policy_weights if algo.needs_whole_minibatch else None,
+            reference_logprobs=self.reference_logprobs if algo.needs_reference else None,
+            imitation_weights=aggregation_weights if algo.imitation_coef else None,
+        )
+
     def compute_advantages(self, algo: AlgoConfig) -> Tensor:
         return ADVANTAGES[algo.advantage](self.samples, algo)
 
-    def compute_weights(self, kind: Aggregation) -> Tensor:
+    def weigh_tokens(self, kind: Aggregation) -> Tensor:
         return compute_aggregation_weights(
             kind, self.samples.mask, self.samples.sequence, NUM_SEQUENCES, HORIZON
         )
 
-    def compute_correction(self, algo: AlgoConfig, advantages: Tensor) -> Tensor:
+    def weigh_off_policy(self, algo: AlgoConfig, advantages: Tensor) -> Tensor:
         s = self.samples
         return compute_off_policy_weights(
             algo, self.proximal_logprobs - self.behavior_logprobs, advantages, s.mask, s.sequence
         )
 
-    def backpropagate_critic(self, targets: Tensor, weights: Tensor) -> None:
-        loss, _ = value_loss(self.values, self.values.detach(), targets, self.samples.mask, weights, clip=0.2)
+    def backpropagate_critic(self, targets: Tensor, aggregation_weights: Tensor) -> None:
+        loss, _ = value_loss(
+            self.values, self.values.detach(), targets, self.samples.mask, aggregation_weights, clip=0.2
+        )
         torch.autograd.grad(loss, self.values)
 
     def backpropagate_reward_model(self) -> None:

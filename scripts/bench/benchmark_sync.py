@@ -96,76 +96,101 @@ def time_call(action: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     return time.perf_counter() - began, result
 
 
+class PartTimer:
+    """Seconds of each part of an update, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+
+    def time_part(self, name: str, action: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls `action`, notes its seconds and returns its result."""
+        spent, result = time_call(action, *arguments)
+        self.seconds.setdefault(name, []).append(spent)
+        return result
+
+
 def measure_host(size: str, dtype: str, rounds: int, folder: Path) -> dict[str, float]:
     """Returns median seconds of each part on one host, and the bytes of the model."""
     weights = make_model(folder / "model", size, getattr(torch, dtype))
-    num_bytes = sum(tensor.nbytes for tensor in weights.values())
     publisher = Publisher(shared_memory_folder(f"benchmark-{size}-{dtype}"), "benchmark", keep=1)
-    seconds: dict[str, list[float]] = {}
+    timer = PartTimer()
+    time_bare_copies(timer, weights, publisher.folder / "bare", rounds)
+    time_disk(timer, weights, folder / "weights", rounds)
+    engine = VllmEngine(
+        str(folder / "model"), dtype=dtype, max_model_len=256, max_sequences=8, kv_cache_mb=64
+    )
+    try:
+        time_engine(timer, engine, weights, publisher, rounds)
+    finally:
+        engine.shutdown()
+        publisher.close()
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    return {"bytes": num_bytes, **{name: median(times[1:]) for name, times in timer.seconds.items()}}
 
-    def time_part(name: str, action: Callable[..., Any], *arguments: Any) -> Any:
-        spent, result = time_call(action, *arguments)
-        seconds.setdefault(name, []).append(spent)
-        return result
+
+def time_bare_copies(timer: PartTimer, weights: dict[str, torch.Tensor], path: Path, rounds: int) -> None:
+    """Times `memcpy` and `write`, the yardsticks of everything else."""
+    targets = [torch.zeros_like(tensor) for tensor in weights.values()]
 
     def copy_tensors() -> None:
         for tensor, target in zip(weights.values(), targets, strict=True):
             target.copy_(tensor)
 
     def write_tensors() -> None:
-        with (publisher.folder / "bare").open(
-            "r+b" if (publisher.folder / "bare").exists() else "w+b", 0
-        ) as file:
+        with path.open("r+b" if path.exists() else "w+b", 0) as file:
             for tensor in weights.values():
                 write_all(file.fileno(), raw_bytes(tensor))
 
-    targets = [torch.zeros_like(tensor) for tensor in weights.values()]
     for _ in range(rounds + 1):
-        time_part("memcpy", copy_tensors)
-        time_part("write", write_tensors)
-    (publisher.folder / "bare").unlink()
-    targets.clear()
-    on_disk = Publisher(folder / "weights", "benchmark", keep=1)
+        timer.time_part("memcpy", copy_tensors)
+        timer.time_part("write", write_tensors)
+    path.unlink()
+
+
+def time_disk(timer: PartTimer, weights: dict[str, torch.Tensor], folder: Path, rounds: int) -> None:
+    """Times publishing into a folder on disk, and reading from it what is not in the page cache."""
+    publisher = Publisher(folder, "benchmark", keep=1)
     for version in range(rounds + 1):
-        manifest = time_part("disk, publish", on_disk.publish_version, version, whole_parts(weights))
+        manifest = timer.time_part("disk, publish", publisher.publish_version, version, whole_parts(weights))
         with open(manifest.path, "rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        time_part("disk, read", Snapshot(manifest).verify_bytes)
-    on_disk.close()
-    engine = VllmEngine(
-        str(folder / "model"), dtype=dtype, max_model_len=256, max_sequences=8, kv_cache_mb=64
-    )
-    try:
-        # The copying rounds come first, because an engine that maps a snapshot may not write to its weights.
-        for version in range(3 * (rounds + 1)):
-            next(iter(weights.values())).add_(1)
-            snapshot = Snapshot(
-                time_part("publish", publisher.publish_version, version, whole_parts(weights))
-            )
-            time_part("verify", snapshot.attest)
-            engine._map_weights = version > 2 * rounds + 1
-            if version <= rounds:
-                time_part("copy", engine.load_version, snapshot)
-            elif engine._map_weights:
-                while engine.num_unfinished < 8:
-                    engine.add_sample(
-                        Sample(id=f"{version} {time.time()}", prompt=[5] * 16, max_tokens=200, seed=version)
-                    )
-                engine.step()
-                time_part("engine step", engine.step)
-                time_part("map", engine.load_version, snapshot)
-            else:
-                with patch.multiple(
-                    vllm_plugin, _copy_and_digest=copy_without_digest, expect_digests=lambda *_: None
-                ):
-                    time_part("copy, no check", engine.load_version, snapshot)
-            # A training step takes longer than this; meanwhile memory that was given up is given back.
-            time.sleep(0.2 + num_bytes / 4e9)
-    finally:
-        engine.shutdown()
-        publisher.close()
-    return {"bytes": num_bytes, **{name: median(times[1:]) for name, times in seconds.items()}}
+        timer.time_part("disk, read", Snapshot(manifest).verify_bytes)
+    publisher.close()
+
+
+def time_engine(
+    timer: PartTimer, engine: VllmEngine, weights: dict[str, torch.Tensor], publisher: Publisher, rounds: int
+) -> None:
+    """Times publishing, verifying and the engine's three ways to take a version: copy, bare copy, map."""
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    # The copying rounds come first, because an engine that maps a snapshot may not write to its weights.
+    for version in range(3 * (rounds + 1)):
+        next(iter(weights.values())).add_(1)
+        manifest = timer.time_part("publish", publisher.publish_version, version, whole_parts(weights))
+        snapshot = Snapshot(manifest)
+        timer.time_part("verify", snapshot.attest)
+        engine._map_weights = version > 2 * rounds + 1
+        if version <= rounds:
+            timer.time_part("copy", engine.load_version, snapshot)
+        elif engine._map_weights:
+            fill_engine(engine, version)
+            engine.step()
+            timer.time_part("engine step", engine.step)
+            timer.time_part("map", engine.load_version, snapshot)
+        else:
+            with patch.multiple(
+                vllm_plugin, _copy_and_digest=copy_without_digest, expect_digests=lambda *_: None
+            ):
+                timer.time_part("copy, no check", engine.load_version, snapshot)
+        # A training step takes longer than this; meanwhile memory that was given up is given back.
+        time.sleep(0.2 + num_bytes / 4e9)
+
+
+def fill_engine(engine: VllmEngine, seed: int) -> None:
+    """Adds samples until 8 sequences are running."""
+    while engine.num_unfinished < 8:
+        engine.add_sample(Sample(id=f"{seed} {time.time()}", prompt=[5] * 16, max_tokens=200, seed=seed))
 
 
 def copy_without_digest(source: torch.Tensor, place: torch.Tensor) -> str:
@@ -328,32 +353,36 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
     for name, cell in found.items():
-        memcpy, step, write = cell["memcpy"], cell["engine step"], cell["write"]
-        console.print(
-            f"{name}: publish takes {cell['publish'] / memcpy:.1f} × one memcpy (asked for: at most 2), "
-            f"{cell['publish'] / write:.1f} × what writing alone takes"
-        )
-        share = 1 - cell["copy, no check"] / cell["copy"]
-        console.print(
-            f"{name}: copy takes {cell['copy'] / memcpy:.1f} × one memcpy (at most 2), {share:.0%} of it for"
-            " digests (25 %)"
-        )
-        console.print(
-            f"{name}: an engine stands still for {cell['map'] / step:.2f} of its steps when it maps (at"
-            " most 2)"
-        )
-        if "fetch" not in cell:
-            continue
-        console.print(
-            f"{name}: fetch runs at {cell['raw, dropped'] / cell['fetch']:.2f} of raw ZeroMQ that keeps"
-            f" nothing (0.8), at {cell['raw, kept'] / cell['fetch']:.2f} of one that writes what comes"
-        )
-        bytes_, fetch = cell["bytes"] / cell["patch bytes"], cell["fetch"]
-        console.print(
-            f"{name}: a patch of 1 % is {bytes_:.0f} × smaller (10) and {fetch / cell['patch']:.1f} × faster"
-            f" (5), {fetch / (cell['patch'] + cell['patch, made']):.1f} × where its making is waited for"
-        )
+        print_targets(console, name, cell)
     return 0
+
+
+def print_targets(console: Console, name: str, cell: dict[str, float]) -> None:
+    """Prints how far one model and dtype reaches what is asked for."""
+    memcpy, step, write = cell["memcpy"], cell["engine step"], cell["write"]
+    console.print(
+        f"{name}: publish takes {cell['publish'] / memcpy:.1f} × one memcpy (asked for: at most 2), "
+        f"{cell['publish'] / write:.1f} × what writing alone takes"
+    )
+    share = 1 - cell["copy, no check"] / cell["copy"]
+    console.print(
+        f"{name}: copy takes {cell['copy'] / memcpy:.1f} × one memcpy (at most 2), {share:.0%} of it for"
+        " digests (25 %)"
+    )
+    console.print(
+        f"{name}: an engine stands still for {cell['map'] / step:.2f} of its steps when it maps (at most 2)"
+    )
+    if "fetch" not in cell:
+        return
+    console.print(
+        f"{name}: fetch runs at {cell['raw, dropped'] / cell['fetch']:.2f} of raw ZeroMQ that keeps"
+        f" nothing (0.8), at {cell['raw, kept'] / cell['fetch']:.2f} of one that writes what comes"
+    )
+    bytes_, fetch = cell["bytes"] / cell["patch bytes"], cell["fetch"]
+    console.print(
+        f"{name}: a patch of 1 % is {bytes_:.0f} × smaller (10) and {fetch / cell['patch']:.1f} × faster"
+        f" (5), {fetch / (cell['patch'] + cell['patch, made']):.1f} × where its making is waited for"
+    )
 
 
 def format_cell(name: str, cell: dict[str, float]) -> str:

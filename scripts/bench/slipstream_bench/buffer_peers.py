@@ -47,19 +47,12 @@ def measure_ray_queue(data: bytes, shape: tuple[int, int], seconds: float) -> fl
     return rate
 
 
-def measure_transfer_queue(data: bytes, shape: tuple[int, int], seconds: float) -> float:
-    """Measures TransferQueue: two producers at once put groups of 8 samples by key, 4 groups a call.
-
-    A third process gets them by key.
-    """
+def make_transfer_queue_peers(shape: tuple[int, int]) -> tuple[list[Any], Any]:
+    """Starts two producers, which put batches of this shape (rows, tokens of each), and one consumer."""
     import ray
     import torch
     import transfer_queue as tq
     from tensordict import TensorDict
-
-    tq.init()
-    per_call = 4
-    whole = (shape[0] * per_call, shape[1])
 
     class QueueProducer:
         def __init__(self, number: int) -> None:
@@ -71,12 +64,12 @@ def measure_transfer_queue(data: bytes, shape: tuple[int, int], seconds: float) 
                 "sampled": torch.bool,
             }
             self._data = TensorDict(
-                {name: torch.ones(whole, dtype=kind) for name, kind in fields.items()}, whole[0]
+                {name: torch.ones(shape, dtype=kind) for name, kind in fields.items()}, shape[0]
             )
             self._number = number
 
         def put_groups(self, call: int) -> list[str]:
-            keys = [f"{self._number}-{call}-{i}" for i in range(whole[0])]
+            keys = [f"{self._number}-{call}-{i}" for i in range(shape[0])]
             tq.kv_batch_put(keys=keys, partition_id="train", fields=self._data)
             return keys
 
@@ -91,10 +84,21 @@ def measure_transfer_queue(data: bytes, shape: tuple[int, int], seconds: float) 
             return total
 
     remote: Any = ray.remote(num_cpus=0)
-    producers, consumer = (
-        [remote(QueueProducer).remote(number) for number in range(2)],
-        remote(QueueConsumer).remote(),
-    )
+    return [remote(QueueProducer).remote(number) for number in range(2)], remote(QueueConsumer).remote()
+
+
+def measure_transfer_queue(data: bytes, shape: tuple[int, int], seconds: float) -> float:
+    """Measures TransferQueue: two producers at once put groups of 8 samples by key, 4 groups a call.
+
+    A third process gets them by key.
+    """
+    import ray
+    import transfer_queue as tq
+
+    tq.init()
+    per_call = 4
+    producers, consumer = make_transfer_queue_peers((shape[0] * per_call, shape[1]))
+    # The first batches, which warm up both sides, are not counted.
     ray.get(
         [
             consumer.get_groups.remote(keys)

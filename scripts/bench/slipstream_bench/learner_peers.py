@@ -177,42 +177,33 @@ def make_padded_step(work: Work, by_microbatch: bool = False) -> Step:
     return step
 
 
-def make_trl_step(work: Work, compact: bool = False) -> Step:
-    """`GRPOTrainer` with completions that are given; its own loop over microbatches, without logs and
-    files."""
-    import trl.trainer.utils as internals
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-    from trl import GRPOConfig, GRPOTrainer
+def _pad_for_trl(work: Work) -> dict[str, Tensor]:
+    """Makes the padded columns that TRL's trainer takes: prompts padded on the left, completions on the
+    right."""
+    batch = work.batch
 
-    batch, num = work.batch, work.batch.num_sequences
-
-    def columns(values: Tensor, sampled: bool, left: bool) -> Tensor:
+    def pad_column(values: Tensor, sampled: bool) -> Tensor:
         chosen = values[batch.sampled == sampled]
         sizes = work.responses if sampled else torch.tensor(work.lengths) - work.responses
-        side = "left" if left else "right"
         parts = chosen.split(sizes.int().tolist())
+        side = "right" if sampled else "left"
         return nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_side=side).to(work.device)
 
     tokens, ones = batch.tokens.long(), torch.ones_like(batch.tokens, dtype=torch.long)
-    given = {
-        "prompt_ids": columns(tokens, False, left=True),
-        "prompt_mask": columns(ones, False, left=True),
-        "completion_ids": columns(tokens, True, left=False),
-        "completion_mask": columns(ones, True, left=False),
+    return {
+        "prompt_ids": pad_column(tokens, sampled=False),
+        "prompt_mask": pad_column(ones, sampled=False),
+        "completion_ids": pad_column(tokens, sampled=True),
+        "completion_mask": pad_column(ones, sampled=True),
         "advantages": work.advantages.to(work.device),
         "num_items_in_batch": work.responses.sum().to(work.device),
     }
 
-    class Given(GRPOTrainer):
-        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Tensor]:
-            return dict(given)
 
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({"x": 0}, "x")), eos_token="x"
-    )
-    settings = GRPOConfig(
+def _make_trl_settings(work: Work) -> Any:
+    from trl import GRPOConfig
+
+    return GRPOConfig(
         output_dir=work.path,
         use_cpu=not work.cuda,
         bf16=work.cuda,
@@ -221,7 +212,7 @@ def make_trl_step(work: Work, compact: bool = False) -> Step:
         disable_tqdm=True,
         save_strategy="no",
         per_device_train_batch_size=ROWS,
-        gradient_accumulation_steps=num // ROWS,
+        gradient_accumulation_steps=work.batch.num_sequences // ROWS,
         num_generations=GROUP,
         loss_type="dapo",
         beta=0.0,
@@ -232,13 +223,36 @@ def make_trl_step(work: Work, compact: bool = False) -> Step:
         max_grad_norm=MAX_GRAD_NORM,
         optim="adamw_torch_fused",
     )
+
+
+def make_trl_step(work: Work, compact: bool = False) -> Step:
+    """Makes TRL's step: `GRPOTrainer` with given completions and its own loop over microbatches.
+
+    It writes no logs and no files. `compact` asks its head for sampled tokens alone, as it does on a GPU.
+    """
+    import trl.trainer.utils as internals
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import GRPOTrainer
+
+    num, given = work.batch.num_sequences, _pad_for_trl(work)
+
+    class Given(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Tensor]:
+            return dict(given)
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"x": 0}, "x")), eos_token="x"
+    )
     trainer: Any = Given(
-        work.load_model("sdpa"), lambda prompts, **_: [0.0] * len(prompts), settings,
+        work.load_model("sdpa"), lambda prompts, **_: [0.0] * len(prompts), _make_trl_settings(work),
         Dataset.from_dict({"prompt": ["x"] * num}), processing_class=tokenizer,
     )  # fmt: skip
     trainer.create_optimizer()
     model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
     trainer.current_gradient_accumulation_steps = num // ROWS
+    # TRL scores all positions where it has no Triton; `compact` makes it believe that it has.
     scores_all = internals._use_triton
 
     def step() -> tuple[float, float]:
