@@ -18,7 +18,7 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from nests import ROWS, nursery_for_all
-from runs import Started
+from runs import StartedRun
 from tiny_models import find_tiny_model
 
 from buffers.trajectory import Trajectory
@@ -196,11 +196,11 @@ def shared_nursery() -> Iterator[None]:
 
 
 @pytest.fixture
-def start(tmp_path: Path, shared_nursery: None) -> Iterator[Callable[..., Started]]:
-    runs: list[Started] = []
+def start(tmp_path: Path, shared_nursery: None) -> Iterator[Callable[..., StartedRun]]:
+    runs: list[StartedRun] = []
 
-    def begin(*overrides: str, outputs: Path = tmp_path) -> Started:
-        runs.append(Started(outputs, *overrides))
+    def begin(*overrides: str, outputs: Path = tmp_path) -> StartedRun:
+        runs.append(StartedRun(outputs, *overrides))
         return runs[-1]
 
     yield begin

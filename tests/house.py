@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PRODUCT = ("algos", "buffers", "configs", "generators", "learners", "sync", "scripts")
 MAX_COLUMNS = 110
 INVERTED = re.compile(r"(Of|What|Who|Whose|Whom|Which|Whatever|Whoever)\b")
-"""How a docstring does not begin: its first word is no subject."""
+"""No docstring begins with one of these words, because none of them is a subject."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -45,7 +45,10 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def is_one_word(name: str) -> bool:
-    """True for a name without an object, such as `take` or `_check`. Dunder methods count as named by Python."""
+    """True for a name without an object, such as `take` or `_check`.
+
+    Dunder methods count as named by Python.
+    """
     return "_" not in name.strip("_") and not name.startswith("__")
 
 
@@ -89,10 +92,10 @@ def take_census(*folders: str) -> Census:
 
 
 def find_duplicated_classes() -> dict[str, list[str]]:
-    """Returns class names that stand in two files, where none of the definitions is the Protocol of that name.
+    """Returns class names that two files define, where none of them defines the Protocol of that name.
 
-    Files of one folder that are each other's alternatives (`generators/tasks/*.py`) implement the Protocol that their
-    folder's neighbor defines, so one Protocol of the name is enough.
+    Files of one folder that are each other's alternatives (`generators/tasks/*.py`) implement the Protocol
+    that their folder's neighbor defines, so one Protocol of the name is enough.
     """
     places: dict[str, list[str]] = defaultdict(list)
     protocols: set[str] = set()
@@ -106,7 +109,7 @@ def find_duplicated_classes() -> dict[str, list[str]]:
 
 
 def find_import_circle() -> list[str]:
-    """Returns files that import each other in a circle, imports inside functions included; empty where there is none."""
+    """Returns files that import each other in a circle, or nothing. Imports inside functions count."""
     modules: dict[str, str] = {}
     for path in python_files(*PRODUCT, "tests"):
         place = path.relative_to(ROOT)
@@ -137,11 +140,11 @@ def main(folders: list[str]) -> None:
     for folder in folders or [*PRODUCT, "tests"]:
         census = take_census(folder)
         print(
-            f"{folder}: {census.num_functions} functions, {census.one_word_share:.0%} of one word; "
-            f"{len(census.inverted_docstrings)} inverted docstrings; {len(census.wide_lines)} lines over "
-            f"{MAX_COLUMNS} columns, {census.num_lines_over_100} over 100; {census.num_format_skips} `fmt: skip`; "
-            f"longest function {census.longest_function}, file {census.longest_file}, "
-            f"most public methods {census.most_public_methods}"
+            f"{folder}: {census.num_functions} functions, {census.one_word_share:.0%} of one word;"
+            f" {len(census.inverted_docstrings)} inverted docstrings; {len(census.wide_lines)} lines over"
+            f" {MAX_COLUMNS} columns, {census.num_lines_over_100} over 100; {census.num_format_skips}"
+            f" `fmt: skip`; longest function {census.longest_function}, file {census.longest_file}, most public"
+            f" methods {census.most_public_methods}"
         )
         if folders:
             print(*census.one_word_functions, *census.inverted_docstrings, *census.wide_lines, sep="\n")

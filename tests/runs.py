@@ -35,7 +35,7 @@ SIMULATED = [
 ]
 
 
-class Started:
+class StartedRun:
     """A run under way, with its processes and its folder."""
 
     def __init__(self, outputs: Path, *overrides: str, environment: Mapping[str, str] | None = None) -> None:

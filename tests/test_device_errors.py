@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import SIMULATED, Started, assert_accounts_close
+from runs import SIMULATED, StartedRun, assert_accounts_close
 from training_steps import configure_step
 
 from learners import startup
@@ -99,7 +99,7 @@ def test_an_engine_that_runs_out_of_memory_says_so_in_one_sentence_and_is_not_st
 
 @pytest.mark.timeout(300)
 def test_a_generator_whose_device_fails_is_started_again(
-    start: Callable[..., Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., StartedRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(FAULT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")

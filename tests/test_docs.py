@@ -47,14 +47,23 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 continue
             rows = [
                 Trajectory(
-                    group=lease.group, sample=i, due=lease.due, prompt_id=lease.index, task="t", finish_reason="stop",
-                    tokens=[1] * (5 + 4 * i + lease.group), sampled=[False] + [True] * (4 + 4 * i + lease.group),
+                    group=lease.group,
+                    sample=i,
+                    due=lease.due,
+                    prompt_id=lease.index,
+                    task="t",
+                    finish_reason="stop",
+                    tokens=[1] * (5 + 4 * i + lease.group),
+                    sampled=[False] + [True] * (4 + 4 * i + lease.group),
                     logprobs=[0.0] + [-0.5] * (4 + 4 * i + lease.group),
                     versions=[-1] + [step] * (4 + 4 * i + lease.group),
-                    reward=float(i and lease.group % 4 != 1), generator="g", started_at=0.0, finished_at=1.0,
+                    reward=float(i and lease.group % 4 != 1),
+                    generator="g",
+                    started_at=0.0,
+                    finished_at=1.0,
                 )
                 for i in range(2)
-            ]  # fmt: skip
+            ]
             buffer.intake.submit_groups(
                 "g", [lease.id], SCHEMA_VERSION, memoryview(encode_batch(to_batch(rows)))
             )

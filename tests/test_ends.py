@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import SIMULATED, Started, assert_accounts_close
+from runs import SIMULATED, StartedRun, assert_accounts_close
 
 SENTENCE = "there must be room for what is written, got none"
 FAULTS = {
@@ -36,14 +36,14 @@ math.log1p = fails
 
 @pytest.mark.timeout(600)
 def test_an_error_that_another_life_would_meet_again_ends_the_run_with_its_sentence(
-    start: Callable[..., Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., StartedRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error's class is a ValueError, and cannot be pickled. A run for each role, side by side."""
     head = (
         f"SENTENCE = {SENTENCE!r}\nclass Full(ValueError):\n"
         "    def __init__(self, text, number):\n        super().__init__(text)\n"
     )
-    runs: dict[str, Started] = {}
+    runs: dict[str, StartedRun] = {}
     for role, fault in FAULTS.items():
         (tmp_path / role).mkdir()
         (tmp_path / role / "sitecustomize.py").write_text(head + fault)
@@ -64,7 +64,7 @@ def test_an_error_that_another_life_would_meet_again_ends_the_run_with_its_sente
 
 @pytest.mark.timeout(300)
 def test_a_run_that_fills_its_disk_says_where_and_goes_on_when_there_is_room(
-    small_disk: Path, start: Callable[..., Started]
+    small_disk: Path, start: Callable[..., StartedRun]
 ) -> None:
     fast = [
         "generators.simulated.mean_tokens=100",

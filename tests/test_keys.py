@@ -14,7 +14,7 @@ from typing import get_args
 import pytest
 import zmq
 from buffer_harness import SMALL_RUN
-from runs import SIMULATED, Started
+from runs import SIMULATED, StartedRun
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, KeysRefused, RefusedByBuffer
@@ -229,7 +229,7 @@ def test_keys_of_a_folder_without_roles_are_not_let_in(folder: Path, tmp_path: P
 
 @pytest.mark.timeout(500)
 def test_a_run_with_keys_is_one_command_and_a_machine_joins_it_with_a_generators_pair(
-    start: Callable[..., Started], folder: Path, tmp_path: Path
+    start: Callable[..., StartedRun], folder: Path, tmp_path: Path
 ) -> None:
     make_keys(folder, ["generator:machine"])
     machine = tmp_path / "machine"

@@ -13,7 +13,7 @@ import pytest
 import ray
 import torch
 from buffer_harness import SMALL_RUN, BufferHarness
-from runs import SIMULATED, Started, assert_accounts_close
+from runs import SIMULATED, StartedRun, assert_accounts_close
 from safetensors.torch import load_file
 from scripted import ScriptedRole
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -38,7 +38,7 @@ SYNCHRONOUS = [
 """With a critic and a reference: whatever a learner holds is lost with it."""
 
 
-def assert_every_step_is_recorded_once(run: Started, steps: int, *tags: str) -> None:
+def assert_every_step_is_recorded_once(run: StartedRun, steps: int, *tags: str) -> None:
     events = EventAccumulator(str(run.folder / "tensorboard"))
     events.Reload()
     for tag in ("reward/mean", "ledger/trained", *tags):
@@ -51,7 +51,7 @@ def assert_every_step_is_recorded_once(run: Started, steps: int, *tags: str) -> 
 
 
 def test_a_run_that_lost_a_rank_and_then_its_driver_ends_with_the_bits_of_one_that_was_left_alone(
-    start: Callable[..., Started], tmp_path: Path, tiny_model: Path
+    start: Callable[..., StartedRun], tmp_path: Path, tiny_model: Path
 ) -> None:
     left_alone, run = start(*SYNCHRONOUS, outputs=tmp_path / "alone"), start(*SYNCHRONOUS)
     run.wait_for(lambda: checkpoint.find_latest(run.folder / "checkpoints") is not None, "checkpoint")
@@ -109,7 +109,7 @@ def last_tensors(run: Path) -> dict[str, torch.Tensor]:
 
 
 def test_the_learner_begins_again_where_there_is_no_checkpoint_and_goes_on_from_one_where_there_is(
-    start: Callable[..., Started],
+    start: Callable[..., StartedRun],
 ) -> None:
     # Nearly a second a step: ranks are lost where they are meant to be.
     slow = "generators.simulated.train_tokens_per_s=400"

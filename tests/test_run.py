@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import ROOT, SIMULATED, Started, assert_accounts_close
+from runs import ROOT, SIMULATED, StartedRun, assert_accounts_close
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -36,7 +36,7 @@ SUMMARY = {
 
 
 def test_a_run_that_is_stopped_in_whatever_way_leaves_no_process_and_goes_on(
-    start: Callable[..., Started],
+    start: Callable[..., StartedRun],
 ) -> None:
     """One run in four lives: stopped in a step of 7 s, while its learner starts again, by a user without
     patience, and finished."""
@@ -86,7 +86,7 @@ def test_a_run_that_is_stopped_in_whatever_way_leaves_no_process_and_goes_on(
     assert len(missing) <= 1, "who does not wait may lose the record of the step that was trained last"
 
 
-def assert_stopped(run: Started) -> str:
+def assert_stopped(run: StartedRun) -> str:
     """It ends as one that was interrupted, and leaves nothing; returns what it has printed."""
     code, out = run.finish()
     assert code == 130, out
@@ -108,7 +108,7 @@ def lost() -> Iterator[subprocess.Popen[str]]:
 
 
 def test_generators_join_a_run_and_leave_it_and_what_a_killed_driver_leaves_goes_on_without_a_checkpoint(
-    start: Callable[..., Started], lost: subprocess.Popen[str]
+    start: Callable[..., StartedRun], lost: subprocess.Popen[str]
 ) -> None:
     # About a step a second: without a checkpoint all steps are trained again.
     speed = "generators.simulated.train_tokens_per_s"
@@ -158,7 +158,7 @@ def test_generators_that_find_no_run_to_join_say_so(lost: subprocess.Popen[str])
 
 
 def test_roles_print_their_stacks_on_request_and_one_that_fails_ends_the_run_with_its_traceback(
-    start: Callable[..., Started],
+    start: Callable[..., StartedRun],
 ) -> None:
     run = start(*SIMULATED, "run.steps=1000", "learner.max_restarts=0")
     run.wait_for(lambda: run.steps() >= 1, "first step")
@@ -191,11 +191,11 @@ def test_roles_print_their_stacks_on_request_and_one_that_fails_ends_the_run_wit
 
 
 @pytest.fixture(scope="module")
-def main_job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[tuple[Started, str]]:
+def main_job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[tuple[StartedRun, str]]:
     """A smoke run in which a generator was killed, and what it printed. As a user's, it has a nursery of its
     own."""
     environment = {name: value for name, value in os.environ.items() if name != FOLDER}
-    run = Started(
+    run = StartedRun(
         tmp_path_factory.mktemp("main"),
         "+experiment=smoke",
         "learner.parity_every=10",
@@ -212,7 +212,7 @@ def main_job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iter
 
 
 def test_the_main_job_learns_survives_a_killed_generator_and_accounts_for_every_token(
-    main_job: tuple[Started, str],
+    main_job: tuple[StartedRun, str],
 ) -> None:
     run, out = main_job
     summary = run.summary()
@@ -257,7 +257,7 @@ def test_the_main_job_learns_survives_a_killed_generator_and_accounts_for_every_
     run.assert_nothing_left()
 
 
-def test_the_run_is_trained_again_from_its_journal_to_the_same_bits(main_job: tuple[Started, str]) -> None:
+def test_the_run_is_trained_again_from_its_journal_to_the_same_bits(main_job: tuple[StartedRun, str]) -> None:
     run, _ = main_job
     command = ["scripts/replay.sh", str(run.folder)]
     study = ["--to-step", "3", "algo=rloo", "learner.lr=1e-3"]
@@ -281,7 +281,7 @@ def test_the_run_is_trained_again_from_its_journal_to_the_same_bits(main_job: tu
 
 
 def test_a_checkpoint_is_exported_as_a_model_that_transformers_loads(
-    main_job: tuple[Started, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    main_job: tuple[StartedRun, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, _ = main_job
     command = ["scripts/export.sh", str(run.folder), str(tmp_path / "model")]

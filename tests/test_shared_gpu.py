@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from runs import SIMULATED, Started, assert_accounts_close
+from runs import SIMULATED, StartedRun, assert_accounts_close
 
 from configs.sizes import count_sizes
 from generators.shared_gpu import OVERHEAD_BYTES, compute_kv_cache_bytes
@@ -25,7 +25,7 @@ QWEN3_8B: dict[str, Any] = dict(
 
 @pytest.mark.timeout(300)
 def test_a_generator_on_the_learners_gpu_starts_after_the_learner_and_the_run_ends_well(
-    start: Callable[..., Started],
+    start: Callable[..., StartedRun],
 ) -> None:
     """Ray believes that there is one GPU, and there is none. The roles compute nothing."""
     node = start_node(num_cpus=4, num_gpus=1)

@@ -78,7 +78,7 @@ class ChaosHarness:
     recovery_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Seconds from a kill to a sign of life, by what was killed and what the sign was."""
     problems: list[str] = field(default_factory=list)
-    """What went wrong during the run, in words."""
+    """Everything that went wrong during the run, in words."""
     status: RunStatus | None = None
     """The server's last answer about itself, when all other processes had ended."""
     long_log: int = LONG_LOG
