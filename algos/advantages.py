@@ -1,7 +1,7 @@
 """Advantages: how much better a sample, or one of its tokens, is than was to be expected.
 
-The functions above `AdvantageInputs` are the equations. Those below it compose the equations into the choices of
-`algo.advantage`.
+The functions above `AdvantageInputs` are the equations. Those below it compose the equations into the choices
+of `algo.advantage`.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,8 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6) -> T
 
     A_i = (R_i − mean(R)) / (std(R) + ε) over the group; std has n − 1 in the denominator.
 
-    Shapes: rewards [N], groups [N] (equal numbers = same group) -> [N]. A group of one, or of equal rewards, gives 0.
+    Shapes: rewards [N], groups [N] (equal numbers = same group) -> [N]. A group of one, or of equal rewards,
+    gives 0.
     """
     group, size = _number_groups(groups)
     centered = rewards.double() - _average_by_group(rewards.double(), group, size)
@@ -64,8 +65,8 @@ def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
 def opmd_advantages(rewards: Tensor, groups: Tensor, tau: float) -> Tensor:
     """Soft baseline (OPMD; Trinity-RFT, 2025, arXiv 2505.17826).
 
-    A_i = R_i − τ log mean e^(R / τ) over the group. For a large τ the baseline is the mean of the group, for a small one
-    its best.
+    A_i = R_i − τ log mean e^(R / τ) over the group. For a large τ the baseline is the mean of the group, for
+    a small one its best.
 
     Shapes as `grpo_advantages`. A group of one gives 0.
     """
@@ -78,9 +79,9 @@ def opmd_advantages(rewards: Tensor, groups: Tensor, tau: float) -> Tensor:
 
 
 def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
-    """Greedy baseline (ReMax; Li et al., 2023, arXiv 2310.10505): A_i = R_i − R of the greedy response to its prompt.
+    """Greedy baseline (ReMax; Li et al., 2023, arXiv 2310.10505).
 
-    Shapes: [N], [N] -> [N].
+    A_i = R_i − R of the greedy response to the same prompt. Shapes: [N], [N] -> [N].
     """
     return rewards - greedy_rewards
 
@@ -98,9 +99,9 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def reinforce_pp_advantages(returns: Tensor, mask: Tensor) -> Tensor:
-    """Return from each token on, whitened over all trained tokens of the batch (REINFORCE++; Hu et al., 2025).
+    """Return from each token on, whitened over the trained tokens (REINFORCE++; Hu et al., 2025).
 
-    Source: arXiv 2501.03262. Shapes: returns [T], mask [T] bool -> [T].
+    Source: arXiv 2501.03262. The tokens are those of the whole batch. Shapes: returns [T], mask [T] bool -> [T].
     """
     return whiten(returns, mask)
 
@@ -113,8 +114,9 @@ def prime_advantages(
     offsets: Tensor,
     gamma: float = 1.0,
 ) -> Tensor:
-    """Outcome and process rewards, each less a leave-one-out baseline (PRIME; Cui et al., 2025, arXiv 2502.01456).
+    """Outcome and process rewards, each less a leave-one-out baseline (PRIME; Cui et al., 2025).
 
+    Source: arXiv 2502.01456.
     A_t = Σ_{s ≥ t} γ^(s − t) (r_s − mean over the other samples of their mean r) + R − mean of the other R.
 
     Shapes: rewards R [N], process_rewards r [T] (implicit rewards of tokens), groups [N], sampled [T] bool,
@@ -151,7 +153,8 @@ class AdvantageInputs:
     mask: Tensor
     """[T] bool: the tokens that are trained"""
     greedy_rewards: Tensor
-    """[N] reward of the greedy response to the same prompt, clipped like the rewards; NaN where none was made"""
+    """[N] reward of the greedy response to the same prompt, clipped like the rewards; NaN where none was
+    made"""
     values: Tensor | None = None
     """[T] the critic's value before each token; None without a critic"""
     log_ratio: Tensor | None = None
@@ -208,7 +211,7 @@ ADVANTAGES: dict[Advantage, Callable[[AdvantageInputs, AlgoConfig], Tensor]] = {
 
 
 def compute_value_targets(inputs: AdvantageInputs, algo: AlgoConfig) -> Tensor:
-    """Returns [T] what the critic learns: the returns of `gae` with λ = `critic_lam`, or V-trace's targets."""
+    """Returns [T] the critic's targets: the returns of `gae` with λ = `critic_lam`, or V-trace's targets."""
     if algo.advantage is Advantage.vtrace:
         return _estimate_vtrace(inputs, algo)[1]
     return _estimate_gae(inputs, algo, algo.gae.critic_lam)[1]

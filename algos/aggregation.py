@@ -22,13 +22,15 @@ def compute_aggregation_weights(
     With c_i how often sequence i counts (1 without `sequence_counts`):
 
     - token_mean (DAPO): c_i / Σ over the trained tokens of the c of their sequences
-    - sequence_mean_token_mean (GRPO as first published): c_i / (sequences · trained tokens of the token's sequence)
+    - sequence_mean_token_mean (GRPO as first published): c_i / (sequences · trained tokens of the token's
+      sequence)
     - sequence_mean_token_sum: c_i / sequences
-    - constant_horizon (Dr. GRPO): c_i / (sequences · horizon); the horizon is the longest response that may be sampled
+    - constant_horizon (Dr. GRPO): c_i / (sequences · horizon); the horizon is the longest response that may
+      be sampled
 
-    Shapes: mask [T] bool, sequence [T] int64 (index of each token's sequence), sequence_counts [N] -> [T] float32, 0 for
-    untrained tokens. `num_sequences` counts all sequences of the minibatch, also those without a trained token. An empty
-    mask gives zeros.
+    Shapes: mask [T] bool, sequence [T] int64 (index of each token's sequence), sequence_counts [N] -> [T]
+    float32, 0 for untrained tokens. `num_sequences` counts all sequences of the minibatch, also those without
+    a trained token. An empty mask gives zeros.
     """
     lengths = torch.zeros(num_sequences).index_add_(0, sequence, mask.float())
     counts = torch.ones(num_sequences) if sequence_counts is None else sequence_counts

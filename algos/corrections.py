@@ -1,11 +1,12 @@
-"""Off-policy corrections: the weight of each token for having been sampled by another policy than the one that learns.
+"""Off-policy corrections: the weight of each token for having been sampled by another policy.
 
-All are functions of log_ratio = log π_p − log μ [T]. They are constants to the gradient, and a weight of 0 drops the
-token. A correction by sequence gives each token the weight of its sequence. Log-ratios are clamped within ±20, so ±inf
-gives a finite weight.
+All are functions of log_ratio = log π_p − log μ [T]. They are constants to the gradient, and a weight of 0
+drops the token. A correction by sequence gives each token the weight of its sequence. Log-ratios are clamped
+within ±20, so ±inf gives a finite weight.
 
-Shapes everywhere: log_ratio [T], mask [T] bool (the tokens that are trained), sequence [T] int64 (index of each token's
-sequence) -> [T]. None divides by anything: the denominators count dropped tokens too (`algos.aggregation`).
+Shapes everywhere: log_ratio [T], mask [T] bool (the tokens that are trained), sequence [T] int64 (index of
+each token's sequence) -> [T]. None divides by anything: the denominators count dropped tokens too
+(`algos.aggregation`).
 """
 
 import torch
@@ -32,7 +33,8 @@ def icepop(log_ratio: Tensor, floor: float, cap: float) -> Tensor:
 
 
 def sequence_tis(log_ratio: Tensor, mask: Tensor, sequence: Tensor, cap: float) -> Tensor:
-    """Truncated importance sampling by sequence: w_i = min(Π_t π_p / μ, cap). It is unbiased without the truncation."""
+    """Truncated importance sampling by sequence: w_i = min(Π_t π_p / μ, cap). It is unbiased without the
+    truncation."""
     product = sum_by_sequence(clamp_log_ratio(log_ratio), mask, sequence)
     return clamp_log_ratio(product).exp().clamp(max=cap)
 
@@ -56,7 +58,8 @@ def _keep_within(ratio: Tensor, floor: float, cap: float) -> Tensor:
 def correct_off_policy(
     correction: Correction, log_ratio: Tensor, mask: Tensor, sequence: Tensor, floor: float, cap: float
 ) -> Tensor:
-    """Returns the weights of the correction of this name. Its range is floor .. cap, as far as it has such ends."""
+    """Returns the weights of the correction of this name. Its range is floor .. cap, as far as it has such
+    ends."""
     match correction:
         case Correction.none:
             return torch.ones_like(log_ratio)
@@ -82,7 +85,8 @@ def mask_rejected(
 ) -> Tensor:
     """Drops tokens, or sequences, whose estimate of KL(μ ‖ π_p) is above the threshold; the others weigh 1.
 
-    The estimate is k1, k2 or k3 (`algos.kl`) of the token itself, or its sum, mean or maximum over the sequence.
+    The estimate is k1, k2 or k3 (`algos.kl`) of the token itself, or its sum, mean or maximum over the
+    sequence.
     """
     # KL(μ ‖ π_p) has μ in front, so its log-ratio is −log_ratio.
     estimate = ESTIMATORS[estimator](-log_ratio, torch.zeros_like(log_ratio))
@@ -102,6 +106,7 @@ def mask_rejected(
 
 
 def normalize_weights(weights: Tensor, mask: Tensor) -> Tensor:
-    """Divides the weights [T] of a whole minibatch by their mean over the trained tokens; unchanged where that is 0."""
+    """Divides the weights [T] of a whole minibatch by their mean over the trained tokens; unchanged where
+    that is 0."""
     mean = torch.where(mask, weights, 0.0).sum() / mask.sum().clamp(min=1)
     return torch.where(mean > 0, weights / mean, weights)

@@ -1,7 +1,8 @@
 """The records that a policy loss takes: columns [T] of one microbatch, and the numbers of the algorithm.
 
-`algos.objective` makes them from a configuration. T counts the tokens of whole sequences that lie side by side, without
-padding. `mask` marks the tokens that are trained; the values of all other tokens cannot matter, NaN included.
+`algos.objective` makes them from a configuration. T counts the tokens of whole sequences that lie side by
+side, without padding. `mask` marks the tokens that are trained; the values of all other tokens cannot matter,
+NaN included.
 """
 
 from collections.abc import Callable
@@ -59,7 +60,8 @@ class LossInputs:
     surrogate: TokenLoss
     """The loss L of each token"""
     truncated: Tensor | None = None
-    """[T] bool: tokens whose off-policy weight was cut at the cap; None where no weight can be. For metrics only"""
+    """[T] bool: tokens whose off-policy weight was cut at the cap; None where no weight can be. For
+    metrics only"""
     reference_logprobs: Tensor | None = None
     """[T] log π_ref; None where no KL penalty stands in the loss"""
     kl_estimator: Divergence | None = None

@@ -8,8 +8,8 @@ With ℓ = log p − log q of a sampled token:
 | k2 | ½ ℓ² | biased, small where p and q are close | that of KL(p ‖ q), unbiased |
 | k3 | e^−ℓ − 1 + ℓ | unbiased, never negative | that of KL(q ‖ p) instead |
 
-All hold for tokens that p itself sampled. Tokens that μ sampled must be weighted by p / μ. The entropy of p is exact,
-over the whole vocabulary (`learners/heads.py`).
+All hold for tokens that p itself sampled. Tokens that μ sampled must be weighted by p / μ. The entropy of p
+is exact, over the whole vocabulary (`learners/heads.py`).
 
 Shapes everywhere: log p [T], log q [T] -> [T].
 """

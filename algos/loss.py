@@ -12,13 +12,14 @@ def policy_loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 
     L = Σ_t a_t · [w_t · (L_t + β KL_t) − c H_t] − m Σ_t b_t log π_θ
 
-    a are the aggregation weights, w the off-policy weights, L_t the surrogate (`algos.surrogates`), KL_t the estimate
-    against the reference policy (`algos.kl`), H_t the entropy, b the weights of the tokens of good samples (VAPO; Yue et
-    al., 2025, arXiv 2504.05118). The denominators stand in a and b and count the whole minibatch over all ranks, so the
-    losses of microbatches and ranks add up to that of one big batch. Dropped tokens (w = 0) stay in them.
+    a are the aggregation weights, w the off-policy weights, L_t the surrogate (`algos.surrogates`), KL_t the
+    estimate against the reference policy (`algos.kl`), H_t the entropy, b the weights of the tokens of good
+    samples (VAPO; Yue et al., 2025, arXiv 2504.05118). The denominators stand in a and b and count the whole
+    minibatch over all ranks, so the losses of microbatches and ranks add up to that of one big batch. Dropped
+    tokens (w = 0) stay in them.
 
-    Shapes: all columns [T] -> (scalar, sums for `algos.metrics.summarize_policy`, detached). Values where `mask` is
-    false cannot matter, NaN included.
+    Shapes: all columns [T] -> (scalar, sums for `algos.metrics.summarize_policy`, detached). Values where
+    `mask` is false cannot matter, NaN included.
     """
 
     def zero_untrained(values: Tensor) -> Tensor:

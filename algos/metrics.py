@@ -1,7 +1,7 @@
-"""Metrics of a step's loss: how far off-policy it was, how much was clipped, dropped and truncated, by staleness too.
+"""Metrics of a step's loss: how far off-policy it was, how much was clipped, dropped and truncated.
 
-Everything is a sum over tokens, sequences or bins, so microbatches and ranks add up; `summarize_policy` turns the sums
-into figures. Their names and definitions stand in `docs/metrics.md`.
+Everything is a sum over tokens, sequences or bins, some by staleness, so microbatches and ranks add up; `summarize_policy` turns
+the sums into figures. Their names and definitions stand in `docs/metrics.md`.
 """
 
 from dataclasses import replace
@@ -27,8 +27,8 @@ def sum_policy_metrics(
 ) -> dict[str, Tensor]:
     """Returns the sums of one microbatch: columns [buckets of staleness], bins, and numbers.
 
-    `tokens`, `off_policy_weights`, `entropy` and `penalty` (the KL estimate against the reference) are the columns [T]
-    with 0 where not trained; `inputs` tells what kind of loss they come from.
+    `tokens`, `off_policy_weights`, `entropy` and `penalty` (the KL estimate against the reference) are the
+    columns [T] with 0 where not trained; `inputs` tells what kind of loss they come from.
     """
     mask = tokens.mask
     log_ratio = clamp_log_ratio(tokens.logprobs - tokens.proximal_logprobs)
@@ -92,7 +92,8 @@ def _sum_sequences(ell: Tensor, mask: Tensor, sequence: Tensor) -> dict[str, Ten
 
 
 def _has_no_gradient(inputs: LossInputs, tokens: Tokens) -> Tensor:
-    """Returns [T] bool: the clip, or the gate, of the surrogate has taken a gradient that the advantage would give."""
+    """Returns [T] bool: the clip, or the gate, of the surrogate has taken a gradient that the advantage
+    would give."""
     return (_differentiate_surrogate(inputs, tokens) == 0) & (tokens.advantages != 0)
 
 
@@ -112,7 +113,8 @@ def _differentiate_surrogate(inputs: LossInputs, tokens: Tokens) -> Tensor:
 
 
 def summarize_policy(sums: dict[str, Tensor]) -> dict[str, float]:
-    """Returns the figures of a step from the sums over all its tokens: `docs/metrics.md`. Zeros when nothing was trained."""
+    """Returns the figures of a step from the sums over all its tokens: `docs/metrics.md`. Zeros when
+    nothing was trained."""
     table = {name: column.tolist() for name, column in sums.items() if column.numel() == len(BUCKETS)}
     total = {name: sum(column) for name, column in table.items()}
     number = {name: float(value) for name, value in sums.items() if value.numel() == 1}
@@ -160,7 +162,8 @@ def _effective_share(weight: float, weight_squared: float, n: float) -> float:
 
 
 def _find_ratio_quantiles(bins: Tensor) -> dict[str, float]:
-    """Returns quantiles of π_θ / μ from counts [bins of its logarithm], linear within a bin; 1 when nothing was trained."""
+    """Returns quantiles of π_θ / μ from counts [bins of its logarithm], linear within a bin; 1 when
+    nothing was trained."""
     if not float(bins.sum()):
         return dict.fromkeys(QUANTILES, 1.0)
     edges, counts = LOG_RATIO_EDGES, bins.cpu()

@@ -31,8 +31,9 @@ def make_loss_inputs(
 ) -> LossInputs:
     """Returns the inputs of the loss of one microbatch, with the surrogate and the coefficients of `algo`.
 
-    The columns [T] are those of `LossInputs`. `off_policy_weights` must be given where `algo.needs_whole_minibatch`;
-    None: the weights of these tokens. `kl_coef` replaces `algo.kl.loss_coef` where it was adapted; None: it was not.
+    The columns [T] are those of `LossInputs`. `off_policy_weights` must be given where
+    `algo.needs_whole_minibatch`; None: the weights of these tokens. `kl_coef` replaces `algo.kl.loss_coef`
+    where it was adapted; None: it was not.
     """
     log_ratio = torch.where(mask, proximal_logprobs - behavior_logprobs, 0.0)
     if off_policy_weights is None:
@@ -67,11 +68,12 @@ def compute_off_policy_weights(
 ) -> Tensor:
     """Returns the off-policy weight of each token: correction × rejection × second-moment mask.
 
-    They are divided by their mean over the trained tokens where `algo.normalize_weights` asks for it. `log_ratio` is
-    log π_p − log μ; it and the advantages cannot matter where not trained. All columns must be of the whole minibatch
-    where `algo.needs_whole_minibatch`.
+    They are divided by their mean over the trained tokens where `algo.normalize_weights` asks for it.
+    `log_ratio` is log π_p − log μ; it and the advantages cannot matter where not trained. All columns must be
+    of the whole minibatch where `algo.needs_whole_minibatch`.
 
-    Shapes: log_ratio, advantages, mask (bool), sequence (int64, index of each token's sequence) [T] -> [T], no gradient.
+    Shapes: log_ratio, advantages, mask (bool), sequence (int64, index of each token's sequence) [T] -> [T],
+    no gradient.
     """
     log_ratio = torch.where(mask, log_ratio.detach(), 0.0)
     floor, cap = algo.correction_range
@@ -90,9 +92,10 @@ def compute_off_policy_weights(
 def find_truncated(
     algo: AlgoConfig, log_ratio: Tensor, off_policy_weights: Tensor, mask: Tensor, sequence: Tensor
 ) -> Tensor | None:
-    """Returns [T] bool: tokens whose weight was cut at the cap and which were not dropped. None: the correction cuts none.
+    """Returns [T] bool: tokens whose weight was cut at the cap and which were not dropped.
 
-    The weights are asked again, because `off_policy_weights` may have been normalized, which moves them past the cap.
+    None: the correction cuts no weight. The weights are asked again, because `off_policy_weights` may have been normalized, which moves them past
+    the cap.
     """
     if not algo.correction.truncates:
         return None

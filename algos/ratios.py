@@ -7,12 +7,12 @@ MAX_LOG_RATIO = 20.0
 
 
 def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
-    """Returns the log-ratio within ± 20, so that its exponential stays finite. ±inf is clamped too; NaN stays NaN."""
+    """Returns the log-ratio within ±20, so that its exponential stays finite. NaN stays NaN."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def count_sequences(sequence: Tensor) -> int:
-    """Returns the number of sequences, from the index [T] of each token's sequence. An empty tensor has none."""
+    """Returns the number of sequences, from the index [T] of each token's sequence; 0 without a token."""
     return int(sequence.max()) + 1 if len(sequence) else 0
 
 

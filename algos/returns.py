@@ -1,8 +1,8 @@
 """Advantages along a sequence: returns, generalized advantage estimation, V-trace.
 
-Sequences are packed: T tokens in all, and sequence i begins at `offsets[i]` (offsets [N + 1]). Only sampled tokens are
-actions. Tokens that an environment wrote between them (a tool's answer, the next turn) are passed over: the action after
-them counts as if it followed at once.
+Sequences are packed: T tokens in all, and sequence i begins at `offsets[i]` (offsets [N + 1]). Only sampled
+tokens are actions. Tokens that an environment wrote between them (a tool's answer, the next turn) are passed
+over: the action after them counts as if it followed at once.
 
 Shapes everywhere: columns [T], sampled [T] bool, offsets [N + 1] int64. Results are [T], 0 where not sampled.
 """
@@ -15,7 +15,8 @@ from torch import Tensor
 from algos.ratios import clamp_log_ratio
 
 LARGEST = 1e100
-"""Bound on products of trace coefficients and on targets, so that both stay finite where coefficients are above 1."""
+"""Bound on products of trace coefficients and on targets, so that both stay finite where coefficients are
+above 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ def _solve_targets(
 ) -> Tensor:
     """Returns [n] v_t = V_t + x_t, with x_t = δ_t + γ c_t x_{t+1} and δ_t = ρ_t (r_t + γ V_{t+1} − V_t).
 
-    The recurrence is solved for all actions at once: after k rounds x holds the terms of the next 2^k actions.
+    The recurrence is solved for all actions at once: after k rounds x holds the terms of the next 2^k
+    actions.
     """
     x = rho * (reward + gamma * actions.take_next(value) - value)
     a = torch.where(actions.last, 0.0, gamma * c)
@@ -86,7 +88,8 @@ def gae(
 
     δ_t = r_t + γ V_{t+1} − V_t;  A_t = δ_t + γ λ A_{t+1};  the value after the last sampled token is 0.
 
-    Returns (advantages A, returns A + V). `lam` is one number, or one for each sequence [N] (`length_adaptive_lambda`).
+    Returns (advantages A, returns A + V). `lam` is one number, or one for each sequence [N]
+    (`length_adaptive_lambda`).
     """
     actions = Actions.find(sampled, offsets)
     value = actions.take_column(values)
@@ -97,10 +100,10 @@ def gae(
 
 
 def find_turns(sampled: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the number of the turn of each sampled token, and whether the token is the first of its turn (bool).
+    """Returns the number of each sampled token's turn, and whether the token is its first (bool).
 
-    A turn is a run of tokens that a sequence sampled without a break. Numbers count up from 0 over all sequences; they
-    mean nothing where not sampled.
+    A turn is a run of tokens that a sequence sampled without a break. Numbers count up from 0 over all
+    sequences; they mean nothing where not sampled.
     """
     before = torch.cat([sampled.new_zeros(1), sampled[:-1]])
     before[offsets[:-1][offsets[:-1] < len(sampled)]] = False
@@ -113,8 +116,8 @@ def turn_gae(
 ) -> tuple[Tensor, Tensor]:
     """GAE whose actions are turns. Arguments and results as `gae`.
 
-    The reward of a turn is the sum of the rewards of its tokens, and its value is that of its first token. All tokens of
-    a turn get its advantage and its return.
+    The reward of a turn is the sum of the rewards of its tokens, and its value is that of its first token.
+    All tokens of a turn get its advantage and its return.
     """
     turn, first = find_turns(sampled, offsets)
     total = torch.zeros(int(first.sum()), dtype=torch.float64, device=sampled.device)
@@ -130,7 +133,8 @@ def turn_gae(
 def length_adaptive_lambda(lengths: Tensor, alpha: float = 0.05) -> Tensor:
     """λ = 1 − 1 / (α · length) of each sequence (VAPO; Yue et al., 2025, arXiv 2504.05118), within [0, 1].
 
-    A reward at the end of a long sequence reaches its first token too. Shapes: lengths [N] in sampled tokens -> [N].
+    A reward at the end of a long sequence reaches its first token too. Shapes: lengths [N] in sampled tokens
+    -> [N].
     """
     return (1 - 1 / (alpha * lengths.double().clamp(min=1))).clamp(0, 1)
 

@@ -7,7 +7,8 @@ from torch import Tensor
 def soft_overlong_penalty(lengths: Tensor, max_tokens: int, cache: float) -> Tensor:
     """DAPO's soft overlong punishment (Yu et al., 2025, arXiv 2503.14476), to be added to the rewards.
 
-    0 up to max_tokens − cache, then falling linearly to −1 at max_tokens. Shapes: lengths [N] in sampled tokens -> [N].
+    0 up to max_tokens − cache, then falling linearly to −1 at max_tokens. Shapes: lengths [N] in sampled
+    tokens -> [N].
     """
     return (-(lengths - (max_tokens - cache)) / cache).clamp(min=-1.0, max=0.0)
 
@@ -15,8 +16,9 @@ def soft_overlong_penalty(lengths: Tensor, max_tokens: int, cache: float) -> Ten
 def charge_kl(rewards: Tensor, kl: Tensor, coefficient: float, sampled: Tensor, last: Tensor) -> Tensor:
     """Rewards of tokens: −β KL_t at each sampled token, and the sequence's reward at its last one.
 
-    Source: Ziegler et al., 2019, arXiv 1909.08593. Shapes: rewards [N], kl [T] (an estimate of KL(π ‖ π_ref) at each
-    token, `algos.kl`), sampled [T] bool, last [N] (index of each sequence's last sampled token) -> [T].
+    Source: Ziegler et al., 2019, arXiv 1909.08593. Shapes: rewards [N], kl [T] (an estimate of KL(π ‖ π_ref)
+    at each token, `algos.kl`), sampled [T] bool, last [N] (index of each sequence's last sampled token) ->
+    [T].
     """
     token_rewards = torch.where(sampled, -coefficient * kl, 0.0)
     return token_rewards.index_add(0, last, rewards.to(token_rewards.dtype))

@@ -1,8 +1,9 @@
-"""Surrogate objectives: the loss of each token as a function of the current policy, before weighting and aggregation.
+"""Surrogate objectives: the loss of each token as a function of the current policy, before weighting.
 
-Each takes `Tokens` and the parameters of its section, and returns [T]. None divides by anything: the denominators stand
-in the aggregation weights (`algos.aggregation`). π_θ is the current policy, π_p the proximal one (the learner at the start
-of the step), μ the behavior policy, A the advantage. Ratios are e^(clip(Δ log π, ±20)); sg stops the gradient.
+Each takes `Tokens` and the parameters of its section, and returns [T]. None divides by anything: the
+denominators stand in the aggregation weights (`algos.aggregation`). π_θ is the current policy, π_p the
+proximal one (the learner at the start of the step), μ the behavior policy, A the advantage. Ratios are
+e^(clip(Δ log π, ±20)); sg stops the gradient.
 
 CONTRIBUTING.md, "Add a loss", shows how to add one.
 """
@@ -48,13 +49,13 @@ def surrogate(name: str) -> Callable[[Surrogate], Surrogate]:
 
 @surrogate("ppo")
 def ppo_loss(tokens: Tokens, config: PpoConfig) -> Tensor:
-    """Clipped surrogate (PPO; Schulman et al., 2017, arXiv 1707.06347), with an asymmetric clip and a dual clip.
+    """Clipped surrogate (PPO; Schulman et al., 2017, arXiv 1707.06347), with asymmetric and dual clip.
 
     r = π_θ / π_p;  L = max(−A r, −A clip(r, 1 − ε_low, 1 + ε_high));  where A < 0: L = min(L, −A c).
 
-    The asymmetric clip is of DAPO (Yu et al., 2025, arXiv 2503.14476), the dual clip of Ye et al. (2020, arXiv
-    1912.09729). With a correction π_p / μ before it this is decoupled PPO (Hilton et al., 2022, arXiv 2110.00641); with
-    π_p = μ it is PPO on stale data.
+    The asymmetric clip is of DAPO (Yu et al., 2025, arXiv 2503.14476), the dual clip of Ye et al. (2020,
+    arXiv 1912.09729). With a correction π_p / μ before it this is decoupled PPO (Hilton et al., 2022, arXiv
+    2110.00641); with π_p = μ it is PPO on stale data.
     """
     ratio = clamp_log_ratio(tokens.logprobs - tokens.proximal_logprobs).exp()
     return _clip_loss(ratio, tokens.advantages, config.clip_low, config.clip_high, config.dual_clip)
@@ -64,8 +65,8 @@ def ppo_loss(tokens: Tokens, config: PpoConfig) -> Tensor:
 def gspo_loss(tokens: Tokens, config: GspoConfig) -> Tensor:
     """Group sequence policy optimization (GSPO; Zheng et al., 2025, arXiv 2507.18071), its token form.
 
-    s_i = e^(mean over the sequence of log π_θ / π_p);  s_it = min(sg(s_i) π_θ / sg(π_θ), e^10), no gradient where cut;
-    L = max(−A s, −A clip(s, 1 − ε_low, 1 + ε_high)).
+    s_i = e^(mean over the sequence of log π_θ / π_p);  s_it = min(sg(s_i) π_θ / sg(π_θ), e^10);
+    L = max(−A s, −A clip(s, 1 − ε_low, 1 + ε_high)). Where s_it is cut at e^10 it has no gradient.
 
     The ranges bound sequences: 3e-4 and 4e-4 in the paper.
     """
@@ -119,7 +120,8 @@ def topr_loss(tokens: Tokens, config: ToprConfig) -> Tensor:
 def dppo_loss(tokens: Tokens, config: DppoConfig) -> Tensor:
     """Divergence PPO with the binary total variation (DPPO; Qi et al., 2026).
 
-    keep = π_θ − μ ≤ δ_high where A > 0, π_θ − μ ≥ −δ_low elsewhere;  L = −keep sg(min(π_θ / μ, 20)) A log π_θ.
+    keep = π_θ − μ ≤ δ_high where A > 0, π_θ − μ ≥ −δ_low elsewhere;
+    L = −keep sg(min(π_θ / μ, 20)) A log π_θ.
 
     A token counts as long as its probability has moved little from μ's. It carries its own correction.
     """
@@ -156,8 +158,9 @@ def m2po_loss(tokens: Tokens, config: M2poConfig) -> Tensor:
 def mask_second_moment(log_ratio: Tensor, advantages: Tensor, mask: Tensor, threshold: float) -> Tensor:
     """Returns the tokens of a whole minibatch that M2PO trains. log_ratio is log π − log μ.
 
-    A clip could act on tokens with A > 0 and r > 1, or A < 0 and r < 1. Of these, the ones with the largest (log r)² are
-    dropped until the mean of the rest is at most the threshold (0.04 in the paper). All other tokens are kept.
+    A clip could act on tokens with A > 0 and r > 1, or A < 0 and r < 1. Of these, the ones with the largest
+    (log r)² are dropped until the mean of the rest is at most the threshold (0.04 in the paper). All other
+    tokens are kept.
 
     Shapes: log_ratio, advantages, mask (bool) [T] -> [T] bool.
     """
@@ -184,7 +187,9 @@ def kimi_loss(tokens: Tokens, config: KimiConfig) -> Tensor:
 
 @surrogate("opmd")
 def opmd_loss(tokens: Tokens, config: OpmdConfig) -> Tensor:
-    """Online policy mirror descent, simplified (OPMD; Trinity-RFT, 2025, arXiv 2505.17826): L = −A log π_θ / (1 + τ).
+    """Online policy mirror descent, simplified (OPMD; Trinity-RFT, 2025, arXiv 2505.17826).
+
+    L = −A log π_θ / (1 + τ).
 
     A is the reward less the mean of its group, as for `kimi`.
     """

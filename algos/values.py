@@ -1,4 +1,4 @@
-"""Losses of the models beside the policy, the critic and the implicit reward model, and the figures of both."""
+"""Losses and figures of the models beside the policy: the critic and the implicit reward model."""
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +19,11 @@ def value_loss(
 
     L = ½ Σ_t a_t max((V − R)², (V' − R)²), V' = clip(V, V_old ± ε); `clip` = None: no clip.
 
-    a are the aggregation weights, whose denominator counts the trained tokens of the whole minibatch. V_old are the
-    values at the start of the step.
+    a are the aggregation weights, whose denominator counts the trained tokens of the whole minibatch. V_old
+    are the values at the start of the step.
 
-    Shapes: all [T] -> (scalar, sums for `summarize_values`, detached). Values where mask is false cannot matter, NaN
-    included.
+    Shapes: all [T] -> (scalar, sums for `summarize_values`, detached). Values where mask is false cannot
+    matter, NaN included.
     """
     values, old_values, targets = (torch.where(mask, column, 0.0) for column in (values, old_values, targets))
     plain = clipped = (values - targets).square()
@@ -63,7 +63,10 @@ def summarize_values(sums: dict[str, Tensor]) -> dict[str, float]:
 
 
 def implicit_rewards(logprobs: Tensor, reference_logprobs: Tensor, beta: float) -> Tensor:
-    """Implicit rewards of tokens (PRIME; Cui et al., 2025, arXiv 2502.01456): r_t = β (log π_φ − log π_ref). [T], [T] -> [T]."""
+    """Implicit rewards of tokens (PRIME; Cui et al., 2025, arXiv 2502.01456).
+
+    r_t = β (log π_φ − log π_ref). Shapes: [T], [T] -> [T].
+    """
     return beta * clamp_log_ratio(logprobs - reference_logprobs)
 
 
@@ -76,12 +79,13 @@ def implicit_reward_loss(
     num_sequences: int,
     beta: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Cross-entropy of σ(Σ_t r_t) against the outcome of the sequence (PRIME; Cui et al., 2025, arXiv 2502.01456).
+    """Cross-entropy of σ(Σ_t r_t) against the outcome of the sequence (PRIME; Cui et al., 2025).
 
-    The denominator is `num_sequences`, all sequences of the minibatch; those without a sampled token add nothing.
+    Source: arXiv 2502.01456. The denominator is `num_sequences`, all sequences of the minibatch; those without a sampled token add
+    nothing.
 
-    Shapes: logprobs, reference_logprobs, sampled (bool), sequence [T]; outcomes [T], of each token's sequence, within
-    [0, 1] -> (scalar, sums for `summarize_rewards`, detached).
+    Shapes: logprobs, reference_logprobs, sampled (bool), sequence [T]; outcomes [T], of each token's
+    sequence, within [0, 1] -> (scalar, sums for `summarize_rewards`, detached).
     """
     rewards = torch.where(sampled, implicit_rewards(logprobs, reference_logprobs, beta), 0.0)
     length = sum_by_sequence(torch.ones_like(rewards), sampled, sequence)

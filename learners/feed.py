@@ -1,4 +1,7 @@
-"""How a step's batch comes to every rank: one rank of each host asks the buffer, and lays it in memory that the host's ranks share."""
+"""Brings a step's batch to every rank.
+
+One rank of each host asks the buffer, and writes the batch into memory that the ranks of its host share.
+"""
 
 import os
 import time
@@ -15,81 +18,98 @@ from learners.packing import Batch, batch_from_arrow
 from learners.world import World
 
 PATIENCE_S = 30.0
-"""How long one question to the buffer may stay open before it is asked again (and the wait is named in the log)."""
+"""Seconds that one request to the buffer may stay open before it is sent again and the log names the wait."""
 
 
-class Source(Protocol):
+class FeedSource(Protocol):
+    """The part of a `BatchSource` (`learners.learner`) that a feed needs."""
+
     def take_batch(self, step: int, wait_s: float) -> TakenBatch | m.NotReadyYet | m.RunStopped: ...
 
 
-class Laid(msgspec.Struct):
-    """What the first rank of a host tells the others: where the batch lies, or why there is none."""
+class SharedBatch(msgspec.Struct):
+    """Message of each rank to all: the place of the batch in its host's memory."""
 
     host: str
+    """Name that the ranks of one host have in common"""
     path: str = ""
+    """File of the batch; empty: this rank has not fetched it"""
     groups: list[int] = []
-    weights: list[float] = []
-    over: str | None = None
+    """Group numbers of the batch"""
+    group_weights: list[float] = []
+    """Importance weight of each group; empty: all weigh 1"""
 
 
 class Feed:
-    """One rank's end. The first rank of all decides whether there is a next step; then the first of each host fetches it."""
+    """One rank's end. The first rank of all learns whether there is a next step; then the first rank of each
+    host fetches the batch."""
 
-    def __init__(self, source: Source, world: World, log: Callable[[str], None], host: str = "") -> None:
-        """`host`: what ranks of one host have in common. Collective."""
+    def __init__(self, source: FeedSource, world: World, log: Callable[[str], None], host: str = "") -> None:
+        """Collective. `host` is a name that the ranks of one host have in common; empty: the boot id.
+
+        `log` is called every now and then while there is no batch, with what is waited for.
+        """
         self._source, self._world, self._log = source, world, log
         self._host = host or boot_id()
-        hosts = [told.decode() for told in world.gather_messages(self._host.encode())]
-        self._leads = hosts.index(self._host) == world.rank
+        hosts = [message.decode() for message in world.gather_messages(self._host.encode())]
+        self._fetches = hosts.index(self._host) == world.rank
         self.waited_s = 0.0
-        """For the buffer, and for the rank that waits for it; the learner adds what else it waits for of the buffer"""
+        """Seconds spent waiting for batches. The learner adds its other waits for the buffer"""
 
-    def next(self, step: int) -> Batch | m.RunStopped:
+    def take_batch(self, step: int) -> Batch | m.RunStopped:
+        """Waits for the batch of the step. Returns why there is none where the run is stopped. Collective."""
         began = time.monotonic()
         try:
-            return self._next(step)
+            return self._take_batch(step)
         finally:
             self.waited_s += time.monotonic() - began
 
-    def _next(self, step: int) -> Batch | m.RunStopped:
-        world = self._world
-        taken = self._ask(step) if world.rank == 0 else None
-        if world.size == 1:
+    def _take_batch(self, step: int) -> Batch | m.RunStopped:
+        taken = self._ask_buffer(step) if self._world.rank == 0 else None
+        if self._world.size == 1:
             assert taken is not None
-            return (
-                taken
-                if isinstance(taken, m.RunStopped)
-                else batch_from_arrow(taken.table, taken.group_weights)
-            )
-        if (reason := self._decide(taken)) is not None:
-            return m.RunStopped(reason=reason)
-        if self._leads and taken is None:
-            taken = self._ask(step)
             if isinstance(taken, m.RunStopped):
-                raise RuntimeError(f"the buffer has stopped between the ranks of two hosts: {taken.reason}")
-        laid, memory = Laid(self._host), None
-        if self._leads:
+                return taken
+            return batch_from_arrow(taken.table, taken.group_weights)
+        if (reason := self._share_decision(taken)) is not None:
+            return m.RunStopped(reason=reason)
+        if self._fetches and taken is None:
+            taken = self._ask_buffer(step)
+            if isinstance(taken, m.RunStopped):
+                raise RuntimeError(
+                    f"the buffer stopped after it gave the batch to another host: {taken.reason}"
+                )
+        return self._share_batch(step, taken)
+
+    def _share_batch(self, step: int, taken: TakenBatch | m.RunStopped | None) -> Batch:
+        """Returns the batch from the memory of this host, into which the rank that fetched it writes it
+        first."""
+        own_message, memory = SharedBatch(self._host), None
+        if self._fetches:
             assert isinstance(taken, TakenBatch)
-            memory = _lay(taken.table)
-            laid = Laid(self._host, f"/proc/{os.getpid()}/fd/{memory}", taken.groups, taken.group_weights)
-        told = [
-            msgspec.json.decode(one, type=Laid) for one in world.gather_messages(msgspec.json.encode(laid))
-        ]
-        if len({tuple(one.groups) for one in told if one.path}) > 1:
+            memory = _write_to_memory(taken.table)
+            path = f"/proc/{os.getpid()}/fd/{memory}"
+            own_message = SharedBatch(self._host, path, taken.groups, taken.group_weights)
+        told = self._world.gather_messages(msgspec.json.encode(own_message))
+        fetched = [one for one in (msgspec.json.decode(each, type=SharedBatch) for each in told) if one.path]
+        if len({tuple(one.groups) for one in fetched}) > 1:
             raise RuntimeError(
-                f"a damaged group of step {step} was replaced between the ranks of two hosts: the step begins anew"
+                f"a damaged group of step {step} was replaced after one of the hosts had fetched it: the "
+                "step begins anew"
             )
-        mine = next(one for one in told if one.host == self._host and one.path)
-        with pa.memory_map(mine.path) as file:
+        of_this_host = next(one for one in fetched if one.host == self._host)
+        with pa.memory_map(of_this_host.path) as file:
             table = pa.ipc.open_file(file).read_all()
-        batch = batch_from_arrow(table, mine.weights)
-        world.barrier()
+        batch = batch_from_arrow(table, of_this_host.group_weights)
+        # All ranks have mapped the memory by now, and mapped memory outlives its file.
+        self._world.barrier()
         if memory is not None:
-            os.close(memory)  # what is mapped stays
+            os.close(memory)
         return batch
 
-    def _decide(self, taken: TakenBatch | m.RunStopped | None) -> str | None:
-        """Returns on every rank why there is no further step, as the buffer told the first rank; None when there is one.
+    def _share_decision(self, taken: TakenBatch | m.RunStopped | None) -> str | None:
+        """Returns on every rank why there is no further step, as the buffer told the first rank; None when
+        there is one.
 
         A batch may take longer than a collective waits.
         """
@@ -101,14 +121,17 @@ class Feed:
         )
         return msgspec.json.decode(reason, type=str | None)
 
-    def _ask(self, step: int) -> TakenBatch | m.RunStopped:
+    def _ask_buffer(self, step: int) -> TakenBatch | m.RunStopped:
         while isinstance(taken := self._source.take_batch(step, PATIENCE_S), m.NotReadyYet):
             self._log(f"waiting: {taken.waiting_for}")
         return taken
 
 
-def _lay(table: pa.Table) -> int:
-    """The table, in one piece, in memory that has no name and is gone with its last user; returns the file's number."""
+def _write_to_memory(table: pa.Table) -> int:
+    """Writes the table, in one piece, into memory without a name, which its last user frees.
+
+    Returns the number of the open file.
+    """
     memory = os.memfd_create("slipstream-batch")
     with pa.OSFile(f"/proc/self/fd/{memory}", "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table.combine_chunks())

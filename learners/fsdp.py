@@ -243,7 +243,7 @@ class FsdpEngine:
         extra = {} if group is None else {"inner": str(self._attention), "sequence_group": group}
         self._forward_pass.begin_pass(packed, row, mine, self._model.config, self._replays, self._device)
         cu_seqlens = row.cu_seqlens.to(self._device)
-        self._head.ask(
+        self._head.ask_tokens(
             sources=(targets - 1 - start).to(self._device), targets=packed.tokens[targets].to(self._device)
         )
         out = self._model(

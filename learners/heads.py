@@ -1,4 +1,4 @@
-"""What stands at the head of a model: log-probabilities and entropies, without [tokens, vocabulary] in memory, or values."""
+"""Heads of models: log-probabilities and entropies without [tokens, vocabulary] in memory, or values."""
 
 import math
 from typing import Any
@@ -11,10 +11,12 @@ from torch.autograd.function import once_differentiable
 from learners.memory import CHUNK_ELEMENTS, CPU_ELEMENTS
 
 
-class _Logprobs(torch.autograd.Function):
-    """Logits exist for one chunk at a time; the backward pass computes them again and turns them into their gradient in place.
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Logits exist for one chunk at a time. The backward pass computes them again, and turns them into their
+    gradient in place.
 
-    ∂ log p_y / ∂ z_j = [j = y] − p_j,  ∂ H / ∂ z_j = −p_j (log p_j + H),  ∂ c tanh(z / c) / ∂ z = 1 − tanh²(z / c)
+    ∂ log p_y / ∂ z_j = [j = y] − p_j,  ∂ H / ∂ z_j = −p_j (log p_j + H),  ∂ c tanh(z / c) / ∂ z = 1 − tanh²(z
+    / c)
     """
 
     @staticmethod
@@ -28,11 +30,11 @@ class _Logprobs(torch.autograd.Function):
         entropy_gradient: bool,
         cap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        size = _chunk(weight)
+        size = _find_chunk_size(weight)
         logprobs, entropy, normalizer = (torch.empty(len(hidden), device=hidden.device) for _ in range(3))
         for begin in range(0, len(hidden), size):
             rows = slice(begin, begin + size)
-            logits = _logits(hidden[rows], weight, bias, temperature, cap)
+            logits = _compute_logits(hidden[rows], weight, bias, temperature, cap)
             highest = logits.amax(-1, keepdim=True)
             wanted = logits.sub_(highest).gather(-1, targets[rows, None])[:, 0]
             powers = logits.exp()
@@ -53,14 +55,14 @@ class _Logprobs(torch.autograd.Function):
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
-        # In float32: the sum over a hundred chunks would lose two digits of bfloat16.
+        # The sum is in float32, because a hundred chunks would lose two digits of bfloat16.
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         grad = torch.zeros_like(normalizer) if grad is None else grad
-        size = _chunk(weight)
+        size = _find_chunk_size(weight)
         for begin in range(0, len(hidden), size):
             rows = slice(begin, begin + size)
-            logits = _logits(hidden[rows], weight, bias, ctx.temperature, ctx.cap)
+            logits = _compute_logits(hidden[rows], weight, bias, ctx.temperature, ctx.cap)
             slope = None if ctx.cap is None else logits.div(ctx.cap).square_().neg_().add_(1)
             logp = logits.sub_(normalizer[rows, None])
             if grad_entropy is None:
@@ -88,7 +90,7 @@ class _Logprobs(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left · right, in the precision of `total`, which is float32."""
+    """Adds left · right to `total`, which is float32, in its precision."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif left.is_cuda:
@@ -97,7 +99,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left.float(), right.float())
 
 
-def _logits(
+def _compute_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, cap: float | None
 ) -> Tensor:
     logits = F.linear(hidden, weight, bias).float()
@@ -106,8 +108,8 @@ def _logits(
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
-def _chunk(weight: Tensor) -> int:
-    """Rows of logits that exist at the same time."""
+def _find_chunk_size(weight: Tensor) -> int:
+    """Returns the number of rows of logits that exist at the same time."""
     return max(1, (CHUNK_ELEMENTS if weight.is_cuda else min(CHUNK_ELEMENTS, CPU_ELEMENTS)) // len(weight))
 
 
@@ -120,46 +122,51 @@ def chunked_logprobs(
     entropy_gradient: bool = False,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(z) at the targets, and the entropy of the same distribution, with z = h W / temperature, or
-    cap · tanh(h W / (temperature · cap)).
+    """Returns log softmax(z) at the targets, and the entropy of the same distribution.
 
-    Products in the dtype of `hidden`, everything after in float32.
+    z = h W / temperature, or cap · tanh(h W / (temperature · cap)). Products are in the dtype of `hidden`,
+    everything after them in float32.
+
     Shapes: hidden [K, H], weight [V, H], bias [V], targets [K] int64 -> [K], [K] float32.
     """
-    found: tuple[Tensor, Tensor] = _Logprobs.apply(
+    outputs: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(
         hidden, weight, bias, targets, temperature, entropy_gradient, cap
     )
-    return found
+    return outputs
 
 
 class LogprobHead:
-    """Makes a causal LM return [1, K, 2], log-probability and entropy, where `ask` says, and not logits.
+    """Makes a causal LM return [1, K, 2], log-probability and entropy of the tokens of `ask_tokens`, not
+    logits.
 
-    The model's own head is called inside the model's forward, where the sharded engine has gathered its weight. What the model does
-    to logits after its head (granite and cohere scale them, gemma2 caps them) is part of the log-probability.
+    The model's own head is called inside the model's forward, where the sharded engine has gathered its
+    weight. Changes of the logits after the head (granite and cohere scale them, gemma2 caps them) are part of
+    the log-probability.
     """
 
     def __init__(self, model: Any, temperature: float, entropy_gradient: bool = False) -> None:
         """Raises ValueError for a model that does anything else to its logits."""
         self._head: Any = model.get_output_embeddings()
-        scale, cap = logit_curve(model)
+        scale, cap = measure_logit_curve(model)
         self._temperature, self._cap = temperature / scale, None if cap is None else cap / temperature
         self._entropy_gradient = entropy_gradient
-        self._head.forward, forward = self._forward, model.forward
+        self._head.forward, forward = self._forward_head, model.forward
 
-        def found(*args: Any, **kwargs: Any) -> Any:
+        def forward_with_outputs(*args: Any, **kwargs: Any) -> Any:
             out = forward(*args, **kwargs)
-            out.logits = self._found  # as the head has returned it: the model then took it for logits
-            del self._found
+            # The model took the head's outputs for logits, and has scaled or capped them since.
+            out.logits = self._outputs
+            del self._outputs
             return out
 
-        model.forward = found
+        model.forward = forward_with_outputs
 
-    def ask(self, sources: Tensor, targets: Tensor) -> None:
-        """For the next forward pass: [K] positions whose output predicts the [K] tokens."""
+    def ask_tokens(self, sources: Tensor, targets: Tensor) -> None:
+        """Sets the K tokens of the next forward pass: `sources` [K] are the positions whose output
+        predicts the tokens `targets` [K]."""
         self._sources, self._targets = sources, targets
 
-    def _forward(self, hidden: Tensor) -> Tensor:
+    def _forward_head(self, hidden: Tensor) -> Tensor:
         logprobs, entropy = chunked_logprobs(
             hidden[0].index_select(0, self._sources),
             self._head.weight,
@@ -169,48 +176,42 @@ class LogprobHead:
             self._entropy_gradient,
             self._cap,
         )
-        # No view: FSDP hangs its hooks on what comes out.
-        self._found = torch.stack([logprobs[None], entropy[None]], -1)
-        return self._found
+        # This must not be a view, because FSDP hangs its hooks on the result.
+        self._outputs = torch.stack([logprobs[None], entropy[None]], -1)
+        return self._outputs
 
 
-def logit_curve(model: Any) -> tuple[float, float | None]:
-    """(scale, cap): a causal LM changes the logits z of its head to cap · tanh(scale · z / cap), or to scale · z where cap is None.
+def measure_logit_curve(model: Any) -> tuple[float, float | None]:
+    """Returns (scale, cap) of the change that a causal LM makes to the logits z of its head.
 
-    It is measured: between families, names and meanings in the configuration differ. Nothing but what follows the head is computed.
-    Raises ValueError for a model that does anything else.
+    They become cap · tanh(scale · z / cap), or scale · z where cap is None. The change is measured, because
+    names and meanings in the configuration differ between families. Only the code after the head is computed.
+    Raises ValueError for a model that changes logits otherwise.
     """
-    base, head, points = (
-        model.base_model,
-        model.get_output_embeddings(),
-        torch.tensor(POINTS, dtype=torch.float64),
-    )
-    base.forward, head.forward = lambda *_, **__: _Hidden(), lambda _: points[None, None].clone()
+    base, head = model.base_model, model.get_output_embeddings()
+    points = torch.tensor(POINTS, dtype=torch.float64)
+    base.forward, head.forward = lambda *_, **__: _HeadlessOutput(), lambda _: points[None, None].clone()
     try:
-        found = (
-            type(model)
-            .forward(model, input_ids=torch.zeros(1, 1, dtype=torch.long))
-            .logits.flatten()
-            .double()
-        )
+        token = torch.zeros(1, 1, dtype=torch.long)
+        changed = type(model).forward(model, input_ids=token).logits.flatten().double()
     finally:
         del base.forward, head.forward
-    scale, cap = float((found[0] / points[0]).float()), float(found[-1])
+    scale, cap = float((changed[0] / points[0]).float()), float(changed[-1])
     expected = scale * points if math.isinf(cap) else cap * torch.tanh(scale * points / cap)
-    if not torch.allclose(found, expected, rtol=1e-5, atol=0.0):
+    if not torch.allclose(changed, expected, rtol=1e-5, atol=0.0):
         raise ValueError(
-            f"{type(model).__name__} of model.path must scale or cap the logits of its head, if it changes them, got "
-            f"{found[1:4].tolist()} for {points[1:4].tolist()}"
+            f"{type(model).__name__} of model.path must scale or cap the logits of its head, if it changes "
+            f"them, got {changed[1:4].tolist()} for {points[1:4].tolist()}"
         )
     return scale, None if math.isinf(cap) else cap
 
 
 POINTS = (1e-6, 1.0, -3.0, 20.0, -50.0, math.inf)
-"""Logits at which a model's curve is measured: its slope at 0 and its limit are the first and the last."""
+"""Logits at which a model's curve is measured. The first gives its slope at 0, the last its limit."""
 
 
-class _Hidden:
-    """Stands for what a model without its head returns: a hidden state, and none of the rest."""
+class _HeadlessOutput:
+    """Stands for the output of a model without its head: a hidden state, and None for every other field."""
 
     last_hidden_state = torch.zeros(1, 1, 1)
 
@@ -222,18 +223,17 @@ class _Hidden:
 
 
 class ValueHead:
-    """The same for a critic: [1, K, 2], the value after each source and 0, from a head of one number."""
+    """Makes a critic return [1, K, 2], the value after each source and 0, from its head of one number."""
 
     def __init__(self, head: nn.Module) -> None:
         self._head: Any = head
-        head.forward = self._forward
+        head.forward = self._forward_head
 
-    def ask(self, sources: Tensor, targets: Tensor) -> None:
-        """As `LogprobHead.ask`; the tokens that come next do not matter to a value."""
+    def ask_tokens(self, sources: Tensor, targets: Tensor) -> None:
+        """Does what `LogprobHead.ask_tokens` does. A value does not depend on the token that comes next."""
         self._sources = sources
 
-    def _forward(self, hidden: Tensor) -> Tensor:
-        values = F.linear(
-            hidden[0].index_select(0, self._sources), self._head.weight, self._head.bias
-        ).float()[:, 0]
+    def _forward_head(self, hidden: Tensor) -> Tensor:
+        sources = hidden[0].index_select(0, self._sources)
+        values = F.linear(sources, self._head.weight, self._head.bias).float()[:, 0]
         return torch.stack([values[None], torch.zeros_like(values)[None]], -1)

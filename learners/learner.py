@@ -148,7 +148,7 @@ class Learner:
         if self.step >= self._config.run.steps:
             return None
         self._begin_activity(f"waiting for the batch of step {self.step}")
-        taken = self._feed.next(self.step)
+        taken = self._feed.take_batch(self.step)
         if isinstance(taken, m.RunStopped):
             log.info("stopping: %s", taken.reason)
             return None

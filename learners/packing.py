@@ -1,7 +1,7 @@
 """From Arrow to packed tensors: whole sequences side by side, no padding, no Python loop over tokens.
 
-Arrow's list offsets are the `cu_seqlens` of variable-length attention. Every value at index t belongs to token t; the
-log-probability of token t comes from the model's output at t − 1 of the same sequence.
+Arrow's list offsets are the `cu_seqlens` of variable-length attention. Every value at index t belongs to
+token t; the log-probability of token t comes from the model's output at t − 1 of the same sequence.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,8 @@ from buffers.trajectory import GREEDY, flatten_column
 
 
 class ReportedMicrobatches(Sequence["Packed"]):
-    """Microbatches that call `report_progress` whenever an engine takes one: an engine that comes for it has not hung."""
+    """Microbatches that call `report_progress` whenever an engine takes one: an engine that comes for it
+    has not hung."""
 
     def __init__(self, microbatches: Sequence["Packed"], report_progress: Callable[[], None]) -> None:
         self._microbatches, self._report_progress = microbatches, report_progress
@@ -57,11 +58,13 @@ class Batch:
     greedy_rewards: Tensor
     """[N] float32: reward of the greedy response to the same prompt; NaN where none was made"""
     started_at: Tensor | None = None
-    """[N] float64: Unix time in seconds, by the generator's clock, when it asked for the first token; None: not known"""
+    """[N] float64: Unix time in seconds, by the generator's clock, when it asked for the first token;
+    None: not known"""
     generators: Sequence[str] = ()
     """[N] names of the generators that sampled the sequences; empty: not known"""
     experts: Tensor | None = None
-    """[T, layers · k] int16: experts that the engine sent each token to, -1 where it recorded none; None: no recording"""
+    """[T, layers · k] int16: experts that the engine sent each token to, -1 where it recorded none; None:
+    no recording"""
 
     @property
     def num_sequences(self) -> int:
@@ -77,8 +80,8 @@ def batch_from_arrow(table: pa.Table, group_weights: Sequence[float] = ()) -> Ba
     """Returns the batch of a table with the columns of `buffers.trajectory`.
 
     `group_weights` has one weight for each group; empty: all weigh 1. Where the table is one chunk, tokens,
-    log-probabilities and versions are not copied: the tensors lie in the table's memory, which ranks may share, so they
-    are for reading only.
+    log-probabilities and versions are not copied: the tensors lie in the table's memory, which ranks may
+    share, so they are for reading only.
     """
     lengths = table.column("tokens").combine_chunks().value_lengths().to_numpy()
     return Batch(
@@ -139,8 +142,8 @@ class Packed:
     index: Tensor
     """[T] int64: place of each token in its batch; `column[index]` packs any [T] column of the batch"""
     targets: Tensor
-    """[K] int64: places of the sampled tokens that have a token before them in their sequence: all that a model's head is
-    asked for"""
+    """[K] int64: places of the sampled tokens that have a token before them in their sequence: all that a
+    model's head is asked for"""
     num_sampled: int
     behavior_logprobs: Tensor
     """[T] float32"""
@@ -176,7 +179,8 @@ def pack_rows(batch: Batch, rows: Sequence[int]) -> Packed:
 def pad_packed(packed: Packed, multiple: int) -> Packed:
     """Returns the microbatch with one more sequence, of zeros, where the number of tokens is not a multiple.
 
-    It is for an engine's own forward pass only: `index` and all that refers to the batch stay without the padding.
+    It is for an engine's own forward pass only: `index` and all that refers to the batch stay without the
+    padding.
     """
     missing = -len(packed.tokens) % multiple
     if not missing:
@@ -215,14 +219,16 @@ class PackingPlan:
     fill: float
     """Tokens over what the microbatches may hold: above 1 where a sequence is longer than that"""
     balance: float
-    """Share of the time in which no rank waits: cost over (cost of each round's dearest microbatch × shares)"""
+    """Share of the time in which no rank waits: cost over (cost of each round's dearest microbatch ×
+    shares)"""
     cost: float
     """Cost of all sequences"""
     tokens: np.ndarray
     """[microbatches of all shares] number of tokens"""
 
     def metrics(self, multiple: int = 1) -> dict[str, float]:
-        """Returns the figures of the plan. The engine pads each microbatch to a multiple of `multiple` tokens."""
+        """Returns the figures of the plan. The engine pads each microbatch to a multiple of `multiple`
+        tokens."""
         return {
             "packing/microbatches": float(len(self.shares[0])),
             "packing/fill": self.fill,
@@ -234,13 +240,14 @@ class PackingPlan:
 def plan_packing(
     lengths: np.ndarray, budget: int, num_shares: int, cost: PackingCost | None = None
 ) -> PackingPlan:
-    """Divides sequences of these lengths [N] into microbatches of at most `budget` tokens, or one longer sequence alone.
+    """Divides sequences of these lengths [N] into microbatches of at most `budget` tokens, or one longer
+    sequence alone.
 
-    The dearest sequence goes first, always to the cheapest microbatch so far that has room (Graham, 1969). Then
-    the microbatches, sorted by cost, are dealt out to the shares in rounds, because in each round all shares wait for
-    the dearest one. Where the
-    shares do not divide the number of rows, there may be too few rows to keep all of that: then, and only then, the
-    budget gives way. Raises ValueError for fewer rows than shares.
+    The dearest sequence goes first, always to the cheapest microbatch so far that has room (Graham, 1969).
+    Then the microbatches, sorted by cost, are dealt out to the shares in rounds, because in each round all
+    shares wait for the dearest one. Where the shares do not divide the number of rows, there may be too few
+    rows to keep all of that: then, and only then, the budget gives way. Raises ValueError for fewer rows than
+    shares.
     """
     if len(lengths) < num_shares:
         raise ValueError(
@@ -299,7 +306,8 @@ def divide_rows(
     share: int,
     cost: PackingCost | None = None,
 ) -> tuple[list[Packed], PackingPlan]:
-    """Returns what `pack_share` returns, and the plan of all shares, whose rows count from 0 within `rows`."""
+    """Returns what `pack_share` returns, and the plan of all shares, whose rows count from 0 within
+    `rows`."""
     rows_array = np.asarray(rows)
     plan = plan_packing(np.diff(batch.offsets)[rows_array], budget, num_shares, cost)
     return [pack_rows(batch, rows_array[local].tolist()) for local in plan.shares[share]], plan

@@ -1,4 +1,5 @@
-"""A step's batch with all that its losses take as given, and the pure functions that make it. No model is asked here."""
+"""A step's batch with all that its losses take as given, and the pure functions that make it. No model is
+asked here."""
 
 import math
 from dataclasses import dataclass
@@ -51,12 +52,14 @@ class PreparedBatch:
         return chosen[self.sequence]
 
     def has_trained_tokens(self, rows: list[int]) -> bool:
-        """True when a token of these sequences is trained: without one, an optimizer's momentum would still move weights."""
+        """True when a token of these sequences is trained: without one, an optimizer's momentum would
+        still move weights."""
         trained = self.mask & self.mark_rows(rows) & (self.sequence_counts > 0)[self.sequence]
         return bool(trained.any())
 
     def weigh_token_mean(self, mask: Tensor) -> Tensor:
-        """Returns [T] the weights of a mean over the tokens of the mask, each as often as its sequence counts."""
+        """Returns [T] the weights of a mean over the tokens of the mask, each as often as its sequence
+        counts."""
         return compute_aggregation_weights(
             Aggregation.token_mean, mask, self.sequence, self.batch.num_sequences,
             sequence_counts=self.sequence_counts,
@@ -79,7 +82,8 @@ class PreparedBatch:
         return weights if algo.aggregation is Aggregation.token_mean else weights * num_minibatches
 
     def weigh_imitation(self, algo: AlgoConfig, rows: list[int]) -> Tensor | None:
-        """Returns [T] the weights of the tokens of a minibatch's good samples, 0 elsewhere; None without imitation."""
+        """Returns [T] the weights of the tokens of a minibatch's good samples, 0 elsewhere; None without
+        imitation."""
         if not algo.imitation_coef:
             return None
         is_good = (self.batch.rewards > algo.imitation_above)[self.sequence]
@@ -115,12 +119,14 @@ def shape_rewards(config: Config, batch: Batch) -> Tensor:
 
 
 def require_greedy_rewards(algo: AlgoConfig, batch: Batch) -> Tensor:
-    """Returns [N] the rewards of the greedy responses, clipped like the others. Raises ValueError where one is missing."""
+    """Returns [N] the rewards of the greedy responses, clipped like the others. Raises ValueError where
+    one is missing."""
     missing = batch.greedy_rewards.isnan()
     if missing.any():
         raise ValueError(
-            f"algo.advantage={algo.advantage} needs the reward of a greedy response with every group (generators make one "
-            f"when the run is started with it), got none with group {int(batch.groups[missing][0])}"
+            f"algo.advantage={algo.advantage} needs the reward of a greedy response with every group "
+            "(generators make one when the run is started with it), got none with group "
+            f"{int(batch.groups[missing][0])}"
         )
     clip = algo.reward.clip
     return batch.greedy_rewards if clip is None else batch.greedy_rewards.clamp(-clip, clip)
@@ -139,8 +145,8 @@ def make_advantage_inputs(
 ) -> AdvantageInputs:
     """Returns what an advantage is computed from. `kl_coef` is the coefficient of the penalty in the reward.
 
-    Columns [T] as in `PreparedBatch`; `process_rewards` [T] are those of the implicit reward model. Raises ValueError
-    where a greedy response is needed and missing.
+    Columns [T] as in `PreparedBatch`; `process_rewards` [T] are those of the implicit reward model. Raises
+    ValueError where a greedy response is needed and missing.
     """
     algo, sequence = config.algo, batch.sequence
     greedy_rewards = batch.greedy_rewards
@@ -151,7 +157,8 @@ def make_advantage_inputs(
         assert reference_logprobs is not None
         sampler_logprobs = batch.behavior_logprobs if proximal_logprobs is None else proximal_logprobs
         penalty = kl.ESTIMATORS[algo.kl.estimator](sampler_logprobs, reference_logprobs)
-    # Sequences in which nothing was sampled get their reward at their first token, which belongs to them alone.
+    # Sequences in which nothing was sampled get their reward at their first token, which belongs to them
+    # alone.
     last = torch.from_numpy(batch.offsets[:-1].copy()).scatter_reduce_(
         0, sequence[batch.sampled], batch.sampled.nonzero()[:, 0], "amax"
     )
@@ -183,15 +190,16 @@ def draw_sequence_counts(config: Config, batch: Batch, step: int) -> Tensor:
 def interpolate_proximal(current_logprobs: Tensor, behavior_logprobs: Tensor, staleness: Tensor) -> Tensor:
     """Returns [T] log π_p between behavior and current policy (A-3PO, 2025; AReaL's `loglinear`).
 
-    log π_p = (log μ + s log π_θ) / (s + 1), with s the staleness of the token. The update at hand makes version k + 1 of
-    π_θ, π_p is version k, and μ version k − s. At s = 0 it is μ.
+    log π_p = (log μ + s log π_θ) / (s + 1), with s the staleness of the token. The update at hand makes
+    version k + 1 of π_θ, π_p is version k, and μ version k − s. At s = 0 it is μ.
     """
     s = staleness.clamp(min=0)
     return (behavior_logprobs + s * current_logprobs) / (s + 1)
 
 
 def adapt_kl_coefficient(algo: AlgoConfig, coefficient: float, measured: float, num_sequences: int) -> float:
-    """Returns the KL coefficient of the next step; the same where it is constant, or where no KL could be measured."""
+    """Returns the KL coefficient of the next step; the same where it is constant, or where no KL could be
+    measured."""
     target = algo.kl.target
     if target is None or not math.isfinite(measured):
         return coefficient

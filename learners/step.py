@@ -1,10 +1,12 @@
-"""One training step: from a batch to updated models, and the step's metrics. No buffer, no files, no publication.
+"""One training step: from a batch to updated models and the step's metrics.
 
-rewards ─▶ shaped ─┐                                            ┌─▶ minibatch: weights ─▶ policy loss ─▶ update
-                   ├─▶ advantages, value targets ─▶ minibatches ┤
-proximal, reference, values, process rewards ─┘                 └─▶ critic loss ─▶ update
+rewards ─▶ shaped ─┐                                       ┌─▶ minibatch: weights ─▶ policy loss ─▶ update
+                   ├─▶ advantages, targets ─▶ minibatches ─┤
+models' columns ───┘                                       └─▶ critic loss ─▶ update
 
-The columns and the pure functions stand in `learners/prepared.py`; here models are asked and updated.
+The models' columns are proximal and reference log-probabilities, values and process rewards. The records and
+the pure functions stand in `learners/prepared.py`; here models are asked and updated. A step knows of no
+buffer, no file and no publication.
 """
 
 import time
@@ -47,7 +49,8 @@ class Trainer:
     def __init__(
         self, config: Config, models: Models, world: World | None = None, kl_coef: float | None = None
     ) -> None:
-        """`kl_coef` is the adapted KL coefficient of the checkpoint that the run goes on from; None: a new run."""
+        """`kl_coef` is the adapted KL coefficient of the checkpoint that the run goes on from; None: a new
+        run."""
         self._config, self._algo, self.models, self._world = config, config.algo, models, world or World()
         self.report_progress: Callable[[], None] = lambda: None
         """Called at each microbatch, so that a long step is not taken for a hang"""
@@ -59,8 +62,8 @@ class Trainer:
     def train(self, batch: Batch, step: int) -> tuple[dict[str, float], int]:
         """Trains the models, which hold version `step`, on a batch, one update for each minibatch.
 
-        Returns the step's metrics, and the number of sampled tokens within `max_versions`. Raises ParityError where
-        generators and learner disagree, FloatingPointError where a gradient is not finite.
+        Returns the step's metrics, and the number of sampled tokens within `max_versions`. Raises ParityError
+        where generators and learner disagree, FloatingPointError where a gradient is not finite.
         """
         began = time.monotonic()
         algo, learner = self._algo, self._config.learner
@@ -103,7 +106,8 @@ class Trainer:
         return metrics | {"time/train_s": took}, int(given.admissible.sum())
 
     def infer_logprobs(self, batch: Batch) -> Tensor:
-        """Returns [T] the log-probabilities of the whole batch under the weights held; 0 where not sampled."""
+        """Returns [T] the log-probabilities of the whole batch under the weights held; 0 where not
+        sampled."""
         return self._infer_column(self.models.policy, batch)
 
     def _summarize_updates(
@@ -129,8 +133,9 @@ class Trainer:
     ) -> dict[str, float]:
         """Returns the step's figures of parity. Raises ParityError, on all ranks or on none.
 
-        `noted_logprobs` [T] are those that the policy gave the sequences `noted_rows` before its first update. They are
-        not needed where the proximal policy is the version held: its log-probabilities are known for all sequences.
+        `noted_logprobs` [T] are those that the policy gave the sequences `noted_rows` before its first
+        update. They are not needed where the proximal policy is the version held: its log-probabilities are
+        known for all sequences.
         """
         if self.watch is None:
             return {}
@@ -149,7 +154,8 @@ class Trainer:
     # ---- what is given before any update
 
     def _prepare_batch(self, batch: Batch, step: int) -> PreparedBatch:
-        """Asks the models for all that the losses take as given. A reward model is trained on the batch before."""
+        """Asks the models for all that the losses take as given. A reward model is trained on the batch
+        before."""
         algo, models, sequence = self._algo, self.models, batch.sequence
         admissible = torch.from_numpy(
             mask_trainable(batch.versions.numpy(), batch.sampled.numpy(), step, self._config.max_versions)
@@ -185,7 +191,8 @@ class Trainer:
         )
 
     def _infer_proximal(self, batch: Batch) -> Tensor | None:
-        """Returns [T] log π_p where it must be known before the first update; None: the loss makes it as it goes."""
+        """Returns [T] log π_p where it must be known before the first update; None: the loss makes it as
+        it goes."""
         match self._algo.proximal:
             case Proximal.behavior:
                 return batch.behavior_logprobs
@@ -233,7 +240,8 @@ class Trainer:
     def _make_policy_loss(
         self, given: PreparedBatch, rows: list[int], num_minibatches: int, sums: Sums
     ) -> LossFn:
-        """Returns the policy's loss on microbatches of the minibatch `rows`; it adds its metrics to `sums`."""
+        """Returns the policy's loss on microbatches of the minibatch `rows`; it adds its metrics to
+        `sums`."""
         algo = self._algo
         aggregation_weights = given.weigh_minibatch(self._config, rows, num_minibatches)
         off_policy_weights = self._weigh_off_policy(given, rows) if algo.needs_whole_minibatch else None
@@ -286,7 +294,8 @@ class Trainer:
         return compute_off_policy_weights(self._algo, log_ratio, given.advantages, mask, given.sequence)
 
     def _make_critic_loss(self, given: PreparedBatch, rows: list[int], sums: Sums) -> LossFn:
-        """Returns the critic's loss on microbatches of the minibatch `rows`; it adds its metrics to `sums`."""
+        """Returns the critic's loss on microbatches of the minibatch `rows`; it adds its metrics to
+        `sums`."""
         mask = given.mask & given.mark_rows(rows)
         aggregation_weights = given.weigh_token_mean(mask)
         old_values, targets, clip = given.values, given.value_targets, self._algo.critic.clip
@@ -319,7 +328,8 @@ class Trainer:
         return plan
 
     def _schedule_rate(self, lr: float, step: int) -> float:
-        """Returns the learning rate: it rises over `warmup_steps`, then falls linearly to the end of `decay_steps`."""
+        """Returns the learning rate: it rises over `warmup_steps`, then falls linearly to the end of
+        `decay_steps`."""
         learner = self._config.learner
         warmup_steps, decay_steps = learner.warmup_steps, learner.decay_steps or self._config.run.steps
         if step + 1 < warmup_steps:
@@ -330,7 +340,8 @@ class Trainer:
     def _pack_share(
         self, engine: Engine, batch: Batch, rows: list[int]
     ) -> tuple[Sequence[Packed], PackingPlan]:
-        """Returns the microbatches of this rank's share of the sequences `rows`, and the plan of all shares."""
+        """Returns the microbatches of this rank's share of the sequences `rows`, and the plan of all
+        shares."""
         share, budget = engine.share, self._config.learner.tokens_per_microbatch
         packed, plan = divide_rows(batch, rows, budget, share.count, share.index, self.models.cost)
         return ReportedMicrobatches(packed, self.report_progress), plan
@@ -352,7 +363,8 @@ class Trainer:
 
 
 def _note_logprobs(loss_fn: LossFn, noted_logprobs: Tensor) -> LossFn:
-    """Returns the same loss, which also writes the log-probabilities that it is given into `noted_logprobs` [T]."""
+    """Returns the same loss, which also writes the log-probabilities that it is given into
+    `noted_logprobs` [T]."""
 
     def loss(logprobs: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
         noted_logprobs[packed.index] = logprobs.detach()

@@ -48,7 +48,8 @@ def list_anchors(page: Path) -> set[str]:
 
 
 def list_commands(page: Path) -> Iterator[list[str]]:
-    """Yields the words of each command of the page's shell blocks, continued lines joined, comments removed."""
+    """Yields the words of each command of the page's shell blocks, continued lines joined, comments
+    removed."""
     for block in read_blocks(page.read_text()):
         if block.language == "bash":
             for line in block.code.replace("\\\n", " ").splitlines():
@@ -57,7 +58,8 @@ def list_commands(page: Path) -> Iterator[list[str]]:
 
 
 def apply_diff(path: Path, diff: str) -> None:
-    """Adds the lines of a page's diff to the file. Hunks begin with `@@`; a hunk's other lines must stand in the file once."""
+    """Adds the lines of a page's diff to the file. Hunks begin with `@@`; a hunk's other lines must stand
+    in the file once."""
     text = path.read_text()
     for hunk in diff.split("@@\n")[1:]:
         lines = hunk.splitlines(keepends=True)

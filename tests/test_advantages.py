@@ -1,4 +1,5 @@
-"""Advantages of samples and of their tokens against slow references in float64, written from the equations."""
+"""Advantages of samples and of their tokens against slow references in float64, written from the
+equations."""
 
 import dataclasses
 import math
@@ -30,7 +31,7 @@ from configs.surrogates import OpmdConfig
 rewards_and_sizes = st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=5), min_size=1, max_size=5)
 
 
-def flat(groups: list[list[float]]) -> tuple[Tensor, Tensor]:
+def flatten_groups(groups: list[list[float]]) -> tuple[Tensor, Tensor]:
     """Rewards [N] and numbers of groups [N], the samples of a group apart from each other."""
     rewards = torch.tensor([r for group in groups for r in group])
     numbers = torch.tensor([g * 7 for g, group in enumerate(groups) for _ in group])
@@ -38,8 +39,8 @@ def flat(groups: list[list[float]]) -> tuple[Tensor, Tensor]:
     return rewards[shuffled], numbers[shuffled]
 
 
-def peers(values: list[float], numbers: list[int], i: int) -> tuple[list[float], list[float]]:
-    """(those of the group of sample i, the same without its own)."""
+def list_peers(values: list[float], numbers: list[int], i: int) -> tuple[list[float], list[float]]:
+    """Returns the values of the group of sample i, and the same without the value of sample i."""
     mates = [j for j in range(len(values)) if numbers[j] == numbers[i]]
     return [values[j] for j in mates], [values[j] for j in mates if j != i]
 
@@ -47,11 +48,11 @@ def peers(values: list[float], numbers: list[int], i: int) -> tuple[list[float],
 @settings(deadline=None)
 @given(rewards_and_sizes, st.sampled_from([0.1, 1.0, 30.0]))
 def test_advantages_equal_their_equations(groups: list[list[float]], tau: float) -> None:
-    rewards, numbers = flat(groups)
+    rewards, numbers = flatten_groups(groups)
     found = {f: f(rewards, numbers).tolist() for f in (grpo_advantages, dr_grpo_advantages, rloo_advantages)}
     found[opmd_advantages] = opmd_advantages(rewards, numbers, tau).tolist()
     for at, value in enumerate(rewards.tolist()):
-        values, others = peers(rewards.tolist(), numbers.tolist(), at)
+        values, others = list_peers(rewards.tolist(), numbers.tolist(), at)
         mean, n = sum(values) / len(values), len(values)
         std = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1)) if n > 1 else 0.0
         baseline = tau * math.log(sum(math.exp(v / tau) for v in values) / n)
@@ -66,7 +67,7 @@ def test_advantages_equal_their_equations(groups: list[list[float]], tau: float)
 @settings(deadline=None)
 @given(rewards_and_sizes)
 def test_leave_one_out_is_dr_grpo_times_n_over_n_minus_one(groups: list[list[float]]) -> None:
-    rewards, numbers = flat(groups)
+    rewards, numbers = flatten_groups(groups)
     sizes = torch.tensor([len(groups[number // 7]) for number in numbers.tolist()])
     scale = torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 0.0)
     torch.testing.assert_close(
@@ -79,7 +80,7 @@ def test_leave_one_out_is_dr_grpo_times_n_over_n_minus_one(groups: list[list[flo
 def test_the_soft_baseline_lies_between_the_mean_and_the_best_and_comes_to_both(
     groups: list[list[float]],
 ) -> None:
-    rewards, numbers = flat(groups)
+    rewards, numbers = flatten_groups(groups)
     best = torch.tensor([max(groups[number // 7]) for number in numbers.tolist()])
     torch.testing.assert_close(
         opmd_advantages(rewards, numbers, 1e6), dr_grpo_advantages(rewards, numbers), atol=1e-4, rtol=0
@@ -134,12 +135,20 @@ class SampledCase:
 
         rewards = torch.rand(7, generator=rng)
         self.samples = AdvantageInputs(
-            rewards=rewards, token_rewards=column(), groups=torch.tensor([4, 9, 4, 9, 2, 9, 4]), offsets=offsets,
-            sequence=sequence, sampled=sampled, mask=sampled & (torch.rand(total, generator=rng) < 0.8),
-            greedy_rewards=torch.rand(7, generator=rng), values=column(), log_ratio=column(), process_rewards=column(),
-        )  # fmt: skip
+            rewards=rewards,
+            token_rewards=column(),
+            groups=torch.tensor([4, 9, 4, 9, 2, 9, 4]),
+            offsets=offsets,
+            sequence=sequence,
+            sampled=sampled,
+            mask=sampled & (torch.rand(total, generator=rng) < 0.8),
+            greedy_rewards=torch.rand(7, generator=rng),
+            values=column(),
+            log_ratio=column(),
+            process_rewards=column(),
+        )
 
-    def tokens(self, number: int) -> list[int]:
+    def list_tokens(self, number: int) -> list[int]:
         """The sampled tokens of a sequence."""
         s = self.samples
         return [t for t in range(int(s.offsets[number]), int(s.offsets[number + 1])) if s.sampled[t]]
@@ -151,14 +160,14 @@ def test_prime_leaves_one_out_of_mean_process_rewards_and_of_outcomes(seed: int,
     case = SampledCase(seed)
     s, groups = case.samples, case.samples.groups.tolist()
     process, rewards = s.process_rewards.tolist(), s.rewards.tolist()
-    means = [sum(process[t] for t in case.tokens(i)) / len(case.tokens(i)) for i in range(7)]
+    means = [sum(process[t] for t in case.list_tokens(i)) / len(case.list_tokens(i)) for i in range(7)]
     expected = [0.0] * len(process)
     for i in range(7):
-        all_means, others = peers(means, groups, i)
+        all_means, others = list_peers(means, groups, i)
         baseline = sum(others) / len(others) if others else 0.0
-        _, rewards_of_others = peers(rewards, groups, i)
+        _, rewards_of_others = list_peers(rewards, groups, i)
         outcome = rewards[i] - sum(rewards_of_others) / len(rewards_of_others) if len(all_means) > 1 else 0.0
-        tokens = case.tokens(i)
+        tokens = case.list_tokens(i)
         for place, t in enumerate(tokens):
             later = enumerate(tokens[place:])
             expected[t] = outcome + sum(gamma**distance * (process[u] - baseline) for distance, u in later)
@@ -181,9 +190,9 @@ ALGOS = {
 
 
 def expected_advantages(case: SampledCase, name: str) -> Tensor:
-    """What each name composes."""
+    """Returns the composition of each name, written out."""
     s, algo = case.samples, ALGOS[name]
-    lengths = torch.tensor([len(case.tokens(i)) for i in range(7)])
+    lengths = torch.tensor([len(case.list_tokens(i)) for i in range(7)])
     along = (s.token_rewards, s.values, s.sampled, s.offsets)
     return {
         "grpo": lambda: grpo_advantages(s.rewards, s.groups)[s.sequence],
@@ -192,9 +201,15 @@ def expected_advantages(case: SampledCase, name: str) -> Tensor:
         "opmd": lambda: opmd_advantages(s.rewards, s.groups, 1.0)[s.sequence],
         "opmd, other tau": lambda: opmd_advantages(s.rewards, s.groups, 0.2)[s.sequence],
         "remax": lambda: (s.rewards - s.greedy_rewards)[s.sequence],
-        "reinforce_pp": lambda: reinforce_pp_advantages(discount_returns(s.token_rewards, s.sampled, s.offsets), s.mask),
-        "reinforce_pp_baseline": lambda: reinforce_pp_advantages(dr_grpo_advantages(s.rewards, s.groups)[s.sequence], s.mask),
-        "prime": lambda: whiten(prime_advantages(s.rewards, s.process_rewards, s.groups, s.sampled, s.offsets, 1.0), s.mask),
+        "reinforce_pp": lambda: reinforce_pp_advantages(
+            discount_returns(s.token_rewards, s.sampled, s.offsets), s.mask
+        ),
+        "reinforce_pp_baseline": lambda: reinforce_pp_advantages(
+            dr_grpo_advantages(s.rewards, s.groups)[s.sequence], s.mask
+        ),
+        "prime": lambda: whiten(
+            prime_advantages(s.rewards, s.process_rewards, s.groups, s.sampled, s.offsets, 1.0), s.mask
+        ),
         "prime, discounted": lambda: whiten(
             prime_advantages(s.rewards, s.process_rewards, s.groups, s.sampled, s.offsets, 0.9), s.mask
         ),
@@ -205,7 +220,7 @@ def expected_advantages(case: SampledCase, name: str) -> Tensor:
         "vtrace, other bars": lambda: vtrace(
             s.token_rewards, s.values, s.log_ratio, s.sampled, s.offsets, algo.vtrace.gamma, 0.8, 1.5, 0.7
         )[0],
-    }[name]()  # fmt: skip
+    }[name]()
 
 
 @pytest.mark.parametrize("name", ALGOS)
@@ -229,7 +244,7 @@ def test_the_critic_learns_returns_with_a_lambda_of_its_own_or_the_targets_of_vt
         "vtrace, other bars": lambda: vtrace(
             s.token_rewards, s.values, s.log_ratio, s.sampled, s.offsets, 0.9, 0.8, 1.5, 0.7
         )[1],
-    }[name]()  # fmt: skip
+    }[name]()
     torch.testing.assert_close(compute_value_targets(s, ALGOS[name]), expected)
 
 
@@ -305,7 +320,16 @@ def test_a_log_ratio_without_bound_gives_finite_advantages_and_targets() -> None
 def test_an_empty_batch_has_no_advantages(name: str) -> None:
     none, numbers = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
     empty = AdvantageInputs(
-        rewards=none, token_rewards=none, groups=numbers, offsets=torch.zeros(1, dtype=torch.int64), sequence=numbers,
-        sampled=none.bool(), mask=none.bool(), greedy_rewards=none, values=none, log_ratio=none, process_rewards=none,
-    )  # fmt: skip
+        rewards=none,
+        token_rewards=none,
+        groups=numbers,
+        offsets=torch.zeros(1, dtype=torch.int64),
+        sequence=numbers,
+        sampled=none.bool(),
+        mask=none.bool(),
+        greedy_rewards=none,
+        values=none,
+        log_ratio=none,
+        process_rewards=none,
+    )
     assert ADVANTAGES[ALGOS[name].advantage](empty, ALGOS[name]).shape == (0,)

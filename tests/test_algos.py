@@ -1,4 +1,5 @@
-"""A policy loss and its weights against slow references in float64, written from the equations; and what must not change it."""
+"""A policy loss and its weights against slow references in float64, written from the equations; and what
+must not change it."""
 
 import dataclasses
 import math
@@ -26,9 +27,11 @@ from configs.surrogates import GspoConfig, PpoConfig
 from learners.prepared import interpolate_proximal
 
 PRESETS: dict[str, AlgoConfig] = {
-    path.stem: OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AlgoConfig), OmegaConf.load(path).algo))
+    path.stem: OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(AlgoConfig), OmegaConf.load(path).algo)
+    )
     for path in sorted(FOLDER.glob("algo/*.yaml"))
-}  # type: ignore[misc]  # fmt: skip
+}  # type: ignore[misc]
 
 
 def test_corrections_bound_pi_over_mu_and_not_its_inverse() -> None:
@@ -187,14 +190,14 @@ def test_the_loglinear_policy_goes_from_behaviour_to_current_with_staleness(
 # ---- what must not change it
 
 
-def rejections() -> list[RejectionConfig]:
+def list_rejections() -> list[RejectionConfig]:
     levels = zip(Level, [Estimator.k1, Estimator.k2, Estimator.k3, Estimator.k3], strict=True)
     return [RejectionConfig(estimator=None)] + [
         RejectionConfig(level=level, estimator=estimator, threshold=0.05) for level, estimator in levels
     ]
 
 
-def identical(found: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]) -> bool:
+def are_identical(found: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]) -> bool:
     return torch.equal(found[0], other[0]) and all(
         torch.equal(value, other[1][name]) for name, value in found[1].items()
     )
@@ -209,19 +212,24 @@ def test_masked_tokens_cannot_matter_even_when_they_are_nan(surrogate: str, corr
         for name, values in columns.items()
     }
     poisoned["staleness"] = torch.where(columns["mask"], columns["staleness"], 10**6)
-    for number, drop in enumerate(rejections()):
+    for number, drop in enumerate(list_rejections()):
         for estimator in (None, list(Estimator)[number % 3]):
             algo = AlgoConfig(
-                surrogate=surrogate, correction=correction, rejection=drop, entropy_coef=0.1, imitation_coef=0.1,
-                kl=KlConfig(estimator=estimator or Estimator.k3, loss_coef=0.1), normalize_weights=number % 2 == 1,
-            )  # fmt: skip
+                surrogate=surrogate,
+                correction=correction,
+                rejection=drop,
+                entropy_coef=0.1,
+                imitation_coef=0.1,
+                kl=KlConfig(estimator=estimator or Estimator.k3, loss_coef=0.1),
+                normalize_weights=number % 2 == 1,
+            )
             absent = () if estimator else ("reference_logprobs", "imitation_weights")
             gradients, found = [], []
             for table in (columns, poisoned):
                 leaf = table["logprobs"].clone().requires_grad_()
                 found.append(compute_loss(algo, **drop_columns(table, *absent) | {"logprobs": leaf}))
                 gradients.append(torch.autograd.grad(found[-1][0], leaf)[0])
-            assert found[0][0].isfinite() and identical(*found)
+            assert found[0][0].isfinite() and are_identical(*found)
             assert torch.equal(*gradients) and gradients[0][~columns["mask"]].abs().sum() == 0
 
 
@@ -232,14 +240,17 @@ def test_given_weights_of_masked_tokens_cannot_matter_either() -> None:
         compute_loss(AlgoConfig(), **columns, off_policy_weights=torch.where(columns["mask"], given, other))
         for other in (0.5, math.nan)
     ]
-    assert found[0][0].isfinite() and identical(*found)
+    assert found[0][0].isfinite() and are_identical(*found)
 
 
 ALGOS: dict[str, AlgoConfig] = {
     **PRESETS,
     **{f"{kind} alone": AlgoConfig(surrogate=kind, correction=Correction.none) for kind in SURROGATES},
     **{f"ppo with {kind}": AlgoConfig(correction=kind) for kind in Correction},
-    **{f"rejection by {drop.level} {drop.estimator}": AlgoConfig(rejection=drop) for drop in rejections()},
+    **{
+        f"rejection by {drop.level} {drop.estimator}": AlgoConfig(rejection=drop)
+        for drop in list_rejections()
+    },
     **{f"penalty {kind}": AlgoConfig(kl=KlConfig(estimator=kind, loss_coef=0.2)) for kind in Estimator},
     "weights normalised": AlgoConfig(correction=Correction.sequence_tis, normalize_weights=True),
     "bonus and imitation": AlgoConfig(entropy_coef=0.1, imitation_coef=0.2),
@@ -359,7 +370,7 @@ def test_aggregation_weights_are_what_their_names_say() -> None:
 def test_a_sequence_that_counts_several_times_is_as_good_as_several_sequences(
     drawn: list[tuple[int, list[float]]], kind: Aggregation
 ) -> None:
-    def aggregated(sequences: list[list[float]], counts: Tensor | None) -> float:
+    def aggregate_losses(sequences: list[list[float]], counts: Tensor | None) -> float:
         losses = torch.tensor([x for tokens in sequences for x in tokens])
         sequence = torch.tensor([i for i, tokens in enumerate(sequences) for _ in tokens], dtype=torch.int64)
         mask = torch.ones(len(losses), dtype=torch.bool)
@@ -367,11 +378,13 @@ def test_a_sequence_that_counts_several_times_is_as_good_as_several_sequences(
         return float((weights * losses).sum())
 
     repeated = [tokens for times, tokens in drawn for _ in range(times)]
-    found = aggregated([tokens for _, tokens in drawn], torch.tensor([float(times) for times, _ in drawn]))
+    found = aggregate_losses(
+        [tokens for _, tokens in drawn], torch.tensor([float(times) for times, _ in drawn])
+    )
     of_all = (
         1.0 if kind is Aggregation.token_mean else len(repeated) / len(drawn)
     )  # the draws are as many as the sequences
-    assert found == pytest.approx(aggregated(repeated, None) * of_all if repeated else 0.0, abs=1e-5)
+    assert found == pytest.approx(aggregate_losses(repeated, None) * of_all if repeated else 0.0, abs=1e-5)
 
 
 @settings(deadline=None)

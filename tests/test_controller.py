@@ -48,7 +48,7 @@ def test_near_the_target_and_without_a_figure_it_stays() -> None:
     assert next_lag(3, float("nan"), 0.9, 8, 10) == 3
 
 
-def step(buffer: Buffer, number: int, found: float) -> int:
+def train_step(buffer: Buffer, number: int, found: float) -> int:
     """Trains a step whose effective sample size is `found`; returns how many groups could be leased at its
     version."""
     buffer.progress.publish_version(number, f"w{number}")
@@ -81,12 +81,12 @@ def test_the_buffer_admits_what_the_controller_says(tmp_path: Path, controller: 
         load_config([*overrides, "staleness.max_versions=4", f"staleness.controller={controller}"]), tmp_path
     )
     for number in range(30):
-        step(buffer, number, 1.0)
+        train_step(buffer, number, 1.0)
     assert buffer.book.leases.admission_lag == 4
     for number in range(30, 50):
-        step(buffer, number, 0.2)
+        train_step(buffer, number, 0.2)
     assert buffer.book.leases.admission_lag == (4 if controller == "fixed" else 0)
-    leased = [step(buffer, number, 0.2) for number in range(50, 55)]
+    leased = [train_step(buffer, number, 0.2) for number in range(50, 55)]
     assert leased == ([2] * 5), "a step's worth a step either way"
     admitted = [record.metrics["staleness/admission_lag"] for record in buffer.progress.records]
     assert (

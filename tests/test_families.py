@@ -28,7 +28,7 @@ from learners import attention, families
 from learners.attention import choose_attention, packed_sdpa, padded_sdpa, varlen_attention
 from learners.families import TESTED_FAMILIES
 from learners.fsdp import FsdpEngine
-from learners.heads import LogprobHead, logit_curve
+from learners.heads import LogprobHead, measure_logit_curve
 from learners.packing import Batch, pack_rows
 from learners.world import World
 
@@ -336,7 +336,7 @@ def test_a_model_that_changes_its_logits_in_a_way_of_its_own_is_refused_at_the_s
             return out
 
     config = AutoConfig.for_model("llama", **SIZES)
-    assert logit_curve(LlamaForCausalLM(config)) == (1.0, None)
+    assert measure_logit_curve(LlamaForCausalLM(config)) == (1.0, None)
     with pytest.raises(
         ValueError,
         match="Cubed of model.path must scale or cap the logits of its head, "

@@ -55,7 +55,7 @@ def sum_loss(batch: Batch, weights: Tensor) -> LossFn:
     return lambda logprobs, entropy, packed: -(logprobs * weights[packed.index]).sum() / len(batch.tokens)
 
 
-def scattered(batch: Batch, packed: list[Packed], values: list[Tensor]) -> Tensor:
+def scatter_values(batch: Batch, packed: list[Packed], values: list[Tensor]) -> Tensor:
     out = torch.full((len(batch.tokens),), float("nan"))
     for part, value in zip(packed, values, strict=True):
         out[part.index] = value
@@ -122,7 +122,7 @@ def test_logprobs_equal_one_forward_a_sequence(
 ) -> None:
     packed = pack_share(batch, range(batch.num_sequences), budget, 1, 0)
     assert (len(packed) > 1) == (budget == 40)
-    found = scattered(batch, packed, engine.infer(packed))
+    found = scatter_values(batch, packed, engine.infer(packed))
     with torch.no_grad():
         expected = plain_logprobs(AutoModelForCausalLM.from_pretrained(fixed_model), batch)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
@@ -176,7 +176,7 @@ def test_a_resumed_engine_goes_on_to_the_same_bits(
     )
 
 
-def trained(world: World, model: Path, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+def train_twice(world: World, model: Path, batch: Batch) -> tuple[float, dict[str, Tensor]]:
     engine = FsdpEngine(model, max_grad_norm=0.5, bucket_bytes=1 << 12)
     for _ in range(2):
         parts = pack_share(batch, range(batch.num_sequences), 60, world.size, world.rank)
@@ -187,8 +187,8 @@ def trained(world: World, model: Path, batch: Batch) -> tuple[float, dict[str, T
 def test_two_ranks_train_to_the_same_weights_as_one(
     engine: FsdpEngine, fixed_model: Path, batch: Batch, tmp_path: Path
 ) -> None:
-    (norm, weights), _ = on_ranks(2, trained, tmp_path / "two", fixed_model, batch)
-    own, alone = trained(World(), fixed_model, batch)
+    (norm, weights), _ = on_ranks(2, train_twice, tmp_path / "two", fixed_model, batch)
+    own, alone = train_twice(World(), fixed_model, batch)
     assert norm == pytest.approx(own, rel=1e-4)
     for name, tensor in alone.items():
         torch.testing.assert_close(weights[name], tensor, atol=5e-5, rtol=0)

@@ -1,4 +1,4 @@
-"""How far off-policy a step was: its figures against slow references in float64, written from their definitions."""
+"""Figures of a policy loss against slow references in float64, written from their definitions."""
 
 import math
 
@@ -24,48 +24,57 @@ def draw_columns(seed: int, num_tokens: int = 60, spread: float = 0.4) -> Column
     """Nine sequences of many lengths and all stalenesses, one of them not trained at all."""
     rng = torch.Generator().manual_seed(seed)
 
-    def rand() -> Tensor:
+    def draw_column() -> Tensor:
         return torch.randn(num_tokens, generator=rng, dtype=torch.float64)
 
-    logprobs = -rand().abs()
+    logprobs = -draw_column().abs()
     sequence = torch.sort(torch.randint(0, 9, (num_tokens,), generator=rng)).values
     mask = (torch.rand(num_tokens, generator=rng) < 0.7) & (sequence != 4)
     return {
-        "logprobs": logprobs, "proximal_logprobs": logprobs + spread * rand(), "mask": mask, "sequence": sequence,
-        "behavior_logprobs": logprobs + spread * rand(), "reference_logprobs": logprobs + spread * rand(),
-        "advantages": torch.where(torch.rand(num_tokens, generator=rng) < 0.1, 0.0, rand()), "entropy": rand().abs(),
+        "logprobs": logprobs,
+        "proximal_logprobs": logprobs + spread * draw_column(),
+        "mask": mask,
+        "sequence": sequence,
+        "behavior_logprobs": logprobs + spread * draw_column(),
+        "reference_logprobs": logprobs + spread * draw_column(),
+        "advantages": torch.where(torch.rand(num_tokens, generator=rng) < 0.1, 0.0, draw_column()),
+        "entropy": draw_column().abs(),
         "aggregation_weights": mask.double() / mask.sum().clamp(min=1),
         "staleness": torch.randint(0, 24, (num_tokens,), generator=rng, dtype=torch.int32),
-    }  # fmt: skip
+    }
 
 
-def figures(algo: AlgoConfig, columns: Columns) -> dict[str, float]:
+def compute_figures(algo: AlgoConfig, columns: Columns) -> dict[str, float]:
     return summarize_policy(compute_loss(algo, **columns)[1])
 
 
-def mean(values: list[float]) -> float:
+def average(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def ess(weights: list[float]) -> float:
+def effective_share(weights: list[float]) -> float:
     return sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
 
 
-def rows(columns: Columns) -> list[dict[str, float]]:
-    """What the figures of each trained token are made of."""
+def list_rows(columns: Columns) -> list[dict[str, float]]:
+    """Returns the numbers of each trained token that the figures are made of."""
     numbers = {name: column.tolist() for name, column in columns.items()}
     trained = [t for t, m in enumerate(numbers["mask"]) if m]
     found = []
     for t in trained:
         mates = [u for u in trained if numbers["sequence"][u] == numbers["sequence"][t]]
         gap = {u: numbers["logprobs"][u] - numbers["proximal_logprobs"][u] for u in mates}
-        found.append({
-            "r": math.exp(gap[t]), "s": math.exp(mean(list(gap.values()))),
-            "w": math.exp(numbers["proximal_logprobs"][t] - numbers["behavior_logprobs"][t]),
-            "ell": numbers["logprobs"][t] - numbers["behavior_logprobs"][t],
-            "moved": math.exp(numbers["logprobs"][t]) - math.exp(numbers["behavior_logprobs"][t]),
-            "gap": numbers["logprobs"][t] - numbers["reference_logprobs"][t],
-        } | {name: numbers[name][t] for name in ("advantages", "entropy", "sequence", "staleness")})  # fmt: skip
+        found.append(
+            {
+                "r": math.exp(gap[t]),
+                "s": math.exp(average(list(gap.values()))),
+                "w": math.exp(numbers["proximal_logprobs"][t] - numbers["behavior_logprobs"][t]),
+                "ell": numbers["logprobs"][t] - numbers["behavior_logprobs"][t],
+                "moved": math.exp(numbers["logprobs"][t]) - math.exp(numbers["behavior_logprobs"][t]),
+                "gap": numbers["logprobs"][t] - numbers["reference_logprobs"][t],
+            }
+            | {name: numbers[name][t] for name in ("advantages", "entropy", "sequence", "staleness")}
+        )
     return found
 
 
@@ -88,19 +97,24 @@ def own_weight(surrogate: str, row: dict[str, float]) -> float:
     return min(row["rho"], 20.0) * is_kept
 
 
-def weight(kind: Correction, w: float) -> float:
+def correct_ratio(kind: Correction, w: float) -> float:
     return {"none": 1.0, "token_tis": min(w, CAP), "icepop": w if FLOOR <= w <= CAP else 0.0}[kind]
 
 
-def algo_of(surrogate: str, kind: Correction = Correction.token_tis, **changed: object) -> AlgoConfig:
+def make_algo(surrogate: str, kind: Correction = Correction.token_tis, **changed: object) -> AlgoConfig:
     return AlgoConfig(
-        surrogate=surrogate, correction=kind, correction_floor=FLOOR, correction_cap=CAP,
-        ppo=PpoConfig(clip_low=0.2, clip_high=0.3, dual_clip=1.4), gspo=GspoConfig(clip_low=0.03, clip_high=0.04),
-        dppo=DppoConfig(low=0.1, high=0.15), **changed,
-    )  # fmt: skip
+        surrogate=surrogate,
+        correction=kind,
+        correction_floor=FLOOR,
+        correction_cap=CAP,
+        ppo=PpoConfig(clip_low=0.2, clip_high=0.3, dual_clip=1.4),
+        gspo=GspoConfig(clip_low=0.03, clip_high=0.04),
+        dppo=DppoConfig(low=0.1, high=0.15),
+        **changed,
+    )
 
 
-def bucket_of(staleness: float) -> str:
+def find_bucket(staleness: float) -> str:
     return next(name for name, least in reversed(BUCKETS.items()) if staleness >= least)
 
 
@@ -110,11 +124,11 @@ def bucket_of(staleness: float) -> str:
 def test_the_figures_of_a_step_equal_their_definitions(seed: int, surrogate: str, kind: str) -> None:
     columns, algo = (
         draw_columns(seed),
-        algo_of(surrogate, Correction(kind), kl=KlConfig(estimator=Estimator.k2)),
+        make_algo(surrogate, Correction(kind), kl=KlConfig(estimator=Estimator.k2)),
     )
-    table = rows(columns)
+    table = list_rows(columns)
     for row in table:
-        row |= {"weight": weight(algo.correction, row["w"]), "rho": math.exp(row["ell"])}
+        row |= {"weight": correct_ratio(algo.correction, row["w"]), "rho": math.exp(row["ell"])}
         row |= {
             "clipped": is_clipped(surrogate, row),
             "dropped": row["weight"] == 0,
@@ -126,34 +140,34 @@ def test_the_figures_of_a_step_equal_their_definitions(seed: int, surrogate: str
              for number in {r["sequence"] for r in table}}  # fmt: skip
     expected = {
         "loss/policy": float(compute_loss(algo, **columns)[0]),
-        "policy/entropy": mean([r["entropy"] for r in table]),
-        "policy/clip_fraction": mean([r["clipped"] for r in table]),
-        "policy/ratio_mean": mean([r["s" if surrogate == "gspo" else "r"] for r in table]),
-        "policy/kl_reference": mean([r["gap"] ** 2 / 2 for r in table]),
-        "offpolicy/ess": ess([r["used"] for r in table]),
-        "offpolicy/ess_token": ess([r["rho"] for r in table]),
-        "offpolicy/ess_sequence": ess(list(whole.values())),
-        "offpolicy/chi2": mean([r["rho"] ** 2 for r in table]) - 1,
-        "offpolicy/chi2_sequence": mean([rho**2 for rho in whole.values()]) - 1,
-        "offpolicy/kl_k1": mean([-r["ell"] for r in table]),
-        "offpolicy/kl_k2": mean([r["ell"] ** 2 / 2 for r in table]),
-        "offpolicy/kl_k3": mean([r["k3"] for r in table]),
-        "offpolicy/weight_mean": mean([r["used"] for r in table]),
-        "offpolicy/truncated_fraction": mean([r["truncated"] for r in table]),
-        "offpolicy/dropped_fraction": mean([r["dropped"] for r in table]),
+        "policy/entropy": average([r["entropy"] for r in table]),
+        "policy/clip_fraction": average([r["clipped"] for r in table]),
+        "policy/ratio_mean": average([r["s" if surrogate == "gspo" else "r"] for r in table]),
+        "policy/kl_reference": average([r["gap"] ** 2 / 2 for r in table]),
+        "offpolicy/ess": effective_share([r["used"] for r in table]),
+        "offpolicy/ess_token": effective_share([r["rho"] for r in table]),
+        "offpolicy/ess_sequence": effective_share(list(whole.values())),
+        "offpolicy/chi2": average([r["rho"] ** 2 for r in table]) - 1,
+        "offpolicy/chi2_sequence": average([rho**2 for rho in whole.values()]) - 1,
+        "offpolicy/kl_k1": average([-r["ell"] for r in table]),
+        "offpolicy/kl_k2": average([r["ell"] ** 2 / 2 for r in table]),
+        "offpolicy/kl_k3": average([r["k3"] for r in table]),
+        "offpolicy/weight_mean": average([r["used"] for r in table]),
+        "offpolicy/truncated_fraction": average([r["truncated"] for r in table]),
+        "offpolicy/dropped_fraction": average([r["dropped"] for r in table]),
     }
     for name in BUCKETS:
-        part = [r for r in table if bucket_of(r["staleness"]) == name]
+        part = [r for r in table if find_bucket(r["staleness"]) == name]
         if not part:
             continue
         expected |= {f"staleness_{name}/share": len(part) / len(table),
-                     f"staleness_{name}/ess_token": ess([r["rho"] for r in part]),
-                     f"staleness_{name}/kl_k3": mean([r["k3"] for r in part])}  # fmt: skip
+                     f"staleness_{name}/ess_token": effective_share([r["rho"] for r in part]),
+                     f"staleness_{name}/kl_k3": average([r["k3"] for r in part])}  # fmt: skip
         expected |= {
-            f"staleness_{name}/{fate}_fraction": mean([r[key] for r in part])
+            f"staleness_{name}/{fate}_fraction": average([r[key] for r in part])
             for fate, key in (("clip", "clipped"), ("dropped", "dropped"), ("truncated", "truncated"))
         }
-    found = figures(algo, columns)
+    found = compute_figures(algo, columns)
     assert {name: value for name, value in found.items() if "/ratio_q" not in name} == pytest.approx(expected)
     assert sum(value for name, value in found.items() if name.endswith("/share")) == pytest.approx(1)
 
@@ -162,7 +176,9 @@ def test_the_figures_of_a_step_equal_their_definitions(seed: int, surrogate: str
 def test_each_staleness_has_its_bucket(staleness: int) -> None:
     columns = draw_columns(0) | {"staleness": torch.full((60,), staleness)}
     shares = {
-        name: value for name, value in figures(AlgoConfig(), columns).items() if name.endswith("/share")
+        name: value
+        for name, value in compute_figures(AlgoConfig(), columns).items()
+        if name.endswith("/share")
     }
     wanted = (
         {0: "0", 1: "1", 2: "2_3", 3: "2_3"}
@@ -175,7 +191,7 @@ def test_each_staleness_has_its_bucket(staleness: int) -> None:
 def test_without_a_staleness_all_tokens_are_fresh() -> None:
     columns = draw_columns(0)
     columns.pop("staleness")
-    assert figures(AlgoConfig(), columns)["staleness_0/share"] == 1
+    assert compute_figures(AlgoConfig(), columns)["staleness_0/share"] == 1
 
 
 @settings(max_examples=60, deadline=None)
@@ -206,7 +222,7 @@ def test_the_bins_of_log_ratios_are_fine_around_zero_and_a_quarter_wide_beyond()
         "mask": torch.ones(4000, dtype=torch.bool),
         "behavior_logprobs": columns["behavior_logprobs"] + 0.2,
     }
-    found = figures(AlgoConfig(), columns)
+    found = compute_figures(AlgoConfig(), columns)
     ell = columns["logprobs"] - columns["behavior_logprobs"]
     for name, share in QUANTILES.items():
         exact = float(torch.quantile(ell, share))
@@ -219,7 +235,7 @@ def test_where_all_policies_are_equal_nothing_is_off_policy(surrogate: str, kind
     columns = draw_columns(1)
     columns |= dict.fromkeys(("proximal_logprobs", "behavior_logprobs"), columns["logprobs"])
     drop = RejectionConfig(estimator=Estimator.k3, level=Level.sequence_max, threshold=1e-6)
-    found = figures(AlgoConfig(surrogate=surrogate, correction=kind, rejection=drop), columns)
+    found = compute_figures(AlgoConfig(surrogate=surrogate, correction=kind, rejection=drop), columns)
     for name in ("ess", "ess_token", "ess_sequence", "weight_mean"):
         assert found[f"offpolicy/{name}"] == pytest.approx(1)
     for name in (
@@ -239,14 +255,22 @@ def test_where_all_policies_are_equal_nothing_is_off_policy(surrogate: str, kind
 
 @pytest.mark.parametrize(
     ("kind", "truncated", "dropped"),
-    [("none", 0, 0), ("token_tis", 1, 0), ("icepop", 0, 2), ("sequence_tis", 1, 0), ("sequence_mask", 0, 2), ("geometric_mask", 0, 2)],
-)  # fmt: skip
+    [
+        ("none", 0, 0),
+        ("token_tis", 1, 0),
+        ("icepop", 0, 2),
+        ("sequence_tis", 1, 0),
+        ("sequence_mask", 0, 2),
+        ("geometric_mask", 0, 2),
+    ],
+)
 @pytest.mark.parametrize("ratios", [[4.0, 1.25, 1.25, 1.25, 0.25], [4.0, 1.2, 0.25]])
 @pytest.mark.parametrize("normalise", [False, True])
 def test_truncated_and_dropped_tokens_are_counted_apart(
     kind: str, truncated: int, dropped: int, normalise: bool, ratios: list[float]
 ) -> None:
-    """One token a sequence. The cap is none that float32 can hold, and lies on the other side of a weight once it is normalised."""
+    """One token a sequence. The cap is none that float32 can hold, and lies on the other side of a weight
+    once it is normalised."""
     n = len(ratios)
     _, sums = compute_loss(
         AlgoConfig(correction=Correction(kind), correction_cap=1.3, normalize_weights=normalise),
@@ -264,14 +288,16 @@ def test_truncated_and_dropped_tokens_are_counted_apart(
 
 def test_a_token_that_is_rejected_is_dropped_and_not_truncated() -> None:
     columns, drop = draw_columns(0), RejectionConfig(estimator=Estimator.k2, threshold=1e-9)
-    found = figures(algo_of("ppo", rejection=drop), columns)
+    found = compute_figures(make_algo("ppo", rejection=drop), columns)
     assert found["offpolicy/dropped_fraction"] == 1 and found["offpolicy/truncated_fraction"] == 0
     assert found["offpolicy/ess"] == 0, "nothing weighs anything"
 
 
 def test_what_is_normalised_has_the_same_effective_sample_size_and_a_mean_of_one() -> None:
     columns = draw_columns(0)
-    plain, normalised = (figures(algo_of("ppo", normalize_weights=n), columns) for n in (False, True))
+    plain, normalised = (
+        compute_figures(make_algo("ppo", normalize_weights=n), columns) for n in (False, True)
+    )
     assert normalised["offpolicy/ess"] == pytest.approx(plain["offpolicy/ess"])
     assert (
         normalised["offpolicy/weight_mean"]
@@ -287,7 +313,7 @@ def test_what_is_normalised_has_the_same_effective_sample_size_and_a_mean_of_one
 def test_the_sums_of_microbatches_in_any_order_are_those_of_the_whole(
     surrogate: str, parts: list[list[int]]
 ) -> None:
-    columns, algo = draw_columns(2), algo_of(surrogate, Correction.sequence_tis)
+    columns, algo = draw_columns(2), make_algo(surrogate, Correction.sequence_tis)
     ell = columns["proximal_logprobs"] - columns["behavior_logprobs"]
     columns["off_policy_weights"] = compute_off_policy_weights(
         algo, ell, columns["advantages"], columns["mask"], columns["sequence"]
@@ -305,9 +331,9 @@ def test_the_sums_of_microbatches_in_any_order_are_those_of_the_whole(
 @pytest.mark.parametrize("num_tokens", [0, 60])
 def test_nothing_trained_gives_figures_of_zero_and_ratios_of_one(num_tokens: int) -> None:
     columns = draw_columns(0, num_tokens) | {"mask": torch.zeros(num_tokens, dtype=torch.bool)}
-    assert figures(AlgoConfig(), columns) == {
+    assert compute_figures(AlgoConfig(), columns) == {
         name: 1.0 if "/ratio_q" in name else 0.0
-        for name in figures(AlgoConfig(), draw_columns(0))
+        for name in compute_figures(AlgoConfig(), draw_columns(0))
         if not name.startswith("staleness_")
     }
 
@@ -317,7 +343,9 @@ def test_nothing_trained_gives_figures_of_zero_and_ratios_of_one(num_tokens: int
 def test_log_ratios_without_bound_give_finite_figures(kind: Correction, far: float) -> None:
     columns, third = draw_columns(0), torch.arange(60) % 3 == 0
     for name in ("behavior_logprobs", "proximal_logprobs", "reference_logprobs"):
-        found = figures(AlgoConfig(correction=kind), columns | {name: torch.where(third, far, columns[name])})
+        found = compute_figures(
+            AlgoConfig(correction=kind), columns | {name: torch.where(third, far, columns[name])}
+        )
         assert all(math.isfinite(value) for value in found.values())
 
 
@@ -343,10 +371,16 @@ def test_k1_of_the_figures_estimates_the_divergence_of_the_behaviour() -> None:
     exact = float((behavior * (behavior / policy).log()).sum())
     assert exact != pytest.approx(float((policy * (policy / behavior).log()).sum()), rel=0.01)
     _, sums = compute_loss(
-        AlgoConfig(), logprobs=policy.log()[tokens], proximal_logprobs=policy.log()[tokens],
-        behavior_logprobs=behavior.log()[tokens], advantages=zeros, mask=torch.ones(8, dtype=torch.bool), aggregation_weights=zeros,
-        entropy=zeros, sequence=torch.arange(8),
-    )  # fmt: skip
+        AlgoConfig(),
+        logprobs=policy.log()[tokens],
+        proximal_logprobs=policy.log()[tokens],
+        behavior_logprobs=behavior.log()[tokens],
+        advantages=zeros,
+        mask=torch.ones(8, dtype=torch.bool),
+        aggregation_weights=zeros,
+        entropy=zeros,
+        sequence=torch.arange(8),
+    )
     found = summarize_policy(sums)
     assert found["offpolicy/kl_k1"] == pytest.approx(exact) and found["offpolicy/kl_k3"] == pytest.approx(
         exact

@@ -114,10 +114,14 @@ def train_synchronously(config: Config, folder: Path) -> dict[str, Tensor]:
         def loss_fn(logprobs, entropy, part, batch=batch, advantages=advantages, weights=weights):
             columns = {"advantages": advantages, "mask": batch.sampled, "aggregation_weights": weights}
             inputs = make_loss_inputs(
-                config.algo, logprobs=logprobs, proximal_logprobs=logprobs.detach(), entropy=entropy, sequence=part.sequence,
+                config.algo,
+                logprobs=logprobs,
+                proximal_logprobs=logprobs.detach(),
+                entropy=entropy,
+                sequence=part.sequence,
                 behavior_logprobs=batch.behavior_logprobs[part.index],
                 **{name: column[part.index] for name, column in columns.items()},
-            )  # fmt: skip
+            )
             return policy_loss(inputs)[0]
 
         trainer.update(packed, loss_fn, 1e-3)

@@ -1,5 +1,7 @@
-"""Parity: what engines and learner say of the same tokens is compared before the first step and at every step, and a run in which it
-differs by more than rounding ends with the token named."""
+"""Parity: log-probabilities of engines and learner are compared before the first step and at every step.
+
+A run in which they differ by more than rounding ends, and its error names the token.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -53,7 +55,7 @@ def batch(trajectories: list[Trajectory]) -> Batch:
 DEFAULT = load_config([])
 
 
-def rule(differences: list[float], dtype: Dtype = Dtype.float32, outliers: int = 0) -> bool:
+def keeps_rule(differences: list[float], dtype: Dtype = Dtype.float32, outliers: int = 0) -> bool:
     tolerance = find_tolerance(replace(DEFAULT, model=replace(DEFAULT.model, dtype=dtype)))
     generator = torch.full((len(differences),), -2.0)
     learner = generator + torch.tensor(differences)
@@ -66,33 +68,39 @@ def rule(differences: list[float], dtype: Dtype = Dtype.float32, outliers: int =
 
 def test_rounding_passes_in_either_arithmetic_and_what_a_defect_does_does_not() -> None:
     rng = np.random.default_rng(0)
-    assert rule((1e-6 * rng.standard_t(3, 500)).tolist())
-    assert not rule((3e-4 * rng.standard_normal(500)).tolist()), "TF32: no token by much, nearly all by some"
-    assert not rule([2e-3] + [1e-7] * 99), "in float32 a single token counts, where none may be an outlier"
-    assert rule((0.02 * rng.standard_t(3, 500)).tolist(), Dtype.bfloat16, 3)
-    assert not rule((0.3 * rng.standard_normal(500)).tolist(), Dtype.bfloat16, 3)
+    assert keeps_rule((1e-6 * rng.standard_t(3, 500)).tolist())
+    assert not keeps_rule((3e-4 * rng.standard_normal(500)).tolist()), (
+        "TF32: no token by much, nearly all by some"
+    )
+    assert not keeps_rule([2e-3] + [1e-7] * 99), (
+        "in float32 a single token counts, where none may be an outlier"
+    )
+    assert keeps_rule((0.02 * rng.standard_t(3, 500)).tolist(), Dtype.bfloat16, 3)
+    assert not keeps_rule((0.3 * rng.standard_normal(500)).tolist(), Dtype.bfloat16, 3)
 
 
 def test_a_few_tokens_far_off_do_not_end_a_run_and_many_do() -> None:
     calm = [0.01] * 96
-    assert rule([*calm, 5.0, 3.0, 2.0], Dtype.bfloat16, 3)
-    assert not rule([*calm, 5.0, 3.0, 2.0, 1.5], Dtype.bfloat16, 3)
-    assert rule([5.0], Dtype.bfloat16, 3) and rule([], Dtype.bfloat16, 3)
+    assert keeps_rule([*calm, 5.0, 3.0, 2.0], Dtype.bfloat16, 3)
+    assert not keeps_rule([*calm, 5.0, 3.0, 2.0, 1.5], Dtype.bfloat16, 3)
+    assert keeps_rule([5.0], Dtype.bfloat16, 3) and keeps_rule([], Dtype.bfloat16, 3)
 
 
 def test_a_number_that_is_none_always_ends_a_run() -> None:
-    assert not rule([float("nan"), *[0.0] * 500], Dtype.bfloat16, 9)
-    assert not rule([float("nan")], Dtype.bfloat16, 9)
+    assert not keeps_rule([float("nan"), *[0.0] * 500], Dtype.bfloat16, 9)
+    assert not keeps_rule([float("nan")], Dtype.bfloat16, 9)
 
 
 def test_the_tolerance_follows_dtype_temperature_and_the_users_own_number() -> None:
     def found(dtype: Dtype = Dtype.float32, temperature: float = 1.0, own: float | None = None) -> float:
         return find_tolerance(
             replace(
-                DEFAULT, model=replace(DEFAULT.model, dtype=dtype), learner=replace(DEFAULT.learner, parity_tolerance=own),
+                DEFAULT,
+                model=replace(DEFAULT.model, dtype=dtype),
+                learner=replace(DEFAULT.learner, parity_tolerance=own),
                 sampling=replace(DEFAULT.sampling, temperature=temperature),
             )
-        )  # fmt: skip
+        )
 
     assert found() == 1e-3 and found(Dtype.bfloat16) == 1.0
     assert found(temperature=0.5) == 2e-3, "logits are divided by it, and their errors too"
@@ -104,7 +112,8 @@ def test_the_tolerance_follows_dtype_temperature_and_the_users_own_number() -> N
 
 
 def test_fresh_are_the_sequences_that_one_version_alone_has_sampled(batch: Batch) -> None:
-    """In a run that goes on, the first batch has sequences that were begun under an older version, or one that was undone."""
+    """In a run that goes on, the first batch has sequences that were begun under an older version, or one
+    that was undone."""
     first, second, third = (
         torch.arange(start, end) for start, end in zip(batch.offsets[:3], batch.offsets[1:4], strict=True)
     )
@@ -118,7 +127,8 @@ def test_fresh_are_the_sequences_that_one_version_alone_has_sampled(batch: Batch
 
 
 def test_what_an_earlier_life_of_the_learner_had_sampled_is_not_compared(batch: Batch) -> None:
-    """A version of the same number may be another in its last bits, and in a replay with other settings is another."""
+    """A version of the same number may be another in its last bits, and in a replay with other settings is
+    another."""
     assert batch.started_at is not None
     watch, off = ParityWatch(DEFAULT), batch.behavior_logprobs + 1.0
     everything = torch.ones_like(batch.sampled)
@@ -146,8 +156,10 @@ def test_a_probe_has_a_sequence_of_full_length_shorter_ones_and_one_for_each_sha
     longest: int, ranks: int
 ) -> None:
     config = replace(
-        DEFAULT, generators=replace(DEFAULT.generators, max_model_len=longest), learner=replace(DEFAULT.learner, ranks=ranks)
-    )  # fmt: skip
+        DEFAULT,
+        generators=replace(DEFAULT.generators, max_model_len=longest),
+        learner=replace(DEFAULT.learner, ranks=ranks),
+    )
     lengths = probe_lengths(config)
     assert (
         max(lengths) == longest
@@ -226,8 +238,13 @@ def test_an_engine_is_probed_once_a_life_of_the_learner_with_forced_samples_of_k
 
 @pytest.mark.parametrize(
     ("overrides", "probed"),
-    [((), [0, 50]), (("learner.parity_every=3",), [0, 3, 6]), (("learner.parity_every=0",), [0]), (("mode=on_policy",), [0])],
-)  # fmt: skip
+    [
+        ((), [0, 50]),
+        (("learner.parity_every=3",), [0, 3, 6]),
+        (("learner.parity_every=0",), [0]),
+        (("mode=on_policy",), [0]),
+    ],
+)
 def test_later_versions_are_probed_now_and_then_each_with_tokens_of_its_own(
     tmp_path: Path, overrides: tuple[str, ...], probed: list[int]
 ) -> None:
@@ -277,19 +294,39 @@ def test_a_probe_reaches_the_learner_off_the_ledger_and_only_that_of_the_newest_
     ("change", "why"),
     [
         ({"tokens": [7, 99]}, "tokens must be below 50"),
-        ({"tokens": [1] * 41, "sampled": [False] + [True] * 40, "logprobs": [0.0] * 41, "versions": [-1] + [0] * 40}, "at most 40"),
+        (
+            {
+                "tokens": [1] * 41,
+                "sampled": [False] + [True] * 40,
+                "logprobs": [0.0] * 41,
+                "versions": [-1] + [0] * 40,
+            },
+            "at most 40",
+        ),
         ({"logprobs": [0.0, float("nan")]}, "must be finite"),
         ({"versions": [-1, 1]}, "versions must be in 0..0"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_probe_is_refused_and_the_next_one_is_taken(
     run: BufferHarness, change: dict[str, Any], why: str
 ) -> None:
     run.publish(0)
     good = Trajectory(
-        group=0, sample=0, due=0, prompt_id=0, task="t", tokens=[1, 2], sampled=[False, True], logprobs=[0.0, -1.0],
-        versions=[-1, 0], reward=0.0, finish_reason="length", generator="g", started_at=0.0, finished_at=0.0,
-    )  # fmt: skip
+        group=0,
+        sample=0,
+        due=0,
+        prompt_id=0,
+        task="t",
+        tokens=[1, 2],
+        sampled=[False, True],
+        logprobs=[0.0, -1.0],
+        versions=[-1, 0],
+        reward=0.0,
+        finish_reason="length",
+        generator="g",
+        started_at=0.0,
+        finished_at=0.0,
+    )
     rows = [replace(good, sample=place) for place in range(8)]
     for sent in ([*rows[:7], replace(rows[7], **change)], rows[:7]):
         with pytest.raises(RefusedByBuffer, match=why if len(sent) == 8 else "got 7 rows"):
@@ -333,7 +370,8 @@ class Buffered:
 
 
 def rows_of(folder: Path, trainer: Trainer, spoiled: float = 0.0) -> list[Trajectory]:
-    """Sequences of version STEP, whose log-probabilities are the learner's own; but for one token, the second of its group's last row."""
+    """Sequences of version STEP, whose log-probabilities are the learner's own; but for one token, the
+    second of its group's last row."""
     rows = draw_responses(folder)
     learner, at, found = trainer.infer_logprobs(make_step_batch(rows)), 0, []
     for row in rows:
@@ -387,8 +425,8 @@ def error_of(function: Callable[[], Any]) -> str:
     return ""
 
 
-def judged(world: World, model: Path, folder: Path) -> tuple[str, str, str]:
-    """What each rank says of a good probe, of one with a wrong token, and of a batch half of which is wrong."""
+def judge_on_ranks(world: World, model: Path, folder: Path) -> tuple[str, str, str]:
+    """Returns this rank's errors for a good probe, one with a wrong token, and a half wrong batch."""
     config = configure_step(model, f"learner.ranks={world.size}")
     trainer = Trainer(config, load_models(config), world)
     good, bad = (rows_of(model, trainer, spoiled) for spoiled in (0.0, 0.25))
@@ -411,14 +449,14 @@ def judged(world: World, model: Path, folder: Path) -> tuple[str, str, str]:
 def test_a_wrong_token_ends_the_run_on_every_rank_in_the_same_words(
     fixed_model: Path, tmp_path: Path
 ) -> None:
-    two = on_ranks(2, judged, tmp_path / "two", fixed_model, tmp_path)
+    two = on_ranks(2, judge_on_ranks, tmp_path / "two", fixed_model, tmp_path)
     assert two[0] == two[1] and not two[0][0]
     _, wrong, half = two[0]
     rows = draw_responses(fixed_model)
     place = rows[3].sampled.index(True)
     assert (
-        f"the parity probe of version {STEP}: token {place} of {len(rows[3].tokens)} of a sequence of group 0 by g0, id "
-        in wrong
+        f"the parity probe of version {STEP}: token {place} of {len(rows[3].tokens)} of a sequence of "
+        "group 0 by g0, id " in wrong
     )
     assert f"id {rows[3].tokens[place]}, has -" in wrong and "up to 0.25" in wrong
     assert f"in the batch of step {STEP}: token " in half and "must agree within 0.001" in half

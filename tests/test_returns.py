@@ -1,4 +1,5 @@
-"""Advantages along a sequence, rewards before them and values beside them, against loops written from the equations."""
+"""Advantages along a sequence, rewards before them and values beside them, against loops written from the
+equations."""
 
 import math
 
@@ -34,7 +35,7 @@ class PackedCase:
             for _ in range(3)
         )
 
-    def sequences(self) -> list[list[int]]:
+    def list_sequences(self) -> list[list[int]]:
         """The sampled tokens of each sequence."""
         bounds = self.offsets.tolist()
         return [
@@ -44,7 +45,7 @@ class PackedCase:
     def list_turns(self) -> list[list[list[int]]]:
         """The turns of each sequence: its sampled tokens, parted where one is not sampled."""
         found: list[list[list[int]]] = []
-        for tokens in self.sequences():
+        for tokens in self.list_sequences():
             found.append([])
             for t in tokens:
                 if found[-1] and found[-1][-1][-1] == t - 1:
@@ -54,7 +55,7 @@ class PackedCase:
         return found
 
 
-def expect(found: Tensor, expected: dict[int, float]) -> None:
+def assert_column(found: Tensor, expected: dict[int, float]) -> None:
     assert found.tolist() == pytest.approx([expected.get(t, 0.0) for t in range(len(found))])
 
 
@@ -63,7 +64,7 @@ def expect(found: Tensor, expected: dict[int, float]) -> None:
 def test_gae_equals_its_equation_over_sampled_tokens_only(seed: int, gamma: float, lam: float) -> None:
     case = PackedCase(seed)
     advantages, returns = {}, {}
-    for tokens in case.sequences():
+    for tokens in case.list_sequences():
         for i, t in enumerate(tokens):  # the definition: a sum of discounted δ, not a recursion
             total = 0.0
             for j in range(i, len(tokens)):
@@ -72,20 +73,20 @@ def test_gae_equals_its_equation_over_sampled_tokens_only(seed: int, gamma: floa
                 total += (gamma * lam) ** (j - i) * delta
             advantages[t], returns[t] = total, total + float(case.values[t])
     found = gae(case.rewards, case.values, case.mask, case.offsets, gamma, lam)
-    expect(found[0], advantages)
-    expect(found[1], returns)
+    assert_column(found[0], advantages)
+    assert_column(found[1], returns)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([1.0, 0.9]))
 def test_discounted_returns_equal_their_sum(seed: int, gamma: float) -> None:
     case, expected = PackedCase(seed), {}
-    for tokens in case.sequences():
+    for tokens in case.list_sequences():
         for i, t in enumerate(tokens):
             expected[t] = sum(
                 gamma ** (j - i) * float(case.rewards[tokens[j]]) for j in range(i, len(tokens))
             )
-    expect(discount_returns(case.rewards, case.mask, case.offsets, gamma), expected)
+    assert_column(discount_returns(case.rewards, case.mask, case.offsets, gamma), expected)
 
 
 @settings(max_examples=60, deadline=None)
@@ -98,7 +99,7 @@ def test_vtrace_equals_its_equation(seed: int, gamma: float, lam: float, bars: t
     case = PackedCase(seed)
     targets: dict[int, float] = {}
     advantages: dict[int, float] = {}
-    for tokens in case.sequences():
+    for tokens in case.list_sequences():
         value = [float(case.values[t]) for t in tokens] + [0.0]
         reward = [float(case.rewards[t]) for t in tokens]
         ratio = [math.exp(float(case.log_ratio[t])) for t in tokens]
@@ -116,8 +117,8 @@ def test_vtrace_equals_its_equation(seed: int, gamma: float, lam: float, bars: t
     found = vtrace(
         case.rewards, case.values, case.log_ratio, case.mask, case.offsets, gamma, lam, rho_bar, c_bar
     )
-    expect(found[0], advantages)
-    expect(found[1], targets)
+    assert_column(found[0], advantages)
+    assert_column(found[1], targets)
 
 
 @settings(max_examples=30, deadline=None)
@@ -167,8 +168,8 @@ def test_gae_by_turn_equals_its_equation_and_asks_for_the_value_of_first_tokens_
             returns |= dict.fromkeys(tokens, total + value[i])
     values = torch.where(find_turns(case.mask, case.offsets)[1], case.values, math.nan)
     found = turn_gae(case.rewards, values, case.mask, case.offsets, gamma, lam)
-    expect(found[0], advantages)
-    expect(found[1], returns)
+    assert_column(found[0], advantages)
+    assert_column(found[1], returns)
 
 
 @settings(max_examples=30, deadline=None)
@@ -184,13 +185,13 @@ def test_gae_by_turn_is_gae_where_every_turn_has_one_token(seed: int) -> None:
 
 def test_lambda_by_sequence_is_each_sequences_own() -> None:
     case = PackedCase(11)
-    lengths = torch.tensor([len(tokens) for tokens in case.sequences()])
+    lengths = torch.tensor([len(tokens) for tokens in case.list_sequences()])
     lam = length_adaptive_lambda(lengths, alpha=0.5)
     assert lam.tolist() == pytest.approx(
         [min(1, max(0, 1 - 1 / (0.5 * max(1, n)))) for n in lengths.tolist()]
     )
     together = gae(case.rewards, case.values, case.mask, case.offsets, 1.0, lam)[0]
-    for number, tokens in enumerate(case.sequences()):
+    for number, tokens in enumerate(case.list_sequences()):
         alone = gae(case.rewards, case.values, case.mask, case.offsets, 1.0, float(lam[number]))[0]
         assert together[tokens].tolist() == pytest.approx(alone[tokens].tolist())
 
@@ -209,7 +210,8 @@ def test_nothing_sampled_gives_nothing() -> None:
 
 
 def test_vtrace_is_defined_where_a_policy_never_samples_a_token() -> None:
-    """π / μ is taken within e^±20: the first token is truncated to ρ̄, the second counts for next to nothing."""
+    """π / μ is taken within e^±20: the first token is truncated to ρ̄, the second counts for next to
+    nothing."""
     log_ratio, mask = torch.tensor([math.inf, -math.inf]).double(), torch.ones(2, dtype=torch.bool)
     rewards, values = torch.tensor([0.0, 1.0]).double(), torch.tensor([0.25, 0.5]).double()
     advantages, targets = vtrace(rewards, values, log_ratio, mask, torch.tensor([0, 2]))
@@ -266,7 +268,7 @@ def test_filtration_draws_in_proportion_to_the_power_of_the_score() -> None:
 # ---- the critic, and the implicit reward model
 
 
-def columns(seed: int, num_tokens: int = 20) -> dict[str, Tensor]:
+def draw_columns(seed: int, num_tokens: int = 20) -> dict[str, Tensor]:
     """Six sequences, one of them without a sampled token; NaN where not sampled."""
     rng = torch.Generator().manual_seed(seed)
     sequence = torch.sort(torch.randint(0, 6, (num_tokens,), generator=rng)).values
@@ -282,21 +284,25 @@ def columns(seed: int, num_tokens: int = 20) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def critic(c: dict[str, Tensor], clip: float | None = 0.2) -> tuple[Tensor, dict[str, Tensor]]:
+def compute_critic_loss(c: dict[str, Tensor], clip: float | None = 0.2) -> tuple[Tensor, dict[str, Tensor]]:
     return value_loss(c["x"], c["before"], c["targets"], c["mask"], c["weights"], clip)
 
 
-def reward_model(c: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def compute_reward_model_loss(c: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     return implicit_reward_loss(c["x"], c["before"], c["outcomes"], c["mask"], c["sequence"], 6, 0.3)
 
 
-LOSSES = {"critic": critic, "critic unclipped": lambda c: critic(c, None), "reward model": reward_model}
+LOSSES = {
+    "critic": compute_critic_loss,
+    "critic unclipped": lambda c: compute_critic_loss(c, None),
+    "reward model": compute_reward_model_loss,
+}
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
 @pytest.mark.parametrize("seed", range(5))
 def test_the_loss_of_values_equals_its_equation(seed: int, clip: float | None) -> None:
-    c, expected, errors, num_clipped = columns(seed), 0.0, [], 0
+    c, expected, errors, num_clipped = draw_columns(seed), 0.0, [], 0
     trained = c["mask"].nonzero()[:, 0].tolist()
     for t in trained:
         value, before, target = (float(c[name][t]) for name in ("x", "before", "targets"))
@@ -306,7 +312,7 @@ def test_the_loss_of_values_equals_its_equation(seed: int, clip: float | None) -
             num_clipped += squares[1] > squares[0]
         errors.append(squares[0])
         expected += 0.5 * float(c["weights"][t]) * max(squares)
-    loss, sums = critic(c, clip)
+    loss, sums = compute_critic_loss(c, clip)
     assert float(loss) == pytest.approx(expected)
     values, targets = (c[name][trained].tolist() for name in ("x", "targets"))
     n, mean = len(trained), sum(targets) / len(trained)
@@ -320,7 +326,7 @@ def test_the_loss_of_values_equals_its_equation(seed: int, clip: float | None) -
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_loss_of_implicit_rewards_is_the_cross_entropy_of_their_sum(seed: int) -> None:
-    c, expected, right, told = columns(seed), 0.0, 0, 0
+    c, expected, right, told = draw_columns(seed), 0.0, 0, 0
     assert implicit_rewards(c["x"], c["before"], 0.3)[c["mask"]].tolist() == pytest.approx(
         [
             0.3 * (x - y)
@@ -336,7 +342,7 @@ def test_the_loss_of_implicit_rewards_is_the_cross_entropy_of_their_sum(seed: in
         outcome = float(c["outcomes"][tokens[0]])
         expected -= (outcome * math.log(probability) + (1 - outcome) * math.log(1 - probability)) / 6
         right, told = right + ((probability > 0.5) == (outcome > 0.5)), told + 1
-    loss, sums = reward_model(c)
+    loss, sums = compute_reward_model_loss(c)
     assert float(loss) == pytest.approx(expected)
     assert summarize_rewards(sums) == pytest.approx(
         {"reward_model/loss": expected, "reward_model/accuracy": right / told}
@@ -345,14 +351,14 @@ def test_the_loss_of_implicit_rewards_is_the_cross_entropy_of_their_sum(seed: in
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_values_and_rewards_pass_gradcheck(name: str) -> None:
-    c = columns(1)
+    c = draw_columns(1)
     leaf = torch.where(c["mask"], c["x"], 0.0).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: LOSSES[name](c | {"x": x})[0], leaf)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_is_not_sampled_cannot_matter_to_a_value_or_reward_even_when_it_is_nan(name: str) -> None:
-    dirty = columns(1)
+    dirty = draw_columns(1)
     clean = {
         key: torch.where(dirty["mask"], c, 0.5) if c.is_floating_point() else c for key, c in dirty.items()
     }
@@ -368,7 +374,7 @@ def test_what_is_not_sampled_cannot_matter_to_a_value_or_reward_even_when_it_is_
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_values_and_rewards_do_not_depend_on_microbatches_or_order(name: str) -> None:
-    c = columns(1)
+    c = draw_columns(1)
     whole, sums = LOSSES[name](c)
     for parts in ([[0, 1], [2, 3, 4], [5]], [[4, 2, 0, 5, 1, 3]]):
         pieces = []
@@ -385,7 +391,7 @@ def test_losses_of_values_and_rewards_do_not_depend_on_microbatches_or_order(nam
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("size", [0, 20])
 def test_no_sampled_token_gives_a_value_loss_of_zero_and_finite_figures(name: str, size: int) -> None:
-    c = {key: column[:size] for key, column in columns(1).items()}
+    c = {key: column[:size] for key, column in draw_columns(1).items()}
     loss, sums = LOSSES[name](c | {"mask": torch.zeros(size, dtype=torch.bool)})
     assert float(loss) == 0
     summary = summarize_rewards(sums) if name == "reward model" else summarize_values(sums)
@@ -393,8 +399,8 @@ def test_no_sampled_token_gives_a_value_loss_of_zero_and_finite_figures(name: st
 
 
 def test_equal_targets_explain_nothing() -> None:
-    c = columns(1) | {"targets": torch.full((20,), 0.3).double()}
-    assert summarize_values(critic(c)[1])["critic/explained_variance"] == 0
+    c = draw_columns(1) | {"targets": torch.full((20,), 0.3).double()}
+    assert summarize_values(compute_critic_loss(c)[1])["critic/explained_variance"] == 0
 
 
 def test_coefficients_above_one_overflow_in_their_own_sequence_only() -> None:

@@ -1,6 +1,8 @@
-"""The same numbers from every engine: one step from the same weights and batch, however model and batch are divided.
+"""The same numbers from every engine: one step from the same weights and batch, however model and batch are
+divided.
 
-The reference is Hugging Face's eager attention in float32, one sequence at a time, and torch's own AdamW and clipping.
+The reference is Hugging Face's eager attention in float32, one sequence at a time, and torch's own AdamW and
+clipping.
 """
 
 from collections.abc import Callable
@@ -92,10 +94,11 @@ class EngineOutcome:
 
 
 def replay_experts(model: Any, recorded: Tensor | None) -> Callable[[int, int], None]:
-    """Replaces the choice of each of a Hugging Face model's routers; returns what says which tokens come next."""
+    """Replaces the choice of each of a Hugging Face model's routers; returns what says which tokens come
+    next."""
     span = [0, 0]
 
-    def hook(layer: int, outputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def replace_choice(layer: int, outputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         logits, weights, chosen = outputs[0], outputs[1].clone(), outputs[2].clone()
         for token in range(len(logits)):
             experts = recorded[span[0] + token].view(2, 2)[layer].long()
@@ -106,13 +109,14 @@ def replay_experts(model: Any, recorded: Tensor | None) -> Callable[[int, int], 
 
     for number, layer in enumerate(model.model.layers if recorded is not None else ()):
         layer.mlp.gate.register_forward_hook(
-            lambda module, inputs, outputs, number=number: hook(number, outputs)
+            lambda module, inputs, outputs, number=number: replace_choice(number, outputs)
         )
     return lambda start, end: span.__setitem__(slice(None), [start, end])
 
 
 def measure_balance(router_logits: list[Tensor], recorded: Tensor | None) -> tuple[Tensor, dict[str, float]]:
-    """E Σ_i f_i P_i summed over the layers, from the logits [T, E] of each, and the figures of `Engine.routing_metrics`."""
+    """E Σ_i f_i P_i summed over the layers, from the logits [T, E] of each, and the figures of
+    `Engine.routing_metrics`."""
     losses, loads = [], []
     for layer, logits in enumerate(router_logits):
         probabilities = logits.softmax(-1)
@@ -223,10 +227,11 @@ def references(folder: Path) -> Callable[[str, float, bool], EngineOutcome]:
 def test_a_step_gives_the_same_loss_gradient_norm_and_weights(
     name: str, folder: Path, references: Callable[[str, float, bool], EngineOutcome], tmp_path: Path
 ) -> None:
-    """Log-probabilities within 2e-6, loss and gradient norm within 1e-5 of their size; weights within 2 % of a step of AdamW.
+    """Log-probabilities within 2e-6, loss and gradient norm within 1e-5 of their size; weights within 2 % of
+    a step of AdamW.
 
-    Where a gradient is below a thousandth of its tensor's largest, AdamW makes a whole step of what is rounding: there, weights are
-    within two steps.
+    Where a gradient is below a thousandth of its tensor's largest, AdamW makes a whole step of what is
+    rounding: there, weights are within two steps.
     """
     row = ENGINE_ROWS[name]
     expected = references(row.model, row.balance, row.replay)
@@ -250,7 +255,8 @@ def test_a_step_gives_the_same_loss_gradient_norm_and_weights(
 
 
 def find_gradient(name: str, gradients: dict[str, Tensor]) -> Tensor:
-    """By the name in a file, which has experts one by one where the model has them fused: [E, 2 I, H] and [E, H, I]."""
+    """By the name in a file, which has experts one by one where the model has them fused: [E, 2 I, H] and
+    [E, H, I]."""
     if name in gradients:
         return gradients[name]
     before, _, after = name.partition(".experts.")

@@ -1,4 +1,8 @@
-"""One training step, from a batch to updated models: of every preset the same however it is divided, and what its parts promise."""
+"""One training step, from a batch to updated models.
+
+The step of every preset is the same however it is divided over microbatches and ranks. Its parts keep their
+promises.
+"""
 
 import math
 from dataclasses import replace
@@ -43,11 +47,20 @@ COMPOSITIONS = {path.stem: [f"algo={path.stem}"] for path in sorted(FOLDER.glob(
     "m2po_strict": ["algo=m2po", "algo.m2po.threshold=0.003"],
     "dapo_loglinear": ["algo=dapo", "algo.proximal=loglinear"],
     "grpo_with_everything": [
-        "algo=grpo", "algo.kl.loss_coef=0.04", "algo.entropy_coef=0.01", "algo.normalize_weights=true", "algo.imitation_coef=0.1",
-        "algo.rejection.estimator=k3", "algo.rejection.level=sequence_max", "algo.rejection.threshold=0.02",
-        "algo.reward.overlong_filter=true", "algo.reward.normalize=true", "algo.reward.clip=1", "algo.reward.filter_power=1",
+        "algo=grpo",
+        "algo.kl.loss_coef=0.04",
+        "algo.entropy_coef=0.01",
+        "algo.normalize_weights=true",
+        "algo.imitation_coef=0.1",
+        "algo.rejection.estimator=k3",
+        "algo.rejection.level=sequence_max",
+        "algo.rejection.threshold=0.02",
+        "algo.reward.overlong_filter=true",
+        "algo.reward.normalize=true",
+        "algo.reward.clip=1",
+        "algo.reward.filter_power=1",
     ],
-}  # fmt: skip
+}
 IN_TWO = {
     "gspo",
     "kimi",
@@ -60,7 +73,7 @@ IN_TWO = {
     "dapo_loglinear",
     "grpo_with_everything",
 }
-"""Those that are tried with two updates in the step."""
+"""Compositions that are tried with two updates in the step."""
 
 
 @cache
@@ -70,7 +83,8 @@ def configure_composition(model: Path, name: str) -> Config:
 
 
 class ModelStock:
-    """Models as they were when loaded, set back and not made again: that would take longer than their step."""
+    """Models as they were when loaded, set back and not made again: that would take longer than their
+    step."""
 
     def __init__(self, origin: Path) -> None:
         """`origin`: the reference, from which the policy has drifted."""
@@ -146,7 +160,7 @@ def stock(fixed_model: Path) -> ModelStock:
 
 @pytest.fixture(scope="module")
 def whole(stock: ModelStock, drifted: Path, batch: Batch) -> dict[str, StepOutcome]:
-    """Of every composition, on one rank in one microbatch."""
+    """The outcome of every composition, on one rank in one microbatch."""
     return {name: stock.run_step(configure_composition(drifted, name), batch) for name in COMPOSITIONS}
 
 
@@ -213,8 +227,10 @@ def test_the_policys_warmup_begins_when_its_critic_has_been_trained_ahead(
         "staleness.on_late=mask",
     )
     trainer = Trainer(config, stock.reset_models(config))
-    rates = [trainer.train(replace(batch, versions=torch.where(batch.sampled, step, -1).int()), step)[0]["optimizer/lr"]
-             for step in (9, 10, 11, 13, 14)]  # fmt: skip
+    rates = []
+    for step in (9, 10, 11, 13, 14):
+        fresh = replace(batch, versions=torch.where(batch.sampled, step, -1).int())
+        rates.append(trainer.train(fresh, step)[0]["optimizer/lr"])
     assert rates == pytest.approx([0.0, 0.25e-4, 0.5e-4, 1e-4, 1e-4])
 
 
@@ -311,7 +327,8 @@ def test_a_step_on_two_ranks_is_the_same_as_on_one(
 def test_rejection_drops_the_responses_that_are_apart_and_no_others(
     whole: dict[str, StepOutcome], batch: Batch
 ) -> None:
-    """`draw_responses` puts a ratio of e^0.3 into the last response of each group: k3 is 0.05 there, and at most 0.012 elsewhere."""
+    """`draw_responses` puts a ratio of e^0.3 into the last response of each group: k3 is 0.05 there, and
+    at most 0.012 elsewhere."""
     sample = torch.arange(batch.num_sequences)[batch.sequence] % SAMPLES
     learned = batch.sampled & ~batch.truncated[batch.sequence]
     share = float((learned & (sample == SAMPLES - 1)).sum() / learned.sum())
@@ -344,7 +361,8 @@ def test_rewards_are_shaped_before_they_become_advantages(
 def test_the_loss_is_that_of_the_advantages_the_corrections_and_what_was_good(
     stock: ModelStock, drifted: Path, batch: Batch
 ) -> None:
-    """With one update π_θ is π_p: the ratio is 1, the weight is π_p / μ up to 2, and each token is one of its sequence's."""
+    """With one update π_θ is π_p: the ratio is 1, the weight is π_p / μ up to 2, and each token is one of
+    its sequence's."""
     config = configure_step(drifted, "algo=grpo", "algo.imitation_coef=0.1", "algo.imitation_above=0.5")
     trainer = Trainer(config, stock.reset_models(config))
     logprobs, expected = trainer.infer_logprobs(batch), 0.0

@@ -1,4 +1,5 @@
-"""Surrogates, corrections and KL estimators against slow references in float64, written token by token from the equations."""
+"""Surrogates, corrections and KL estimators against slow references in float64, written token by token
+from the equations."""
 
 import dataclasses
 import math
@@ -27,17 +28,17 @@ def draw_tokens(seed: int, num_tokens: int = 24, spread: float = 0.4) -> Tokens:
     """Six sequences, some tokens not trained, one sequence with none."""
     rng = torch.Generator().manual_seed(seed)
 
-    def rand() -> Tensor:
+    def draw_column() -> Tensor:
         return torch.randn(num_tokens, generator=rng, dtype=torch.float64)
 
-    logprobs = -rand().abs() - 0.05
+    logprobs = -draw_column().abs() - 0.05
     sequence = torch.arange(num_tokens) * 6 // num_tokens
     mask = (torch.rand(num_tokens, generator=rng) < 0.7) & (sequence != 3)
     return Tokens(
         logprobs=torch.where(mask, logprobs, 0.0).requires_grad_(),
-        proximal_logprobs=torch.where(mask, logprobs + spread * rand(), 0.0),
-        behavior_logprobs=torch.where(mask, logprobs + spread * rand(), 0.0),
-        advantages=torch.where(mask, rand(), 0.0),
+        proximal_logprobs=torch.where(mask, logprobs + spread * draw_column(), 0.0),
+        behavior_logprobs=torch.where(mask, logprobs + spread * draw_column(), 0.0),
+        advantages=torch.where(mask, draw_column(), 0.0),
         mask=mask,
         sequence=sequence,
     )
@@ -69,11 +70,11 @@ def run_surrogate(name: str, tokens: Tokens, config: SurrogateConfig | None = No
     return SURROGATES[name](tokens, config or EQUATIONS[name].config)
 
 
-def correct(algo: AlgoConfig, log_ratio: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
+def weigh_tokens(algo: AlgoConfig, log_ratio: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
     return correct_off_policy(algo.correction, log_ratio, mask, sequence, *algo.correction_range)
 
 
-def reject(config: RejectionConfig, log_ratio: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
+def mask_tokens(config: RejectionConfig, log_ratio: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
     assert config.estimator is not None
     return mask_rejected(config.estimator, config.level, config.threshold, log_ratio, mask, sequence)
 
@@ -115,13 +116,17 @@ def test_surrogates_without_stopped_gradients_pass_gradcheck(name: str) -> None:
 
 
 def test_what_gspo_cuts_has_no_gradient() -> None:
-    """A sequence far above its proximal policy whose advantage is negative: without a bound its gradient would be e^12 a token."""
+    """A sequence far above its proximal policy whose advantage is negative: without a bound its gradient
+    would be e^12 a token."""
     leaf = torch.full((3,), -1.0, dtype=torch.float64, requires_grad=True)
     tokens = Tokens(
-        logprobs=leaf, proximal_logprobs=torch.full((3,), -13.0, dtype=torch.float64), behavior_logprobs=torch.full((3,), -13.0).double(),
-        advantages=torch.full((3,), -1.0, dtype=torch.float64), mask=torch.ones(3, dtype=torch.bool),
+        logprobs=leaf,
+        proximal_logprobs=torch.full((3,), -13.0, dtype=torch.float64),
+        behavior_logprobs=torch.full((3,), -13.0).double(),
+        advantages=torch.full((3,), -1.0, dtype=torch.float64),
+        mask=torch.ones(3, dtype=torch.bool),
         sequence=torch.zeros(3, dtype=torch.int64),
-    )  # fmt: skip
+    )
     loss = SURROGATES["gspo"](tokens, GspoConfig())
     (gradient,) = torch.autograd.grad(loss.sum(), leaf)
     assert loss.tolist() == pytest.approx([math.exp(10.0)] * 3) and not gradient.any()
@@ -133,12 +138,13 @@ def test_the_ranges_of_corrections_are_those_of_what_they_bound() -> None:
     assert AlgoConfig(correction=Correction.icepop, correction_cap=3.0).correction_range == (0.5, 3.0)
     apart, sequence = torch.tensor([0.02, 0.02, 0.001]), torch.tensor([0, 0, 1])
     algo = AlgoConfig(correction=Correction.geometric_mask)
-    kept = correct(algo, apart, torch.ones(3, dtype=torch.bool), sequence)
+    kept = weigh_tokens(algo, apart, torch.ones(3, dtype=torch.bool), sequence)
     assert kept.tolist() == [0.0, 0.0, 1.0], "a mean of 2 % is far for a sequence"
 
 
 def test_a_sequence_moves_as_one_in_gspo_and_alone_it_is_ppo() -> None:
-    """Its gradient is s_i A for each token of a sequence that is not clipped; with one token a sequence it is PPO's."""
+    """Its gradient is s_i A for each token of a sequence that is not clipped; with one token a sequence it
+    is PPO's."""
     tokens = draw_tokens(5, spread=0.005)
     wide = GspoConfig(clip_low=0.5, clip_high=0.5)
     (gradient,) = torch.autograd.grad(run_surrogate("gspo", tokens, wide)[tokens.mask].sum(), tokens.logprobs)
@@ -239,7 +245,7 @@ def test_each_correction_equals_its_equation(kind: Correction) -> None:
     for seed in range(6):
         tokens = draw_tokens(seed)
         log_ratio = (tokens.proximal_logprobs - tokens.behavior_logprobs).detach()
-        weights = correct(algo, log_ratio, tokens.mask, tokens.sequence)
+        weights = weigh_tokens(algo, log_ratio, tokens.mask, tokens.sequence)
         for t in tokens.mask.nonzero()[:, 0].tolist():
             expected = correction_reference(kind, tokens, log_ratio.tolist(), t)
             assert float(weights[t]) == pytest.approx(expected), (seed, t)
@@ -248,7 +254,7 @@ def test_each_correction_equals_its_equation(kind: Correction) -> None:
 
 
 def estimate_reference(config: RejectionConfig, tokens: Tokens, log_ratio: list[float], t: int) -> float:
-    """Of KL(μ ‖ π), whose ℓ is log μ − log π."""
+    """Returns the estimate of KL(μ ‖ π), whose ℓ is log μ − log π."""
     of_token = {
         Estimator.k1: lambda x: -x,
         Estimator.k2: lambda x: x * x / 2,
@@ -263,7 +269,7 @@ def estimate_reference(config: RejectionConfig, tokens: Tokens, log_ratio: list[
     }[config.level]
 
 
-def middle(values: list[float]) -> float:
+def find_middle(values: list[float]) -> float:
     """Between the two in the middle, so that none is equal to it."""
     ordered = sorted(set(values))
     return (ordered[len(ordered) // 2 - 1] + ordered[len(ordered) // 2]) / 2
@@ -280,8 +286,8 @@ def test_rejection_drops_what_its_estimate_puts_above_the_threshold(
         trained = tokens.mask.nonzero()[:, 0].tolist()
         config = RejectionConfig(estimator=estimator, level=level)
         estimates = {t: estimate_reference(config, tokens, log_ratio.tolist(), t) for t in trained}
-        config.threshold = middle([round(value, 9) for value in estimates.values()])
-        found = reject(config, log_ratio, tokens.mask, tokens.sequence)
+        config.threshold = find_middle([round(value, 9) for value in estimates.values()])
+        found = mask_tokens(config, log_ratio, tokens.mask, tokens.sequence)
         assert [float(found[t]) for t in trained] == [
             float(estimates[t] <= config.threshold) for t in trained
         ]
@@ -308,16 +314,18 @@ def test_off_policy_weights_are_the_product_of_their_parts(
         log_ratio = (tokens.proximal_logprobs - tokens.behavior_logprobs).detach().requires_grad_()
         ell, trained = log_ratio.tolist(), tokens.mask.nonzero()[:, 0].tolist()
         drop = RejectionConfig(estimator=Estimator.k3, level=Level.sequence_mean)
-        drop.threshold = middle([round(estimate_reference(drop, tokens, ell, t), 9) for t in trained])
+        drop.threshold = find_middle([round(estimate_reference(drop, tokens, ell, t), 9) for t in trained])
         algo = AlgoConfig(
             surrogate=surrogate, correction=kind, correction_floor=FLOOR, correction_cap=CAP, rejection=drop,
             normalize_weights=normalise,
         )  # fmt: skip
         kept = second_moment_kept(tokens, ell, 0.04) if surrogate == "m2po" else set(trained)
         expected = [
-            correction_reference(kind, tokens, ell, t) * (estimate_reference(drop, tokens, ell, t) <= drop.threshold) * (t in kept)
+            correction_reference(kind, tokens, ell, t)
+            * (estimate_reference(drop, tokens, ell, t) <= drop.threshold)
+            * (t in kept)
             for t in trained
-        ]  # fmt: skip
+        ]
         mean = sum(expected) / len(expected)
         found = compute_off_policy_weights(algo, log_ratio, tokens.advantages, tokens.mask, tokens.sequence)
         assert found[tokens.mask].tolist() == pytest.approx(
@@ -343,8 +351,8 @@ def test_bounds_are_of_pi_over_mu_and_not_of_its_inverse() -> None:
         assert correction(ell, mask, sequence, 0.5, 5.0).tolist() == [1, 1]
     for level in Level:
         k1 = RejectionConfig(estimator=Estimator.k1, level=level, threshold=0.0)
-        assert reject(k1, ell, mask, sequence).tolist() == [1, 1], "k1 estimates −ℓ"
-        assert reject(k1, -ell, mask, sequence).tolist() == [0, 0]
+        assert mask_tokens(k1, ell, mask, sequence).tolist() == [1, 1], "k1 estimates −ℓ"
+        assert mask_tokens(k1, -ell, mask, sequence).tolist() == [0, 0]
 
 
 def test_where_the_policies_are_equal_every_weight_is_one() -> None:
@@ -422,7 +430,7 @@ def test_kl_estimators_have_the_values_and_the_gradients_that_are_stated() -> No
     logits = torch.tensor([0.3, -0.2, 0.9, -1.1], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.1, 0.4, -0.3, 0.2], dtype=torch.float64).log_softmax(0)
 
-    def gradient(value: Tensor) -> Tensor:
+    def differentiate(value: Tensor) -> Tensor:
         return torch.autograd.grad(value, logits, retain_graph=True)[0]
 
     log_pi = logits.log_softmax(0)
@@ -433,9 +441,9 @@ def test_kl_estimators_have_the_values_and_the_gradients_that_are_stated() -> No
     assert expected["k1"].item() == pytest.approx(exact.item()) and expected["k3"].item() == pytest.approx(
         exact.item()
     )
-    torch.testing.assert_close(gradient(expected["k1"]), torch.zeros(4, dtype=torch.float64))
-    torch.testing.assert_close(gradient(expected["k2"]), gradient(exact))
-    torch.testing.assert_close(gradient(expected["k3"]), gradient(forward))
+    torch.testing.assert_close(differentiate(expected["k1"]), torch.zeros(4, dtype=torch.float64))
+    torch.testing.assert_close(differentiate(expected["k2"]), differentiate(exact))
+    torch.testing.assert_close(differentiate(expected["k3"]), differentiate(forward))
 
 
 def test_kl_estimators_are_finite_where_a_policy_never_samples_a_token() -> None:

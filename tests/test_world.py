@@ -101,7 +101,7 @@ class LateSource:
 def wait_for_batch(world: World, rows: list[Trajectory], store: Path) -> int:
     with patch("learners.world.TIMEOUT", timedelta(seconds=1)), patch("learners.feed.PATIENCE_S", 0.3):
         impatient = World(world.rank, world.size, dist.FileStore(str(store), world.size))
-        batch = Feed(LateSource(rows, 3.0), impatient, lambda text: None).next(0)
+        batch = Feed(LateSource(rows, 3.0), impatient, lambda text: None).take_batch(0)
     assert isinstance(batch, Batch)
     return len(batch.tokens)
 
@@ -135,8 +135,8 @@ def feed_batches(
 ) -> tuple[list[Batch], str, dict[int, int], list[str], list[bool]]:
     buffer, log = CountingSource(rows), []
     feed = Feed(buffer, world, log.append, host="one" if world.rank < 2 else "two")
-    batches = [feed.next(0), feed.next(1)]
-    over = feed.next(2)
+    batches = [feed.take_batch(0), feed.take_batch(1)]
+    over = feed.take_batch(2)
     assert isinstance(over, m.RunStopped) and all(isinstance(batch, Batch) for batch in batches)
     shared = [_is_shared(batch.tokens) for batch in batches if isinstance(batch, Batch)]
     world.barrier()
@@ -186,7 +186,7 @@ def feed_different_groups(world: World, rows: list[Trajectory]) -> str:
             step, [0, 1, 9], [], pa.Table.from_batches([to_batch(rows)])
         )  # type: ignore
     try:
-        Feed(buffer, world, print, host="one" if world.rank < 1 else "two").next(0)
+        Feed(buffer, world, print, host="one" if world.rank < 1 else "two").take_batch(0)
     except RuntimeError as error:
         return str(error)
     return "trained"
@@ -197,7 +197,7 @@ def test_hosts_that_were_given_different_groups_do_not_train_them(
 ) -> None:
     told = on_ranks(2, feed_different_groups, tmp_path / "two", trajectories)
     assert set(told) == {
-        "a damaged group of step 0 was replaced between the ranks of two hosts: the step begins anew"
+        "a damaged group of step 0 was replaced after one of the hosts had fetched it: the step begins anew"
     }
 
 

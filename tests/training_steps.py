@@ -21,29 +21,33 @@ from learners.models import Models
 from learners.packing import Batch, batch_from_arrow
 
 STEP = 12
-"""Past VAPO's pre-training."""
+"""Version of the step that is trained: one after VAPO's pre-training."""
 
 
 GROUPS, SAMPLES, LONGEST = 6, 4, 12
 
 
 GROUP_WEIGHTS = [0.5, 1.5, 1.0, 0.8, 1.2, 0.7]
-"""Of the groups, as a sampler may give them."""
+"""Weights of the groups, as a sampler may give them."""
 
 
 StepOutcome = tuple[dict[str, float], int, dict[str, dict[str, Tensor]]]
-"""Metrics, tokens within the bound, and by name the state of each model that is trained."""
+"""Metrics, number of tokens within `max_versions`, and by name the state of each model that is trained."""
 
 
 def draw_log_ratios(rng: np.random.Generator, length: int, apart: bool) -> np.ndarray:
-    """log π / μ of a response's tokens, all of other sizes: 0.03 to 0.15 either way, and 0.3 for the first if the response is `apart`."""
+    """Returns log π / μ of a response's tokens: 0.03 to 0.15 either way, and 0.3 for the first if it is
+    `apart`."""
     found = rng.uniform(0.03, 0.15, length) * rng.choice([-1, 1], length)
     return np.concatenate([[0.3], found[1:]]) if apart else found
 
 
 def draw_responses(folder: Path, step: int = STEP) -> list[Trajectory]:
-    """Six groups of four, of staleness 0 to 2. Tokens and ratios are drawn here, so that they are the same on every machine; the
-    log-probabilities are the model's, less those ratios. The last response of a group, which is never cut off, is `apart`."""
+    """Returns six groups of four responses, of staleness 0 to 2.
+
+    Tokens and ratios are drawn here, so that they are the same on every machine. The log-probabilities are
+    the model's, less those ratios. The last response of a group, which is never cut off, is `apart`.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder)
     rng, rows = np.random.default_rng(0), []
     for group in range(GROUPS):
@@ -59,13 +63,23 @@ def draw_responses(folder: Path, step: int = STEP) -> list[Trajectory]:
             versions = (step - np.sort(rng.integers(0, 3, length))[::-1]).clip(0)
             rows.append(
                 Trajectory(
-                    group=group, sample=sample, due=step, prompt_id=group, task="t", generator="g", started_at=0.0, finished_at=1.0,
-                    tokens=tokens, sampled=[False] * len(prompt) + [True] * length,
-                    logprobs=[0.0] * len(prompt) + behavior.tolist(), versions=[-1] * len(prompt) + versions.tolist(),
-                    reward=float(group == 1 or rng.integers(2)), rewards={GREEDY: greedy},
+                    group=group,
+                    sample=sample,
+                    due=step,
+                    prompt_id=group,
+                    task="t",
+                    generator="g",
+                    started_at=0.0,
+                    finished_at=1.0,
+                    tokens=tokens,
+                    sampled=[False] * len(prompt) + [True] * length,
+                    logprobs=[0.0] * len(prompt) + behavior.tolist(),
+                    versions=[-1] * len(prompt) + versions.tolist(),
+                    reward=float(group == 1 or rng.integers(2)),
+                    rewards={GREEDY: greedy},
                     finish_reason="length" if length == LONGEST else "stop",
                 )
-            )  # fmt: skip
+            )
     return rows
 
 
@@ -75,12 +89,22 @@ def make_step_batch(rows: list[Trajectory], weights: list[float] | None = None) 
 
 @cache
 def configure_step(model: Path, *overrides: str) -> Config:
-    """Gradients are not clipped, so that their scale shows."""
-    return load_config([
-        f"model.path={model}", f"learner.groups_per_step={GROUPS}", f"learner.samples_per_prompt={SAMPLES}",
-        f"sampling.max_tokens={LONGEST}", "learner.lr=1e-4", "learner.warmup_steps=0", "learner.lr_end=1", "learner.max_grad_norm=1e6",
-        "algo=grpo", "learner.minibatches=1", *overrides,
-    ])  # fmt: skip
+    """Returns the configuration of a step. Gradients are not clipped, so that their scale shows."""
+    return load_config(
+        [
+            f"model.path={model}",
+            f"learner.groups_per_step={GROUPS}",
+            f"learner.samples_per_prompt={SAMPLES}",
+            f"sampling.max_tokens={LONGEST}",
+            "learner.lr=1e-4",
+            "learner.warmup_steps=0",
+            "learner.lr_end=1",
+            "learner.max_grad_norm=1e6",
+            "algo=grpo",
+            "learner.minibatches=1",
+            *overrides,
+        ]
+    )
 
 
 def change_learner(config: Config, **learner: int) -> Config:
@@ -88,7 +112,7 @@ def change_learner(config: Config, **learner: int) -> Config:
 
 
 def copy_state(engine: Engine) -> dict[str, Tensor]:
-    """This rank's part of the weights and of AdamW's first moment, by name."""
+    """Returns this rank's part of the weights and of AdamW's first moment, by name."""
     assert isinstance(engine, FsdpEngine)
     return {
         name: value.to_local().clone()
@@ -98,12 +122,14 @@ def copy_state(engine: Engine) -> dict[str, Tensor]:
 
 
 def assert_same(found: StepOutcome, expected: StepOutcome) -> None:
-    """Gradients within 2e-5 of the largest; weights within 1e-6, a hundredth of a step; metrics within 2e-4.
+    """Asserts gradients within 2e-5 of the largest; weights within 1e-6, a hundredth of a step; metrics
+    within 2e-4.
 
-    AdamW's first step is all but the sign of the gradient: it hides its size, and where that is zero but for rounding it may go either
-    way. So its first moment is compared as well, which after one update is the gradient times 1 − β, and weights where that is
-    above a thousandth of the largest. After two updates one of the two gradients may still have been rounding: so may one weight in a
-    thousand be up to two whole steps apart.
+    AdamW's first step is all but the sign of the gradient: it hides its size, and where that is zero but for
+    rounding it may go either way. So its first moment is compared as well, which after one update is the
+    gradient times 1 − β, and weights where that is above a thousandth of the largest. After two updates one
+    of the two gradients may still have been rounding: so may one weight in a thousand be up to two whole
+    steps apart.
     """
     assert found[0] == pytest.approx(expected[0], rel=2e-4, abs=2e-6) and found[1] == expected[1]
     for model, state in expected[2].items():
@@ -125,13 +151,13 @@ def assert_same(found: StepOutcome, expected: StepOutcome) -> None:
 
 
 def assert_equal(found: StepOutcome, expected: StepOutcome) -> None:
-    """To the bit."""
+    """Asserts that all states are equal to the bit."""
     for model, state in expected[2].items():
         assert [name for name, value in state.items() if not torch.equal(value, found[2][model][name])] == []
 
 
 def copy_states(models: Models) -> dict[tuple[str, str], Tensor]:
-    """The state of every trained model, optimizers included."""
+    """Returns the state of every trained model, optimizers included."""
     engines = models.trained_engines.items()
     return {
         (model, key): value.clone() for model, engine in engines for key, value in copy_state(engine).items()
