@@ -11,7 +11,7 @@ from configs.placement import CriticPlace
 from configs.schema import Config, Role
 from configs.setting import Condition, find_problems
 from configs.staleness import Controller, OnLate
-from configs.sync import Transport
+from configs.transports import Transport, TransportUse
 
 LARGE_LEARNING_RATE = 1e-4
 """A learning rate above it brings a warning, unless it is for the tiny model or for adapters."""
@@ -70,10 +70,10 @@ def _engine_conditions(config: Config) -> list[Condition]:
         Condition(
             learner.lora.rank is None
             or learner.lora.publish is LoraPublish.merged
-            or config.sync.transport not in (Transport.nccl, Transport.cuda_ipc),
+            or config.sync.transport.row.carries_adapters,
             "sync.transport",
-            "be auto, shared_memory, tcp or disk when learner.lora.publish=adapter (generators merge on "
-            "their host)",
+            f"be one of {', '.join(one for one in Transport if one.row.carries_adapters)} when "
+            "learner.lora.publish=adapter (generators merge on their host)",
             config.sync.transport,
         ),
         Condition(
@@ -167,7 +167,7 @@ def _address_conditions(config: Config) -> list[Condition]:
     """Returns the rules that other hosts can connect to the learner, and that keys guard what they can
     reach."""
     address, buffer = config.sync.address, config.buffer
-    serves_others = config.sync.transport in (Transport.auto, Transport.tcp, Transport.nccl)
+    serves_others = config.sync.transport.row.serves_hosts is not TransportUse.never
     return [
         Condition(
             address is None or not is_beyond_loopback(address) or buffer.keys is not None,

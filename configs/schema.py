@@ -22,8 +22,9 @@ from configs.run import RunConfig
 from configs.sampling import SamplingConfig
 from configs.setting import Section, section, setting
 from configs.staleness import StalenessConfig
-from configs.sync import SyncConfig, Transport
+from configs.sync import SyncConfig
 from configs.task import TaskConfig
+from configs.transports import TransportUse
 
 Mode = StrEnum("Mode", {"async": "async", "on_policy": "on_policy"})
 """Asynchronous training, or the synchronous baseline."""
@@ -84,16 +85,9 @@ class Config(Section):
 
         None where all generators are on its host, or read a shared file system.
         """
-        match self.sync.transport:
-            case Transport.tcp | Transport.nccl:
-                has_other_hosts = True
-            case Transport.auto:
-                has_other_hosts = self.sync.address is not None or not is_loopback(
-                    host_of(self.buffer.address)
-                )
-            case _:
-                has_other_hosts = False
-        if not has_other_hosts:
+        serves = self.sync.transport.row.serves_hosts
+        is_reachable = self.sync.address is not None or not is_loopback(host_of(self.buffer.address))
+        if serves is TransportUse.never or (serves is TransportUse.where_it_helps and not is_reachable):
             return None
         return self.sync.address or f"tcp://{host_of(self.buffer.address)}:0"
 

@@ -6,6 +6,7 @@ from enum import StrEnum
 from configs.addresses import TCP_ADDRESS, names_no_host
 from configs.rules import POSITIVE
 from configs.setting import Condition, Section, setting
+from configs.transports import Transport
 
 
 class KvCache(StrEnum):
@@ -15,23 +16,6 @@ class KvCache(StrEnum):
     """It stays: later tokens see keys and values of earlier versions."""
     recompute = "recompute"
     """It is computed again under the new weights."""
-
-
-class Transport(StrEnum):
-    """The way of model weights from the learner to the generators."""
-
-    auto = "auto"
-    """Through memory on the learner's host (and its GPU, where an engine shares it), over `tcp` elsewhere."""
-    shared_memory = "shared_memory"
-    """Through memory, on the learner's host only."""
-    tcp = "tcp"
-    """Over ZeroMQ, to any host."""
-    disk = "disk"
-    """Through `sync.folder`, for hosts that share a file system. At the end the folder is a model folder."""
-    nccl = "nccl"
-    """From GPU to GPU."""
-    cuda_ipc = "cuda_ipc"
-    """Through the memory of the GPU that the learner's rank and the engine share."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,7 +44,7 @@ class SyncConfig(Section):
     def conditions(self) -> list[Condition]:
         return [
             Condition(
-                self.folder is None or self.transport is Transport.disk,
+                self.folder is None or self.transport.row.shares_folder,
                 "sync.folder",
                 "be set only when sync.transport=disk",
                 f"{self.folder!r} with {self.transport}",

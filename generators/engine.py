@@ -8,8 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sync.snapshot import Snapshot
-from sync.transports.nccl import NcclBroadcast
+from sync.weight_source import WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +72,7 @@ class Engine(Protocol):
     @property
     def num_unfinished(self) -> int: ...
 
-    def load_version(self, source: Snapshot | NcclBroadcast) -> None:
+    def load_version(self, source: WeightSource) -> None:
         """Loads a version while requests are kept, and verifies that the engine then holds what the
         manifest's digests say.
 

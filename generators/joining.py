@@ -3,8 +3,6 @@
 from functools import partial
 from pathlib import Path
 
-import xxhash
-
 from buffers import messages as m
 from buffers.client import BufferClient
 from buffers.connections import watch_small_requests
@@ -13,19 +11,13 @@ from buffers.parity_probe import probe_lengths
 from configs.generators import EngineKind
 from configs.load import parse_config
 from configs.schema import Config
-from configs.sync import Transport
 from generators.engine import Engine
 from generators.episode import Episodes, SimulatedEpisodes, TextEpisodes
 from generators.scoring import describe_error
 from generators.worker import Generator, start_heartbeat
-from sync.folders import shared_memory_folder
-from sync.subscriber import Subscriber
-from sync.transports.fetcher import Fetcher
-from sync.transports.server import SnapshotServer
-from sync.transports.tcp import MAX_UNREAD_BYTES
-
-VLLM_TRANSFER_ENGINES = {Transport.auto: "ipc", Transport.cuda_ipc: "ipc", Transport.nccl: "nccl"}
-"""vLLM's name of the weight-transfer engine that a transport needs on a GPU."""
+from sync.subscriber import Subscriber, open_subscriber
+from sync.transports.ends import SocketGuards
+from sync.transports.messages import MAX_UNREAD_BYTES
 
 
 def join_run(
@@ -60,19 +52,18 @@ def join_run(
 
 
 def make_subscriber(config: Config, buffer_address: str, keys: str | None) -> Subscriber:
-    """`buffer_address` and the run's name name this host's folder of fetched versions."""
-    if config.sync.transport not in (Transport.auto, Transport.tcp, Transport.nccl):
-        return Subscriber()
-    run = xxhash.xxh32_hexdigest(f"{buffer_address} {config.run.name}".encode())
-    show = None if keys is None else lambda socket: show_key(socket, Path(keys))
-    authenticate = None if keys is None else lambda socket: start_authenticator(socket, Path(keys))
+    """Opens this host's side of the transport, behind the keys that the host has.
+
+    The host may serve other hosts only where it has the server's key, or where the run has no keys.
+    """
     watch = partial(watch_small_requests, encrypted=keys is not None, max_unread=MAX_UNREAD_BYTES)
-    may_relay = config.sync.relays and (keys is None or has_server_key(Path(keys)))
-    return Subscriber(
-        Fetcher(shared_memory_folder(f"fetched-{run}"), secure=show),
-        relay=partial(SnapshotServer, secure=authenticate, watch=watch) if may_relay else None,
-        broadcast=config.sync.transport is Transport.nccl,
+    guards = SocketGuards(
+        secure_server=None if keys is None else lambda socket: start_authenticator(socket, Path(keys)),
+        secure_client=None if keys is None else lambda socket: show_key(socket, Path(keys)),
+        watch=watch,
+        may_serve=keys is None or has_server_key(Path(keys)),
     )
+    return open_subscriber(config, buffer_address, guards)
 
 
 def make_engine(config: Config, seed: int, shares_gpu: bool = False) -> Engine:
@@ -106,7 +97,7 @@ def make_engine(config: Config, seed: int, shares_gpu: bool = False) -> Engine:
         gpu_memory_fraction=config.generators.gpu_memory_fraction,
         shares_gpu=shares_gpu,
         record_experts=config.learner.moe.router_replay,
-        transfer=VLLM_TRANSFER_ENGINES.get(config.sync.transport),
+        transfer=config.sync.transport.row.vllm_engine,
     )
 
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from generators.engine import Completion, Sample
-from sync.snapshot import Snapshot
-from sync.transports.nccl import NcclBroadcast
+from sync.weight_source import WeightSource
 
 TOKEN = 1
 """Id of every simulated token."""
@@ -107,7 +106,7 @@ class SimulatedEngine:
     def num_unfinished(self) -> int:
         return len(self._ended) + len(self._decoding) + len(self._waiting)
 
-    def load_version(self, source: Snapshot | NcclBroadcast) -> None:
+    def load_version(self, source: WeightSource) -> None:
         """Marks tokens that are decoded from now on with its version. The file is not read."""
         self._loaded_at.append(self._advance_to_now())
         self.version = source.manifest.version

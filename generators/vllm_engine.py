@@ -46,9 +46,8 @@ from configs.sync import KvCache  # noqa: E402
 from generators.engine import Completion, Sample  # noqa: E402
 from generators.shared_gpu import compute_kv_cache_bytes  # noqa: E402
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest  # noqa: E402
-from sync.snapshot import Snapshot  # noqa: E402
-from sync.transports.nccl import NcclBroadcast  # noqa: E402
 from sync.vllm_plugin import keep_weights_unpacked  # noqa: E402
+from sync.weight_source import WeightSource  # noqa: E402
 
 CPU_KV_CACHE_MB = 64
 
@@ -235,7 +234,7 @@ class VllmEngine:
     def num_unfinished(self) -> int:
         return len(self._running)
 
-    def load_version(self, source: Snapshot | NcclBroadcast) -> None:
+    def load_version(self, source: WeightSource) -> None:
         manifest = source.manifest
         held, self.version = self.version, None
         try:

@@ -17,9 +17,8 @@ from buffers.run_status import GeneratorReport
 from configs.schema import Config
 from generators.engine import Engine
 from sync.manifest import DigestMismatch, Manifest
-from sync.snapshot import Snapshot
 from sync.subscriber import Subscriber
-from sync.transports.nccl import NcclBroadcast
+from sync.weight_source import WeightSource
 
 log = logging.getLogger("slipstream.generator")
 
@@ -32,7 +31,7 @@ class Preparation:
     """A version that the preparing thread fetches and verifies."""
 
     manifest_locator: str
-    source: "Future[Snapshot | NcclBroadcast]"
+    source: "Future[WeightSource]"
 
 
 class WeightUpdates:
@@ -153,7 +152,7 @@ class WeightUpdates:
         source = self._preparing_thread.submit(self._fetch_and_verify, manifest_locator, again)
         return Preparation(manifest_locator, source)
 
-    def _fetch_and_verify(self, manifest_locator: str, again: bool) -> Snapshot | NcclBroadcast:
+    def _fetch_and_verify(self, manifest_locator: str, again: bool) -> WeightSource:
         """Runs in the preparing thread."""
         began = self._clock()
         try:
@@ -187,7 +186,7 @@ class WeightUpdates:
         self._preparation = None
         return self._load_into_engine(again.source.result())
 
-    def _load_into_engine(self, source: Snapshot | NcclBroadcast) -> Manifest:
+    def _load_into_engine(self, source: WeightSource) -> Manifest:
         began = self._clock()
         self._totals.digest_checks += 1
         self._heart.set_activity(f"loading version {source.manifest.version}")

@@ -14,7 +14,7 @@ from configs.parallel import LoraConfig
 from learners.engine import AbsentEngine, Engine
 from learners.packing import Packed
 from learners.shards import sharded_like
-from sync.adapter import PEFT_PREFIX, merge_into
+from sync.adapters import PEFT_PREFIX, merge_into
 
 ADAPTER = "default"
 

@@ -38,7 +38,7 @@ from configs.parallel import Accumulate
 from configs.placement import CriticPlace
 from configs.schema import Config
 from configs.sizes import Sizes, count_sizes
-from configs.sync import Transport
+from configs.transports import TransportUse
 
 GIB = 2**30
 CHUNK_ELEMENTS = 2**27
@@ -139,7 +139,8 @@ def _keeps_device_copy(config: Config) -> bool:
     An engine that shares the GPU asks for it, unless all is offloaded.
     """
     shares = (config.learner.gpu_memory_fraction or 1.0) < 1.0 and not config.learner.fsdp.cpu_offload
-    return config.sync.transport is Transport.cuda_ipc or (config.sync.transport is Transport.auto and shares)
+    copies = config.sync.transport.row.copies_to_device
+    return copies is TransportUse.always or (copies is TransportUse.where_it_helps and shares)
 
 
 class OutOfMemory(ValueError):

@@ -8,26 +8,20 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import xxhash
 
 from buffers.connections import watch_small_requests
 from buffers.keys import start_authenticator
 from configs.learner import LearnerKind
-from configs.parallel import LoraPublish
 from configs.schema import Config
-from configs.sync import Transport
 from learners import checkpoint
 from learners.learner import BatchSource, Learner, read_ledger
 from learners.memory import GIB, MemoryMeter, plan_memory
 from learners.models import make_models
 from learners.step import Trainer
 from learners.world import World
-from sync.adapter import describe_adapters
-from sync.folders import shared_memory_folder
-from sync.publisher import Publisher
-from sync.transports.cuda_ipc import DeviceCopy, gpu_uuid
-from sync.transports.server import SnapshotServer
-from sync.transports.tcp import MAX_UNREAD_BYTES
+from sync.publisher import Publisher, open_publisher
+from sync.transports.ends import SocketGuards
+from sync.transports.messages import MAX_UNREAD_BYTES
 
 log = logging.getLogger("slipstream.learner")
 
@@ -146,30 +140,10 @@ def check_same_run(
 
 
 def make_publisher(config: Config, folder: Path, incarnation: str) -> Publisher:
-    """Makes the publisher of the run's weights, with the server and the GPU's copy that the transports
-    need."""
-    where, server, device = find_weights_folder(config, folder), None, None
-    if (address := config.weights_address) is not None:
-        keys = config.buffer.keys
-        secure = (lambda socket: start_authenticator(socket, Path(keys))) if keys is not None else None
-        watch = partial(watch_small_requests, encrypted=keys is not None, max_unread=MAX_UNREAD_BYTES)
-        nccl = config.sync.transport is Transport.nccl
-        server = SnapshotServer(where, address, secure=secure, watch=watch, nccl=nccl)
-        log.info("weights are served at %s", server.address)
-    # An offloaded model leaves its GPU's memory to others: engines take the host's copy unless they are told
-    # not to.
-    always, offered = config.sync.transport is Transport.cuda_ipc, config.sync.transport is Transport.auto
-    if torch.cuda.is_available() and (always or (offered and not config.learner.fsdp.cpu_offload)):
-        device = DeviceCopy(where, gpu_uuid(), torch.device("cuda", torch.cuda.current_device()), always)
-    model = Path(config.model.path) if config.sync.transport is Transport.disk else None
-    lora, adapter = config.learner.lora, None
-    if lora.rank is not None and lora.publish is LoraPublish.adapter:
-        adapter = describe_adapters(Path(config.model.path), str(config.model.dtype), lora.alpha / lora.rank)
-    return Publisher(where, incarnation, server=server, device=device, model=model, adapter=adapter)
-
-
-def find_weights_folder(config: Config, folder: Path) -> Path:
-    """Returns where versions are published: in shared memory, or on the disk that generators share."""
-    if config.sync.transport is Transport.disk:
-        return Path(config.sync.folder) if config.sync.folder else folder / "weights"
-    return shared_memory_folder(f"{folder.name}-{xxhash.xxh32_hexdigest(str(folder).encode())}")
+    """Opens the publisher of the run in this folder, behind the keys that the run has."""
+    keys = config.buffer.keys
+    guards = SocketGuards(
+        secure_server=None if keys is None else lambda socket: start_authenticator(socket, Path(keys)),
+        watch=partial(watch_small_requests, encrypted=keys is not None, max_unread=MAX_UNREAD_BYTES),
+    )
+    return open_publisher(config, folder, incarnation, guards)

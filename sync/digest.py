@@ -1,8 +1,9 @@
 """Digests of tensors: xxh3-128 (Collet, xxHash 0.8) of the xxh3-128 of each 64 KiB of their bytes, in order.
 
-The host's processor computes them with the xxhash library. A GPU computes the very same ones with a few tensor operations, so that
-what an engine holds there is attested without a copy to the host: all chunks at the same time, each a block of 1 KiB after the
-other, which is why digests are of chunks and not of the whole. One element more or less, or one bit, changes them.
+The host's processor computes them with the xxhash library. A GPU computes the very same digests with a few
+tensor operations, so that what an engine holds there is attested without a copy to the host. It digests all
+chunks at the same time, and within each chunk one block of 1 KiB after the other: this is why a digest is
+taken of chunks and not of the whole. One element more or less, or one bit, changes it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,10 +17,10 @@ from numpy.typing import NDArray
 
 CHUNK_BYTES = 1 << 16
 BLOCK_BYTES = 1 << 10
-"""After each of these, xxh3 scrambles its eight accumulators."""
+"""Bytes after which xxh3 scrambles its eight accumulators."""
 BLOCKS = CHUNK_BYTES // BLOCK_BYTES
 GROUP_BYTES = 64 << 20
-"""Digested at the same time on a device, which needs five times as much memory meanwhile."""
+"""Bytes that are digested at the same time on a device, which needs five times as much memory meanwhile."""
 
 _Words = NDArray[np.uint64]
 
@@ -43,13 +44,13 @@ LOW = 0xFFFFFFFF
 
 
 class StreamDigest:
-    """Of bytes that come a part at a time."""
+    """The digest of bytes that come a part at a time."""
 
     def __init__(self) -> None:
         self._chunks, self._open, self._num_open = xxhash.xxh3_128(), xxhash.xxh3_128(), 0
 
     def update(self, data: Any) -> None:
-        """`data`: a buffer of bytes."""
+        """Adds bytes. `data`: any buffer."""
         data, begin = memoryview(data), 0
         if self._num_open:
             begin = min(CHUNK_BYTES - self._num_open, len(data))
@@ -61,7 +62,7 @@ class StreamDigest:
             self._fill_chunk(data[end:])
 
     def hexdigest(self) -> str:
-        """Of all there was; nothing may follow."""
+        """Returns the digest of all bytes. No more may be added."""
         if self._num_open:
             self._chunks.update(self._open.digest())
         return self._chunks.hexdigest()
@@ -76,12 +77,12 @@ class StreamDigest:
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's bytes; without a copy where it is contiguous and on the CPU."""
+    """Returns the tensor's bytes, without a copy where it is contiguous and on the CPU."""
     return memoryview(_bytes_of(tensor.detach().cpu()).numpy())
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """[n] uint8, where the tensor is."""
+    """Returns [n] uint8, on the tensor's device."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -92,14 +93,17 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Each computed where its tensor is."""
+    """Returns the digests by name, each computed where its tensor is."""
     on_host = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "cpu"}
     elsewhere = {name: tensor for name, tensor in tensors.items() if name not in on_host}
     return {name: tensor_digest(tensor) for name, tensor in on_host.items()} | device_digests(elsewhere)
 
 
 def device_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """By operations on the tensors' device. To the host come 64 bytes a chunk, and of each tensor the bytes after its last whole chunk."""
+    """Returns the digests by name, computed on the tensors' device.
+
+    The host receives 64 bytes a chunk, and the bytes of each tensor after its last whole chunk.
+    """
     found = {name: xxhash.xxh3_128() for name in tensors}
     group: list[tuple[str, torch.Tensor]] = []
     free = GROUP_BYTES
@@ -115,7 +119,7 @@ def device_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _digest_group(group: Iterable[tuple[str, torch.Tensor]], found: Mapping[str, Any]) -> None:
-    """Goes on with the digests of the tensors that these bytes belong to."""
+    """Adds a group's bytes to the digests of their tensors."""
     wholes, rests = [], []
     for _, piece in group:
         end = len(piece) // CHUNK_BYTES * CHUNK_BYTES
@@ -134,7 +138,7 @@ def _digest_group(group: Iterable[tuple[str, torch.Tensor]], found: Mapping[str,
 
 
 def _chunk_digests(data: torch.Tensor) -> bytes:
-    """[n · CHUNK_BYTES] uint8 -> the xxh3-128 of each chunk."""
+    """Returns the xxh3-128 of each chunk of `data`, [n · CHUNK_BYTES] uint8."""
     if not len(data):
         return b""
     stripes = data.view(torch.int64).view(-1, BLOCKS, 16, 8)
@@ -155,21 +159,23 @@ def _chunk_digests(data: torch.Tensor) -> bytes:
 
 @cache
 def _load_constants() -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """What stripes are combined with [BLOCKS, 16, 8], what scrambles the accumulators [8], and these at first [8]."""
+    """Returns the keys of the stripes [BLOCKS, 16, 8], the key that scrambles the accumulators [8], and their
+    first values [8]."""
     keys = np.stack([_secret_words(8 * stripe) for stripe in range(16)])
     every = np.broadcast_to(keys, (BLOCKS, 16, 8)).copy()
-    every[-1, -1] = _secret_words(len(SECRET) - 64 - 7)  # the last stripe of all has a key of its own
+    # The last stripe of a chunk has a key of its own.
+    every[-1, -1] = _secret_words(len(SECRET) - 64 - 7)
     start = np.array(START, np.uint64)
     return every.view(np.int64), _secret_words(len(SECRET) - 64).view(np.int64), start.view(np.int64)
 
 
 def _secret_words(begin: int) -> _Words:
-    """[8] words"""
+    """Returns [8] words of the secret, from this byte on."""
     return np.frombuffer(SECRET[begin : begin + 64], "<u8").astype(np.uint64)
 
 
 def _merge_accumulators(accumulators: _Words) -> bytes:
-    """[n, 8] -> 16 bytes each."""
+    """Returns the digests, 16 bytes each, of the accumulators [n, 8] of chunks."""
     size = CHUNK_BYTES
     low = _merge_half(accumulators, _secret_words(11), size * PRIME_64[0])
     high = _merge_half(accumulators, _secret_words(len(SECRET) - 64 - 11), ~(size * PRIME_64[1]))
@@ -177,6 +183,7 @@ def _merge_accumulators(accumulators: _Words) -> bytes:
 
 
 def _merge_half(accumulators: _Words, secret: _Words, start: int) -> _Words:
+    """Returns one half of each digest [n] of the accumulators [n, 8]: xxh3's merge and avalanche."""
     keyed = accumulators ^ secret
     a, b = keyed[:, ::2], keyed[:, 1::2]
     words = (np.uint64(start % 2**64) + _folded_product(a, b).sum(1, dtype=np.uint64)).astype(np.uint64)
@@ -186,7 +193,7 @@ def _merge_half(accumulators: _Words, secret: _Words, start: int) -> _Words:
 
 
 def _folded_product(a: _Words, b: _Words) -> _Words:
-    """The upper 64 bits of the product, xor the lower."""
+    """Returns the upper 64 bits of the product, xor the lower ones."""
     low, half = np.uint64(LOW), np.uint64(32)
     a_low, a_high, b_low, b_high = a & low, a >> half, b & low, b >> half
     lowest, middle = a_low * b_low, a_high * b_low

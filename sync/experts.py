@@ -1,9 +1,10 @@
 """Where the experts of a mixture lie in a vLLM model.
 
-vLLM keeps all experts of a layer in two parameters: `w13` [E, 2I, H], each expert's gate above its up-projection, and `w2` [E, H, I].
-On a GPU (Triton's kernel) they are as published. Its CPU kernels pad I and keep each expert's elements in another order, once
-the model is built: so an update in the published order would leave garbage. `element_places` finds that order, and every
-published tensor is written to its elements' places and digested from there: the digest is of what the kernel reads.
+vLLM keeps all experts of a layer in two parameters: `w13` [E, 2I, H], each expert's gate above its
+up-projection, and `w2` [E, H, I]. On a GPU (Triton's kernel) they are as published. vLLM's CPU kernels pad I
+and keep each expert's elements in another order, once the model is built, so an update in the published order
+would leave garbage. `find_element_places` finds that order. Every published tensor is written to its
+elements' places and digested from there, so that the digest covers what the kernel reads.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +16,8 @@ from torch import Tensor
 from sync.digest import tensor_digest
 
 Pack = Callable[[Tensor], Tensor]
-"""[1, rows, columns] -> the same elements in the order of a kernel."""
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+"""Maps [1, rows, columns] to the same elements in the order of a kernel."""
+WORD_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +32,17 @@ class ExpertPlace:
     first: int
     """First row of the matrix, where the matrix is as published."""
     elements: Tensor | None
-    """[numel] flat positions in the expert's matrix, in the published order; None: rows from `first` on."""
+    """Flat positions [numel] in the expert's matrix, in the published order; None: rows from `first` on."""
 
     def read_tensor(self, parameter: Tensor) -> Tensor:
-        """What the engine holds, in the published order."""
+        """Returns what the engine holds, in the published order."""
         matrix = parameter[self.expert]
         if self.elements is None:
             return matrix[self.first : self.first + self.shape[0], : self.shape[1]]
         return matrix.view(-1)[self.elements].view(self.shape)
 
     def write_tensor(self, parameter: Tensor, source: Tensor) -> str:
-        """Puts a published tensor there; returns the digest of what is there then."""
+        """Writes a published tensor to its place; returns the digest of what is there afterwards."""
         if self.elements is None:
             self.read_tensor(parameter).copy_(source)
         else:
@@ -63,18 +64,19 @@ class ExpertLayer:
     num_experts: int
     hidden: int
     intermediate: int
-    """As published, before any padding."""
+    """Size as published, before any padding."""
     dtype: torch.dtype
     w13: tuple[int, int]
     """Rows and columns of an expert's matrix in `w13_weight`, padded."""
     w2: tuple[int, int]
     pack: Pack | None
-    """The order of the kernel that reads them; None: as published."""
+    """Puts a matrix into the order of the kernel that reads it; None: the order is the published one."""
 
     def list_places(
         self, cache: dict[tuple[int, int, torch.dtype], Tensor]
     ) -> Iterator[tuple[str, ExpertPlace]]:
-        """The place of each published tensor, by its name. `cache`: the order of elements by shape, of all layers."""
+        """Yields each published tensor's name and place. `cache`: the order of elements by shape, shared by
+        all layers."""
         up_proj, down_proj = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
         parts = (
             (self.gate, "w13_weight", self.w13, up_proj, 0),
@@ -86,20 +88,21 @@ class ExpertLayer:
             if self.pack is not None:
                 key = (*matrix, self.dtype)
                 if key not in cache:
-                    cache[key] = element_places(*matrix, self.dtype, self.pack)
+                    cache[key] = find_element_places(*matrix, self.dtype, self.pack)
                 elements = cache[key][first : first + shape[0], : shape[1]].reshape(-1)
             for expert in range(self.num_experts):
                 name = f"{self.published}.{expert}.{leaf}.weight"
                 yield name, ExpertPlace(f"{self.prefix}.{parameter}", expert, shape, first, elements)
 
 
-def element_places(rows: int, columns: int, dtype: torch.dtype, pack: Pack) -> Tensor:
-    """[rows, columns] int64: where each element of a matrix lies, flat, after `pack`, which is found by packing their numbers.
+def find_element_places(rows: int, columns: int, dtype: torch.dtype, pack: Pack) -> Tensor:
+    """Returns where each element of a matrix lies after `pack`: flat positions, [rows, columns] int64.
 
-    A number that does not fit into an element goes in words of its size. Raises RuntimeError unless `pack` moves every element
-    to a place of its own and changes none.
+    It packs the elements' numbers instead of weights. A number that does not fit into an element is packed in
+    several words of the element's size, one after the other. Raises RuntimeError unless `pack` moves every
+    element to a place of its own and changes none.
     """
-    bits, word = 8 * dtype.itemsize, WORDS[dtype.itemsize]
+    bits, word = 8 * dtype.itemsize, WORD_TYPES[dtype.itemsize]
     numbers = torch.arange(rows * columns)
     found = torch.zeros_like(numbers)
     for shift in range(0, 32, bits):

@@ -1,7 +1,8 @@
-"""Locks between processes of a host that are not waited for in silence: the file says who holds the lock and for what, and a holder
-that makes no progress is given up after a while.
+"""Locks between processes of a host. Nobody waits for them in silence, or for ever.
 
-The kernel drops the locks of the dead. A process that has been stopped (SIGSTOP, a debugger, a frozen container) lives, and holds on.
+A lock's file says which process holds the lock and for what. A waiting process gives up after a while when
+the holder makes no progress. The kernel drops the locks of the dead; but a process that has been stopped
+(SIGSTOP, a debugger, a frozen container) lives, and holds on.
 """
 
 import contextlib
@@ -15,14 +16,16 @@ from pathlib import Path
 log = logging.getLogger("slipstream.weights")
 
 PATIENCE_S = 30.0
-"""A holder that has made no progress for so long is not waited for any more."""
+"""Seconds without progress after which a holder is not waited for any more."""
 LOOK_S = 0.02
+"""Seconds between two tries."""
 SAY_S = 10.0
-"""Who waits longer says so."""
+"""Seconds after which a waiting process logs that it waits."""
 
 
 class LockTimedOut(FileNotFoundError):
-    """Another process holds the lock and makes no progress. It is named. What the lock protects cannot be had now."""
+    """Another process, which the message names, holds the lock and makes no progress. What the lock protects
+    cannot be had now."""
 
 
 class HeldLock:
@@ -32,7 +35,7 @@ class HeldLock:
         self._file = file
 
     def is_own(self) -> bool:
-        """Was the file made by this user?"""
+        """True when this user has made the file."""
         return os.fstat(self._file).st_uid == os.geteuid()
 
     def read_text(self) -> str:
@@ -43,21 +46,22 @@ class HeldLock:
         os.pwrite(self._file, text.encode(), 0)
 
     def write_claim(self, doing: str) -> None:
-        """Tells those who wait for whom and for what; where the disk is full, it does not."""
+        """Writes into the file which process holds the lock, and for what. Where the disk is full, nothing is
+        written."""
         with contextlib.suppress(OSError):
             self.write_text(f"process {os.getpid()}, which {doing}\n")
 
     def note_progress(self) -> None:
-        """Tells those who wait that something has been done: they wait for another `PATIENCE_S`."""
+        """Tells waiting processes that something has been done: they wait for another `PATIENCE_S`."""
         os.utime(self._file)
 
 
 @contextlib.contextmanager
 def hold_lock(path: Path, doing: str | None = None, patience_s: float | None = None) -> Iterator[HeldLock]:
-    """Holds the lock file at `path`, which is made where it is missing and is left there. `doing` ("fetches version 3") is written
-    into it; None: the text stays.
+    """Holds the lock file at `path`, which is made where it is missing and is left there.
 
-    Raises LockTimedOut, naming the holder, when that has made no progress for `patience_s` (`PATIENCE_S`).
+    `doing` ("fetches version 3") is written into it; None: its text stays. Raises LockTimedOut, naming the
+    holder, when the holder has made no progress for `patience_s` (default: `PATIENCE_S`).
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -71,7 +75,8 @@ def hold_lock(path: Path, doing: str | None = None, patience_s: float | None = N
 
 
 def acquire_lock(file: int, path: Path, kind: int, patience_s: float | None = None) -> None:
-    """`flock` with a deadline, which the holder's progress puts off. Raises LockTimedOut, naming the holder."""
+    """Locks a file as `flock` does, with a deadline that the holder's progress puts off. Raises LockTimedOut,
+    naming the holder."""
     patience_s = PATIENCE_S if patience_s is None else patience_s
     began = said = seen_at = time.monotonic()
     seen = os.fstat(file).st_mtime_ns
@@ -86,7 +91,8 @@ def acquire_lock(file: int, path: Path, kind: int, patience_s: float | None = No
             seen, seen_at = changed, now
         if now - seen_at > patience_s:
             raise LockTimedOut(
-                f"{path} is locked by {_describe_holder(file)}, which has made no progress for {now - seen_at:.1f} s"
+                f"{path} is locked by {_describe_holder(file)}, "
+                f"which has made no progress for {now - seen_at:.1f} s"
             )
         if now - said > SAY_S:
             said = now
@@ -97,7 +103,5 @@ def acquire_lock(file: int, path: Path, kind: int, patience_s: float | None = No
 
 
 def _describe_holder(file: int) -> str:
-    return (
-        os.pread(file, 200, 0).decode(errors="replace").partition("\n")[0]
-        or "a process that has not said its name"
-    )
+    holder = os.pread(file, 200, 0).decode(errors="replace").partition("\n")[0]
+    return holder or "a process that has not said its name"

@@ -1,4 +1,5 @@
-"""What a version's weights are: name, dtype, shape and digest of each tensor, their file, and one digest over all."""
+"""The manifest of a version: name, dtype, shape and digest of each tensor, their file, and one digest over
+all."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,20 +27,23 @@ SAFETENSORS_DTYPES = {
 MAX_MANIFEST_BYTES = 64 << 20
 
 HexDigest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
-"""xxh3-128, hex."""
+"""An xxh3-128 as 32 hexadecimal digits."""
 BoundedText = Annotated[str, Meta(max_length=4096)]
 BoundedSize = Annotated[int, Meta(ge=0, le=1 << 50)]
 
 
 class DigestMismatch(RuntimeError):
-    """Weights are not what the manifest says. They must never be served."""
+    """Weights differ from their manifest. They must never be served."""
 
 
 class EngineMismatch(DigestMismatch):
-    """An engine does not hold what it was given. It must not go on before a later update succeeds."""
+    """An engine does not hold the weights that it was given. It must not go on before a later update
+    succeeds."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
+    """One tensor of a version."""
+
     name: BoundedText
     """Hugging Face parameter name."""
     dtype: BoundedText
@@ -50,56 +54,62 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class AdapterRecipe(msgspec.Struct, frozen=True):
-    """Of a version that holds low-rank adapters only: what they belong to. See `sync.adapter`."""
+    """Base model and scaling of an adapter-only version, of which a host makes a whole model
+    (`sync.adapters`)."""
 
     base: BoundedText
     """Hugging Face folder of the base model, the same path on every host."""
     base_digest: HexDigest
     """Digest over (name, dtype, shape, digest) of the base model's tensors."""
     scaling: float
-    """The product of an adapter's matrices counts so much."""
+    """Factor of the product of an adapter's matrices."""
     dtype: BoundedText
-    """Of the whole weights that engines serve."""
+    """Dtype of the whole weights that engines serve."""
 
 
 class Manifest(msgspec.Struct, frozen=True, tag=True):
+    """All that a host needs to verify a version."""
+
     version: BoundedSize
     incarnation: BoundedText
-    """Names the process life of the learner that published it."""
+    """Name of the life of the learner that published it: no two processes have the same."""
     path: BoundedText
     """Safetensors file, complete and immutable."""
     num_bytes: BoundedSize
     """Size of that file."""
     tensors: Annotated[tuple[TensorEntry, ...], Meta(max_length=1 << 20)]
-    """In the file's order."""
+    """The tensors, in the file's order."""
     digest: HexDigest
     """Digest over (name, dtype, shape, digest) of all tensors in order, and over `adapter`."""
     adapter: AdapterRecipe | None = None
-    """The tensors are adapters: engines take up what a host makes of them."""
+    """Set when the tensors are adapters: engines take up the whole model that a host makes of them."""
 
     @property
     def locator(self) -> str:
-        """The manifest's own file, beside the snapshot: what is announced, and what `read_manifest` takes."""
+        """Path of the manifest's own file, beside the snapshot. It is announced, and `read_manifest` reads
+        it."""
         return str(Path(self.path).with_suffix(".json"))
 
 
 def parse_manifest(data: bytes | bytearray, where: str, name: str, digest: str = "") -> Manifest:
-    """The manifest of the version `name` (`v<k>-<life>`). Raises DigestMismatch, saying `where` it is from, when it is none, is
-    another version's, contradicts itself, or does not have the `digest` that was announced, if one was."""
+    """Returns the manifest of the version `name` (`v<k>-<life>`).
+
+    `where`: its origin, for messages. `digest`: the announced one, if any. Raises DigestMismatch when the
+    data is no manifest, or is one of another version, contradicts itself, or does not have the announced
+    digest.
+    """
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # msgspec's errors, text that is not UTF-8, nesting without end
+    except (ValueError, RecursionError) as error:
+        # ValueError: msgspec's errors, and text that is not UTF-8. RecursionError: nesting without end.
         raise DigestMismatch(f"{where} is not a manifest: {error}") from None
     if name != f"v{manifest.version}-{manifest.incarnation}":
         raise DigestMismatch(
             f"{where} is the manifest of version {manifest.version} of {manifest.incarnation[:80]!r}"
         )
-    dtypes = {entry.dtype for entry in manifest.tensors} | (
-        {manifest.adapter.dtype} if manifest.adapter else set()
-    )
+    dtypes = {entry.dtype for entry in manifest.tensors}
+    if manifest.adapter is not None:
+        dtypes.add(manifest.adapter.dtype)
     if unknown := dtypes - SAFETENSORS_DTYPES.keys():
         raise DigestMismatch(f"{where} has tensors of a kind that there is not: {sorted(unknown)[:3]}")
     if whole_digest(manifest.tensors, manifest.adapter) != manifest.digest:
@@ -114,4 +124,5 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def whole_digest(tensors: Iterable[TensorEntry], adapter: AdapterRecipe | None = None) -> str:
+    """Returns the digest over all entries in order, and over the recipe, if any."""
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode([*tensors, *([] if adapter is None else [adapter])]))

@@ -1,9 +1,12 @@
-"""A patch: what differs between two versions, as overwrites. Most bfloat16 weights do not change in a step of reinforcement
-learning (the update is smaller than their last bit), so a patch is often a small part of a snapshot.
+"""Patches: the elements that differ between two versions, as overwrites.
 
-A stock safetensors file: for each tensor that has changed `<name>.indices` (uint32, into the tensor laid out flat) and
-`<name>.values`; its metadata names base and version by their digests. Applying it twice is as applying it once. It loses nothing:
-what comes out has the digests of the published version, or is refused.
+Most bfloat16 weights do not change in a step of reinforcement learning, because the update is smaller than
+their last bit. So a patch is often a small part of a snapshot.
+
+A patch is a stock safetensors file. For each tensor that has changed it holds `<name>.indices` (uint32, into
+the tensor laid out flat) and `<name>.values`; its metadata names base and version by their digests. Applying
+it twice is as applying it once. It loses nothing: the result has the digests of the published version, or is
+refused.
 """
 
 import contextlib
@@ -25,42 +28,46 @@ from sync.snapshot import Snapshot, unmap_gradually
 log = logging.getLogger("slipstream.weights")
 
 PIECE = 1 << 17
+"""Elements that are compared at a time: what a core's own cache holds."""
 WORTH = 0.5
-"""Largest size of a patch, or of all patches on the way from one version to another, as a share of the snapshot's, that is worth
-its while."""
+"""Largest size of a patch, or of all patches on the way from one version to another, that is worth its while,
+as a share of the snapshot's size."""
 BACKLOG = 2
-"""Patches under way or waiting, each of which keeps two versions in memory; further ones are not made."""
+"""Most patches under way or waiting, each of which keeps two versions in memory; further ones are not made.
+"""
 KEEP = 8
-"""Patches that are kept, so that a generator may skip versions."""
+"""Number of patches that are kept, so that a generator may skip versions."""
 INTEREST = 8
-"""Publications for which patches are made after somebody has fetched one."""
+"""Number of publications for which patches are made after a host has fetched something."""
 
 
 def patch_name(base: str, version: str) -> str:
-    """Of the file of the patch between two snapshots, which are named by the stems of their files."""
+    """Returns the name of a patch's file. Both snapshots are named by the stems of their files."""
     return f"{version}-from-{base}.patch"
 
 
 class PatchMaker:
-    """Makes the patch from each version to the next in a thread, beside training, as long as anybody fetches."""
+    """Makes the patch from each version to the next, in a thread of its own, as long as anybody fetches."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._thread = ThreadPoolExecutor(1, "patches")
         self._links: dict[str, tuple[str, Future[int]]] = {}
-        """By version: its base, and the bytes of the patch that leads from there (0: there is none)."""
+        """By version, its base and the bytes of the patch that leads from there (0: there is none)."""
         self._last: Manifest | None = None
         self._interest = 0
         self._lock = threading.Lock()
 
     def offer_version(self, manifest: Manifest) -> None:
-        """A version has been published, and the one before is still there. Returns at once."""
+        """Starts a patch to a version that has just been published, while the one before is still there.
+        Returns at once."""
         with self._lock:
             base, self._last = self._last, manifest
             self._interest -= 1
             busy = sum(not making.done() for _, making in self._links.values()) >= BACKLOG
             if base is not None and self._interest >= 0 and not busy:
-                with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+                # Somebody may have removed the base.
+                with contextlib.suppress(FileNotFoundError):
                     making = self._thread.submit(self._write_patch, Snapshot(base), Snapshot(manifest))
                     self._links[_file_stem(manifest)] = (_file_stem(base), making)
                 while len(self._links) > KEEP:
@@ -68,12 +75,15 @@ class PatchMaker:
                     self._thread.submit(self._remove_patch, version, self._links.pop(version)[0])
 
     def note_interest(self) -> None:
-        """There are hosts that fetch."""
+        """Notes that there are hosts that fetch."""
         self._interest = INTEREST
 
     def find_route(self, base: str, version: str) -> list[tuple[str, int]] | None:
-        """(file, bytes) of the patches that lead from one version to another, in order; none where there is no way. None: a
-        patch on the way is being made."""
+        """Returns (file, bytes) of the patches that lead from one version to another, in order; an empty list
+        where they do not.
+
+        None: a patch on the way is being made.
+        """
         with self._lock:
             way: list[tuple[str, int]] = []
             while version != base:
@@ -95,7 +105,8 @@ class PatchMaker:
         path = self._folder / patch_name(_file_stem(base.manifest), _file_stem(new.manifest))
         try:
             return path.stat().st_size if make_patch(base, new, path) else 0
-        except (OSError, SafetensorError) as error:  # no room, or the folder has gone meanwhile
+        except (OSError, SafetensorError) as error:
+            # There is no room, or the folder has gone meanwhile.
             log.warning("%s could not be made: %s", path.name, error)
             path.with_suffix(".unfinished").unlink(missing_ok=True)
             return 0
@@ -109,10 +120,12 @@ def _file_stem(manifest: Manifest) -> str:
 
 
 def make_patch(base: Snapshot, new: Snapshot, path: Path) -> bool:
-    """Writes the patch that leads from `base` to `new`; false, and nothing, where that is not worth it or not possible."""
-    if {(e.name, e.dtype, e.shape) for e in base.manifest.tensors} != {
-        (e.name, e.dtype, e.shape) for e in new.manifest.tensors
-    }:
+    """Writes the patch that leads from `base` to `new`. Returns false, and writes nothing, where it would be
+    too large or is not possible."""
+    forms = [
+        {(entry.name, entry.dtype, entry.shape) for entry in one.manifest.tensors} for one in (base, new)
+    ]
+    if forms[0] != forms[1]:
         return False
     parts: dict[str, np.ndarray] = {}
     left = int(WORTH * new.manifest.num_bytes)
@@ -124,7 +137,7 @@ def make_patch(base: Snapshot, new: Snapshot, path: Path) -> bool:
         if len(after) > 1 << 32:
             return False
         indices = []
-        for begin in range(0, len(after), PIECE):  # in pieces that a core's own cache holds
+        for begin in range(0, len(after), PIECE):
             found = np.flatnonzero(before[begin : begin + PIECE] != after[begin : begin + PIECE])
             indices.append((found + begin).astype(np.uint32))
             left -= len(found) * (4 + after.itemsize)
@@ -141,15 +154,14 @@ def make_patch(base: Snapshot, new: Snapshot, path: Path) -> bool:
 def apply_patches(
     base: Manifest, patches: Sequence[Path], progress: Callable[[], None] = lambda: None
 ) -> None:
-    """Writes over the file of `base` what the patches say, one after the other. The caller verifies what comes out. `progress` is
-    called now and then.
+    """Writes the patches over the file of `base`, one after the other. The caller verifies the result.
 
-    Raises DigestMismatch, the file in an unknown state, when a patch is damaged or is for another base.
+    `progress` is called after each tensor. Raises DigestMismatch, the file in an unknown state, when a patch
+    is damaged or is for another base.
     """
     snapshot, held = Snapshot(base), base.digest
-    with open(
-        base.path, "r+b"
-    ) as file:  # all pages at once: one by one they take three times as long as the patch itself
+    # All pages are mapped at once: one by one they take three times as long as the patch itself.
+    with open(base.path, "r+b") as file:
         memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     data = np.frombuffer(memory, np.uint8)
     for patch in patches:
@@ -159,12 +171,8 @@ def apply_patches(
                 if names.get("base") != held:
                     raise DigestMismatch(f"{patch.name} is for the base {names.get('base')}, this is {held}")
                 for name in {key.rpartition(".")[0] for key in parts.keys()}:  # noqa: SIM118
-                    _overwrite_tensor(
-                        data,
-                        snapshot,
-                        name,
-                        *(parts.get_tensor(f"{name}.{part}") for part in ("indices", "values")),
-                    )
+                    indices, values = (parts.get_tensor(f"{name}.{part}") for part in ("indices", "values"))
+                    _overwrite_tensor(data, snapshot, name, indices, values)
                     progress()
                 held = names.get("version", "")
         except (SafetensorError, KeyError, ValueError, TypeError) as error:
@@ -188,6 +196,7 @@ def _overwrite_tensor(
 
 
 def _view_bits(tensor: torch.Tensor) -> np.ndarray:
-    """[n] the elements as unsigned integers: bits are compared, not numbers, so that -0 and NaN count as what they are."""
+    """Returns the elements as unsigned integers [n]. Bits are compared, not numbers, because -0 equals 0 and
+    NaN differs from itself."""
     kinds = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
     return tensor.reshape(-1).view(kinds[tensor.element_size()]).numpy()

@@ -1,13 +1,16 @@
-"""The learner's side of the weights: a folder of immutable snapshots, newest last, that subscribers pull from.
+"""The learner's side of the weights: a folder of immutable snapshots, newest last, that subscribers pull
+from.
 
     owner                       locked as long as the publisher lives
     v<k>-<life>.safetensors     the tensors
     v<k>-<life>.json            the manifest: appears last, so what it names is complete
     v<k>-<life>.<host>          a subscriber's seal: the bytes have been verified on that host
 
-A learner that goes back and publishes version k again does so in another life: no name ever stands for two contents.
+A learner that goes back and publishes version k again does so in another life: no name ever stands for two
+contents.
 
-Both transports are such a folder: in /dev/shm for one host, on a shared file system for many.
+Every transport starts from such a folder: in /dev/shm for one host and for hosts that fetch, on a shared file
+system for many.
 """
 
 import fcntl
@@ -16,10 +19,15 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from sync.adapter import merge_adapters
+import xxhash
+
+from configs.parallel import LoraPublish
+from configs.schema import Config
+from sync.adapters import describe_adapters, merge_adapters
+from sync.announcement import announce_version
 from sync.folders import (
     OWNER,
     in_shared_memory,
@@ -27,22 +35,23 @@ from sync.folders import (
     make_private,
     note_used_folder,
     release_folder,
+    shared_memory_folder,
     sweep_folders,
 )
 from sync.locks import HeldLock, LockTimedOut, acquire_lock
 from sync.manifest import AdapterRecipe, Manifest
-from sync.snapshot import Snapshot, SnapshotWriter
+from sync.snapshot import Snapshot
+from sync.snapshot_writer import SnapshotWriter
 from sync.spares import put_version, retire_version
 from sync.stream import TensorPart
-from sync.subscriber import announce_version
-from sync.transports.cuda_ipc import DeviceCopy
-from sync.transports.server import SnapshotServer
+from sync.transports.ends import LearnerEnd, SocketGuards, load_transport
 
 log = logging.getLogger("slipstream.weights")
 
 SWEPT_S = 1.0
-"""A process that sweeps away what the dead have left has the folder's lock for a moment."""
-SNAPSHOT = re.compile(r"v\d+-[\w-]+\.[\w-]+")
+"""Seconds to wait for the folder's lock: a process that sweeps away the folders of the dead holds it for a
+moment."""
+VERSION_FILE = re.compile(r"v\d+-[\w-]+\.[\w-]+")
 """Names of files that belong to some version."""
 
 
@@ -58,19 +67,21 @@ class Publisher:
         incarnation: str,
         keep: int = 2,
         *,
-        server: SnapshotServer | None = None,
-        device: DeviceCopy | None = None,
+        ends: Sequence[LearnerEnd] = (),
         model: Path | None = None,
         adapter: AdapterRecipe | None = None,
     ) -> None:
-        """`keep`: versions that stay; a subscriber has that many publications' time to map one. `server` serves the folder
-        to other hosts; it is closed with the publisher. `device` offers the newest version to engines on the same GPU. `model`:
-        a Hugging Face folder; at the end the folder becomes one too, with the newest version and that one's configuration.
+        """`keep`: number of versions that stay; a subscriber has that many publications' time to map one.
+        `ends` offer each version to generators that need more than the folder, and are closed with the
+        publisher. `model`: a Hugging Face folder; at the end the folder becomes one too, with the newest
+        version and that one's configuration.
 
-        `adapter`: what is published are low-rank adapters (`sync.adapter.describe_adapters`), of which hosts make whole models, and never
-        devices; in the end so does the publisher, if there is a `model`.
+        `adapter`: low-rank adapters are published (`sync.adapters.describe_adapters`), which hosts merge into
+        whole models; the publisher does so at the end, if there is a `model`. Ends that carry no adapters are
+        left out.
 
-        Raises ValueError when a living publisher has the folder, and in shared memory when it is not private (`sync.folders`).
+        Raises ValueError when a living publisher has the folder, and in shared memory when it is not private
+        (`sync.folders`).
         """
         if keep < 1:
             raise ValueError(f"keep must be >= 1, got {keep}")
@@ -78,53 +89,59 @@ class Publisher:
             raise ValueError(f"incarnation must be letters and digits, got {incarnation!r}")
         self.folder = Path(folder).absolute()
         self.incarnation = incarnation
+        self.ends = [end for end in ends if adapter is None or end.carries_adapters]
         self.seconds = 0.0
-        """What the last publication took: as long did training wait."""
-        self._keep, self._server, self._model, self._adapter = keep, server, model, adapter
-        self._device = device if adapter is None else None
+        """Seconds that training waited for the last publication."""
+        self._keep, self._model, self._adapter = keep, model, adapter
         self._writer = SnapshotWriter()
         self._published: list[Manifest] = []
         sweep_folders(self.folder.parent)
         self._lock = note_used_folder(self.folder, _claim_folder(self.folder))
         for left in self.folder.iterdir():
-            if SNAPSHOT.fullmatch(left.name):
+            if VERSION_FILE.fullmatch(left.name):
                 left.unlink()
 
     def publish_version(self, version: int, parts: Iterable[TensorPart]) -> Manifest:
-        """Writes one version, then deletes those that are older than the newest `keep`. The versions must rise.
+        """Writes one version, then deletes those that are older than the newest `keep`. The versions must
+        rise.
 
-        Whoever pays for the time waits for the copy and the digests of `parts` and for nobody else: generators that are slow,
-        transfers under way and patches in the making are not waited for.
+        The caller waits for the copy and the digests of `parts` and for nobody else: not for slow generators,
+        transfers under way or patches in the making.
 
-        Raises DiskFull, the versions before whole and in service, when there is no room; RuntimeError when the server has died.
+        Raises DiskFull, the versions before whole and in service, when there is no room; RuntimeError when a
+        thread of an end has died.
         """
         assert not self._published or version > self._published[-1].version, "versions must rise"
         began = time.perf_counter()
-        parts = parts if self._device is None else self._device.tee_parts(parts)
+        for end in self.ends:
+            parts = end.tee_parts(parts)
         manifest = put_version(self.folder, self._writer, version, self.incarnation, parts, self._adapter)
-        if self._device is not None:
-            self._device.offer_version(manifest)
-        if self._server is not None:
-            self._server.offer_version(manifest)
+        for end in self.ends:
+            end.offer_version(manifest)
         self._published.append(manifest)
         while len(self._published) > self._keep:
             retire_version(Path(self._published.pop(0).locator))
         self.seconds = time.perf_counter() - began
         if len(self._published) == 1:
             log.info(
-                "version %d published: %d tensors, %.1f MB, at most %.1f MB of them gathered at a time, in %.3f s",
-                version, len(manifest.tensors), manifest.num_bytes / 1e6, self._writer.largest_part / 1e6, self.seconds,
-            )  # fmt: skip
+                "version %d published: %d tensors, %.1f MB, at most %.1f MB of them gathered at a time, "
+                "in %.3f s",
+                version,
+                len(manifest.tensors),
+                manifest.num_bytes / 1e6,
+                self._writer.largest_part / 1e6,
+                self.seconds,
+            )
         return manifest
 
     def check_alive(self) -> None:
-        """Raises RuntimeError, with the traceback, when the thread that serves weights to other hosts has died."""
-        if self._server is not None:
-            self._server.check_alive()
+        """Raises RuntimeError, with the traceback, when a thread that serves weights has died."""
+        for end in self.ends:
+            end.check_alive()
 
     def metrics(self) -> dict[str, float]:
-        """Of the last publication: how long training waited for it, how long the copy alone took, GB/s, and the largest part
-        gathered."""
+        """Returns measurements of the last publication: seconds that training waited for it, seconds of the
+        copy alone, GB/s, and bytes of the largest part that was gathered."""
         return {
             "weights/publish_s": self.seconds,
             "weights/publish_copy_s": self._writer.copy_s,
@@ -133,13 +150,14 @@ class Publisher:
         }
 
     def announce_version(self, manifest: Manifest) -> str:
-        """What `Subscriber.prepare_version` takes, on this host or another."""
-        return announce_version(manifest, "" if self._server is None else self._server.address)
+        """Returns the announcement that `Subscriber.prepare_version` takes, on this host or another."""
+        return announce_version(manifest, next((end.address for end in self.ends if end.address), ""))
 
     def close(self) -> None:
-        """Removes the folder, or makes a model of it. A subscriber that has a snapshot mapped keeps what it has."""
-        if self._server is not None:
-            self._server.close()
+        """Removes the folder, or makes a model of it. A subscriber that has a snapshot mapped keeps what it
+        has."""
+        for end in self.ends:
+            end.close()
         if self._model is not None and self._published:
             self._export_model(self._model, self._published[-1])
             release_folder(self._lock)
@@ -153,25 +171,48 @@ class Publisher:
             SnapshotWriter().write_snapshot(file, merge_adapters(Snapshot(newest)))
         file.replace(self.folder / "model.safetensors")
         for left in self.folder.iterdir():
-            if SNAPSHOT.fullmatch(left.name) or left.name == OWNER:
+            if VERSION_FILE.fullmatch(left.name) or left.name == OWNER:
                 left.unlink()
-        for file in (
-            *model.glob("*.json"),
-            *model.glob("*.jinja"),
-            *model.glob("*.txt"),
-            *model.glob("*.model"),
-        ):
-            if not file.name.endswith(".index.json"):
-                shutil.copy(file, self.folder)
+        for pattern in ("*.json", "*.jinja", "*.txt", "*.model"):
+            for described in model.glob(pattern):
+                if not described.name.endswith(".index.json"):
+                    shutil.copy(described, self.folder)
+
+
+def open_publisher(config: Config, run: Path, incarnation: str, guards: SocketGuards) -> Publisher:
+    """Opens the publisher of a run, with the learner's ends of the transport that the configuration names.
+    `run`: the run's folder.
+
+    Raises as `Publisher`, and ValueError when `sync.address` is taken.
+    """
+    folder, lora, adapter = weights_folder(config, run), config.learner.lora, None
+    ends = load_transport(config.sync.transport).open_learner_ends(config, folder, guards)
+    for end in ends:
+        if end.address:
+            log.info("weights are served at %s", end.address)
+    model = Path(config.model.path)
+    if lora.rank is not None and lora.publish is LoraPublish.adapter:
+        adapter = describe_adapters(model, str(config.model.dtype), lora.alpha / lora.rank)
+    is_model = config.sync.transport.row.shares_folder
+    return Publisher(folder, incarnation, ends=ends, model=model if is_model else None, adapter=adapter)
+
+
+def weights_folder(config: Config, run: Path) -> Path:
+    """Returns the folder of a run's snapshots: in shared memory, or where the transport needs it on a file
+    system of all hosts."""
+    if config.sync.transport.row.shares_folder:
+        return Path(config.sync.folder) if config.sync.folder else run / "weights"
+    return shared_memory_folder(f"{run.name}-{xxhash.xxh32_hexdigest(str(run).encode())}")
 
 
 def _claim_folder(folder: Path) -> int:
-    """Makes the folder ours for as long as the returned descriptor is open."""
+    """Makes the folder this process's own for as long as the returned descriptor is open."""
     owner, claim = folder / OWNER, folder / f"{OWNER}.{os.getpid()}"
     while True:
         if in_shared_memory(folder):
             make_private(folder)
-        else:  # of a file system that hosts share: who may write there is for its user to say
+        else:
+            # On a file system that hosts share, the user decides who may write there.
             folder.mkdir(parents=True, exist_ok=True)
         try:
             with owner.open("rb") as previous:
@@ -182,12 +223,14 @@ def _claim_folder(folder: Path) -> int:
             ) from None
         except FileNotFoundError:
             pass
-        # Locked before it bears its name: a sweep never sees an owner that is about to be locked.
+        # The file is locked before it bears its name: so a sweep never sees an owner that is about to be
+        # locked.
         try:
             lock = os.open(claim, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             HeldLock(lock).write_claim("publishes weights")
             claim.rename(owner)
             return lock
-        except FileNotFoundError:  # swept meanwhile, by one who had the lock before
+        except FileNotFoundError:
+            # A process that had the lock before has swept the folder away meanwhile.
             continue

@@ -1,7 +1,8 @@
-"""How versions come into a folder and go out of it. The file of one that has gone is written over by one that comes: memory that
-the system need not be asked for again.
+"""Versions enter a folder and leave it. The file of a version that has gone becomes the spare, and the next
+version is written over it: this memory need not be allocated again.
 
-A spare keeps its name's stem and its manifest (`.was`): who has patches that lead from it writes only what differs.
+A spare keeps its name's stem and its manifest (`.was`), so a host that has patches that lead from it writes
+only what differs.
 """
 
 import contextlib
@@ -14,12 +15,13 @@ import msgspec
 
 from configs.disk import DiskFull, disk_full, is_disk_full, write_all
 from sync.manifest import AdapterRecipe, Manifest, whole_digest
-from sync.snapshot import SnapshotWriter, read_manifest
+from sync.snapshot import read_manifest
+from sync.snapshot_writer import SnapshotWriter
 from sync.stream import TensorPart
 
 SPARE, WAS = ".spare", ".was"
 COPIED_BYTES = 1 << 28
-"""At a time."""
+"""Bytes that are copied at a time."""
 
 
 def put_version(
@@ -66,18 +68,20 @@ def put_manifest(manifest: Manifest, locator: Path) -> None:
 
 
 def find_complete_versions(folder: Path) -> list[Path]:
-    """The manifests of the versions that are there whole, newest last."""
+    """Returns the manifests of the versions that are whole, newest last."""
     return sorted(folder.glob("v*.json"), key=lambda path: path.stat().st_mtime)
 
 
 def retire_version(locator: Path) -> None:
     """Takes a version out of its folder; its file becomes the folder's only spare.
 
-    The manifest goes first: whoever looks a moment later finds nothing, rather than a name without a file. The file loses its
-    name before it is looked at whether anyone uses it: nobody new can come.
+    The manifest goes first, so that a reader a moment later finds nothing, rather than a name without a file.
+    The file loses its name before `find_spare` asks whether anyone uses it, so that no new user can come in
+    between.
     """
     drop_spares(locator.parent)
-    with contextlib.suppress(FileNotFoundError):  # somebody else has removed it
+    # Somebody else may have removed it.
+    with contextlib.suppress(FileNotFoundError):
         locator.rename(locator.with_suffix(WAS))
         locator.with_suffix(".safetensors").rename(locator.with_suffix(SPARE))
     for seal in locator.parent.glob(f"{locator.stem}.*"):
@@ -86,7 +90,8 @@ def retire_version(locator: Path) -> None:
 
 
 def find_spare(folder: Path) -> Manifest | None:
-    """What the spare holds, if there is one that no process has open or mapped; its `path` is the spare's."""
+    """Returns the manifest of the spare, with the spare's path, if there is one that no process has open or
+    mapped."""
     for path in folder.glob(f"*{SPARE}"):
         with contextlib.suppress(FileNotFoundError):
             if is_unused(path):
@@ -95,13 +100,17 @@ def find_spare(folder: Path) -> Manifest | None:
 
 
 def drop_spares(folder: Path) -> None:
+    """Removes the spare and its manifest."""
     for path in (*folder.glob(f"*{SPARE}"), *folder.glob(f"*{WAS}")):
         path.unlink(missing_ok=True)
 
 
 def copy_over(source: Path, target: Path, progress: Callable[[], None]) -> None:
-    """As `shutil.copyfile`, but writes into the memory that the target has already: several times as fast. `progress` is called
-    now and then."""
+    """Copies a file into the memory that the target has already, which is several times as fast as
+    `shutil.copyfile`.
+
+    `progress` is called after each `COPIED_BYTES`.
+    """
     with source.open("rb") as old, target.open("r+b" if target.exists() else "w+b", buffering=0) as new:
         data = memoryview(mmap.mmap(old.fileno(), 0, access=mmap.ACCESS_READ))
         for begin in range(0, len(data), COPIED_BYTES):
@@ -111,11 +120,15 @@ def copy_over(source: Path, target: Path, progress: Callable[[], None]) -> None:
 
 
 def is_unused(path: Path) -> bool:
-    """Has no process this file open or mapped? The kernel grants a write lease on such files only (`fcntl(2)`, F_SETLEASE)."""
+    """True when no process has this file open or mapped.
+
+    The kernel grants a write lease on such files only (`fcntl(2)`, F_SETLEASE). False also on a file system
+    without leases.
+    """
     try:
         with path.open("r+b") as file:
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         return True
-    except OSError:  # or a file system without leases
+    except OSError:
         return False

@@ -1,7 +1,7 @@
 """A model's tensors as a stream of parts, none larger than a bucket, however the model is sharded.
 
-Rank 0 is the one that publishes. A tensor that is sharded over ranks (a DTensor) is never gathered whole: each rank sends its
-rows, a bucket at a time, and rank 0 hands them on.
+Rank 0 publishes. A tensor that is sharded over ranks (a DTensor) is never gathered whole: each rank sends its
+rows, a bucket at a time, and rank 0 passes them on.
 """
 
 import math
@@ -13,26 +13,28 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 BUCKET_BYTES = 64 << 20
+"""Most bytes of one part, unless a caller says otherwise."""
 
 
 class TensorPart(NamedTuple):
-    """Consecutive elements of a tensor, on any device; a tensor's parts follow each other, in order and without a gap."""
+    """Consecutive elements of a tensor, on any device. A tensor's parts follow each other, in order and
+    without a gap."""
 
     name: str
     """Hugging Face parameter name."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     elements: torch.Tensor
-    """Only to be read, and before the next part is asked for."""
+    """The elements. They may only be read, and only before the next part is asked for."""
 
 
 def whole_parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorPart]:
-    """Each tensor as one part."""
+    """Yields each tensor as one part."""
     return (TensorPart(name, tuple(tensor.shape), tensor) for name, tensor in tensors.items())
 
 
 def collect_tensors(parts: Iterable[TensorPart]) -> dict[str, torch.Tensor]:
-    """The whole tensors, copied: for exports and tests of models that fit."""
+    """Returns copies of the whole tensors, for exports and tests of models that fit into memory."""
     pieces: dict[str, list[torch.Tensor]] = {}
     shapes = {}
     for part in parts:
@@ -44,9 +46,10 @@ def collect_tensors(parts: Iterable[TensorPart]) -> dict[str, torch.Tensor]:
 def stream_tensor(
     name: str, tensor: torch.Tensor, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[TensorPart]:
-    """The tensor in `dtype`, in parts of at most `bucket_bytes`, on rank 0; nothing elsewhere.
+    """Yields the tensor in `dtype`, in parts of at most `bucket_bytes`, on rank 0, and nothing on other
+    ranks.
 
-    A collective of the ranks that hold a DTensor, on its mesh. Extra memory: one part.
+    For a DTensor it is a collective of the ranks of its mesh. Extra memory: one part.
     """
     if not isinstance(tensor, DTensor):
         yield from (
@@ -62,12 +65,12 @@ def stream_tensor(
     ]
     if [tensor.placements[dim] for dim in sharded] == [Shard(0)]:
         group = mesh.get_group(sharded[0])
-        if 0 in dist.get_process_group_ranks(group):  # the others hold replicas of what these hold
+        # Groups without rank 0 hold replicas of the same rows.
+        if 0 in dist.get_process_group_ranks(group):
             yield from _stream_rows(name, tensor, group, dtype, bucket_bytes)
         return
-    whole = (
-        tensor.full_tensor() if sharded else tensor.to_local()
-    )  # sharded in a way that leaves no rows together
+    # Sharded in a way that leaves no rows together, a tensor is gathered whole.
+    whole = tensor.full_tensor() if sharded else tensor.to_local()
     if dist.get_rank() == 0:
         yield from stream_tensor(name, whole, dtype, bucket_bytes)
 
@@ -75,7 +78,7 @@ def stream_tensor(
 def _stream_rows(
     name: str, tensor: DTensor, group: dist.ProcessGroup, dtype: torch.dtype, bucket_bytes: int
 ) -> Iterator[TensorPart]:
-    """Each rank's rows in turn, sent to rank 0 a piece at a time."""
+    """Yields each rank's rows in turn, on rank 0; the other ranks send theirs a piece at a time."""
     shape, local = tuple(tensor.shape), tensor.to_local()
     if dist.get_rank() != 0:
         for piece in _split_pieces(local, dtype, bucket_bytes):
@@ -83,9 +86,8 @@ def _stream_rows(
                 dist.send(piece, group_dst=0, group=group)
         return
     yield from (TensorPart(name, shape, piece) for piece in _split_pieces(local, dtype, bucket_bytes))
-    rows = -(
-        -shape[0] // dist.get_world_size(group)
-    )  # as torch deals them out: all alike, the last ranks get what is left
+    # As torch deals rows out: as many to each rank, and the last ranks get the rest.
+    rows = -(-shape[0] // dist.get_world_size(group))
     size = max(1, bucket_bytes // dtype.itemsize)
     for owner in range(1, dist.get_world_size(group)):
         left = max(0, min(rows, shape[0] - owner * rows)) * math.prod(shape[1:])
@@ -97,7 +99,7 @@ def _stream_rows(
 
 
 def _split_pieces(tensor: torch.Tensor, dtype: torch.dtype, bucket_bytes: int) -> Iterator[torch.Tensor]:
-    """[n] each; at least one, if it is an empty one."""
+    """Yields pieces [n] of the flat tensor in `dtype`; one empty piece of an empty tensor."""
     return (
         piece.to(dtype) for piece in tensor.detach().reshape(-1).split(max(1, bucket_bytes // dtype.itemsize))
     )

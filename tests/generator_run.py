@@ -24,6 +24,7 @@ from sync.stream import whole_parts
 from sync.subscriber import Subscriber
 from sync.transports.fetcher import Fetcher
 from sync.transports.server import SnapshotServer
+from sync.transports.tcp import FetchingEnd
 
 OVERRIDES = [
     "generators.engine=simulated", "learner.engine=simulated", "learner.groups_per_step=4", "run.steps=3",
@@ -54,7 +55,7 @@ class GeneratorRun:
         self.threads = [threading.Thread(target=self.server.run)]
         self.client = BufferClient(self.server.address, timeout_s=60.0)
         server = SnapshotServer(folder / "weights") if far else None
-        self.publisher = Publisher(folder / "weights", "life", server=server)
+        self.publisher = Publisher(folder / "weights", "life", ends=[] if server is None else [server])
         self.fetchers = []
         self.generators: list[Generator] = []
         for number in range(count):
@@ -62,7 +63,14 @@ class GeneratorRun:
             client = BufferClient(self.server.address, timeout_s=60.0)
             fetcher = Fetcher(folder / "fetched") if far else None
             self.fetchers.append(fetcher)
-            generator = Generator(f"g{number}", config, client, own, episodes, Subscriber(fetcher))
+            generator = Generator(
+                f"g{number}",
+                config,
+                client,
+                own,
+                episodes,
+                Subscriber(None if fetcher is None else FetchingEnd(fetcher)),
+            )
             self.generators.append(generator)
             self.threads.append(threading.Thread(target=generator.run))
         for thread in self.threads:

@@ -94,7 +94,7 @@ learner.lora.rank=0
 learner.lora.publish=adapter
     learner.lora.rank must be set where other settings of learner.lora are, got null
 learner.lora.rank=8 learner.lora.publish=adapter sync.transport=nccl
-    sync.transport must be auto, .* got nccl
+    sync.transport must be one of auto, .* got nccl
 learner.engine=megatron learner.lora.rank=8
     learner.lora.rank must be null unless learner.engine=fsdp, got 8 with megatron
 learner.engine=megatron learner.fsdp.cpu_offload=true

@@ -9,8 +9,7 @@ from buffers import messages as m
 from buffers.client import Answer
 from buffers.trajectory import decode_batch
 from generators.engine import Completion, Sample
-from sync.snapshot import Snapshot
-from sync.transports.nccl import NcclBroadcast
+from sync.weight_source import WeightSource
 
 
 class ScriptedEngine:
@@ -39,7 +38,7 @@ class ScriptedEngine:
     def num_unfinished(self) -> int:
         return len(self.samples)
 
-    def load_version(self, source: Snapshot | NcclBroadcast) -> None: ...
+    def load_version(self, source: WeightSource) -> None: ...
 
     def shutdown(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Versions that hold adapters only: what a host makes of them, once, and what it refuses to."""
+"""Versions that hold adapters only: a host makes a whole model of them once, or refuses to."""
 
 import itertools
 import json
@@ -13,15 +13,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from sync import merged
-from sync.adapter import PEFT_PREFIX, describe_adapters
+from sync import merged_folder
+from sync.adapters import PEFT_PREFIX, describe_adapters
+from sync.announcement import announce_version
 from sync.folders import shared_memory_folder
 from sync.manifest import DigestMismatch
-from sync.merged import MergedFolder
+from sync.merged_folder import MergedFolder
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest
 from sync.stream import whole_parts
-from sync.subscriber import Subscriber, announce_version
+from sync.subscriber import Subscriber
 from sync.transports.cuda_ipc import DeviceCopy
 
 SCALING = 1.5
@@ -30,7 +31,7 @@ ADAPTED = [
 ]
 
 
-def adapters(seed: int, base: dict[str, Tensor], rank: int = 4) -> dict[str, Tensor]:
+def make_adapters(seed: int, base: dict[str, Tensor], rank: int = 4) -> dict[str, Tensor]:
     generator, found = torch.Generator().manual_seed(seed), {}
     for name in ADAPTED:
         rows, columns = base[f"{name}.weight"].shape
@@ -39,7 +40,7 @@ def adapters(seed: int, base: dict[str, Tensor], rank: int = 4) -> dict[str, Ten
     return found
 
 
-def whole(
+def merge_by_hand(
     base: dict[str, Tensor], adapters: dict[str, Tensor], dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     found = {name: tensor.double() for name, tensor in base.items()}
@@ -49,7 +50,7 @@ def whole(
     return {name: tensor.to(dtype) for name, tensor in found.items()}
 
 
-def expect(snapshot: Snapshot, expected: dict[str, Tensor]) -> None:
+def expect_tensors(snapshot: Snapshot, expected: dict[str, Tensor]) -> None:
     snapshot.verify_bytes()
     found = dict(snapshot.named_tensors())
     assert found.keys() == expected.keys()
@@ -88,7 +89,8 @@ def publisher(tmp_path: Path, model: tuple[Path, dict[str, Tensor]]) -> Iterator
 
 @pytest.fixture
 def subscriber(publisher: Publisher) -> Iterator[Callable[[], Subscriber]]:
-    """Each is a generator of this host. When all have left, nothing stays in shared memory."""
+    """Opens subscribers, each of a generator of this host. When all are closed, nothing stays in shared
+    memory."""
     there: list[Subscriber] = []
 
     def join() -> Subscriber:
@@ -114,11 +116,11 @@ Join = Callable[[], Subscriber]
 def test_a_host_makes_the_whole_model_once_for_all_its_engines(
     publisher: Publisher, subscriber: Join, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, make = itertools.count(), merged.whole
-    monkeypatch.setattr(merged, "merge_adapters", lambda snapshot: (next(made), make(snapshot))[1])
+    made, make = itertools.count(), merged_folder.merge_adapters
+    monkeypatch.setattr(merged_folder, "merge_adapters", lambda snapshot: (next(made), make(snapshot))[1])
     with ThreadPoolExecutor(4) as pool:
         for version in range(3):
-            new = adapters(version, model[1])
+            new = make_adapters(version, model[1])
             manifest = publisher.publish_version(version, whole_parts(new))
             announced, joined = announce_version(manifest), [subscriber() for _ in range(4)]
             taken = list(pool.map(Subscriber.prepare_version, joined, itertools.repeat(announced)))
@@ -128,7 +130,7 @@ def test_a_host_makes_the_whole_model_once_for_all_its_engines(
                     and snapshot.manifest.version == version
                     and snapshot.manifest.adapter is None
                 )
-                expect(snapshot, whole(model[1], new))
+                expect_tensors(snapshot, merge_by_hand(model[1], new))
             assert len({snapshot.manifest.path for snapshot in taken}) == 1
     assert next(made) == 3
 
@@ -144,11 +146,11 @@ def test_the_base_may_be_in_many_files_and_in_another_dtype(tmp_path: Path, shar
         )
     for dtype in ("float32", "bfloat16"):
         publisher = Publisher(tmp_path / dtype, "life", adapter=describe_adapters(folder, dtype, SCALING))
-        new, subscriber = adapters(0, base), Subscriber()
+        new, subscriber = make_adapters(0, base), Subscriber()
         snapshot = subscriber.prepare_version(
             announce_version(publisher.publish_version(0, whole_parts(new)))
         )
-        expect(snapshot, whole(base, new, getattr(torch, dtype)))
+        expect_tensors(snapshot, merge_by_hand(base, new, getattr(torch, dtype)))
         assert (
             snapshot.view_merged([f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"])
             is not None
@@ -162,7 +164,7 @@ def test_versions_go_as_snapshots_do_and_a_mapped_one_stays(
 ) -> None:
     one, inodes, held = subscriber(), set(), None
     for version in range(8):
-        manifest = publisher.publish_version(version, whole_parts(adapters(version, model[1])))
+        manifest = publisher.publish_version(version, whole_parts(make_adapters(version, model[1])))
         snapshot = one.prepare_version(announce_version(manifest))
         inodes.add(Path(snapshot.manifest.path).stat().st_ino)
         if version == 2:
@@ -172,17 +174,17 @@ def test_versions_go_as_snapshots_do_and_a_mapped_one_stays(
     assert {name.rpartition(".")[0] for name in left} == {"v5-life", "v6-life", "v7-life"}
     assert len(inodes) < 8, "memory is used again"
     assert held is not None
-    expect(held, whole(model[1], adapters(2, model[1])))
+    expect_tensors(held, merge_by_hand(model[1], make_adapters(2, model[1])))
 
 
 def test_a_killed_processs_leavings_go(publisher: Publisher, subscriber: Join, model: Model) -> None:
-    one, new = subscriber(), adapters(0, model[1])
+    one, new = subscriber(), make_adapters(0, model[1])
     one.prepare_version(announce_version(publisher.publish_version(0, whole_parts(new))))
     for name in ("v0-life.unfinished", "v1-life.unfinished", "v1-life.moving"):
         (folder_of(publisher) / name).write_bytes(b"half")
-    expect(
+    expect_tensors(
         one.prepare_version(announce_version(publisher.publish_version(1, whole_parts(new)))),
-        whole(model[1], new),
+        merge_by_hand(model[1], new),
     )
     assert {path.suffix for path in folder_of(publisher).glob("v*")}.isdisjoint({".unfinished", ".moving"})
 
@@ -205,7 +207,7 @@ def change_a_shape(folder: Path) -> str:
 def test_another_base_is_refused_by_both_names(
     publisher: Publisher, subscriber: Join, model: Model, change: Callable[[Path], str]
 ) -> None:
-    one, new = subscriber(), adapters(0, model[1])
+    one, new = subscriber(), make_adapters(0, model[1])
     before = one.prepare_version(announce_version(publisher.publish_version(0, whole_parts(new))))
     original = (model[0] / "model.safetensors").read_bytes()
     (model[0] / "model.safetensors").unlink()  # whoever has it mapped keeps it
@@ -218,13 +220,13 @@ def test_another_base_is_refused_by_both_names(
     assert not (folder_of(publisher) / "v1-life.json").exists()
     before.verify_bytes()
     (model[0] / "model.safetensors").write_bytes(original)
-    expect(one.prepare_version(announce_version(manifest)), whole(model[1], new))
+    expect_tensors(one.prepare_version(announce_version(manifest)), merge_by_hand(model[1], new))
 
 
 def test_a_host_without_the_base_is_told_so(
     publisher: Publisher, subscriber: Join, model: Model, tmp_path: Path
 ) -> None:
-    manifest = publisher.publish_version(0, whole_parts(adapters(0, model[1])))
+    manifest = publisher.publish_version(0, whole_parts(make_adapters(0, model[1])))
     model[0].rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=f"model.path must be a folder .* got {model[0]}"):
         subscriber().prepare_version(announce_version(manifest))
@@ -235,7 +237,7 @@ def test_a_host_without_the_base_is_told_so(
 def test_damaged_adapters_and_a_damaged_scaling_are_never_merged(
     publisher: Publisher, subscriber: Join, model: Model
 ) -> None:
-    manifest = publisher.publish_version(0, whole_parts(adapters(0, model[1])))
+    manifest = publisher.publish_version(0, whole_parts(make_adapters(0, model[1])))
     raw, locator = bytearray(Path(manifest.path).read_bytes()), Path(manifest.locator)
     raw[-1] ^= 1
     Path(manifest.path).write_bytes(raw)
@@ -254,7 +256,7 @@ def test_damaged_adapters_and_a_damaged_scaling_are_never_merged(
 def test_a_whole_model_that_was_damaged_is_made_again(
     publisher: Publisher, subscriber: Join, model: Model
 ) -> None:
-    new = adapters(0, model[1])
+    new = make_adapters(0, model[1])
     manifest = publisher.publish_version(0, whole_parts(new))
     path = Path(subscriber().prepare_version(announce_version(manifest)).manifest.path)
     raw = bytearray(path.read_bytes())
@@ -264,19 +266,21 @@ def test_a_whole_model_that_was_damaged_is_made_again(
         seal.unlink()  # as after a boot
     with pytest.raises(DigestMismatch, match="1 of 26 tensors"):
         subscriber().prepare_version(announce_version(manifest))
-    expect(subscriber().prepare_version(announce_version(manifest), again=True), whole(model[1], new))
+    expect_tensors(
+        subscriber().prepare_version(announce_version(manifest), again=True), merge_by_hand(model[1], new)
+    )
 
 
 def test_in_the_end_a_folder_on_disk_is_the_whole_model(tmp_path: Path, model: Model) -> None:
     publisher = Publisher(
         tmp_path / "disk", "life", model=model[0], adapter=describe_adapters(model[0], "float32", SCALING)
     )
-    new = adapters(5, model[1])
+    new = make_adapters(5, model[1])
     for version in (4, 5):
-        publisher.publish_version(version, whole_parts(adapters(version, model[1])))
+        publisher.publish_version(version, whole_parts(make_adapters(version, model[1])))
     publisher.close()
     assert {path.suffix for path in publisher.folder.iterdir()} == {".json", ".safetensors"}
-    loaded, expected = AutoModelForCausalLM.from_pretrained(publisher.folder), whole(model[1], new)
+    loaded, expected = AutoModelForCausalLM.from_pretrained(publisher.folder), merge_by_hand(model[1], new)
     for name, tensor in expected.items():
         torch.testing.assert_close(loaded.state_dict()[name], tensor, atol=1e-5, rtol=0)
     assert not folder_of(publisher).exists()
@@ -284,9 +288,8 @@ def test_in_the_end_a_folder_on_disk_is_the_whole_model(tmp_path: Path, model: M
 
 def test_adapters_are_not_offered_on_a_device(tmp_path: Path, model: Model) -> None:
     folder, adapter = tmp_path / "gpu", describe_adapters(model[0], "float32", SCALING)
-    publisher = Publisher(
-        folder, "life", device=DeviceCopy(folder, "gpu", torch.device("cuda"), always=True), adapter=adapter
-    )
-    publisher.publish_version(0, whole_parts(adapters(0, model[1])))
+    device = DeviceCopy(folder, "gpu", torch.device("cuda"), always=True)
+    publisher = Publisher(folder, "life", ends=[device], adapter=adapter)
+    publisher.publish_version(0, whole_parts(make_adapters(0, model[1])))
     assert not list(folder.glob("*.ipc"))
     publisher.close()

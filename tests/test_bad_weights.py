@@ -1,4 +1,5 @@
-"""Weights on a bad day: hostile messages, folders that others made, stuck processes, dead relays, slow links, full disks."""
+"""Weights on a bad day: hostile messages, folders that others made, stuck processes, dead relays, slow
+links, full disks."""
 
 import errno
 import os
@@ -18,10 +19,12 @@ import msgspec
 import pytest
 import torch
 import zmq
+from weight_ends import fetcher_of, fetching_end, relay_server, server_of
 
 from buffers.keys import Authenticator, KeyRole, make_keys, show_key, start_authenticator
 from configs.disk import DiskFull
 from sync import folders, locks
+from sync.announcement import TransferFailed, announce_version
 from sync.extents import ENTRY, Extents
 from sync.folders import shared_memory_folder, sweep_folders
 from sync.locks import LockTimedOut, hold_lock
@@ -29,42 +32,46 @@ from sync.manifest import DigestMismatch, Manifest, parse_manifest
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest
 from sync.stream import whole_parts
-from sync.subscriber import Subscriber, announce_version
-from sync.transports import puller, tcp
+from sync.subscriber import Subscriber
+from sync.transports import messages, puller
 from sync.transports.fetcher import Fetcher
-from sync.transports.puller import Puller, TransferFailed
-from sync.transports.server import CHAIN, SnapshotServer
-from sync.transports.tcp import Chunk, EnlistRelay, GetChunk, TransferRefused
+from sync.transports.messages import Chunk, EnlistRelay, GetChunk, TransferRefused
+from sync.transports.nccl import BroadcastEnd
+from sync.transports.puller import Puller
+from sync.transports.relay_chains import CHAIN_LENGTH
+from sync.transports.server import SnapshotServer
+from sync.transports.tcp import FetchingEnd
 
 ROOT = Path(__file__).parents[1]
 
 
-def weights(seed: int, rows: int = 300) -> dict[str, torch.Tensor]:
+def make_weights(seed: int, rows: int = 300) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {"a": torch.randn(rows, 256, generator=generator), "b": torch.randn(256, generator=generator)}
 
 
-def same(found: Snapshot, wanted: dict[str, torch.Tensor]) -> bool:
+def holds_tensors(found: Snapshot, wanted: dict[str, torch.Tensor]) -> bool:
     found.verify_bytes()
     return all(torch.equal(tensor, wanted[name]) for name, tensor in found.named_tensors())
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(messages, "CHUNK_BYTES", 1 << 16)
 
 
 @pytest.fixture
 def publisher(tmp_path: Path) -> Iterator[Publisher]:
     folder = tmp_path / "weights"
-    publisher = Publisher(folder, "life", server=SnapshotServer(folder))
+    publisher = Publisher(folder, "life", ends=[SnapshotServer(folder)])
     yield publisher
     publisher.close()
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """The name of a folder in shared memory, and of those beside it."""
+    """A folder in shared memory that is not made yet. It is removed afterwards, with those of its name beside
+    it."""
     folder = shared_memory_folder(f"test-{uuid.uuid4().hex}")
     yield folder
     for left in folder.parent.glob(f"{folder.name}*"):
@@ -74,10 +81,9 @@ def folder() -> Iterator[Path]:
             subprocess.run(["rm", "-rf", str(left)], check=True)
 
 
-def elsewhere(publisher: Publisher, manifest: Manifest, address: str | None = None) -> str:
-    assert publisher._server is not None
+def announce_elsewhere(publisher: Publisher, manifest: Manifest, address: str | None = None) -> str:
     _, _, digest, path = announce_version(manifest).split("#", 3)
-    return "#".join((address or publisher._server.address, "another host", digest, path))
+    return "#".join((address or server_of(publisher).address, "another host", digest, path))
 
 
 # ---- messages
@@ -113,36 +119,34 @@ def test_a_hostile_request_is_refused_and_counted_and_the_next_one_is_answered(
 ) -> None:
     imported: list[str] = []
     monkeypatch.setattr("sync.transports.nccl.NcclLink", lambda host: imported.append("vllm"))
-    publisher.publish_version(0, whole_parts(weights(0)))
-    assert publisher._server is not None
-    stranger.connect(publisher._server.address)
+    publisher.publish_version(0, whole_parts(make_weights(0)))
+    stranger.connect(server_of(publisher).address)
     stranger.send(HOSTILE[what])
-    stranger.send(tcp.encode(GetChunk("v0-life.json", 0, 10)))
-    assert stranger.poll(20_000) and isinstance(tcp.replies.decode(stranger.recv()), TransferRefused)
-    assert stranger.poll(20_000) and isinstance(tcp.replies.decode(stranger.recv_multipart()[0]), Chunk)
-    assert publisher._server.refused.total() == 1 and imported == [], (
+    stranger.send(messages.encode(GetChunk("v0-life.json", 0, 10)))
+    assert stranger.poll(20_000) and isinstance(messages.replies.decode(stranger.recv()), TransferRefused)
+    assert stranger.poll(20_000) and isinstance(messages.replies.decode(stranger.recv_multipart()[0]), Chunk)
+    assert server_of(publisher).refused.total() == 1 and imported == [], (
         "nothing is made ready for NCCL, which imports vLLM"
     )
-    publisher.publish_version(1, whole_parts(weights(1)))
+    publisher.publish_version(1, whole_parts(make_weights(1)))
 
 
 def test_a_message_of_many_frames_is_refused_and_a_large_one_ends_its_connection_only(
     publisher: Publisher, stranger: "zmq.Socket[bytes]"
 ) -> None:
-    publisher.publish_version(0, whole_parts(weights(0)))
-    assert publisher._server is not None
-    stranger.connect(publisher._server.address)
+    publisher.publish_version(0, whole_parts(make_weights(0)))
+    stranger.connect(server_of(publisher).address)
     stranger.send_multipart([b"x" * 4000] * 1000)
-    stranger.send(tcp.encode(GetChunk("v0-life.json", 0, 10)))
-    assert isinstance(tcp.replies.decode(stranger.recv()), TransferRefused)
-    assert isinstance(tcp.replies.decode(stranger.recv_multipart()[0]), Chunk)
+    stranger.send(messages.encode(GetChunk("v0-life.json", 0, 10)))
+    assert isinstance(messages.replies.decode(stranger.recv()), TransferRefused)
+    assert isinstance(messages.replies.decode(stranger.recv_multipart()[0]), Chunk)
     stranger.send(
-        b"x" * (tcp.MAX_REQUEST_BYTES + 1)
+        b"x" * (messages.MAX_REQUEST_BYTES + 1)
     )  # libzmq cuts the line; the socket connects again by itself
     deadline = time.monotonic() + 30
     while not stranger.poll(200) and time.monotonic() < deadline:
-        stranger.send(tcp.encode(GetChunk("v0-life.json", 0, 10)))
-    assert isinstance(tcp.replies.decode(stranger.recv_multipart()[0]), Chunk)
+        stranger.send(messages.encode(GetChunk("v0-life.json", 0, 10)))
+    assert isinstance(messages.replies.decode(stranger.recv_multipart()[0]), Chunk)
 
 
 HOSTILE_ANSWERS = HOSTILE | {"no address": b"\x93\xa6Parent\xa1x\xa1y", "nothing": b""}
@@ -183,7 +187,7 @@ def test_a_hostile_answer_is_as_none(tmp_path: Path, what: str) -> None:
     ids=["nested", "negative size", "2**64-1", "another version", "no dtype", "negative shape", "not UTF-8"],
 )
 def test_a_hostile_manifest_is_a_mismatch(publisher: Publisher, change: Callable[[bytes], bytes]) -> None:
-    data = Path(publisher.publish_version(0, whole_parts(weights(0))).locator).read_bytes()
+    data = Path(publisher.publish_version(0, whole_parts(make_weights(0))).locator).read_bytes()
     parse_manifest(data, "it", "v0-life")
     assert change(data) != data
     with pytest.raises(DigestMismatch, match="^it "):
@@ -193,23 +197,23 @@ def test_a_hostile_manifest_is_a_mismatch(publisher: Publisher, change: Callable
 def test_a_server_thread_that_dies_ends_its_publisher_and_its_relay(
     publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    far = Subscriber(Fetcher(tmp_path / "far", timeout_s=3), relay=SnapshotServer)
-    announced = elsewhere(publisher, publisher.publish_version(0, whole_parts(weights(0))))
+    far = Subscriber(FetchingEnd(Fetcher(tmp_path / "far", timeout_s=3), SnapshotServer))
+    announced = announce_elsewhere(publisher, publisher.publish_version(0, whole_parts(make_weights(0))))
     far.prepare_version(announced)
 
     def die(*arguments: object) -> None:
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(SnapshotServer, "_take_request", die)
-    assert publisher._server is not None and far._server is not None
-    for one in (publisher._server, far._server):
+    assert relay_server(far) is not None
+    for one in (server_of(publisher), relay_server(far)):
         asking: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         asking.connect(one.address)
         asking.send(b"")
         one._thread.join(20)
         asking.close(linger=0)
     with pytest.raises(RuntimeError, match="has died") as ended:
-        publisher.publish_version(1, whole_parts(weights(1)))
+        publisher.publish_version(1, whole_parts(make_weights(1)))
     assert isinstance(ended.value.__cause__, ZeroDivisionError), "with the traceback of what was the cause"
     with pytest.raises(RuntimeError, match="has died"):
         far.prepare_version(announced)
@@ -222,8 +226,8 @@ def test_a_server_with_keys_sees_a_revoked_key_on_an_open_connection_and_the_dea
     keys = tmp_path / "keys"
     make_keys(keys, ["generator", "learner"])
     server = SnapshotServer(folder, secure=lambda socket: start_authenticator(socket, keys))
-    publisher = Publisher(folder, "life", server=server)
-    name = Path(publisher.publish_version(0, whole_parts(weights(0))).path).name
+    publisher = Publisher(folder, "life", ends=[server])
+    name = Path(publisher.publish_version(0, whole_parts(make_weights(0))).path).name
     show = {
         role: lambda socket, role=role: show_key(socket, keys, role)
         for role in (KeyRole.generator, KeyRole.learner)
@@ -258,13 +262,13 @@ def test_a_server_with_keys_sees_a_revoked_key_on_an_open_connection_and_the_dea
 def test_a_snapshot_and_manifest_swapped_together_are_noticed_whichever_way_they_come(
     publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = publisher.publish_version(0, whole_parts(weights(0)))
-    far = Subscriber(Fetcher(tmp_path / "far", timeout_s=3))
-    nccl = Subscriber(Fetcher(tmp_path / "nccl", timeout_s=3), broadcast=True)
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
+    far = Subscriber(FetchingEnd(Fetcher(tmp_path / "far", timeout_s=3)))
+    nccl = Subscriber(BroadcastEnd(Fetcher(tmp_path / "nccl", timeout_s=3)))
     for announced in (publisher.announce_version(manifest), announce_version(manifest)):
-        assert same(Subscriber().prepare_version(announced), weights(0))  # type: ignore[arg-type]
+        assert holds_tensors(Subscriber().prepare_version(announced), make_weights(0))  # type: ignore[arg-type]
     other = Publisher(tmp_path / "other", "life")
-    swapped = other.publish_version(0, whole_parts(weights(1)))
+    swapped = other.publish_version(0, whole_parts(make_weights(1)))
     for name in (manifest.path, manifest.locator):
         os.replace(Path(swapped.path).parent / Path(name).name, name)
     other.close()
@@ -275,8 +279,8 @@ def test_a_snapshot_and_manifest_swapped_together_are_noticed_whichever_way_they
     for subscriber, announced in (
         (Subscriber(), publisher.announce_version(manifest)),
         (Subscriber(), announce_version(manifest)),
-        (far, elsewhere(publisher, manifest)),
-        (nccl, elsewhere(publisher, manifest)),
+        (far, announce_elsewhere(publisher, manifest)),
+        (nccl, announce_elsewhere(publisher, manifest)),
     ):
         with pytest.raises(DigestMismatch, match="was announced"):
             subscriber.prepare_version(announced)
@@ -285,7 +289,7 @@ def test_a_snapshot_and_manifest_swapped_together_are_noticed_whichever_way_they
 
 
 def test_a_file_put_in_the_place_of_a_sealed_one_is_noticed(publisher: Publisher, tmp_path: Path) -> None:
-    manifest = publisher.publish_version(0, whole_parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
     Subscriber().prepare_version(announce_version(manifest))
     damaged = bytearray(Path(manifest.path).read_bytes())
     damaged[-1] ^= 1
@@ -418,14 +422,14 @@ def test_a_stopped_holder_is_named_after_a_deadline_that_its_progress_puts_off(
 FETCH = """
 import sys
 from pathlib import Path
-from sync.transports import fetcher, puller, tcp
-tcp.CHUNK_BYTES = puller.FIRST_BYTES = 1 << 12
+from sync.transports import fetcher, puller, messages
+messages.CHUNK_BYTES = puller.FIRST_BYTES = 1 << 12
 print(flush=True)
 print(fetcher.Fetcher(Path(sys.argv[1])).fetch_version(sys.argv[2], sys.argv[3]), flush=True)
 """
 
 
-class Slow(SnapshotServer):
+class SlowServer(SnapshotServer):
     def _make_reply(self, request: object) -> tuple[object, list[memoryview]]:  # type: ignore[override]
         time.sleep(0.04)
         return super()._make_reply(request)  # type: ignore[arg-type]
@@ -434,8 +438,8 @@ class Slow(SnapshotServer):
 def test_a_process_stopped_in_the_middle_of_a_fetch_does_not_stop_its_host(
     publisher: Publisher, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = publisher.publish_version(0, whole_parts(weights(0)))
-    slow = Slow(publisher.folder)
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
+    slow = SlowServer(publisher.folder)
     stopped = subprocess.Popen(
         [sys.executable, "-c", FETCH, str(folder), slow.address, Path(manifest.locator).name],
         cwd=ROOT, stdout=subprocess.PIPE, text=True,
@@ -444,13 +448,15 @@ def test_a_process_stopped_in_the_middle_of_a_fetch_does_not_stop_its_host(
         time.sleep(0.01)
     stopped.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(locks, "PATIENCE_S", 1.0)
-    other = Subscriber(Fetcher(folder, timeout_s=3), relay=SnapshotServer)
-    found = other.prepare_version(elsewhere(publisher, manifest))
-    assert isinstance(found, Snapshot) and same(found, weights(0))
+    other = Subscriber(FetchingEnd(Fetcher(folder, timeout_s=3), SnapshotServer))
+    found = other.prepare_version(announce_elsewhere(publisher, manifest))
+    assert isinstance(found, Snapshot) and holds_tensors(found, make_weights(0))
     assert Path(found.manifest.path).parent.name == f"{folder.name}-2"
-    second = elsewhere(publisher, publisher.publish_version(1, whole_parts(weights(1))))
-    assert same(other.prepare_version(second), weights(1))  # type: ignore[arg-type]
-    assert other._served == other._fetcher.folder, "what it serves to others is there too"  # type: ignore[union-attr]
+    second = announce_elsewhere(publisher, publisher.publish_version(1, whole_parts(make_weights(1))))
+    assert holds_tensors(other.prepare_version(second), make_weights(1))  # type: ignore[arg-type]
+    assert fetching_end(other).relay.served == fetcher_of(other).folder, (
+        "what it serves to others is there too"
+    )  # type: ignore[union-attr]
     stopped.send_signal(signal.SIGCONT)
     out, _ = stopped.communicate(timeout=60)
     assert out.strip() == str(folder / "v0-life.json"), "who was stopped goes on where it was"
@@ -464,7 +470,7 @@ def test_a_process_stopped_in_the_middle_of_a_fetch_does_not_stop_its_host(
 def test_who_is_stopped_while_it_verifies_does_not_stop_the_others(
     publisher: Publisher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    manifest = publisher.publish_version(0, whole_parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
     monkeypatch.setattr(locks, "PATIENCE_S", 0.5)
     monkeypatch.setattr("sync.snapshot.boot_id", lambda: "here")
     with hold_lock(
@@ -499,21 +505,24 @@ def test_extents_know_what_is_there_in_whatever_order_it_comes(tmp_path: Path) -
 
 
 def test_a_relay_hands_on_what_has_come_while_it_still_fetches(publisher: Publisher, tmp_path: Path) -> None:
-    manifest = publisher.publish_version(0, whole_parts(weights(0, rows=4000)))  # 63 chunks
-    slow = Slow(publisher.folder)
-    hosts = [Subscriber(Fetcher(tmp_path / f"far-{n}", timeout_s=20), relay=SnapshotServer) for n in range(6)]
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0, rows=4000)))  # 63 chunks
+    slow = SlowServer(publisher.folder)
+    hosts = [
+        Subscriber(FetchingEnd(Fetcher(tmp_path / f"far-{n}", timeout_s=20), SnapshotServer))
+        for n in range(6)
+    ]
     together = False
     try:  # servers that a failure leaves open would hold up whoever collects their contexts
         with ThreadPoolExecutor(6) as pool:
             under_way = [
-                pool.submit(one.prepare_version, elsewhere(publisher, manifest, slow.address))
+                pool.submit(one.prepare_version, announce_elsewhere(publisher, manifest, slow.address))
                 for one in hosts
             ]
             while not any(one.done() for one in under_way):
-                come = sorted(record_of(one._fetcher) for one in hosts if one._fetcher)
+                come = sorted(record_of(fetcher_of(one)) for one in hosts if fetcher_of(one))
                 together |= come[0] > 0 and come[-1] < manifest.num_bytes
                 time.sleep(0.01)
-            assert all(same(one.result(), weights(0, rows=4000)) for one in under_way)  # type: ignore[arg-type]
+            assert all(holds_tensors(one.result(), make_weights(0, rows=4000)) for one in under_way)  # type: ignore[arg-type]
         assert together, "the last had some of it when the first had not all of it yet"
         assert slow.bytes_sent < 2 * manifest.num_bytes
     finally:
@@ -526,14 +535,16 @@ RELAY = """
 import sys, time
 from pathlib import Path
 from sync.subscriber import Subscriber
-from sync.transports import tcp
+from sync.transports.nccl import BroadcastEnd
+from sync.transports.tcp import FetchingEnd
+from sync.transports import messages
 from sync.transports.fetcher import Fetcher
 from sync.transports.server import SnapshotServer
-tcp.CHUNK_BYTES = 1 << 16
-subscriber = Subscriber(Fetcher(Path(sys.argv[1])), relay=SnapshotServer)
+messages.CHUNK_BYTES = 1 << 16
+subscriber = Subscriber(FetchingEnd(Fetcher(Path(sys.argv[1])), SnapshotServer))
 for announced in sys.stdin:
     subscriber.prepare_version(announced.strip())
-    print(subscriber._server.address, flush=True)
+    print(subscriber.end.relay.server.address, flush=True)
 """
 
 
@@ -541,7 +552,6 @@ for announced in sys.stdin:
 def test_a_dead_relay_is_asked_once_and_nobody_is_sent_there_again(
     publisher: Publisher, tmp_path: Path, how: signal.Signals
 ) -> None:
-    assert publisher._server is not None
     relays = [
         subprocess.Popen(
             [sys.executable, "-c", RELAY, str(tmp_path / f"relay-{n}")],
@@ -550,11 +560,12 @@ def test_a_dead_relay_is_asked_once_and_nobody_is_sent_there_again(
         for n in range(2)
     ]  # fmt: skip
     hosts = [
-        Subscriber(Fetcher(tmp_path / f"far-{n}", patience_s=1.0), relay=SnapshotServer) for n in range(2)
+        Subscriber(FetchingEnd(Fetcher(tmp_path / f"far-{n}", patience_s=1.0), SnapshotServer))
+        for n in range(2)
     ]
     try:
         addresses = []
-        announced = elsewhere(publisher, publisher.publish_version(0, whole_parts(weights(0))))
+        announced = announce_elsewhere(publisher, publisher.publish_version(0, whole_parts(make_weights(0))))
         for relay in relays:
             assert relay.stdin is not None and relay.stdout is not None
             relay.stdin.write(f"{announced}\n")
@@ -562,17 +573,17 @@ def test_a_dead_relay_is_asked_once_and_nobody_is_sent_there_again(
             addresses.append(relay.stdout.readline().strip())
         for relay in relays:
             relay.send_signal(how)
-        assert publisher._server._relays["v0-life.safetensors"] == addresses
-        began, before = time.monotonic(), publisher._server.bytes_sent
+        assert server_of(publisher).chains.relays_of("v0-life.safetensors") == addresses
+        began, before = time.monotonic(), server_of(publisher).bytes_sent
         for host in hosts:  # the first is told to ask one that is dead, then the other
-            assert same(host.prepare_version(announced), weights(0))  # type: ignore[arg-type]
-        assert time.monotonic() - began > 1.0 and publisher._server.bytes_sent > before
-        assert not set(addresses) & set(publisher._server._relays["v0-life.safetensors"])
-        announced = elsewhere(publisher, publisher.publish_version(1, whole_parts(weights(1))))
-        silent = [dict(host._fetcher._silent) for host in hosts if host._fetcher]
+            assert holds_tensors(host.prepare_version(announced), make_weights(0))  # type: ignore[arg-type]
+        assert time.monotonic() - began > 1.0 and server_of(publisher).bytes_sent > before
+        assert not set(addresses) & set(server_of(publisher).chains.relays_of("v0-life.safetensors"))
+        announced = announce_elsewhere(publisher, publisher.publish_version(1, whole_parts(make_weights(1))))
+        silent = [dict(fetcher_of(host).silent_relays) for host in hosts]
         for host in hosts:
-            assert same(host.prepare_version(announced), weights(1))  # type: ignore[arg-type]
-        assert silent == [host._fetcher._silent for host in hosts if host._fetcher], "nobody was sent there"
+            assert holds_tensors(host.prepare_version(announced), make_weights(1))  # type: ignore[arg-type]
+        assert silent == [fetcher_of(host).silent_relays for host in hosts], "nobody was sent there"
     finally:
         for host in hosts:
             host.close()
@@ -581,7 +592,7 @@ def test_a_dead_relay_is_asked_once_and_nobody_is_sent_there_again(
             relay.communicate()
 
 
-class Damaging(SnapshotServer):
+class DamagingServer(SnapshotServer):
     def _make_reply(self, request: object) -> tuple[object, list[memoryview]]:  # type: ignore[override]
         reply, payload = super()._make_reply(request)  # type: ignore[arg-type]
         if isinstance(reply, Chunk) and not reply.name.endswith(".json"):
@@ -590,10 +601,9 @@ class Damaging(SnapshotServer):
 
 
 def test_a_relay_that_sends_a_byte_now_and_then_is_passed_over(publisher: Publisher, tmp_path: Path) -> None:
-    assert publisher._server is not None
     manifest, address = (
         publisher.publish_version(0, whole_parts({"w": torch.zeros(1_000_000)})),
-        publisher._server.address,
+        server_of(publisher).address,
     )
     name, ended = Path(manifest.path).name, threading.Event()
     relay: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
@@ -605,7 +615,9 @@ def test_a_relay_that_sends_a_byte_now_and_then_is_passed_over(publisher: Publis
                 sender, _ = relay.recv_multipart()
                 offset = asked.setdefault(sender, 0)
                 asked[sender] += 1
-                relay.send_multipart([sender, tcp.encode(Chunk(name, offset, manifest.num_bytes)), b"\0"])
+                relay.send_multipart(
+                    [sender, messages.encode(Chunk(name, offset, manifest.num_bytes)), b"\0"]
+                )
 
     asked: dict[bytes, int] = {}
     thread = threading.Thread(target=trickle)
@@ -627,20 +639,22 @@ def test_a_relay_that_sends_a_byte_now_and_then_is_passed_over(publisher: Publis
 def test_a_relay_that_hands_on_damaged_bytes_costs_its_children_one_fetch(
     publisher: Publisher, tmp_path: Path
 ) -> None:
-    relay = Subscriber(Fetcher(tmp_path / "relay"), relay=Damaging)
-    child = Subscriber(Fetcher(tmp_path / "child"), relay=SnapshotServer)
+    relay = Subscriber(FetchingEnd(Fetcher(tmp_path / "relay"), DamagingServer))
+    child = Subscriber(FetchingEnd(Fetcher(tmp_path / "child"), SnapshotServer))
     for version in range(2):
-        announced = elsewhere(publisher, publisher.publish_version(version, whole_parts(weights(version))))
+        announced = announce_elsewhere(
+            publisher, publisher.publish_version(version, whole_parts(make_weights(version)))
+        )
         relay.prepare_version(announced)
         with pytest.raises(DigestMismatch):
             child.prepare_version(announced)
-        assert same(child.prepare_version(announced, again=True), weights(version))  # type: ignore[arg-type]
+        assert holds_tensors(child.prepare_version(announced, again=True), make_weights(version))  # type: ignore[arg-type]
     for one in (relay, child):
         one.close()
 
 
-class Narrow(SnapshotServer):
-    """A link of so many bytes a second."""
+class NarrowServer(SnapshotServer):
+    """A server behind a link of so many bytes a second."""
 
     rate = 1e9
 
@@ -653,13 +667,13 @@ class Narrow(SnapshotServer):
 def test_on_a_slow_link_less_is_asked_for_at_a_time_and_what_comes_counts(
     publisher: Publisher, tmp_path: Path
 ) -> None:
-    manifest = publisher.publish_version(0, whole_parts(weights(0, rows=100)))
-    narrow = Narrow(publisher.folder)
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0, rows=100)))
+    narrow = NarrowServer(publisher.folder)
     narrow.rate = 20_000  # a chunk of 64 kB takes longer than anybody waits
     fetcher = Fetcher(tmp_path / "far", timeout_s=1.5)
     asked, failed = [], 0
-    reply = narrow._reply
-    narrow._reply = lambda request: (asked.append(getattr(request, "size", 0)), reply(request))[1]  # type: ignore
+    reply = narrow._make_reply
+    narrow._make_reply = lambda request: (asked.append(getattr(request, "size", 0)), reply(request))[1]  # type: ignore
     while True:
         try:
             local = fetcher.fetch_version(narrow.address, Path(manifest.locator).name)
@@ -667,7 +681,7 @@ def test_on_a_slow_link_less_is_asked_for_at_a_time_and_what_comes_counts(
         except TransferFailed:
             failed += 1
             assert failed < 4
-    assert same(Snapshot(read_manifest(local)), weights(0, rows=100))
+    assert holds_tensors(Snapshot(read_manifest(local)), make_weights(0, rows=100))
     assert max(asked) == puller.FIRST_BYTES and min(asked[-9:]) < 1.5 * narrow.rate
     assert fetcher.bytes_received == manifest.num_bytes, "what had come was kept"
     fetcher.close()
@@ -677,16 +691,18 @@ def test_on_a_slow_link_less_is_asked_for_at_a_time_and_what_comes_counts(
 def test_the_record_of_a_fetcher_killed_when_it_was_done_is_not_believed(
     publisher: Publisher, tmp_path: Path
 ) -> None:
-    far = Subscriber(Fetcher(tmp_path / "far"))
+    far = Subscriber(FetchingEnd(Fetcher(tmp_path / "far")))
     for version in range(
         4
     ):  # from the third on there is a spare, in whose memory the next version is fetched
-        manifest = publisher.publish_version(version, whole_parts(weights(version)))
+        manifest = publisher.publish_version(version, whole_parts(make_weights(version)))
         if version == 3:
             stem = tmp_path / "far" / "v3-life"
             stem.with_suffix(".chunks").write_bytes(ENTRY.pack(0, manifest.num_bytes))
             stem.with_suffix(".safetensors").write_bytes(b"whole, but its manifest was not written any more")
-        assert same(far.prepare_version(elsewhere(publisher, manifest)), weights(version))  # type: ignore[arg-type]
+        assert holds_tensors(
+            far.prepare_version(announce_elsewhere(publisher, manifest)), make_weights(version)
+        )  # type: ignore[arg-type]
     far.close()
 
 
@@ -695,7 +711,7 @@ def test_the_record_of_a_fetcher_killed_when_it_was_done_is_not_believed(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Of 4 MB."""
+    """Makes a file system of 4 MB in memory."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(
@@ -718,12 +734,14 @@ def test_a_publication_without_room_is_named_and_leaves_the_versions_before_in_s
         DiskFull, match=rf"^the disk of {small_disk}\S+ must have room for 6,291,456 bytes .* got [\d,]+ b"
     ):
         publisher.publish_version(1, whole_parts({name: MEGABYTE for name in "abcdef"}))
-    assert same(Subscriber().prepare_version(announce_version(before)), {"a": MEGABYTE})  # type: ignore[arg-type]
+    assert holds_tensors(Subscriber().prepare_version(announce_version(before)), {"a": MEGABYTE})  # type: ignore[arg-type]
     assert not [path for path in publisher.folder.iterdir() if path.name.startswith("v1")], (
         "no remains take room"
     )
     again = publisher.publish_version(2, whole_parts({"a": MEGABYTE, "b": MEGABYTE}))
-    assert same(Subscriber().prepare_version(announce_version(again)), {"a": MEGABYTE, "b": MEGABYTE})  # type: ignore[arg-type]
+    assert holds_tensors(
+        Subscriber().prepare_version(announce_version(again)), {"a": MEGABYTE, "b": MEGABYTE}
+    )  # type: ignore[arg-type]
     publisher.close()
 
 
@@ -731,7 +749,7 @@ def test_a_fetch_without_room_is_named(publisher: Publisher, small_disk: Path) -
     manifest = publisher.publish_version(0, whole_parts({name: MEGABYTE for name in "abcdef"}))
     fetcher = Fetcher(small_disk / "far")
     with pytest.raises(DiskFull, match=rf"the disk of {small_disk}.* must have room for"):
-        fetcher.fetch_version(publisher._server.address, Path(manifest.locator).name)  # type: ignore[union-attr]
+        fetcher.fetch_version(server_of(publisher).address, Path(manifest.locator).name)  # type: ignore[union-attr]
     fetcher.close()
 
 
@@ -741,15 +759,14 @@ def test_a_patch_without_room_leaves_nothing(publisher: Publisher, monkeypatch: 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("sync.patch.save_file", fill)
-    assert publisher._server is not None
-    publisher._server._patches.note_interest()
-    state = weights(0)
+    server_of(publisher).patches.note_interest()
+    state = make_weights(0)
     for version in range(2):
         manifest = publisher.publish_version(version, whole_parts(state))
         state["b"] = state["b"] + 1
-    while publisher._server._patches.find_route("v0-life", "v1-life") is None:
+    while server_of(publisher).patches.find_route("v0-life", "v1-life") is None:
         time.sleep(0.01)
-    assert publisher._server._patches.find_route("v0-life", "v1-life") == []
+    assert server_of(publisher).patches.find_route("v0-life", "v1-life") == []
     assert {path.suffix for path in publisher.folder.glob("v*")} == {
         ".safetensors",
         ".json",
@@ -757,11 +774,10 @@ def test_a_patch_without_room_leaves_nothing(publisher: Publisher, monkeypatch: 
 
 
 def test_many_relays_are_two_chains_and_a_lost_one_is_bridged(publisher: Publisher) -> None:
-    assert publisher._server is not None
-    ask = publisher._server._find_parent
+    ask = server_of(publisher).chains.find_parent
     hosts = [f"tcp://host-{n}:1" for n in range(20)]
     parents = [ask(EnlistRelay("v0-life.safetensors", host)) for host in hosts]
-    assert [n for n, parent in enumerate(parents) if not parent] == [0, CHAIN]
+    assert [n for n, parent in enumerate(parents) if not parent] == [0, CHAIN_LENGTH]
     told = [parent for parent in parents if parent]
     assert len(set(told)) == len(told) == 18, "nobody is asked by two"
     assert all(hosts.index(parent) < n for n, parent in enumerate(parents) if parent)

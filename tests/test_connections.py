@@ -22,7 +22,7 @@ from buffers.client import BufferClient
 from buffers.connections import BorrowedDescriptor, Connection, Connections, watch_small_requests
 from buffers.keys import WEIGHT_REQUEST_ROLES, KeyRole, make_keys, show_key, start_authenticator
 from configs.load import load_config
-from sync.transports import tcp
+from sync.transports import messages
 from sync.transports.server import SnapshotServer
 
 ROOT = Path(__file__).parents[1]
@@ -256,7 +256,9 @@ def weights(tmp_path: Path) -> Iterator[Callable[..., SnapshotServer]]:
         file.truncate(64 << 20)
 
     def serve(keys: Path | None = None) -> SnapshotServer:
-        watch = partial(watch_small_requests, encrypted=keys is not None, max_unread=tcp.MAX_UNREAD_BYTES)
+        watch = partial(
+            watch_small_requests, encrypted=keys is not None, max_unread=messages.MAX_UNREAD_BYTES
+        )
         door = None if keys is None else (lambda socket: start_authenticator(socket, keys))
         servers.append(SnapshotServer(folder, secure=door, watch=watch))
         return servers[-1]
@@ -271,7 +273,9 @@ def ask_for_a_window(port: int) -> socket.socket:
     comes."""
     connection = open_raw_client(port, room=128 << 10)
     for number in range(8):
-        body = tcp.encode(tcp.GetChunk("v0-life.safetensors", number * tcp.CHUNK_BYTES, tcp.CHUNK_BYTES))
+        body = messages.encode(
+            messages.GetChunk("v0-life.safetensors", number * messages.CHUNK_BYTES, messages.CHUNK_BYTES)
+        )
         connection.sendall(b"\x00" + bytes([len(body)]) + body)
     return connection
 
@@ -300,28 +304,28 @@ def test_a_host_that_never_reads_its_weights_is_ended_and_a_slow_one_is_not(
 def test_whoever_asks_for_more_than_it_reads_loses_its_connection(
     weights: Callable[..., SnapshotServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "MAX_UNREAD_BYTES", 40 << 20)
+    monkeypatch.setattr(messages, "MAX_UNREAD_BYTES", 40 << 20)
     server = weights()
     port = int(server.address.rpartition(":")[2])
     greedy = ask_for_a_window(port)
     assert not server.refused
-    body = tcp.encode(tcp.GetChunk("v0-life.safetensors", 0, 64 << 20))
+    body = messages.encode(messages.GetChunk("v0-life.safetensors", 0, 64 << 20))
     greedy.sendall(b"\x00" + bytes([len(body)]) + body)
     wait_until(lambda: server.refused["unread answers"] == 1, "it is ended")
     greedy.close()
 
 
-REQUESTS: list[tcp.Request] = [
-    tcp.GetChunk("v0-life.safetensors", 0, 10),
-    tcp.GetPatchRoute("v1-life", "v0-life"),
-    tcp.EnlistRelay("v0-life.json", "tcp://10.0.0.7:5555"),
-    tcp.RequestBroadcast("v0-life", "0123456789abcdef"),
+REQUESTS: list[messages.Request] = [
+    messages.GetChunk("v0-life.safetensors", 0, 10),
+    messages.GetPatchRoute("v1-life", "v0-life"),
+    messages.EnlistRelay("v0-life.json", "tcp://10.0.0.7:5555"),
+    messages.RequestBroadcast("v0-life", "0123456789abcdef"),
 ]
 
 
 def test_every_request_for_weights_has_roles_that_may_send_it() -> None:
     assert (
-        {kind.__name__ for kind in get_args(tcp.Request)}
+        {kind.__name__ for kind in get_args(messages.Request)}
         == set(WEIGHT_REQUEST_ROLES)
         == {type(r).__name__ for r in REQUESTS}
     )
@@ -337,11 +341,11 @@ def test_weights_are_for_keys_of_generators(
     show_key(asker, tmp_path / "keys", role)
     asker.connect(server.address)
     for request in REQUESTS:
-        asker.send(tcp.encode(request))
+        asker.send(messages.encode(request))
         assert asker.poll(20_000)
-        reply = tcp.replies.decode(asker.recv_multipart()[0])
+        reply = messages.replies.decode(asker.recv_multipart()[0])
         said = f"{type(request).__name__} must not be sent with the key of a {role}"
-        assert (isinstance(reply, tcp.TransferRefused) and said in reply.reason) == (
+        assert (isinstance(reply, messages.TransferRefused) and said in reply.reason) == (
             role is not KeyRole.generator
         ), reply
     assert server.refused["forbidden"] == (0 if role is KeyRole.generator else len(REQUESTS))

@@ -25,10 +25,9 @@ from generators.task import Score
 from generators.worker import Generator
 from sync.manifest import EngineMismatch
 from sync.publisher import Publisher
-from sync.snapshot import Snapshot
 from sync.stream import whole_parts
 from sync.subscriber import Subscriber
-from sync.transports.nccl import NcclBroadcast
+from sync.weight_source import WeightSource
 
 
 class PickyEpisodes(SimulatedEpisodes):
@@ -199,7 +198,7 @@ class RefusingEngine(SimulatedEngine):
 
     times = 1
 
-    def load_version(self, source: Snapshot | NcclBroadcast) -> None:
+    def load_version(self, source: WeightSource) -> None:
         if self.times:
             self.times -= 1
             raise EngineMismatch(
@@ -376,7 +375,7 @@ def test_versions_that_come_faster_than_they_can_be_brought_are_taken_up_all_the
     begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
     prepare = Subscriber.prepare_version
 
-    def slow(self: Subscriber, announced: str, *, again: bool = False) -> Snapshot | NcclBroadcast:
+    def slow(self: Subscriber, announced: str, *, again: bool = False) -> WeightSource:
         begun.release()
         go_on.acquire(timeout=30)
         return prepare(self, announced, again=again)

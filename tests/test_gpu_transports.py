@@ -1,4 +1,7 @@
-"""The roads from GPU to GPU, through vLLM's own transfer engines, with stand-ins for CUDA IPC and NCCL: no GPU is needed here."""
+"""The transports from GPU to GPU, through vLLM's own transfer engines, with stand-ins for CUDA IPC and NCCL.
+
+No GPU is needed here.
+"""
 
 import json
 import queue
@@ -16,15 +19,18 @@ from vllm_rig import VllmRig, make_prompts
 from configs.sizes import count_sizes
 from generators.shared_gpu import compute_kv_cache_bytes
 from sync import vllm_plugin
+from sync.announcement import announce_version
 from sync.manifest import EngineMismatch, Manifest
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot
 from sync.stream import whole_parts
-from sync.subscriber import Subscriber, announce_version
+from sync.subscriber import Subscriber
 from sync.transports import cuda_ipc
-from sync.transports.cuda_ipc import DeviceCopy
+from sync.transports.cuda_ipc import DeviceCopy, SharedGpuSource
+from sync.transports.ends import SocketGuards
 from sync.transports.fetcher import Fetcher
-from sync.transports.nccl import NcclLinks, RequestBroadcast
+from sync.transports.messages import RequestBroadcast
+from sync.transports.nccl import BroadcastEnd, NcclLinks, open_nccl_server
 from sync.transports.server import SnapshotServer
 
 GPU = "GPU-1"
@@ -41,7 +47,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmRig]:
 
 
 def give_transfer_engine(rig: VllmRig, backend: str) -> None:
-    """As vLLM does on a GPU, when it is started with a weight-transfer configuration."""
+    """Gives the worker a transfer engine, as vLLM does on a GPU when its configuration says so."""
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
@@ -54,13 +60,20 @@ def give_transfer_engine(rig: VllmRig, backend: str) -> None:
     )
 
 
-def serves(rig: VllmRig, manifest: Manifest) -> bool:
-    """Does the engine hold the version, and sample from it?"""
+def is_served(rig: VllmRig, manifest: Manifest) -> bool:
+    """True when the engine holds the version, and samples from it."""
     sample = rig.add_sample(make_prompts(1)[0], 12, seed=manifest.version)
     completion = rig.finish_samples()[sample.id]
     expected = rig.compute_logprobs(manifest.version % 2, sample.prompt + completion.tokens)[:-1]
     held = rig.engine.held_digests(manifest) == {entry.name: entry.digest for entry in manifest.tensors}
     return held and rig.find_difference(sample, completion, expected, 0, 12) < 1e-4
+
+
+def load_from_gpu(rig: VllmRig, model: int) -> Manifest:
+    """Publishes a model, and loads it as an engine does that shares the learner's GPU."""
+    manifest = rig.publish_model(model)
+    rig.engine.load_version(SharedGpuSource(Snapshot(manifest)))
+    return manifest
 
 
 @pytest.fixture
@@ -87,21 +100,21 @@ def ipc(rig: VllmRig, monkeypatch: pytest.MonkeyPatch) -> dict[bytes, torch.Tens
     monkeypatch.setattr(ipc_engine, "rebuild_cuda_tensor", rebuild)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=GPU))
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    monkeypatch.setattr(vllm_plugin, "gpu_uuid", lambda: GPU)
+    monkeypatch.setattr(cuda_ipc, "gpu_uuid", lambda: GPU)
     monkeypatch.setattr(vllm_plugin, "_is_on_cpu", lambda model: False)
     give_transfer_engine(rig, "ipc")
-    rig.publisher._device = DeviceCopy(rig.publisher.folder, GPU, torch.device("cpu"))
+    monkeypatch.setattr(rig.publisher, "ends", [DeviceCopy(rig.publisher.folder, GPU, torch.device("cpu"))])
     return memory
 
 
 def test_an_engine_on_the_learners_gpu_asks_for_the_devices_copy_and_gets_it(
     rig: VllmRig, ipc: dict[bytes, torch.Tensor]
 ) -> None:
-    assert serves(rig, rig.load_model(0)), "through shared memory: nobody had asked"
+    assert is_served(rig, load_from_gpu(rig, 0)), "through shared memory: nobody had asked"
     assert not ipc and (rig.publisher.folder / f"gpu-{GPU}").exists()
     for model in (1, 0, 1):
-        manifest = rig.load_model(model)
-        assert len(ipc) == len(manifest.tensors) and serves(rig, manifest), (
+        manifest = load_from_gpu(rig, model)
+        assert len(ipc) == len(manifest.tensors) and is_served(rig, manifest), (
             "each tensor is shared once for all versions"
         )
         assert len(list(rig.publisher.folder.glob("*.ipc"))) == 1, "only the newest is on the device"
@@ -110,28 +123,28 @@ def test_an_engine_on_the_learners_gpu_asks_for_the_devices_copy_and_gets_it(
 def test_a_copy_that_an_engine_is_reading_is_not_written_over(
     rig: VllmRig, ipc: dict[bytes, torch.Tensor]
 ) -> None:
-    rig.load_model(0)
-    held = rig.load_model(1)
+    load_from_gpu(rig, 0)
+    held = load_from_gpu(rig, 1)
     with cuda_ipc.open_device_copy(held, GPU) as update:
         assert update is not None and set(update["names"]) == {entry.name for entry in held.tensors}
         before = {handle: tensor.clone() for handle, tensor in ipc.items()}
         manifest = rig.publish_model(0)
         assert all(torch.equal(ipc[handle], tensor) for handle, tensor in before.items())
-    rig.engine.load_version(Snapshot(manifest))
-    assert serves(rig, manifest), "through shared memory"
-    assert serves(rig, rig.load_model(1)) and list(rig.publisher.folder.glob("*.ipc")), (
+    rig.engine.load_version(SharedGpuSource(Snapshot(manifest)))
+    assert is_served(rig, manifest), "through shared memory"
+    assert is_served(rig, load_from_gpu(rig, 1)) and list(rig.publisher.folder.glob("*.ipc")), (
         "and then again from the device"
     )
 
 
 def test_a_wrong_byte_on_the_device_is_found_out(rig: VllmRig, ipc: dict[bytes, torch.Tensor]) -> None:
-    rig.load_model(0)
+    load_from_gpu(rig, 0)
     manifest = rig.publish_model(1)
     next(reversed(ipc.values())).view(-1)[7] += 1
     with pytest.raises(EngineMismatch, match="1 of .* tensors in the engine"):
-        rig.engine.load_version(Snapshot(manifest))
+        rig.engine.load_version(SharedGpuSource(Snapshot(manifest)))
     assert rig.engine.version is None, "nothing is sampled"
-    assert serves(rig, rig.load_model(0))
+    assert is_served(rig, load_from_gpu(rig, 0))
 
 
 def test_copies_are_made_for_engines_of_the_same_gpu_only(
@@ -147,7 +160,8 @@ def test_copies_are_made_for_engines_of_the_same_gpu_only(
 def test_what_is_offered_is_on_the_device_wherever_the_learner_holds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `cpu_offload` the parts are in the host's memory, which CUDA IPC cannot share. A tensor of another shape is shared anew."""
+    """With `cpu_offload` the parts are in the host's memory, which CUDA IPC cannot share. A tensor of another
+    shape is shared anew."""
     shared: list[torch.Tensor] = []
     monkeypatch.setattr(
         cuda_ipc, "reduce_tensor", lambda tensor: (None, (shared.append(tensor), len(shared)))
@@ -185,9 +199,12 @@ def test_an_engine_that_shares_its_gpu_is_told_how_much_kv_to_keep(
     )
     config = told()
     expected = compute_kv_cache_bytes(
-        count_sizes(json.loads((model / "config.json").read_text())), budget=config.cache_config.gpu_memory_utilization * (80 << 30),
-        element_bytes=2, max_sequences=32, tokens_per_step=config.scheduler_config.max_num_batched_tokens,
-    )  # fmt: skip
+        count_sizes(json.loads((model / "config.json").read_text())),
+        budget=config.cache_config.gpu_memory_utilization * (80 << 30),
+        element_bytes=2,
+        max_sequences=32,
+        tokens_per_step=config.scheduler_config.max_num_batched_tokens,
+    )
     assert config.cache_config.kv_cache_memory_bytes == expected > 60 << 30
     assert told(kv_cache_mb=16).cache_config.kv_cache_memory_bytes == 16 << 20, "or as much as the user says"
     monkeypatch.setattr(
@@ -197,7 +214,7 @@ def test_an_engine_that_shares_its_gpu_is_told_how_much_kv_to_keep(
         VllmEngine(str(model), dtype="bfloat16", max_model_len=160, max_sequences=32, shares_gpu=True)
 
 
-class Wire:
+class NcclWire:
     """A stand-in for a NCCL group of two: what one broadcasts the other receives, in order."""
 
     def __init__(self) -> None:
@@ -223,31 +240,30 @@ class Wire:
 @pytest.fixture
 def nccl(
     rig: VllmRig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[tuple[Wire, SnapshotServer, Subscriber]]:
+) -> Iterator[tuple[NcclWire, SnapshotServer, Subscriber]]:
     from vllm.distributed.weight_transfer import nccl_engine
 
-    wire = Wire()
+    wire = NcclWire()
     monkeypatch.setattr(nccl_engine, "worker_init_process_group", lambda info, config: wire.end(sends=False))
     monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: wire.end(sends=True))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    monkeypatch.setattr(rig.publisher, "_device", None)
     give_transfer_engine(rig, "nccl")
-    server = SnapshotServer(rig.publisher.folder, nccl=True)
-    subscriber = Subscriber(Fetcher(tmp_path / "far", timeout_s=3), broadcast=True)
+    server = open_nccl_server(rig.publisher.folder, "tcp://127.0.0.1:0", SocketGuards())
+    subscriber = Subscriber(BroadcastEnd(Fetcher(tmp_path / "far", timeout_s=3)))
     yield wire, server, subscriber
     subscriber.close()
     server.close()
 
 
 def test_versions_come_by_nccl_when_the_engine_takes_them_up(
-    rig: VllmRig, nccl: tuple[Wire, SnapshotServer, Subscriber]
+    rig: VllmRig, nccl: tuple[NcclWire, SnapshotServer, Subscriber]
 ) -> None:
     wire, server, subscriber = nccl
     for model in (0, 1, 0):
         manifest = rig.publish_model(model)
         rig.engine.load_version(subscriber.prepare_version(announce_version(manifest, server.address)))
-        assert serves(rig, manifest)
+        assert is_served(rig, manifest)
     assert wire.joined == 2, "one group for the life of both"
     gone = subscriber.prepare_version(announce_version(rig.publish_model(1), server.address))
     for model in (0, 1, 0):
@@ -255,7 +271,7 @@ def test_versions_come_by_nccl_when_the_engine_takes_them_up(
     with pytest.raises(FileNotFoundError, match="is gone"):
         rig.engine.load_version(gone)
     rig.engine.load_version(subscriber.prepare_version(announce_version(manifest, server.address)))
-    assert serves(rig, manifest)
+    assert is_served(rig, manifest)
 
 
 def test_a_receiver_that_dies_in_a_broadcast_does_not_hold_the_learners_device(
@@ -278,7 +294,7 @@ def test_a_receiver_that_dies_in_a_broadcast_does_not_hold_the_learners_device(
     manifest = publisher.publish_version(0, whole_parts({"a": torch.ones(3)}))
     links = NcclLinks(tmp_path, "127.0.0.1")
     first = links.send_snapshot(RequestBroadcast(Path(manifest.path).stem, "0" * 16))
-    (link,) = links._links.values()
+    (link,) = links.links.values()
     assert first.fresh and begun.wait(60) and aborted.wait(60)
     deadline = time.monotonic() + 60
     while not link.broken:
@@ -292,7 +308,7 @@ def test_a_receiver_that_dies_in_a_broadcast_does_not_hold_the_learners_device(
 
 
 def test_what_nccl_delivers_wrong_is_found_out_and_sent_again(
-    rig: VllmRig, nccl: tuple[Wire, SnapshotServer, Subscriber], monkeypatch: pytest.MonkeyPatch
+    rig: VllmRig, nccl: tuple[NcclWire, SnapshotServer, Subscriber], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wire, server, subscriber = nccl
     manifest = rig.publish_model(1)
@@ -307,4 +323,4 @@ def test_what_nccl_delivers_wrong_is_found_out_and_sent_again(
     rig.engine.load_version(
         subscriber.prepare_version(announce_version(manifest, server.address), again=True)
     )
-    assert serves(rig, manifest)
+    assert is_served(rig, manifest)

@@ -25,10 +25,9 @@ from generators.joining import join_run
 from generators.simulated_engine import SimulatedEngine
 from generators.worker import Generator
 from sync.publisher import Publisher
-from sync.snapshot import Snapshot
 from sync.stream import whole_parts
 from sync.subscriber import Subscriber
-from sync.transports.nccl import NcclBroadcast
+from sync.weight_source import WeightSource
 
 BASE = [
     "generators.engine=simulated",
@@ -125,7 +124,7 @@ class Pulling(Subscriber):
     def fetched_bytes(self) -> int:
         return int(1e9 * (time.monotonic() - self.began_at)) if self.began_at and self.bytes_come_in else 0
 
-    def prepare_version(self, announced: str, *, again: bool = False) -> Snapshot | NcclBroadcast:
+    def prepare_version(self, announced: str, *, again: bool = False) -> WeightSource:
         self.began_at = time.monotonic()
         self.end.wait(timeout=90)
         return super().prepare_version(announced, again=again)
@@ -164,7 +163,7 @@ def test_a_pull_in_which_nothing_comes_keeps_its_leases_until_it_counts_as_stall
 class HangingEngine(SimulatedEngine):
     end = threading.Event()
 
-    def load_version(self, source: Snapshot | NcclBroadcast) -> None:
+    def load_version(self, source: WeightSource) -> None:
         self.end.wait(timeout=90)
         super().load_version(source)
 

@@ -18,7 +18,11 @@ MAY_IMPORT = {
     "learners": {"configs", "algos", "buffers", "sync"},
 }
 ONLY_IN = {
-    "vllm": {"generators/vllm_engine.py", "sync/vllm_plugin.py"},
+    "vllm": {
+        "generators/vllm_engine.py",
+        "sync/transports/nccl_sender.py",
+        "sync/vllm_plugin.py",
+    },
     "ray": {
         "scripts/slipstream/answers.py",
         "scripts/slipstream/cluster.py",

@@ -19,7 +19,7 @@ from generators.engine import Completion, Sample
 from learners.fsdp import FsdpEngine
 from learners.packing import Batch, pack_rows
 from learners.world import World
-from sync.experts import element_places
+from sync.experts import find_element_places
 from sync.manifest import DigestMismatch, Manifest
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot
@@ -305,9 +305,9 @@ def test_a_kernels_order_of_elements_is_found_and_anything_but_an_order_is_refus
         return matrix.view(-1)[order].view(1, rows, columns)
 
     matrix = torch.randn(rows, columns).to(dtype)
-    places = element_places(rows, columns, dtype, pack)
+    places = find_element_places(rows, columns, dtype, pack)
     assert torch.equal(pack(matrix[None]).view(-1)[places], matrix)
     with pytest.raises(
         RuntimeError, match="must keep experts as a new order of their elements, got another form for"
     ):
-        element_places(rows, columns, dtype, lambda matrix: matrix.clamp(max=0))
+        find_element_places(rows, columns, dtype, lambda matrix: matrix.clamp(max=0))

@@ -17,7 +17,7 @@ context.destroy(linger=0)
 
 
 def test_the_names_of_peers_cannot_be_guessed() -> None:
-    """Whoever bears the next one aborts a server: see `randomize_peer_names`."""
+    """A peer that bears the name that ZeroMQ gives next aborts a server: see `randomize_peer_names`."""
     runs = [
         subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
         for _ in range(2)

@@ -113,7 +113,7 @@ def test_the_tutorial_works_from_its_first_line_to_its_last(tmp_path: Path) -> N
 
 
 @pytest.mark.whole_run
-@pytest.mark.parametrize("section", ["Add a task", "Add a loss"])
+@pytest.mark.parametrize("section", ["Add a task", "Add a loss", "Add a transport"])
 def test_what_contributing_tells_to_do_works(section: str, tmp_path: Path) -> None:
     """A copy of the project gets what the section says; its environment is the one of these tests."""
     project, place = tmp_path / "slipstream", tmp_path / "environment"

@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from sync import folders
+from sync.announcement import announce_version
 from sync.digest import tensor_digest
 from sync.folders import FOLDER_PREFIX, sweep_folders
 from sync.manifest import DigestMismatch, TensorEntry, whole_digest
 from sync.publisher import Publisher
-from sync.snapshot import Snapshot, SnapshotWriter, read_manifest
+from sync.snapshot import Snapshot, read_manifest
+from sync.snapshot_writer import SnapshotWriter
 from sync.stream import TensorPart, whole_parts
-from sync.subscriber import Subscriber, announce_version
+from sync.subscriber import Subscriber
 
 
-def weights(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def make_weights(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = {
         "model.embed.weight": (10, 4),
@@ -41,7 +43,7 @@ def publisher(tmp_path: Path) -> Iterator[Publisher]:
     publisher.close()
 
 
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+def are_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(
         left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
     )
@@ -49,20 +51,20 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_subscriber_reads_the_bits_that_were_published(publisher: Publisher, dtype: torch.dtype) -> None:
-    published = weights(0, dtype)
+    published = make_weights(0, dtype)
     announced = publisher.publish_version(3, whole_parts(published))
     manifest = read_manifest(announced.locator)
     assert manifest == announced
     assert (manifest.version, manifest.incarnation) == (3, "first")
     snapshot = Snapshot(manifest)
     snapshot.verify_bytes()
-    assert same(dict(snapshot.named_tensors()), published)
+    assert are_equal(dict(snapshot.named_tensors()), published)
     assert publisher.seconds > 0
 
 
 def test_the_snapshot_is_a_stock_safetensors_file(publisher: Publisher) -> None:
-    published = weights(0)
-    assert same(load_file(publisher.publish_version(0, whole_parts(published)).path), published)
+    published = make_weights(0)
+    assert are_equal(load_file(publisher.publish_version(0, whole_parts(published)).path), published)
 
 
 @settings(max_examples=30, deadline=None)
@@ -86,7 +88,7 @@ def test_any_tensors_survive_any_room_for_the_header(
     writer = SnapshotWriter(header_room=room)
     for _ in range(2):  # the second time the room is known
         entries = writer.write_snapshot(path, whole_parts(tensors))
-        assert same(load_file(path), tensors)
+        assert are_equal(load_file(path), tensors)
         assert [entry.digest for entry in entries] == [tensor_digest(t) for t in tensors.values()]
         assert [path] == list(path.parent.iterdir())
 
@@ -128,9 +130,9 @@ def test_a_single_flipped_bit_anywhere_in_a_tensor_is_noticed(
 ) -> None:
     publisher = Publisher(tmp_path_factory.mktemp("flip") / "weights", "x")
     try:
-        manifest = publisher.publish_version(0, whole_parts(weights(0)))
+        manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
         raw = bytearray(Path(manifest.path).read_bytes())
-        num_raw = sum(tensor.nbytes for tensor in weights(0).values())
+        num_raw = sum(tensor.nbytes for tensor in make_weights(0).values())
         raw[len(raw) - 1 - at % num_raw] ^= 1 << bit
         Path(manifest.path).write_bytes(raw)
         with pytest.raises(DigestMismatch, match="1 of 4 tensors in the file"):
@@ -141,29 +143,29 @@ def test_a_single_flipped_bit_anywhere_in_a_tensor_is_noticed(
 
 @pytest.mark.parametrize("num_bytes", [0, 7, 100, -1])
 def test_a_truncated_file_is_noticed_when_it_is_opened(publisher: Publisher, num_bytes: int) -> None:
-    manifest = publisher.publish_version(0, whole_parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
     os.truncate(manifest.path, num_bytes % manifest.num_bytes)
     with pytest.raises(DigestMismatch, match="bytes"):
         Snapshot(manifest)
 
 
 def test_a_file_of_the_right_size_that_is_no_snapshot_is_noticed(publisher: Publisher) -> None:
-    manifest = publisher.publish_version(0, whole_parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
     Path(manifest.path).write_bytes(b"\xff" * manifest.num_bytes)
     with pytest.raises(DigestMismatch, match="not a snapshot"):
         Snapshot(manifest)
 
 
 def test_another_versions_file_is_noticed(publisher: Publisher) -> None:
-    old = publisher.publish_version(0, whole_parts(weights(0)))
-    new = publisher.publish_version(1, whole_parts(weights(1)))
+    old = publisher.publish_version(0, whole_parts(make_weights(0)))
+    new = publisher.publish_version(1, whole_parts(make_weights(1)))
     Path(new.path).write_bytes(Path(old.path).read_bytes())
     with pytest.raises(DigestMismatch, match="4 of 4 tensors in the file .*: model.embed.weight, "):
         Snapshot(new).verify_bytes()
 
 
 def test_a_manifest_that_contradicts_itself_is_refused(publisher: Publisher) -> None:
-    manifest = publisher.publish_version(0, whole_parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
     locator = Path(manifest.locator)
     whole = locator.read_bytes()
     locator.write_bytes(whole.replace(b'"scale"', b'"scalf"'))
@@ -175,7 +177,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(publisher: Publisher) -> 
 
 
 def test_a_missing_snapshot_is_reported_and_never_created(publisher: Publisher) -> None:
-    manifest = publisher.publish_version(0, whole_parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
     Path(manifest.path).unlink()
     with pytest.raises(FileNotFoundError):
         Snapshot(manifest)
@@ -183,10 +185,10 @@ def test_a_missing_snapshot_is_reported_and_never_created(publisher: Publisher) 
 
 
 def test_the_newest_versions_are_kept_and_a_mapped_one_outlives_its_file(publisher: Publisher) -> None:
-    first = publisher.publish_version(0, whole_parts(weights(0)))
+    first = publisher.publish_version(0, whole_parts(make_weights(0)))
     mapped = Snapshot(first)
     for version in (1, 2, 5):
-        publisher.publish_version(version, whole_parts(weights(version)))
+        publisher.publish_version(version, whole_parts(make_weights(version)))
     files = {file.name for file in publisher.folder.iterdir()}
     spare = {"v1-first.spare", "v1-first.was"}  # memory for the version to come
     assert files - spare == {
@@ -199,18 +201,28 @@ def test_the_newest_versions_are_kept_and_a_mapped_one_outlives_its_file(publish
     with pytest.raises(FileNotFoundError):
         read_manifest(first.locator)
     mapped.verify_bytes()
-    assert same(dict(mapped.named_tensors()), weights(0))
+    assert are_equal(dict(mapped.named_tensors()), make_weights(0))
+
+
+PUBLISH_FAST = """
+import sys
+import torch
+from sync.publisher import Publisher
+from sync.stream import whole_parts
+publisher = Publisher(sys.argv[1], "x")
+for version in range(10**6):
+    publisher.publish_version(version, whole_parts({"a": torch.full((50_000,), float(version))}))
+"""
 
 
 def test_a_reader_never_sees_half_a_version(tmp_path: Path) -> None:
-    """A process publishes as fast as it can; every manifest that is found names a whole file of its own version."""
+    """A process publishes as fast as it can; every manifest that is found names a whole file of its own
+    version."""
     writer = subprocess.Popen(
         [
             sys.executable,
             "-c",
-            "import sys, torch; from sync.publisher import Publisher; from sync.stream import whole_parts\n"
-            "publisher = Publisher(sys.argv[1], 'x')\n"
-            "for version in range(10**6): publisher.publish_version(version, whole_parts({'a': torch.full((50_000,), float(version))}))",
+            PUBLISH_FAST,
             str(tmp_path / "weights"),
         ]
     )
@@ -234,7 +246,7 @@ def test_a_reader_never_sees_half_a_version(tmp_path: Path) -> None:
 
 
 def test_a_folder_seen_from_elsewhere_is_read_from_there(publisher: Publisher, tmp_path: Path) -> None:
-    manifest = publisher.publish_version(0, whole_parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
     elsewhere = tmp_path / "mounted elsewhere"
     elsewhere.symlink_to(publisher.folder)
     seen = read_manifest(elsewhere / Path(manifest.locator).name)
@@ -244,7 +256,7 @@ def test_a_folder_seen_from_elsewhere_is_read_from_there(publisher: Publisher, t
 
 def test_close_removes_the_folder(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path / "weights", "x")
-    publisher.publish_version(0, whole_parts(weights(0)))
+    publisher.publish_version(0, whole_parts(make_weights(0)))
     publisher.close()
     assert not publisher.folder.exists()
 
@@ -266,13 +278,23 @@ def test_a_folder_in_use_is_refused(publisher: Publisher) -> None:
         Publisher(publisher.folder, "second")
 
 
+PUBLISH_AND_DIE = """
+import os
+import sys
+import torch
+from sync.publisher import Publisher
+from sync.stream import whole_parts
+Publisher(sys.argv[1], "x").publish_version(7, whole_parts({"a": torch.zeros(3)}))
+os.kill(os.getpid(), 9)
+"""
+
+
 def publish_and_die(folder: Path) -> None:
     subprocess.run(
         [
             sys.executable,
             "-c",
-            "import os, sys, torch; from sync.publisher import Publisher; from sync.stream import whole_parts\n"
-            "Publisher(sys.argv[1], 'x').publish_version(7, whole_parts({'a': torch.zeros(3)})); os.kill(os.getpid(), 9)",
+            PUBLISH_AND_DIE,
             str(folder),
         ],
         check=False,
@@ -285,7 +307,8 @@ def test_a_new_life_begins_with_an_empty_folder_and_may_count_from_a_lower_versi
     publisher = Publisher(tmp_path / "weights", "second", keep=1)
     assert [file.name for file in publisher.folder.iterdir()] == ["owner"]
     assert (
-        read_manifest(publisher.publish_version(5, whole_parts(weights(0))).locator).incarnation == "second"
+        read_manifest(publisher.publish_version(5, whole_parts(make_weights(0))).locator).incarnation
+        == "second"
     )
     publisher.close()
 
@@ -321,7 +344,7 @@ def test_parts_of_a_layer_that_engines_merge_lie_side_by_side_from_the_first_ver
         tensors = {name: torch.randn(rows, 3) for rows, name in enumerate(names, 2)}
         snapshot = Snapshot(publisher.publish_version(version, whole_parts(tensors)))
         snapshot.verify_bytes()
-        assert same(load_file(snapshot.manifest.path), tensors) and same(
+        assert are_equal(load_file(snapshot.manifest.path), tensors) and are_equal(
             dict(snapshot.named_tensors()), tensors
         )
         for merged in (names[0:5:2], names[1:6:2], [names[8], names[6]]):
@@ -334,7 +357,7 @@ def test_parts_of_a_layer_that_engines_merge_lie_side_by_side_from_the_first_ver
 def test_a_host_verifies_a_version_once_and_again_when_nobody_has_vouched_for_it(
     publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = publisher.publish_version(0, whole_parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
     verified = []
     monkeypatch.setattr(
         Snapshot, "verify_bytes", lambda snapshot, progress: verified.append(snapshot.manifest.version)
@@ -352,23 +375,33 @@ def test_a_host_verifies_a_version_once_and_again_when_nobody_has_vouched_for_it
     Subscriber().prepare_version(announce_version(manifest))
     assert verified == [0, 0]
     for version in (1, 2):
-        publisher.publish_version(version, whole_parts(weights(version)))
+        publisher.publish_version(version, whole_parts(make_weights(version)))
     assert {path.suffix for path in publisher.folder.glob("v0-*")} <= {".spare", ".was"}, (
         "seals go with their version"
     )
 
 
+MAP_FILE = """
+import mmap
+import sys
+with open(sys.argv[1], "rb") as file:
+    mapped = mmap.mmap(file.fileno(), 0, access=1)
+print(flush=True)
+sys.stdin.read()
+print(mapped[-64:].hex())
+"""
+
+
 def test_memory_is_used_again_only_when_nobody_has_it(publisher: Publisher) -> None:
     inodes, held = [], []
     for version in range(12):
-        manifest = publisher.publish_version(version, whole_parts(weights(version)))
+        manifest = publisher.publish_version(version, whole_parts(make_weights(version)))
         inodes.append(os.stat(manifest.path).st_ino)
         if version in (2, 5):
             held.append((version, Snapshot(manifest)))
         if version == 8:  # another process
-            script = "import sys, mmap; f = open(sys.argv[1], 'rb'); m = mmap.mmap(f.fileno(), 0, access=1); f.close(); print(flush=True); sys.stdin.read(); print(m[-64:].hex())"
             other = subprocess.Popen(
-                [sys.executable, "-c", script, manifest.path],
+                [sys.executable, "-c", MAP_FILE, manifest.path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -378,13 +411,13 @@ def test_memory_is_used_again_only_when_nobody_has_it(publisher: Publisher) -> N
     assert len(set(inodes)) < 10, "files are used again"
     for version, snapshot in held:
         snapshot.verify_bytes()
-        assert same(dict(snapshot.named_tensors()), weights(version))
+        assert are_equal(dict(snapshot.named_tensors()), make_weights(version))
     out, _ = other.communicate("")
     assert out.strip() == end, "what another process has mapped stays what it was"
 
 
 def test_a_damaged_snapshot_gets_no_seal(publisher: Publisher) -> None:
-    manifest = publisher.publish_version(0, whole_parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
     raw = bytearray(Path(manifest.path).read_bytes())
     raw[-1] ^= 1
     Path(manifest.path).write_bytes(raw)

@@ -1,4 +1,4 @@
-"""Weights over TCP: whole, resumed, relayed, and never what was not published, whatever happens on the way."""
+"""Weights over TCP: whole, resumed, relayed, and never other than published, whatever happens on the way."""
 
 import os
 import signal
@@ -19,33 +19,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch_file
+from weight_ends import fetching_end, locate_manifest, relay_server, server_of
 
 from buffers.keys import make_keys, show_key, start_authenticator
 from sync import patch
-from sync.adapter import PEFT_PREFIX, describe_adapters
+from sync.adapters import PEFT_PREFIX, describe_adapters
+from sync.announcement import TransferFailed, announce_version
 from sync.manifest import DigestMismatch, Manifest
 from sync.patch import apply_patches, make_patch, patch_name
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest
 from sync.stream import whole_parts
-from sync.subscriber import Subscriber, announce_version
-from sync.transports import server, tcp
+from sync.subscriber import Subscriber
+from sync.transports import messages, server
 from sync.transports.fetcher import Fetcher
-from sync.transports.puller import TransferFailed
+from sync.transports.messages import Chunk, GetChunk
 from sync.transports.server import SnapshotServer
-from sync.transports.tcp import Chunk, GetChunk
+from sync.transports.tcp import FetchingEnd
 
 NUM_CHUNKS = 12
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(messages, "CHUNK_BYTES", 1 << 16)
     monkeypatch.setattr("sync.snapshot.boot_id", lambda: "here")
-    monkeypatch.setattr("sync.subscriber.boot_id", lambda: "here")
+    monkeypatch.setattr("sync.announcement.boot_id", lambda: "here")
+    monkeypatch.setattr("sync.transports.shared_memory.boot_id", lambda: "here")
 
 
-def weights(seed: int) -> dict[str, torch.Tensor]:
+def make_weights(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     sizes = {
         "model.embed.weight": (300, 256),
@@ -55,33 +58,33 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in sizes.items()}
 
 
-Make = Callable[..., "Host"]
+MakeHost = Callable[..., "FarHost"]
 
 
-class Host:
-    """One that has the weights elsewhere: a fetcher, and if it is a relay a server of its own."""
+class FarHost:
+    """A host that does not see the learner's folder: a fetcher, and a server of its own if it is a relay."""
 
     def __init__(self, folder: Path, relay: bool = False, **arguments: object) -> None:
         self.folder = folder
         self.fetcher = Fetcher(folder, **{"timeout_s": 60.0, **arguments})  # type: ignore[arg-type]
-        self.subscriber = Subscriber(self.fetcher, relay=SnapshotServer if relay else None)
+        self.subscriber = Subscriber(FetchingEnd(self.fetcher, SnapshotServer if relay else None))
 
     @property
     def server(self) -> SnapshotServer | None:
-        return self.subscriber._server
+        return relay_server(self.subscriber)
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Make]:
-    hosts: list[Host] = []
+def host(tmp_path: Path) -> Iterator[MakeHost]:
+    hosts: list[FarHost] = []
 
-    def make(**arguments: object) -> Host:
-        hosts.append(Host(tmp_path / f"host-{len(hosts)}", **arguments))  # type: ignore[arg-type]
+    def make(**arguments: object) -> FarHost:
+        hosts.append(FarHost(tmp_path / f"host-{len(hosts)}", **arguments))  # type: ignore[arg-type]
         return hosts[-1]
 
     yield make
     for one in hosts:
-        made = [merged._shared.path for merged in one.subscriber._merged.values()]
+        made = [merged._shared.path for merged in one.subscriber.merged.values()]
         one.subscriber.close()
         assert not any(folder.exists() for folder in (one.folder, *made)), "nothing stays behind"
 
@@ -89,38 +92,37 @@ def host(tmp_path: Path) -> Iterator[Make]:
 @pytest.fixture
 def publisher(tmp_path: Path) -> Iterator[Publisher]:
     folder = tmp_path / "weights"
-    publisher = Publisher(folder, "life", server=SnapshotServer(folder))
+    publisher = Publisher(folder, "life", ends=[SnapshotServer(folder)])
     yield publisher
     publisher.close()
 
 
-def elsewhere(publisher: Publisher, manifest: Manifest, address: str | None = None) -> str:
-    """What was announced, as a host sees it that is not the learner's."""
-    assert publisher._server is not None
-    return announce_version(manifest, address or publisher._server.address).replace(
+def announce_elsewhere(publisher: Publisher, manifest: Manifest, address: str | None = None) -> str:
+    """Returns the announcement of a version by a learner on another host."""
+    return announce_version(manifest, address or server_of(publisher).address).replace(
         "#here#", "#another host#"
     )
 
 
-def arrived(found: str | Snapshot) -> dict[str, torch.Tensor]:
+def read_tensors(found: str | Snapshot) -> dict[str, torch.Tensor]:
     snapshot = found if isinstance(found, Snapshot) else Snapshot(read_manifest(found))
     snapshot.verify_bytes()
     return dict(snapshot.named_tensors())
 
 
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+def are_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_a_host_fetches_a_version_once_and_only_from_elsewhere(publisher: Publisher, host: Make) -> None:
-    manifest = publisher.publish_version(0, whole_parts(weights(0)))
+def test_a_host_fetches_a_version_once_and_only_from_elsewhere(publisher: Publisher, host: MakeHost) -> None:
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
     near, far = host(), host()
-    assert near.subscriber.locate_manifest(publisher.announce_version(manifest)) == manifest.locator, (
+    assert locate_manifest(near.subscriber, publisher.announce_version(manifest)) == manifest.locator, (
         "the same host reads the file itself"
     )
     assert near.fetcher.bytes_received == 0
-    first = far.subscriber.prepare_version(elsewhere(publisher, manifest)).manifest.locator
-    assert Path(first).parent == far.folder and same(arrived(first), weights(0))
+    first = far.subscriber.prepare_version(announce_elsewhere(publisher, manifest)).manifest.locator
+    assert Path(first).parent == far.folder and are_equal(read_tensors(first), make_weights(0))
     assert far.fetcher.bytes_received == manifest.num_bytes
     second = Fetcher(far.folder)  # another engine of that host
     assert str(second.fetch_version("tcp://127.0.0.1:9", Path(manifest.locator).name)) == first, (
@@ -130,19 +132,19 @@ def test_a_host_fetches_a_version_once_and_only_from_elsewhere(publisher: Publis
     assert Path(first).exists(), "the folder stays as long as one of them uses it"
 
 
-def test_old_versions_go_and_a_mapped_one_stays(publisher: Publisher, host: Make) -> None:
+def test_old_versions_go_and_a_mapped_one_stays(publisher: Publisher, host: MakeHost) -> None:
     far, held = host(), None
     for version in range(4):
-        manifest = publisher.publish_version(version, whole_parts(weights(version)))
-        held = held or far.subscriber.prepare_version(elsewhere(publisher, manifest))
-        far.subscriber.locate_manifest(elsewhere(publisher, manifest))
+        manifest = publisher.publish_version(version, whole_parts(make_weights(version)))
+        held = held or far.subscriber.prepare_version(announce_elsewhere(publisher, manifest))
+        locate_manifest(far.subscriber, announce_elsewhere(publisher, manifest))
     assert sorted(path.name for path in far.folder.glob("*.json")) == ["v2-life.json", "v3-life.json"]
     assert len(list(far.folder.glob("v*"))) <= 2 * 3 + 2, "the two, their seals, and a spare"
-    assert held is not None and same(dict(held.named_tensors()), weights(0))
+    assert held is not None and are_equal(dict(held.named_tensors()), make_weights(0))
 
 
-class Faulty(SnapshotServer):
-    """Does something to the third chunk of a snapshot."""
+class FaultyServer(SnapshotServer):
+    """A server that damages the third chunk of a snapshot."""
 
     fault: str = ""
 
@@ -150,7 +152,7 @@ class Faulty(SnapshotServer):
         reply, payload = super()._make_reply(request)  # type: ignore[arg-type]
         if (
             isinstance(request, GetChunk)
-            and request.offset == 2 * tcp.CHUNK_BYTES
+            and request.offset == 2 * messages.CHUNK_BYTES
             and isinstance(reply, Chunk)
         ):
             match self.fault:
@@ -161,7 +163,7 @@ class Faulty(SnapshotServer):
                 case "truncate":
                     payload = [payload[0][:-1]]
                 case "reorder":
-                    reply = Chunk(reply.name, reply.offset + tcp.CHUNK_BYTES, reply.total)
+                    reply = Chunk(reply.name, reply.offset + messages.CHUNK_BYTES, reply.total)
                 case "replay":
                     with open(self._folder / "v0-life.safetensors", "rb") as old:
                         old.seek(request.offset)
@@ -173,47 +175,48 @@ class Faulty(SnapshotServer):
 
 @pytest.mark.parametrize("fault", ["flip", "truncate", "reorder", "replay", "misplace"])
 def test_what_is_damaged_on_the_way_is_never_taken_for_what_was_published(
-    publisher: Publisher, host: Make, fault: str
+    publisher: Publisher, host: MakeHost, fault: str
 ) -> None:
-    publisher.publish_version(0, whole_parts(weights(0)))
-    manifest = publisher.publish_version(1, whole_parts(weights(1)))
-    server, far = Faulty(publisher.folder), host(timeout_s=0.5)
+    publisher.publish_version(0, whole_parts(make_weights(0)))
+    manifest = publisher.publish_version(1, whole_parts(make_weights(1)))
+    server, far = FaultyServer(publisher.folder), host(timeout_s=0.5)
     server.fault = fault
     for _ in range(2):
         if fault == "truncate":  # a server may send less than was asked for; the rest is asked for again
-            assert same(
-                arrived(far.subscriber.prepare_version(elsewhere(publisher, manifest, server.address))),
-                weights(1),
+            assert are_equal(
+                read_tensors(
+                    far.subscriber.prepare_version(announce_elsewhere(publisher, manifest, server.address))
+                ),
+                make_weights(1),
             )
         else:
             with pytest.raises((DigestMismatch, TransferFailed)):
-                far.subscriber.prepare_version(elsewhere(publisher, manifest, server.address))
+                far.subscriber.prepare_version(announce_elsewhere(publisher, manifest, server.address))
     server.close()
-    good = far.subscriber.locate_manifest(elsewhere(publisher, manifest), again=True)
-    assert same(arrived(good), weights(1))
+    good = locate_manifest(far.subscriber, announce_elsewhere(publisher, manifest), again=True)
+    assert are_equal(read_tensors(good), make_weights(1))
 
 
-def test_a_relay_hands_on_and_the_publisher_serves_few(publisher: Publisher, host: Make) -> None:
+def test_a_relay_hands_on_and_the_publisher_serves_few(publisher: Publisher, host: MakeHost) -> None:
     hosts = [host(relay=True, patience_s=60.0) for _ in range(7)]
     for version in range(2):
-        manifest = publisher.publish_version(version, whole_parts(weights(version)))
+        manifest = publisher.publish_version(version, whole_parts(make_weights(version)))
         with ThreadPoolExecutor(7) as pool:
-            announced = [elsewhere(publisher, manifest)] * 7
+            announced = [announce_elsewhere(publisher, manifest)] * 7
             found = list(pool.map(lambda one, where: one.subscriber.prepare_version(where), hosts, announced))
-        assert all(same(arrived(locator), weights(version)) for locator in found)
-    assert publisher._server is not None
-    assert publisher._server.bytes_sent < 1.5 * 2 * manifest.num_bytes
+        assert all(are_equal(read_tensors(locator), make_weights(version)) for locator in found)
+    assert server_of(publisher).bytes_sent < 1.5 * 2 * manifest.num_bytes
     assert sum(one.server.bytes_sent for one in hosts if one.server) >= 6 * 2 * manifest.num_bytes
 
 
-def test_of_adapters_a_host_fetches_the_adapters_and_hands_them_on(tmp_path: Path, host: Make) -> None:
+def test_of_adapters_a_host_fetches_the_adapters_and_hands_them_on(tmp_path: Path, host: MakeHost) -> None:
     rank, rows = 2, 512
     base, names = {"up.weight": torch.randn(rows, rows), "norm.weight": torch.randn(rows)}, ("A", "B")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     save_torch_file(base, tmp_path / "model" / "model.safetensors")
     publisher = Publisher(
-        tmp_path / "weights", "life", server=SnapshotServer(tmp_path / "weights"),
+        tmp_path / "weights", "life", ends=[SnapshotServer(tmp_path / "weights")],
         adapter=describe_adapters(tmp_path / "model", "float32", 0.5),
     )  # fmt: skip
     hosts = [host(relay=True, patience_s=60.0) for _ in range(3)]
@@ -222,10 +225,10 @@ def test_of_adapters_a_host_fetches_the_adapters_and_hands_them_on(tmp_path: Pat
         named = {f"{PEFT_PREFIX}up.lora_{name}.weight": m for name, m in zip(names, matrices, strict=True)}
         manifest = publisher.publish_version(version, whole_parts(named))
         with ThreadPoolExecutor(3) as pool:
-            announced = [elsewhere(publisher, manifest)] * 3
+            announced = [announce_elsewhere(publisher, manifest)] * 3
             found = list(pool.map(lambda one, where: one.subscriber.prepare_version(where), hosts, announced))
         for snapshot in found:
-            whole = arrived(snapshot)
+            whole = read_tensors(snapshot)
             torch.testing.assert_close(
                 whole["up.weight"], base["up.weight"] + 0.5 * matrices[1] @ matrices[0]
             )
@@ -241,74 +244,83 @@ def test_one_process_of_a_host_hands_on_for_all_and_another_takes_its_place(
     publisher: Publisher, tmp_path: Path
 ) -> None:
     folder = tmp_path / "far"
-    first, second = (Subscriber(Fetcher(folder, timeout_s=60), relay=SnapshotServer) for _ in range(2))
-    first.prepare_version(elsewhere(publisher, publisher.publish_version(0, whole_parts(weights(0)))))
-    second.prepare_version(elsewhere(publisher, publisher.publish_version(1, whole_parts(weights(1)))))
-    assert first._server is not None and second._server is None and publisher._server is not None
-    assert list(publisher._server._relays.values()) == 2 * [[first._server.address]], (
+    first, second = (Subscriber(FetchingEnd(Fetcher(folder, timeout_s=60), SnapshotServer)) for _ in range(2))
+    first.prepare_version(
+        announce_elsewhere(publisher, publisher.publish_version(0, whole_parts(make_weights(0))))
+    )
+    second.prepare_version(
+        announce_elsewhere(publisher, publisher.publish_version(1, whole_parts(make_weights(1))))
+    )
+    assert relay_server(first) is not None and relay_server(second) is None
+    assert list(server_of(publisher).chains._relays.values()) == 2 * [[relay_server(first).address]], (
         "the host is known by one address"
     )
     first.close()
-    assert same(
-        arrived(
+    assert are_equal(
+        read_tensors(
             second.prepare_version(
-                elsewhere(publisher, publisher.publish_version(2, whole_parts(weights(2))))
+                announce_elsewhere(publisher, publisher.publish_version(2, whole_parts(make_weights(2))))
             )
         ),
-        weights(2),
+        make_weights(2),
     )
-    assert second._server is not None
+    assert relay_server(second) is not None
     second.close()
     assert not folder.exists()
 
 
-def test_a_container_that_does_not_see_the_learners_memory_fetches(publisher: Publisher, host: Make) -> None:
-    manifest = publisher.publish_version(0, whole_parts(weights(0)))
+def test_a_container_that_does_not_see_the_learners_memory_fetches(
+    publisher: Publisher, host: MakeHost
+) -> None:
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
     hidden = publisher.announce_version(manifest).replace(str(publisher.folder), "/dev/shm/not-visible-here")
-    assert same(arrived(host().subscriber.prepare_version(hidden)), weights(0))
+    assert are_equal(read_tensors(host().subscriber.prepare_version(hidden)), make_weights(0))
 
 
-def test_a_relay_that_is_gone_or_wrong_is_passed_over(publisher: Publisher, host: Make) -> None:
+def test_a_relay_that_is_gone_or_wrong_is_passed_over(publisher: Publisher, host: MakeHost) -> None:
     relays, last = [host(relay=True) for _ in range(2)], host(relay=True, timeout_s=0.5, patience_s=0.2)
-    manifest = publisher.publish_version(0, whole_parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
     for relay in relays:
-        relay.subscriber.prepare_version(elsewhere(publisher, manifest))
+        relay.subscriber.prepare_version(announce_elsewhere(publisher, manifest))
     for relay in relays:
         copy = Path(relay.folder / Path(manifest.path).name)
         raw = bytearray(copy.read_bytes())
         raw[-5] ^= 1
         copy.write_bytes(raw)
-    announced = elsewhere(publisher, manifest)
+    announced = announce_elsewhere(publisher, manifest)
     with pytest.raises(DigestMismatch, match="1 of 3 tensors"):
         last.subscriber.prepare_version(announced)
-    assert same(arrived(last.subscriber.locate_manifest(announced, again=True)), weights(0)), (
-        "the publisher itself is asked"
-    )
+    assert are_equal(
+        read_tensors(locate_manifest(last.subscriber, announced, again=True)), make_weights(0)
+    ), "the publisher itself is asked"
     for relay in relays:
         assert relay.server is not None
         relay.server.close()
-        relay.subscriber._server = None
-    manifest = publisher.publish_version(1, whole_parts(weights(1)))
-    assert same(arrived(last.subscriber.prepare_version(elsewhere(publisher, manifest))), weights(1))
+        fetching_end(relay.subscriber).relay.server = None
+    manifest = publisher.publish_version(1, whole_parts(make_weights(1)))
+    assert are_equal(
+        read_tensors(last.subscriber.prepare_version(announce_elsewhere(publisher, manifest))),
+        make_weights(1),
+    )
 
 
 SERVE = """
 import sys, time
 from pathlib import Path
 from sync.transports.server import SnapshotServer
-class Slow(SnapshotServer):
+class SlowServer(SnapshotServer):
     def _make_reply(self, request):
         time.sleep(0.05)
         return super()._make_reply(request)
-server = Slow(Path(sys.argv[1]), sys.argv[2])
+server = SlowServer(Path(sys.argv[1]), sys.argv[2])
 print(server.address, flush=True)
 time.sleep(60)
 """
 FETCH = """
 import sys
 from pathlib import Path
-from sync.transports import fetcher, tcp
-tcp.CHUNK_BYTES = 1 << 16
+from sync.transports import fetcher, messages
+messages.CHUNK_BYTES = 1 << 16
 print(fetcher.Fetcher(Path(sys.argv[1])).fetch_version(sys.argv[2], sys.argv[3]))
 """
 
@@ -329,33 +341,35 @@ def chunks_in(folder: Path) -> int:
 
 
 def test_a_server_killed_in_the_middle_is_given_up_and_what_came_is_kept(
-    publisher: Publisher, host: Make
+    publisher: Publisher, host: MakeHost
 ) -> None:
-    manifest = publisher.publish_version(0, whole_parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
     process, address = serve_slowly(publisher.folder)
     far = host(timeout_s=1.0)
 
-    def kill() -> None:
+    def kill_server() -> None:
         while chunks_in(far.folder) < 3:
             time.sleep(0.01)
         process.kill()
 
-    thread = threading.Thread(target=kill)
+    thread = threading.Thread(target=kill_server)
     thread.start()
     with pytest.raises(TransferFailed, match="nobody has answered|nobody answers"):
-        far.subscriber.prepare_version(elsewhere(publisher, manifest, address))
+        far.subscriber.prepare_version(announce_elsewhere(publisher, manifest, address))
     thread.join()
     process.wait()
     kept = far.fetcher.bytes_received
-    assert 3 * tcp.CHUNK_BYTES <= kept < manifest.num_bytes and not list(far.folder.glob("*.json"))
-    assert same(arrived(far.subscriber.prepare_version(elsewhere(publisher, manifest))), weights(0))
+    assert 3 * messages.CHUNK_BYTES <= kept < manifest.num_bytes and not list(far.folder.glob("*.json"))
+    assert are_equal(
+        read_tensors(far.subscriber.prepare_version(announce_elsewhere(publisher, manifest))), make_weights(0)
+    )
     assert far.fetcher.bytes_received == manifest.num_bytes, "no byte came twice"
 
 
 def test_a_fetcher_killed_in_the_middle_is_followed_by_one_that_goes_on(
-    publisher: Publisher, host: Make, tmp_path: Path
+    publisher: Publisher, host: MakeHost, tmp_path: Path
 ) -> None:
-    manifest = publisher.publish_version(0, whole_parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
     process, address = serve_slowly(publisher.folder)
     far = host()
     fetching = subprocess.Popen(
@@ -369,39 +383,40 @@ def test_a_fetcher_killed_in_the_middle_is_followed_by_one_that_goes_on(
     fetching.wait()
     process.kill()
     process.wait()
-    assert same(arrived(far.subscriber.prepare_version(elsewhere(publisher, manifest))), weights(0))
-    assert far.fetcher.bytes_received <= manifest.num_bytes - 3 * tcp.CHUNK_BYTES
+    assert are_equal(
+        read_tensors(far.subscriber.prepare_version(announce_elsewhere(publisher, manifest))), make_weights(0)
+    )
+    assert far.fetcher.bytes_received <= manifest.num_bytes - 3 * messages.CHUNK_BYTES
 
 
 def test_who_has_begun_may_end_when_the_version_is_gone_and_others_are_told(
-    publisher: Publisher, host: Make
+    publisher: Publisher, host: MakeHost
 ) -> None:
-    manifest = publisher.publish_version(0, whole_parts(weights(0)))
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
     process, address = serve_slowly(publisher.folder)
     far, late = host(), host()
     found: list[Snapshot] = []
-    announced = elsewhere(publisher, manifest, address)
+    announced = announce_elsewhere(publisher, manifest, address)
     thread = threading.Thread(target=lambda: found.append(far.subscriber.prepare_version(announced)))
     thread.start()
     while chunks_in(far.folder) < 2:
         time.sleep(0.01)
     for version in (1, 2, 3):
-        publisher.publish_version(version, whole_parts(weights(version)))
+        publisher.publish_version(version, whole_parts(make_weights(version)))
     assert not Path(manifest.path).exists()
     thread.join(timeout=20)
     process.kill()
     process.wait()
-    assert same(arrived(found[0]), weights(0))
+    assert are_equal(read_tensors(found[0]), make_weights(0))
     with pytest.raises(TransferFailed, match="is gone"):
-        late.subscriber.prepare_version(elsewhere(publisher, manifest))
+        late.subscriber.prepare_version(announce_elsewhere(publisher, manifest))
 
 
 def test_only_snapshots_are_served(publisher: Publisher, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x")
-    publisher.publish_version(0, whole_parts(weights(0)))
-    assert publisher._server is not None
+    publisher.publish_version(0, whole_parts(make_weights(0)))
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    socket.connect(publisher._server.address)
+    socket.connect(server_of(publisher).address)
     hostile = [
         GetChunk("../secret", 0, 10),
         GetChunk("owner", 0, 10),
@@ -409,33 +424,41 @@ def test_only_snapshots_are_served(publisher: Publisher, tmp_path: Path) -> None
         GetChunk("v0-life.json", -1, 5),
     ]
     hostile += [GetChunk("v0-life.json", 0, -1), GetChunk("v0-life.json", 0, 1 << 60)]
-    hostile += [tcp.RequestBroadcast("../secret", "r"), tcp.EnlistRelay("v0-life.json", "tcp://x:1\n" * 9)]  # type: ignore[list-item]
-    hostile += [tcp.EnlistRelay("v0-life.json", "ipc:///tmp/x"), tcp.EnlistRelay("owner", "tcp://x:1")]  # type: ignore[list-item]
+    hostile += [
+        messages.RequestBroadcast("../secret", "r"),
+        messages.EnlistRelay("v0-life.json", "tcp://x:1\n" * 9),
+    ]  # type: ignore[list-item]
+    hostile += [
+        messages.EnlistRelay("v0-life.json", "ipc:///tmp/x"),
+        messages.EnlistRelay("owner", "tcp://x:1"),
+    ]  # type: ignore[list-item]
     for request in hostile:
-        socket.send(tcp.encode(request))
+        socket.send(messages.encode(request))
     for garbage in (b"", b"\xc1", os.urandom(100)):
         socket.send(garbage)
-    socket.send(tcp.encode(GetChunk("v9-life.json", 0, 10)))
+    socket.send(messages.encode(GetChunk("v9-life.json", 0, 10)))
     for _ in range(len(hostile) + 3):
         header, *rest = socket.recv_multipart()
-        assert isinstance(tcp.replies.decode(header), tcp.TransferRefused) and not rest
-    assert tcp.replies.decode(socket.recv_multipart()[0]) == tcp.FileGone("v9-life.json"), "it lives"
-    assert publisher._server.refused.total() == len(hostile) + 3
+        assert isinstance(messages.replies.decode(header), messages.TransferRefused) and not rest
+    assert messages.replies.decode(socket.recv_multipart()[0]) == messages.FileGone("v9-life.json"), (
+        "it lives"
+    )
+    assert server_of(publisher).refused.total() == len(hostile) + 3
     socket.close(linger=0)
 
 
-def test_strangers_get_nothing_where_there_are_keys(host: Make, tmp_path: Path) -> None:
+def test_strangers_get_nothing_where_there_are_keys(host: MakeHost, tmp_path: Path) -> None:
     make_keys(tmp_path / "keys", ["generator"])
     folder = tmp_path / "weights"
     server = SnapshotServer(folder, secure=lambda socket: start_authenticator(socket, tmp_path / "keys"))
-    publisher = Publisher(folder, "life", server=server)
+    publisher = Publisher(folder, "life", ends=[server])
     try:
-        manifest = publisher.publish_version(0, whole_parts(weights(0)))
-        announced = elsewhere(publisher, manifest)
+        manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
+        announced = announce_elsewhere(publisher, manifest)
         with pytest.raises(TransferFailed, match="nobody has answered"):
             host(timeout_s=0.5).subscriber.prepare_version(announced)
         known = host(secure=lambda socket: show_key(socket, tmp_path / "keys"))
-        assert same(arrived(known.subscriber.prepare_version(announced)), weights(0))
+        assert are_equal(read_tensors(known.subscriber.prepare_version(announced)), make_weights(0))
     finally:
         publisher.close()
 
@@ -443,7 +466,8 @@ def test_strangers_get_nothing_where_there_are_keys(host: Make, tmp_path: Path) 
 def test_what_zeromq_has_not_let_go_of_is_not_written_over(
     publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host asks for everything and reads nothing: what was sent lies in ZeroMQ's queue, as views of the file.
+    """A host asks for everything and reads nothing: what was sent lies in ZeroMQ's queue, as views of the
+    file.
 
     ZeroMQ's own word for it is no help: a multipart message's tracker speaks for its last frame.
     """
@@ -451,30 +475,29 @@ def test_what_zeromq_has_not_let_go_of_is_not_written_over(
     large = {"a": torch.arange(12 << 20, dtype=torch.float32)}  # 48 MB: more than the buffers of sockets hold
     first = publisher.publish_version(0, whole_parts(large))
     inode, whole = os.stat(first.path).st_ino, Path(first.path).read_bytes()
-    assert publisher._server is not None
     stalled: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     stalled.setsockopt(zmq.RCVHWM, 1)
-    stalled.connect(publisher._server.address)
+    stalled.connect(server_of(publisher).address)
     size = 1 << 20
     offsets = range(0, first.num_bytes, size)
     for offset in offsets:
-        stalled.send(tcp.encode(GetChunk("v0-life.safetensors", offset, size)))
-    while publisher._server.bytes_sent < first.num_bytes:
+        stalled.send(messages.encode(GetChunk("v0-life.safetensors", offset, size)))
+    while server_of(publisher).bytes_sent < first.num_bytes:
         time.sleep(0.01)
-    while publisher._server._files:
+    while server_of(publisher)._files:
         time.sleep(0.01)
     for version in range(1, 8):
         manifest = publisher.publish_version(version, whole_parts({"a": large["a"] + version}))
         assert os.stat(manifest.path).st_ino != inode, "somebody has yet to be sent this file"
     for offset in offsets:
         header, data = stalled.recv_multipart()
-        assert tcp.replies.decode(header) == Chunk("v0-life.safetensors", offset, first.num_bytes)
+        assert messages.replies.decode(header) == Chunk("v0-life.safetensors", offset, first.num_bytes)
         assert data == whole[offset : offset + size], f"the bytes at {offset} are another version's"
     stalled.close(linger=0)
 
 
 def test_a_multipart_tracker_speaks_for_its_last_frame_only() -> None:
-    """Why nothing here relies on trackers. If this fails, pyzmq has mended it."""
+    """Shows why nothing here relies on ZeroMQ's trackers. If this fails, pyzmq has mended them."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     sender, receiver = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
     try:
@@ -489,8 +512,8 @@ def test_a_multipart_tracker_speaks_for_its_last_frame_only() -> None:
         context.term()
 
 
-def nudge(tensors: dict[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
-    """The tensors with another number in about this share of the places."""
+def change_some(tensors: dict[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
+    """Returns the tensors with another number in about this share of the places."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.where(torch.rand(tensor.shape, generator=generator) < share, tensor + 1, tensor)
@@ -498,48 +521,50 @@ def nudge(tensors: dict[str, torch.Tensor], share: float, seed: int) -> dict[str
     }
 
 
-def test_hundreds_of_patches_lose_nothing(publisher: Publisher, host: Make) -> None:
-    far, state = host(), {name: tensor.bfloat16() for name, tensor in weights(0).items()}
+def test_hundreds_of_patches_lose_nothing(publisher: Publisher, host: MakeHost) -> None:
+    far, state = host(), {name: tensor.bfloat16() for name, tensor in make_weights(0).items()}
     fetched, inodes = 0, set()
     for version in range(200):
         manifest = publisher.publish_version(version, whole_parts(state))
         if version % 3 != 1:  # now and then a version is passed over
-            found = far.subscriber.prepare_version(elsewhere(publisher, manifest))
-            assert same(arrived(found), state)
+            found = far.subscriber.prepare_version(announce_elsewhere(publisher, manifest))
+            assert are_equal(read_tensors(found), state)
             inodes.add(os.stat(found.manifest.path).st_ino)
             del found  # as an engine does
             fetched += 1
         if version % 5 < 3:
             far.subscriber.refresh_spare()
-        state = nudge(state, 0.01, version)
+        state = change_some(state, 0.01, version)
     assert far.fetcher.patches == fetched - 1, "only the first came whole"
     assert len(inodes) <= 4, "files are written over"
     patched = 200 * 0.01 * 3 * 1.2  # an index and a value take 6 bytes where a number takes 2
     assert far.fetcher.bytes_received < (1 + patched) * manifest.num_bytes
 
 
-def test_what_an_engine_has_mapped_is_never_written_over(publisher: Publisher, host: Make) -> None:
-    far, state = host(), weights(0)
+def test_what_an_engine_has_mapped_is_never_written_over(publisher: Publisher, host: MakeHost) -> None:
+    far, state = host(), make_weights(0)
     held = []
     for version in range(12):
         manifest = publisher.publish_version(version, whole_parts(state))
-        found = far.subscriber.prepare_version(elsewhere(publisher, manifest))
+        found = far.subscriber.prepare_version(announce_elsewhere(publisher, manifest))
         if version in (0, 3, 4, 7):
             held.append((found, state))
         del found
         far.subscriber.refresh_spare()
-        state = nudge(state, 0.01, version)
+        state = change_some(state, 0.01, version)
     assert far.fetcher.patches == 11
     for snapshot, was in held:
         snapshot.verify_bytes()
-        assert same(dict(snapshot.named_tensors()), was)
+        assert are_equal(dict(snapshot.named_tensors()), was)
 
 
 def test_a_patch_in_the_making_holds_up_nobody_but_those_who_asked_for_it(
-    publisher: Publisher, host: Make, monkeypatch: pytest.MonkeyPatch
+    publisher: Publisher, host: MakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    far, other, state = host(), host(), weights(0)
-    far.subscriber.prepare_version(elsewhere(publisher, publisher.publish_version(0, whole_parts(state))))
+    far, other, state = host(), host(), make_weights(0)
+    far.subscriber.prepare_version(
+        announce_elsewhere(publisher, publisher.publish_version(0, whole_parts(state)))
+    )
     made = threading.Event()
 
     def slowly(*arguments: object) -> bool:
@@ -548,49 +573,57 @@ def test_a_patch_in_the_making_holds_up_nobody_but_those_who_asked_for_it(
 
     monkeypatch.setattr("sync.patch.make_patch", slowly)
     with ThreadPoolExecutor(1) as pool:
-        state = nudge(state, 0.01, 1)
+        state = change_some(state, 0.01, 1)
         manifest = publisher.publish_version(1, whole_parts(state))
-        waiting = pool.submit(far.subscriber.prepare_version, elsewhere(publisher, manifest))
+        waiting = pool.submit(far.subscriber.prepare_version, announce_elsewhere(publisher, manifest))
         deadline = time.monotonic() + 20
-        while not (publisher._server and publisher._server._parked):  # it has asked for the patch
+        while not (server_of(publisher) and server_of(publisher)._parked):  # it has asked for the patch
             assert time.monotonic() < deadline and not waiting.done()
             time.sleep(0.001)
         for version in (2, 3, 4):  # the learner goes on
-            publisher.publish_version(version, whole_parts(weights(version)))
-        newest = publisher.publish_version(5, whole_parts(weights(5)))
-        assert same(arrived(other.subscriber.prepare_version(elsewhere(publisher, newest))), weights(5))
+            publisher.publish_version(version, whole_parts(make_weights(version)))
+        newest = publisher.publish_version(5, whole_parts(make_weights(5)))
+        assert are_equal(
+            read_tensors(other.subscriber.prepare_version(announce_elsewhere(publisher, newest))),
+            make_weights(5),
+        )
         assert not waiting.done()
         made.set()
-        assert same(arrived(waiting.result(timeout=20)), state)
+        assert are_equal(read_tensors(waiting.result(timeout=20)), state)
     assert far.fetcher.patches == 1, "made from the two versions, which are gone by now"
 
 
-def test_a_patch_that_would_not_be_smaller_is_not_made(publisher: Publisher, host: Make) -> None:
+def test_a_patch_that_would_not_be_smaller_is_not_made(publisher: Publisher, host: MakeHost) -> None:
     far = host()
     for version in range(2):
-        manifest = publisher.publish_version(version, whole_parts(weights(version)))
-        assert same(arrived(far.subscriber.prepare_version(elsewhere(publisher, manifest))), weights(version))
+        manifest = publisher.publish_version(version, whole_parts(make_weights(version)))
+        assert are_equal(
+            read_tensors(far.subscriber.prepare_version(announce_elsewhere(publisher, manifest))),
+            make_weights(version),
+        )
     assert far.fetcher.patches == 0 and far.fetcher.bytes_received == 2 * manifest.num_bytes
     assert not list(publisher.folder.glob("*.patch"))
 
 
 def test_a_patch_that_cannot_be_made_costs_its_saving_and_no_more(
-    publisher: Publisher, host: Make, monkeypatch: pytest.MonkeyPatch
+    publisher: Publisher, host: MakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: object) -> bool:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("sync.patch.make_patch", full)
-    far, state = host(), weights(0)
+    far, state = host(), make_weights(0)
     for version in range(3):
         manifest = publisher.publish_version(version, whole_parts(state))
-        assert same(arrived(far.subscriber.prepare_version(elsewhere(publisher, manifest))), state)
-        state = nudge(state, 0.01, version)
+        assert are_equal(
+            read_tensors(far.subscriber.prepare_version(announce_elsewhere(publisher, manifest))), state
+        )
+        state = change_some(state, 0.01, version)
     assert far.fetcher.patches == 0
 
 
 def test_a_learner_faster_than_its_patches_does_not_pile_them_up(
-    publisher: Publisher, host: Make, monkeypatch: pytest.MonkeyPatch
+    publisher: Publisher, host: MakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     far, going = host(), threading.Event()
     made: list[int] = []
@@ -602,42 +635,48 @@ def test_a_learner_faster_than_its_patches_does_not_pile_them_up(
 
     monkeypatch.setattr("sync.patch.make_patch", slowly)
     far.subscriber.prepare_version(
-        elsewhere(publisher, publisher.publish_version(0, whole_parts(weights(0))))
+        announce_elsewhere(publisher, publisher.publish_version(0, whole_parts(make_weights(0))))
     )
     inodes = {
-        os.stat(publisher.publish_version(version, whole_parts(weights(version))).path).st_ino
+        os.stat(publisher.publish_version(version, whole_parts(make_weights(version))).path).st_ino
         for version in range(1, 12)
     }
     going.set()
-    manifest = publisher.publish_version(12, whole_parts(weights(12)))
-    assert same(arrived(far.subscriber.prepare_version(elsewhere(publisher, manifest))), weights(12))
+    manifest = publisher.publish_version(12, whole_parts(make_weights(12)))
+    assert are_equal(
+        read_tensors(far.subscriber.prepare_version(announce_elsewhere(publisher, manifest))),
+        make_weights(12),
+    )
     assert len(made) <= patch.BACKLOG + 1
     assert len(inodes) <= 6, "what is not waited for is written over"
 
 
-def test_who_is_too_far_behind_is_given_the_whole(publisher: Publisher, host: Make) -> None:
-    far, state = host(), weights(0)
-    far.subscriber.prepare_version(elsewhere(publisher, publisher.publish_version(0, whole_parts(state))))
+def test_who_is_too_far_behind_is_given_the_whole(publisher: Publisher, host: MakeHost) -> None:
+    far, state = host(), make_weights(0)
+    far.subscriber.prepare_version(
+        announce_elsewhere(publisher, publisher.publish_version(0, whole_parts(state)))
+    )
     for version in range(1, 2 * patch.KEEP):
-        state = nudge(state, 0.001, version)
+        state = change_some(state, 0.001, version)
         manifest = publisher.publish_version(version, whole_parts(state))
-    assert same(arrived(far.subscriber.prepare_version(elsewhere(publisher, manifest))), state)
+    assert are_equal(
+        read_tensors(far.subscriber.prepare_version(announce_elsewhere(publisher, manifest))), state
+    )
     assert far.fetcher.patches == 0
     assert len(list(publisher.folder.glob("*.patch"))) <= patch.KEEP
 
 
 @pytest.mark.parametrize("change", ["flip", "cut", "base", "index", "garbage"])
 def test_a_damaged_patch_is_refused_or_found_out_and_the_whole_follows(
-    publisher: Publisher, host: Make, tmp_path: Path, change: str
+    publisher: Publisher, host: MakeHost, tmp_path: Path, change: str
 ) -> None:
-    far, state = host(), weights(0)
+    far, state = host(), make_weights(0)
     old = publisher.publish_version(0, whole_parts(state))
-    far.subscriber.prepare_version(elsewhere(publisher, old))
-    state = nudge(state, 0.01, 1)
+    far.subscriber.prepare_version(announce_elsewhere(publisher, old))
+    state = change_some(state, 0.01, 1)
     manifest = publisher.publish_version(1, whole_parts(state))
     path = publisher.folder / patch_name("v0-life", "v1-life")
-    assert publisher._server is not None
-    while publisher._server._patches.find_route("v0-life", "v1-life") is None:
+    while server_of(publisher).patches.find_route("v0-life", "v1-life") is None:
         time.sleep(0.01)
     raw = bytearray(path.read_bytes())
     match change:
@@ -658,15 +697,17 @@ def test_a_damaged_patch_is_refused_or_found_out_and_the_whole_follows(
     path.write_bytes(raw)
     size: Future[int] = Future()
     size.set_result(len(raw))
-    publisher._server._patches._links["v1-life"] = ("v0-life", size)
-    announced = elsewhere(publisher, manifest)
+    server_of(publisher).patches._links["v1-life"] = ("v0-life", size)
+    announced = announce_elsewhere(publisher, manifest)
     if change == "flip":  # well-formed: only the digest can tell
         with pytest.raises(DigestMismatch, match="1 of 3 tensors"):
             far.subscriber.prepare_version(announced)
         found = far.subscriber.prepare_version(announced, again=True)
     else:
         found = far.subscriber.prepare_version(announced)
-    assert same(arrived(found), state) and same(arrived(str(far.folder / "v0-life.json")), weights(0))
+    assert are_equal(read_tensors(found), state) and are_equal(
+        read_tensors(str(far.folder / "v0-life.json")), make_weights(0)
+    )
 
 
 @settings(max_examples=30, deadline=None)

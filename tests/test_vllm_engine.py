@@ -21,12 +21,13 @@ from generators.engine import Completion, Sample
 from learners.fsdp import FsdpEngine
 from learners.packing import Batch, pack_rows
 from learners.world import World
-from sync.adapter import describe_adapters
+from sync.adapters import describe_adapters
+from sync.announcement import announce_version
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot
 from sync.stream import collect_tensors, whole_parts
-from sync.subscriber import Subscriber, announce_version
+from sync.subscriber import Subscriber
 
 
 @pytest.fixture(scope="module")
@@ -289,14 +290,14 @@ def test_an_engine_that_does_not_take_the_weights_is_found_out(
 ) -> None:
     """The file is right, and one tensor does not arrive. The head has 80 rows and the engine's has 128, so it
     is never mapped."""
-    from sync import vllm_plugin
+    from sync import engine_layout
 
     before = tied.load_model(0)
-    copy = vllm_plugin._copy_and_digest
+    copy = engine_layout.copy_and_digest
     monkeypatch.setattr(tied.engine, "_map_weights", mapped)
     monkeypatch.setattr(
-        vllm_plugin,
-        "_copy_and_digest",
+        engine_layout,
+        "copy_and_digest",
         lambda source, place: copy(source[:-1], place[:-1]) if len(source) == VOCAB else copy(source, place),
     )
     with pytest.raises(EngineMismatch, match="1 of 24 tensors in the engine .*: model.embed_tokens.weight"):

@@ -26,12 +26,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from sync.announcement import announce_version, parse_announcement
 from sync.folders import shared_memory_folder
 from sync.publisher import Publisher
 from sync.stream import whole_parts
-from sync.subscriber import Subscriber, announce_version, parse_announcement
 from sync.transports.fetcher import Fetcher
 from sync.transports.server import SnapshotServer
+from sync.transports.tcp import FetchingEnd
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -57,7 +58,7 @@ def run_publisher(megabytes: int, mb_per_s: float, orders: Any, answers: Any) ->
     ThrottledServer.mb_per_s = mb_per_s
     folder = shared_memory_folder("benchmark-relays")
     server = ThrottledServer(folder)
-    publisher = Publisher(folder, "benchmark", server=server, keep=1)
+    publisher = Publisher(folder, "benchmark", ends=[server], keep=1)
     weights = {f"layer.{n}.weight": torch.randn(megabytes // 20, 250_000) for n in range(20)}
     try:
         for version in iter(orders.get, None):
@@ -79,13 +80,13 @@ def run_host(number: int, mb_per_s: float, relays: bool, announcements: Any, don
     """Plays a host in a process of its own: fetches each announced version."""
     ThrottledServer.mb_per_s = mb_per_s
     fetcher = Fetcher(shared_memory_folder(f"benchmark-relays-{number}"), timeout_s=60)
-    subscriber = Subscriber(fetcher, relay=ThrottledServer if relays else None)
+    end = FetchingEnd(fetcher, ThrottledServer if relays else None)
     fetcher.open_folder()
     done.put(number)
     for announced in iter(announcements.get, None):
-        subscriber.locate_manifest(announced)
+        end.locate_manifest(parse_announcement(announced))
         done.put(number)
-    subscriber.close()
+    end.close()
 
 
 def measure_relays(megabytes: int, hosts: int, mb_per_s: float, relays: bool) -> tuple[float, float]:

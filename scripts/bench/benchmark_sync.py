@@ -55,8 +55,8 @@ from transformers.utils.logging import disable_progress_bar
 from configs.disk import write_all
 from generators.engine import Sample
 from generators.vllm_engine import VllmEngine
+from sync import engine_layout, vllm_plugin
 from sync import patch as sync_patch
-from sync import vllm_plugin
 from sync.digest import raw_bytes
 from sync.folders import shared_memory_folder
 from sync.patch import make_patch
@@ -64,9 +64,9 @@ from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest
 from sync.stream import whole_parts
 from sync.transports.fetcher import Fetcher
+from sync.transports.messages import CHUNK_BYTES
 from sync.transports.puller import WINDOW
 from sync.transports.server import SnapshotServer
-from sync.transports.tcp import CHUNK_BYTES
 
 SHAPES = {
     "1M": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 512},
@@ -179,8 +179,9 @@ def time_engine(
             timer.time_part("engine step", engine.step)
             timer.time_part("map", engine.load_version, snapshot)
         else:
-            with patch.multiple(
-                vllm_plugin, _copy_and_digest=copy_without_digest, expect_digests=lambda *_: None
+            with (
+                patch.object(engine_layout, "copy_and_digest", copy_without_digest),
+                patch.object(vllm_plugin, "expect_digests", lambda *_: None),
             ):
                 timer.time_part("copy, no check", engine.load_version, snapshot)
         # A training step takes longer than this; meanwhile memory that was given up is given back.
@@ -196,8 +197,8 @@ def fill_engine(engine: VllmEngine, seed: int) -> None:
 def copy_without_digest(source: torch.Tensor, place: torch.Tensor) -> str:
     """Copies as the engine does, without digests."""
     into, out = (tensor.view(-1).view(torch.uint8).numpy() for tensor in (place, source))
-    for begin in range(0, len(out), vllm_plugin.CHUNK_BYTES):
-        into[begin : begin + vllm_plugin.CHUNK_BYTES] = out[begin : begin + vllm_plugin.CHUNK_BYTES]
+    for begin in range(0, len(out), engine_layout.CHUNK_BYTES):
+        into[begin : begin + engine_layout.CHUNK_BYTES] = out[begin : begin + engine_layout.CHUNK_BYTES]
     return ""
 
 
@@ -208,7 +209,7 @@ def run_learner(model: Path, name: str, orders: Any, answers: Any) -> None:
     folder = shared_memory_folder(name)
     server = SnapshotServer(folder)
     publisher = Publisher(
-        folder, "benchmark", keep=1 if sum(t.nbytes for t in weights.values()) > 1 << 30 else 2, server=server
+        folder, "benchmark", keep=1 if sum(t.nbytes for t in weights.values()) > 1 << 30 else 2, ends=[server]
     )
     made: list[float] = []
 
@@ -223,9 +224,7 @@ def run_learner(model: Path, name: str, orders: Any, answers: Any) -> None:
                 for tensor in weights.values():
                     tensor.view(-1)[version % 100 :: 100].add_(1)
                 manifest = publisher.publish_version(version, whole_parts(weights))
-                while (
-                    server._patches.find_route(f"v{version - 1}-benchmark", f"v{version}-benchmark") is None
-                ):
+                while server.patches.find_route(f"v{version - 1}-benchmark", f"v{version}-benchmark") is None:
                     time.sleep(0.01)
                 answers.put((server.address, manifest.locator, manifest.num_bytes, made[-1:]))
     finally:

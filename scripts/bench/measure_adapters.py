@@ -28,12 +28,13 @@ from configs.model import Dtype
 from configs.parallel import LoraConfig, LoraPublish
 from learners.fsdp import FsdpEngine
 from learners.packing import Batch, pack_rows
-from sync.adapter import describe_adapters
+from sync.adapters import describe_adapters
 from sync.folders import shared_memory_folder
 from sync.publisher import Publisher
 from sync.subscriber import Subscriber
 from sync.transports.fetcher import Fetcher
 from sync.transports.server import SnapshotServer
+from sync.transports.tcp import FetchingEnd
 
 TOKENS = 32
 
@@ -73,8 +74,11 @@ def measure_publishing(
     adapter = (
         describe_adapters(model, str(dtype), lora.alpha / rank) if publish is LoraPublish.adapter else None
     )
-    publisher = Publisher(name, "measure", server=SnapshotServer(name), adapter=adapter)
-    near, far = Subscriber(), Subscriber(Fetcher(shared_memory_folder(f"measure-far-{publish}-{dtype}")))
+    publisher = Publisher(name, "measure", ends=[SnapshotServer(name)], adapter=adapter)
+    near, far = (
+        Subscriber(),
+        Subscriber(FetchingEnd(Fetcher(shared_memory_folder(f"measure-far-{publish}-{dtype}")))),
+    )
     seen: dict[str, list[float]] = {"bytes": [], "publish": [], "near": [], "far": []}
     for version in track(range(rounds + 1), f"{publish} {dtype}", transient=True):
         engine.update(

@@ -31,10 +31,11 @@ def must_hold(snapshot: Any) -> str:
 
 def check_transport_on_host(in_memory: bool) -> str:
     """Weights through shared memory, or through a folder."""
+    from sync.announcement import announce_version
     from sync.folders import shared_memory_folder
     from sync.publisher import Publisher
     from sync.stream import whole_parts
-    from sync.subscriber import Subscriber, announce_version
+    from sync.subscriber import Subscriber
 
     with tempfile.TemporaryDirectory() as folder:
         where = shared_memory_folder(f"check-{os.getpid()}") if in_memory else Path(folder) / "weights"
@@ -55,11 +56,13 @@ def check_transport_tcp(with_keys: bool) -> str:
     """Weights over the loopback interface, as another host fetches them."""
     from buffers.keys import KeyRole, make_keys, show_key, start_authenticator
     from configs.host import boot_id
+    from sync.announcement import announce_version
     from sync.publisher import Publisher
     from sync.stream import whole_parts
-    from sync.subscriber import Subscriber, announce_version
+    from sync.subscriber import Subscriber
     from sync.transports.fetcher import Fetcher
     from sync.transports.server import SnapshotServer
+    from sync.transports.tcp import FetchingEnd
 
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
@@ -67,8 +70,8 @@ def check_transport_tcp(with_keys: bool) -> str:
         door = (lambda at: start_authenticator(at, keys)) if with_keys else None
         show = (lambda at: show_key(at, keys)) if with_keys else None
         server = SnapshotServer(Path(folder) / "weights", secure=door)
-        publisher = Publisher(Path(folder) / "weights", "check", server=server)
-        subscriber = Subscriber(Fetcher(Path(folder) / "fetched", secure=show))
+        publisher = Publisher(Path(folder) / "weights", "check", ends=[server])
+        subscriber = Subscriber(FetchingEnd(Fetcher(Path(folder) / "fetched", secure=show)))
         try:
             announced = announce_version(
                 publisher.publish_version(0, whole_parts(make_weights())), server.address
@@ -81,28 +84,27 @@ def check_transport_tcp(with_keys: bool) -> str:
 
 
 def publish_on_gpu(model: Path, folder: Path, by_nccl: bool, say: Any, wait: Any) -> None:
-    """In a process of its own, as the learner is: handles of CUDA IPC are for others, and so is a group of
-    NCCL."""
+    """Publishes in a process of its own, as the learner does: handles of CUDA IPC are for other processes,
+    and so is a group of NCCL."""
     import torch
     from safetensors.torch import load_file
 
     from sync.publisher import Publisher
     from sync.stream import whole_parts
-    from sync.subscriber import announce_version
     from sync.transports.cuda_ipc import DeviceCopy, gpu_uuid
-    from sync.transports.server import SnapshotServer
+    from sync.transports.ends import LearnerEnd, SocketGuards
+    from sync.transports.nccl import open_nccl_server
 
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = {name: tensor.cuda() for name, tensor in load_file(model / "model.safetensors").items()}
-    copy = None if by_nccl else DeviceCopy(folder, gpu_uuid(), device, always=True)
-    server = SnapshotServer(folder, nccl=True) if by_nccl else None
-    publisher = Publisher(folder, "check", device=copy, server=server)
+    end: LearnerEnd
+    if by_nccl:
+        end = open_nccl_server(folder, "tcp://127.0.0.1:0", SocketGuards())
+    else:
+        end = DeviceCopy(folder, gpu_uuid(), device, always=True)
+    publisher = Publisher(folder, "check", ends=[end])
     manifest = publisher.publish_version(0, whole_parts(gpu))
-    say.put(
-        announce_version(manifest, server.address)
-        if server is not None
-        else publisher.announce_version(manifest)
-    )
+    say.put(publisher.announce_version(manifest))
     wait.get()
     publisher.close()
 
@@ -128,20 +130,22 @@ def check_transport_on_gpu(by_nccl: bool) -> str:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
         from generators.vllm_engine import VllmEngine
         from sync.subscriber import Subscriber
+        from sync.transports.cuda_ipc import SharedGpuEnd
         from sync.transports.fetcher import Fetcher
+        from sync.transports.nccl import BroadcastEnd
+        from sync.transports.shared_memory import FolderEnd
 
         served = VllmEngine(
             str(model), dtype="float32", max_model_len=64, max_sequences=8, gpu_memory_fraction=0.2,
             transfer="nccl" if by_nccl else "ipc",
         )  # fmt: skip
-        subscriber = (
-            Subscriber(Fetcher(Path(folder) / "fetched"), broadcast=True) if by_nccl else Subscriber()
-        )
-        snapshot = subscriber.prepare_version(say.get())
-        served.load_version(snapshot)
-        held = served.held_digests(snapshot.manifest)
+        fetched = Path(folder) / "fetched"
+        subscriber = Subscriber(BroadcastEnd(Fetcher(fetched)) if by_nccl else SharedGpuEnd(FolderEnd()))
+        source = subscriber.prepare_version(say.get())
+        served.load_version(source)
+        held = served.held_digests(source.manifest)
         wait.put("done")
         learner.join()
-        if held != {entry.name: entry.digest for entry in snapshot.manifest.tensors}:
+        if held != {entry.name: entry.digest for entry in source.manifest.tensors}:
             raise RuntimeError("an engine must hold what was published, got other digests")
     return "attested"

@@ -1,9 +1,11 @@
-"""Weights between processes that share a GPU: the learner keeps the newest version on the device, engines copy it from there.
+"""Weights between processes that share a GPU: the learner keeps the newest version on the device, engines
+copy it from there.
 
-Beside a snapshot lies `v<k>-<life>.ipc`: how to open each of its tensors on the device (CUDA IPC handles, as plain data). It is
-offered to engines that have asked for it, by a file `gpu-<uuid>` in the folder of the snapshots. An engine holds a shared lock on
-the handles while it copies; a learner that finds it held leaves the device's copy as it is, and engines take the snapshot in
-shared memory instead, as they do whenever there are no handles. What arrives has the manifest's digests or does not serve.
+Beside a snapshot lies `v<k>-<life>.ipc`: how to open each of its tensors on the device (CUDA IPC handles, as
+plain data). The learner offers it to engines that have asked for it, by a file `gpu-<uuid>` in the folder of
+the snapshots. An engine holds a shared lock on the handles while it copies. A learner that finds the lock
+held leaves the device's copy as it is, and engines take the snapshot in shared memory instead, as they do
+whenever there are no handles. What arrives has the manifest's digests or does not serve.
 
 Exercised with a stand-in for CUDA only; never run on a GPU.
 """
@@ -19,55 +21,69 @@ import msgspec
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
+from configs.schema import Config
+from configs.transports import TransportUse
+from sync.announcement import Announcement
 from sync.manifest import Manifest, dtype_name
+from sync.snapshot import Snapshot
 from sync.stream import TensorPart
+from sync.transports.ends import GeneratorEnd, LearnerEnd, SocketGuards
+from sync.transports.shared_memory import FolderEnd
+from sync.weight_source import EngineWeights, WeightSource
 
 SUFFIX = ".ipc"
 
 
 class SharedTensors(msgspec.Struct):
+    """Contents of the file of handles."""
+
     gpu: str
-    """Its uuid."""
+    """Uuid of the device."""
     tensors: list[tuple[str, str, tuple[int, ...], list[Any]]]
-    """Name, dtype and shape of each, and its arguments for `rebuild_cuda_tensor`, classes and dtype left out."""
+    """Name, dtype and shape of each tensor, and its arguments for `rebuild_cuda_tensor` without classes and
+    dtype."""
 
 
-class DeviceCopy:
-    """The learner's side: a copy of the newest version on its device."""
+class DeviceCopy(LearnerEnd):
+    """The learner's end: a copy of the newest version on its device."""
+
+    carries_adapters = False
 
     def __init__(self, folder: Path, gpu: str, device: torch.device, always: bool = False) -> None:
-        """`gpu`: the device's uuid. `always`: also if no engine has asked for it yet."""
+        """`gpu`: the device's uuid. `always`: also while no engine has asked for a copy."""
         self._folder, self._gpu, self._device, self._always = folder, gpu, device, always
         self._tensors: dict[str, torch.Tensor] = {}
         self._handles: dict[str, list[Any]] = {}
-        """Of each tensor what opens it. It is shared once, for torch keeps a counter and an event for each time until the tensor goes."""
-        self._offered: int | None = None  # descriptor of the handles on offer
+        """By name, the arguments that open a tensor. Each tensor is shared once, because torch keeps a
+        counter and an event for each time that it is shared until the tensor goes."""
+        self._offered: int | None = None
+        """Descriptor of the handles on offer."""
         self._path = folder / "none"
         self._writing = False
 
     def tee_parts(self, parts: Iterable[TensorPart]) -> Iterator[TensorPart]:
-        """Hands the parts on, and keeps them on the device."""
-        self._writing = (
-            self._always or (self._folder / f"gpu-{self._gpu}").exists()
-        ) and self._withdraw_offer()
-        at: dict[str, int] = {}
+        """Passes the parts on, and keeps them on the device."""
+        is_wanted = self._always or (self._folder / f"gpu-{self._gpu}").exists()
+        self._writing = is_wanted and self._withdraw_offer()
+        kept: dict[str, int] = {}
         for part in parts:
             if self._writing:
-                self._keep_part(part, at.setdefault(part.name, 0))
-                at[part.name] += part.elements.numel()
+                self._keep_part(part, kept.setdefault(part.name, 0))
+                kept[part.name] += part.elements.numel()
             yield part
 
     def _keep_part(self, part: TensorPart, begin: int) -> None:
         kept = self._tensors.get(part.name)
         if kept is None or kept.shape != part.shape or kept.dtype != part.elements.dtype:
-            # Parts of an offloaded model come from the host's memory.
+            # The device is named, because parts of an offloaded model come from the host's memory.
             kept = torch.empty(part.shape, dtype=part.elements.dtype, device=self._device)
             self._tensors[part.name] = kept
             self._handles.pop(part.name, None)
         kept.view(-1)[begin : begin + part.elements.numel()].copy_(part.elements.reshape(-1))
 
     def _withdraw_offer(self) -> bool:
-        """May the copy be written over? First nobody can begin to read it, then nobody may be at it."""
+        """Returns whether the copy may be written over. First the file goes, so that no engine begins to
+        read; then the lock shows whether one is reading."""
         self._path.unlink(missing_ok=True)
         if self._offered is None:
             return True
@@ -80,7 +96,7 @@ class DeviceCopy:
         return True
 
     def offer_version(self, manifest: Manifest) -> None:
-        """The snapshot of what `tee` has handed on is complete."""
+        """Offers the copy of the parts that `tee_parts` has passed on. Their snapshot is complete."""
         if not self._writing:
             return
         if torch.cuda.is_available():
@@ -97,11 +113,60 @@ class DeviceCopy:
         unfinished.rename(self._path)
 
 
+class SharedGpuSource:
+    """A snapshot that an engine copies from its GPU, where the learner offers a copy there, and else from the
+    host."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot, self.manifest = snapshot, snapshot.manifest
+
+    @property
+    def checks(self) -> int:
+        return self.snapshot.checks
+
+    def attest(self) -> None:
+        self.snapshot.attest()
+
+    def load_into(self, engine: EngineWeights) -> dict[str, str]:
+        if engine.is_on_cpu:
+            return engine.load_snapshot(self.snapshot)
+        engine.check_manifest(self.manifest)
+        self.attest()
+        with open_device_copy(self.manifest, gpu_uuid()) as update:
+            if update is not None:
+                engine.receive_update(self.manifest, update)
+        return engine.load_snapshot(self.snapshot) if update is None else engine.held_digests(self.manifest)
+
+
+class SharedGpuEnd:
+    """Brings versions as another end does, and lets engines look for a copy on their GPU."""
+
+    def __init__(self, end: GeneratorEnd) -> None:
+        self._end = end
+
+    @property
+    def fetched_bytes(self) -> int:
+        return self._end.fetched_bytes
+
+    def bring_version(self, announcement: Announcement, *, again: bool = False) -> WeightSource:
+        source = self._end.bring_version(announcement, again=again)
+        # Adapters are merged on the host first.
+        is_whole = isinstance(source, Snapshot) and source.manifest.adapter is None
+        return SharedGpuSource(source) if isinstance(source, Snapshot) and is_whole else source
+
+    def refresh_spare(self) -> None:
+        self._end.refresh_spare()
+
+    def close(self) -> None:
+        self._end.close()
+
+
 @contextlib.contextmanager
 def open_device_copy(manifest: Manifest, gpu: str) -> Iterator[dict[str, Any] | None]:
-    """What vLLM's IPC engine takes as an update, good for as long as the context lasts; None where nothing is on offer.
+    """Yields the update for vLLM's IPC engine, good for as long as the context lasts; None where nothing is
+    on offer.
 
-    Then the learner is asked to offer its next version.
+    Where there are no handles, the learner is asked to offer its next version.
     """
     path = Path(manifest.locator).with_suffix(SUFFIX)
     try:
@@ -114,11 +179,13 @@ def open_device_copy(manifest: Manifest, gpu: str) -> Iterator[dict[str, Any] | 
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:  # the learner is withdrawing it
+        except BlockingIOError:
+            # The learner is withdrawing its offer.
             yield None
             return
         shared = msgspec.msgpack.decode(file.read(), type=SharedTensors)
-        if not path.exists() or shared.gpu != gpu:  # withdrawn meanwhile, or another device's
+        # The offer may have been withdrawn before the lock was held, or may be another device's.
+        if not path.exists() or shared.gpu != gpu:
             yield None
             return
         yield {
@@ -136,14 +203,15 @@ def gpu_uuid() -> str:
 
 
 def _to_plain(value: Any) -> Any:
-    """Numbers and bytes as they are, sizes as lists; what a receiver knows by itself as None."""
+    """Returns numbers and bytes as they are, sizes as lists, and None for what a receiver knows by itself."""
     if isinstance(value, type | torch.dtype):
         return None
     return list(value) if isinstance(value, tuple) else value
 
 
 def _rebuild_arguments(values: list[Any], dtype: str) -> tuple[Any, ...]:
-    """As `reduce_tensor` gives them: class, size, stride, offset, class of the storage, dtype, and what names the memory."""
+    """Returns the arguments as `reduce_tensor` gives them: class, size, stride, offset, class of the storage,
+    dtype, and those that name the memory."""
     _, size, stride, offset, _, _, *memory = values
     return (
         torch.Tensor,
@@ -154,3 +222,15 @@ def _rebuild_arguments(values: list[Any], dtype: str) -> tuple[Any, ...]:
         getattr(torch, dtype),
         *memory,
     )
+
+
+def open_learner_ends(config: Config, folder: Path, guards: SocketGuards) -> list[LearnerEnd]:
+    if not torch.cuda.is_available():
+        return []
+    always = config.sync.transport.row.copies_to_device is TransportUse.always
+    device = torch.device("cuda", torch.cuda.current_device())
+    return [DeviceCopy(folder, gpu_uuid(), device, always)]
+
+
+def open_generator_end(config: Config, folder: Path, guards: SocketGuards) -> GeneratorEnd:
+    return SharedGpuEnd(FolderEnd())

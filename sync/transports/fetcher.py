@@ -1,4 +1,4 @@
-"""A host's side of weights over ZeroMQ: brings what a publisher serves into a folder of this host."""
+"""A host's side of weights over ZeroMQ: brings a publisher's files into a folder of this host."""
 
 import logging
 import os
@@ -9,10 +9,11 @@ from pathlib import Path
 import msgspec
 
 from configs.disk import disk_full, is_disk_full
+from sync.announcement import TransferFailed
 from sync.extents import ENTRY, Extents
-from sync.folders import SharedFolder
 from sync.manifest import MAX_MANIFEST_BYTES, DigestMismatch, Manifest, parse_manifest
 from sync.patch import WORTH, apply_patches
+from sync.shared_folder import SharedFolder
 from sync.snapshot import read_manifest
 from sync.spares import (
     SPARE,
@@ -24,25 +25,27 @@ from sync.spares import (
     put_manifest,
     retire_version,
 )
-from sync.transports.puller import Puller, Range, SilentServer, TransferFailed
-from sync.transports.tcp import NAME, EnlistRelay, GetPatchRoute, PatchRoute, RelayParent, Secure
+from sync.transports.ends import SecureSocket
+from sync.transports.messages import FILE_NAME, EnlistRelay, GetPatchRoute, PatchRoute, RelayParent
+from sync.transports.puller import ByteRange, KeepBytes, Puller, SilentServer
 
 log = logging.getLogger("slipstream.weights")
 
 PASSING = (".part", ".chunks", ".patch", ".patching", ".settled", ".unfinished")
+"""Endings of files that are needed for a while only."""
 RELAYED_S = 3600.0
-"""A relay that would take longer than so for what is missing of a file is passed over."""
+"""Most seconds that a relay may need for the rest of a file; a slower one is passed over."""
 MAX_PARENTS = 4
-"""Relays that are asked for a file before the publisher itself is."""
+"""Most relays that are asked for a file before the publisher itself is."""
 SILENT_S = 600.0
-"""A relay that has not answered is not asked for so long."""
+"""Seconds in which a relay that has not answered is not asked again."""
 
 
 class Fetcher:
     """Brings versions into a folder of this host, once for all of the host's processes.
 
-        v<k>-<life>.part, .chunks               a snapshot on its way, and which chunks of it have come
-        v<k>-<life>-from-v<j>-<life>.patch      a patch that has come
+        v<k>-<life>.part, .chunks               a snapshot on its way, and the record of its chunks
+        v<k>-<life>-from-v<j>-<life>.patch      a patch that has arrived
         v<k>-<life>.patching                    a file that patches are being applied to
         v<k>-<life>.safetensors, .json          as the publisher's
         v<k>-<life>.spare, .was                 a version that has gone: the next one is written over it
@@ -55,19 +58,22 @@ class Fetcher:
         folder: Path,
         *,
         serve_at: str = "",
-        secure: Secure | None = None,
+        secure: SecureSocket | None = None,
         timeout_s: float = 10.0,
         patience_s: float = 5.0,
     ) -> None:
-        """`serve_at`: where this host serves what it has fetched, if it does. The publisher is given up after a silence of
-        `timeout_s`; a relay after one of `patience_s`, or when no byte has come from it for `timeout_s`."""
+        """`serve_at`: address at which this host serves what it has fetched; empty: it does not. The
+        publisher is given up after a silence of `timeout_s`; a relay after one of `patience_s`, or when no
+        byte has come from it for `timeout_s`."""
         self.serve_at, self.secure = serve_at, secure
         self._shared = SharedFolder(folder)
         self._puller = Puller(secure)
         self._timeout_s, self._patience_s = timeout_s, patience_s
-        self._silent: dict[str, float] = {}
-        """Relays that have not answered, and when that was."""
-        self.bytes_received = self.patches = 0
+        self.silent_relays: dict[str, float] = {}
+        """Relays that have not answered, and the monotonic time of that."""
+        self.bytes_received = 0
+        self.patches = 0
+        """Number of versions that were made with patches."""
 
     def close(self) -> None:
         self._puller.close()
@@ -75,18 +81,22 @@ class Fetcher:
 
     @property
     def folder(self) -> Path:
-        """Another one after a process of this host was stuck with the lock of the first."""
+        """Folder of the fetched files; it changes after a process of this host was stuck with the lock of the
+        first one."""
         return self._shared.path
 
     def open_folder(self) -> Path:
-        """Makes it, where it is missing: it is there as long as a fetcher of this host uses it."""
+        """Makes the folder where it is missing. It exists as long as a fetcher of this host uses it."""
         return self._shared.open_folder()
 
     def fetch_version(self, address: str, name: str, *, digest: str = "", direct: bool = False) -> Path:
-        """The local manifest `name` (`v<k>-<life>.json`) of the publisher at `address`, its snapshot beside it, not verified yet.
+        """Fetches the version of the manifest `name` (`v<k>-<life>.json`) from the publisher at `address`,
+        unless it is here.
 
-        `digest`: what was announced. `direct`: anew, whole and from the publisher itself, because what is here, or what a relay
-        has, is not what was published. Raises TransferFailed, DigestMismatch, LockTimedOut, and DiskFull.
+        Returns the local manifest, whose snapshot lies beside it and is not verified yet. `digest`: that of
+        the announcement. `direct`: fetches anew, whole and from the publisher itself, because what is here,
+        or what a relay has, is not what was published. Raises TransferFailed, DigestMismatch, LockTimedOut,
+        and DiskFull.
         """
         with self._shared.hold_alone(f"fetches {name}") as folder:
             local = folder / name
@@ -96,17 +106,15 @@ class Fetcher:
             if not local.exists():
                 manifest = self.fetch_manifest(address, name, digest)
                 self._remove_leftovers(local)
-                if (
-                    direct
-                    or local.with_suffix(".part").exists()
-                    or not self._fetch_by_patches(address, local)
-                ):
+                is_begun = local.with_suffix(".part").exists()
+                if direct or is_begun or not self._fetch_by_patches(address, local):
                     self._fetch_snapshot(address, local, manifest, direct)
                 put_manifest(manifest, local)
         return local
 
     def refresh_spare(self) -> None:
-        """Between two fetches: brings the spare up to the newest version, so that the next patch is the only one to apply."""
+        """Brings the spare up to the newest version, between two fetches, so that the next patch is the only
+        one to apply."""
         if not self._shared.is_open:
             return
         with self._shared.hold_alone("makes ready for the next version"):
@@ -121,77 +129,78 @@ class Fetcher:
                 stem.with_suffix(".settled").rename(stem.with_suffix(SPARE))
 
     def fetch_manifest(self, address: str, name: str, digest: str = "") -> Manifest:
-        """The publisher's. Raises TransferFailed, and DigestMismatch when it is not what was announced."""
+        """Returns the publisher's manifest. Raises TransferFailed, and DigestMismatch when it is not the
+        announced one."""
         data = self._puller.read_file(address, name, MAX_MANIFEST_BYTES, self._timeout_s)
         return parse_manifest(data, f"{name} at {address}", Path(name).stem, digest)
 
     def _ask_for_parent(self, address: str, name: str, lost: str = "") -> str:
-        """Whom to ask for a file; empty: the publisher at `address`. `lost`: who was asked in vain."""
+        """Returns the relay to ask for a file; empty: the publisher at `address`. `lost`: the relay that was
+        asked in vain."""
         for _ in range(MAX_PARENTS):
             reply = self._puller.ask_server(address, EnlistRelay(name, self.serve_at, lost), self._timeout_s)
             if not isinstance(reply, RelayParent):
                 return ""
-            if time.monotonic() - self._silent.get(reply.address, float("-inf")) > SILENT_S:
+            silent_since = self.silent_relays.get(reply.address, float("-inf"))
+            if time.monotonic() - silent_since > SILENT_S:
                 return reply.address
             lost = reply.address
         return ""
 
     def _newest_manifest(self) -> Manifest | None:
-        found = find_complete_versions(self.folder)
-        return read_manifest(found[-1]) if found else None
+        locators = find_complete_versions(self.folder)
+        return read_manifest(locators[-1]) if locators else None
 
     def _find_patches(self, base: Manifest, version: Manifest) -> list[Path] | None:
-        """The patches here that lead from one version to another; None where they do not."""
-        way: list[Path] = []
-        at, start = Path(version.path).stem, Path(base.path).stem
-        while at != start:
-            patch = next(self.folder.glob(f"{at}-from-*.patch"), None)
-            if patch is None or patch in way:
+        """Returns the patches here that lead from one version to another; None where they do not."""
+        patches: list[Path] = []
+        stem, first = Path(version.path).stem, Path(base.path).stem
+        while stem != first:
+            patch = next(self.folder.glob(f"{stem}-from-*.patch"), None)
+            if patch is None or patch in patches:
                 return None
-            way.insert(0, patch)
-            at = patch.stem.partition("-from-")[2]
-        return way
+            patches.insert(0, patch)
+            stem = patch.stem.partition("-from-")[2]
+        return patches
 
     def _remove_leftovers(self, coming: Path | None) -> None:
-        """Keeps the newest version, the spare and its way to the newest version, and what has come of the one that is `coming`.
-        Who has an older version mapped keeps it."""
+        """Removes old versions and passing files. A process that has an older version mapped keeps it.
+
+        What stays: the newest version, the spare, the patches that lead from the spare to the newest version,
+        and what has arrived of the version that is `coming`.
+        """
         for locator in find_complete_versions(self.folder)[:-1]:
             retire_version(locator)
         spare, newest = find_spare(self.folder), self._newest_manifest()
-        way = spare and newest and self._find_patches(spare, newest)
+        patches = spare and newest and self._find_patches(spare, newest)
         for path in self.folder.glob("v*"):
-            if (
-                path.suffix in PASSING
-                and path not in (way or ())
-                and not (coming and path.stem.startswith(coming.stem))
-            ):
+            is_coming = coming is not None and path.stem.startswith(coming.stem)
+            if path.suffix in PASSING and path not in (patches or ()) and not is_coming:
                 path.unlink(missing_ok=True)
 
     def _fetch_snapshot(self, address: str, local: Path, manifest: Manifest, direct: bool) -> None:
         part, snapshot = local.with_suffix(".part"), local.with_suffix(".safetensors")
         if not part.exists():
-            local.with_suffix(".chunks").unlink(
-                missing_ok=True
-            )  # of a fetcher that was killed when it was done
+            # A fetcher that was killed just before it was done may have left the record.
+            local.with_suffix(".chunks").unlink(missing_ok=True)
             if (spare := find_spare(self.folder)) is not None:
                 Path(spare.path).rename(part)
         self._fetch_file(address, snapshot.name, manifest.num_bytes, direct=direct)
 
     def _fetch_by_patches(self, address: str, local: Path) -> bool:
-        """Makes the snapshot from the newest version here and patches; false where there are none, or they do not fit."""
+        """Makes the snapshot from the newest version here and patches; false where there are none, or they do
+        not fit."""
         base = self._newest_manifest()
         if base is None:
             return False
-        route = self._puller.ask_server(
-            address, GetPatchRoute(local.stem, Path(base.path).stem), self._timeout_s
-        )
-        if (
-            not isinstance(route, PatchRoute)
-            or not 0 < sum(size for _, size in route.files) <= WORTH * base.num_bytes
-        ):
+        question = GetPatchRoute(local.stem, Path(base.path).stem)
+        route = self._puller.ask_server(address, question, self._timeout_s)
+        if not isinstance(route, PatchRoute):
+            return False
+        if not 0 < sum(size for _, size in route.files) <= WORTH * base.num_bytes:
             return False
         for name, num_bytes in route.files:
-            if not NAME.fullmatch(name):
+            if not FILE_NAME.fullmatch(name):
                 return False
             try:
                 self._fetch_file(address, name, num_bytes)
@@ -201,24 +210,26 @@ class Fetcher:
                 log.info("%s; the whole snapshot is fetched", error)
                 return False
         spare, patches = find_spare(self.folder), [self.folder / name for name, _ in route.files]
-        if spare is not None and (way := self._find_patches(spare, base)) is not None:
-            base, patches = spare, way + patches
-        done = self._apply_patches(base, patches, local.with_suffix(".safetensors"))
-        self.patches += done
-        return done
+        if spare is not None and (leading := self._find_patches(spare, base)) is not None:
+            base, patches = spare, leading + patches
+        is_done = self._apply_patches(base, patches, local.with_suffix(".safetensors"))
+        self.patches += is_done
+        return is_done
 
     def _apply_patches(self, base: Manifest, patches: list[Path], into: Path) -> bool:
-        """Makes the file `into` of a version here and patches: over the spare, if there is one; a `base` that is not the spare
-        is copied first."""
+        """Makes the file `into` of the version `base` and patches; false where the patches do not fit or
+        there is no room.
+
+        It is written over the spare, if there is one. A `base` that is not the spare is copied first.
+        """
         patching = into.with_suffix(".patching")
         try:
             if (spare := find_spare(self.folder)) is not None:
                 Path(spare.path).rename(patching)
             if Path(base.path).suffix != SPARE:
                 copy_over(Path(base.path), patching, self._shared.note_progress)
-            apply_patches(
-                msgspec.structs.replace(base, path=str(patching)), patches, self._shared.note_progress
-            )
+            copied = msgspec.structs.replace(base, path=str(patching))
+            apply_patches(copied, patches, self._shared.note_progress)
             patching.rename(into)
         except (DigestMismatch, OSError) as error:
             if not isinstance(error, DigestMismatch | FileNotFoundError) and not is_disk_full(error):
@@ -230,69 +241,67 @@ class Fetcher:
         return True
 
     def _fetch_file(self, address: str, name: str, num_bytes: int, *, direct: bool = False) -> None:
-        """Brings a file, or what is missing of it, and lets others have what has come. Raises TransferFailed, and DiskFull."""
+        """Fetches a file, or what is missing of it, and lets other hosts have what has arrived. Raises
+        TransferFailed, and DiskFull."""
         part, chunks = ((self.folder / name).with_suffix(suffix) for suffix in (".part", ".chunks"))
-        come = Extents()
+        arrived = Extents()
         if not part.exists():
             chunks.unlink(missing_ok=True)
         try:
             with (
-                open(part, "ab"),
+                open(part, "ab"),  # makes the file where it is missing
                 open(part, "r+b", buffering=0) as file,
                 open(chunks, "a+b", buffering=0) as record,
             ):
-                record.truncate(come.read_record(record.fileno(), 0))
+                record.truncate(arrived.read_record(record.fileno(), 0))
                 file.truncate(num_bytes)
 
-                def keep(offset: int, data: memoryview) -> None:
+                def keep_bytes(offset: int, data: memoryview) -> None:
                     _write_at(file.fileno(), data, offset)
                     record.write(ENTRY.pack(offset, offset + len(data)))
-                    come.add_range(offset, offset + len(data))
+                    arrived.add_range(offset, offset + len(data))
                     self.bytes_received += len(data)
                     self._shared.note_progress()
 
                 if self.serve_at and not direct:
-                    self._pull_from_relays(address, name, lambda: come.missing_ranges(num_bytes), keep)
+                    self._pull_from_relays(
+                        address, name, lambda: arrived.missing_ranges(num_bytes), keep_bytes
+                    )
                 patience = {"silence_s": self._timeout_s, "stall_s": self._timeout_s}
-                self._puller.pull_ranges(address, name, come.missing_ranges(num_bytes), keep, **patience)
+                missing = arrived.missing_ranges(num_bytes)
+                self._puller.pull_ranges(address, name, missing, keep_bytes, **patience)
         except OSError as error:
             if is_disk_full(error):
-                raise disk_full(
-                    part, sum(end - begin for begin, end in come.missing_ranges(num_bytes))
-                ) from error
+                num_missing = sum(end - begin for begin, end in arrived.missing_ranges(num_bytes))
+                raise disk_full(part, num_missing) from error
             raise
-        part.rename(
-            self.folder / name
-        )  # before its record goes: a relay that looks in between finds it whole
+        # Renamed before its record goes: a relay that looks in between finds the file whole.
+        part.rename(self.folder / name)
         chunks.unlink()
 
     def _pull_from_relays(
-        self,
-        address: str,
-        name: str,
-        missing: Callable[[], list[Range]],
-        keep: Callable[[int, memoryview], None],
+        self, address: str, name: str, find_missing: Callable[[], list[ByteRange]], keep: KeepBytes
     ) -> None:
-        """Brings what is missing from the relays that the publisher names, one after the other: all of it or, where they fail or
-        there are none, less."""
+        """Brings what is missing from the relays that the publisher names, one after the other: all of it, or
+        less where they fail or there are none."""
         parent = self._ask_for_parent(address, name)
         for _ in range(MAX_PARENTS):
-            if not parent or not missing():
+            if not parent or not find_missing():
                 return
             try:
-                left = missing()
-                least = sum(end - begin for begin, end in left) * self._timeout_s / RELAYED_S
+                missing = find_missing()
+                least = sum(end - begin for begin, end in missing) * self._timeout_s / RELAYED_S
                 patience = {"silence_s": self._patience_s, "stall_s": self._timeout_s, "least_bytes": least}
-                self._puller.pull_ranges(parent, name, left, keep, **patience)
+                self._puller.pull_ranges(parent, name, missing, keep, **patience)
             except TransferFailed as error:
                 log.info("%s; another one is asked", error)
                 if isinstance(error, SilentServer):
-                    self._silent[parent] = time.monotonic()
+                    self.silent_relays[parent] = time.monotonic()
                 parent = self._ask_for_parent(address, name, parent)
 
 
 def _write_at(file: int, data: memoryview, offset: int) -> None:
-    """All of it, however little the kernel takes at a time."""
+    """Writes all of it, however little the kernel takes at a time."""
     while data:
         written = os.pwrite(file, data, offset)
         data, offset = data[written:], offset + written

@@ -1,11 +1,13 @@
-"""Weights by NCCL, through vLLM's own transfer engines: a group of two for each generator, and a thread of the learner's.
+"""Weights by NCCL, through vLLM's own transfer engines: a group of two for each generator, and a thread of
+the learner for each group.
 
-    NcclBroadcast.ask_to_send ── RequestBroadcast(name, receiver) ──▶ SnapshotServer ──▶ NcclLink: reads the snapshot, tensor by tensor
-                    ◀── Rendezvous(host, port) ─                     │
-    vLLM's engine  ◀═══════════════════ NCCL ═══════════════════════┘
+    NcclBroadcast ── RequestBroadcast(name, receiver) ──▶ SnapshotServer ──▶ NcclLink
+                  ◀── Rendezvous(host, port) ────────────                       │ reads the snapshot,
+    vLLM's engine ◀═══════════════════════════ NCCL ════════════════════════════┘ tensor by tensor
 
-Generators pull here too. A generator that dies takes its own group along, and the thread that served it, and nothing else: no group
-spans the pools, and training waits for none. What arrives has the manifest's digests or does not serve.
+Generators pull here too. A generator that dies takes along its own group and the thread that served it, and
+nothing else: no group spans the pools, and training waits for none. What arrives has the manifest's digests
+or does not serve.
 
 Exercised with a stand-in for NCCL only; never run on GPUs.
 """
@@ -17,79 +19,80 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Protocol
 
-import msgspec
 import torch
 import zmq
-from msgspec import Meta
 
+from configs.schema import Config
+from sync.announcement import Announcement
 from sync.manifest import Manifest
 from sync.snapshot import Snapshot, read_manifest
-
-if TYPE_CHECKING:
-    from sync.vllm_plugin import NcclSender
+from sync.transports.ends import GeneratorEnd, LearnerEnd, SecureSocket, SocketGuards
+from sync.transports.fetcher import Fetcher
+from sync.transports.messages import UNREADABLE, Rendezvous, RequestBroadcast, encode, replies
+from sync.transports.server import SnapshotServer
+from sync.weight_source import EngineWeights
 
 log = logging.getLogger("slipstream.weights")
 
-
 MAX_LINKS = 256
-"""Lives of generators that one learner sends to."""
+"""Most lives of generators that one learner sends to."""
 STALLED_S = 30.0
-"""How long a receiver may take no tensor of those that are sent to it."""
+"""Seconds in which a receiver takes none of the tensors that are sent to it, after which its group is
+aborted."""
 
 
-class RequestBroadcast(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
-    """`receiver` wants the snapshot `name` (the stem of its file), and will join the group that the answer names."""
+class GroupSender(Protocol):
+    """The learner's end of a group of two: `sync.transports.nccl_sender.NcclSender`."""
 
-    name: Annotated[str, Meta(max_length=255)]
-    receiver: Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+    moved_at: float
+    """Monotonic time at which the last tensor was taken to be sent."""
 
+    def send_snapshot(self, snapshot: Snapshot) -> None: ...
 
-class Rendezvous(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
-    name: Annotated[str, Meta(max_length=255)]
-    host: Annotated[str, Meta(min_length=1, max_length=255)]
-    port: Annotated[int, Meta(ge=1, le=65535)]
-    packed: bool
-    fresh: bool
-    """The group is new: to be joined first."""
-
-
-rendezvous = msgspec.msgpack.Decoder(Rendezvous)
+    def close(self) -> None: ...
 
 
 class NcclLinks:
-    """The learner's side: to each receiver its link."""
+    """The learner's links, one to each receiver."""
 
     def __init__(self, folder: Path, host: str) -> None:
         self._folder, self._host = folder, host
-        self._links: dict[str, NcclLink] = {}
+        self.links: dict[str, NcclLink] = {}
+        """By the name of the receiver."""
 
     def send_snapshot(self, request: RequestBroadcast) -> Rendezvous:
-        """Returns at once. Raises FileNotFoundError when the version is gone, ValueError when there are too many receivers."""
-        if request.receiver not in self._links and len(self._links) >= MAX_LINKS:
+        """Queues a snapshot and returns at once. Raises FileNotFoundError when the version is gone,
+        ValueError when there are too many receivers."""
+        if request.receiver not in self.links and len(self.links) >= MAX_LINKS:
             raise ValueError(f"at most {MAX_LINKS} generators are sent to by NCCL in one life of the learner")
         snapshot = Snapshot(read_manifest(self._folder / f"{request.name}.json"))
-        link = self._links.get(request.receiver)
+        link = self.links.get(request.receiver)
         fresh = link is None or link.broken
         if link is None or fresh:
-            link = self._links[request.receiver] = NcclLink(self._host)
+            link = self.links[request.receiver] = NcclLink(self._host)
         link.snapshots.put(snapshot)
         return Rendezvous(request.name, self._host, link.port, torch.cuda.is_available(), fresh)
 
     def close(self) -> None:
-        for link in self._links.values():
+        for link in self.links.values():
             link.snapshots.put(None)
 
 
 class NcclLink:
-    """A group of two. When the other side dies in a broadcast, NCCL's kernel would run on the learner's GPU for ever, and whatever
-    waits for the whole device would hang: a second thread sees that nothing moves any more, and aborts the group."""
+    """A group of two, and the thread that sends to it.
+
+    When the other side dies in a broadcast, NCCL's kernel would run on the learner's GPU for ever, and
+    whatever waits for the whole device would hang. So a second thread watches the transfer, and aborts the
+    group when nothing moves any more.
+    """
 
     def __init__(self, host: str) -> None:
         self.snapshots: queue.Queue[Snapshot | None] = queue.Queue()
+        """Snapshots to send; None ends the thread."""
         self.broken = False
         with socket.socket() as probe:
             probe.bind((host, 0))
@@ -97,35 +100,36 @@ class NcclLink:
         threading.Thread(target=self._send_snapshots, args=(host,), name="nccl", daemon=True).start()
 
     def _send_snapshots(self, host: str) -> None:
-        from sync.vllm_plugin import NcclSender  # here: only a learner that sends by NCCL needs vLLM
+        # Imported here, because it imports vLLM, which only a learner that sends by NCCL needs.
+        from sync.transports.nccl_sender import NcclSender
 
-        trainer = None
+        sender = None
         try:
             while (snapshot := self.snapshots.get()) is not None:
-                trainer = trainer or NcclSender(host, self.port)
-                with self._abort_when_stalled(trainer):
-                    trainer.send_snapshot(snapshot)
+                sender = sender or NcclSender(host, self.port)
+                with self._abort_when_stalled(sender):
+                    sender.send_snapshot(snapshot)
         except Exception:
             log.exception("a generator's NCCL group has broken; it will be given another")
             self.broken = True
         finally:
-            if trainer is not None:
-                trainer.close()
+            if sender is not None:
+                sender.close()
 
     @contextlib.contextmanager
-    def _abort_when_stalled(self, trainer: "NcclSender") -> Iterator[None]:
+    def _abort_when_stalled(self, sender: GroupSender) -> Iterator[None]:
         """Aborts the group, and raises TimeoutError, when the receiver takes nothing for `STALLED_S`."""
         sent, stalled = threading.Event(), threading.Event()
 
-        def watch() -> None:
+        def watch_progress() -> None:
             while not sent.wait(STALLED_S / 10):
-                if time.monotonic() - trainer.moved_at > STALLED_S:
+                if time.monotonic() - sender.moved_at > STALLED_S:
                     stalled.set()
-                    trainer.close()
+                    sender.close()
                     return
 
-        trainer.moved_at = time.monotonic()
-        threading.Thread(target=watch, name="nccl-watch", daemon=True).start()
+        sender.moved_at = time.monotonic()
+        threading.Thread(target=watch_progress, name="nccl-watch", daemon=True).start()
         try:
             yield
         finally:
@@ -135,32 +139,51 @@ class NcclLink:
 
 
 class NcclBroadcast:
-    """A version that an engine receives while it takes it up; as `Snapshot`, for `generators.engine.Engine.load`."""
+    """A version that an engine receives while it takes it up."""
 
     checks = 0
 
-    def __init__(
-        self, manifest: Manifest, address: str, receiver: str, secure: Callable[[Any], Any] | None
-    ) -> None:
+    def __init__(self, manifest: Manifest, address: str, receiver: str, secure: SecureSocket | None) -> None:
         self.manifest = manifest
         self._address, self._receiver, self._secure = address, receiver, secure
 
+    def attest(self) -> None:
+        """Does nothing: there are no bytes before the engine has received them."""
+
+    def load_into(self, engine: EngineWeights) -> dict[str, str]:
+        manifest = self.manifest
+        engine.check_manifest(manifest)
+        rendezvous = self.ask_to_send()
+        group = {
+            "master_address": rendezvous.host,
+            "master_port": rendezvous.port,
+            "rank_offset": 1,
+            "world_size": 2,
+            "packed": rendezvous.packed,
+        }
+        update = {
+            "names": [entry.name for entry in manifest.tensors],
+            "dtype_names": [entry.dtype for entry in manifest.tensors],
+            "shapes": [list(entry.shape) for entry in manifest.tensors],
+        }
+        engine.receive_update(manifest, update, group if rendezvous.fresh else None)
+        return engine.held_digests(manifest)
+
     def ask_to_send(self, timeout_s: float = 10.0) -> Rendezvous:
-        """The learner sends from now on. Raises FileNotFoundError when the version is gone or nobody answers."""
+        """Asks the learner to send from now on. Raises FileNotFoundError when the version is gone or nobody
+        answers."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         asking = context.socket(zmq.DEALER)
         try:
             if self._secure is not None:
                 self._secure(asking)
             asking.connect(self._address)
-            asking.send(
-                msgspec.msgpack.encode(RequestBroadcast(Path(self.manifest.path).stem, self._receiver))
-            )
+            asking.send(encode(RequestBroadcast(Path(self.manifest.path).stem, self._receiver)))
             if asking.poll(int(1000 * timeout_s)):
-                with contextlib.suppress(
-                    ValueError, RecursionError
-                ):  # another reply, or none that can be read
-                    return rendezvous.decode(asking.recv_multipart()[0])
+                with contextlib.suppress(*UNREADABLE):
+                    reply = replies.decode(asking.recv_multipart()[0])
+                    if isinstance(reply, Rendezvous):
+                        return reply
         finally:
             asking.close(linger=0)
             context.term()
@@ -169,6 +192,46 @@ class NcclBroadcast:
         )
 
 
-def make_receiver() -> str:
-    """Names one life of a generator."""
+class BroadcastEnd:
+    """Fetches manifests only: the tensors arrive when an engine takes them up."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+        self._receiver = make_receiver_name()
+
+    @property
+    def fetched_bytes(self) -> int:
+        return self._fetcher.bytes_received
+
+    def bring_version(self, announcement: Announcement, *, again: bool = False) -> NcclBroadcast:
+        name = Path(announcement.path).name
+        manifest = self._fetcher.fetch_manifest(announcement.address, name, announcement.digest)
+        assert manifest.adapter is None, "an engine cannot take up adapters by NCCL"
+        return NcclBroadcast(manifest, announcement.address, self._receiver, self._fetcher.secure)
+
+    def refresh_spare(self) -> None:
+        self._fetcher.refresh_spare()
+
+    def close(self) -> None:
+        self._fetcher.close()
+
+
+def make_receiver_name() -> str:
+    """Returns a random name for one life of a generator."""
     return secrets.token_hex(8)
+
+
+def open_learner_ends(config: Config, folder: Path, guards: SocketGuards) -> list[LearnerEnd]:
+    address = config.weights_address
+    assert address is not None, "the table says that the learner serves hosts"
+    return [open_nccl_server(folder, address, guards)]
+
+
+def open_nccl_server(folder: Path, address: str, guards: SocketGuards) -> SnapshotServer:
+    """Opens a server that also sends to generators by NCCL, from the host in its address."""
+    links = NcclLinks(folder, address.removeprefix("tcp://").rpartition(":")[0])
+    return SnapshotServer(folder, address, secure=guards.secure_server, watch=guards.watch, sender=links)
+
+
+def open_generator_end(config: Config, folder: Path, guards: SocketGuards) -> GeneratorEnd:
+    return BroadcastEnd(Fetcher(folder, secure=guards.secure_client))

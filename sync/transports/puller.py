@@ -1,7 +1,8 @@
-"""The asking side of weights over ZeroMQ: questions to a publisher or a relay, and bytes of files as fast as they come.
+"""The asking side of weights over ZeroMQ: questions to a publisher or a relay, and bytes of files as fast as
+they arrive.
 
-How much is asked for at a time follows the link: it is doubled while chunks come quickly and halved while they come slowly, so that
-a chunk comes every now and then on any link, and a silence means that nobody is there.
+The size of the chunks follows the link: it is doubled while chunks arrive quickly and halved while they
+arrive slowly. So a chunk arrives every now and then on any link, and a silence means that nobody is there.
 """
 
 import contextlib
@@ -11,8 +12,10 @@ from collections.abc import Callable
 
 import zmq
 
-from sync.transports import tcp
-from sync.transports.tcp import (
+from sync.announcement import TransferFailed
+from sync.transports import messages
+from sync.transports.ends import SecureSocket
+from sync.transports.messages import (
     MAX_REPLY_BYTES,
     UNREADABLE,
     Chunk,
@@ -21,25 +24,22 @@ from sync.transports.tcp import (
     GetChunk,
     Reply,
     Request,
-    Secure,
     TransferRefused,
     encode,
     replies,
 )
 
 WINDOW = 8
-"""Chunks asked for and not come yet: enough to fill a link of 10 GB/s and 3 ms."""
+"""Number of chunks that are asked for and have not arrived yet: enough to fill a link of 10 GB/s and 3 ms."""
 FIRST_BYTES, LEAST_BYTES = 1 << 16, 1 << 12
-"""Asked for at a time: of a server that is new, and at least."""
+"""Size of the first chunk that a server is asked for, and of the smallest."""
 FAST_S, SLOW_S = 0.05, 0.5
-"""Chunks that come closer together are made larger, those that come further apart smaller."""
+"""Seconds between two chunks: below the first they are made larger, above the second smaller."""
 
-Range = tuple[int, int]
+ByteRange = tuple[int, int]
 """Where bytes of a file begin and end."""
-
-
-class TransferFailed(FileNotFoundError):
-    """The snapshot could not be brought here: nobody answers, or it is gone. What has come is kept, and a later try goes on."""
+KeepBytes = Callable[[int, memoryview], None]
+"""Stores bytes of a file, given where they begin."""
 
 
 class SilentServer(TransferFailed):
@@ -47,37 +47,38 @@ class SilentServer(TransferFailed):
 
 
 class ChunkPace:
-    """How much is asked of one server: one small chunk at first, then as much as comes in good time."""
+    """How much one server is asked for: one small chunk at first, then chunks of a size that arrives in good
+    time."""
 
     def __init__(self) -> None:
-        self._size, self.window = FIRST_BYTES, 1
+        self._chunk_bytes, self.window = FIRST_BYTES, 1
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes to be asked for at a time."""
-        return min(tcp.CHUNK_BYTES, self._size)
+        """Bytes to ask for at a time."""
+        return min(messages.CHUNK_BYTES, self._chunk_bytes)
 
     def note_chunk(self, took_s: float) -> None:
-        """A chunk has come, so long after the one before."""
+        """A chunk has arrived, so many seconds after the one before."""
         self.window = WINDOW
         if took_s < FAST_S:
-            self._size = 2 * self.chunk_bytes
+            self._chunk_bytes = 2 * self.chunk_bytes
         elif took_s > SLOW_S:
-            self._size = max(LEAST_BYTES, self.chunk_bytes // 2)
+            self._chunk_bytes = max(LEAST_BYTES, self.chunk_bytes // 2)
 
     def note_silence(self) -> None:
-        self._size, self.window = max(LEAST_BYTES, self.chunk_bytes // 4), 1
+        self._chunk_bytes, self.window = max(LEAST_BYTES, self.chunk_bytes // 4), 1
 
 
 class Puller:
-    """Not thread-safe."""
+    """Connections to a publisher and to relays. Not thread-safe."""
 
-    def __init__(self, secure: Secure | None = None) -> None:
+    def __init__(self, secure: SecureSocket | None = None) -> None:
         self._secure = secure
         self._context = zmq.Context()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        """By address, as `_paces`."""
         self._paces: dict[str, ChunkPace] = {}
-        """By address."""
 
     def close(self) -> None:
         for socket in self._sockets.values():
@@ -85,7 +86,7 @@ class Puller:
         self._context.term()
 
     def ask_server(self, address: str, question: Request, timeout_s: float) -> Reply:
-        """The answer. Raises TransferFailed after a silence, or when it is refused."""
+        """Returns the answer. Raises TransferFailed after a silence, or when the question is refused."""
         self._connect_to(address).send(encode(question))
         return self._receive_reply(address, question.name, timeout_s)[0]
 
@@ -93,22 +94,22 @@ class Puller:
         self,
         address: str,
         name: str,
-        missing: list[Range],
-        keep: Callable[[int, memoryview], None],
+        missing: list[ByteRange],
+        keep: KeepBytes,
         *,
         silence_s: float,
         stall_s: float,
         least_bytes: float = 0,
     ) -> None:
-        """Asks for ranges of a file in order, a window of chunks at a time, and hands to `keep` what comes: (offset, bytes).
+        """Asks for ranges of a file in order, a window of chunks at a time, and hands what arrives to `keep`.
 
-        Raises TransferFailed when the file is gone, when nothing at all has been heard for `silence_s`, or when no byte has come
-        for `stall_s` from a relay that says that it is still fetching; SilentServer when fewer than `least_bytes` come in `stall_s`. What was
-        handed to `keep` counts as come.
+        Raises TransferFailed when the file is gone, when nothing at all has been heard for `silence_s`, or
+        when no byte has arrived for `stall_s` from a relay that says that it is still fetching; SilentServer
+        when fewer than `least_bytes` arrive in `stall_s`. Whatever was handed to `keep` stays.
         """
         socket, pace = self._connect_to(address), self._pace_of(address)
         left, asked = deque(each for each in missing if each[0] < each[1]), dict[int, int]()
-        came = judged_at = time.monotonic()
+        arrived_at = judged_at = time.monotonic()
         num_bytes = 0
         while left or asked:
             while left and len(asked) < pace.window:
@@ -122,22 +123,24 @@ class Puller:
             if isinstance(reply, Chunk) and 0 < len(data) <= asked.get(reply.offset, 0) - reply.offset:
                 keep(reply.offset, data)
                 num_bytes += len(data)
-                pace.note_chunk(time.monotonic() - came)
-                came = time.monotonic()
-                if came - judged_at > stall_s:
+                pace.note_chunk(time.monotonic() - arrived_at)
+                arrived_at = time.monotonic()
+                # The rate is judged once in `stall_s`, and not of the very last chunk.
+                if arrived_at - judged_at > stall_s:
                     if num_bytes < least_bytes and (left or len(asked) > 1):
                         self.drop_connection(address)
                         raise SilentServer(
                             f"only {num_bytes:,} bytes of {name} have come from {address} in {stall_s} s"
                         )
-                    judged_at, num_bytes = came, 0
-                end, come = asked.pop(reply.offset), reply.offset + len(data)
-                if come < end:
-                    left.appendleft((come, end))
+                    judged_at, num_bytes = arrived_at, 0
+                # A relay may send fewer bytes than asked for; the rest is asked for again.
+                end, arrived = asked.pop(reply.offset), reply.offset + len(data)
+                if arrived < end:
+                    left.appendleft((arrived, end))
             elif (
                 isinstance(reply, ChunkPending)
                 and reply.offset in asked
-                and time.monotonic() - came < stall_s
+                and time.monotonic() - arrived_at < stall_s
             ):
                 left.appendleft((reply.offset, asked.pop(reply.offset)))
             else:
@@ -145,7 +148,7 @@ class Puller:
                 raise TransferFailed(_describe_problem(address, name, reply, len(data)))
 
     def read_file(self, address: str, name: str, most: int, timeout_s: float) -> bytearray:
-        """A whole file of at most so many bytes. Raises TransferFailed."""
+        """Returns a whole file of at most so many bytes. Raises TransferFailed."""
         self._connect_to(address).send(encode(GetChunk(name, 0, self._pace_of(address).chunk_bytes)))
         reply, first = self._receive_reply(address, name, timeout_s)
         if not isinstance(reply, Chunk) or reply.offset or not 0 < len(first) <= reply.total <= most:
@@ -153,17 +156,17 @@ class Puller:
             raise TransferFailed(_describe_problem(address, name, reply, len(first)))
         data = bytearray(reply.total)
 
-        def keep(offset: int, piece: memoryview) -> None:
+        def keep_piece(offset: int, piece: memoryview) -> None:
             data[offset : offset + len(piece)] = piece
 
-        keep(0, first)
-        self.pull_ranges(
-            address, name, [(len(first), len(data))], keep, silence_s=timeout_s, stall_s=timeout_s
-        )
+        keep_piece(0, first)
+        missing = [(len(first), len(data))]
+        self.pull_ranges(address, name, missing, keep_piece, silence_s=timeout_s, stall_s=timeout_s)
         return data
 
     def drop_connection(self, address: str) -> None:
-        """Answers that are still on their way must not be taken for those to a later question."""
+        """Closes the socket, so that an answer that is still on its way is not taken for the answer to a
+        later question."""
         if address in self._sockets:
             self._sockets.pop(address).close(linger=0)
 
@@ -171,7 +174,8 @@ class Puller:
         return self._paces.setdefault(address, ChunkPace())
 
     def _receive_reply(self, address: str, name: str, timeout_s: float) -> tuple[Reply, memoryview]:
-        """The next answer about `name`. Raises TransferFailed after a silence, or when the question was refused."""
+        """Returns the next answer about `name`, and its bytes. Raises TransferFailed after a silence, or when
+        it was refused."""
         socket = self._connect_to(address)
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0 and socket.poll(int(1000 * left_s) + 1):

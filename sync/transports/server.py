@@ -1,26 +1,23 @@
 """The publisher's side of weights over ZeroMQ, and a relay's: serves the snapshots in a folder."""
 
 import logging
-import mmap
-import os
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import zmq
 
 from configs.sockets import randomize_peer_names
-from sync.extents import Extents
 from sync.manifest import DigestMismatch, Manifest
 from sync.patch import PatchMaker
-from sync.transports.nccl import NcclLinks, Rendezvous, RequestBroadcast
-from sync.transports.tcp import (
+from sync.transports.ends import ConnectionWatch, LearnerEnd, SecureSocket, WatchSocket
+from sync.transports.messages import (
+    FILE_NAME,
     MAX_FRAMES,
     MAX_REQUEST_BYTES,
-    NAME,
     UNREADABLE,
     Chunk,
     ChunkPending,
@@ -30,114 +27,52 @@ from sync.transports.tcp import (
     GetPatchRoute,
     PatchRoute,
     RelayParent,
+    Rendezvous,
     Reply,
     Request,
-    Secure,
+    RequestBroadcast,
     TransferRefused,
     encode,
     requests,
 )
+from sync.transports.relay_chains import RelayChains
+from sync.transports.served_file import ServedFile
 
 log = logging.getLogger("slipstream.weights")
 
-CHAIN = 8
-"""Relays from which on the publisher sends a second copy: two chains share those that follow."""
-KEEP_CHAINS = 16
-"""Files whose chains of relays are remembered."""
-MAX_RELAYS = 4096
-"""Hosts in the chains of a file; those that come later ask the publisher."""
 KEEP_MAPPED = 4
+"""Number of files that stay mapped."""
 IDLE_S = 5.0
-"""A file that nobody has asked about for so long is not kept mapped."""
+"""Seconds after which a file that nobody has asked about is unmapped."""
 PARKED_S = 0.5
-"""A request for bytes that are not there yet waits so long for an answer."""
+"""Seconds that a request waits for bytes that are not there yet, before it is answered with `ChunkPending`.
+"""
 MAX_PARKED = 1024
-"""Requests that wait, for bytes or for patches in the making."""
+"""Most requests that wait, for bytes or for patches in the making."""
 TICK_S = 0.1
-
-
-class ConnectionWatch(Protocol):
-    """Looks after the connections of a socket: `buffers.connections.Connections`."""
-
-    def count(self, frames: list[zmq.Frame]) -> None: ...
-
-    def count_sent(self, frames: Sequence[Any]) -> None: ...
-
-    def shut_down_unfinished(self, *, drained: bool) -> list[int]: ...
-
-    def shut_down_deaf(self) -> list[int]: ...
-
-    def shut_down_surplus(self) -> int: ...
-
-    def take_gone(self, *, drained: bool) -> list[bytes]: ...
-
-    def close(self) -> None: ...
+"""Seconds between two looks at the connections."""
 
 
 class RequestGate(Protocol):
-    """Lets known keys in, and knows what their owners may say: `buffers.keys.Authenticator`."""
+    """Lets known keys in, and knows what their owners may ask for: `buffers.keys.Authenticator`."""
 
     def objection(self, user: str, kind: str) -> str:
-        """Why the owner of a key may not say a request of this name; empty: it may."""
+        """Returns why the owner of a key may not send a request of this name; empty: it may."""
 
     def check(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-class ServedFile:
-    """A file of the folder, mapped; also one that is being fetched (`.part`, `.chunks`), of which only what has come is served."""
+class SnapshotSender(Protocol):
+    """Sends snapshots from GPU to GPU: `sync.transports.nccl.NcclLinks`."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises OSError when it is not there, or is a link; ValueError when it is empty."""
-        self._path, self._part = path, path.with_suffix(".part")
-        self._record: int | None = None
-        self._come, self._read = Extents(), 0
-        try:
-            file = _open_plain(path)
-        except FileNotFoundError:
-            file = _open_plain(self._part)
-            try:
-                self._record = _open_plain(path.with_suffix(".chunks"))
-            except OSError:
-                os.close(file)
-                raise
-        self._inode = os.fstat(file).st_ino
-        try:
-            self.mapped = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
-        finally:
-            os.close(file)
-        self.used_at = time.monotonic()
+    def send_snapshot(self, request: RequestBroadcast) -> Rendezvous: ...
 
-    def __del__(self) -> None:
-        if getattr(self, "_record", None) is not None:
-            os.close(self._record)  # type: ignore[arg-type]
-
-    def is_stale(self) -> bool:
-        """True when the fetcher has thrown away what it had, and perhaps begun anew."""
-        if self._record is None:
-            return False
-        try:
-            if os.stat(self._path).st_ino == self._inode:  # it is complete
-                os.close(self._record)
-                self._record = None
-                return False
-        except FileNotFoundError:
-            pass
-        try:
-            return os.stat(self._part).st_ino != self._inode
-        except FileNotFoundError:  # renamed between the two looks, or gone: the next look tells
-            return not self._path.exists()
-
-    def end_from(self, offset: int) -> int:
-        """Where the bytes end that can be served from `offset` on."""
-        if self._record is None:
-            return len(self.mapped)
-        self._read = self._come.read_record(self._record, self._read)
-        return min(self._come.end_from(offset), len(self.mapped))
+    def close(self) -> None: ...
 
 
-class SnapshotServer:
+class SnapshotServer(LearnerEnd):
     """Serves the snapshots in a folder, in a thread, to whoever may connect."""
 
     def __init__(
@@ -145,33 +80,34 @@ class SnapshotServer:
         folder: Path,
         address: str = "tcp://127.0.0.1:0",
         *,
-        secure: Secure | None = None,
-        watch: Callable[["zmq.Socket[bytes]"], ConnectionWatch] | None = None,
-        nccl: bool = False,
+        secure: SecureSocket | None = None,
+        watch: WatchSocket | None = None,
+        sender: SnapshotSender | None = None,
     ) -> None:
-        """`watch`, given the socket before it is bound, limits what connections may send of messages that never end. `nccl`:
-        requests to send by NCCL are granted. Raises ValueError when the address is taken."""
-        self._folder = folder
+        """`secure` returns the `RequestGate` of the socket. `watch` limits messages that never end. `sender`
+        sends to those who ask for it; None: such requests are refused. Raises ValueError when the address
+        is taken."""
+        self._folder, self._sender = folder, sender
         self._files: OrderedDict[str, ServedFile] = OrderedDict()
-        """Those that are being asked for, the one asked for last at the end."""
-        self._relays: OrderedDict[str, list[str]] = OrderedDict()
-        """By file: the relays that have begun to fetch it, in this order."""
-        self._patches = PatchMaker(folder)
-        self._links = NcclLinks(folder, address.removeprefix("tcp://").rpartition(":")[0]) if nccl else None
+        """Files that are being asked for, the latest at the end."""
+        self.chains = RelayChains()
+        self.patches = PatchMaker(folder)
         self._parked: list[tuple[float, bytes, Request]] = []
-        """Those that wait for a patch in the making or for bytes to come, and since when."""
+        """Time, sender and request of those that wait for a patch in the making, or for bytes to arrive."""
         self._died: BaseException | None = None
         self.bytes_sent = 0
         self.refused = Counter[str]()
-        """Requests that could not be read, asked for something that is not to be had, or came with a key that may not say them; and
-        connections that were ended for what they sent, did not read, or were too many of: by reason."""
+        """By reason, the number of requests that could not be read, asked for something that does not exist,
+        or came with a key that may not send them; and of connections that were ended for what they sent,
+        left unread, or were too many of."""
         randomize_peer_names()
-        self._context = zmq.Context()  # of its own: a context has one authenticator
+        # The server has a ZeroMQ context of its own, because a context has one authenticator.
+        self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         self._watch = watch(self._socket) if watch is not None else None
-        self._door: RequestGate | None = secure(self._socket) if secure is not None else None
+        self._gate: RequestGate | None = secure(self._socket) if secure is not None else None
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -183,39 +119,41 @@ class SnapshotServer:
         self._thread.start()
 
     def offer_version(self, manifest: Manifest) -> None:
-        """The folder has a new version. Returns at once. Raises as `check`."""
+        """Starts to make the patch that leads to this version. Returns at once. Raises as `check_alive`."""
         self.check_alive()
-        self._patches.offer_version(manifest)
+        self.patches.offer_version(manifest)
 
     def check_alive(self) -> None:
-        """Raises RuntimeError, with the traceback of what has ended the thread, unless it lives."""
+        """Raises RuntimeError, with the traceback of the error that has ended the thread, unless the thread
+        lives."""
         if self._died is not None:
             raise RuntimeError(f"the thread that serves weights at {self.address} has died") from self._died
 
     def close(self) -> None:
         self._running = False
         self._thread.join()
-        self._patches.close()
-        if self._links is not None:
-            self._links.close()
+        self.patches.close()
+        if self._sender is not None:
+            self._sender.close()
 
     def _close_socket(self) -> None:
         if self._watch is not None:
             self._watch.close()
         self._socket.close()
-        if self._door is not None:
-            self._door.close()
+        if self._gate is not None:
+            self._gate.close()
         self._context.term()
 
     def _serve_requests(self) -> None:
-        """Waits for requests only, at most `TICK_S`, or less while somebody waits for what is being made or fetched."""
+        """Runs in the thread. It waits for requests only, at most `TICK_S`, or less while a request waits for
+        an answer."""
         looked_at = time.monotonic()
         try:
             while self._running:
                 if has_come := self._socket.poll(2 if self._parked else int(TICK_S * 1000)):
                     self._take_request(*self._receive_request())
-                if self._door is not None:
-                    self._door.check()
+                if self._gate is not None:
+                    self._gate.check()
                 if self._watch is not None and time.monotonic() - looked_at > TICK_S:
                     looked_at = time.monotonic()
                     self._end_connections(self._watch, drained=not has_come)
@@ -229,7 +167,7 @@ class SnapshotServer:
             self._close_socket()
 
     def _end_connections(self, watch: ConnectionWatch, *, drained: bool) -> None:
-        """Of those that send without end, do not read what they have asked for, or are too many."""
+        """Ends connections that send without end, do not read what they have asked for, or are too many."""
         ended = {
             "unfinished message": len(watch.shut_down_unfinished(drained=drained)),
             "unread answers": len(watch.shut_down_deaf()),
@@ -241,11 +179,12 @@ class SnapshotServer:
             self.refused[reason] += ended[reason]
 
     def _receive_request(self) -> tuple[bytes, bytes, str]:
-        """(sender, request, the sender's key); the request is empty when there were too few frames or too many."""
+        """Returns sender, request and the sender's key. The request is empty when it had too few frames or
+        too many."""
         frames = self._socket.recv_multipart(copy=False)
         if self._watch is not None:
             self._watch.count(frames)
-        user = "" if self._door is None else str(frames[-1].get("User-Id"))
+        user = "" if self._gate is None else str(frames[-1].get("User-Id"))
         return frames[0].bytes, frames[-1].bytes if 1 < len(frames) <= MAX_FRAMES else b"", user
 
     def _take_request(self, sender: bytes, data: bytes, user: str) -> None:
@@ -254,17 +193,16 @@ class SnapshotServer:
         except UNREADABLE as error:
             self._refuse_request(sender, "malformed message", error)
             return
-        if self._door is not None and (objection := self._door.objection(user, type(request).__name__)):
+        if self._gate is not None and (objection := self._gate.objection(user, type(request).__name__)):
             self._refuse_request(sender, "forbidden", PermissionError(objection))
         elif len(self._parked) >= MAX_PARKED:
-            self._refuse_request(
-                sender, "too many requests", ValueError(f"{MAX_PARKED} requests wait already")
-            )
+            full = ValueError(f"{MAX_PARKED} requests wait already")
+            self._refuse_request(sender, "too many requests", full)
         else:
             self._parked.append((time.monotonic(), sender, request))
 
     def _answer_request(self, since: float, sender: bytes, request: Request) -> bool:
-        """False when it is too early to."""
+        """Answers a request that has waited since that time; false when it is too early to answer."""
         try:
             reply, payload = self._make_reply(request)
         except ValueError as error:
@@ -287,26 +225,30 @@ class SnapshotServer:
 
     def _refuse_request(self, sender: bytes, reason: str, error: Exception) -> None:
         self.refused[reason] += 1
-        what, count = f"{type(error).__name__}: {error}"[:200], self.refused[reason]
-        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th: a flood of them does not fill the log
-            log.warning("refused (%d times by now), %s: %s", count, reason, what)
-        self._send_frames([sender, encode(TransferRefused(what))])
+        text, count = f"{type(error).__name__}: {error}"[:200], self.refused[reason]
+        # The 1st, 2nd, 4th, 8th refusal is logged: a flood of them does not fill the log.
+        if count & (count - 1) == 0:
+            log.warning("refused (%d times by now), %s: %s", count, reason, text)
+        self._send_frames([sender, encode(TransferRefused(text))])
 
     def _make_reply(self, request: Request) -> tuple[Reply | None, list[memoryview]]:
+        """Returns the reply and the bytes that follow it; no reply when it is too early. Raises ValueError to
+        refuse the request."""
         match request:
             case EnlistRelay():
-                return RelayParent(request.name, self._find_parent(request)), []
+                return RelayParent(request.name, self.chains.find_parent(request)), []
             case RequestBroadcast():
-                return self._send_by_broadcast(request), []
+                return self._start_broadcast(request), []
             case GetPatchRoute():
-                files = self._patches.find_route(request.base, request.name)
+                files = self.patches.find_route(request.base, request.name)
                 return None if files is None else PatchRoute(request.name, files), []
-        self._patches.note_interest()
-        if not NAME.fullmatch(request.name):
+        self.patches.note_interest()
+        if not FILE_NAME.fullmatch(request.name):
             raise ValueError(f"name must be that of a snapshot, manifest or patch, got {request.name[:80]!r}")
         try:
             file = self._open_file(request.name)
-        except (OSError, ValueError):  # ValueError: an empty file
+        except (OSError, ValueError):
+            # ValueError: the file is empty and cannot be mapped.
             return FileGone(request.name), []
         total = len(file.mapped)
         if request.offset >= total:
@@ -316,45 +258,22 @@ class SnapshotServer:
             return None, []
         return Chunk(request.name, request.offset, total), [memoryview(file.mapped)[request.offset : end]]
 
-    def _send_by_broadcast(self, request: RequestBroadcast) -> Rendezvous:
-        if self._links is None:
+    def _start_broadcast(self, request: RequestBroadcast) -> Rendezvous:
+        if self._sender is None:
             raise ValueError("sync.transport must be nccl for weights to be sent by NCCL")
-        if not NAME.fullmatch(f"{request.name}.json"):
+        if not FILE_NAME.fullmatch(f"{request.name}.json"):
             raise ValueError(f"name must be that of a snapshot, got {request.name[:80]!r}")
-        return self._links.send_snapshot(request)
-
-    def _find_parent(self, request: EnlistRelay) -> str:
-        """Whom a relay asks for a file; empty: this server. Those that fetch it are a chain, in the order in which they have begun:
-        every link carries one copy, so the last has it little later than the first. Whoever is asked has begun before, so a
-        relay that has died earlier is in nobody's way."""
-        if not NAME.fullmatch(request.name):
-            raise ValueError(f"name must be that of a snapshot or patch, got {request.name[:80]!r}")
-        relays = self._relays.setdefault(request.name, [])
-        while len(self._relays) > KEEP_CHAINS:
-            self._relays.popitem(last=False)
-        if request.lost in relays:
-            log.warning("the relay %s is passed over: %s has asked it in vain", request.lost, request.address)
-            relays.remove(request.lost)
-        if request.address not in relays:
-            if len(relays) >= MAX_RELAYS:
-                return ""
-            relays.append(request.address)
-        place = relays.index(request.address)
-        if place in (0, CHAIN):
-            return ""
-        return relays[place - 1 if place < CHAIN else place - 2]
+        return self._sender.send_snapshot(request)
 
     def _open_file(self, name: str) -> ServedFile:
-        """Also files that have been deleted since: who has begun may end."""
+        """Returns a mapped file, also one that has been deleted since it was mapped: a host that has begun to
+        fetch it may finish."""
         file = self._files.pop(name, None)
         if file is None or file.is_stale():
             file = ServedFile(self._folder / name)
         file.used_at = time.monotonic()
         self._files[name] = file
         while len(self._files) > KEEP_MAPPED:
-            self._files.popitem(last=False)  # unmapped when ZeroMQ has sent the last of it
+            # Python unmaps the file when ZeroMQ has sent the last chunk of it.
+            self._files.popitem(last=False)
         return file
-
-
-def _open_plain(path: Path) -> int:
-    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)

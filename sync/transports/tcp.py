@@ -1,132 +1,65 @@
-"""Weights to other hosts, over ZeroMQ: a server beside a folder of snapshots, and a fetcher that fills such a folder elsewhere.
+"""Weights over ZeroMQ: the learner serves its folder of snapshots, and one process of each other host fills
+such a folder there."""
 
-    Fetcher ── GetChunk(name, offset, size) ──▶ SnapshotServer        a few chunks under way at once
-            ◀── Chunk, the bytes ─────────                       straight out of the mapped file
+from pathlib import Path
 
-What has been fetched is a folder of snapshots again: mapped by all engines of that host, verified once, and served on to others
-while it still comes, so that the publisher's own link carries one copy, two where there are many hosts. The publisher says who asks
-whom (`EnlistRelay`): the hosts that fetch a file are a chain, in the order in which they have begun. A manifest always comes from the
-publisher itself, so that whatever a relay hands on is held against the publisher's digests.
-
-A server answers every request: with what was asked for, with `ChunkPending` (a relay that is still fetching it), `FileGone`, or `TransferRefused`.
-
-Who has an earlier version asks the publisher for patches that lead from it (`GetPatchRoute`, `sync.patch`) and writes them over a file that no
-engine of the host uses any more; whatever does not work out, or would not be much smaller, is answered by the whole snapshot.
-
-A file that is served is not written to before ZeroMQ has let go of it: every chunk under way keeps its file mapped, and a file is
-used again only when nobody has it mapped. (A multipart send's own tracker speaks for its last frame only, and small frames count
-as done at once.)
-"""
-
-import re
-from collections.abc import Callable
-from typing import Annotated, Any
-
-import msgspec
-import zmq
-from msgspec import Meta
-
-from sync.transports.nccl import Rendezvous, RequestBroadcast
-
-CHUNK_BYTES = 4 << 20
-"""Most bytes that are asked for at a time."""
-MAX_REQUEST_BYTES = 1 << 12
-"""Of one frame of a request."""
-MAX_FRAMES = 4
-"""Of a request; what is beyond is thrown away."""
-MAX_UNREAD_BYTES = 128 << 20
-"""Of answers that a host has asked for and not taken: four times what a `puller` asks for at a time, on however slow a link."""
-MAX_REPLY_BYTES = 64 << 20
-"""Of one frame of a reply."""
-MAX_PATCHES = 64
-"""On the way from one version to another."""
-SNAPSHOT = r"v\d+-\w+"
-NAME = re.compile(rf"{SNAPSHOT}(\.json|\.safetensors|-from-{SNAPSHOT}\.patch)")
-
-ADDRESS = r"tcp://[\w.:\[\]-]{1,255}:\d{1,5}"
-
-Secure = Callable[["zmq.Socket[bytes]"], Any]
-"""Gives a socket its keys, before it is bound or connected."""
-
-Name = Annotated[str, Meta(max_length=255)]
-Bytes = Annotated[int, Meta(ge=0, le=1 << 50)]
-"""An offset or a size."""
-Address = Annotated[str, Meta(pattern=rf"\A({ADDRESS})?\Z")]
-"""Empty: none."""
+from configs.schema import Config
+from sync.announcement import Announcement
+from sync.snapshot import Snapshot, read_manifest
+from sync.transports.ends import GeneratorEnd, LearnerEnd, SocketGuards
+from sync.transports.fetcher import Fetcher
+from sync.transports.relay import HostRelay, OpenServer
+from sync.transports.server import SnapshotServer
+from sync.transports.shared_memory import find_at_hand
 
 
-class Message(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
-    """A request or a reply. Unknown fields are not even looked at: they may be nested as deep as a sender likes."""
+class FetchingEnd:
+    """Reads versions in the learner's folder where that is at hand, and fetches them to a folder of this host
+    elsewhere."""
+
+    def __init__(self, fetcher: Fetcher, open_server: OpenServer | None = None) -> None:
+        """`open_server` opens a server of the fetched files, for other hosts; one process of a host does so.
+        None: none does."""
+        self.fetcher = fetcher
+        self.relay = None if open_server is None else HostRelay(fetcher, open_server)
+
+    @property
+    def fetched_bytes(self) -> int:
+        return self.fetcher.bytes_received
+
+    def bring_version(self, announcement: Announcement, *, again: bool = False) -> Snapshot:
+        """Raises also as `find_at_hand` and `Fetcher.fetch_version`."""
+        return Snapshot(read_manifest(self.locate_manifest(announcement, again=again), announcement.digest))
+
+    def locate_manifest(self, announcement: Announcement, *, again: bool = False) -> Path:
+        """Returns the manifest's path on this host, after a fetch if need be. Raises as `bring_version`."""
+        if (path := find_at_hand(announcement)) is not None:
+            return path
+        if self.relay is not None:
+            self.relay.serve_fetched(announcement.address)
+        name = Path(announcement.path).name
+        return self.fetcher.fetch_version(
+            announcement.address, name, digest=announcement.digest, direct=again
+        )
+
+    def refresh_spare(self) -> None:
+        self.fetcher.refresh_spare()
+
+    def close(self) -> None:
+        if self.relay is not None:
+            self.relay.close()
+        self.fetcher.close()
 
 
-class GetChunk(Message):
-    name: Name
-    offset: Bytes
-    size: Annotated[int, Meta(ge=1, le=64 << 20)]
+def open_learner_ends(config: Config, folder: Path, guards: SocketGuards) -> list[LearnerEnd]:
+    if config.weights_address is None:
+        return []
+    return [SnapshotServer(folder, config.weights_address, secure=guards.secure_server, watch=guards.watch)]
 
 
-class GetPatchRoute(Message):
-    """Who has `base` wants `name` (stems of their files)."""
+def open_generator_end(config: Config, folder: Path, guards: SocketGuards) -> GeneratorEnd:
+    def open_server(served: Path, address: str) -> SnapshotServer:
+        return SnapshotServer(served, address, secure=guards.secure_server, watch=guards.watch)
 
-    name: Name
-    base: Name
-
-
-class EnlistRelay(Message):
-    """A host has begun to fetch the file `name`, and hands on what comes at `address`. Whom may it ask?"""
-
-    name: Name
-    address: Annotated[str, Meta(pattern=rf"\A{ADDRESS}\Z")]
-    lost: Address = ""
-    """It has been told before to ask here, in vain."""
-
-
-class Chunk(Message):
-    """Comes with the bytes: of those that were asked for, from the first on, as many as there are."""
-
-    name: Name
-    offset: Bytes
-    total: Bytes
-    """Bytes of the whole file."""
-
-
-class ChunkPending(Message):
-    """The relay is fetching this itself: to be asked for again."""
-
-    name: Name
-    offset: Bytes
-
-
-class FileGone(Message):
-    """The file is not here: not yet, or not any more."""
-
-    name: Name
-
-
-class TransferRefused(Message):
-    reason: Annotated[str, Meta(max_length=500)]
-
-
-class PatchRoute(Message):
-    """How to come to `name`, in order; nothing: by the whole snapshot."""
-
-    name: Name
-    files: Annotated[list[tuple[Name, Bytes]], Meta(max_length=MAX_PATCHES)]
-    """Names and bytes."""
-
-
-class RelayParent(Message):
-    """Where to ask for the file; empty: here."""
-
-    name: Name
-    address: Address
-
-
-Request = GetChunk | GetPatchRoute | EnlistRelay | RequestBroadcast
-Reply = Chunk | ChunkPending | FileGone | TransferRefused | PatchRoute | RelayParent | Rendezvous
-requests = msgspec.msgpack.Decoder(Request)
-replies = msgspec.msgpack.Decoder(Reply)
-encode = msgspec.msgpack.Encoder().encode
-
-UNREADABLE = (ValueError, RecursionError)
-"""What decoding raises, whatever the bytes: msgspec's errors are ValueErrors, and so is text that is not UTF-8."""
+    relays = config.sync.relays and guards.may_serve
+    return FetchingEnd(Fetcher(folder, secure=guards.secure_client), open_server if relays else None)

@@ -18,7 +18,7 @@ from buffers.connections import watch_small_requests
 from buffers.keys import show_key, start_authenticator
 from slipstream_bench.attacks import PATIENCE_S, Attacker, PresentKey
 from slipstream_bench.forge import Forge, damage_bytes, make_wrong_frames
-from sync.transports import tcp
+from sync.transports import messages
 from sync.transports.server import SnapshotServer
 
 SNAPSHOT = "v0-fuzz"
@@ -31,7 +31,7 @@ def serve_weights(folder: Path, keys: Path | None) -> None:
     (folder / "weights").mkdir()
     for suffix in ("json", "safetensors"):
         (folder / "weights" / f"{SNAPSHOT}.{suffix}").write_bytes(random.Random(suffix).randbytes(3 << 20))
-    watch = partial(watch_small_requests, encrypted=keys is not None, max_unread=tcp.MAX_UNREAD_BYTES)
+    watch = partial(watch_small_requests, encrypted=keys is not None, max_unread=messages.MAX_UNREAD_BYTES)
     secure = None if keys is None else (lambda socket: start_authenticator(socket, keys))
     server = SnapshotServer(folder / "weights", secure=secure, watch=watch)
     stop: list[int] = []
@@ -57,11 +57,11 @@ def fetch_weights(folder: Path, address: str, keys: Path | None, done: Counter[s
     name = f"{SNAPSHOT}.safetensors"
     whole, size = (folder / "weights" / name).read_bytes(), 1 << 16
     for offset in itertools.cycle(range(0, len(whole), size)):
-        asker.send(tcp.encode(tcp.GetChunk(name, offset, size)))
+        asker.send(messages.encode(messages.GetChunk(name, offset, size)))
         if not asker.poll(int(PATIENCE_S * 1000)):
             raise BufferGone(f"no answer from the server of weights in {PATIENCE_S} s")
         header, *parts = asker.recv_multipart()
-        assert b"".join(parts) == whole[offset : offset + size], tcp.replies.decode(header)
+        assert b"".join(parts) == whole[offset : offset + size], messages.replies.decode(header)
         done["parts of weights"] += 1
         yield
 
@@ -72,7 +72,7 @@ class WeightsAttack:
     def __init__(self, address: str, rng: random.Random, present_key: PresentKey | None = None) -> None:
         self.attacker, self._rng = Attacker(address, rng, present_key), rng
         names = [f"{SNAPSHOT}.json", f"{SNAPSHOT}.safetensors", "v7-gone.json", "../journal/log", "x"]
-        self._forge = Forge(tcp.Request, rng, names)
+        self._forge = Forge(messages.Request, rng, names)
         self._frames = make_wrong_frames(rng)
         self._corpus = [self._forge.make_right_request() for _ in range(300)]
 
@@ -98,7 +98,7 @@ class WeightsAttack:
         self.attacker.send_frames(kind, [body])
 
     def make_allowed_message(self) -> list[bytes]:
-        return [tcp.encode(tcp.GetChunk(f"{SNAPSHOT}.json", 0, 100))]
+        return [messages.encode(messages.GetChunk(f"{SNAPSHOT}.json", 0, 100))]
 
     def send_endless_message(self) -> None:
         self.attacker.send_endless_message(400 << 20, size=4000)

@@ -5,34 +5,40 @@ from pathlib import Path
 
 import xxhash
 
-from sync.adapter import merge_adapters
-from sync.folders import SharedFolder, shared_memory_folder
-from sync.snapshot import Snapshot, SnapshotWriter, read_manifest
+from sync.adapters import merge_adapters
+from sync.folders import shared_memory_folder
+from sync.shared_folder import SharedFolder
+from sync.snapshot import Snapshot, read_manifest
+from sync.snapshot_writer import SnapshotWriter
 from sync.spares import find_complete_versions, put_version, retire_version
 from sync.stream import TensorPart
 
 PASSING = (".unfinished", ".moving")
+"""Endings of files that are needed for a while only."""
 
 
 class MergedFolder:
-    """Makes each version whole once for all processes of the host. What lies there is like any folder of snapshots:
+    """Makes each version whole once for all processes of the host. Its files are those of any folder of
+    snapshots:
 
         v<k>-<life>.safetensors, .json      the whole model, and its own manifest and digests
         v<k>-<life>.spare, .was             a version that has gone: the next one is written over it
 
-    It is there as long as a process of this host uses it. Not thread-safe; several processes may share it.
+    The folder exists as long as a process of this host uses it. Not thread-safe; several processes may share
+    it.
     """
 
     def __init__(self, source: Path) -> None:
-        """`source`: the folder that the adapters are in."""
+        """`source`: the folder of the adapters, whose path names this folder."""
         name = f"merged-{xxhash.xxh64_hexdigest(str(source.absolute()).encode())}"
         self._shared = SharedFolder(shared_memory_folder(name))
         self._writer = SnapshotWriter()
 
     def merge_version(self, adapters: Snapshot, *, again: bool = False) -> Snapshot:
-        """The same version as a whole model, attested. `again`: what was made before is not what was written.
+        """Returns the same version as a whole model, attested. `again`: makes it anew, because the file that
+        was made before has changed.
 
-        Raises ValueError as `sync.adapter.merge_adapters` does, LockTimedOut, and DiskFull.
+        Raises ValueError as `sync.adapters.merge_adapters` does, LockTimedOut, and DiskFull.
         """
         manifest = adapters.manifest
         with self._shared.hold_alone(f"makes version {manifest.version} whole") as folder:
@@ -40,9 +46,11 @@ class MergedFolder:
             if again:
                 _remove_files(folder, f"{local.stem}.*")
             if not local.exists():
-                for older in find_complete_versions(folder)[:-1]:  # who has one mapped keeps it
+                # A process that has an older version mapped keeps it.
+                for older in find_complete_versions(folder)[:-1]:
                     retire_version(older)
-                for suffix in PASSING:  # of a process that was killed
+                # A process that was killed may have left unfinished files.
+                for suffix in PASSING:
                     _remove_files(folder, f"*{suffix}")
                 put_version(
                     folder,
@@ -60,7 +68,7 @@ class MergedFolder:
         self._shared.close()
 
     def _note_parts(self, parts: Iterable[TensorPart]) -> Iterator[TensorPart]:
-        """Hands the parts on, and tells those who wait of each."""
+        """Passes the parts on, and tells waiting processes of each."""
         for part in parts:
             self._shared.note_progress()
             yield part

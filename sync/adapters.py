@@ -1,7 +1,8 @@
-"""Versions that hold low-rank adapters only (LoRA), and the whole weights that a host makes of them: W + B A · scaling.
+"""Versions that hold low-rank adapters only (LoRA), and the whole model that a host makes of them.
 
-What travels, and is verified against the learner's digests, are A and B, in peft's names. The base model lies in a folder of each
-host; its digest is in the manifest, and is compared each time the folder is read.
+The whole model's matrices are W + B A · scaling. A and B travel, under peft's names, and are verified against
+the learner's digests. The base model lies in a folder of each host; its digest is in the manifest, and is
+compared each time the folder is read.
 """
 
 import json
@@ -16,22 +17,25 @@ from torch import Tensor
 
 from sync.digest import tensor_digest
 from sync.manifest import AdapterRecipe, TensorEntry, dtype_name, whole_digest
-from sync.snapshot import Snapshot, file_order
+from sync.snapshot import Snapshot
+from sync.snapshot_writer import file_order
 from sync.stream import TensorPart, stream_tensor
 
 PEFT_PREFIX = "base_model.model."
-"""What peft's files put before a model's own names."""
+"""Prefix of a model's own names in peft's files."""
 OWN_DTYPE = "e_score_correction_bias"
-"""End of the names that keep the dtype of their file: engines hold a router's correction bias in float32."""
+"""Ending of the names of tensors that keep the dtype of their file: engines hold a router's correction bias
+in float32."""
 
 
 def merge_into(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """W [out, in] + B [out, r] A [r, in] · scaling, in the dtype of W."""
+    """Returns W [out, in] + B [out, r] A [r, in] · scaling, in the dtype of W."""
     return torch.addmm(weight, b.to(weight.dtype), a.to(weight.dtype), alpha=scaling)
 
 
 def describe_adapters(base: Path, dtype: str, scaling: float) -> AdapterRecipe:
-    """For a publisher of adapters to the model in the folder `base`, to be served in `dtype`. Reads all of it.
+    """Returns the recipe for adapters to the model in the folder `base`, which is served in `dtype`. Reads
+    the whole model.
 
     Raises ValueError where the folder holds no safetensors.
     """
@@ -42,9 +46,10 @@ def describe_adapters(base: Path, dtype: str, scaling: float) -> AdapterRecipe:
 
 
 def merge_adapters(adapters: Snapshot) -> Iterator[TensorPart]:
-    """The whole model's weights, in the order of a snapshot: one tensor of the base at a time in memory, multiplied in float32.
+    """Yields the whole model's weights, in the order of a snapshot. One tensor of the base is in memory at a
+    time, and is multiplied in float32.
 
-    Raises ValueError, at the latest when the last part has been taken, unless the base is the model that the learner has.
+    Raises ValueError, at the latest after the last part, unless the base is the model that the learner has.
     """
     adapter, found, used = adapters.manifest.adapter, [], set()
     assert adapter is not None
@@ -75,7 +80,8 @@ def _describe_tensor(name: str, tensor: Tensor) -> TensorEntry:
 
 
 def _read_base_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of the model in a Hugging Face folder, each read when it is asked for; a tied head only once."""
+    """Yields (name, tensor) of the model in a Hugging Face folder, each read when it is asked for; a tied
+    head only once."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
         paths = [folder / "model.safetensors"]

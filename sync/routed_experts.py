@@ -1,7 +1,9 @@
-"""Which experts vLLM's routers choose for each token of each request, recorded inside the worker.
+"""The record of the experts that vLLM's routers choose for each token of each request, made inside the
+worker.
 
-vLLM's own recording needs its newer model runner, which does not run on a CPU. Its routers offer what they choose to a callback; after a
-step the rows of all layers are dealt out to the requests of the batch, in its order.
+vLLM's own recording needs its newer model runner, which does not run on a CPU. But its routers pass their
+choices to a callback. After each step the rows of all layers are dealt out to the requests of the batch, in
+the batch's order.
 """
 
 from collections.abc import Iterable
@@ -13,10 +15,10 @@ import torch
 
 
 class RoutedExpertsRecord:
-    """Records from now on, for as long as the model runner lives."""
+    """Records the choices of all routers, from its construction on and as long as the model runner lives."""
 
     def __init__(self, runner: Any, routers: Iterable[tuple[int, Any]], num_layers: int) -> None:
-        """`routers`: (layer, vLLM's router)."""
+        """`routers`: pairs of a layer's number and vLLM's router."""
         self._runner, self._num_layers = runner, num_layers
         self._step: dict[int, torch.Tensor] = {}
         self._held: dict[str, list[np.ndarray]] = {}
@@ -26,7 +28,8 @@ class RoutedExpertsRecord:
         runner.execute_model = self._execute_and_record
 
     def take_experts(self, request: str) -> list[np.ndarray]:
-        """[n, layers, k] int16 each, of the request's tokens in order; the request is forgotten."""
+        """Returns the experts of a request's tokens in order, parts of [n, layers, k] int16, and forgets the
+        request."""
         return self._held.pop(request, [])
 
     def _execute_and_record(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +40,11 @@ class RoutedExpertsRecord:
         return out
 
     def _deal_out_rows(self, num_tokens: dict[str, int]) -> None:
-        """A request that was pushed out and is computed again keeps what was recorded when its tokens were sampled."""
+        """Appends each request's rows to its record. `num_tokens`: tokens of each request in this step.
+
+        A request that vLLM pushes out and computes again keeps the rows that were recorded when its tokens
+        were sampled.
+        """
         some = next(iter(self._step.values()))
         chosen = np.zeros((len(some), self._num_layers, some.shape[1]), np.int16)
         for layer, ids in self._step.items():

@@ -1,0 +1,23 @@
+"""The transport of a run that names none.
+
+On the learner's host weights travel through its memory, or its GPU where an engine shares it; over TCP
+elsewhere.
+"""
+
+from pathlib import Path
+
+from configs.schema import Config
+from sync.transports import cuda_ipc, tcp
+from sync.transports.ends import GeneratorEnd, LearnerEnd, SocketGuards
+
+
+def open_learner_ends(config: Config, folder: Path, guards: SocketGuards) -> list[LearnerEnd]:
+    ends = tcp.open_learner_ends(config, folder, guards)
+    # An offloaded model leaves its GPU's memory to others: engines take the host's copy.
+    if not config.learner.fsdp.cpu_offload:
+        ends += cuda_ipc.open_learner_ends(config, folder, guards)
+    return ends
+
+
+def open_generator_end(config: Config, folder: Path, guards: SocketGuards) -> GeneratorEnd:
+    return cuda_ipc.SharedGpuEnd(tcp.open_generator_end(config, folder, guards))
