@@ -181,6 +181,7 @@ def test_roles_print_their_stacks_on_request_and_one_that_fails_ends_the_run_wit
             ),
             f"stacks of {name}",
         )  # type: ignore[misc]
+        assert re.search(rf"\bprocess {asked[name][0]} on \S+ begins$", logged(name).splitlines()[0])
     steps = run.steps()
     run.wait_for(lambda: run.steps() > steps, "step after the request")
     run.roles("LearnerRole")[0].send_signal(signal.SIGKILL)

@@ -11,6 +11,7 @@ import faulthandler
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,13 +35,21 @@ def log_into_file(path: Path) -> None:
         stream=sys.stderr,
         force=True,
     )
+    log.info(describe_process())
     show_stacks_on_request(file)
+
+
+def describe_process() -> str:
+    """Returns the first line of each life in a log: it names the process that a signal would be sent to."""
+    return f"process {os.getpid()} on {socket.gethostname()} begins"
 
 
 def show_stacks_of_driver(logs: Path) -> None:
     """Makes the driver answer as the roles do. Its file is not the terminal, where a live view may stand."""
     logs.mkdir(parents=True, exist_ok=True)
-    show_stacks_on_request(os.open(logs / "driver.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    file = os.open(logs / "driver.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(file, f"{describe_process()}\n".encode())
+    show_stacks_on_request(file)
 
 
 def show_stacks_on_request(file: int) -> None:
