@@ -13,15 +13,15 @@ class MeasuredCost(NamedTuple):
     ms: float
     """Median over the repeats."""
     peak_mib: float
-    """The most that the action has allocated and not given back at any moment of its first round; its arguments are
-    left out."""
+    """The most that the action has allocated and not given back at any moment of its first round; its
+    arguments are left out."""
 
 
 def measure_cost(action: Callable[[], Any], repeat: int) -> MeasuredCost:
     """Runs `action` once for its memory, which also warms up, then `repeat` times for its time.
 
-    With one thread on a CPU the time is the processor's, so that other programs count for little. Otherwise it is the
-    clock's, and the GPU's queue is awaited before and after each round.
+    With one thread on a CPU the time is the processor's, so that other programs count for little. Otherwise
+    it is the clock's, and the GPU's queue is awaited before and after each round.
     """
     cuda = torch.cuda.is_available()
     read_clock = time.perf_counter if cuda or torch.get_num_threads() > 1 else time.thread_time
