@@ -101,7 +101,8 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 def reinforce_pp_advantages(returns: Tensor, mask: Tensor) -> Tensor:
     """Return from each token on, whitened over the trained tokens (REINFORCE++; Hu et al., 2025).
 
-    Source: arXiv 2501.03262. The tokens are those of the whole batch. Shapes: returns [T], mask [T] bool -> [T].
+    Source: arXiv 2501.03262. The tokens are those of the whole batch. Shapes: returns [T], mask [T] bool ->
+    [T].
     """
     return whiten(returns, mask)
 

@@ -1,7 +1,7 @@
 """Metrics of a step's loss: how far off-policy it was, how much was clipped, dropped and truncated.
 
-Everything is a sum over tokens, sequences or bins, some by staleness, so microbatches and ranks add up; `summarize_policy` turns
-the sums into figures. Their names and definitions stand in `docs/metrics.md`.
+Everything is a sum over tokens, sequences or bins, some by staleness, so microbatches and ranks add up;
+`summarize_policy` turns the sums into figures. Their names and definitions stand in `docs/metrics.md`.
 """
 
 from dataclasses import replace

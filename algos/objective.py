@@ -94,8 +94,8 @@ def find_truncated(
 ) -> Tensor | None:
     """Returns [T] bool: tokens whose weight was cut at the cap and which were not dropped.
 
-    None: the correction cuts no weight. The weights are asked again, because `off_policy_weights` may have been normalized, which moves them past
-    the cap.
+    None: the correction cuts no weight. The weights are asked again, because `off_policy_weights` may have
+    been normalized, which moves them past the cap.
     """
     if not algo.correction.truncates:
         return None

@@ -81,8 +81,8 @@ def implicit_reward_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Cross-entropy of σ(Σ_t r_t) against the outcome of the sequence (PRIME; Cui et al., 2025).
 
-    Source: arXiv 2502.01456. The denominator is `num_sequences`, all sequences of the minibatch; those without a sampled token add
-    nothing.
+    Source: arXiv 2502.01456. The denominator is `num_sequences`, all sequences of the minibatch; those
+    without a sampled token add nothing.
 
     Shapes: logprobs, reference_logprobs, sampled (bool), sequence [T]; outcomes [T], of each token's
     sequence, within [0, 1] -> (scalar, sums for `summarize_rewards`, detached).

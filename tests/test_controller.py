@@ -17,30 +17,30 @@ ess, target, bounds = st.floats(0, 1), st.floats(0.01, 0.99), st.integers(0, 20)
 
 
 @given(ess, target, bounds, st.integers(0, 20), st.integers(0, 50))
-def test_the_lag_stays_within_the_bound_and_moves_the_right_way(
-    found: float, wanted: float, bound: int, lag: int, since: int
+def test_the_admission_lag_stays_within_max_versions_and_moves_the_right_way(
+    found: float, wanted: float, max_versions: int, admission_lag: int, since: int
 ) -> None:
-    lag = min(lag, bound)
-    after = next_lag(lag, found, wanted, bound, since)
-    assert 0 <= after <= bound
-    if since < lag + 1:
-        assert after == lag, "what was leased before is not trained yet"
+    admission_lag = min(admission_lag, max_versions)
+    after = next_lag(admission_lag, found, wanted, max_versions, since)
+    assert 0 <= after <= max_versions
+    if since < admission_lag + 1:
+        assert after == admission_lag, "what was leased before is not trained yet"
     elif found < wanted:
-        assert after == lag // 2
+        assert after == admission_lag // 2
     else:
-        assert after in (lag, min(bound, lag + 1))
+        assert after in (admission_lag, min(max_versions, admission_lag + 1))
 
 
 @given(target, bounds)
 def test_it_climbs_to_the_bound_while_nothing_is_lost_and_falls_to_zero_when_all_is(
-    wanted: float, bound: int
+    wanted: float, max_versions: int
 ) -> None:
-    for found, end in ((1.0, bound), (0.0, 0)):
-        lag, since = first_lag(bound), 0
+    for found, end in ((1.0, max_versions), (0.0, 0)):
+        admission_lag, since = first_lag(max_versions), 0
         for _ in range(400):
-            after = next_lag(lag, found, wanted, bound, since)
-            lag, since = after, 0 if after != lag else since + 1
-        assert lag == end
+            after = next_lag(admission_lag, found, wanted, max_versions, since)
+            admission_lag, since = after, 0 if after != admission_lag else since + 1
+        assert admission_lag == end
 
 
 def test_near_the_target_and_without_a_figure_it_stays() -> None:
