@@ -279,8 +279,10 @@ class Buffer:
             probe = "an engine's parity probe; " if probes else ""
             who = f"the learner waits: {probe}{self.book.leases.describe_missing(step, starts)}"
         else:
-            budget = self.book.leases.name_reached_budget() or "admission"
-            who = f"the learner trains step {step}; {num_asking} generators wait for {budget}"
+            who = f"the learner trains step {step}"
+            if num_asking:
+                limit = self.book.leases.name_reached_budget() or "the staleness bound admits no more groups"
+                who += f"; {num_asking} generators wait for leases: {limit}"
         told = STARTING if starts and starts in who else "waiting"
         return "; ".join(filter(None, (who, self.roles.describe_long_waits(now, told))))
 
