@@ -13,7 +13,7 @@ class TransportUse(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransportRow:
-    """What configuration and placement need to know of a transport. All else is in its module."""
+    """The properties of a transport that configuration and placement need. All else is in its module."""
 
     module: str
     """Module with both ends of the transport (`sync.transports.ends.TransportModule`). Only a run that uses

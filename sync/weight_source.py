@@ -34,8 +34,8 @@ class EngineWeights(SnapshotLoader, Protocol):
 
 
 class WeightSource(Protocol):
-    """A version that an engine may take up. `Subscriber.prepare_version` returns it, and `Engine.load` takes
-    it."""
+    """A version that an engine may take up. `Subscriber.prepare_version` returns it, and
+    `Engine.load_version` takes it."""
 
     @property
     def manifest(self) -> Manifest: ...

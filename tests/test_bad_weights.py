@@ -41,6 +41,7 @@ from sync.transports.puller import Puller
 from sync.transports.relay_chains import CHAIN_LENGTH
 from sync.transports.server import SnapshotServer
 from sync.transports.tcp import FetchingEnd
+from sync.weight_source import WeightSource
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,7 +51,9 @@ def make_weights(seed: int, rows: int = 300) -> dict[str, torch.Tensor]:
     return {"a": torch.randn(rows, 256, generator=generator), "b": torch.randn(256, generator=generator)}
 
 
-def holds_tensors(found: Snapshot, wanted: dict[str, torch.Tensor]) -> bool:
+def holds_tensors(found: WeightSource, wanted: dict[str, torch.Tensor]) -> bool:
+    """Verifies a snapshot, and compares its tensors."""
+    assert isinstance(found, Snapshot)
     found.verify_bytes()
     return all(torch.equal(tensor, wanted[name]) for name, tensor in found.named_tensors())
 
@@ -266,7 +269,7 @@ def test_a_snapshot_and_manifest_swapped_together_are_noticed_whichever_way_they
     far = Subscriber(FetchingEnd(Fetcher(tmp_path / "far", timeout_s=3)))
     nccl = Subscriber(BroadcastEnd(Fetcher(tmp_path / "nccl", timeout_s=3)))
     for announced in (publisher.announce_version(manifest), announce_version(manifest)):
-        assert holds_tensors(Subscriber().prepare_version(announced), make_weights(0))  # type: ignore[arg-type]
+        assert holds_tensors(Subscriber().prepare_version(announced), make_weights(0))
     other = Publisher(tmp_path / "other", "life")
     swapped = other.publish_version(0, whole_parts(make_weights(1)))
     for name in (manifest.path, manifest.locator):
@@ -453,10 +456,10 @@ def test_a_process_stopped_in_the_middle_of_a_fetch_does_not_stop_its_host(
     assert isinstance(found, Snapshot) and holds_tensors(found, make_weights(0))
     assert Path(found.manifest.path).parent.name == f"{folder.name}-2"
     second = announce_elsewhere(publisher, publisher.publish_version(1, whole_parts(make_weights(1))))
-    assert holds_tensors(other.prepare_version(second), make_weights(1))  # type: ignore[arg-type]
+    assert holds_tensors(other.prepare_version(second), make_weights(1))
     assert fetching_end(other).relay.served == fetcher_of(other).folder, (
         "what it serves to others is there too"
-    )  # type: ignore[union-attr]
+    )
     stopped.send_signal(signal.SIGCONT)
     out, _ = stopped.communicate(timeout=60)
     assert out.strip() == str(folder / "v0-life.json"), "who was stopped goes on where it was"
@@ -522,7 +525,7 @@ def test_a_relay_hands_on_what_has_come_while_it_still_fetches(publisher: Publis
                 come = sorted(record_of(fetcher_of(one)) for one in hosts if fetcher_of(one))
                 together |= come[0] > 0 and come[-1] < manifest.num_bytes
                 time.sleep(0.01)
-            assert all(holds_tensors(one.result(), make_weights(0, rows=4000)) for one in under_way)  # type: ignore[arg-type]
+            assert all(holds_tensors(one.result(), make_weights(0, rows=4000)) for one in under_way)
         assert together, "the last had some of it when the first had not all of it yet"
         assert slow.bytes_sent < 2 * manifest.num_bytes
     finally:
@@ -576,13 +579,13 @@ def test_a_dead_relay_is_asked_once_and_nobody_is_sent_there_again(
         assert server_of(publisher).chains.relays_of("v0-life.safetensors") == addresses
         began, before = time.monotonic(), server_of(publisher).bytes_sent
         for host in hosts:  # the first is told to ask one that is dead, then the other
-            assert holds_tensors(host.prepare_version(announced), make_weights(0))  # type: ignore[arg-type]
+            assert holds_tensors(host.prepare_version(announced), make_weights(0))
         assert time.monotonic() - began > 1.0 and server_of(publisher).bytes_sent > before
         assert not set(addresses) & set(server_of(publisher).chains.relays_of("v0-life.safetensors"))
         announced = announce_elsewhere(publisher, publisher.publish_version(1, whole_parts(make_weights(1))))
         silent = [dict(fetcher_of(host).silent_relays) for host in hosts]
         for host in hosts:
-            assert holds_tensors(host.prepare_version(announced), make_weights(1))  # type: ignore[arg-type]
+            assert holds_tensors(host.prepare_version(announced), make_weights(1))
         assert silent == [fetcher_of(host).silent_relays for host in hosts], "nobody was sent there"
     finally:
         for host in hosts:
@@ -648,7 +651,7 @@ def test_a_relay_that_hands_on_damaged_bytes_costs_its_children_one_fetch(
         relay.prepare_version(announced)
         with pytest.raises(DigestMismatch):
             child.prepare_version(announced)
-        assert holds_tensors(child.prepare_version(announced, again=True), make_weights(version))  # type: ignore[arg-type]
+        assert holds_tensors(child.prepare_version(announced, again=True), make_weights(version))
     for one in (relay, child):
         one.close()
 
@@ -673,7 +676,12 @@ def test_on_a_slow_link_less_is_asked_for_at_a_time_and_what_comes_counts(
     fetcher = Fetcher(tmp_path / "far", timeout_s=1.5)
     asked, failed = [], 0
     reply = narrow._make_reply
-    narrow._make_reply = lambda request: (asked.append(getattr(request, "size", 0)), reply(request))[1]  # type: ignore
+
+    def note_size(request: object) -> tuple[object, list[memoryview]]:
+        asked.append(getattr(request, "size", 0))
+        return reply(request)
+
+    narrow._make_reply = note_size  # type: ignore[method-assign]
     while True:
         try:
             local = fetcher.fetch_version(narrow.address, Path(manifest.locator).name)
@@ -702,7 +710,7 @@ def test_the_record_of_a_fetcher_killed_when_it_was_done_is_not_believed(
             stem.with_suffix(".safetensors").write_bytes(b"whole, but its manifest was not written any more")
         assert holds_tensors(
             far.prepare_version(announce_elsewhere(publisher, manifest)), make_weights(version)
-        )  # type: ignore[arg-type]
+        )
     far.close()
 
 
@@ -734,14 +742,14 @@ def test_a_publication_without_room_is_named_and_leaves_the_versions_before_in_s
         DiskFull, match=rf"^the disk of {small_disk}\S+ must have room for 6,291,456 bytes .* got [\d,]+ b"
     ):
         publisher.publish_version(1, whole_parts({name: MEGABYTE for name in "abcdef"}))
-    assert holds_tensors(Subscriber().prepare_version(announce_version(before)), {"a": MEGABYTE})  # type: ignore[arg-type]
+    assert holds_tensors(Subscriber().prepare_version(announce_version(before)), {"a": MEGABYTE})
     assert not [path for path in publisher.folder.iterdir() if path.name.startswith("v1")], (
         "no remains take room"
     )
     again = publisher.publish_version(2, whole_parts({"a": MEGABYTE, "b": MEGABYTE}))
     assert holds_tensors(
         Subscriber().prepare_version(announce_version(again)), {"a": MEGABYTE, "b": MEGABYTE}
-    )  # type: ignore[arg-type]
+    )
     publisher.close()
 
 
@@ -749,7 +757,7 @@ def test_a_fetch_without_room_is_named(publisher: Publisher, small_disk: Path) -
     manifest = publisher.publish_version(0, whole_parts({name: MEGABYTE for name in "abcdef"}))
     fetcher = Fetcher(small_disk / "far")
     with pytest.raises(DiskFull, match=rf"the disk of {small_disk}.* must have room for"):
-        fetcher.fetch_version(server_of(publisher).address, Path(manifest.locator).name)  # type: ignore[union-attr]
+        fetcher.fetch_version(server_of(publisher).address, Path(manifest.locator).name)
     fetcher.close()
 
 

@@ -22,7 +22,7 @@ from sync.subscriber import Subscriber, open_subscriber
 from sync.transports.ends import SocketGuards, TransportModule, load_transport
 
 ON_A_HOST = [one for one in Transport if one is not Transport.nccl]
-"""Transports that work without a GPU. tests/test_gpu_transports.py tries the others with vLLM's own engine."""
+"""Transports that need no GPU. tests/test_gpu_transports.py tries the others with vLLM's own engine."""
 
 
 class HostEngine:

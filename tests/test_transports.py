@@ -36,6 +36,7 @@ from sync.transports.fetcher import Fetcher
 from sync.transports.messages import Chunk, GetChunk
 from sync.transports.server import SnapshotServer
 from sync.transports.tcp import FetchingEnd
+from sync.weight_source import WeightSource
 
 NUM_CHUNKS = 12
 
@@ -104,8 +105,10 @@ def announce_elsewhere(publisher: Publisher, manifest: Manifest, address: str | 
     )
 
 
-def read_tensors(found: str | Snapshot) -> dict[str, torch.Tensor]:
-    snapshot = found if isinstance(found, Snapshot) else Snapshot(read_manifest(found))
+def read_tensors(found: str | WeightSource) -> dict[str, torch.Tensor]:
+    """Returns the verified tensors of a snapshot, or of the one whose manifest is named."""
+    snapshot = Snapshot(read_manifest(found)) if isinstance(found, str) else found
+    assert isinstance(snapshot, Snapshot)
     snapshot.verify_bytes()
     return dict(snapshot.named_tensors())
 
