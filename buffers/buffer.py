@@ -279,10 +279,12 @@ class Buffer:
             probe = "an engine's parity probe; " if probes else ""
             who = f"the learner waits: {probe}{self.book.leases.describe_missing(step, starts)}"
         else:
-            who = f"the learner trains step {step}"
+            who, budget = f"the learner trains step {step}", self.book.leases.name_reached_budget()
             if num_asking:
-                limit = self.book.leases.name_reached_budget() or "the staleness bound admits no more groups"
+                limit = budget or "the staleness bound admits no more groups"
                 who += f"; {num_asking} generators wait for leases: {limit}"
+            elif budget is not None:
+                who += f"; {budget}"
         told = STARTING if starts and starts in who else "waiting"
         return "; ".join(filter(None, (who, self.roles.describe_long_waits(now, told))))
 
