@@ -1,5 +1,5 @@
-"""Heartbeats while a role waits: leases outlive long waits but not endless ones, and the status has each role's last
-report."""
+"""Heartbeats while a role waits: leases outlive long waits but not endless ones, and the status has each
+role's last report."""
 
 import re
 import threading

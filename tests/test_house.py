@@ -89,7 +89,8 @@ def test_every_file_holds_one_concept() -> None:
 
 @pytest.mark.parametrize("folder", [*PRODUCT, "tests"])
 def test_names_and_sentences_of_a_folder_keep_to_the_house_rules(folder: str) -> None:
-    """At most 45 % of functions have a name without an object, no docstring is inverted, no line is too wide."""
+    """At most 45 % of functions have a name without an object, no docstring is inverted, no line is too
+    wide."""
     census = take_census(folder)
     assert not census.inverted_docstrings
     assert not census.wide_lines
