@@ -22,7 +22,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from learners.tiny_cache import SEED_VARIABLE
+from learners.tiny_seed import SEED_VARIABLE
 
 EOS = "<|end|>"
 HIDDEN, LAYERS, VOCABULARY = 64, 2, 320

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import xxhash
 
+from learners.tiny_seed import read_seed
 from sync.locks import hold_lock
 
-SEED_VARIABLE = "SLIPSTREAM_TINY_SEED"
 RECIPE = Path(__file__).with_name("tiny.py")
 """The file that makes the model.
 
@@ -33,7 +33,7 @@ def prepare_tiny_model(solved: Iterator[tuple[str, str]], cache: Path | None = N
     `models` in the environment's SLIPSTREAM_CACHE. Raises ValueError if SLIPSTREAM_TINY_SEED is set to
     anything but a whole number.
     """
-    seed = _read_seed()
+    seed = read_seed()
     cache = (
         cache or Path(os.environ.get("SLIPSTREAM_CACHE", Path.home() / ".cache" / "slipstream")) / "models"
     )
@@ -63,11 +63,3 @@ def _make_in_cache(solved: Iterator[tuple[str, str]], texts: list[str], seed: in
         # Another process may have been faster, and its model is as good.
         if not (folder / "config.json").exists():
             raise
-
-
-def _read_seed() -> int:
-    """Returns the seed of the initial weights: the environment's SLIPSTREAM_TINY_SEED, or 0."""
-    given = os.environ.get(SEED_VARIABLE, "0")
-    if not (given.isascii() and given.isdigit()) or int(given) >= 2**32:
-        raise ValueError(f"{SEED_VARIABLE} must be a whole number from 0 to {2**32 - 1}, got {given!r}")
-    return int(given)

@@ -140,11 +140,11 @@ def main(folders: list[str]) -> None:
     for folder in folders or [*PRODUCT, "tests"]:
         census = take_census(folder)
         print(
-            f"{folder}: {census.num_functions} functions, {census.one_word_share:.0%} of one word;"
-            f" {len(census.inverted_docstrings)} inverted docstrings; {len(census.wide_lines)} lines over"
-            f" {MAX_COLUMNS} columns, {census.num_lines_over_100} over 100; {census.num_format_skips}"
-            f" `fmt: skip`; longest function {census.longest_function}, file {census.longest_file}, most public"
-            f" methods {census.most_public_methods}"
+            f"{folder}: {census.num_functions} functions, {census.one_word_share:.0%} of one word; "
+            f"{len(census.inverted_docstrings)} inverted docstrings; "
+            f"{len(census.wide_lines)} lines over {MAX_COLUMNS} columns, {census.num_lines_over_100} over 100; "
+            f"{census.num_format_skips} `fmt: skip`; longest function {census.longest_function}, "
+            f"file {census.longest_file}, most public methods {census.most_public_methods}"
         )
         if folders:
             print(*census.one_word_functions, *census.inverted_docstrings, *census.wide_lines, sep="\n")
