@@ -142,7 +142,8 @@ def main(folders: list[str]) -> None:
         print(
             f"{folder}: {census.num_functions} functions, {census.one_word_share:.0%} of one word; "
             f"{len(census.inverted_docstrings)} inverted docstrings; "
-            f"{len(census.wide_lines)} lines over {MAX_COLUMNS} columns, {census.num_lines_over_100} over 100; "
+            f"{len(census.wide_lines)} lines over {MAX_COLUMNS} columns, "
+            f"{census.num_lines_over_100} over 100; "
             f"{census.num_format_skips} `fmt: skip`; longest function {census.longest_function}, "
             f"file {census.longest_file}, most public methods {census.most_public_methods}"
         )
