@@ -114,11 +114,11 @@ def make_engine() -> SimulatedEngine:
 
 
 class Pulling(Subscriber):
-    """A subscriber whose pull lasts until `end` is set. Bytes come in all the while, or never."""
+    """A subscriber whose pull lasts until `may_end` is set. Bytes come in all the while, or never."""
 
     def __init__(self, bytes_come_in: bool) -> None:
         super().__init__()
-        self.end, self.bytes_come_in, self.began_at = threading.Event(), bytes_come_in, 0.0
+        self.may_end, self.bytes_come_in, self.began_at = threading.Event(), bytes_come_in, 0.0
 
     @property
     def fetched_bytes(self) -> int:
@@ -126,7 +126,7 @@ class Pulling(Subscriber):
 
     def prepare_version(self, announced: str, *, again: bool = False) -> WeightSource:
         self.began_at = time.monotonic()
-        self.end.wait(timeout=90)
+        self.may_end.wait(timeout=90)
         return super().prepare_version(announced, again=again)
 
 
@@ -140,7 +140,7 @@ def test_a_pull_of_weights_that_takes_several_leases_and_stalls_loses_none_while
     status = run.wait_for(lambda status: is_heard_of(status, 6))
     assert status.roles["g"].activity == "fetching version 0"
     assert re.search(r"g: fetching version 0 for \d+ s", status.waiting_for)
-    pulling.end.set()
+    pulling.may_end.set()
     taken = run.client.take_batch(0, wait_s=50.0)
     assert taken.groups == [0, 1, 2, 3] and not run.read_status().quarantined  # type: ignore[union-attr]
 
@@ -157,7 +157,7 @@ def test_a_pull_in_which_nothing_comes_keeps_its_leases_until_it_counts_as_stall
     assert any(
         re.match(r"stalled: fetching version 0 for \d+ s", error) for error in status.quarantined.values()
     )
-    pulling.end.set()
+    pulling.may_end.set()
 
 
 class HangingEngine(SimulatedEngine):
