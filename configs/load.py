@@ -2,6 +2,7 @@
 DictConfig."""
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
@@ -218,14 +219,39 @@ def _refuse_unknown_keys(overrides: Sequence[str]) -> None:
         if key not in known and not key.startswith(tuple(f"{section}." for section in OPEN_ENDED)):
             hint = find_nearest_names(key, sorted(known))
             problems.append(f"{key} must be a configuration key{hint}, got {override!r}")
+        elif key in groups and (problem := _find_missing_preset(key, override.partition("=")[2])):
+            problems.append(problem)
     if problems:
         raise ValueError("\n".join(problems))
 
 
+def _find_missing_preset(group: str, name: str) -> str | None:
+    """Returns the complaint about a group that has no file of this name; None where it has one."""
+    presets = sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
+    if not re.fullmatch(r"\w+", name) or name in presets:
+        return None
+    return f"{group} must be one of {', '.join(presets)}, got {name!r}"
+
+
 def _explain_error(error: Exception, overrides: Sequence[str]) -> str:
-    """Returns Hydra's complaint in one line, with the key that it is about."""
+    """Returns Hydra's complaint in one line, with the key that it is about.
+
+    A complaint about a value's type takes the form "KEY must be RULE, got VALUE".
+    """
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__
     reason = " ".join(str(root).split("full_key")[0].split("Config search path")[0].split())
-    return f"{getattr(root, 'full_key', None) or ' '.join(overrides)}: {reason}"
+    key = getattr(root, "full_key", None) or " ".join(overrides)
+    if found := re.match(r"Value '(.*)' of type '\w+' could not be converted to (Integer|Float)", reason):
+        kind = {"Integer": "a whole number", "Float": "a number"}[found[2]]
+        return f"{key} must be {kind}, got {found[1]!r}"
+    if found := re.match(r"Value '(.*)' is not a valid bool", reason):
+        return f"{key} must be true or false, got {found[1]!r}"
+    if found := re.match(r"Invalid value '(.*)', expected one of \[(.*)\]", reason):
+        return f"{key} must be one of {found[2]}, got {found[1]!r}"
+    if re.match(r"field '.*' is not Optional", reason):
+        return f"{key} must have a value, got null"
+    if found := re.match(r"Invalid type assigned: \w+ is not a subclass of \w+\. value: (.*)", reason):
+        return f"{key} must be followed by a key of this section, got {found[1].strip()!r}"
+    return f"{key}: {reason}"

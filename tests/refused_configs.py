@@ -28,15 +28,15 @@ algo.temperatures=[1,0]
 +foo.bar=1
     foo.bar must be a configuration key, got '\+foo.bar=1'
 mode=sync
-    mode: Invalid value 'sync', expected one of \[async, on_policy\]
+    mode must be one of async, on_policy, got 'sync'
 algo.correction=tis
-    algo.correction: Invalid value 'tis', expected one of \[none, token_tis, icepop
+    algo.correction must be one of none, token_tis, icepop, .*, got 'tis'
 algo.rejection.level=turn
-    algo.rejection.level: Invalid value 'turn', expected one of \[token, sequence_sum
+    algo.rejection.level must be one of token, sequence_sum, .*, got 'turn'
 run.steps=1.5
-    run.steps: Value '1.5' of type 'float' could not be converted to Integer
+    run.steps must be a whole number, got '1.5'
 algo=nope
-    algo=nope: .*Available options in 'algo'
+    algo must be one of aipo, .*, got 'nope'
 algo=reinforce_pp learner.samples_per_prompt=1 algo.dynamic_sampling=true
     when algo.dynamic_sampling=true .*got 1
 algo=gspo algo.gspo.clip_high=0.2
