@@ -104,13 +104,19 @@ def main() -> int:
 
         signal.signal(signal.SIGINT, stop_rows)
         signal.signal(signal.SIGTERM, stop_rows)
-        failed = [
-            name for name, process in rows.items() if os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        ]
+        statuses = {
+            name: os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for name, process in rows.items()
+        }
     for name in rows:
         if name != LAST:
             print(f"{name}:\n{(outputs / name).read_text()}", flush=True)
     shutil.rmtree(outputs)
+    # A row that a signal has ended could not say so itself.
+    failed = [
+        f"{name} (ended by {signal.Signals(-status).name})" if status < 0 else name
+        for name, status in statuses.items()
+        if status
+    ]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -339,6 +339,17 @@ def test_help_for_what_is_no_key_names_the_nearest(capsys: pytest.CaptureFixture
     assert "staleness.on_late=wait" in capsys.readouterr().out
 
 
+def test_a_reader_that_leaves_early_brings_no_traceback_and_no_signal() -> None:
+    """The disposition of SIGPIPE stays: with the default one, a socket whose peer has gone ends a process."""
+    code = (
+        "import os, signal, sys; from slipstream import train; before = signal.getsignal(signal.SIGPIPE); "
+        "reader, writer = os.pipe(); os.close(reader); os.dup2(writer, 1); "
+        "status = train.main(['--help']); sys.exit(status or signal.getsignal(signal.SIGPIPE) != before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_no_preset_repeats_a_default() -> None:
     defaults = list_defaults()
     for name in PRESETS:

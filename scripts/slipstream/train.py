@@ -22,7 +22,6 @@ ends the run. With `role=generators` the command starts generators that join ano
 
 import dataclasses
 import os
-import signal
 import sys
 import threading
 import time
@@ -106,14 +105,16 @@ def main(arguments: list[str]) -> int:
 
 def print_help(names: list[str]) -> int:
     """Prints the keys and sections that are named, or all keys in a line each. Returns the exit status."""
-    # Without it a reader that leaves early, such as `head`, would bring a traceback.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
-        print(format_help(names), end="")
-        return 0
+        print(format_help(names), end="", flush=True)
+    except BrokenPipeError:
+        # A reader has left early, such as `head`. What is left goes nowhere, or the interpreter's last flush
+        # would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    return 0
 
 
 class Run:
