@@ -35,6 +35,14 @@ SIMULATED = [
 ]
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """True for a process that has not ended. One that ends while it is looked at has ended."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 class StartedRun:
     """A run under way, with its processes and its folder."""
 
@@ -56,7 +64,7 @@ class StartedRun:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if (name := process.name()).startswith(newborn.NAMED):
                     self.seen.add(psutil.Process(int(name.removeprefix(newborn.NAMED))))
-        return [p for p in self.seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        return [process for process in self.seen if is_alive(process)]
 
     def wait_for(self, holds: Callable[[], bool], what: str, timeout_s: float = 300) -> None:
         deadline, looks = time.monotonic() + timeout_s, itertools.count()

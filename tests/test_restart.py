@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import ray
 import torch
 from buffer_harness import SMALL_RUN, BufferHarness
-from runs import SIMULATED, StartedRun, assert_accounts_close
+from runs import SIMULATED, StartedRun, assert_accounts_close, is_alive
 from safetensors.torch import load_file
 from scripted import ScriptedRole
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -173,9 +172,7 @@ class Play:
     def end(self) -> None:
         processes = [rank.process for rank in self.ranks._ranks if rank.process is not None]
         self.ranks.kill()
-        assert not any(
-            process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes
-        )
+        assert not any(is_alive(process) for process in processes)
 
 
 @pytest.mark.parametrize(
