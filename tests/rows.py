@@ -29,8 +29,8 @@ def list_files(names: str) -> list[str]:
 
 
 ROWS = {
-    "whole runs": ["-m", "whole_run", "tests/test_run.py"],
-    "other whole runs": ["-m", "whole_run", "--ignore=tests/test_run.py"],
+    "whole runs": ["-m", "whole_run", *list_files("run pages")],
+    "other whole runs": ["-m", "whole_run", *(f"--ignore={file}" for file in list_files("run pages"))],
     "ranks and models": ["-m", "not whole_run", *list_files(RANKS)],
     "servers and links": ["-m", "not whole_run", *list_files(SERVERS)],
     "the rest": ["-m", "not whole_run", *(f"--ignore={file}" for file in list_files(f"{RANKS} {SERVERS}"))],
