@@ -28,6 +28,7 @@ from configs.schema import Config
 from configs.surrogates import SURROGATE_NAMES
 
 ROOT = Path(__file__).parents[1]
+TASKS = sorted(path.stem for path in (ROOT / "generators/tasks").glob("[a-z]*.py"))
 PRESETS = sorted(path.stem for path in FOLDER.glob("algo/*.yaml"))
 
 
@@ -260,7 +261,7 @@ def test_a_rate_for_the_tiny_model_and_a_clip_that_never_acts_are_told_of(
         ),
         (
             ["task.name=nope"],
-            "task.name must be one of ['arithmetic', 'sorting'], or read module:Class, got 'nope'",
+            f"task.name must be one of {TASKS}, or read module:Class, got 'nope'",
         ),
         (["task.args.numbers=0"], "task.args must suit sorting, got {'numbers': 0}"),
     ],
