@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_batches import draw_batch
+from engine_batches import SIZES, draw_batch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from ranks import on_ranks
@@ -40,15 +40,6 @@ pytestmark = pytest.mark.usefixtures("process_group")
 LR, MAX_GRAD_NORM, WEIGHT_DECAY, BETAS, UPDATES = 1e-3, 0.5, 0.1, (0.9, 0.95), 3
 RANK, ALPHA = 8, 32.0
 LENGTHS = [5, 19, 2, 33, 8, 11, 3, 14]
-SIZES = dict(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
 ATTENTION = "q_proj,k_proj,v_proj,o_proj"
 MODELS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
