@@ -2,10 +2,16 @@
 
 One process imports what all rows need, and the rows are forked from it.
 
+Rows disturb one another: five of them share the cores. So what fails is run once more, alone, when all rows have
+ended. A failure there fails the whole. A test that passes there is named as flaky, and its first failure is
+printed: it is a defect that someone mends, and no reason to refuse a change to something else. More than three
+failures are not run again.
+
 python tests/rows.py      the last row prints as it goes, the others at the end; one failure fails the whole
 """
 
 import contextlib
+import json
 import multiprocessing.util
 import os
 import shutil
@@ -37,6 +43,7 @@ ROWS = {
 }
 
 *_, LAST = ROWS
+MOST_FLAKY = 3
 QUIET = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
 """Pytest warns of plugins that are imported before it begins, as some are here."""
 
@@ -67,50 +74,94 @@ def start_tiny_model() -> int:
         os._exit(0)
 
 
+def start_row(name: str, arguments: list[str], outputs: Path, prints: bool) -> int:
+    """Starts a process that runs a row's tests; returns the process's id.
+
+    The names of tests that fail are in the row's own cache, `outputs/<name>.cache`.
+    """
+    import pytest
+
+    from slipstream.nursery import FOLDER
+
+    if process := os.fork():
+        return process
+    # A process group of its own, so that Ctrl-C comes once, from `stop_rows`.
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if "whole" not in name:
+        del os.environ[FOLDER]
+    if not prints:
+        out = os.open(outputs / name, os.O_WRONLY | os.O_CREAT)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+    end_row(pytest.main([*QUIET, "-o", f"cache_dir={outputs / name}.cache", *arguments]))
+
+
+def list_failed_tests(name: str, outputs: Path) -> list[str]:
+    cache = outputs / f"{name}.cache/v/cache/lastfailed"
+    return list(json.loads(cache.read_text())) if cache.exists() else []
+
+
+def run_failed_again(
+    statuses: dict[str, int], outputs: Path, running: dict[str, int]
+) -> tuple[dict[str, int], list[str]]:
+    """Runs what failed once more, alone; returns the new statuses, and the names of tests that pass now."""
+    suspects = {name: list_failed_tests(name, outputs) for name, status in statuses.items() if status == 1}
+    flaky: list[str] = []
+    if sum(map(len, suspects.values())) > MOST_FLAKY:
+        return statuses, flaky
+    for name, tests in suspects.items():
+        if tests:
+            print(f"once more, alone: {' '.join(tests)}", flush=True)
+            running[name] = start_row(name, ["--last-failed", *ROWS[name]], outputs, prints=True)
+            statuses[name] = wait_for_row(running.pop(name))
+            flaky += [] if statuses[name] else tests
+    return statuses, flaky
+
+
+def wait_for_row(process: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
 def main() -> int:
     # conftest.py sets it too, and comes after the imports here.
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path += [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts/bench")]
     import nests
 
-    from slipstream.nursery import FOLDER
-
     # The nursery imports beside this process, which imports what tests need.
     with nests.nursery_for_all():
-        import pytest
         import warm  # noqa: F401
 
         os.environ[nests.ROWS] = "1"
         making = start_tiny_model()
         outputs, rows = Path(tempfile.mkdtemp()), {}
-        for name, arguments in ROWS.items():
-            if (process := os.fork()) == 0:
-                # A process group of its own, so that Ctrl-C comes once, from `stop_rows`.
-                os.setpgid(0, 0)
-                if "whole" not in name:
-                    del os.environ[FOLDER]
-                if name != LAST:
-                    out = os.open(outputs / name, os.O_WRONLY | os.O_CREAT)
-                    os.dup2(out, 1)
-                    os.dup2(out, 2)
-                end_row(pytest.main([*QUIET, *arguments]))
-            rows[name] = process
 
         def stop_rows(number: int, frame: FrameType | None) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(making, signal.SIGKILL)
             for process in rows.values():
-                os.killpg(process, signal.SIGINT)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process, signal.SIGINT)
+            stopped.append(number)
 
+        stopped: list[int] = []
+        for name, arguments in ROWS.items():
+            rows[name] = start_row(name, arguments, outputs, prints=name == LAST)
         signal.signal(signal.SIGINT, stop_rows)
         signal.signal(signal.SIGTERM, stop_rows)
-        statuses = {
-            name: os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for name, process in rows.items()
-        }
-    for name in rows:
-        if name != LAST:
-            print(f"{name}:\n{(outputs / name).read_text()}", flush=True)
+        statuses = {name: wait_for_row(process) for name, process in rows.items()}
+        for name in ROWS:
+            if name != LAST:
+                print(f"{name}:\n{(outputs / name).read_text()}", flush=True)
+        rows.clear()
+        flaky: list[str] = []
+        if not stopped:
+            statuses, flaky = run_failed_again(statuses, outputs, rows)
     shutil.rmtree(outputs)
+    if flaky:
+        print(f"flaky, passed only when run again: {', '.join(flaky)}", file=sys.stderr)
     # A row that a signal has ended could not say so itself.
     failed = [
         f"{name} (ended by {signal.Signals(-status).name})" if status < 0 else name
