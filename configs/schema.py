@@ -13,6 +13,7 @@ from configs.addresses import host_of, is_loopback
 from configs.algo import AlgoConfig
 from configs.buffer import BufferConfig
 from configs.cluster import ClusterConfig
+from configs.episodes import EpisodesConfig
 from configs.eval import EvalConfig
 from configs.generators import GeneratorsConfig
 from configs.learner import LearnerConfig
@@ -51,6 +52,7 @@ class Config(Section):
     run: RunConfig = section(RunConfig)
     model: ModelConfig = section(ModelConfig)
     task: TaskConfig = section(TaskConfig)
+    episodes: EpisodesConfig = section(EpisodesConfig)
     sampling: SamplingConfig = section(SamplingConfig)
     staleness: StalenessConfig = section(StalenessConfig)
     algo: AlgoConfig = section(AlgoConfig)

@@ -2,10 +2,10 @@
 
 One process imports what all rows need, and the rows are forked from it.
 
-Rows disturb one another: five of them share the cores. So what fails is run once more, alone, when all rows have
-ended. A failure there fails the whole. A test that passes there is named as flaky, and its first failure is
-printed: it is a defect that someone mends, and no reason to refuse a change to something else. More than three
-failures are not run again.
+Rows disturb one another: five of them share the cores. So what fails is run once more, alone, when all rows
+have ended. A failure there fails the whole. A test that passes there is named as flaky, and its first failure
+is printed: it is a defect that someone mends, and no reason to refuse a change to something else. More than
+three failures are not run again.
 
 python tests/rows.py      the last row prints as it goes, the others at the end; one failure fails the whole
 """
