@@ -13,7 +13,7 @@ from configs.load import parse_config
 from configs.schema import Config
 from generators.engine import Engine
 from generators.episode import Episodes, SimulatedEpisodes, TextEpisodes
-from generators.scoring import describe_error
+from generators.score_checks import describe_error
 from generators.worker import Generator, start_heartbeat
 from sync.subscriber import Subscriber, open_subscriber
 from sync.transports.ends import SocketGuards

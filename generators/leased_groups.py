@@ -30,7 +30,8 @@ from generators.group import (
     parse_sample_index,
 )
 from generators.probe import PROBE_LEASE
-from generators.scoring import ScoringPool, ScoringResult, describe_error
+from generators.score_checks import describe_error
+from generators.scoring import ScoringPool, ScoringResult
 
 log = logging.getLogger("slipstream.generator")
 

@@ -34,7 +34,7 @@ from generators.episode import Episodes
 from generators.group import parse_lease_id
 from generators.leased_groups import LeasedGroups
 from generators.probe import PROBE_LEASE, ParityProbe
-from generators.scoring import describe_error
+from generators.score_checks import describe_error
 from generators.weight_updates import WeightUpdates
 from sync.subscriber import Subscriber
 

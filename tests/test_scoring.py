@@ -18,14 +18,8 @@ from buffers.trajectory import GREEDY
 from configs.load import load_config
 from generators import scoring
 from generators.episode import EncodedPrompt, SimulatedEpisodes
-from generators.scoring import (
-    MAX_ERROR,
-    ScoringPool,
-    ScoringResult,
-    TooManyScoresHang,
-    check_score,
-    describe_error,
-)
+from generators.score_checks import MAX_ERROR, check_score, describe_error
+from generators.scoring import ScoringPool, ScoringResult, TooManyScoresHang
 from generators.task import Score
 
 ROOT = Path(__file__).parents[1]
