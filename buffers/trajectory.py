@@ -15,16 +15,27 @@ import pyarrow as pa
 
 from buffers.arrow_ipc import BadMessage, check_record_batch, find_layout
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 GREEDY = "greedy"
 """Name of the reward component that holds the reward of the greedy response to the same prompt (ReMax's
 baseline)."""
+EPISODE_STOPS = (
+    "completed",
+    "max_turns",
+    "max_tokens",
+    "context_overflow",
+    "parse_error",
+    "timeout",
+    "environment_error",
+)
+"""The ends that an episode can have."""
 
 Int = Annotated[int, pa.int64()]
 Text = Annotated[str, pa.string()]
 Tokens = Annotated[list[int], pa.list_(pa.int32())]
 Flags = Annotated[list[bool], pa.list_(pa.bool_())]
 Floats = Annotated[list[float], pa.list_(pa.float32())]
+Shorts = Annotated[list[int], pa.list_(pa.int16())]
 Experts = Annotated[Sequence[int] | np.ndarray, pa.list_(pa.int16())]
 Time = Annotated[float, pa.float64()]
 
@@ -41,7 +52,9 @@ class Trajectory:
     group: Int
     """Group number, in lease order."""
     sample: Int
-    """Index within the group, 0 .. samples_per_prompt - 1."""
+    """Index within the group, 0 .. samples_per_prompt - 1: the number of the episode."""
+    branch: Annotated[int, pa.int16()] = 0
+    """Index among the token sequences of the episode: it has several where its context was rewritten."""
     due: Int
     """Step that the group is due at."""
     prompt_id: Int
@@ -55,11 +68,23 @@ class Trajectory:
     """[T]: log-probability under the behavior policy (after temperature), 0 where not sampled."""
     versions: Tokens
     """[T]: version that sampled the token, as the engine reports it; -1 where not sampled."""
+    turn: Shorts = field(default_factory=list)
+    """[T]: the turn of the episode in which the token was sampled; -1 where not sampled. `to_batch` fills an
+    empty list: all sampled tokens are of turn 0."""
     reward: Annotated[float, pa.float32()]
+    """Reward of the episode. All its branches repeat it, as they repeat `rewards` and `stop`."""
+    token_rewards: Floats = field(default_factory=list)
+    """[T], or empty: the reward that was paid at each token. Over an episode's branches they sum to
+    `reward`."""
     rewards: Annotated[dict[str, float], pa.map_(pa.string(), pa.float32())] = field(default_factory=dict)
     """Components of the reward by name. A generator adds `GREEDY`; all others come from the task."""
     finish_reason: Text
-    """`stop` (end of sequence) or `length`."""
+    """`stop` (end of sequence) or `length`, as the engine ended the last reply."""
+    stop: Text = ""
+    """The end of the episode: a word of `EPISODE_STOPS`. `to_batch` fills an empty text by
+    `finish_reason`."""
+    renderer: Text = ""
+    """Name and version of the renderer that made tokens of the messages; empty where none did."""
     generator: Text
     started_at: Time
     """Unix time in seconds at which the first token was asked for."""
@@ -87,10 +112,24 @@ def to_batch(group: list[Trajectory]) -> pa.RecordBatch:
     columns = []
     for column in SCHEMA:
         values = [getattr(t, column.name) for t in group]
+        if column.name == "turn":
+            values = [turns or number_one_turn(t.sampled) for turns, t in zip(values, group, strict=True)]
+        if column.name == "stop":
+            values = [stop or infer_stop(t.finish_reason) for stop, t in zip(values, group, strict=True)]
         if pa.types.is_map(column.type):
             values = [list(v.items()) for v in values]
         columns.append(pa.array(values, type=column.type))
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
+def number_one_turn(sampled: Sequence[bool]) -> list[int]:
+    """Returns the column `turn` of an episode of one turn."""
+    return [0 if flag else -1 for flag in sampled]
+
+
+def infer_stop(finish_reason: str) -> str:
+    """Returns the column `stop` of an episode of one turn."""
+    return "max_tokens" if finish_reason == "length" else "completed"
 
 
 def encode_batch(batch: pa.RecordBatch) -> pa.Buffer:

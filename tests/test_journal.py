@@ -265,7 +265,7 @@ def test_a_journal_of_an_older_version_is_refused_by_name(tmp_path: Path) -> Non
 def torn(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A journal as a SIGKILL leaves it: two closed segments and an open one, the log in two files."""
     folder, copy = tmp_path_factory.mktemp("journal"), tmp_path_factory.mktemp("torn")
-    journal, _ = open_journal(folder, Durability(request.param), segment_bytes=12_000)
+    journal, _ = open_journal(folder, Durability(request.param), segment_bytes=15_000)
     for number in range(18):
         write(journal, number)
         journal.commit()
