@@ -22,6 +22,7 @@ from buffers import messages as m
 from buffers.journal import is_on_this_host
 from buffers.keys import KeyRole, show_key
 from buffers.message_fields import WireRecord
+from buffers.older_schemas import read_stored_batch
 from buffers.segments import DamagedGroup, Reader
 from buffers.trajectory import SCHEMA, SCHEMA_VERSION, encode_batch, flatten_column
 
@@ -119,7 +120,7 @@ class RemoteReader:
                 raise DamagedGroup(
                     f"{place.size} bytes of segment {place.segment} must have checksum {place.xxh3:016x}"
                 )
-            self._fetched[where] = pa.ipc.read_record_batch(pa.py_buffer(data), SCHEMA)
+            self._fetched[where] = read_stored_batch(pa.py_buffer(data))
         return self._fetched[where].slice(place.row, place.rows)
 
     def drop_last(self) -> None:

@@ -10,10 +10,10 @@ from buffers.book_events import apply_event
 from buffers.book_state import restore_book
 from buffers.evaluation import Evaluations
 from buffers.event_log import LogLine, LogPlace, LogTail, read_tail
-from buffers.segments import Reader, is_closed, schema_version, segment_numbers, segment_path
+from buffers.older_schemas import READABLE_SCHEMAS
+from buffers.segments import Reader, is_closed, read_head, segment_numbers, segment_path
 from buffers.state import State, read_newest_state
 from buffers.terms import Terms, TermsRecord, apply_record, check_terms, record_terms
-from buffers.trajectory import SCHEMA_VERSION
 from configs.buffer import Durability
 from configs.host import boot_id
 
@@ -71,9 +71,10 @@ def read_journal(folder: Path) -> Recovery:
     for line in found.tail.lines:
         note_log_line(found, line)
     present = segment_numbers(folder)
-    written = {schema_version(segment_path(folder, number)) for number in present} - {None, SCHEMA_VERSION}
-    if written:
-        raise ValueError(f"the journal must have schema version {SCHEMA_VERSION}, got {written} in {folder}")
+    written = {read_head(segment_path(folder, number)).schema_version for number in present}
+    if unknown := written - {None, *READABLE_SCHEMAS}:
+        readable = " or ".join(map(str, READABLE_SCHEMAS))
+        raise ValueError(f"the journal must have schema version {readable}, got {unknown} in {folder}")
     in_question = (
         present if state is None else {n for n in present if n >= state.next_segment or n in found.ends}
     )

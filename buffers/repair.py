@@ -38,12 +38,13 @@ from buffers.event_log import (
 from buffers.files import find_free_name, replace_file
 from buffers.group_checks import ExpectedGroup, GroupFacts, check_groups
 from buffers.journal import Journal
+from buffers.older_schemas import read_stored_batch
 from buffers.recovery import Recovery, note_log_line
-from buffers.segments import HEAD, is_closed, segment_numbers, segment_path
+from buffers.segments import is_closed, read_head, segment_numbers, segment_path
 from buffers.staleness import count_trainable
 from buffers.state import State, read_newest_state
 from buffers.terms import FIXED_SETTINGS, Terms, TermsRecord, apply_record
-from buffers.trajectory import decode_batch, encode_batch
+from buffers.trajectory import MalformedGroup, encode_batch
 from configs.buffer import Durability
 from configs.host import boot_id
 from configs.staleness import OnLate
@@ -195,11 +196,12 @@ class _Repair:
 
     def _read_orphans(self, segment: int, known: set[tuple[int, int, int]]) -> Iterator[e.Accepted]:
         path = segment_path(self._folder, segment)
-        if path.stat().st_size <= len(HEAD):
+        head = read_head(path)
+        if path.stat().st_size <= head.size:
             return
         with open(path, "rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        for offset, num_metadata, num_body in find_blocks(data, len(HEAD)):
+        for offset, num_metadata, num_body in find_blocks(data, head.size):
             message = bytes(data[offset : offset + num_metadata + num_body])
             groups = self._read_groups(segment, offset, message)
             yield from (one for one in groups if (segment, offset, one.row) not in known)
@@ -207,15 +209,17 @@ class _Repair:
     def _read_groups(self, segment: int, offset: int, message: bytes) -> Iterator[e.Accepted]:
         terms = self._book.terms
         try:
-            batch = decode_batch(message)
-        except ValueError:
+            batch = read_stored_batch(pa.py_buffer(message), validate=True)
+        except MalformedGroup:
             return
         for row in range(0, batch.num_rows - terms.samples_per_prompt + 1, terms.samples_per_prompt):
             one = batch.slice(row, terms.samples_per_prompt)
             wanted = ExpectedGroup(*(one.column(name)[0].as_py() for name in ("group", "due", "prompt_id")))
-            alone = encode_batch(pa.concat_batches([one])) if batch.num_rows > one.num_rows else message
             verdict = check_groups(
-                alone, [wanted], num_samples=one.num_rows, newest_version=2**31 - 1
+                encode_batch(pa.concat_batches([one])),
+                [wanted],
+                num_samples=one.num_rows,
+                newest_version=2**31 - 1,
             ).verdicts[0]
             if isinstance(verdict, GroupFacts):
                 yield e.Accepted(

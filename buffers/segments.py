@@ -2,7 +2,7 @@
 
 A segment is written record batch after record batch and gets its footer when it is closed. A crash leaves a
 segment without a footer. `close_torn_segment` then sets aside what was never acknowledged, and writes the
-footer.
+footer. A segment begins with its schema, which may be an older one (`buffers.older_schemas`).
 """
 
 import mmap
@@ -18,11 +18,12 @@ from buffers import events as e
 from buffers.arrow_ipc import MAGIC, find_blocks, make_footer
 from buffers.files import cut_file, list_numbers, naming_full_disk, sync_file
 from buffers.messages import GroupSlice
-from buffers.trajectory import SCHEMA
+from buffers.older_schemas import READABLE_SCHEMAS, read_stored_batch
+from buffers.trajectory import SCHEMA, SCHEMA_VERSION
 from configs.disk import write_all
 
 HEAD = MAGIC + bytes(2) + SCHEMA.serialize().to_pybytes()
-"""The first bytes of every segment."""
+"""The first bytes of every new segment."""
 MAX_MAPPED = 8
 """Segments that a reader keeps mapped."""
 
@@ -75,14 +76,31 @@ def segment_numbers(folder: Path) -> set[int]:
     return set(list_numbers(folder, ".arrow"))
 
 
-def schema_version(path: Path) -> int | None:
-    """Returns the version of the schema that a segment was written with; None where its beginning is lost."""
+@dataclass(frozen=True, slots=True)
+class SegmentHead:
+    """The beginning of a segment."""
+
+    schema_version: int | None
+    """Version of the schema that it was written in; None where its beginning is lost."""
+    size: int
+    """Bytes before the first group."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The schema, for the footer: the present one where the beginning is lost."""
+        return READABLE_SCHEMAS.get(self.schema_version or SCHEMA_VERSION, SCHEMA)
+
+
+def read_head(path: Path) -> SegmentHead:
+    start = len(MAGIC) + 2
     with open(path, "rb") as file:
-        head = file.read(4 * len(HEAD))[len(MAGIC) + 2 :]
+        head = file.read(4 * len(HEAD))[start:]
     try:
-        return int(pa.ipc.read_schema(pa.py_buffer(head)).metadata[b"slipstream.schema"])
+        version = int(pa.ipc.read_schema(pa.py_buffer(head)).metadata[b"slipstream.schema"])
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError):
-        return None
+        return SegmentHead(None, len(HEAD))
+    # A schema is a message without a body: its marker, the length of its metadata, and these.
+    return SegmentHead(version, start + 8 + int.from_bytes(head[4:8], "little"))
 
 
 def is_closed(path: Path) -> bool:
@@ -102,7 +120,8 @@ def close_torn_segment(path: Path, end: int, *, sync: bool = True) -> str | None
     A segment without any acknowledged group is set aside whole. Returns words for what was set aside, or
     None.
     """
-    if end <= len(HEAD):
+    head = read_head(path)
+    if end <= head.size:
         return cut_file(path, 0, sync=sync)
     told = cut_file(path, end, sync=sync)
     # Where the disk has lost a part, its groups are found damaged when they are read.
@@ -110,9 +129,9 @@ def close_torn_segment(path: Path, end: int, *, sync: bool = True) -> str | None
         return told
     with open(path, "r+b") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        blocks = find_blocks(memoryview(mapped), len(HEAD))
+        blocks = find_blocks(memoryview(mapped), head.size)
         file.seek(0, os.SEEK_END)
-        write_all(file.fileno(), make_footer(SCHEMA, blocks), path)
+        write_all(file.fileno(), make_footer(head.schema, blocks), path)
         if sync:
             sync_file(file.fileno(), path)
     return told
@@ -164,7 +183,7 @@ class Reader:
                 f"the {content.size} bytes at {content.offset} of {path} must have checksum "
                 f"{content.xxh3:016x}"
             )
-        batch = pa.ipc.read_record_batch(data, SCHEMA)
+        batch = read_stored_batch(data)
         self._last = (where, batch)
         return batch.slice(content.row, content.rows)
 

@@ -162,7 +162,7 @@ def _make_example() -> pa.RecordBatch:
     )
 
 
-_USUAL_LAYOUT = find_layout(memoryview(encode_batch(_make_example())))
+USUAL_LAYOUT = find_layout(memoryview(encode_batch(_make_example())))
 """Layout of the metadata that every honest sender's messages have."""
 
 
@@ -177,7 +177,7 @@ def decode_batch(data: bytes | memoryview | pa.Buffer) -> pa.RecordBatch:
 def decode_buffers(view: memoryview) -> tuple[pa.RecordBatch, memoryview, list[list[int]]]:
     """Returns (batch, body of the message, [offset, length] of each buffer in it). Raises MalformedGroup."""
     try:
-        body, buffers = check_record_batch(view, _USUAL_LAYOUT)
+        body, buffers = check_record_batch(view, USUAL_LAYOUT)
         # pyarrow does not look for the last buffer where the last column is empty, so it would not miss it.
         if len(buffers) != NUM_BUFFERS:
             raise BadMessage(f"{NUM_BUFFERS} buffers are needed, got {len(buffers)}")
@@ -197,7 +197,7 @@ def flatten_column(batch: pa.RecordBatch | pa.Table, column: str) -> np.ndarray:
     return values.flatten().to_numpy(zero_copy_only=False)
 
 
-def _place_buffers() -> tuple[dict[str, int], int]:
+def place_buffers(schema: pa.Schema) -> tuple[dict[str, int], int]:
     """Returns (number of the first buffer of each column in a record batch, number of all buffers).
 
     Arrow's format lists buffers depth first, and the validity of a column before its data.
@@ -210,9 +210,9 @@ def _place_buffers() -> tuple[dict[str, int], int]:
             return 2 + 1 + count_buffers(kind.key_type) + count_buffers(kind.item_type)
         return 3 if pa.types.is_string(kind) else 2
 
-    *starts, total = itertools.accumulate((count_buffers(column.type) for column in SCHEMA), initial=0)
-    return dict(zip(SCHEMA.names, starts, strict=True)), total
+    *starts, total = itertools.accumulate((count_buffers(column.type) for column in schema), initial=0)
+    return dict(zip(schema.names, starts, strict=True)), total
 
 
-FIRST_BUFFER, NUM_BUFFERS = _place_buffers()
+FIRST_BUFFER, NUM_BUFFERS = place_buffers(SCHEMA)
 """Number of each column's first buffer in a record batch, and of all its buffers."""

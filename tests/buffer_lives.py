@@ -2,12 +2,15 @@
 be killed."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from buffer_harness import make_group
 
+from buffers import events as e
 from buffers import messages as m
 from buffers.buffer import Buffer
+from buffers.event_log import read_events
 from buffers.trajectory import SCHEMA_VERSION, encode_batch, to_batch
 
 LIFE_SETTINGS = [
@@ -58,3 +61,26 @@ def copy_killed(buffer: Buffer, into: Path) -> Path:
     """Copies the journal as the buffer would leave it if it were killed now."""
     shutil.copytree(buffer.journal.folder, into)
     return into
+
+
+def flip_logprob(folder: Path, group: int) -> None:
+    """Changes a log-probability of a group on the disk."""
+    event = next(x for x in read_events(folder) if isinstance(x, e.Accepted) and x.group == group)
+    path = folder / f"{event.segment:06d}.arrow"
+    data = bytearray(path.read_bytes())
+    place = data.index(b"\x00\x00\x00\xbf", event.offset)  # -0.5 in float32
+    data[place + 2] ^= 0x40
+    path.write_bytes(data)
+
+
+def lose_lines(folder: Path, wanted: Callable[[e.AnyEvent], bool], name: str = "000000.jsonl") -> None:
+    """Makes the lines of the wanted events unreadable."""
+    path = folder / "log" / name
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert any(wanted(event) for line in lines if (event := e.decode_line(line)) is not None)
+    events = map(e.decode_line, lines)
+    kept = (
+        b"#" + line[1:] if event is not None and wanted(event) else line
+        for line, event in zip(lines, events, strict=True)
+    )
+    path.write_bytes(b"".join(kept))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from buffer_harness import BufferHarness, make_group
-from buffer_lives import LIFE_SETTINGS, copy_killed, live_steps, submit_group
+from buffer_lives import LIFE_SETTINGS, copy_killed, flip_logprob, live_steps, lose_lines, submit_group
 
 from buffers import events as e
 from buffers import journal as journal_module
@@ -162,16 +162,6 @@ def test_more_steps_and_a_higher_bound_are_taken_up(tmp_path: Path, config: Conf
 
 
 # ---- damage
-
-
-def flip_logprob(folder: Path, group: int) -> None:
-    """A log-probability of a group changes on the disk."""
-    event = next(x for x in read_events(folder) if isinstance(x, e.Accepted) and x.group == group)
-    path = folder / f"{event.segment:06d}.arrow"
-    data = bytearray(path.read_bytes())
-    place = data.index(b"\x00\x00\x00\xbf", event.offset)  # -0.5 in float32
-    data[place + 2] ^= 0x40
-    path.write_bytes(data)
 
 
 @pytest.fixture
@@ -483,18 +473,6 @@ def test_another_sampler_leaves_no_group_beyond_the_bound_to_be_trained(tmp_path
 
 
 # ---- repair
-
-
-def lose_lines(folder: Path, wanted: Callable[[e.AnyEvent], bool], name: str = "000000.jsonl") -> None:
-    path = folder / "log" / name
-    lines = path.read_bytes().splitlines(keepends=True)
-    assert any(wanted(event) for line in lines if (event := e.decode_line(line)) is not None)
-    events = map(e.decode_line, lines)
-    kept = (
-        b"#" + line[1:] if event is not None and wanted(event) else line
-        for line, event in zip(lines, events, strict=True)
-    )
-    path.write_bytes(b"".join(kept))
 
 
 def killed(tmp_path: Path, config: Config, steps: int = 3) -> Path:
