@@ -27,6 +27,8 @@ class EpisodesConfig(Section):
     max_concurrent: int | None = setting(None, POSITIVE)
     """Episodes under way in one generator, those that wait for a tool included. Null:
     `generators.max_sequences`."""
+    start_timeout_s: float = setting(300.0, POSITIVE)
+    """Seconds that importing the task's module and making its object may take."""
     reset_timeout_s: float = setting(30.0, POSITIVE)
     """Seconds that `make_prompt`, or an environment's `reset`, may take."""
     turn_timeout_s: float = setting(60.0, POSITIVE)

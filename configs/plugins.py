@@ -13,6 +13,11 @@ def make_plugin(
     `known` maps the short names to `module:Class`; `setting` and `args_setting` are the keys that the user
     wrote. Raises ValueError that names one of the two, the rule and the value.
     """
+    return call_plugin(find_plugin(name, known, setting), name, args, args_setting)
+
+
+def find_plugin(name: str, known: Mapping[str, str], setting: str) -> type:
+    """Returns the class that `name` names. Raises ValueError that names `setting`, the rule and the value."""
     if ":" not in name and name not in known:
         raise ValueError(f"{setting} must be one of {sorted(known)}, or read module:Class, got {name!r}")
     module, _, class_name = known.get(name, name).partition(":")
@@ -25,6 +30,11 @@ def make_plugin(
     if not isinstance(plugin_class, type):
         kind = type(plugin_class).__name__
         raise ValueError(f"{setting} must name a class, got {name!r}, which is a {kind}")
+    return plugin_class
+
+
+def call_plugin(plugin_class: type, name: str, args: Mapping[str, Any], args_setting: str) -> Any:
+    """Returns an object of the class. Raises ValueError that names `args_setting`, the rule and the value."""
     try:
         return plugin_class(**args)
     except (TypeError, ValueError, AssertionError) as error:

@@ -1,0 +1,72 @@
+"""Linux's means of keeping hold of processes: subreapers, death signals, and lists of children."""
+
+import ctypes
+import os
+import signal
+import threading
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def become_subreaper() -> None:
+    """Makes this process the parent of every descendant whose own parent ends."""
+    _control_process(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Asks the kernel to kill this process when the thread that started it ends."""
+    _control_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def name_process(name: str) -> None:
+    """Sets the name that `ps -o comm` and `top` show, of at most 15 characters."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def _control_process(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+def list_children() -> list[int]:
+    """Returns the children of this thread's process, those that have ended and are not reaped included."""
+    try:
+        with open(f"/proc/self/task/{threading.get_native_id()}/children") as file:
+            return [int(pid) for pid in file.read().split()]
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_child(pid)]
+
+
+def _is_child(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            # The name of the program, in parentheses, may hold anything; its parent comes after it.
+            return int(file.read().rpartition(")")[2].split()[1]) == os.getpid()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def kill_child(pid: int) -> None:
+    """Kills a child that has not been reaped, and with it the process group that it leads.
+
+    The number of a process that has not been reaped is given to no other process.
+    """
+    try:
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def describe_status(status: int) -> str:
+    """Says how a process has ended."""
+    if status >= 0:
+        return f"exited with code {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"

@@ -1,0 +1,57 @@
+"""The kinds of class that `task.name` may name, told apart by their methods."""
+
+from enum import StrEnum
+from typing import Any
+
+
+class TaskKind(StrEnum):
+    one_turn = "one_turn"
+    """`generators.task.Task`: makes prompts and scores responses."""
+    environment = "environment"
+    """`generators.environment.Environment`: one instance plays one episode."""
+    environments = "environments"
+    """`generators.environment.EnvironmentTask`: makes rows and environments."""
+    agent = "agent"
+    """Makes rows, and runs an agent that speaks with the gateway."""
+
+
+_METHODS = {
+    TaskKind.one_turn: ("make_prompt", "score_response"),
+    TaskKind.environment: ("reset", "step", "close"),
+    TaskKind.environments: ("make_row", "make_environment"),
+}
+AGENT_STARTS = ("agent_command", "run_agent")
+"""An agent task has one of these, and `make_row`."""
+
+
+def find_kind(task_class: type, name: str) -> TaskKind:
+    """Raises ValueError that names `task.name` and the methods that the class lacks."""
+    starts = [start for start in AGENT_STARTS if _has_member(task_class, start)]
+    if len(starts) > 1:
+        raise ValueError(
+            f"task.name must name a class with agent_command or run_agent, got {name!r} with both"
+        )
+    if starts:
+        if not _has_member(task_class, "make_row"):
+            raise ValueError(
+                f"task.name must name a class with make_row beside {starts[0]}, got {name!r} without "
+                "`make_row`"
+            )
+        return TaskKind.agent
+    missing = {
+        kind: [method for method in methods if not callable(getattr(task_class, method, None))]
+        for kind, methods in _METHODS.items()
+    }
+    if whole := [kind for kind, lacking in missing.items() if not lacking]:
+        return whole[0]
+    # The kind that the class comes closest to says best what it lacks.
+    closest = min(missing, key=lambda kind: len(missing[kind]) / len(_METHODS[kind]))
+    lacking = " and ".join(f"`{method}`" for method in missing[closest])
+    raise ValueError(
+        "task.name must name a class with make_prompt and score_response, or reset, step and close, or "
+        f"make_row and make_environment, got {name!r} without {lacking}"
+    )
+
+
+def _has_member(task_class: Any, name: str) -> bool:
+    return getattr(task_class, name, None) is not None

@@ -1,0 +1,94 @@
+"""A worker process: it answers one call of the task's methods after another, until it is killed."""
+
+import faulthandler
+import os
+import socket
+import sys
+import traceback
+from typing import NoReturn
+
+import msgspec
+
+from generators.plain_values import describe_error, keep_text
+from generators.user_code.method_calls import (
+    MethodAnswer,
+    MethodCall,
+    MethodError,
+    MethodValue,
+    encode_frame,
+    read_call,
+)
+from generators.user_code.own_process import begin_process
+from generators.user_code.process_control import become_subreaper
+from generators.user_code.task_host import TaskHost
+
+MAX_DETAIL = 4000
+"""Characters of a traceback."""
+
+
+def run_worker(connection: socket.socket, output: int, host: TaskHost, guard: int) -> NoReturn:
+    """Serves `connection` in a process that has just been forked, and ends it. `output` takes what the task's
+    code prints; `guard` is the guard's pid."""
+    status = 1
+    try:
+        begin_process("slip-worker", guard, output)
+        # Descendants that lose their parent stay below this process, so they end with it and not before.
+        become_subreaper()
+        faulthandler.enable(sys.stderr)
+        _reseed_generators()
+        pid = os.getpid()
+        while (call := read_call(connection)) is not None:
+            frame = encode_answer(answer_call(host, call))
+            if os.getpid() != pid:  # the task's code has forked, and the child has returned
+                break
+            _flush_output()
+            connection.sendall(frame)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def answer_call(host: TaskHost, call: MethodCall) -> MethodAnswer:
+    try:
+        return MethodValue(call.number, host.answer_call(call.method, call.arguments))
+    # The task's code may raise `SystemExit`, `KeyboardInterrupt` and `MemoryError` too.
+    except BaseException as error:
+        return _describe_failure(call.number, error)
+
+
+def encode_answer(answer: MethodAnswer) -> bytes:
+    """Returns the frame of the answer, or of the error that keeps it from being encoded."""
+    try:
+        return encode_frame(answer)
+    except (ValueError, TypeError, OverflowError, MemoryError, msgspec.MsgspecError) as error:
+        return encode_frame(_describe_failure(answer.number, error))
+
+
+def _describe_failure(number: int, error: BaseException) -> MethodError:
+    try:
+        detail = "".join(traceback.format_exception(error))[-MAX_DETAIL:]
+    except BaseException as another:
+        detail = f"the traceback cannot be shown: {type(another).__name__}"
+    try:
+        text = describe_error(error)
+    except BaseException:
+        text = f"{type(error).__name__} (its text cannot be shown)"
+    return MethodError(number, text, keep_text(detail))
+
+
+def _flush_output() -> None:
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (AttributeError, OSError, ValueError):  # the task's code has closed or replaced it
+        pass
+
+
+def _reseed_generators() -> None:
+    """Gives this process random numbers of its own. Python does so for `random` itself."""
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(int.from_bytes(os.urandom(4)))
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.seed()

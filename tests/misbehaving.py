@@ -1,0 +1,174 @@
+"""Tasks that misbehave. Workers import them from here; a test calls one method of each."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from generators.environment import Turn
+from generators.task import Prompt, Score
+
+
+class Misbehaving:
+    """Its responses say what to do: `spin`, `segfault` … Anything else scores by its length."""
+
+    name = "misbehaving"
+
+    def __init__(self, start: str = "") -> None:
+        if start:
+            getattr(self, start)()
+
+    def make_prompt(self, split: str, index: int, seed: int) -> Prompt:
+        return Prompt(f"{split} {index} {seed}", entry=object())
+
+    def score_response(self, prompt: Prompt, response: str) -> Any:
+        name, _, argument = response.partition(" ")
+        method = getattr(self, f"do_{name}", None)
+        return method(argument) if method else Score(float(len(response)), {"pid": os.getpid()})
+
+    def do_spin(self, _: str) -> Any:
+        while True:
+            pass
+
+    def do_swallow(self, _: str) -> Any:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):
+            signal.signal(number, signal.SIG_IGN)
+        while True:
+            try:
+                while True:
+                    time.sleep(0.01)
+            except BaseException:
+                pass
+
+    def do_hold_interpreter(self, _: str) -> Any:
+        ctypes.PyDLL(None).pause()  # holds the lock of the interpreter, so no other thread of it runs
+
+    def do_segfault(self, _: str) -> Any:
+        ctypes.string_at(0)
+
+    def do_exit(self, code: str) -> Any:
+        os._exit(int(code))
+
+    def do_leave(self, code: str) -> Any:
+        sys.exit(int(code))
+
+    def do_grow(self, _: str) -> Any:
+        held = []
+        while True:
+            held.append(bytearray(64 << 20))
+
+    def do_raise(self, _: str) -> Any:
+        raise UnspeakableError
+
+    def do_raise_plainly(self, text: str) -> Any:
+        print("said before it failed")
+        raise KeyError(text)
+
+    def do_nan(self, _: str) -> Any:
+        return Score(float("nan"))
+
+    def do_print(self, num_bytes: str) -> Any:
+        for _ in range(int(num_bytes) >> 16):
+            os.write(1, b"x" * (1 << 16))
+        return Score(1.0)
+
+    def do_return_huge(self, num_bytes: str) -> Any:
+        return Score(1.0, {"x" * int(num_bytes): 1.0})
+
+    def do_return_strange(self, _: str) -> Any:
+        return Score(1.0, {"strange": object()})
+
+    def do_return_nothing(self, _: str) -> Any:
+        return None
+
+    def do_close_descriptors(self, _: str) -> Any:
+        os.closerange(3, 1000)
+        return Score(1.0)
+
+    def do_write_garbage(self, text: str) -> Any:
+        for descriptor in find_sockets():
+            os.write(descriptor, bytes.fromhex(text))
+        return Score(1.0)
+
+    def do_return_twice(self, _: str) -> Any:
+        os.fork()
+        return Score(1.0)
+
+    def do_fork_and_exit(self, _: str) -> Any:
+        if os.fork() == 0:
+            time.sleep(3600)
+        os._exit(7)
+
+    def do_start_children(self, _: str) -> Any:
+        """Starts a plain child, one with a session of its own, and a daemon; then spins."""
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+        subprocess.Popen(["sleep", "3600"], start_new_session=True)
+        start_daemon()
+        self.do_spin("")
+
+    def do_leave_children(self, _: str) -> Any:
+        subprocess.Popen(["sleep", "3600"], start_new_session=True)
+        start_daemon()
+        return Score(1.0)
+
+    def do_sleep(self, seconds: str) -> Any:
+        time.sleep(float(seconds))
+        return Score(1.0)
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+    __repr__ = __str__
+
+
+def find_sockets() -> list[int]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.append(int(name))
+        except OSError:
+            pass
+    return found
+
+
+def start_daemon() -> None:
+    """Starts a process that has lost its parent, its session and its standard streams."""
+    if (pid := os.fork()) == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.closerange(0, 1000)
+            time.sleep(3600)
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+class Counting:
+    """An environment of the first kind: it counts replies."""
+
+    def __init__(self, limit: int = 3) -> None:
+        if limit < 1:
+            raise ValueError("limit must be positive")
+        self.limit, self.count = limit, 0
+
+    def reset(self, row: dict[str, Any], seed: int) -> Turn:
+        return Turn(messages=[{"role": "user", "content": f"{row['index']} {seed}"}])
+
+    async def step(self, reply: dict[str, Any]) -> Turn:
+        self.count += 1
+        done = self.count == self.limit
+        messages = [] if done else [{"role": "user", "content": f"{reply['content']} {self.count}"}]
+        return Turn(messages=messages, reward=float(self.count), done=done)
+
+    def close(self) -> None:
+        print("closed")
+
+
+class Incomplete:
+    def make_row(self, split: str, index: int, seed: int) -> dict[str, Any]:
+        return {}
