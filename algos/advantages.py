@@ -114,6 +114,7 @@ def prime_advantages(
     sampled: Tensor,
     offsets: Tensor,
     gamma: float = 1.0,
+    turns: Tensor | None = None,
 ) -> Tensor:
     """Outcome and process rewards, each less a leave-one-out baseline (PRIME; Cui et al., 2025).
 
@@ -121,7 +122,7 @@ def prime_advantages(
     A_t = Σ_{s ≥ t} γ^(s − t) (r_s − mean over the other samples of their mean r) + R − mean of the other R.
 
     Shapes: rewards R [N], process_rewards r [T] (implicit rewards of tokens), groups [N], sampled [T] bool,
-    offsets [N + 1] -> [T].
+    offsets [N + 1], turns [T] (as in `algos.returns`) -> [T].
     """
     sequence = torch.repeat_interleave(torch.arange(len(rewards), device=sampled.device), offsets.diff())
     kept = torch.where(sampled, process_rewards.double(), 0.0)
@@ -130,25 +131,28 @@ def prime_advantages(
     group, size = _number_groups(groups)
     sum_of_others = _average_by_group(means, group, size) * size[group] - means
     baseline = sum_of_others / (size[group] - 1).clamp(min=1)
-    returns = discount_returns(torch.where(sampled, kept - baseline[sequence], 0.0), sampled, offsets, gamma)
+    centered = torch.where(sampled, kept - baseline[sequence], 0.0)
+    returns = discount_returns(centered, sampled, offsets, gamma, turns)
     outcomes = rloo_advantages(rewards, groups).double()[sequence]
     return torch.where(sampled, returns + outcomes, 0.0).float()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInputs:
-    """A step's batch as an advantage sees it: N sequences with T tokens in all, flat."""
+    """A step's batch as an advantage sees it: N episodes with T tokens in all, flat. A sample is an
+    episode."""
 
     rewards: Tensor
     """[N] rewards after shaping, the penalty for leaving the reference included"""
     token_rewards: Tensor
-    """[T] the same by token: each token's own charge, and the rest at a sequence's last sampled token"""
+    """[T] the same by token: each token's own charge, what was paid at it, and the rest at an episode's last
+    sampled token"""
     groups: Tensor
     """[N] group numbers"""
     offsets: Tensor
-    """[N + 1] int64: sequence i is tokens offsets[i] : offsets[i + 1]"""
+    """[N + 1] int64: episode i is tokens offsets[i] : offsets[i + 1]"""
     sequence: Tensor
-    """[T] int64: index of each token's sequence"""
+    """[T] int64: index of each token's episode"""
     sampled: Tensor
     """[T] bool: the tokens that the engine sampled, which are the actions"""
     mask: Tensor
@@ -162,6 +166,9 @@ class AdvantageInputs:
     """[T] log π_p − log μ; None where π_p is not known before the first update"""
     process_rewards: Tensor | None = None
     """[T] rewards of the implicit reward model; None without one"""
+    turns: Tensor | None = None
+    """[T] number of each sampled token's turn within its episode; None: tokens count by place, and a run of
+    sampled ones is a turn"""
 
 
 def _spread_samples(inputs: AdvantageInputs, advantages: Tensor) -> Tensor:
@@ -170,7 +177,7 @@ def _spread_samples(inputs: AdvantageInputs, advantages: Tensor) -> Tensor:
 
 
 def _compose_reinforce_pp(inputs: AdvantageInputs, algo: AlgoConfig) -> Tensor:
-    returns = discount_returns(inputs.token_rewards, inputs.sampled, inputs.offsets)
+    returns = discount_returns(inputs.token_rewards, inputs.sampled, inputs.offsets, turns=inputs.turns)
     return reinforce_pp_advantages(returns, inputs.mask)
 
 
@@ -180,9 +187,14 @@ def _compose_reinforce_pp_baseline(inputs: AdvantageInputs, algo: AlgoConfig) ->
 
 
 def _compose_prime(inputs: AdvantageInputs, algo: AlgoConfig) -> Tensor:
-    process_rewards = _require_column(inputs.process_rewards)
     advantages = prime_advantages(
-        inputs.rewards, process_rewards, inputs.groups, inputs.sampled, inputs.offsets, algo.prime.gamma
+        inputs.rewards,
+        _require_column(inputs.process_rewards),
+        inputs.groups,
+        inputs.sampled,
+        inputs.offsets,
+        algo.prime.gamma,
+        inputs.turns,
     )
     return whiten(advantages, inputs.mask)
 
@@ -220,8 +232,15 @@ def compute_value_targets(inputs: AdvantageInputs, algo: AlgoConfig) -> Tensor:
 
 def _estimate_gae(inputs: AdvantageInputs, algo: AlgoConfig, lam: float | Tensor) -> tuple[Tensor, Tensor]:
     estimate = turn_gae if algo.gae.span is Span.turn else gae
-    values = _require_column(inputs.values)
-    return estimate(inputs.token_rewards, values, inputs.sampled, inputs.offsets, algo.gae.gamma, lam)
+    return estimate(
+        inputs.token_rewards,
+        _require_column(inputs.values),
+        inputs.sampled,
+        inputs.offsets,
+        algo.gae.gamma,
+        lam,
+        inputs.turns,
+    )
 
 
 def _estimate_vtrace(inputs: AdvantageInputs, algo: AlgoConfig) -> tuple[Tensor, Tensor]:
@@ -235,6 +254,7 @@ def _estimate_vtrace(inputs: AdvantageInputs, algo: AlgoConfig) -> tuple[Tensor,
         algo.vtrace.lam,
         algo.vtrace.rho_bar,
         algo.vtrace.c_bar,
+        inputs.turns,
     )
 
 

@@ -28,7 +28,7 @@ def compute_aggregation_weights(
     - constant_horizon (Dr. GRPO): c_i / (sequences · horizon); the horizon is the longest response that may
       be sampled
 
-    Shapes: mask [T] bool, sequence [T] int64 (index of each token's sequence), sequence_counts [N] -> [T]
+    Shapes: mask [T] bool, sequence [T] int64 (index of each token's episode), sequence_counts [N] -> [T]
     float32, 0 for untrained tokens. `num_sequences` counts all sequences of the minibatch, also those without
     a trained token. An empty mask gives zeros.
     """

@@ -5,7 +5,7 @@ drops the token. A correction by sequence gives each token the weight of its seq
 within ±20, so ±inf gives a finite weight.
 
 Shapes everywhere: log_ratio [T], mask [T] bool (the tokens that are trained), sequence [T] int64 (index of
-each token's sequence) -> [T]. None divides by anything: the denominators count dropped tokens too
+each token's episode) -> [T]. None divides by anything: the denominators count dropped tokens too
 (`algos.aggregation`).
 """
 

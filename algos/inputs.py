@@ -1,7 +1,7 @@
 """The records that a policy loss takes: columns [T] of one microbatch, and the numbers of the algorithm.
 
-`algos.objective` makes them from a configuration. T counts the tokens of whole sequences that lie side by
-side, without padding. `mask` marks the tokens that are trained; the values of all other tokens cannot matter,
+`algos.objective` makes them from a configuration. T counts the tokens of whole episodes that lie side by
+side, without padding. A *sequence* is an episode, whatever the number of its turns and branches. `mask` marks the tokens that are trained; the values of all other tokens cannot matter,
 NaN included.
 """
 
@@ -26,7 +26,7 @@ class Tokens:
     mask: Tensor
     """[T] bool: the tokens that are trained"""
     sequence: Tensor
-    """[T] int64: index of each token's sequence"""
+    """[T] int64: index of each token's episode"""
 
 
 TokenLoss = Callable[[Tokens], Tensor]
@@ -37,7 +37,7 @@ Divergence = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """One microbatch and the numbers of its objective. The columns hold whole sequences."""
+    """One microbatch and the numbers of its objective. The columns hold whole episodes."""
 
     logprobs: Tensor
     """[T] log π_θ of the current policy, with a gradient"""
@@ -50,7 +50,7 @@ class LossInputs:
     mask: Tensor
     """[T] bool: the tokens that are trained"""
     sequence: Tensor
-    """[T] int64: index of each token's sequence, from 0"""
+    """[T] int64: index of each token's episode, from 0"""
     entropy: Tensor
     """[T] entropy H of the current policy at each token; with a gradient where it has a coefficient"""
     aggregation_weights: Tensor

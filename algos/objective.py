@@ -72,7 +72,7 @@ def compute_off_policy_weights(
     `log_ratio` is log π_p − log μ; it and the advantages cannot matter where not trained. All columns must be
     of the whole minibatch where `algo.needs_whole_minibatch`.
 
-    Shapes: log_ratio, advantages, mask (bool), sequence (int64, index of each token's sequence) [T] -> [T],
+    Shapes: log_ratio, advantages, mask (bool), sequence (int64, index of each token's episode) [T] -> [T],
     no gradient.
     """
     log_ratio = torch.where(mask, log_ratio.detach(), 0.0)

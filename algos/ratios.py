@@ -19,7 +19,7 @@ def count_sequences(sequence: Tensor) -> int:
 def sum_by_sequence(values: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
     """Returns at each token the sum over the trained tokens of its sequence.
 
-    Shapes: values [T], mask [T] bool, sequence [T] int64 (index of each token's sequence) -> [T].
+    Shapes: values [T], mask [T] bool, sequence [T] int64 (index of each token's episode) -> [T].
     """
     totals = torch.zeros(count_sequences(sequence), dtype=values.dtype, device=values.device)
     return totals.index_add(0, sequence, torch.where(mask, values, 0.0))[sequence]

@@ -1,7 +1,9 @@
-"""From Arrow to packed tensors: whole sequences side by side, no padding, no Python loop over tokens.
+"""From Arrow to packed tensors: whole episodes side by side, no padding, no Python loop over tokens.
 
-Arrow's list offsets are the `cu_seqlens` of variable-length attention. Every value at index t belongs to
-token t; the log-probability of token t comes from the model's output at t − 1 of the same sequence.
+An episode is one or more branches, each a token sequence of its own; its branches lie side by side, and are
+never divided. Arrow's list offsets are the ends of branches, and so the `cu_seqlens` of variable-length
+attention. Every value at index t belongs to token t; the log-probability of token t comes from the model's
+output at t − 1 of the same branch. Losses know episodes only: `sequence` is the index of a token's episode.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from buffers.trajectory import GREEDY, flatten_column
+
+
+CUT_OFF = ("max_tokens", "context_overflow")
+"""Ends of an episode that was not over when it was cut off."""
 
 
 class ReportedMicrobatches(Sequence["Packed"]):
@@ -35,7 +41,7 @@ class ReportedMicrobatches(Sequence["Packed"]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A step's trajectories: N sequences with T tokens in all, flat."""
+    """A step's trajectories: N episodes in B branches with T tokens in all, flat."""
 
     tokens: Tensor
     """[T] int32"""
@@ -46,22 +52,33 @@ class Batch:
     versions: Tensor
     """[T] int32: version that sampled each token; -1 where not sampled"""
     offsets: np.ndarray
-    """[N + 1] int64: sequence i is tokens[offsets[i] : offsets[i + 1]]"""
+    """[N + 1] int64: episode i is tokens[offsets[i] : offsets[i + 1]], branch after branch"""
+    branch_offsets: np.ndarray
+    """[B + 1] int64: the same for branches, each of which lies within one episode. Attention and positions
+    are by branch"""
     rewards: Tensor
     """[N] float32: as the task gives them"""
     groups: Tensor
     """[N] int64: group numbers, ascending"""
     group_weights: Tensor
-    """[N] float32: importance weight of each sequence's group; 1 where the sampler gives none"""
+    """[N] float32: importance weight of each episode's group; 1 where the sampler gives none"""
     truncated: Tensor
-    """[N] bool: cut off at the longest response that may be sampled"""
+    """[N] bool: cut off, at the longest response that may be sampled or because the context was full"""
     greedy_rewards: Tensor
     """[N] float32: reward of the greedy response to the same prompt; NaN where none was made"""
     started_at: Tensor | None = None
     """[N] float64: Unix time in seconds, by the generator's clock, when it asked for the first token;
     None: not known"""
     generators: Sequence[str] = ()
-    """[N] names of the generators that sampled the sequences; empty: not known"""
+    """[N] names of the generators that sampled the episodes; empty: not known"""
+    stops: Sequence[str] = ()
+    """[N] ends of the episodes (`buffers.trajectory.EPISODE_STOPS`); empty: not known"""
+    turns: Tensor | None = None
+    """[T] int16: the episode's turn in which each token was sampled, -1 where not sampled; None: not known,
+    so a run of sampled tokens counts as a turn"""
+    token_rewards: Tensor | None = None
+    """[T] float32: the part of the episode's reward that was paid at each token; None: all was paid at the
+    end"""
     experts: Tensor | None = None
     """[T, layers · k] int16: experts that the engine sent each token to, -1 where it recorded none; None:
     no recording"""
@@ -71,9 +88,28 @@ class Batch:
         return len(self.offsets) - 1
 
     @property
+    def num_branches(self) -> int:
+        return len(self.branch_offsets) - 1
+
+    @property
     def sequence(self) -> Tensor:
-        """[T] int64: index of each token's sequence."""
-        return torch.from_numpy(np.repeat(np.arange(self.num_sequences), np.diff(self.offsets)))
+        """[T] int64: index of each token's episode."""
+        return _number_tokens(self.offsets)
+
+    @property
+    def branch(self) -> Tensor:
+        """[T] int64: index of each token's branch, within the batch."""
+        return _number_tokens(self.branch_offsets)
+
+    @property
+    def first_branches(self) -> np.ndarray:
+        """[N + 1] int64: branches first_branches[i] : first_branches[i + 1] are those of episode i."""
+        return np.searchsorted(self.branch_offsets, self.offsets)
+
+
+def _number_tokens(offsets: np.ndarray) -> Tensor:
+    """Returns [T] int64 the index of each token's part, from the parts' ends [n + 1]."""
+    return torch.from_numpy(np.repeat(np.arange(len(offsets) - 1), np.diff(offsets)))
 
 
 def batch_from_arrow(table: pa.Table, group_weights: Sequence[float] = ()) -> Batch:
@@ -84,19 +120,30 @@ def batch_from_arrow(table: pa.Table, group_weights: Sequence[float] = ()) -> Ba
     share, so they are for reading only.
     """
     lengths = table.column("tokens").combine_chunks().value_lengths().to_numpy()
+    branch_offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    first = np.flatnonzero(table.column("branch").to_numpy() == 0)
+    assert not table.num_rows or (len(first) and first[0] == 0), "the branches of an episode count from 0"
+    is_cut_off = pc.or_(
+        pc.equal(table.column("finish_reason"), "length"),
+        pc.is_in(table.column("stop"), value_set=pa.array(CUT_OFF)),
+    )
     return Batch(
         tokens=_read_column(table, "tokens"),
         sampled=torch.from_numpy(np.array(flatten_column(table, "sampled"))),
         behavior_logprobs=_read_column(table, "logprobs"),
         versions=_read_column(table, "versions"),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        rewards=torch.from_numpy(np.array(table.column("reward").to_numpy())).float(),
-        groups=torch.from_numpy(np.array(table.column("group").to_numpy())),
-        group_weights=_spread_group_weights(table, group_weights),
-        truncated=torch.from_numpy(pc.equal(table.column("finish_reason"), "length").to_numpy()),
-        greedy_rewards=_read_reward_component(table, GREEDY),
-        started_at=torch.from_numpy(np.array(table.column("started_at").to_numpy())),
-        generators=table.column("generator").to_pylist(),
+        offsets=branch_offsets[np.append(first, table.num_rows)],
+        branch_offsets=branch_offsets,
+        rewards=torch.from_numpy(table.column("reward").to_numpy()[first]).float(),
+        groups=torch.from_numpy(table.column("group").to_numpy()[first]),
+        group_weights=_spread_group_weights(table, group_weights)[first],
+        truncated=torch.from_numpy(np.logical_or.reduceat(is_cut_off.to_numpy(), first)),
+        greedy_rewards=_read_reward_component(table, GREEDY)[first],
+        started_at=torch.from_numpy(np.minimum.reduceat(table.column("started_at").to_numpy(), first)),
+        generators=table.column("generator").take(first).to_pylist(),
+        stops=table.column("stop").take(first).to_pylist(),
+        turns=_read_column(table, "turn"),
+        token_rewards=_read_token_rewards(table, branch_offsets),
         experts=_read_experts(table, int(lengths.sum())),
     )
 
@@ -111,6 +158,23 @@ def _read_column(table: pa.Table, name: str) -> Tensor:
     column = table.column(name)
     whole = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     return torch.from_dlpack(whole.flatten())
+
+
+def _read_token_rewards(table: pa.Table, branch_offsets: np.ndarray) -> Tensor | None:
+    """Returns [T] the rewards that were paid at tokens, 0 in rows without them; None where no row has
+    them."""
+    lengths = table.column("token_rewards").combine_chunks().value_lengths().to_numpy()
+    if not lengths.any():
+        return None
+    token_rewards = torch.zeros(int(branch_offsets[-1]))
+    token_rewards[_chain_ranges(branch_offsets[:-1], lengths)] = _read_column(table, "token_rewards")
+    return token_rewards
+
+
+def _chain_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Returns the numbers of the ranges starts[i] : starts[i] + lengths[i], range after range."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + lengths, lengths)
 
 
 def _read_reward_component(table: pa.Table, name: str) -> Tensor:
@@ -129,20 +193,23 @@ def _spread_group_weights(table: pa.Table, group_weights: Sequence[float]) -> Te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """A microbatch: n whole sequences with T tokens in all, as one row for variable-length attention."""
+    """A microbatch: n whole episodes in b branches with T tokens in all, as one row for variable-length
+    attention."""
 
     tokens: Tensor
     """[T] int64"""
     positions: Tensor
-    """[T] int64, from 0 in each sequence"""
+    """[T] int64, from 0 in each branch"""
     cu_seqlens: Tensor
-    """[n + 1] int32"""
+    """[b + 1] int32: ends of the branches"""
     max_seqlen: int
-    """Length of the longest sequence"""
+    """Length of the longest branch"""
+    offsets: Tensor
+    """[n + 1] int64: ends of the episodes"""
     index: Tensor
     """[T] int64: place of each token in its batch; `column[index]` packs any [T] column of the batch"""
     targets: Tensor
-    """[K] int64: places of the sampled tokens that have a token before them in their sequence: all that a
+    """[K] int64: places of the sampled tokens that have a token before them in their branch: all that a
     model's head is asked for"""
     num_sampled: int
     behavior_logprobs: Tensor
@@ -152,22 +219,25 @@ class Packed:
 
     @property
     def sequence(self) -> Tensor:
-        """[T] int64: index of each token's sequence, within the microbatch."""
-        return torch.repeat_interleave(torch.arange(len(self.cu_seqlens) - 1), self.cu_seqlens.diff())
+        """[T] int64: index of each token's episode, within the microbatch."""
+        return torch.repeat_interleave(torch.arange(len(self.offsets) - 1), self.offsets.diff())
 
 
 def pack_rows(batch: Batch, rows: Sequence[int]) -> Packed:
-    """Returns the sequences `rows` of a batch as one microbatch."""
-    starts, lengths = batch.offsets[rows], np.diff(batch.offsets)[rows]
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
-    positions = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], lengths)
-    index = torch.from_numpy(np.repeat(starts, lengths) + positions)
+    """Returns the episodes `rows` of a batch as one microbatch."""
+    lengths, first_branches = np.diff(batch.offsets)[rows], batch.first_branches
+    branches = _chain_ranges(first_branches[rows], np.diff(first_branches)[rows])
+    branch_lengths = np.diff(batch.branch_offsets)[branches]
+    cu_seqlens = np.concatenate([[0], np.cumsum(branch_lengths)])
+    positions = _chain_ranges(np.zeros_like(branch_lengths), branch_lengths)
+    index = torch.from_numpy(_chain_ranges(batch.offsets[rows], lengths))
     sampled = batch.sampled[index]
     return Packed(
         tokens=batch.tokens[index].long(),
         positions=torch.from_numpy(positions),
         cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
-        max_seqlen=int(lengths.max()),
+        max_seqlen=int(branch_lengths.max()),
+        offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])),
         index=index,
         targets=(sampled & (torch.from_numpy(positions) > 0)).nonzero()[:, 0],
         num_sampled=int(sampled.sum()),
@@ -177,10 +247,10 @@ def pack_rows(batch: Batch, rows: Sequence[int]) -> Packed:
 
 
 def pad_packed(packed: Packed, multiple: int) -> Packed:
-    """Returns the microbatch with one more sequence, of zeros, where the number of tokens is not a multiple.
+    """Returns the microbatch with one more branch, of zeros, where the number of tokens is not a multiple.
 
-    It is for an engine's own forward pass only: `index` and all that refers to the batch stay without the
-    padding.
+    It is for an engine's own forward pass only: `index`, `offsets` and all that refers to the batch stay
+    without the padding.
     """
     missing = -len(packed.tokens) % multiple
     if not missing:
@@ -197,7 +267,7 @@ def pad_packed(packed: Packed, multiple: int) -> Packed:
 
 @dataclass(frozen=True, slots=True)
 class PackingCost:
-    """Cost of training a sequence: a part by token, and attention by the square of its length.
+    """Cost of training a branch: a part by token, and attention by the square of its length.
 
     It is in FLOPs where the model's kind is known, else in tokens.
     """
@@ -206,23 +276,28 @@ class PackingCost:
     per_square: float = 0.0
 
     def of_lengths(self, lengths: np.ndarray) -> np.ndarray:
-        """Returns [N] float64 the costs of sequences of these lengths [N]."""
+        """Returns [B] float64 the costs of branches of these lengths [B]."""
         return self.per_token * lengths + self.per_square * np.square(lengths, dtype=np.float64)
+
+    def of_episodes(self, batch: Batch) -> np.ndarray:
+        """Returns [N] float64 the cost of each episode of a batch: the sum over its branches."""
+        costs = self.of_lengths(np.diff(batch.branch_offsets))
+        return np.add.reduceat(costs, batch.first_branches[:-1])
 
 
 @dataclass(frozen=True, slots=True)
 class PackingPlan:
-    """The division of sequences over shares and microbatches."""
+    """The division of episodes over shares and microbatches."""
 
     shares: list[list[list[int]]]
     """Rows, ascending, by share and microbatch; equally many microbatches for each share, none empty"""
     fill: float
-    """Tokens over what the microbatches may hold: above 1 where a sequence is longer than that"""
+    """Tokens over what the microbatches may hold: above 1 where an episode is longer than that"""
     balance: float
     """Share of the time in which no rank waits: cost over (cost of each round's dearest microbatch ×
     shares)"""
     cost: float
-    """Cost of all sequences"""
+    """Cost of all episodes"""
     tokens: np.ndarray
     """[microbatches of all shares] number of tokens"""
 
@@ -238,12 +313,12 @@ class PackingPlan:
 
 
 def plan_packing(
-    lengths: np.ndarray, budget: int, num_shares: int, cost: PackingCost | None = None
+    lengths: np.ndarray, budget: int, num_shares: int, costs: np.ndarray | None = None
 ) -> PackingPlan:
-    """Divides sequences of these lengths [N] into microbatches of at most `budget` tokens, or one longer
-    sequence alone.
+    """Divides episodes of these lengths [N] into microbatches of at most `budget` tokens, or one longer
+    episode alone. `costs` [N]: by default their lengths.
 
-    The dearest sequence goes first, always to the cheapest microbatch so far that has room (Graham, 1969).
+    The dearest episode goes first, always to the cheapest microbatch so far that has room (Graham, 1969).
     Then the microbatches, sorted by cost, are dealt out to the shares in rounds, because in each round all
     shares wait for the dearest one. Where the shares do not divide the number of rows, there may be too few
     rows to keep all of that: then, and only then, the budget gives way. Raises ValueError for fewer rows than
@@ -251,9 +326,9 @@ def plan_packing(
     """
     if len(lengths) < num_shares:
         raise ValueError(
-            f"a minibatch must hold at least a sequence a share, got {len(lengths)} for {num_shares} shares"
+            f"a minibatch must hold at least an episode a share, got {len(lengths)} for {num_shares} shares"
         )
-    costs = (cost or PackingCost()).of_lengths(lengths)
+    costs = lengths.astype(np.float64) if costs is None else costs
     most = len(lengths) // num_shares
     per_share = min(most, -(-int(lengths.sum()) // (budget * num_shares)))
     while (bins := _fill_bins(lengths, costs, budget, per_share * num_shares, per_share == most)) is None:
@@ -294,7 +369,7 @@ def pack_share(
     share: int,
     cost: PackingCost | None = None,
 ) -> list[Packed]:
-    """Returns the microbatches of one share of the sequences `rows` of a batch."""
+    """Returns the microbatches of one share of the episodes `rows` of a batch."""
     return divide_rows(batch, rows, budget, num_shares, share, cost)[0]
 
 
@@ -309,7 +384,8 @@ def divide_rows(
     """Returns what `pack_share` returns, and the plan of all shares, whose rows count from 0 within
     `rows`."""
     rows_array = np.asarray(rows)
-    plan = plan_packing(np.diff(batch.offsets)[rows_array], budget, num_shares, cost)
+    costs = (cost or PackingCost()).of_episodes(batch)[rows_array]
+    plan = plan_packing(np.diff(batch.offsets)[rows_array], budget, num_shares, costs)
     return [pack_rows(batch, rows_array[local].tolist()) for local in plan.shares[share]], plan
 
 

@@ -81,14 +81,15 @@ def find_tolerance(config: Config) -> float:
 
 
 def find_fresh_tokens(batch: Batch, version: int) -> Tensor:
-    """Returns [T] bool: the sampled tokens of the sequences that only this version sampled.
+    """Returns [T] bool: the sampled tokens of the branches that only this version sampled.
 
     A token after one of another version does not count: it was sampled from that version's entries in the
     engine's cache.
     """
     others = (batch.sampled & (batch.versions != version)).float()
-    mixed = torch.zeros(batch.num_sequences).index_add_(0, batch.sequence, others) > 0
-    return batch.sampled & ~mixed[batch.sequence]
+    branch = batch.branch
+    mixed = torch.zeros(batch.num_branches).index_add_(0, branch, others) > 0
+    return batch.sampled & ~mixed[branch]
 
 
 def compare_logprobs(learner_logprobs: Tensor, behavior_logprobs: Tensor, where: Tensor) -> Differences:
@@ -121,8 +122,11 @@ def check_parity(
     if is_within_tolerance(differences.values, tolerance, num_outliers):
         return
     worst, largest = int(differences.places[0]), float(differences.values[0])
-    row = int(np.searchsorted(batch.offsets, worst, side="right")) - 1
-    start, end = batch.offsets[row : row + 2].tolist()
+    row, branch = (
+        int(np.searchsorted(offsets, worst, side="right")) - 1
+        for offsets in (batch.offsets, batch.branch_offsets)
+    )
+    start, end = batch.branch_offsets[branch : branch + 2].tolist()
     raise ParityError(
         f"log-probabilities of generator and learner must agree within {tolerance:g}, and within "
         f"{MEAN_SHARE * tolerance:g} on average, but for {num_outliers} tokens of {len(differences.values)} "
@@ -149,7 +153,7 @@ def check_probe(
     num_outliers = 0 if config.model.dtype is Dtype.float32 and not again else NUM_OUTLIERS
     source = f"the parity probe of version {version}"
     check_parity(differences, learner_logprobs, probe, find_tolerance(config), num_outliers, source)
-    metrics, longest = differences.metrics(), int(np.diff(probe.offsets).max())
+    metrics, longest = differences.metrics(), int(np.diff(probe.branch_offsets).max())
     log.info(
         "parity probe of version %d: %d tokens in sequences of up to %d, largest difference %.2e, mean %.2e",
         version,

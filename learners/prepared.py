@@ -11,7 +11,8 @@ from torch import Tensor
 from algos import kl
 from algos.advantages import AdvantageInputs
 from algos.aggregation import compute_aggregation_weights
-from algos.rewards import charge_kl, draw_by_score, normalize_rewards, soft_overlong_penalty
+from algos.returns import Actions
+from algos.rewards import charge_kl, draw_by_score, normalize_rewards, pay_by_turn, soft_overlong_penalty
 from configs.algo import Aggregation, AlgoConfig
 from configs.schema import Config
 from learners.packing import Batch
@@ -19,19 +20,19 @@ from learners.packing import Batch
 
 @dataclass(slots=True, kw_only=True)
 class PreparedBatch:
-    """A step's batch before its first update. Columns [T], flat, of the whole batch of N sequences."""
+    """A step's batch before its first update. Columns [T], flat, of the whole batch of N episodes."""
 
     batch: Batch
     step: int
     """Version of the weights that are held, which is the number of the step"""
     sequence: Tensor
-    """[T] int64: index of each token's sequence"""
+    """[T] int64: index of each token's episode"""
     admissible: Tensor
     """[T] bool: sampled tokens whose staleness is within `max_versions`"""
     mask: Tensor
     """[T] bool: the admissible tokens that are trained"""
     sequence_counts: Tensor
-    """[N] how often each sequence counts: its group's weight times the draws of PF-PPO"""
+    """[N] how often each episode counts: its group's weight times the draws of PF-PPO"""
     proximal_logprobs: Tensor | None
     """[T] log π_p; None: those of the one update's own forward pass"""
     reference_logprobs: Tensor | None
@@ -46,19 +47,19 @@ class PreparedBatch:
     """Figures of the reward model, which is trained before the advantages are known; empty without one"""
 
     def mark_rows(self, rows: list[int]) -> Tensor:
-        """Returns [T] bool: the tokens of these sequences."""
+        """Returns [T] bool: the tokens of these episodes."""
         chosen = torch.zeros(self.batch.num_sequences, dtype=torch.bool)
         chosen[rows] = True
         return chosen[self.sequence]
 
     def has_trained_tokens(self, rows: list[int]) -> bool:
-        """True when a token of these sequences is trained: without one, an optimizer's momentum would
+        """True when a token of these episodes is trained: without one, an optimizer's momentum would
         still move weights."""
         trained = self.mask & self.mark_rows(rows) & (self.sequence_counts > 0)[self.sequence]
         return bool(trained.any())
 
     def weigh_token_mean(self, mask: Tensor) -> Tensor:
-        """Returns [T] the weights of a mean over the tokens of the mask, each as often as its sequence
+        """Returns [T] the weights of a mean over the tokens of the mask, each as often as its episode
         counts."""
         return compute_aggregation_weights(
             Aggregation.token_mean, mask, self.sequence, self.batch.num_sequences,
@@ -66,9 +67,9 @@ class PreparedBatch:
         )  # fmt: skip
 
     def weigh_minibatch(self, config: Config, rows: list[int], num_minibatches: int) -> Tensor:
-        """Returns [T] the aggregation weights of the minibatch that holds these sequences.
+        """Returns [T] the aggregation weights of the minibatch that holds these episodes.
 
-        Means over sequences divide by all sequences of the batch; the factor makes it those of a minibatch.
+        Means over sequences divide by all episodes of the batch; the factor makes it those of a minibatch.
         """
         algo = config.algo
         weights = compute_aggregation_weights(
@@ -103,14 +104,32 @@ class PreparedBatch:
             "staleness/mean": float(staleness.mean()) if len(staleness) else 0.0,
             "staleness/max": float(staleness.max()) if len(staleness) else 0.0,
             "staleness/masked_fraction": 1.0 - float(admissible.sum()) / max(1, int(batch.sampled.sum())),
-        }
+        } | describe_episodes(batch)
+
+
+def find_actions(batch: Batch) -> Actions:
+    """Returns the batch's sampled tokens in the order in which they count."""
+    return Actions.find(batch.sampled, torch.from_numpy(batch.offsets), batch.turns)
+
+
+def describe_episodes(batch: Batch) -> dict[str, float]:
+    """Returns turns, branches and ends of the episodes; nothing where all have one turn and one branch."""
+    is_plain = batch.turns is None or not len(batch.turns) or int(batch.turns.max()) <= 0
+    if is_plain and batch.num_branches == batch.num_sequences:
+        return {}
+    num_turns = find_actions(batch).count_turns(batch.num_sequences)
+    ends = {f"episode/stop/{word}": batch.stops.count(word) for word in sorted(set(batch.stops))}
+    return {
+        "episode/turns_mean": float(num_turns.double().mean()),
+        "episode/branches_mean": batch.num_branches / batch.num_sequences,
+    } | {name: count / batch.num_sequences for name, count in ends.items()}
 
 
 def shape_rewards(config: Config, batch: Batch) -> Tensor:
     """Returns [N] the rewards after the overlong penalty, normalization and clip of `algo.reward`."""
     shaping, rewards = config.algo.reward, batch.rewards
     if shaping.overlong_share is not None:
-        lengths = torch.zeros(batch.num_sequences).index_add_(0, batch.sequence, batch.sampled.float())
+        lengths = find_actions(batch).find_longest_turns(batch.num_sequences).float()
         longest = config.sampling.max_tokens
         rewards = rewards + soft_overlong_penalty(lengths, longest, shaping.overlong_share * longest)
     if shaping.normalize:
@@ -157,14 +176,16 @@ def make_advantage_inputs(
         assert reference_logprobs is not None
         sampler_logprobs = batch.behavior_logprobs if proximal_logprobs is None else proximal_logprobs
         penalty = kl.ESTIMATORS[algo.kl.estimator](sampler_logprobs, reference_logprobs)
-    # Sequences in which nothing was sampled get their reward at their first token, which belongs to them
+    # Episodes in which nothing was sampled get their reward at their first token, which belongs to them
     # alone.
-    last = torch.from_numpy(batch.offsets[:-1].copy()).scatter_reduce_(
-        0, sequence[batch.sampled], batch.sampled.nonzero()[:, 0], "amax"
-    )
+    actions, last = find_actions(batch), torch.from_numpy(batch.offsets[:-1].copy())
+    last[actions.owner[actions.last]] = actions.index[actions.last]
     token_rewards = charge_kl(shape_rewards(config, batch), penalty, kl_coef, batch.sampled, last)
+    rewards = torch.zeros(batch.num_sequences).index_add_(0, sequence, token_rewards)
+    if batch.token_rewards is not None:
+        token_rewards = pay_by_turn(token_rewards, batch.token_rewards, batch.sampled, sequence, last)
     return AdvantageInputs(
-        rewards=torch.zeros(batch.num_sequences).index_add_(0, sequence, token_rewards),
+        rewards=rewards,
         token_rewards=token_rewards,
         groups=batch.groups,
         offsets=torch.from_numpy(batch.offsets),
@@ -175,11 +196,12 @@ def make_advantage_inputs(
         values=values,
         log_ratio=None if proximal_logprobs is None else proximal_logprobs - batch.behavior_logprobs,
         process_rewards=process_rewards,
+        turns=batch.turns,
     )
 
 
 def draw_sequence_counts(config: Config, batch: Batch, step: int) -> Tensor:
-    """Returns [N] how often each sequence counts. All ranks, and all repetitions of a step, draw the same."""
+    """Returns [N] how often each episode counts. All ranks, and all repetitions of a step, draw the same."""
     power = config.algo.reward.filter_power
     if power is None:
         return batch.group_weights
