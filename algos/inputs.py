@@ -1,8 +1,8 @@
 """The records that a policy loss takes: columns [T] of one microbatch, and the numbers of the algorithm.
 
 `algos.objective` makes them from a configuration. T counts the tokens of whole episodes that lie side by
-side, without padding. A *sequence* is an episode, whatever the number of its turns and branches. `mask` marks the tokens that are trained; the values of all other tokens cannot matter,
-NaN included.
+side, without padding. A *sequence* is an episode, whatever the number of its turns and branches. `mask` marks
+the tokens that are trained; the values of all other tokens cannot matter, NaN included.
 """
 
 from collections.abc import Callable

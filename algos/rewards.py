@@ -1,4 +1,4 @@
-"""Rewards before they become advantages: shaped, normalized, paid by token, and episodes drawn again by them."""
+"""Rewards before they become advantages: shaped, normalized, paid by turn, and episodes drawn again."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ def charge_kl(rewards: Tensor, kl: Tensor, coefficient: float, sampled: Tensor, 
     return token_rewards.index_add(0, last, rewards.to(token_rewards.dtype))
 
 
-def pay_by_turn(token_rewards: Tensor, paid: Tensor, sampled: Tensor, sequence: Tensor, last: Tensor) -> Tensor:
+def pay_by_turn(
+    token_rewards: Tensor, paid: Tensor, sampled: Tensor, sequence: Tensor, last: Tensor
+) -> Tensor:
     """Rewards of tokens, with what the episode's turns were paid taken from its last sampled token to where
     it was paid.
 

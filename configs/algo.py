@@ -63,8 +63,8 @@ class AlgoConfig(SurrogateSections):
     aggregation: Aggregation = setting(Aggregation.token_mean)
     """How the losses of tokens become one number."""
     horizon: int | None = setting(None, POSITIVE)
-    """Tokens by which a sequence's sum is divided, for `aggregation=constant_horizon` only. Null:
-    `sampling.max_tokens`."""
+    """Tokens by which the sum over an episode is divided, for `aggregation=constant_horizon` only. Null:
+    `sampling.max_tokens`, the longest reply of one turn."""
     kl: KlConfig = section(KlConfig)
     entropy_coef: float = setting(0.0, NOT_NEGATIVE)
     """Coefficient of the entropy bonus."""

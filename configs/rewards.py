@@ -12,10 +12,10 @@ class RewardConfig(Section):
 
     overlong_share: float | None = setting(None, above_up_to(0, 1))
     """DAPO's soft overlong penalty: the last share of `sampling.max_tokens`, over which a sample's reward
-    falls linearly by 1. Null: no penalty."""
+    falls linearly by 1. The longest reply of a sample of several turns counts. Null: no penalty."""
     overlong_filter: bool = setting(False)
-    """Train neither policy nor critic on samples that were cut off at `sampling.max_tokens`. They count for
-    their group."""
+    """Train neither policy nor critic on samples that were cut off, at `sampling.max_tokens` or because the
+    context was full. They count for their group."""
     normalize: bool = setting(False)
     """Replace each reward R by (R − mean) / std over the step's batch."""
     clip: float | None = setting(None, POSITIVE)

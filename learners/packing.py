@@ -7,7 +7,7 @@ output at t − 1 of the same branch. Losses know episodes only: `sequence` is t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from buffers.trajectory import GREEDY, flatten_column
-
 
 CUT_OFF = ("max_tokens", "context_overflow")
 """Ends of an episode that was not over when it was cut off."""
@@ -53,9 +52,6 @@ class Batch:
     """[T] int32: version that sampled each token; -1 where not sampled"""
     offsets: np.ndarray
     """[N + 1] int64: episode i is tokens[offsets[i] : offsets[i + 1]], branch after branch"""
-    branch_offsets: np.ndarray
-    """[B + 1] int64: the same for branches, each of which lies within one episode. Attention and positions
-    are by branch"""
     rewards: Tensor
     """[N] float32: as the task gives them"""
     groups: Tensor
@@ -82,6 +78,13 @@ class Batch:
     experts: Tensor | None = None
     """[T, layers · k] int16: experts that the engine sent each token to, -1 where it recorded none; None:
     no recording"""
+    branch_offsets: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """[B + 1] int64: the same as `offsets` for branches, each of which lies within one episode. Attention and
+    positions are by branch. By default every episode is one branch"""
+
+    def __post_init__(self) -> None:
+        if not len(self.branch_offsets):
+            object.__setattr__(self, "branch_offsets", self.offsets)
 
     @property
     def num_sequences(self) -> int:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from algos import rewards as shaping
-from algos.returns import discount_returns, find_turns, gae, length_adaptive_lambda, turn_gae, vtrace
+from algos.returns import Actions, discount_returns, gae, length_adaptive_lambda, turn_gae, vtrace
 from algos.values import (
     implicit_reward_loss,
     implicit_rewards,
@@ -139,16 +139,19 @@ def test_vtrace_on_policy_is_the_return_and_gae_at_lambda_one_too(seed: int, gam
 @given(st.integers(0, 10**6))
 def test_a_turn_is_what_a_sequence_has_sampled_without_a_break(seed: int) -> None:
     case = PackedCase(seed)
-    turn, first = find_turns(case.mask, case.offsets)
+    actions = Actions.find(case.mask, case.offsets)
     expected = [tokens for sequence in case.list_turns() for tokens in sequence]
-    assert first.nonzero()[:, 0].tolist() == [tokens[0] for tokens in expected]
+    assert actions.keep_first().index.tolist() == [tokens[0] for tokens in expected]
     for number, tokens in enumerate(expected):
-        assert turn[tokens].tolist() == [number] * len(tokens)
+        assert actions.index[actions.turn == number].tolist() == tokens
+    turns = [[len(tokens) for tokens in sequence] for sequence in case.list_turns()]
+    assert actions.count_turns(5).tolist() == [len(lengths) for lengths in turns]
+    assert actions.find_longest_turns(5).tolist() == [max(lengths, default=0) for lengths in turns]
 
 
 def test_the_end_of_a_sequence_ends_its_turn() -> None:
-    turn, first = find_turns(torch.ones(5, dtype=torch.bool), torch.tensor([0, 2, 2, 5]))
-    assert turn.tolist() == [0, 0, 1, 1, 1] and first.tolist() == [True, False, True, False, False]
+    actions = Actions.find(torch.ones(5, dtype=torch.bool), torch.tensor([0, 2, 2, 5]))
+    assert actions.turn.tolist() == [0, 0, 1, 1, 1] and actions.keep_first().index.tolist() == [0, 2]
 
 
 @settings(max_examples=60, deadline=None)
@@ -166,7 +169,8 @@ def test_gae_by_turn_equals_its_equation_and_asks_for_the_value_of_first_tokens_
             total = sum((gamma * lam) ** (j - i) * deltas[j] for j in range(i, len(sequence)))
             advantages |= dict.fromkeys(tokens, total)
             returns |= dict.fromkeys(tokens, total + value[i])
-    values = torch.where(find_turns(case.mask, case.offsets)[1], case.values, math.nan)
+    values, first = torch.full_like(case.values, math.nan), Actions.find(case.mask, case.offsets).keep_first()
+    values[first.index] = case.values[first.index]
     found = turn_gae(case.rewards, values, case.mask, case.offsets, gamma, lam)
     assert_column(found[0], advantages)
     assert_column(found[1], returns)
@@ -206,7 +210,7 @@ def test_nothing_sampled_gives_nothing() -> None:
     for found in vtrace(empty, empty, empty, none, offsets):
         assert found.tolist() == [0, 0, 0, 0]
     assert discount_returns(empty, none, offsets).tolist() == [0, 0, 0, 0]
-    assert find_turns(none[:0], torch.tensor([0]))[1].shape == (0,)
+    assert Actions.find(none[:0], torch.tensor([0])).keep_first().index.shape == (0,)
 
 
 def test_vtrace_is_defined_where_a_policy_never_samples_a_token() -> None:

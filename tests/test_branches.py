@@ -1,0 +1,277 @@
+"""Episodes of several turns and branches in the learner: read, packed and trained, against loops over tokens
+in double precision."""
+
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache
+from itertools import groupby, pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from branched_episodes import (
+    ModelColumns,
+    ScriptedStep,
+    draw_episodes,
+    make_branched_batch,
+    move_branches,
+    run_scripted_step,
+)
+from episode_equations import StepEquations, read_episodes, set_equations
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import on_ranks
+from test_step import COMPOSITIONS as PRESETS
+from torch import Tensor
+from training_steps import GROUP_WEIGHTS, GROUPS, SAMPLES, STEP, change_learner, configure_step
+
+from buffers.trajectory import Trajectory, to_batch
+from configs.schema import Config
+from learners.packing import PackingCost, batch_from_arrow, divide_rows
+from learners.parity import find_fresh_tokens
+from learners.prepared import describe_episodes, shape_rewards
+from learners.world import World
+
+COMPOSITIONS = {name: overrides for name, overrides in PRESETS.items() if name != "grpo_with_everything"} | {
+    "ppo_by_turn": ["algo=ppo", "algo.gae.span=turn", "algo.gae.whiten=false", "algo.gae.lam=0.9"],
+    "reinforce_pp_baseline": ["algo=reinforce_pp", "algo.advantage=reinforce_pp_baseline"],
+    "grpo_with_everything": [
+        "algo=grpo",
+        "algo.kl.loss_coef=0.04",
+        "algo.kl.estimator=k3",
+        "algo.entropy_coef=0.01",
+        "algo.normalize_weights=true",
+        "algo.imitation_coef=0.1",
+        "algo.rejection.estimator=k3",
+        "algo.rejection.level=sequence_max",
+        "algo.rejection.threshold=0.1",
+        "algo.reward.overlong_share=0.5",
+        "algo.reward.overlong_filter=true",
+        "algo.reward.normalize=true",
+        "algo.reward.clip=1.5",
+    ],
+    "by_horizon": ["algo=grpo", "algo.aggregation=constant_horizon", "algo.horizon=9"],
+    "by_sum": ["algo=grpo", "algo.aggregation=sequence_mean_token_sum", "algo.correction=sequence_tis"],
+    "sequence_mask": ["algo=grpo", "algo.correction=sequence_mask"],
+    "geometric_mask": ["algo=grpo", "algo.correction=geometric_mask", "algo.correction_floor=0.9",
+                       "algo.correction_cap=1.1"],
+    "rejection_by_sum": ["algo=grpo", "algo.rejection.estimator=k2", "algo.rejection.level=sequence_sum",
+                         "algo.rejection.threshold=0.1"],
+    "rejection_by_mean": ["algo=grpo", "algo.rejection.estimator=k2", "algo.rejection.level=sequence_mean",
+                          "algo.rejection.threshold=0.03"],
+}  # fmt: skip
+
+
+@cache
+def configure_composition(model: Path, name: str) -> Config:
+    overrides = ["sampling.max_tokens=4", "learner.minibatches=2", "staleness.on_late=mask"]
+    config = deepcopy(configure_step(model, *COMPOSITIONS[name], *overrides))
+    set_equations(config.algo)
+    return config
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Trajectory]:
+    return draw_episodes(0)
+
+
+@pytest.fixture(scope="module")
+def columns(rows: list[Trajectory]) -> ModelColumns:
+    return ModelColumns.draw(rows, 0)
+
+
+def assert_same_step(found: ScriptedStep, expected: ScriptedStep) -> None:
+    assert found.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient, atol=1e-6, rtol=1e-4)
+
+
+def spread_column(values: dict[int, float], length: int) -> Tensor:
+    return torch.tensor([values.get(t, 0.0) for t in range(length)])
+
+
+# ---- every composition
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_step_of_branched_episodes_equals_loops_over_tokens(
+    name: str, seed: int, fixed_model: Path
+) -> None:
+    """Gradients by log-probability or value of each token, so that no two errors can cancel."""
+    rows, config = draw_episodes(seed), configure_composition(fixed_model, name)
+    columns = ModelColumns.draw(rows, seed)
+    found = run_scripted_step(config, make_branched_batch(rows), columns)
+    equations, length = StepEquations(config, rows, columns), len(columns.logprobs)
+    loss, gradient = equations.differentiate_policy()
+    assert found.metrics["loss/policy"] == pytest.approx(loss, rel=1e-4)
+    expected = {"engine": spread_column(gradient, length)}
+    if config.algo.needs_critic:
+        expected["critic"] = spread_column(equations.differentiate_critic(), length)
+    if config.algo.needs_reward_model:
+        expected["reward_model"] = spread_column(equations.differentiate_reward_model(), length)
+    assert found.gradients.keys() == expected.keys()
+    for model, values in expected.items():
+        torch.testing.assert_close(found.gradients[model], values, atol=3e-6, rtol=1e-3, msg=model)
+        assert float(values.abs().max()) > 1e-3
+        outside = ~torch.tensor([flag for row in rows for flag in row.sampled])
+        assert not found.gradients[model][outside].any(), "what the environment wrote is not trained"
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_microbatches_cannot_matter_and_the_order_of_branches_neither(
+    name: str, fixed_model: Path, rows: list[Trajectory], columns: ModelColumns
+) -> None:
+    config = configure_composition(fixed_model, name)
+    whole = run_scripted_step(config, make_branched_batch(rows), columns)
+    small = change_learner(config, tokens_per_microbatch=25)
+    assert_same_step(run_scripted_step(small, make_branched_batch(rows), columns), whole)
+    moved, places = move_branches(rows, seed=3)
+    assert places.tolist() != list(range(len(places)))
+    found = run_scripted_step(small, make_branched_batch(moved), columns.pick_places(places))
+    assert_same_step(
+        found,
+        replace(whole, gradients={model: values[places] for model, values in whole.gradients.items()}),
+    )
+
+
+def run_compositions(
+    world: World, configs: dict[str, Config], rows: list[Trajectory], columns: ModelColumns
+) -> dict[str, ScriptedStep]:
+    batch = make_branched_batch(rows)
+    found = {name: run_scripted_step(config, batch, columns, world) for name, config in configs.items()}
+    for step in found.values():
+        for gradient in step.gradients.values():
+            world.add_tensor(gradient)
+    return found
+
+
+def test_ranks_cannot_matter(
+    fixed_model: Path, rows: list[Trajectory], columns: ModelColumns, tmp_path: Path
+) -> None:
+    configs = {
+        name: change_learner(configure_composition(fixed_model, name), tokens_per_microbatch=40)
+        for name in COMPOSITIONS
+    }
+    first, second = on_ranks(2, run_compositions, tmp_path, configs, rows, columns)
+    batch = make_branched_batch(rows)
+    for name, config in configs.items():
+        assert_same_step(first[name], run_scripted_step(config, batch, columns))
+        assert first[name].metrics == second[name].metrics
+
+
+# ---- what a batch holds
+
+
+def find_places(rows: list[Trajectory]) -> list[list[list[int]]]:
+    """The places of all tokens of each branch of each episode."""
+    numbers = iter(range(sum(len(row.tokens) for row in rows)))
+    by_episode = groupby(rows, key=lambda row: (row.group, row.sample))
+    return [[[next(numbers) for _ in row.tokens] for row in branches] for _, branches in by_episode]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**6))
+def test_columns_of_episodes_and_of_tokens_are_read_as_the_record_has_them(seed: int) -> None:
+    rows = draw_episodes(seed)
+    batch, episodes, places = make_branched_batch(rows), read_episodes(rows), find_places(rows)
+    assert batch.num_sequences == GROUPS * SAMPLES == len(episodes) and batch.num_branches == len(rows)
+    assert [range(*pair) for pair in pairwise(batch.offsets)] == [
+        range(branches[0][0], branches[-1][-1] + 1) for branches in places
+    ]
+    assert batch.rewards.tolist() == [episode.reward for episode in episodes]
+    assert batch.truncated.tolist() == [episode.is_cut for episode in episodes]
+    assert batch.groups.tolist() == [episode.group for episode in episodes]
+    assert batch.group_weights.tolist() == pytest.approx([GROUP_WEIGHTS[e.group] for e in episodes])
+    assert batch.greedy_rewards.tolist() == [episode.greedy_reward for episode in episodes]
+    assert batch.turns is not None and batch.turns.tolist() == [turn for row in rows for turn in row.turn]
+    paid = [value for row in rows for value in row.token_rewards or [0.0] * len(row.tokens)]
+    assert batch.token_rewards is not None and batch.token_rewards.tolist() == paid
+    lengths = [len(branch) for branches in places for branch in branches]
+    assert batch.branch.tolist() == [number for number, n in enumerate(lengths) for _ in range(n)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.integers(5, 90), st.integers(1, 3))
+def test_the_branches_of_an_episode_are_in_one_microbatch_and_cannot_see_each_other(
+    seed: int, budget: int, num_shares: int
+) -> None:
+    rows = draw_episodes(seed)
+    batch, places = make_branched_batch(rows), find_places(rows)
+    held: list[int] = []
+    for share in range(num_shares):
+        numbers = list(range(GROUPS * SAMPLES))
+        for packed in divide_rows(batch, numbers, budget, num_shares, share)[0]:
+            episodes = [batch.sequence[place].item() for place in packed.index[packed.offsets[:-1]]]
+            branches = [branch for number in episodes for branch in places[number]]
+            assert packed.index.tolist() == [place for branch in branches for place in branch]
+            assert packed.cu_seqlens.diff().tolist() == [len(branch) for branch in branches]
+            assert packed.positions.tolist() == [i for branch in branches for i in range(len(branch))]
+            assert packed.max_seqlen == max(len(branch) for branch in branches)
+            assert packed.sequence.tolist() == [
+                i for i, number in enumerate(episodes) for branch in places[number] for _ in branch
+            ]
+            assert packed.targets.tolist() == packed_targets(batch.sampled, branches)
+            held += episodes
+            is_within = len(packed.tokens) <= budget or len(episodes) == 1
+            assert is_within or len(divide_rows(batch, numbers, budget, num_shares, 0)[0]) == len(
+                numbers
+            ) // (num_shares)
+    assert sorted(held) == list(range(len(places)))
+
+
+def packed_targets(sampled: Tensor, branches: list[list[int]]) -> list[int]:
+    flat = [(i, place) for branch in branches for i, place in enumerate(branch)]
+    return [number for number, (i, place) in enumerate(flat) if i > 0 and sampled[place]]
+
+
+def test_an_episode_costs_the_attention_of_its_branches_and_not_that_of_its_whole_length(
+    rows: list[Trajectory],
+) -> None:
+    batch, cost = make_branched_batch(rows), PackingCost(2.0, 0.5)
+    expected = [
+        sum(2.0 * len(branch) + 0.5 * len(branch) ** 2 for branch in branches)
+        for branches in find_places(rows)
+    ]
+    assert cost.of_episodes(batch).tolist() == pytest.approx(expected)
+
+
+def test_the_figures_of_episodes_count_turns_branches_and_ends(rows: list[Trajectory]) -> None:
+    episodes, batch = read_episodes(rows), make_branched_batch(rows)
+    ends = [row.stop for row in rows if row.branch == 0]
+    expected = {
+        "episode/turns_mean": float(np.mean([len(episode.turns) for episode in episodes])),
+        "episode/branches_mean": len(rows) / len(episodes),
+    } | {f"episode/stop/{word}": ends.count(word) / len(ends) for word in set(ends)}
+    assert describe_episodes(batch) == pytest.approx(expected) and len(set(ends)) > 1
+
+
+def test_a_batch_of_one_turn_and_one_branch_has_no_figures_of_episodes(
+    trajectories: list[Trajectory],
+) -> None:
+
+    batch = batch_from_arrow(pa.Table.from_batches([to_batch(trajectories)]))
+    assert describe_episodes(batch) == {} and batch.token_rewards is None
+
+
+def test_the_overlong_penalty_judges_an_episode_by_its_longest_reply(
+    rows: list[Trajectory], fixed_model: Path
+) -> None:
+    config = configure_step(fixed_model, "algo.reward.overlong_share=0.5", "sampling.max_tokens=4")
+    episodes, batch = read_episodes(rows), make_branched_batch(rows)
+    longest = [max(len(tokens) for tokens in episode.turns.values()) for episode in episodes]
+    penalties = (shape_rewards(config, batch) - batch.rewards).tolist()
+    assert penalties == pytest.approx([{3: -0.5, 4: -1.0}.get(length, 0.0) for length in longest])
+    assert len(set(longest)) > 2 and max(len(e.actions) for e in episodes) > 8
+
+
+def test_a_branch_is_fresh_where_one_version_has_sampled_all_of_it(rows: list[Trajectory]) -> None:
+    batch = make_branched_batch(rows)
+    expected = [
+        flag and {v for v, s in zip(row.versions, row.sampled, strict=True) if s} == {STEP}
+        for row in rows
+        for flag in row.sampled
+    ]
+    assert find_fresh_tokens(batch, STEP).tolist() == expected and any(expected)
