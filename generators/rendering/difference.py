@@ -1,0 +1,228 @@
+"""Renders what is new in a conversation as the difference that it makes to a chat template's text.
+
+A base conversation with a marked reply is rendered with the new messages behind it. The text behind the
+mark, from the token that closes the reply, is what the template says for these messages. The earlier tokens
+are never rendered again.
+
+    <|im_start|>user … <|im_start|>assistant  MARK  <|im_end|>  \\n<|im_start|>user …<|im_start|>assistant
+    ╰─ the base: thrown away ──────────────────────╯ ╰ close ──╯ ╰─ rest: encoded, put behind what is held ──╯
+"""
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from generators.environment import Message, ToolSpec
+from generators.rendering.encoder import TextEncoder
+from generators.rendering.messages import adapt_message
+from generators.rendering.parsing import ReplyReader
+from generators.rendering.renderer import Reply
+
+MARK = "MARKEDREPLY"
+QUESTION: Message = {"role": "user", "content": "q"}
+KEPT_SUFFIXES = 512
+"""Suffixes that are kept, because environments repeat themselves."""
+LONGEST_KEPT = 4096
+"""Characters of the longest messages whose suffix is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suffix:
+    """The tokens that a template puts behind a reply."""
+
+    close: int | None
+    """The token that ends the reply, where the template has one."""
+    rest: tuple[int, ...]
+    """The tokens from behind `close` to where the policy begins its next reply."""
+
+
+class DifferenceRenderer:
+    """Renders the first prompt with the chat template, and later ones as what is held plus a suffix.
+
+    Where the reply was cut off, its thinking is ended and its close is put behind it, as the template would.
+    """
+
+    def __init__(self, tokenizer: Any, reader: ReplyReader) -> None:
+        self._tokenizer, self._reader = tokenizer, reader
+        self._encoder = TextEncoder(tokenizer)
+        digest = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()[:12]
+        self.name = f"difference-1:{digest}"
+        self._suffixes: OrderedDict[str, Suffix] = OrderedDict()
+        self._arguments_as_objects = True
+        self._arguments_as_objects = self._accepts_objects()
+        self._lead, close = self._find_close()
+        ends = {close, tokenizer.eos_token_id} - {None}
+        self.stop_tokens = frozenset(int(token) for token in ends if token is not None)
+        self._opening = self._find_opening()
+        self._thinking = self._find_thinking()
+
+    def render_first(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        try:
+            text, mark = self._render_text(messages, tools)
+        except (TemplateError, TypeError) as error:
+            roles = [message["role"] for message in messages]
+            raise ValueError(
+                f"messages must be ones that the model's chat template accepts, got {roles}: {error}"
+            ) from error
+        return self._encoder.encode_guarded(text, mark)
+
+    def extend_prompt(
+        self, held: list[int], new_messages: Sequence[Message], tools: Sequence[ToolSpec]
+    ) -> list[int] | None:
+        if any(message["role"] == "assistant" for message in new_messages):
+            return None
+        suffix = self._find_suffix(new_messages, tools)
+        if suffix is None:
+            return None
+        if suffix.close is None or (held and held[-1] == suffix.close):
+            return [*held, *suffix.rest]
+        return [*held, *self._end_thinking(held), *self._lead, suffix.close, *suffix.rest]
+
+    def parse_reply(
+        self,
+        tokens: Sequence[int],
+        finish_reason: str,
+        *,
+        tools: Sequence[ToolSpec] = (),
+        turn: int = 0,
+    ) -> Reply:
+        return self._reader.read_reply(tokens, finish_reason, tools, turn)
+
+    def _render_text(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], reply_follows: bool = True
+    ) -> tuple[str, str]:
+        """Returns the template's text, and the character that breaks up special tokens in messages."""
+        adapted = [adapt_message(m, arguments_as_objects=self._arguments_as_objects) for m in messages]
+        (guarded, guarded_tools), mark = self._encoder.guard_text((adapted, list(tools)))
+        text = self._tokenizer.apply_chat_template(
+            guarded, tools=guarded_tools or None, tokenize=False, add_generation_prompt=reply_follows
+        )
+        return str(text), mark
+
+    def _find_suffix(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Suffix | None:
+        key = json.dumps([list(messages), list(tools)])
+        suffix = self._suffixes.get(key)
+        if suffix is not None:
+            self._suffixes.move_to_end(key)
+            return suffix
+        suffix = self._make_suffix(messages, tools, key)
+        if suffix is not None and len(key) <= LONGEST_KEPT:
+            self._suffixes[key] = suffix
+            if len(self._suffixes) > KEPT_SUFFIXES:
+                self._suffixes.popitem(last=False)
+        return suffix
+
+    def _make_suffix(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], written: str
+    ) -> Suffix | None:
+        """Returns None where the template shows no marked reply or refuses the messages."""
+        reply_mark = MARK
+        while reply_mark in written:
+            reply_mark += "X"
+        for reply in list_bases(messages, reply_mark):
+            try:
+                text, mark = self._render_text([QUESTION, reply, *messages], tools)
+            except (TemplateError, TypeError):
+                continue
+            before, found, behind = text.rpartition(reply_mark)
+            if found and reply_mark not in before:
+                return self._cut_suffix(behind, mark)
+        return None
+
+    def _cut_suffix(self, behind: str, mark: str) -> Suffix:
+        close = self._encoder.find_special(behind)
+        if close is None:
+            return Suffix(None, tuple(self._encoder.encode_guarded(behind, mark)))
+        # The close is encoded with what follows: some tokenizers let it swallow the line break behind it.
+        begin, _, token = close
+        first, *rest = self._encoder.encode_guarded(behind[begin:], mark)
+        assert first == token, f"a text that begins with special token {token} is encoded as {first} …"
+        return Suffix(token, tuple(rest))
+
+    def _accepts_objects(self) -> bool:
+        """True for templates that print the arguments of a tool call from an object, false for those that
+        join their text to other text."""
+        call = make_call({"role": "tool", "content": ""}, MARK)
+        try:
+            self._render_text([QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}], ())
+        except TypeError:
+            return False
+        except TemplateError:
+            return True
+        return True
+
+    def _find_close(self) -> tuple[list[int], int | None]:
+        """Returns what ends a reply that was cut off: white space before the close, and the close."""
+        reply = {"role": "assistant", "content": MARK}
+        try:
+            text, _ = self._render_text([QUESTION, reply, QUESTION], ())
+        except (TemplateError, TypeError) as error:
+            raise ValueError(
+                "episodes.renderer must suit the model's chat template, got difference for a template that "
+                f"refuses user, assistant, user: {error}"
+            ) from error
+        behind = text.rpartition(MARK)[2]
+        found = self._encoder.find_special(behind)
+        if found is None:
+            return [], None
+        return self._encoder.encode_text(behind[: found[0]]), found[2]
+
+    def _find_opening(self) -> list[int]:
+        """Returns the tokens with which the template begins a reply."""
+        begun, _ = self._render_text([QUESTION], ())
+        asked, _ = self._render_text([QUESTION], (), reply_follows=False)
+        return self._encoder.encode_text(begun.removeprefix(asked)) if begun.startswith(asked) else []
+
+    def _find_thinking(self) -> tuple[int, int, list[int]] | None:
+        """Returns the token that begins thinking, the token that ends it, and the tokens to end it with."""
+        begin, end = (self._encoder.find_marker_id(text) for text in ("<think>", "</think>"))
+        if begin is None or end is None:
+            return None
+        return begin, end, self._encoder.encode_text("\n</think>\n\n")
+
+    def _end_thinking(self, held: Sequence[int]) -> list[int]:
+        """Returns what ends the thinking of a reply that was cut off in it."""
+        if self._thinking is None:
+            return []
+        begin, end, ending = self._thinking
+        for token in reversed(held[find_last(held, self._opening) :]):
+            if token == end:
+                return []
+            if token == begin:
+                return ending
+        return []
+
+
+def find_last(tokens: Sequence[int], part: Sequence[int]) -> int:
+    """Returns where `part` last stands in `tokens`, or 0 where it does not."""
+    for place in range(len(tokens) - len(part), 0, -1) if part else ():
+        if tokens[place] == part[0] and list(tokens[place : place + len(part)]) == list(part):
+            return place
+    return 0
+
+
+def make_call(message: Message, mark: str) -> dict[str, Any]:
+    """Returns the tool call that a tool's message answers."""
+    return {
+        "id": message.get("tool_call_id") or "call00000",
+        "type": "function",
+        "function": {"name": message.get("name") or "tool", "arguments": {"value": mark}},
+    }
+
+
+def list_bases(new_messages: Sequence[Message], mark: str) -> Iterator[Message]:
+    """Yields replies that the new messages could follow, each with the mark in it once.
+
+    Some templates take a tool's message only behind the call that it answers, and take its name from there.
+    """
+    results = [message for message in new_messages if message["role"] == "tool"]
+    if results:
+        places = range(len(results))
+        calls = [make_call(results[i], mark if i == places[-1] else "") for i in places]
+        yield {"role": "assistant", "content": "", "tool_calls": calls}
+    yield {"role": "assistant", "content": mark}

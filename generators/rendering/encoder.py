@@ -1,0 +1,117 @@
+"""Text to tokens: the special tokens of a template are special, the same words in a message are text."""
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+PRIVATE = [chr(code) for code in range(0xE000, 0xF8FF)]
+"""Characters that no text has a meaning for; one of them breaks up the special tokens in messages."""
+
+
+class TextEncoder:
+    """Encodes templates' text with a model's tokenizer, and keeps messages from forging special tokens.
+
+    A message that says "<|im_end|>" would end its own turn, because a tokenizer reads these characters as the
+    special token. `guard_text` breaks them up before a template sees them; `encode_guarded` mends them and
+    encodes them as ordinary text. Markers such as "<think>" that the tokenizer itself does not call special
+    stay what they are.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(
+                "model.path must hold a fast tokenizer (tokenizer.json) for episodes of several turns, got "
+                f"{type(tokenizer).__name__}"
+            )
+        self._special_ids: dict[str, int] = {
+            token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
+        self._marked_ids: dict[str, int] = {
+            token.content: number for number, token in tokenizer.added_tokens_decoder.items()
+        }
+        longest_first = sorted(self._special_ids, key=lambda text: (-len(text), text))
+        self._special = re.compile("|".join(map(re.escape, longest_first)) if longest_first else r"(?!)")
+        # Copies, because a tokenizer's padding and truncation are settings that others may change.
+        self._structured, self._literal = copy.deepcopy(backend), copy.deepcopy(backend)
+        for own in (self._structured, self._literal):
+            own.no_padding()
+            own.no_truncation()
+        self._literal.encode_special_tokens = True
+        self.guards = self._check_guard()
+        """False where the tokenizer cannot encode a text in pieces; then nothing is broken up."""
+
+    def find_special(self, text: str, start: int = 0) -> tuple[int, int, int] | None:
+        """Returns the place of the first special token of a text: where it begins, where it ends, its id."""
+        found = self._special.search(text, start)
+        return None if found is None else (found.start(), found.end(), self._special_ids[found[0]])
+
+    def find_marker_id(self, text: str) -> int | None:
+        """Returns the id of an added token such as "<think>", special or not."""
+        return self._marked_ids.get(text)
+
+    def encode_text(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Encodes text whose special tokens are meant."""
+        ids: list[int] = self._structured.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_literal(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Encodes text in which special tokens are ordinary characters. `add_special_tokens` puts in what the
+        tokenizer begins or ends a text with."""
+        ids: list[int] = self._literal.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def guard_text(self, value: Any) -> tuple[Any, str]:
+        """Breaks up special tokens in all strings of messages or tools. Returns the same structure, and the
+        character that was put in, which is "" where there was nothing to break."""
+        strings = list(_list_strings(value))
+        if not self.guards or not any(self._special.search(text) for text in strings):
+            return value, ""
+        used = set().union(*strings)
+        mark = next(character for character in PRIVATE if character not in used)
+        return self._break_up(value, mark), mark
+
+    def encode_guarded(self, text: str, mark: str) -> list[int]:
+        """Encodes a template's text; where `mark` broke up a special token in a message, its characters
+        become ordinary tokens."""
+        if not mark or mark not in text:
+            return self.encode_text(text)
+        return self._encode_pieces(text, mark)
+
+    def _encode_pieces(self, text: str, mark: str) -> list[int]:
+        ids: list[int] = []
+        end = 0
+        for found in self._special.finditer(text):
+            ids += self.encode_literal(text[end : found.start()].replace(mark, ""))
+            ids.append(self._special_ids[found[0]])
+            end = found.end()
+        return ids + self.encode_literal(text[end:].replace(mark, ""))
+
+    def _break_up(self, value: Any, mark: str) -> Any:
+        if isinstance(value, str):
+            return self._special.sub(lambda found: found[0][0] + mark + found[0][1:], value)
+        if isinstance(value, Mapping):
+            return {key: self._break_up(part, mark) for key, part in value.items()}
+        if isinstance(value, Sequence):
+            return [self._break_up(part, mark) for part in value]
+        return value
+
+    def _check_guard(self) -> bool:
+        """True where pieces between special tokens encode to what the whole does."""
+        texts = ["a\n", "\n\n b ", "", "user\nwhat is 7?", " ", "x"]
+        for special in self._special_ids:
+            whole = special + special.join(texts)
+            if len(special) > 1 and self._encode_pieces(whole, PRIVATE[0]) != self.encode_text(whole):
+                return False
+        return True
+
+
+def _list_strings(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        return [text for part in value.values() for text in _list_strings(part)]
+    if isinstance(value, Sequence):
+        return [text for part in value for text in _list_strings(part)]
+    return []
