@@ -1,0 +1,31 @@
+"""The protocol of a reward part, which rates a reply. `composition.py` adds the parts up."""
+
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from generators.environment import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Rating:
+    """A reply as one part sees it."""
+
+    value: float
+    """The part's number, before its weight."""
+    details: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers for the record, by name."""
+
+
+class RewardPart(Protocol):
+    """Rates a reply by the row that its prompt was made from.
+
+    A part runs in a worker process, so it may block, and a deadline outside ends it. A reply that is bad gets
+    a low number; a rating that could not be made (no server, no grade, no right answer in the row) is an
+    error, which fails the attempt and is never a reward of 0.
+    """
+
+    is_async: bool
+    """True when `rate_reply` is a coroutine function. Such parts run at the same time."""
+
+    def rate_reply(self, row: Row, reply: str) -> Rating | Awaitable[Rating]: ...
