@@ -1,12 +1,9 @@
-"""Rewards made of parts: composition, functions, rows, mathematics. Servers and sandboxes have files of their own."""
+"""Rewards made of parts: composition, functions, rows, mathematics."""
 
 import asyncio
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +21,8 @@ from generators.rewards.mathematics import MathPart
 from generators.rewards.part import Rating
 from generators.task import Prompt
 from generators.tasks import load_task
+from generators.user_code.errors import WorkerDied
+from generators.user_code.pool import UserCodePool, WorkerLimits
 
 HERE = __name__
 ROW = {"prompt": "1 + 1?", "answer": "2", "extra_info": {"index": 7}, "data_source": "sums"}
@@ -41,7 +40,9 @@ async def rate_later(row: dict, reply: str) -> dict:
     return {"score": 0.5, "acc": True, "pred": "text", "length": len(reply)}
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None
+) -> float:
     assert data_source == "sums" and extra_info == {"index": 7}
     return float(solution_str == ground_truth)
 
@@ -105,7 +106,10 @@ def test_any_parts_add_up_to_the_sum_of_weight_times_number(pairs: Sequence[tupl
         ("null", r"reward part 'value': reward must be a number, got None"),
         ('{"acc": 1}', r"a reward's dict must have a number at score or reward, got \['acc'\]"),
         ('{"score": 1, "acc": Infinity}', r"components\['value/acc'\] must be finite, got inf"),
-        (json.dumps({"score": 1} | {f"n{i}": 1 for i in range(63)}), r"at most 64 components together.* got 65"),
+        (
+            json.dumps({"score": 1} | {f"n{i}": 1 for i in range(63)}),
+            r"at most 64 components together.* got 65",
+        ),
     ],
 )
 def test_a_part_that_fails_or_gives_no_number_fails_the_attempt_by_name(reply: str, sentence: str) -> None:
@@ -115,28 +119,33 @@ def test_a_part_that_fails_or_gives_no_number_fails_the_attempt_by_name(reply: s
 
 
 def test_async_parts_run_at_the_same_time_and_one_that_fails_ends_the_others() -> None:
-    both, ended = asyncio.Barrier(2), []
+    events: list[str] = []
 
     class WaitingPart:
         is_async = True
 
+        def __init__(self, name: str) -> None:
+            self.name = name
+
         async def rate_reply(self, row: dict, reply: str) -> Rating:
-            await both.wait()
-            if reply == "fail" and len(ended) == 0:
-                ended.append("failed")
+            events.append(f"{self.name} began")
+            while len(events) < 2:  # one after the other would wait for ever
+                await asyncio.sleep(0)
+            if reply == self.name:
                 raise OSError("gone")
             try:
-                await asyncio.sleep(1000 if reply == "fail" else 0)
+                await asyncio.sleep(1000 if reply else 0)
             finally:
-                ended.append("ended")
+                events.append(f"{self.name} ended")
             return Rating(1.0)
 
-    parts = WeightedParts([WeightedPart(name, 1.0, WaitingPart()) for name in "ab"])
+    parts = WeightedParts([WeightedPart(name, 1.0, WaitingPart(name)) for name in "ab"])
     assert parts.rate_reply({}, "").reward == 2.0
-    ended.clear()
-    with pytest.raises(PartFailed, match="OSError: gone"):
-        parts.rate_reply({}, "fail")
-    assert ended == ["failed", "ended"]
+    assert sorted(events) == ["a began", "a ended", "b began", "b ended"]
+    events.clear()
+    with pytest.raises(PartFailed, match="reward part 'a': OSError: gone"):
+        parts.rate_reply({}, "a")
+    assert sorted(events) == ["a began", "b began", "b ended"]
 
 
 def test_a_reply_can_be_rated_beside_a_loop_that_runs_already() -> None:
@@ -155,25 +164,25 @@ def test_a_reply_can_be_rated_beside_a_loop_that_runs_already() -> None:
         ("math", r"task\.args\.rewards must be a list"),
         ([{"use": "math"}] * 33, r"must be a list of 1 to 32 parts"),
         (["math"], r"task\.args\.rewards\[0\] must have the keys name, use and weight, got 'math'"),
-        ([{"name": "a"}], r"rewards\[0\]\.use must be one of \['code', 'judge', .*\], module:function .* got None"),
+        ([{"name": "a"}], r"rewards\[0\]\.use must be one of \['code', .*\], module:function .* got None"),
         ([{"use": "poetry"}], r"rewards\[0\]\.use must be one of .* got 'poetry'"),
         ([{"use": "task"}], r"rewards\[0\]\.use must be one of .* got 'task'"),
-        ([{"use": "math"}, {"use": "math"}], r"rewards\[1\]\.name must be another than those before, got 'math'"),
+        ([{"use": "math"}, {"use": "math"}], r"\[1\]\.name must be another than those before, got 'math'"),
         ([{"use": "math", "weight": math.nan}], r"rewards\[0\]\.weight must be a finite number, got nan"),
         ([{"use": "math", "weight": "1"}], r"rewards\[0\]\.weight must be a finite number, got '1'"),
         ([{"use": "math", "weight": True}], r"rewards\[0\]\.weight must be a finite number, got True"),
         ([{"use": "math", "name": "a b"}], r"rewards\[0\]\.name must be up to 60 letters.* got 'a b'"),
         ([{"use": "math", "name": "mean"}], r"rewards\[0\]\.name must be .* other than mean, std, seconds"),
-        ([{"use": "math", "colour": 1}], r"rewards\[0\] must have arguments of math: reference, got 'colour'"),
-        ([{"use": "math", "reference": 3}], r"rewards\[0\]\.reference must be a text that is not empty, got 3"),
-        ([{"use": "judge", "model": "m", "prompt": "{response}"}], r"rewards\[0\]\.url must be given for judge"),
+        ([{"use": "math", "colour": 1}], r"\[0\] must have arguments of math: reference, got 'colour'"),
+        ([{"use": "math", "reference": 3}], r"\[0\]\.reference must be a text that is not empty, got 3"),
+        ([{"use": "judge", "model": "m", "prompt": "{response}"}], r"\[0\]\.url must be given for judge"),
         ([{"use": "reward_model"}], r"rewards\[0\]\.url must be given for reward_model, got nothing"),
-        ([{"use": f"{HERE}:nothing", "name": "a"}], r"rewards\[0\]\.use must name a function that can be imported"),
+        ([{"use": f"{HERE}:nothing", "name": "a"}], r"\[0\]\.use must name a function that can be"),
         ([{"use": "nowhere:f", "name": "a"}], r"got 'nowhere:f': ModuleNotFoundError"),
         ([{"use": "/nowhere/f.py:f", "name": "a"}], r"got '/nowhere/f.py:f': FileNotFoundError"),
         ([{"use": f"{HERE}:ROW", "name": "a"}], r"use must name a function, got .*, which is a dict"),
         ([{"use": f"{HERE}:is_brief", "name": "a", "least": 1}], r"takes the arguments \['least'\], got"),
-        ([{"use": "os:getpid", "name": "a"}], r"use must name a function of \(row, reply\) or of \(data_source"),
+        ([{"use": "os:getpid", "name": "a"}], r"must name a function of \(row, reply\) or of \(data_source"),
     ],
 )  # fmt: skip
 def test_a_wrong_part_is_refused_when_the_task_is_made(rewards: Any, sentence: str) -> None:
@@ -216,7 +225,10 @@ def test_files_of_both_kinds_and_of_verls_layout_give_the_same_prompts_and_rewar
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     files = [write_lines(tmp_path / "rows.jsonl", rows), str(tmp_path / "rows.parquet")]
-    rewards = [{"name": "verl", "use": f"{HERE}:compute_score"}, {"name": "math", "use": "math", "weight": 0.5}]
+    rewards = [
+        {"name": "verl", "use": f"{HERE}:compute_score"},
+        {"name": "math", "use": "math", "weight": 0.5},
+    ]
     one, other = (load_task("rewarded", {"rows": file, "rewards": rewards}) for file in files)
     assert one.num_prompts == other.num_prompts and 25 <= one.num_prompts < 40
     for split in ("train", "eval"):
@@ -234,7 +246,10 @@ def test_files_of_both_kinds_and_of_verls_layout_give_the_same_prompts_and_rewar
 def test_another_tasks_own_reward_is_a_part() -> None:
     args = {
         "rows": {"task": "sorting", "args": {"numbers": 2}},
-        "rewards": [{"name": "sorted", "use": "task"}, {"use": f"{HERE}:is_brief", "name": "brief", "weight": 0.5}],
+        "rewards": [
+            {"name": "sorted", "use": "task"},
+            {"use": f"{HERE}:is_brief", "name": "brief", "weight": 0.5},
+        ],
     }
     task, sorting = load_task("rewarded", args), load_task("sorting", {"numbers": 2})
     prompt = task.make_prompt("train", 5, 0)
@@ -252,7 +267,7 @@ def test_a_command_line_can_name_the_parts(tmp_path: Path) -> None:
         [
             "task.name=rewarded",
             f"task.args.rows={rows}",
-            f"task.args.rewards=[{{name: brief, use: '{HERE}:is_brief', weight: 0.2, most: 3}}, {{use: math}}]",
+            f"task.args.rewards=[{{name: a, use: '{HERE}:is_brief', weight: 0.2, most: 3}}, {{use: math}}]",
         ]
     )
     task = load_task(config.task.name, config.task.args)
@@ -264,7 +279,10 @@ def test_a_command_line_can_name_the_parts(tmp_path: Path) -> None:
     ("lines", "sentence"),
     [
         ([], r"task\.args\.rows must have a row, got .* which has none"),
-        ([{"question": "1?"}], r"task\.args\.rows must have rows with a prompt, got row 0: prompt must be a text"),
+        (
+            [{"question": "1?"}],
+            r"task\.args\.rows must have rows with a prompt, got row 0: prompt must be a text",
+        ),
         ([{"prompt": "a"}, ["b"]], r"got row 1: a line must be a JSON object"),
         ([{"prompt": []}], r"got row 0: prompt must be a text or a list of messages, got \[\]"),
         ([{"prompt": [{"role": "user"}]}], r"messages must have a role and a content"),
@@ -288,9 +306,9 @@ def test_a_source_that_is_none_is_refused(tmp_path: Path) -> None:
     cases = {
         r"rows must be a file \.jsonl or \.parquet, got 'rows.csv'": {"rows": "rows.csv"},
         r"rows must be a file that can be read, got '/nowhere\.jsonl'": {"rows": "/nowhere.jsonl"},
-        r"rows must be a file that can be read, got .*broken\.parquet": {"rows": f"{tmp_path}/broken.parquet"},
+        r"must be a file that can be read, got .*broken\.parquet": {"rows": f"{tmp_path}/broken.parquet"},
         r"rows must have rows with a prompt, got row 0": {"rows": f"{tmp_path}/broken.jsonl"},
-        r"eval_rows must have no prompt of task\.args\.rows, got 1 .* row 1: 'b'": {"rows": rows, "eval_rows": same},
+        r"must have no prompt of task\.args\.rows, got 1 .* row 1: 'b'": {"rows": rows, "eval_rows": same},
         r"rows must be a file or \{task: NAME, args: \{\.\.\.\}\}, got": {"rows": {"tasks": "sorting"}},
         r"task\.name must be one of": {"rows": {"task": "poetry"}},
         r"eval_rows must be null where rows name a task": {"rows": {"task": "sorting"}, "eval_rows": rows},
@@ -301,7 +319,9 @@ def test_a_source_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_row_without_a_right_answer_fails_by_name() -> None:
-    with pytest.raises(PartFailed, match=r"'math': ValueError: a row must have a right answer at one of reward_"):
+    with pytest.raises(
+        PartFailed, match=r"'math': ValueError: a row must have a right answer at one of reward_"
+    ):
         make_parts([{"use": "math"}]).rate_reply({"prompt": "1?", "result": 1}, "1")
     with pytest.raises(PartFailed, match=r"a row must have a right answer at extra\.value, got the columns"):
         make_parts([{"use": "math", "reference": "extra.value"}]).rate_reply(ROW, "1")
@@ -344,20 +364,24 @@ def test_mathematics_sets_no_alarm_and_works_in_any_thread() -> None:
     assert values == [1.0] and signal.getsignal(signal.SIGALRM) is before
 
 
-def test_an_expression_without_end_is_left_to_the_deadline() -> None:
-    code = (
-        "from generators.rewards.mathematics import MathPart\n"
-        "part = MathPart()\n"
-        "print('begins', flush=True)\n"
-        "print(part.rate_reply({'answer': '9^{9^{9^9}}+1'}, r'\\boxed{9^{9^{9^9}}+2}').value, flush=True)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ)
-    assert process.stdout is not None and process.stdout.readline() == "begins\n"
-    with pytest.raises(subprocess.TimeoutExpired):
-        # Nothing inside the part ends it before.
-        process.wait(8)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL and process.stdout.read() == ""
+def test_an_expression_without_end_costs_its_worker_and_no_other(tmp_path: Path) -> None:
+    rows = write_lines(tmp_path / "rows.jsonl", [{"prompt": f"{i}?", "answer": 7} for i in range(9)])
+    args = {"rows": rows, "rewards": [{"use": "math"}]}
+
+    async def score_both() -> None:
+        pool = await UserCodePool.open("rewarded", args, WorkerLimits(max_workers=2))
+        try:
+            worker = await pool.take_worker()
+            with pytest.raises(WorkerDied, match="episodes.score_timeout_s"):
+                reply = ["train", 0, 0, r"\boxed{99999999!}"]
+                await worker.call("score_response", reply, 2.0, "episodes.score_timeout_s")
+            other = await pool.take_worker()
+            score = await other.call("score_response", ["train", 0, 0, "It is 7."], 60.0, "score")
+            assert score["reward"] == 1.0
+        finally:
+            await pool.close()
+
+    asyncio.run(score_both())
 
 
 def test_a_chat_of_several_messages_is_refused_by_the_task_of_one(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from generators.environment import Row
 from generators.rewards.arguments import check_names, check_number
 from generators.rewards.functions import FunctionPart
 from generators.rewards.part import Rating, RewardPart
-from generators.plain_values import MAX_COMPONENTS, check_score, describe_error
+from generators.score_checks import MAX_COMPONENTS, check_score, describe_error
 from generators.task import Score
 
 PARTS = {
