@@ -41,12 +41,12 @@ class EpisodesConfig(Section):
     max_workers: int = setting(64, POSITIVE)
     """Worker processes of one generator that run a task's code. An environment keeps one for its episode."""
     worker_memory_mb: int = setting(4096, POSITIVE)
-    """Address space of one worker process, in MB.
+    """Memory that one worker process may allocate, in MB: its private memory, libraries' code not counted.
 
-    A larger allocation raises MemoryError in the task's code.
+    An allocation beyond it raises MemoryError in the task's code, and the worker is killed.
     """
     worker_output_mb: int = setting(16, POSITIVE)
-    """What one call may print, in MB. A worker that prints more is killed."""
+    """Largest output of one call, in MB. A worker that prints more is killed."""
     renderer: RendererKind = setting(RendererKind.auto)
     """How messages become tokens."""
     exact: bool = setting(True)

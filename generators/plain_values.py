@@ -6,6 +6,8 @@ from typing import Any
 
 from buffers.message_fields import MAX_FLOAT32
 
+MAX_NAME = 200
+"""Characters in the name of a component."""
 MAX_ERROR = 2000
 """Characters of an error that travel to the buffer."""
 MAX_DEPTH = 100
@@ -120,7 +122,7 @@ def check_number(what: str, value: Any) -> float:
 def show_value(value: Any) -> str:
     """Returns a value as an error shows it, also when its own `repr` raises."""
     try:
-        text = repr(value)
+        text = repr(value[:300] if type(value) in (str, bytes) else value)
     except Exception:
         text = object.__repr__(value)
     return text if len(text) <= 200 else f"{text[:200]}… ({type(value).__name__})"

@@ -4,14 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from buffers.trajectory import GREEDY
-from generators.plain_values import MAX_ERROR, check_number, describe_error, is_text, show_value
+from generators.plain_values import MAX_ERROR, MAX_NAME, check_number, describe_error, is_text, show_value
 from generators.task import Score
 
 __all__ = ["MAX_ERROR", "check_score", "describe_error", "read_score", "read_scores"]
 
 MAX_COMPONENTS = 64
-MAX_NAME = 200
-"""Characters in the name of a component."""
 
 
 def check_score(score: Any) -> Score:

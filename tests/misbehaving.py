@@ -61,7 +61,7 @@ class Misbehaving:
             held.append(bytearray(64 << 20))
 
     def do_raise(self, _: str) -> Any:
-        raise UnspeakableError
+        raise TextlessError
 
     def do_raise_plainly(self, text: str) -> Any:
         print("said before it failed")
@@ -119,7 +119,7 @@ class Misbehaving:
         return Score(1.0)
 
 
-class UnspeakableError(Exception):
+class TextlessError(Exception):
     def __str__(self) -> str:
         raise KeyError("no text")
 

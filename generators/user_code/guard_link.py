@@ -28,6 +28,11 @@ _START = (
 )
 """The guard's program. It is no child of the generator for long, because Ray kills an actor's children before
 they could clean up."""
+_ONE_THREAD = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1"
+)
+"""Workers share the host's cores, and threads of a library that is imported are lost when a worker is forked.
+What the generator's environment says goes before."""
 _START_S = 120.0
 """Seconds that the guard may take to start: it imports little, from a disk that may be slow."""
 _END_S = 30.0
@@ -58,6 +63,8 @@ class GuardLink:
                 [sys.executable, "-P", "-c", _START, path, str(guard_end.fileno()), "slipstream-guard"],
                 pass_fds=[guard_end.fileno()],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**_ONE_THREAD, **os.environ},
                 start_new_session=True,
             )
         link = cls(connection, take_notice)
@@ -65,8 +72,10 @@ class GuardLink:
             async with asyncio.timeout(_START_S):
                 if not await link._started:
                     raise UserCodeError("the guard of user code has ended at once; its error is in the log")
-        except BaseException:
+        except BaseException as error:
             await link.close()
+            if isinstance(error, TimeoutError):
+                raise UserCodeError(f"the guard of user code has not started within {_START_S:g} s") from None
             raise
         finally:
             # The process that was started has forked the guard, and ended before the guard began.

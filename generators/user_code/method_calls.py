@@ -35,6 +35,7 @@ class MethodError(msgspec.Struct, tag=True, array_like=True):
     error: str
     detail: str
     """The end of the traceback."""
+    is_out_of_memory: bool
 
 
 MethodAnswer = MethodValue | MethodError

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from configs.episodes import EpisodesConfig
 from generators.user_code.errors import TaskRefused, UserCodeError, WorkerDied
 from generators.user_code.guard_link import GuardLink
 from generators.user_code.output_pipe import OutputPipe
@@ -34,32 +33,16 @@ from generators.user_code.process_orders import (
 )
 from generators.user_code.task_kinds import TaskKind
 from generators.user_code.user_worker import UserWorker
+from generators.user_code.worker_limits import WorkerLimits
 
 log = logging.getLogger("slipstream.generator")
 
 _PATIENCE_S = 0.02
 """Seconds that a call waits for a worker to come back before another one is forked."""
-_FORK_S = 60.0
-"""Seconds that the template may take to fork a worker."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLimits:
-    """Bounds on the processes of a task's code, from the section `episodes`."""
-
-    max_workers: int = 64
-    memory_mb: int = 4096
-    output_mb: int = 16
-    start_timeout_s: float = 300.0
-
-    @classmethod
-    def from_config(cls, episodes: EpisodesConfig) -> "WorkerLimits":
-        return cls(
-            max_workers=episodes.max_workers,
-            memory_mb=episodes.worker_memory_mb,
-            output_mb=episodes.worker_output_mb,
-            start_timeout_s=episodes.start_timeout_s,
-        )
+_FORK_S = 30.0
+"""Seconds that the template may take to fork a worker, or to end."""
+_MAX_FORKS = 8
+"""Workers that are ordered at a time. More would fill the socket to the template."""
 
 
 class TaskDescription(msgspec.Struct, frozen=True):
@@ -69,8 +52,7 @@ class TaskDescription(msgspec.Struct, frozen=True):
     name: str
     num_prompts: int | None
     has_group_scores: bool
-    agent_command: list[str] | None
-    has_agent_scores: bool
+    """True when it has `score_group`."""
 
 
 @dataclass(slots=True)
@@ -100,9 +82,12 @@ class UserCodePool:
         self._template: _Template | None = None
         """The newest template, which may have ended."""
         self._template_lock = asyncio.Lock()
-        self._next_number = 0
+        self._fork_slots = asyncio.Semaphore(_MAX_FORKS)
+        self._refusal: TaskRefused | None = None
+        """Of the last attempt to start the template."""
+        self._next_number = self._num_starting = 0
         self._forks: dict[int, tuple[asyncio.Future[str | None], UserWorker]] = {}
-        """Workers that were ordered, by number. The future holds None once it is forked, or the error."""
+        """Workers that were ordered, by number. The future holds None once one is forked, or the error."""
         self._workers: dict[int, UserWorker] = {}
         """Workers that have not ended, by pid."""
         self._idle: list[UserWorker] = []
@@ -116,15 +101,7 @@ class UserCodePool:
         pool = cls(target, args, limits)
         try:
             worker = await pool.take_worker()
-            try:
-                facts = await worker.call("describe", [], limits.start_timeout_s, "episodes.start_timeout_s")
-                pool.description = msgspec.convert(facts, TaskDescription)
-            except (UserCodeError, msgspec.ValidationError) as error:
-                detail = error.detail if isinstance(error, UserCodeError) else ""
-                raise TaskRefused(
-                    f"task.name must name a class that can be made and described, got {target!r}: {error}",
-                    detail,
-                ) from error
+            pool.description = await _describe_task(worker, target, limits.start_timeout_s)
             pool.return_worker(worker)
         except BaseException:
             await pool.close()
@@ -134,7 +111,7 @@ class UserCodePool:
     @property
     def num_workers(self) -> int:
         """Workers that have not ended, and those being started."""
-        return len(self._workers) + len(self._forks)
+        return len(self._workers) + self._num_starting
 
     async def take_worker(self) -> UserWorker:
         """Returns a worker for one caller alone, until `return_worker`.
@@ -196,49 +173,71 @@ class UserCodePool:
         return None
 
     def _wake_waiting(self) -> None:
-        """Tells one that waits that there is room for another worker."""
-        if (waiting := self._pop_waiting()) is not None:
+        """Tells one that waits when there is room for another worker."""
+        has_room = self.num_workers < self._limits.max_workers
+        if has_room and (waiting := self._pop_waiting()) is not None:
             waiting.set_result(None)
 
     async def _start_worker(self) -> UserWorker:
-        self._next_number += 1
-        number = self._next_number
-        forked: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._num_starting += 1
+        try:
+            async with self._fork_slots:
+                link = await self._ensure_template()
+                return await self._fork_worker(link)
+        finally:
+            self._num_starting -= 1
+            self._wake_waiting()
+
+    async def _fork_worker(self, link: GuardLink) -> UserWorker:
         connection, worker_end = socket.socketpair()
         output = OutputPipe(self._limits.output_mb << 20, lambda: worker.begin_kill())
-        worker = UserWorker(connection, output, self._order_kill, self._limits.output_mb)
-        self._forks[number] = forked, worker
-        is_ordered = False
-        try:
-            with worker_end:
+        worker = UserWorker(connection, output, self._order_kill, self._limits)
+        with worker_end:
+            try:
                 await worker.open_streams()
-                await self._ensure_template()
-                assert self._link is not None, "a template has a guard"
-                self._link.send_order(StartWorker(number=number), [worker_end.fileno(), output.write_end])
-                is_ordered = True
-            output.close_write_end()
+                if not link.is_open:
+                    raise WorkerDied("a worker could not be started: the guard has ended")
+            except BaseException:
+                worker.mark_ended(None)
+                raise
+            forked: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+            self._next_number += 1
+            self._forks[self._next_number] = forked, worker
+            order = StartWorker(number=self._next_number)
+            link.send_order(order, [worker_end.fileno(), output.write_end])
+        output.close_write_end()
+        # When nobody waits for it any more, the worker is killed as soon as its pid is known.
+        try:
             async with asyncio.timeout(_FORK_S):
                 error = await forked
         except TimeoutError:
             self._kill_template()
             error = f"it must be forked within {_FORK_S:g} s, got no end"
-        except BaseException:
-            # A worker that is being forked is killed as soon as its pid is known.
-            if not is_ordered:
-                self._forget_fork(number)
-            raise
         if error is not None:
             raise WorkerDied(f"a worker could not be started: {error}")
         self.counts.forks += 1
         return worker
 
-    async def _ensure_template(self) -> None:
-        """Starts the template, and the guard, where there is none."""
+    async def _ensure_template(self) -> GuardLink:
+        """Starts the template, and the guard, where there is none. Those who have waited for an attempt that
+        failed share its error, so that they do not wait for one after another."""
+        num_starts = self.counts.template_starts
         async with self._template_lock:
+            if self._is_closed:
+                raise UserCodeError("a worker must be taken from an open pool, got a closed one")
             if self._template is None or not self._template.is_ready:
+                if self._refusal is not None and self.counts.template_starts > num_starts:
+                    raise TaskRefused(str(self._refusal), self._refusal.detail)
                 if self._link is None or not self._link.is_open:
                     self._link = await GuardLink.open(self._take_notice)
-                await self._start_template(self._link)
+                try:
+                    self._refusal = None
+                    await self._start_template(self._link)
+                except TaskRefused as refusal:
+                    self._refusal = refusal
+                    raise
+            assert self._link is not None, "a template has a guard"
+            return self._link
 
     async def _start_template(self, link: GuardLink) -> None:
         if self._template is not None:  # the guard holds one template at a time
@@ -330,7 +329,7 @@ class UserCodePool:
             self._template.is_ready = False
             self._link.send_order(KillTemplate())
 
-    def _forget_fork(self, number: int, error: str | None = None) -> None:
+    def _forget_fork(self, number: int, error: str) -> None:
         """Forgets a worker that has not been started."""
         forked, worker = self._forks.pop(number)
         worker.mark_ended(None)
@@ -355,6 +354,21 @@ class UserCodePool:
     def _send_kill(self, pid: int) -> None:
         if self._link is not None:
             self._link.send_order(KillWorker(pid=pid))
+
+
+async def _describe_task(worker: UserWorker, target: str, timeout_s: float) -> TaskDescription:
+    try:
+        facts = await worker.call("describe", [], timeout_s, "episodes.start_timeout_s")
+        return msgspec.convert(facts, TaskDescription)
+    except msgspec.ValidationError as error:
+        raise TaskRefused(
+            f"task.name must name a class that describes itself, got {target!r}: {error}"
+        ) from error
+    except UserCodeError as error:
+        _, found, sentence = str(error).partition("UnsuitableTask: ")
+        if not found:
+            sentence = f"task.name must name a class that can be made and closed, got {target!r}: {error}"
+        raise TaskRefused(sentence, error.detail) from error
 
 
 class _Template:

@@ -12,9 +12,10 @@ from typing import Any
 
 from configs.plugins import call_plugin
 from generators.environment import EpisodeRecord, Turn
-from generators.plain_values import check_number, make_plain, show_value
+from generators.plain_values import MAX_NAME, check_number, describe_error, keep_text, make_plain, show_value
 from generators.task import Prompt, Score
 from generators.tasks import find_task_class
+from generators.user_code.agent_command import run_command
 from generators.user_code.task_kinds import TaskKind, find_kind
 
 MAX_PROMPTS = 16
@@ -24,20 +25,25 @@ PromptKey = tuple[str, int, int]
 """Split, index and seed."""
 
 
+class UnsuitableTask(ValueError):
+    """The task's class or its arguments do not do. The text names `task.name` or `task.args`."""
+
+
 class TaskHost:
     """Holds the task, and the environment of the episode under way. One call at a time.
 
-    Methods of the task may be plain or async; the async ones of a worker share an event loop.
+    Methods of the task may be plain or async. The async ones share an event loop, which runs during calls.
     """
 
     def __init__(self, target: str, args: Mapping[str, Any]) -> None:
-        """Imports the class, and makes the task unless the class is an environment.
-
-        Raises ValueError that names `task.name` or `task.args`, the rule and the value.
-        """
+        """Imports the class, and makes the task unless the class is an environment. Raises UnsuitableTask,
+        and whatever the module raises while it is imported."""
         self._name, self._args = target, dict(args)
-        self._class = find_task_class(target)
-        self.kind = find_kind(self._class, target)
+        try:
+            self._class = find_task_class(target)
+            self.kind = find_kind(self._class, target)
+        except ValueError as error:
+            raise UnsuitableTask(str(error)) from error
         self._task: Any = self._class if self.kind == TaskKind.environment else self._make_object()
         self._environment: Any = None
         self._prompts: OrderedDict[PromptKey, Prompt] = OrderedDict()
@@ -55,14 +61,11 @@ class TaskHost:
         if self.kind == TaskKind.environment:
             self._finish(self._make_object().close())
         num_prompts = getattr(self._task, "num_prompts", None)
-        command = getattr(self._task, "agent_command", None)
         return {
             "kind": str(self.kind),
-            "name": str(getattr(self._task, "name", self._name)),
+            "name": keep_text(str(getattr(self._task, "name", self._name))[:MAX_NAME]),
             "num_prompts": None if num_prompts is None else make_plain(num_prompts, "num_prompts"),
             "has_group_scores": callable(getattr(self._task, "score_group", None)),
-            "agent_command": None if command is None else make_plain(command, "agent_command"),
-            "has_agent_scores": callable(getattr(self._task, "score_agent", None)),
         }
 
     def make_prompt(self, split: str, index: int, seed: int) -> dict[str, Any]:
@@ -115,18 +118,23 @@ class TaskHost:
         return [_write_score(score, "score_group") for score in scores]
 
     def run_agent(self, split: str, index: int, seed: int, base_url: str, api_key: str) -> Any:
-        """Runs an agent task's coroutine until the agent is done, and returns its outcome."""
+        """Runs an agent until it is done, and returns its outcome: what `run_agent` returns, or the exit code
+        and the output of `agent_command`."""
         row = self._make_row(split, index, seed)
+        if (command := getattr(self._task, "agent_command", None)) is not None:
+            return run_command(command, make_plain(row, "row"), base_url, api_key)
         return make_plain(self._finish(self._task.run_agent(row, base_url, api_key)), "outcome of run_agent")
 
     def score_agent(self, split: str, index: int, seed: int, outcome: Any) -> dict[str, Any]:
-        row = self._make_row(split, index, seed)
-        return _write_score(self._finish(self._task.score_agent(row, outcome)), "score_agent")
-
-    def make_row(self, split: str, index: int, seed: int) -> dict[str, Any]:
-        """Returns the row in plain values. Agent commands get it in their environment."""
-        row: dict[str, Any] = make_plain(self._make_row(split, index, seed), "row")
-        return row
+        """Scores the outcome of `run_agent`. A task without `score_agent` gives the reward as the outcome, or
+        under the key `reward` of it, beside components."""
+        if callable(getattr(self._task, "score_agent", None)):
+            row = self._make_row(split, index, seed)
+            return _write_score(self._finish(self._task.score_agent(row, outcome)), "score_agent")
+        components = dict(outcome) if isinstance(outcome, Mapping) else {"reward": outcome}
+        if "reward" not in components:
+            raise ValueError(f"the outcome of run_agent must hold a reward, got {show_value(outcome)}")
+        return _write_score(Score(components.pop("reward"), components), "run_agent")
 
     def _make_row(self, split: str, index: int, seed: int) -> dict[str, Any]:
         if not callable(getattr(self._task, "make_row", None)):
@@ -137,7 +145,14 @@ class TaskHost:
         return dict(row)
 
     def _make_object(self) -> Any:
-        return call_plugin(self._class, self._name, self._args, "task.args")
+        try:
+            return call_plugin(self._class, self._name, self._args, "task.args")
+        except ValueError as error:
+            raise UnsuitableTask(str(error)) from error
+        except BaseException as error:
+            raise UnsuitableTask(
+                f"task.args must suit {self._name}, got {self._args}: {describe_error(error)}"
+            ) from error
 
     def _finish(self, value: Any) -> Any:
         """Returns the value, or where a method is async the value that it gives in the end."""
@@ -179,6 +194,11 @@ def _write_turn(turn: Any, method: str) -> dict[str, Any]:
 def _write_components(components: Any) -> dict[str, float]:
     if not isinstance(components, Mapping):
         raise ValueError(f"components must be a dict of numbers by name, got {show_value(components)}")
+    for key in components:
+        if not isinstance(key, str) or len(key) > MAX_NAME:
+            raise ValueError(
+                f"names of components must be text of at most {MAX_NAME} characters, got {show_value(key)}"
+            )
     numbers = {key: check_number(f"components[{key!r}]", components[key]) for key in components}
     named: dict[str, float] = make_plain(numbers, "components")
     return named

@@ -26,7 +26,7 @@ from generators.user_code.process_orders import (
     receive_order,
     send_order,
 )
-from generators.user_code.task_host import TaskHost
+from generators.user_code.task_host import TaskHost, UnsuitableTask
 from generators.user_code.worker_process import run_worker
 
 MAX_DETAIL = 4000
@@ -61,9 +61,10 @@ def run_template(link: socket.socket, order: StartTemplate, output: int, guard: 
 
 def _limit_process(memory_mb: int) -> None:
     limit = memory_mb << 20
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    # Not RLIMIT_AS: libraries and threads reserve addresses that they never use, by tens of gigabytes.
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(str(_OOM_SCORE))
@@ -72,17 +73,12 @@ def _limit_process(memory_mb: int) -> None:
 def _make_host(link: socket.socket, order: StartTemplate) -> TaskHost:
     try:
         host = TaskHost(order.target, order.args)
-    # A module may raise anything while it is imported, `SystemExit` too.
+    # The task's code may raise anything, `SystemExit` too.
     except BaseException as error:
-        # TaskHost's own errors name the setting; what the task's code raises does not.
-        sentence = str(error) if isinstance(error, ValueError) and str(error).startswith("task.") else ""
-        sentence = sentence or (
-            f"task.name must name a class that can be imported and made, got {order.target!r}: "
-            f"{describe_error(error)}"
-        )
+        sentence = f"task.name must name a class that can be imported, got {order.target!r}: "
+        sentence = str(error) if isinstance(error, UnsuitableTask) else sentence + describe_error(error)
         detail = "".join(traceback.format_exception(error))[-MAX_DETAIL:]
-        failure = TemplateFailed(error=keep_text(sentence), detail=keep_text(detail))
-        send_order(link, failure)
+        send_order(link, TemplateFailed(error=keep_text(sentence), detail=keep_text(detail)))
         os._exit(1)
     send_order(link, TemplateStarted())
     return host

@@ -17,6 +17,7 @@ from generators.user_code.method_calls import (
 )
 from generators.user_code.output_pipe import OutputPipe
 from generators.user_code.process_control import describe_status
+from generators.user_code.worker_limits import WorkerLimits
 
 _KILL_S = 30.0
 """Seconds that a kill may take. The kernel ends a process late when a disk or a driver holds it."""
@@ -32,13 +33,13 @@ class UserWorker:
         connection: socket.socket,
         output: OutputPipe,
         order_kill: Callable[["UserWorker"], None],
-        output_mb: int,
+        limits: WorkerLimits,
     ) -> None:
         """`order_kill` asks the guard to kill it; `mark_ended` is called when it is gone."""
         self.pid: int | None = None
         """None until it is forked."""
         self._connection, self._output, self._order_kill = connection, output, order_kill
-        self._output_mb = output_mb
+        self._limits = limits
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
         self._number = 0
@@ -65,10 +66,13 @@ class UserWorker:
         if not self.is_alive:
             raise WorkerDied(f"{method} could not be called, because its worker has ended")
         self._number += 1
+        try:
+            frame = encode_frame(MethodCall(self._number, method, arguments))
+        except ValueError as error:
+            raise CallFailed(f"{method} failed: {error}") from error
         self.is_busy = True
         self._output.begin_call()
         try:
-            frame = encode_frame(MethodCall(self._number, method, arguments))
             async with asyncio.timeout(deadline_s):
                 self._writer.write(frame)
                 await self._writer.drain()
@@ -90,6 +94,13 @@ class UserWorker:
             self.is_busy = False
         if isinstance(answer, MethodError):
             detail = f"{answer.detail}\n{self._output.show_end()}".strip()
+            if answer.is_out_of_memory:  # what it holds may fail every further call
+                await self.kill()
+                raise WorkerDied(
+                    f"{method} must allocate at most {self._limits.memory_mb} MB "
+                    f"(episodes.worker_memory_mb), got {answer.error}; its worker was killed",
+                    detail,
+                )
             raise CallFailed(f"{method} failed: {answer.error}", detail)
         return answer.value
 
@@ -128,8 +139,8 @@ class UserWorker:
         await self.kill()
         if self._output.is_beyond_limit:
             return (
-                f"{method} must print at most {self._output_mb} MB (episodes.worker_output_mb), got more; "
-                "its worker was killed"
+                f"{method} must print at most {self._limits.output_mb} MB (episodes.worker_output_mb), got "
+                "more; its worker was killed"
             )
         if was_closed:
             return f"{method} has closed its worker's socket; the worker was killed"

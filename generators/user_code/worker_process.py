@@ -75,7 +75,7 @@ def _describe_failure(number: int, error: BaseException) -> MethodError:
         text = describe_error(error)
     except BaseException:
         text = f"{type(error).__name__} (its text cannot be shown)"
-    return MethodError(number, text, keep_text(detail))
+    return MethodError(number, text, keep_text(detail), isinstance(error, MemoryError))
 
 
 def _flush_output() -> None:

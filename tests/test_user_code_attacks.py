@@ -1,0 +1,388 @@
+"""User code that hangs, crashes or floods costs one call and one worker, and leaves no process behind."""
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from generators.user_code.errors import CallFailed, TaskRefused, UserCodeError, WorkerDied
+from generators.user_code.pool import UserCodePool, WorkerLimits
+from generators.user_code.user_worker import UserWorker
+
+ROOT = Path(__file__).parents[1]
+LONG_S = 120.0
+"""A deadline that no test reaches."""
+
+
+def run_with_pool(
+    play: Callable[[UserCodePool], Coroutine[Any, Any, None]],
+    target: str = "misbehaving:Misbehaving",
+    args: dict[str, Any] | None = None,
+    **limits: Any,
+) -> None:
+    async def run() -> None:
+        pool = await UserCodePool.open(target, args or {}, WorkerLimits(**limits))
+        try:
+            await play(pool)
+        finally:
+            await pool.close()
+
+    asyncio.run(run())
+
+
+async def score(worker: UserWorker, response: str, deadline_s: float = LONG_S) -> Any:
+    return await worker.call("score_response", ["train", 0, 0, response], deadline_s, "a.setting")
+
+
+def list_descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def is_running(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def wait_until_gone(processes: list[psutil.Process]) -> None:
+    deadline = time.monotonic() + 60
+    while left := [process for process in processes if is_running(process)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
+
+
+async def wait_for_descendants(pid: int, count: int) -> list[psutil.Process]:
+    deadline = time.monotonic() + 60
+    while len(found := list_descendants(pid)) < count:
+        assert time.monotonic() < deadline, found
+        await asyncio.sleep(0.01)
+    return found
+
+
+@pytest.mark.parametrize("attack", ["spin", "swallow", "hold_interpreter"])
+def test_a_call_past_its_deadline_is_killed_and_the_error_names_the_setting(attack: str) -> None:
+    async def play(pool: UserCodePool) -> None:
+        worker = await pool.take_worker()
+        process = psutil.Process(worker.pid)
+        with pytest.raises(WorkerDied) as died:
+            await score(worker, attack, 0.3)
+        assert str(died.value) == (
+            "score_response must take at most 0.3 s (a.setting), got no end; its worker was killed"
+        )
+        assert not process.is_running() and not worker.is_alive
+        pool.return_worker(worker)
+        assert pool.num_workers == 0 and (pool.counts.kills, pool.counts.deaths) == (1, 0)
+        assert (await score(await pool.take_worker(), "four"))["reward"] == 4.0
+
+    run_with_pool(play)
+
+
+@pytest.mark.parametrize(
+    ("attack", "error", "detail"),
+    [
+        ("segfault", "its worker was killed by SIGSEGV", "Fatal Python error: Segmentation fault"),
+        ("grow", "must allocate at most 1500 MB (episodes.worker_memory_mb), got MemoryError", "do_grow"),
+        ("exit 3", "its worker exited with code 3", ""),
+        ("exit 0", "its worker exited with code 0", ""),
+        ("fork_and_exit", "its worker exited with code 7", ""),
+        ("close_descriptors", "its worker exited with code 1", "Bad file descriptor"),
+        ("write_garbage ffffffff", "broke its worker's socket: a frame must be at most 16777216 bytes", ""),
+        ("write_garbage 00000002aabb", "broke its worker's socket: a worker's answer must be a frame", ""),
+        (f"print {1 << 30}", "must print at most 16 MB (episodes.worker_output_mb), got more", "xxxx"),
+    ],
+)
+def test_a_worker_that_dies_says_how_and_another_takes_its_place(
+    attack: str, error: str, detail: str
+) -> None:
+    async def play(pool: UserCodePool) -> None:
+        worker = await pool.take_worker()
+        with pytest.raises(WorkerDied) as died:
+            await score(worker, attack)
+        assert error in str(died.value) and detail in died.value.detail
+        pool.return_worker(worker)
+        with pytest.raises(WorkerDied, match="could not be called, because its worker has ended"):
+            await score(worker, "four")
+        assert (await score(await pool.take_worker(), "four"))["reward"] == 4.0
+        assert pool.counts.kills + pool.counts.deaths == 1
+
+    run_with_pool(play, memory_mb=1500)
+
+
+@pytest.mark.parametrize(
+    ("attack", "error", "detail"),
+    [
+        ("leave 3", "SystemExit: 3", "do_leave"),
+        ("raise", "TextlessError (its text cannot be shown)", "do_raise"),
+        ("raise_plainly here", "KeyError: 'here'", "said before it failed"),
+        ("nan", "reward must be finite, got nan", ""),
+        ("return_nothing", "score_response must return a generators.task.Score, got None", ""),
+        ("return_strange", "components['strange'] must be a number, got <object", ""),
+        (f"return_huge {900 << 20}", "names of components must be text of at most 200 characters", ""),
+    ],
+)
+def test_a_call_that_fails_leaves_its_worker_alive(attack: str, error: str, detail: str) -> None:
+    async def play(pool: UserCodePool) -> None:
+        worker = await pool.take_worker()
+        with pytest.raises(CallFailed) as failed:
+            await score(worker, attack)
+        assert str(failed.value).startswith("score_response failed: ") and error in str(failed.value)
+        assert detail in failed.value.detail
+        assert (await score(worker, "four"))["components"]["pid"] == worker.pid
+        assert pool.counts.forks == 1 and not pool.counts.kills and not pool.counts.deaths
+
+    run_with_pool(play)
+
+
+def test_a_call_that_forks_and_returns_twice_answers_once() -> None:
+    async def play(pool: UserCodePool) -> None:
+        worker = await pool.take_worker()
+        for _ in range(3):
+            assert (await score(worker, "return_twice"))["reward"] == 1.0
+            assert (await score(worker, "four"))["reward"] == 4.0
+
+    run_with_pool(play)
+
+
+def test_a_deadline_kills_plain_children_children_with_sessions_and_daemons() -> None:
+    async def play(pool: UserCodePool) -> None:
+        worker = await pool.take_worker()
+        assert worker.pid is not None
+        call = asyncio.create_task(score(worker, "start_children", 20.0))
+        descendants = await wait_for_descendants(worker.pid, 3)
+        await asyncio.sleep(0.2)
+        descendants = list_descendants(worker.pid)
+        assert len(descendants) == 3, "the daemon is below the worker still"
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await worker.kill()
+        assert not [process for process in descendants if is_running(process)]
+
+    run_with_pool(play)
+
+
+def test_children_live_on_between_calls_and_die_with_their_worker() -> None:
+    async def play(pool: UserCodePool) -> None:
+        worker = await pool.take_worker()
+        assert worker.pid is not None
+        await score(worker, "leave_children")
+        descendants = list_descendants(worker.pid)
+        assert len(descendants) == 2
+        await score(worker, "four")
+        assert all(is_running(process) for process in descendants)
+        with pytest.raises(WorkerDied, match="exited with code 5"):
+            await score(worker, "exit 5")
+        assert not [process for process in descendants if is_running(process)]
+
+    run_with_pool(play)
+
+
+PARENT = """
+import asyncio, os, sys
+from generators.user_code.pool import UserCodePool, WorkerLimits
+
+async def call_for_ever():
+    pool = await UserCodePool.open("misbehaving:Misbehaving", {}, WorkerLimits())
+    workers = [await pool.take_worker() for _ in range(3)]
+    async def call(worker, response):
+        await worker.call("score_response", ["train", 0, 0, response], 600, "s")
+    calls = [call(worker, response) for worker, response in zip(workers, sys.argv[1:])]
+    if os.environ.get("FORK") and os.fork() == 0:   # holds a copy of the socket to the guard
+        __import__("time").sleep(600)
+    print(*[worker.pid for worker in workers], flush=True)
+    await asyncio.gather(*calls)
+
+asyncio.run(call_for_ever())
+"""
+
+
+@pytest.mark.parametrize("fork", ["", "plain"])
+def test_no_process_outlives_a_generator_that_is_killed(fork: str) -> None:
+    environment = {**os.environ, "FORK": fork, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    arguments = ["start_children", "swallow", "start_children"]
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, *arguments], stdout=subprocess.PIPE, env=environment, cwd=ROOT
+    ) as parent:
+        assert parent.stdout is not None
+        workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+        assert len(workers) == 3
+        guard = workers[0].parent()
+        assert guard is not None
+        deadline = time.monotonic() + 60
+        # The template, three workers, and three children of two of them.
+        while len(found := guard.children(recursive=True)) < 10:
+            assert time.monotonic() < deadline, found
+            time.sleep(0.01)
+        time.sleep(0.2)
+        found, held = guard.children(recursive=True), parent.pid and list_descendants(parent.pid)
+        assert len(found) == 10, found
+        parent.send_signal(signal.SIGKILL)
+        wait_until_gone([guard, *found])
+        for process in held:
+            process.kill()
+
+
+def test_workers_end_when_the_guard_is_killed_and_the_pool_starts_another() -> None:
+    async def play(pool: UserCodePool) -> None:
+        worker = await pool.take_worker()
+        guard = psutil.Process(worker.pid).parent()
+        assert guard is not None
+        found = guard.children(recursive=True)
+        call = asyncio.create_task(score(worker, "spin"))
+        await asyncio.sleep(0.05)
+        guard.kill()
+        with pytest.raises(WorkerDied):
+            await call
+        wait_until_gone([guard, *found])
+        assert (await score(await pool.take_worker(), "four"))["reward"] == 4.0
+        assert pool.counts.template_starts == 2
+
+    run_with_pool(play)
+
+
+def test_a_template_that_dies_is_started_again_and_workers_live_on() -> None:
+    async def play(pool: UserCodePool) -> None:
+        worker = await pool.take_worker()
+        guard = psutil.Process(worker.pid).parent()
+        assert guard is not None
+        (template,) = [process for process in guard.children() if process.pid != worker.pid]
+        template.kill()
+        wait_until_gone([template])
+        assert (await score(worker, "four"))["reward"] == 4.0
+        others = await asyncio.gather(*(pool.take_worker() for _ in range(3)))
+        assert [(await score(other, "four"))["reward"] for other in others] == [4.0] * 3
+        assert pool.counts.template_starts == 2 and pool.counts.deaths == 0
+
+    run_with_pool(play)
+
+
+@pytest.mark.parametrize(
+    ("module", "limits", "error"),
+    [
+        ("while True: pass", {"start_timeout_s": 0.5}, "within 0.5 s (episodes.start_timeout_s), got no end"),
+        ("raise RuntimeError('at import')", {}, "RuntimeError: at import"),
+        ("import sys; sys.exit(4)", {}, "SystemExit: 4"),
+        ("import os; os._exit(4)", {}, "its process exited with code 4"),
+        ("import ctypes; ctypes.string_at(0)", {}, "its process was killed by SIGSEGV"),
+        ("x = [bytearray(1 << 26) for _ in range(64)]", {"memory_mb": 512}, "MemoryError"),
+        ("for i in range(1 << 20): print('x' * 99)", {"output_mb": 1}, "it printed more than 1 MB"),
+        ("this is no Python", {}, "SyntaxError"),
+        ("class Task: pass", {}, "without `make_prompt` and `score_response`"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_refused_by_name(
+    module: str, limits: dict[str, Any], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hostile.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(TaskRefused) as refused:
+        asyncio.run(UserCodePool.open("hostile:Task", {}, WorkerLimits(**limits)))
+    assert str(refused.value).startswith("task.name must") and error in str(refused.value)
+
+
+def test_sixty_four_workers_serve_at_once_and_the_next_one_waits_for_one_of_them() -> None:
+    async def play(pool: UserCodePool) -> None:
+        workers = await asyncio.gather(*(pool.take_worker() for _ in range(64)))
+        assert len({worker.pid for worker in workers}) == 64 == pool.num_workers == pool.counts.forks
+        scores = await asyncio.gather(*(score(worker, "four") for worker in workers))
+        assert {one["components"]["pid"] for one in scores} == {worker.pid for worker in workers}
+        waiting = [asyncio.create_task(pool.take_worker()) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        assert not any(task.done() for task in waiting)
+        waiting[0].cancel()
+        pool.return_worker(workers[7])
+        assert await waiting[1] is workers[7]
+        await workers[8].kill()
+        assert (await waiting[2]).pid not in {worker.pid for worker in workers}
+        assert pool.num_workers == 64
+
+    run_with_pool(play)
+
+
+def test_a_worker_that_spins_does_not_delay_the_calls_of_another() -> None:
+    async def play(pool: UserCodePool) -> None:
+        spinning, other = await asyncio.gather(pool.take_worker(), pool.take_worker())
+        call = asyncio.create_task(score(spinning, "spin"))
+        for _ in range(50):
+            await score(other, "four")
+            assert not call.done()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await spinning.kill()
+
+    run_with_pool(play)
+
+
+def test_a_worker_that_comes_back_soon_is_taken_before_another_is_forked() -> None:
+    async def play(pool: UserCodePool) -> None:
+        async def take_and_score() -> None:
+            worker = await pool.take_worker()
+            await score(worker, "four")
+            pool.return_worker(worker)
+
+        for _ in range(50):
+            await take_and_score()
+        assert pool.counts.forks == 1
+
+    run_with_pool(play)
+
+
+def test_five_hundred_kills_leave_no_descriptor_and_no_process() -> None:
+    async def play(pool: UserCodePool) -> None:
+        async def kill_one(index: int) -> None:
+            worker = await pool.take_worker()
+            if index % 2:
+                call = asyncio.create_task(score(worker, "spin"))
+                await asyncio.sleep(0)
+                call.cancel()
+            await worker.kill()
+            pool.return_worker(worker)
+
+        await kill_one(0)
+        gc.collect()
+        before = len(os.listdir("/proc/self/fd"))
+        for start in range(0, 500, 8):
+            await asyncio.gather(*(kill_one(index) for index in range(start, start + 8)))
+        assert pool.counts.kills >= 500 and pool.num_workers == 0
+        for _ in range(100):  # transports close in the loop's next round
+            await asyncio.sleep(0.01)
+            if len(os.listdir("/proc/self/fd")) <= before:
+                break
+        assert len(os.listdir("/proc/self/fd")) <= before
+
+    run_with_pool(play)
+
+
+def test_a_closed_pool_leaves_no_process_and_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    left: list[psutil.Process] = []
+
+    async def play(pool: UserCodePool) -> None:
+        worker = await pool.take_worker()
+        guard = psutil.Process(worker.pid).parent()
+        assert guard is not None
+        call = asyncio.create_task(score(worker, "start_children"))
+        assert worker.pid is not None
+        await wait_for_descendants(worker.pid, 3)
+        left.extend([guard, *guard.children(recursive=True)])
+        await pool.close()
+        with pytest.raises(WorkerDied):
+            await call
+        with pytest.raises(UserCodeError, match="got a closed one"):
+            await pool.take_worker()
+
+    run_with_pool(play)
+    wait_until_gone(left)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
