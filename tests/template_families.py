@@ -26,14 +26,14 @@ CORPUS = [
 
 
 @dataclass(frozen=True)
-class Family:
+class ChatFamily:
     name: str
     specials: tuple[str, ...]
     markers: tuple[str, ...]
     """Added tokens that the family does not call special."""
     eos: str | None
     close: str
-    """What ends a reply in the template's text."""
+    """The end of a reply in the template's text."""
     expect_suffix: Callable[[list[Message]], str]
     """Returns what stands between a reply's close and the next reply. It is written by hand."""
     thinks: bool = False
@@ -89,8 +89,8 @@ LLAMA_SPECIALS = (
 FAMILIES = {
     family.name: family
     for family in (
-        Family("qwen2p5", QWEN_SPECIALS, TOOL_MARKERS, "<|im_end|>", "<|im_end|>", expect_qwen),
-        Family(
+        ChatFamily("qwen2p5", QWEN_SPECIALS, TOOL_MARKERS, "<|im_end|>", "<|im_end|>", expect_qwen),
+        ChatFamily(
             "qwen3",
             QWEN_SPECIALS,
             TOOL_MARKERS + THINK_MARKERS,
@@ -99,8 +99,8 @@ FAMILIES = {
             expect_qwen,
             thinks=True,
         ),
-        Family("llama3", LLAMA_SPECIALS, (), "<|eot_id|>", "<|eot_id|>", expect_llama),
-        Family("tiny", ("<eos>",), (), "<eos>", "", expect_plain),
+        ChatFamily("llama3", LLAMA_SPECIALS, (), "<|eot_id|>", "<|eot_id|>", expect_llama),
+        ChatFamily("tiny", ("<eos>",), (), "<eos>", "", expect_plain),
     )
 }
 

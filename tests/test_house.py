@@ -19,6 +19,7 @@ MAY_IMPORT = {
 }
 ONLY_IN = {
     "vllm": {
+        "generators/rendering/parsing.py",
         "generators/vllm_engine.py",
         "sync/transports/nccl_sender.py",
         "sync/vllm_plugin.py",

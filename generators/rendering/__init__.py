@@ -19,7 +19,7 @@ def choose_renderer(tokenizer: Any, config: EpisodesConfig) -> Renderer:
 
     Raises ValueError with field, rule and value where the tokenizer or its chat template does not bear it.
     """
-    reader = ReplyReader(tokenizer)
+    reader = ReplyReader(tokenizer, config.tool_parser, config.reasoning_parser)
     kind = config.renderer
     if kind is RendererKind.auto:
         kind = RendererKind.difference if tokenizer.chat_template else RendererKind.plain

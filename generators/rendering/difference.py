@@ -60,6 +60,8 @@ class DifferenceRenderer:
         self.stop_tokens = frozenset(int(token) for token in ends if token is not None)
         self._opening = self._find_opening()
         self._thinking = self._find_thinking()
+        if self._thinking is not None:
+            reader.thinks_at_once = self._is_thinking(self._opening)
 
     def render_first(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         try:
@@ -187,15 +189,14 @@ class DifferenceRenderer:
 
     def _end_thinking(self, held: Sequence[int]) -> list[int]:
         """Returns what ends the thinking of a reply that was cut off in it."""
-        if self._thinking is None:
+        if self._thinking is None or not self._is_thinking(held[find_last(held, self._opening) :]):
             return []
-        begin, end, ending = self._thinking
-        for token in reversed(held[find_last(held, self._opening) :]):
-            if token == end:
-                return []
-            if token == begin:
-                return ending
-        return []
+        return self._thinking[2]
+
+    def _is_thinking(self, tokens: Sequence[int]) -> bool:
+        assert self._thinking is not None
+        begin, end, _ = self._thinking
+        return next((token == begin for token in reversed(tokens) if token in (begin, end)), False)
 
 
 def find_last(tokens: Sequence[int], part: Sequence[int]) -> int:

@@ -19,7 +19,7 @@ class Reply:
 
     message: Message
     parse_error: str | None = None
-    """What is wrong with a tool call that could not be read. The message then holds the text as it is."""
+    """The reason why a tool call could not be read. The message then holds the text as it is."""
 
 
 class Renderer(Protocol):
