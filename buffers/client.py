@@ -289,13 +289,15 @@ class BufferClient:
             f"in {self._timeout_s + wait_s:.0f} s"
         )
 
-    def submit_groups(self, generator: str, leases: list[int], groups: pa.RecordBatch) -> list[str]:
+    def submit_groups(
+        self, generator: str, leases: list[int], rows: list[int], groups: pa.RecordBatch
+    ) -> list[str]:
         """Hands in the groups of some leases and waits until they are durable. Returns one verdict for each
         lease.
 
-        `groups` holds the rows of all of them, in the order of `leases`.
+        `groups` holds the rows of all of them, in the order of `leases`. `rows` says how many are of each.
         """
-        request = m.SubmitGroups(generator=generator, leases=leases, schema=SCHEMA_VERSION)
+        request = m.SubmitGroups(generator=generator, leases=leases, rows=rows, schema=SCHEMA_VERSION)
         reply, _ = self.exchange(request, payload=encode_batch(groups))
         assert isinstance(reply, m.LeaseReceipt), reply
         return reply.verdicts
@@ -379,23 +381,27 @@ class BufferClient:
         self._socket.close()
 
 
-def send_groups(client: BufferClient, generator: str, leases: list[int], groups: pa.RecordBatch) -> None:
+def send_groups(
+    client: BufferClient, generator: str, leases: list[int], rows: list[int], groups: pa.RecordBatch
+) -> None:
     """Sends the groups of some leases without waiting for the receipt.
 
-    `groups` holds the rows of all of them, in the order of `leases`. They travel in one message, or in
-    several where one would be too large. A group that is too large by itself fails, with its size.
+    `groups` holds the rows of all of them, in the order of `leases`, and `rows` says how many are of each.
+    They travel in one message, or in several where one would be too large. A group that is too large by
+    itself fails, with its size.
     """
-    request = m.SubmitGroups(generator=generator, leases=leases, schema=SCHEMA_VERSION)
+    request = m.SubmitGroups(generator=generator, leases=leases, rows=rows, schema=SCHEMA_VERSION)
     try:
         client.send_request(request, encode_batch(groups))
     except TooLarge as error:
-        middle, num_rows = len(leases) // 2, groups.num_rows // len(leases)
+        middle = len(leases) // 2
         if middle:
+            cut = sum(rows[:middle])
             # `take` copies the rows: a slice would travel with the bytes of all others.
-            first = groups.take(pa.array(range(middle * num_rows)))
-            second = groups.take(pa.array(range(middle * num_rows, groups.num_rows)))
-            send_groups(client, generator, leases[:middle], first)
-            send_groups(client, generator, leases[middle:], second)
+            first = groups.take(pa.array(range(cut)))
+            second = groups.take(pa.array(range(cut, groups.num_rows)))
+            send_groups(client, generator, leases[:middle], rows[:middle], first)
+            send_groups(client, generator, leases[middle:], rows[middle:], second)
             return
         log.error("lease %d: %s", leases[0], error)
         num_tokens = int(np.count_nonzero(flatten_column(groups, "sampled")))

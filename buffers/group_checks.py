@@ -2,20 +2,21 @@
 
 A generator may send anything, so nothing is trusted: not the message's metadata (`arrow_ipc`), not the
 columns, and not the values in them. All groups of a message are checked at once, in numpy, on the message's
-own buffers without a copy.
+own buffers without a copy. The rules of episodes stand in `buffers.episode_checks`.
 """
 
+import itertools
 import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
 
 from buffers.arrow_ipc import is_aligned
+from buffers.episode_checks import MOST_TURNS, check_ends, check_token_rewards, check_turns, find_episodes
+from buffers.message_columns import LIST_VALUES, VALUES, MessageColumns, require
 from buffers.trajectory import (
-    FIRST_BUFFER,
     MalformedGroup,
     decode_batch,
     decode_buffers,
@@ -27,9 +28,6 @@ LONG_GROUP = 2000
 """Tokens of a group from which on it is faster to reduce each group by itself."""
 MAX_LOGPROB = 1e-3
 """A log-probability is at most 0; this much more is rounding."""
-VALUES, LIST_OFFSETS, LIST_VALUES = 1, 1, 3
-"""Places of a column's buffers among its own: Arrow puts the validity before the values, and a list's offsets
-before the validity and the values of its items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +40,8 @@ class ExpectedGroup:
     """Step that the group is due at."""
     prompt: int
     """Index of the prompt in its task."""
+    rows: int
+    """Rows that the request gives it: one for each sample, or more where an episode has several branches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,62 +91,69 @@ def check_groups(
     longest: int = 2**31 - 1,
     vocabulary: int = 2**31,
     routing: ExpertsShape = ExpertsShape(),
+    max_turns: int = MOST_TURNS,
 ) -> CheckedMessage:
     """Reads a message and finds the facts of each expected group, or the rule that it breaks.
 
-    A whole, finite, consistent group has `num_samples` rows, numbered from 0, of at most `longest` tokens
-    each. Its tokens are below `vocabulary`, its versions go up to `newest_version`, and its experts are as
-    `routing` says.
+    A whole, finite, consistent group has `num_samples` episodes, numbered from 0, on at most `max_turns`
+    branches each, of at most `longest` tokens each. Its tokens are below `vocabulary`, its versions go up to
+    `newest_version`, its turns are below `max_turns`, and its experts are as `routing` says.
 
     Raises MalformedGroup when the message cannot be read or has another number of rows.
     """
     view = memoryview(data).cast("B")
     batch, body, buffers = decode_buffers(view)
-    if batch.num_rows != len(expected) * num_samples or not expected:
+    rows = [one.rows for one in expected]
+    if batch.num_rows != sum(rows) or not expected:
         raise MalformedGroup(
-            f"samples must be 0..{num_samples - 1} for each of {len(expected)} groups, "
+            f"samples must be 0..{num_samples - 1} for each of {len(expected)} groups, in {sum(rows)} rows, "
             f"got {batch.num_rows} rows"
         )
     try:
-        _require(
+        require(
             np.isfinite(batch.column("rewards").items.to_numpy(zero_copy_only=False)).all(),
             "rewards must be finite, and some component is NaN or infinite",
         )
-        columns = _Columns(body, buffers, len(expected), num_samples)
-        facts = _check_columns(columns, expected, newest_version, longest, vocabulary, routing)
+        columns = MessageColumns(batch, body, buffers, rows, num_samples)
+        facts = _check_columns(columns, expected, newest_version, longest, vocabulary, routing, max_turns)
         return CheckedMessage(batch, [*facts], is_aligned(view, buffers))
     except MalformedGroup as error:
         if len(expected) == 1:
             return CheckedMessage(batch, [MalformedGroup(f"group {expected[0].group}: {error}")], False)
     # Some group breaks a rule. Each is checked by itself now, so that one bad group does not cost the others.
     verdicts: list[GroupFacts | MalformedGroup] = []
-    for number, one in enumerate(expected):
+    for one, group in zip(expected, slice_groups(batch, rows), strict=True):
         verdicts += check_groups(
-            encode_batch(batch.slice(number * num_samples, num_samples)),
+            encode_batch(group),
             [one],
             num_samples=num_samples,
             newest_version=newest_version,
             longest=longest,
             vocabulary=vocabulary,
             routing=routing,
+            max_turns=max_turns,
         ).verdicts
     return CheckedMessage(batch, verdicts, False)
 
 
+def slice_groups(batch: pa.RecordBatch, rows: Sequence[int]) -> list[pa.RecordBatch]:
+    """Returns the rows of each group, without a copy. `rows` gives their number in each."""
+    starts = itertools.accumulate(rows, initial=0)
+    return [batch.slice(start, count) for start, count in zip(starts, rows, strict=False)]
+
+
 def split_message(
-    data: memoryview, num_groups: int, wanted: Container[int], num_samples: int
+    data: memoryview, rows: Sequence[int], wanted: Container[int]
 ) -> tuple[memoryview, dict[int, int]]:
     """Returns (message with the wanted groups alone, sampled tokens of each other group by its place in the
-    message).
+    message). `rows` gives the rows of each group.
 
     Raises MalformedGroup when the message cannot be read or has another number of rows.
     """
     batch = decode_batch(data)
-    if batch.num_rows != num_groups * num_samples:
-        raise MalformedGroup(
-            f"{num_groups} groups must have {num_groups * num_samples} rows, got {batch.num_rows}"
-        )
-    groups = [batch.slice(place * num_samples, num_samples) for place in range(num_groups)]
+    if batch.num_rows != sum(rows):
+        raise MalformedGroup(f"{len(rows)} groups must have {sum(rows)} rows, got {batch.num_rows}")
+    groups = slice_groups(batch, rows)
     kept = [group for place, group in enumerate(groups) if place in wanted] or [batch.slice(0, 0)]
     spent = {
         place: int(np.count_nonzero(flatten_column(group, "sampled")))
@@ -162,67 +169,32 @@ def split_message(
 # bytes, and each rule looks at the columns of all groups together.
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """The columns of a message's groups, as the bytes that came."""
-
-    body: memoryview
-    buffers: list[list[int]]
-    """[offset, length] of each buffer in `body`."""
-    num_groups: int
-    num_samples: int
-    """Rows of each group."""
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_groups * self.num_samples
-
-    def take_bytes(self, column: str, buffer: int, size: int) -> memoryview:
-        """Returns the first bytes of one buffer of a column: `VALUES`, or of a list `LIST_OFFSETS` or
-        `LIST_VALUES`.
-
-        Raises MalformedGroup where the buffer is shorter.
-        """
-        offset, length = self.buffers[FIRST_BUFFER[column] + buffer]
-        if length < size:
-            raise MalformedGroup(f"column `{column}` must have {size} bytes, got {length}")
-        return self.body[offset : offset + size]
-
-    def take_offsets(self, column: str) -> memoryview:
-        """Returns the offsets of a list column: one int32 for each row and one more."""
-        return self.take_bytes(column, LIST_OFFSETS, 4 * (self.num_rows + 1))
-
-    def take_items(self, column: str, kind: type[np.generic], count: int) -> np.ndarray:
-        """[count]: the items of all lists of a column, row after row."""
-        size = np.dtype(kind).itemsize * count
-        return np.frombuffer(self.take_bytes(column, LIST_VALUES, size), kind)
-
-
-def _require(holds: np.bool_ | bool, rule: str) -> None:
-    if not holds:
-        raise MalformedGroup(rule)
-
-
 def _check_columns(
-    columns: _Columns,
+    columns: MessageColumns,
     expected: Sequence[ExpectedGroup],
     newest_version: int,
     longest: int,
     vocabulary: int,
     routing: ExpertsShape,
+    max_turns: int,
 ) -> Iterator[GroupFacts]:
     """Yields the facts of each group. Raises MalformedGroup with the first rule that some group breaks."""
     _check_identity(columns, expected)
+    episodes = find_episodes(columns, max_turns)
     offsets = _check_lengths(columns, longest)
     _check_experts(columns, offsets, routing)
-    total, starts = int(offsets[-1]), offsets[: -1 : columns.num_samples]
+    total, starts = int(offsets[-1]), offsets[episodes.first_rows[:: columns.num_samples]]
     _check_tokens(columns, total, vocabulary)
     _check_logprobs(columns, total)
     versions, sampled = _check_versions(columns, offsets, newest_version)
     num_tokens = _reduce_groups(np.add, sampled, starts).tolist()
-    _require(min(num_tokens) > 0, "at least one token must be sampled")
+    require(min(num_tokens) > 0, "at least one token must be sampled")
+    check_turns(columns, offsets, sampled, episodes, max_turns)
+    rewards = columns.take_values("reward", np.float32)
+    means, deviations = _check_rewards(rewards[episodes.first_rows].reshape(-1, columns.num_samples))
+    check_token_rewards(columns, offsets, rewards, episodes)
+    check_ends(columns, episodes)
     spans = _find_version_spans(versions, starts)
-    means, deviations = _check_rewards(columns)
     stops = [*starts[1:].tolist(), total]
     for number, (oldest, newest) in enumerate(spans):
         by_version = {}
@@ -231,75 +203,67 @@ def _check_columns(
         yield GroupFacts(num_tokens[number], oldest, newest, means[number], deviations[number], by_version)
 
 
-def _check_identity(columns: _Columns, expected: Sequence[ExpectedGroup]) -> None:
-    """Every row names the group, the step and the prompt of its lease, and the rows of a group are numbered
-    from 0."""
+def _check_identity(columns: MessageColumns, expected: Sequence[ExpectedGroup]) -> None:
+    """Every row names the group, the step and the prompt of its lease."""
     rows = np.array([(one.group, one.due, one.prompt) for one in expected])
-    wanted = rows.T.repeat(columns.num_samples, axis=1)
+    wanted = rows.T.repeat(columns.rows, axis=1)
     size = 8 * columns.num_rows
     for name, values in zip(("group", "due", "prompt_id"), wanted, strict=True):
-        _require(
+        require(
             columns.take_bytes(name, VALUES, size) == values.tobytes(),
             f"column `{name}` must hold {values[0]}",
         )
-    _require(
-        columns.take_bytes("sample", VALUES, size)
-        == _number_samples(columns.num_groups, columns.num_samples),
-        f"samples must be 0..{columns.num_samples - 1}",
-    )
 
 
-def _check_lengths(columns: _Columns, longest: int) -> np.ndarray:
+def _check_lengths(columns: MessageColumns, longest: int) -> np.ndarray:
     """Every trajectory has at least one token and not too many, and all its columns are as long.
 
     Returns [rows + 1] int32: the offsets of the trajectories among all tokens.
     """
     offsets = np.frombuffer(columns.take_offsets("tokens"), np.int32)
-    _require(
+    require(
         offsets[0] == 0 and (offsets[1:] > offsets[:-1]).all(), "a trajectory must hold at least one token"
     )
-    _require(
-        (offsets[1:] - offsets[:-1]).max() <= longest, f"a trajectory must hold at most {longest} tokens"
-    )
+    require((offsets[1:] - offsets[:-1]).max() <= longest, f"a trajectory must hold at most {longest} tokens")
     for name in ("sampled", "logprobs", "versions"):
-        _require(columns.take_offsets(name) == offsets.tobytes(), f"`{name}` must be as long as `tokens`")
+        require(columns.take_offsets(name) == offsets.tobytes(), f"`{name}` must be as long as `tokens`")
     return offsets
 
 
-def _check_experts(columns: _Columns, offsets: np.ndarray, routing: ExpertsShape) -> None:
+def _check_experts(columns: MessageColumns, offsets: np.ndarray, routing: ExpertsShape) -> None:
     """Every token has the experts of its routing: a fixed number, each of them an expert or -1."""
     width = routing.per_token
     found = np.frombuffer(columns.take_offsets("experts"), np.int32)
     lengths = "hold nothing" if width == 0 else f"hold {width} for each token"
     # In int64: tokens × width may be beyond int32, in which a wrong length could come out right.
-    _require((found == offsets.astype(np.int64) * width).all(), f"`experts` must {lengths}")
+    require((found == offsets.astype(np.int64) * width).all(), f"`experts` must {lengths}")
     experts = columns.take_items("experts", np.int16, width * int(offsets[-1]))
-    _require(
+    require(
         not len(experts) or -1 <= experts.min() <= experts.max() < routing.num_experts,
         f"experts must be in -1..{routing.num_experts - 1}",
     )
 
 
-def _check_tokens(columns: _Columns, total: int, vocabulary: int) -> None:
+def _check_tokens(columns: MessageColumns, total: int, vocabulary: int) -> None:
     """Every token is in the vocabulary: another one would end the learner at its embedding."""
     tokens = columns.take_items("tokens", np.int32, total)
-    _require(tokens.min() >= 0, "tokens must be >= 0")
-    _require(
+    require(tokens.min() >= 0, "tokens must be >= 0")
+    require(
         tokens.max() < vocabulary, f"tokens must be below {vocabulary}, the size of the model's vocabulary"
     )
 
 
-def _check_logprobs(columns: _Columns, total: int) -> None:
+def _check_logprobs(columns: MessageColumns, total: int) -> None:
     """Every log-probability is finite and at most 0."""
     logprobs = columns.take_items("logprobs", np.float32, total)
     # NaN anywhere makes both extremes NaN, so the extremes alone tell whether all are finite.
     lowest, highest = float(logprobs.min()), float(logprobs.max())
-    _require(math.isfinite(lowest) and math.isfinite(highest), "logprobs must be finite")
-    _require(highest <= MAX_LOGPROB, "logprobs must be <= 0 (but for rounding)")
+    require(math.isfinite(lowest) and math.isfinite(highest), "logprobs must be finite")
+    require(highest <= MAX_LOGPROB, "logprobs must be <= 0 (but for rounding)")
 
 
 def _check_versions(
-    columns: _Columns, offsets: np.ndarray, newest_version: int
+    columns: MessageColumns, offsets: np.ndarray, newest_version: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Exactly the sampled tokens have a version, which is published, and a trajectory begins with a token of
     the prompt.
@@ -314,22 +278,24 @@ def _check_versions(
     computed = np.packbits(sampled, bitorder="little").tobytes()
     came = columns.take_bytes("sampled", LIST_VALUES, -(-total // 8)).tobytes()
     last = 0xFF >> (-total % 8)
-    _require(
+    require(
         computed[:-1] == came[:-1] and computed[-1] == came[-1] & last,
         "versions must be >= 0 where sampled, and only there",
     )
-    _require(not sampled[offsets[:-1]].any(), "the first token must not be sampled")
-    _require(int(versions.max()) <= newest_version, f"versions must be in 0..{newest_version}")
+    require(not sampled[offsets[:-1]].any(), "the first token must not be sampled")
+    require(int(versions.max()) <= newest_version, f"versions must be in 0..{newest_version}")
     return versions, sampled
 
 
-def _check_rewards(columns: _Columns) -> tuple[list[float], list[float]]:
-    """Every reward is finite. Returns ([groups] means, [groups] population standard deviations)."""
-    num_samples = columns.num_samples
-    data = columns.take_bytes("reward", VALUES, 4 * columns.num_rows)
-    rewards = np.frombuffer(data, np.float32).reshape(columns.num_groups, num_samples).astype(float)
+def _check_rewards(of_episodes: np.ndarray) -> tuple[list[float], list[float]]:
+    """Every reward is finite. Takes [groups, episodes of each].
+
+    Returns ([groups] means, [groups] population standard deviations).
+    """
+    rewards = of_episodes.astype(float)
+    num_samples = rewards.shape[1]
     means = rewards.sum(1) / num_samples
-    _require(np.isfinite(means).all(), "reward must be finite, and some is NaN or infinite")
+    require(np.isfinite(means).all(), "reward must be finite, and some is NaN or infinite")
     deviations = np.where(
         # Rounding of the mean would give equal rewards a deviation above 0, and dynamic sampling compares it
         # with 0.
@@ -369,9 +335,3 @@ def _reduce_groups(operation: np.ufunc, values: np.ndarray, starts: np.ndarray) 
     return np.array(
         [np.count_nonzero(part) if operation is np.add else operation.reduce(part) for part in parts]
     )
-
-
-@lru_cache(16)
-def _number_samples(num_groups: int, num_samples: int) -> bytes:
-    """Returns the bytes of a right `sample` column."""
-    return np.tile(np.arange(num_samples), num_groups).tobytes()

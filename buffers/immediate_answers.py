@@ -86,7 +86,9 @@ class ImmediateAnswers:
                     raise Refusal(
                         "malformed group", f"a submission must carry one Arrow frame, got {len(payload)}"
                     )
-                verdicts = buffer.intake.submit_groups(name, request.leases, request.schema, payload[0])
+                verdicts = buffer.intake.submit_groups(
+                    name, request.leases, request.rows, request.schema, payload[0]
+                )
                 return m.LeaseReceipt(leases=request.leases, verdicts=verdicts)
             case m.SubmitParityProbe():
                 self._probes.take_probe(

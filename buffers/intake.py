@@ -15,7 +15,14 @@ import pyarrow as pa
 
 from buffers import events as e
 from buffers.book import Book
-from buffers.group_checks import CheckedMessage, ExpectedGroup, GroupFacts, check_groups, split_message
+from buffers.group_checks import (
+    CheckedMessage,
+    ExpectedGroup,
+    GroupFacts,
+    check_groups,
+    slice_groups,
+    split_message,
+)
 from buffers.journal import Journal
 from buffers.prompts import PromptOrder
 from buffers.refusal import RefusalCounts
@@ -46,22 +53,26 @@ class Intake:
         """Groups that have failed for good since the last accepted one."""
 
     def submit_groups(
-        self, generator: str, leases: Sequence[int], schema: int, data: memoryview
+        self, generator: str, leases: Sequence[int], rows: Sequence[int], schema: int, data: memoryview
     ) -> list[str]:
         """Checks, journals and books the groups of some leases; returns a verdict for each lease.
+
+        `data` holds the rows of all of them, and `rows` says how many are of each lease.
 
         `accepted`; `zero_variance` (complete, and rejected by dynamic sampling); `duplicate`; or `failed`
         (and counted as refused, because the group breaks a rule, or the message cannot be read at all).
         """
         num_samples = self._book.terms.samples_per_prompt
-        wanted = self._find_wanted(leases)
+        wanted = self._find_wanted(leases, rows)
         spent: dict[int, int] = {}
         found = None
         try:
             if schema != SCHEMA_VERSION:
                 raise MalformedGroup(f"schema version must be {SCHEMA_VERSION}, got {schema}")
+            if len(rows) != len(leases):
+                raise MalformedGroup(f"`rows` must be as long as `leases`, {len(leases)}, got {len(rows)}")
             if len(wanted) < len(leases):
-                data, spent = split_message(data, len(leases), wanted, num_samples)
+                data, spent = split_message(data, rows, wanted)
             if wanted:
                 found = check_groups(
                     data,
@@ -71,20 +82,23 @@ class Intake:
                     longest=self._config.longest_row,
                     vocabulary=self._vocabulary,
                     routing=self._routing,
+                    max_turns=self._config.episodes.max_turns,
                 )
         except MalformedGroup as error:
             self._refusals.refuse_message("malformed group", f"from {generator}: {error}")
             for place in wanted:
                 self.fail_lease(leases[place], 0, str(error))
         stored = iter(
-            () if found is None else self._store(generator, [leases[place] for place in wanted], data, found)
+            ()
+            if found is None
+            else self._store(generator, [leases[place] for place in wanted], [*wanted.values()], data, found)
         )
         return [
             next(stored, "failed") if place in wanted else self._settle_unwanted(lease, spent.get(place, 0))
             for place, lease in enumerate(leases)
         ]
 
-    def _find_wanted(self, leases: Sequence[int]) -> dict[int, ExpectedGroup]:
+    def _find_wanted(self, leases: Sequence[int], rows: Sequence[int]) -> dict[int, ExpectedGroup]:
         """Returns, by place in the message, the groups that are still open.
 
         A group counts once in a message.
@@ -95,7 +109,8 @@ class Intake:
             held = self._book.leases.find_open_group(lease)
             if held is not None and held[0] not in groups:
                 groups.add(held[0])
-                wanted[place] = ExpectedGroup(held[0], held[1], self._prompts.prompt_index(held[0]))
+                num_rows = rows[place] if place < len(rows) else 0
+                wanted[place] = ExpectedGroup(*held, self._prompts.prompt_index(held[0]), num_rows)
         return wanted
 
     def _settle_unwanted(self, lease: int, num_tokens: int) -> str:
@@ -110,23 +125,31 @@ class Intake:
         return "duplicate"
 
     def _store(
-        self, generator: str, leases: list[int], data: memoryview, found: CheckedMessage
+        self,
+        generator: str,
+        leases: list[int],
+        expected: list[ExpectedGroup],
+        data: memoryview,
+        found: CheckedMessage,
     ) -> Iterator[str]:
         """Appends the whole groups of a message to the journal and books them; yields a verdict for each
         lease."""
-        num_samples = self._book.terms.samples_per_prompt
-        good = [number for number, facts in enumerate(found.verdicts) if isinstance(facts, GroupFacts)]
-        if good:
+        if any(isinstance(facts, GroupFacts) for facts in found.verdicts):
             message = data
             if not found.is_storable:
-                parts = [found.batch.slice(number * num_samples, num_samples) for number in good]
+                groups = slice_groups(found.batch, [one.rows for one in expected])
+                parts = [
+                    group
+                    for group, facts in zip(groups, found.verdicts, strict=True)
+                    if isinstance(facts, GroupFacts)
+                ]
                 message = memoryview(encode_batch(pa.concat_batches(parts))).cast("B")
             segment, offset, xxh3 = self._journal.append_batch(message)
             self._watchdog.note_movement()
             self.quarantined_in_a_row = 0
             self._milestones.setdefault("first_group", time.time())
         row = 0
-        for lease, facts in zip(leases, found.verdicts, strict=True):
+        for lease, wanted, facts in zip(leases, expected, found.verdicts, strict=True):
             if isinstance(facts, MalformedGroup):
                 self._refusals.refuse_message("malformed group", f"from {generator}: {facts}")
                 self.fail_lease(lease, 0, str(facts))
@@ -136,7 +159,7 @@ class Intake:
             assert held is not None
             group, due = held
             if self._book.leases.is_too_new(due, facts.newest_version):
-                row += num_samples
+                row += wanted.rows
                 error = f"sampled by version {facts.newest_version}, newer than the step {due} that it is for"
                 self._book.leases.fail_lease(lease, facts.num_tokens, error, counts=False)
                 yield "failed"
@@ -151,7 +174,7 @@ class Intake:
                 size=len(message),
                 xxh3=xxh3,
                 row=row,
-                rows=num_samples,
+                rows=wanted.rows,
                 tokens=facts.num_tokens,
                 oldest=facts.oldest_version,
                 newest=facts.newest_version,
@@ -160,7 +183,7 @@ class Intake:
                 at=time.time(),
                 versions=facts.tokens_by_version,
             )
-            row += num_samples
+            row += wanted.rows
             yield self._book_content(content)
 
     def _book_content(self, content: e.Accepted) -> str:

@@ -12,10 +12,15 @@ from configs.schema import Config
 
 
 def max_group_tokens(config: Config) -> int:
-    """Returns the most tokens that one lease can sample."""
-    return config.learner.samples_per_prompt * max(
-        config.sampling.max_tokens, config.generators.max_model_len
-    )
+    """Returns the most tokens that one lease can sample: each turn of an episode may be as long as a context
+    or a reply can be, because the branches of an episode do not share one context."""
+    longest_turn = max(config.sampling.max_tokens, config.generators.max_model_len)
+    return config.learner.samples_per_prompt * config.episodes.max_turns * longest_turn
+
+
+def max_group_rows(config: Config) -> int:
+    """Returns the most rows that one group can have: a branch for each turn of each episode."""
+    return config.learner.samples_per_prompt * config.episodes.max_turns
 
 
 def check_bounds(request: m.Request, buffer: Buffer, config: Config) -> None:
@@ -24,7 +29,8 @@ def check_bounds(request: m.Request, buffer: Buffer, config: Config) -> None:
         case m.FailLease(num_tokens=tokens, lease=lease, generator=name):
             _check_at_most(max_group_tokens(config), tokens, "num_tokens of a lease")
             _check_holder(name, [lease], buffer, "a failure")
-        case m.SubmitGroups(leases=leases, generator=name):
+        case m.SubmitGroups(leases=leases, rows=rows, generator=name):
+            _check_at_most(max_group_rows(config), max(rows), "rows of a lease")
             _check_holder(name, leases, buffer, "a group")
         case m.SubmitEvaluation(lease=lease, generator=name):
             _check_holder(name, [lease], buffer, "a score")

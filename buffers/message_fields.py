@@ -35,6 +35,8 @@ Ordinal = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """Number of a step, of a version, or of a segment file."""
 TokenCount = Annotated[int, Meta(ge=0, le=2**40)]
 """Tokens of one lease or of one step. A sum of a million such numbers stays below 2^63."""
+RowCount = Annotated[int, Meta(ge=1, le=2**20)]
+"""Rows of one group."""
 RunTotal = Annotated[int, Meta(ge=0, le=2**50)]
 """A count that grows for as long as a run lasts: bytes, groups, tokens of one generator."""
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]

@@ -26,6 +26,7 @@ from buffers.message_fields import (
     Ordinal,
     RewardValue,
     RoleName,
+    RowCount,
     RunTotal,
     Seconds,
     TokenCount,
@@ -154,6 +155,8 @@ class SubmitGroups(WireRecord):
 
     generator: RoleName
     leases: Annotated[list[LeaseId], Meta(min_length=1, max_length=MAX_LEASES)]
+    rows: Annotated[list[RowCount], Meta(min_length=1, max_length=MAX_LEASES)]
+    """Rows of each lease: one for each sample, and one more for each further branch of an episode."""
     schema: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     """`SCHEMA_VERSION` of the sender."""
 

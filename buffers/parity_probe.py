@@ -70,7 +70,7 @@ class ParityProbes:
         try:
             (facts,) = check_groups(
                 payload[0],
-                [ExpectedGroup(0, version, 0)],
+                [ExpectedGroup(0, version, 0, len(self._lengths))],
                 num_samples=len(self._lengths),
                 newest_version=version,
                 longest=max(self._lengths),

@@ -10,6 +10,7 @@ are made again: their places are given to fresh ones. The damaged files stay bes
 `<name>.damaged`.
 """
 
+import itertools
 import mmap
 import os
 from collections import Counter
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import xxhash
 
@@ -212,13 +214,17 @@ class _Repair:
             batch = read_stored_batch(pa.py_buffer(message), validate=True)
         except MalformedGroup:
             return
-        for row in range(0, batch.num_rows - terms.samples_per_prompt + 1, terms.samples_per_prompt):
-            one = batch.slice(row, terms.samples_per_prompt)
-            wanted = ExpectedGroup(*(one.column(name)[0].as_py() for name in ("group", "due", "prompt_id")))
+        starts = np.flatnonzero(
+            (batch.column("sample").to_numpy() == 0) & (batch.column("branch").to_numpy() == 0)
+        ).tolist()
+        for row, end in itertools.pairwise([*starts, batch.num_rows]):
+            one = batch.slice(row, end - row)
+            group, due, prompt = (one.column(name)[0].as_py() for name in ("group", "due", "prompt_id"))
+            wanted = ExpectedGroup(group, due, prompt, one.num_rows)
             verdict = check_groups(
                 encode_batch(pa.concat_batches([one])),
                 [wanted],
-                num_samples=one.num_rows,
+                num_samples=terms.samples_per_prompt,
                 newest_version=2**31 - 1,
             ).verdicts[0]
             if isinstance(verdict, GroupFacts):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from configs.rules import POSITIVE
+from configs.rules import POSITIVE, above_up_to
 from configs.setting import Condition, Section, setting
 
 
@@ -22,7 +22,7 @@ class RendererKind(StrEnum):
 class EpisodesConfig(Section):
     """Episodes: their length, the deadlines of the code that they run, and how messages become tokens."""
 
-    max_turns: int = setting(16, POSITIVE)
+    max_turns: int = setting(16, above_up_to(0, 32767, "the record counts turns in 16 bits"))
     """Replies of the policy in one episode. Then it ends with `max_turns`."""
     max_concurrent: int | None = setting(None, POSITIVE)
     """Episodes under way in one generator, those that wait for a tool included. Null:

@@ -125,7 +125,8 @@ class LeasedGroups:
                 rows_by_lease[result.lease] = rows
         if rows_by_lease:
             batch = to_batch([row for rows in rows_by_lease.values() for row in rows])
-            send_groups(self._client, self._generator, list(rows_by_lease), batch)
+            counts = [len(rows) for rows in rows_by_lease.values()]
+            send_groups(self._client, self._generator, list(rows_by_lease), counts, batch)
 
     def drop_lease(self, lease_id: int) -> None:
         """Stops a group whose lease the buffer has revoked, and reports how many tokens it had. The lease may

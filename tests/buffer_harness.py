@@ -72,9 +72,11 @@ class BufferHarness:
     def ask(self, count: int = 100) -> list[m.Lease]:
         return self.client.call(m.RequestLeases(generator="g", count=count, wait_s=0.2), m.LeaseGrant).leases
 
-    def submit(self, lease: m.Lease, payload: pa.Buffer | None = None) -> str:
+    def submit(self, lease: m.Lease, payload: pa.Buffer | None = None, num_rows: int = 0) -> str:
+        """Hands in a group for a lease and returns the verdict. `num_rows` is for groups with branches."""
         data = encode_batch(to_batch(make_group(lease))) if payload is None else payload
-        request = m.SubmitGroups(generator="g", leases=[lease.id], schema=SCHEMA_VERSION)
+        rows = [num_rows or lease.num_samples]
+        request = m.SubmitGroups(generator="g", leases=[lease.id], rows=rows, schema=SCHEMA_VERSION)
         try:
             receipt, _ = self.client.exchange(request, payload=data)
         except RefusedByBuffer:

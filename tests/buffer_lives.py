@@ -33,7 +33,7 @@ def submit_group(buffer: Buffer, lease: m.Lease, version: int, num_tokens: int =
         "reward": 1.0,
     }
     data = memoryview(encode_batch(to_batch(make_group(lease, **row)))).cast("B")  # type: ignore[arg-type]
-    return buffer.intake.submit_groups("g", [lease.id], SCHEMA_VERSION, data)[0]
+    return buffer.intake.submit_groups("g", [lease.id], [lease.num_samples], SCHEMA_VERSION, data)[0]
 
 
 def live_steps(

@@ -197,10 +197,10 @@ def make_extreme_requests(lease: int, value: Any) -> list[dict[str, Any]]:
 
 
 def test_a_lease_cannot_have_more_tokens_than_it_can_sample(harness: Callable[..., BufferHarness]) -> None:
-    run = harness("sampling.max_tokens=8", "generators.max_model_len=100")
+    run = harness("sampling.max_tokens=8", "generators.max_model_len=100", "episodes.max_turns=3")
     run.publish(0)
     lease, *_ = run.ask()
-    most = 2 * 100
+    most = 2 * 3 * 100
     with pytest.raises(
         RefusedByBuffer, match=f"num_tokens of a lease must be at most {most}, got {most + 1}"
     ):
@@ -257,9 +257,9 @@ def test_a_client_does_not_send_what_no_buffer_takes_in(
     one = encode_batch(to_batch(rows[:2])).size
     monkeypatch.setattr(m, "MAX_PAYLOAD_BYTES", one + 100)
     with pytest.raises(TooLarge, match=rf"must have at most {one + 100:,} bytes together, got"):
-        run.client.submit_groups("g", [lease.id for lease in leases], to_batch(rows))
+        run.client.submit_groups("g", [lease.id for lease in leases], [2] * len(leases), to_batch(rows))
     assert not run.client._unanswered, "nothing waits to be sent again"
-    send_groups(run.client, "g", [lease.id for lease in leases], to_batch(rows))
+    send_groups(run.client, "g", [lease.id for lease in leases], [2] * len(leases), to_batch(rows))
     assert collect_verdicts(run.client, len(leases)) == {lease.id: "accepted" for lease in leases}
     assert run.train(0) == [0, 1]
 
@@ -275,7 +275,7 @@ def test_a_group_that_is_too_large_for_a_message_fails_by_its_size_and_the_other
     large |= {"logprobs": [0.0] + [-1.0] * (length - 1), "versions": [-1] + [0] * (length - 1)}
     rows = make_group(leases[0], **large) + make_group(leases[1])
     monkeypatch.setattr(m, "MAX_PAYLOAD_BYTES", 20_000)
-    send_groups(run.client, "g", [lease.id for lease in leases], to_batch(rows))
+    send_groups(run.client, "g", [lease.id for lease in leases], [2] * len(leases), to_batch(rows))
     assert collect_verdicts(run.client, 2) == {leases[0].id: "failed", leases[1].id: "accepted"}
     status = run.status()
     assert "must have at most 20,000 bytes together, got" in status.quarantined[0]
@@ -557,7 +557,7 @@ def test_a_lease_beside_its_predecessor_in_a_refused_message_is_given_out_again(
         (new,) = one.ask(1) or [old]
         assert time.monotonic() < deadline
     rows = make_group(old, tokens=[-1, 6, 7]) + make_group(new)
-    request = m.SubmitGroups(generator="g", leases=[old.id, new.id], schema=SCHEMA_VERSION)
+    request = m.SubmitGroups(generator="g", leases=[old.id, new.id], rows=[2, 2], schema=SCHEMA_VERSION)
     receipt, _ = one.client.exchange(request, payload=encode_batch(to_batch(rows)))
     assert isinstance(receipt, m.LeaseReceipt) and receipt.verdicts == ["failed", "failed"]
     while old.group not in [lease.group for lease in one.ask()]:
@@ -577,7 +577,7 @@ def test_nobody_speaks_for_the_leases_of_another(harness: Callable[..., BufferHa
             m.FailLease(generator="stranger", lease=lease.id, num_tokens=0, error=""), m.LeaseReceipt
         )
     with pytest.raises(RefusedByBuffer, match="is g's, got a group from stranger"):
-        run.client.submit_groups("stranger", [lease.id], to_batch(make_group(lease)))
+        run.client.submit_groups("stranger", [lease.id], [lease.num_samples], to_batch(make_group(lease)))
     assert run.submit(lease) == "accepted"
     assert run.status().refused_requests == {"another's lease": 2}
 
@@ -608,7 +608,7 @@ def test_what_is_said_of_an_unknown_lease_is_not_worth_a_line_in_the_journal(
     before = size()
     for _ in range(20):
         run.client.call(m.FailLease(generator="g", lease=7, num_tokens=3, error="x" * 1000), m.LeaseReceipt)
-        run.client.submit_groups("g", [7], to_batch(make_group(lease)))
+        run.client.submit_groups("g", [7], [2], to_batch(make_group(lease)))
     assert size() == before and run.status().tokens.total == 0
 
 

@@ -71,7 +71,7 @@ def test_what_one_sender_sends_is_handled_in_its_order(harness: Callable[..., Bu
     run.publish(0)
     lease, *_ = run.ask()
     run.client.send_request(
-        m.SubmitGroups(generator="g", leases=[lease.id], schema=SCHEMA_VERSION),
+        m.SubmitGroups(generator="g", leases=[lease.id], rows=[lease.num_samples], schema=SCHEMA_VERSION),
         encode_batch(to_batch(make_group(lease))),
     )
     run.client.call(m.LeaveRun(generator="g", error="was stopped"), m.Acknowledged)
@@ -106,7 +106,7 @@ def test_whoever_only_asks_does_not_wait_behind_those_who_submit(
     other.call(m.LocateJournal(), m.JournalLocation)  # is connected
     for lease in run.ask():
         run.client.send_request(
-            m.SubmitGroups(generator="g", leases=[lease.id], schema=SCHEMA_VERSION),
+            m.SubmitGroups(generator="g", leases=[lease.id], rows=[lease.num_samples], schema=SCHEMA_VERSION),
             encode_batch(to_batch(make_group(lease))),
         )
     other.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
@@ -158,7 +158,7 @@ def test_a_buffer_that_is_started_again_goes_on_and_clients_send_again_what_has_
     run.thread.join()
     data = encode_batch(to_batch(make_group(second)))
     waiting = run.client.send_request(
-        m.SubmitGroups(generator="g", leases=[second.id], schema=SCHEMA_VERSION), data
+        m.SubmitGroups(generator="g", leases=[second.id], rows=[2], schema=SCHEMA_VERSION), data
     )
     again = harness(address, "staleness.max_versions=1")
     answers = {}

@@ -232,7 +232,7 @@ def test_a_changed_message_is_refused_or_still_obeys_all_rules(
 ) -> None:
     data = mutate_message(changes)[:cut]
     try:
-        found = check_groups(data, [ExpectedGroup(0, 0, 0)], num_samples=2, newest_version=3)
+        found = check_groups(data, [ExpectedGroup(0, 0, 0, 2)], num_samples=2, newest_version=3)
     except MalformedGroup:
         return
     (facts,) = found.verdicts
@@ -284,7 +284,7 @@ HOSTILE = {
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_buffers_are_malformed(kind: str) -> None:
     with pytest.raises(MalformedGroup):
-        check_groups(HOSTILE[kind], [ExpectedGroup(0, 0, 0)], num_samples=2, newest_version=3)
+        check_groups(HOSTILE[kind], [ExpectedGroup(0, 0, 0, 2)], num_samples=2, newest_version=3)
 
 
 SERVER = """
@@ -323,7 +323,12 @@ def test_a_run_goes_on_while_strangers_send_whatever_they_like(tmp_path: Path) -
             stranger.recv_multipart()
         held = client.call(m.RequestLeases(generator="honest", count=4, wait_s=0.0), m.LeaseGrant).leases
         for lease in held:
-            client.submit_groups("honest", [lease.id], to_batch(make_group(lease, version=lease.min_version)))
+            client.submit_groups(
+                "honest",
+                [lease.id],
+                [lease.num_samples],
+                to_batch(make_group(lease, version=lease.min_version)),
+            )
         taken = client.take_batch(step, wait_s=0.0)
         if not isinstance(taken, m.NotReadyYet | m.RunStopped):
             done = m.ReportTrainedStep(step=step, num_trained=8, idle_s=0.0, alive_s=1.0, metrics={})
@@ -366,7 +371,9 @@ def make_nonsense(rng: random.Random, leases: list[m.Lease]) -> list[bytes]:
     number = rng.randbytes(8)
     lease = rng.choice(leases).id if leases and rng.random() < 0.5 else rng.randrange(2**62)
     wrong = make_group(LEASE) if rng.random() < 0.5 else make_group(LEASE, reward=float("nan"))
-    submit = m.encoder.encode(m.SubmitGroups(generator="stranger", leases=[lease], schema=SCHEMA_VERSION))
+    submit = m.encoder.encode(
+        m.SubmitGroups(generator="stranger", leases=[lease], rows=[2], schema=SCHEMA_VERSION)
+    )
     payload = rng.choice(
         [
             mutate_message([(rng.randrange(len(VALID)), "byte", rng.getrandbits(8))]),

@@ -57,7 +57,9 @@ def train_step(buffer: Buffer, number: int, found: float) -> int:
         leases.append(lease)
         assert lease.min_version == max(0, lease.due - buffer.book.leases.admission_lag)
         rows = memoryview(encode_batch(to_batch(make_group(lease, version=number)))).cast("B")
-        assert buffer.intake.submit_groups("g", [lease.id], SCHEMA_VERSION, rows) == ["accepted"]
+        assert buffer.intake.submit_groups("g", [lease.id], [lease.num_samples], SCHEMA_VERSION, rows) == [
+            "accepted"
+        ]
     handout = buffer.progress.hand_out(number)
     assert handout is not None
     tokens = sum(buffer.book.pool.get_content(group).tokens for group in handout.groups)

@@ -65,7 +65,7 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 for i in range(2)
             ]
             buffer.intake.submit_groups(
-                "g", [lease.id], SCHEMA_VERSION, memoryview(encode_batch(to_batch(rows)))
+                "g", [lease.id], [lease.num_samples], SCHEMA_VERSION, memoryview(encode_batch(to_batch(rows)))
             )
         handout = buffer.progress.hand_out(step)
         assert handout is not None

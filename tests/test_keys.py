@@ -89,7 +89,7 @@ REQUESTS: list[m.Request] = [
     m.LeaveRun(generator="g"),
     m.RequestLeases(generator="g", count=1, wait_s=0.0),
     m.GeneratorHeartbeat(generator="g", progress={}, report=GeneratorReport()),
-    m.SubmitGroups(generator="g", leases=[1], schema=1),
+    m.SubmitGroups(generator="g", leases=[1], rows=[1], schema=1),
     m.SubmitEvaluation(generator="g", lease=1, reward=0.0),
     m.FailLease(generator="g", lease=1, num_tokens=0, error="e"),
     m.LocateJournal(),

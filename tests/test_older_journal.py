@@ -149,7 +149,7 @@ def test_the_rows_of_schema_2_have_the_columns_of_an_episode_of_one_turn(
 
 def check_as_submitted(rows: pa.RecordBatch, event: e.Accepted) -> None:
     """Asserts that upgraded rows keep all rules of a group that comes today."""
-    wanted = ExpectedGroup(event.group, event.due, event.prompt)
+    wanted = ExpectedGroup(event.group, event.due, event.prompt, event.rows)
     data = encode_batch(pa.concat_batches([rows]))
     (facts,) = check_groups(data, [wanted], num_samples=2, newest_version=event.newest).verdicts
     assert not isinstance(facts, MalformedGroup), facts

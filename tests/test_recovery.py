@@ -537,7 +537,7 @@ def test_no_step_waits_after_a_repair_for_groups_whose_due_steps_are_lost(tmp_pa
         ]
         data = memoryview(encode_batch(to_batch(spread))).cast("B")
         assert (
-            buffer.intake.submit_groups("g", [lease.id], SCHEMA_VERSION, data)[0]
+            buffer.intake.submit_groups("g", [lease.id], [lease.num_samples], SCHEMA_VERSION, data)[0]
             == ["accepted", "zero_variance"][lease.group == 2]
         )
     fresh = buffer.lease_next("g")
@@ -545,7 +545,7 @@ def test_no_step_waits_after_a_repair_for_groups_whose_due_steps_are_lost(tmp_pa
     data = memoryview(
         encode_batch(to_batch([replace(row, reward=float(i)) for i, row in enumerate(make_group(fresh))]))
     ).cast("B")
-    buffer.intake.submit_groups("g", [fresh.id], SCHEMA_VERSION, data)
+    buffer.intake.submit_groups("g", [fresh.id], [fresh.num_samples], SCHEMA_VERSION, data)
     for step in range(2):
         if step:
             buffer.progress.publish_version(step, f"w{step}")

@@ -47,7 +47,11 @@ def group(*experts: list[int] | np.ndarray) -> list[Trajectory]:
 def verdict(routing: ExpertsShape, *experts: list[int] | np.ndarray) -> GroupFacts | MalformedGroup:
     data = encode_batch(to_batch(group(*experts)))
     return check_groups(
-        data, [ExpectedGroup(0, 0, 0)], num_samples=len(experts), newest_version=0, routing=routing
+        data,
+        [ExpectedGroup(0, 0, 0, len(experts))],
+        num_samples=len(experts),
+        newest_version=0,
+        routing=routing,
     ).verdicts[0]
 
 

@@ -158,7 +158,7 @@ def a_step(folder: Path, *overrides: str) -> Buffer:
             versions=[-1] + [0] * n,
         )
         assert buffer.intake.submit_groups(
-            "g", [lease.id], SCHEMA_VERSION, memoryview(encode_batch(to_batch(rows)))
+            "g", [lease.id], [lease.num_samples], SCHEMA_VERSION, memoryview(encode_batch(to_batch(rows)))
         ) == ["accepted"]
     return buffer
 
@@ -194,13 +194,14 @@ def test_a_group_is_trained_up_to_max_uses_and_half_as_many_are_made(tmp_path: P
         while (lease := buffer.lease_next("g")) is not None:
             rows = make_group(lease, version=step + 1)
             buffer.intake.submit_groups(
-                "g", [lease.id], SCHEMA_VERSION, memoryview(encode_batch(to_batch(rows)))
+                "g", [lease.id], [lease.num_samples], SCHEMA_VERSION, memoryview(encode_batch(to_batch(rows)))
             )
         buffer.progress.hand_out(step + 1)  # opens places where too few are left
         while (lease := buffer.lease_next("g")) is not None:
             buffer.intake.submit_groups(
                 "g",
                 [lease.id],
+                [lease.num_samples],
                 SCHEMA_VERSION,
                 memoryview(encode_batch(to_batch(make_group(lease, version=step + 1)))),
             )

@@ -215,7 +215,10 @@ class Producer:
         ):
             mine, self._leases = self._leases[:most], self._leases[most:]
             request = m.SubmitGroups(
-                generator=self._name, leases=[lease.id for lease in mine], schema=SCHEMA_VERSION
+                generator=self._name,
+                leases=[lease.id for lease in mine],
+                rows=[SAMPLES] * len(mine),
+                schema=SCHEMA_VERSION,
             )
             self._sent[self.client.send_request(request, self._encode_groups(mine))] = time.perf_counter()
 

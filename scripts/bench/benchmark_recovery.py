@@ -60,7 +60,8 @@ def write_run(folder: Path, num_groups: int, checkpoints: bool) -> None:
         rows = [row for lease in leases for row in make_rows(lease, step)]
         if leases:
             data = memoryview(encode_batch(to_batch(rows))).cast("B")
-            buffer.intake.submit_groups("g", [lease.id for lease in leases], SCHEMA_VERSION, data)
+            counts = [lease.num_samples for lease in leases]
+            buffer.intake.submit_groups("g", [lease.id for lease in leases], counts, SCHEMA_VERSION, data)
         handout = buffer.progress.hand_out(step)
         assert handout is not None
         trained = sum(buffer.book.pool.get_content(group).tokens for group in handout.groups)

@@ -49,7 +49,7 @@ from buffers.trajectory import flatten_column, to_batch
 from configs.load import load_config
 from configs.schema import Config
 from slipstream_bench.attack_keys import attack_with_keys, make_all_keys
-from slipstream_bench.attacks import ENDED, ENDLESS, PATIENCE_S, Attacker, BufferAttack, make_rows
+from slipstream_bench.attacks import ENDED, ENDLESS, PATIENCE_S, Attacker, BufferAttack, branch_off, make_rows
 
 SAMPLES, STALENESS = 2, 2
 BATCH = 100
@@ -154,9 +154,9 @@ def exercise_buffer(address: str, keys: Path | None, done: Counter[str]) -> Iter
             if lease.split == "eval":
                 client.call(m.SubmitEvaluation(generator=name, lease=lease.id, reward=1.0), m.LeaseReceipt)
             else:
-                (verdict,) = client.submit_groups(
-                    name, [lease.id], to_batch(make_rows(lease, lease.min_version))
-                )
+                rows = make_rows(lease, lease.min_version)
+                rows = branch_off(rows) if lease.group % 3 == 0 else rows
+                (verdict,) = client.submit_groups(name, [lease.id], [len(rows)], to_batch(rows))
                 done[f"groups {verdict}"] += 1
         taken = learner.take_batch(step, wait_s=0.0)
         if isinstance(taken, TakenBatch):

@@ -160,7 +160,7 @@ def check_buffer() -> str:
                 )
                 for sample in range(2)
             ]  # fmt: skip
-            verdicts = client.submit_groups("g", [lease.id], to_batch(rows))
+            verdicts = client.submit_groups("g", [lease.id], [len(rows)], to_batch(rows))
             taken = client.take_batch(0, wait_s=5.0)
             if verdicts != ["accepted"] or not isinstance(taken, TakenBatch) or taken.table.num_rows != 2:
                 raise RuntimeError(f"a group must be accepted and handed out, got {verdicts} and {taken}")

@@ -6,13 +6,14 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import zmq
 
 from buffers import messages as m
-from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode_batch, to_batch
+from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode_batch, number_one_turn, to_batch
 from slipstream_bench.forge import Forge, damage_bytes, make_wrong_frames
 
 STALLED_S = 2.0
@@ -175,8 +176,9 @@ class BufferAttack:
                 id=1, split="train", task="t", index=0, seed=0, group=0, due=0, min_version=0, num_samples=2
             )
         ]
+        rows = make_rows(self._leases[0], 0)
         self._payloads = [
-            encode_batch(to_batch(make_rows(self._leases[0], 0) * n)).to_pybytes() for n in (1, 3)
+            encode_batch(to_batch(one)).to_pybytes() for one in (rows, rows * 3, branch_off(rows))
         ]
         self._corpus = [self._forge.make_right_request() for _ in range(300)]
 
@@ -235,7 +237,10 @@ class BufferAttack:
         """Submits a group with a wrong value, or an Arrow payload with damaged bytes, under a real lease."""
         rng, lease = self._rng, self._rng.choice(self._leases)
         request = m.SubmitGroups(
-            generator="stranger", leases=[lease.id], schema=rng.choice([SCHEMA_VERSION] * 9 + [0])
+            generator="stranger",
+            leases=[lease.id],
+            rows=rng.choice([[2]] * 6 + [[3], [1], [2, 2], [2**20]]),
+            schema=rng.choice([SCHEMA_VERSION] * 9 + [0]),
         )
         if rng.random() < 0.3:
             wrong: dict[str, Any] = rng.choice(
@@ -250,9 +255,19 @@ class BufferAttack:
                     {"extra": "x" * 10_000},
                     {"prompt_id": -1},
                     {"group": 2**62},
+                    {"branch": 1},
+                    {"turn": [-1, 1, 0]},
+                    {"turn": [-1, 2**15 - 1, 2**15 - 1]},
+                    {"turn": [0]},
+                    {"token_rewards": [0.0, 0.0, float("nan")]},
+                    {"token_rewards": [0.0, 3e38, 3e38]},
+                    {"token_rewards": [1.0]},
+                    {"stop": "x" * 10_000},
+                    {"renderer": "x" * 10_000},
                 ]
             )
-            payload = encode_batch(to_batch(make_rows(lease, 0, **wrong))).to_pybytes()
+            rows = make_rows(lease, 0, **wrong)
+            payload = encode_batch(to_batch(branch_off(rows) if rng.random() < 0.3 else rows)).to_pybytes()
         else:
             payload = damage_bytes(rng.choice(self._payloads), rng, self._payloads)
         self.attacker.send_frames("Arrow payloads, damaged", [number, m.encoder.encode(request), payload])
@@ -276,3 +291,10 @@ def make_rows(lease: m.Lease, version: int, **changes: Any) -> list[Trajectory]:
         "finished_at": 2.0,
     }
     return [Trajectory(sample=sample, **{**fields, **changes}) for sample in range(lease.num_samples)]
+
+
+def branch_off(rows: list[Trajectory]) -> list[Trajectory]:
+    """Returns the rows with a second branch of the first one's episode, on which its next turn stands."""
+    first, *others = rows
+    turns = [turn + 1 if turn >= 0 else -1 for turn in first.turn or number_one_turn(first.sampled)]
+    return [first, replace(first, branch=1, turn=turns), *others]

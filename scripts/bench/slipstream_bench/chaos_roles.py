@@ -31,6 +31,8 @@ from configs.schema import Config
 from slipstream import repair
 
 GROUPS, SAMPLES, STALENESS = 6, 2, 2
+BRANCHED_SHARE = 0.3
+"""Part of the samples that have two branches."""
 KEEP_CHECKPOINTS, CHECKPOINT_EVERY = 2, 4
 LEASE_S, PROMPTS = 1.5, 50
 ROTATE_LINES, LONG_LOG = 400, 60_000
@@ -170,24 +172,35 @@ def produce_groups(config: Config, folder: Path, seed: int, name: str) -> None:
         if ready:
             for one in ready:
                 del waiting[one.id]
-            batch = to_batch([row for lease in ready for row in make_rows(lease, version, name, rng)])
+            groups = [make_rows(lease, version, name, rng) for lease in ready]
+            batch = to_batch([row for rows in groups for row in rows])
             request = m.SubmitGroups(
-                generator=name, leases=[lease.id for lease in ready], schema=SCHEMA_VERSION
+                generator=name,
+                leases=[lease.id for lease in ready],
+                rows=[len(rows) for rows in groups],
+                schema=SCHEMA_VERSION,
             )
             submitted[client.send_request(request, encode_batch(batch))] = ready
 
 
 def make_rows(lease: m.Lease, version: int, name: str, rng: random.Random) -> list[Trajectory]:
     """Returns the trajectories of one group: 3 prompt tokens each, and 1 to 40 sampled ones of random
-    versions."""
-    rows = []
-    for sample in range(lease.num_samples):
+    versions. Some samples have a second branch, on which a second turn stands."""
+    rows: list[Trajectory] = []
+    places = [
+        (sample, branch)
+        for sample in range(lease.num_samples)
+        for branch in range(1 + (rng.random() < BRANCHED_SHARE))
+    ]
+    for sample, branch in places:
         length = rng.randint(1, 40)
+        reward = rows[-1].reward if branch else rng.random()
         versions = sorted(rng.randint(lease.min_version, version) for _ in range(length))
         rows.append(
             Trajectory(
                 group=lease.group,
                 sample=sample,
+                branch=branch,
                 due=lease.due,
                 prompt_id=lease.index,
                 task=lease.task,
@@ -195,7 +208,8 @@ def make_rows(lease: m.Lease, version: int, name: str, rng: random.Random) -> li
                 sampled=[False] * 3 + [True] * length,
                 logprobs=[0.0] * 3 + [-rng.random() for _ in range(length)],
                 versions=[-1] * 3 + versions,
-                reward=rng.random(),
+                turn=[-1] * 3 + [branch] * length,
+                reward=reward,
                 finish_reason="stop",
                 generator=name,
                 started_at=0.0,
