@@ -78,9 +78,12 @@ class EngineRow:
     """Coefficient of the auxiliary load-balancing loss"""
     replay: bool = False
     """Tokens go to recorded experts, drawn at random"""
+    branched: bool = False
+    """Two sequences at a time are the branches of one episode"""
 
 
 BALANCE = 0.5
+EPISODE_COLUMNS = ("rewards", "groups", "group_weights", "truncated", "greedy_rewards")
 
 
 @cache
@@ -119,6 +122,12 @@ def make_batch(replay: bool = False) -> Batch:
     behavior_logprobs = torch.from_numpy(rng.normal(-4.5, 0.3, total)).float()
     batch = make_sampled_batch(LENGTHS, tokens)
     return replace(batch, behavior_logprobs=behavior_logprobs, experts=draw_experts() if replay else None)
+
+
+def pair_sequences(batch: Batch) -> Batch:
+    """Makes each two sequences the branches of one episode, with the first one's values."""
+    values = {name: getattr(batch, name)[::2] for name in EPISODE_COLUMNS}
+    return replace(batch, offsets=batch.offsets[::2], branch_offsets=batch.offsets, **values)
 
 
 def make_sampled_batch(lengths: list[int], tokens: Tensor) -> Batch:

@@ -24,10 +24,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import on_ranks
 from test_step import COMPOSITIONS as PRESETS
+from test_step import ModelStock
 from torch import Tensor
-from training_steps import GROUP_WEIGHTS, GROUPS, SAMPLES, STEP, change_learner, configure_step
+from training_steps import (
+    GROUP_WEIGHTS,
+    GROUPS,
+    SAMPLES,
+    STEP,
+    StepOutcome,
+    assert_equal,
+    assert_same,
+    change_learner,
+    configure_step,
+)
+from transformers import AutoModelForCausalLM
 
-from buffers.trajectory import Trajectory, to_batch
+from buffers.trajectory import GREEDY, Trajectory, to_batch
 from configs.schema import Config
 from learners.packing import PackingCost, batch_from_arrow, divide_rows
 from learners.parity import find_fresh_tokens
@@ -275,3 +287,110 @@ def test_a_branch_is_fresh_where_one_version_has_sampled_all_of_it(rows: list[Tr
         for flag in row.sampled
     ]
     assert find_fresh_tokens(batch, STEP).tolist() == expected and any(expected)
+
+
+# ---- with a model
+
+
+def draw_two_turns(folder: Path) -> list[Trajectory]:
+    """Returns six groups of four episodes of one branch: prompt, reply, the environment's answer, reply, and
+    the environment's last word."""
+    rng, rows = np.random.default_rng(0), []
+    for group in range(GROUPS):
+        for sample in range(SAMPLES):
+            lengths = [int(rng.integers(low, high)) for low, high in ((3, 6), (1, 7), (1, 5), (1, 7), (1, 4))]
+            flags = np.repeat([False, True, False, True, False], lengths)
+            tokens = rng.integers(3, 300, len(flags)).tolist()
+            paid = np.zeros(len(flags))
+            paid[np.cumsum(lengths)[[1, 3]] - 1] = rng.integers(-2, 5, 2) / 4
+            rows.append(
+                Trajectory(
+                    group=group, sample=sample, due=STEP, prompt_id=group, task="t", generator="g",
+                    started_at=0.0, finished_at=1.0, finish_reason="stop", reward=float(paid.sum()),
+                    rewards={GREEDY: float(group % 2)}, tokens=tokens, sampled=flags.tolist(),
+                    logprobs=[0.0] * len(flags), versions=np.where(flags, STEP - sample % 3, -1).tolist(),
+                    turn=np.repeat([-1, 0, -1, 1, -1], lengths).tolist(),
+                    token_rewards=paid.tolist(),
+                )
+            )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return [sample_near(model, row, rng) for row in rows]
+
+
+def sample_near(model: torch.nn.Module, row: Trajectory, rng: np.random.Generator) -> Trajectory:
+    """Gives the row's sampled tokens log-probabilities near the model's."""
+    tokens = torch.tensor([row.tokens])
+    with torch.no_grad():
+        scores = model(tokens).logits[0, :-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
+    apart = rng.uniform(0.03, 0.15, len(scores)) * rng.choice([-1, 1], len(scores))
+    behavior = np.concatenate([[0.0], scores.numpy() - apart])
+    return replace(row, logprobs=np.where(row.sampled, behavior, 0.0).tolist())
+
+
+def divide_episode(row: Trajectory) -> list[Trajectory]:
+    """Returns the same episode in two branches: the first ends with the first reply, the second has it as
+    context."""
+    end = row.turn.index(1)
+    is_later = np.asarray(row.turn) == 1
+    second = replace(
+        row,
+        branch=1,
+        sampled=is_later.tolist(),
+        logprobs=np.where(is_later, row.logprobs, 0.0).tolist(),
+        versions=np.where(is_later, row.versions, -1).tolist(),
+        turn=np.where(is_later, 1, -1).tolist(),
+        token_rewards=np.where(is_later, row.token_rewards, 0.0).tolist(),
+    )
+    lists = ("tokens", "sampled", "logprobs", "versions", "turn", "token_rewards")
+    return [replace(row, **{name: getattr(row, name)[:end] for name in lists}), second]
+
+
+@pytest.fixture(scope="module")
+def two_turns(fixed_model: Path) -> list[Trajectory]:
+    return draw_two_turns(fixed_model)
+
+
+@pytest.fixture(scope="module")
+def stock(fixed_model: Path, process_group: None) -> ModelStock:
+    return ModelStock(fixed_model)
+
+
+def drop_figures(outcome: StepOutcome, *names: str) -> StepOutcome:
+    return {name: value for name, value in outcome[0].items() if name not in names}, *outcome[1:]
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dapo", "m2po", "vapo", "vtrace", "prime", "reinforce_pp"])
+def test_an_episode_trains_the_same_whole_and_in_branches_that_repeat_its_context(
+    name: str, stock: ModelStock, two_turns: list[Trajectory], fixed_model: Path
+) -> None:
+    """The second branch's context is what the whole episode has there: the same tokens are sampled after the
+    same tokens, so weights, gradients and figures are the same."""
+    critic = ["algo.critic.lr=1e-4"] if name in ("ppo", "vapo", "vtrace") else []
+    config = configure_step(fixed_model, f"algo={name}", *critic, "learner.minibatches=1")
+    config = change_learner(config, tokens_per_microbatch=90)
+    whole = stock.run_step(config, make_branched_batch(two_turns))
+    divided = [branch for row in two_turns for branch in divide_episode(row)]
+    found = stock.run_step(config, make_branched_batch(divided))
+    assert found[0]["episode/branches_mean"] == 2 and found[0]["episode/turns_mean"] == 2
+    assert_same(drop_figures(found, "episode/branches_mean"), drop_figures(whole, "episode/branches_mean"))
+
+
+def test_what_the_environment_says_last_cannot_matter_and_what_it_says_before_has_no_loss(
+    stock: ModelStock, two_turns: list[Trajectory], fixed_model: Path
+) -> None:
+    config = configure_step(fixed_model, "algo=grpo", "learner.minibatches=1")
+    batch = make_branched_batch(two_turns)
+    expected = stock.run_step(config, batch)
+    last_sampled = [len(row.sampled) - 1 - row.sampled[::-1].index(True) for row in two_turns]
+    is_last_word = torch.tensor(
+        [t > last for row, last in zip(two_turns, last_sampled, strict=True) for t in range(len(row.tokens))]
+    )
+    other = replace(
+        batch,
+        tokens=torch.where(is_last_word, 7, batch.tokens),
+        behavior_logprobs=torch.where(batch.sampled, batch.behavior_logprobs, float("nan")),
+    )
+    assert not torch.equal(other.tokens, batch.tokens)
+    found = stock.run_step(config, other)
+    assert_equal(found, expected)
+    assert found[0] == expected[0]

@@ -16,7 +16,6 @@ import torch
 from engine_batches import (
     BALANCE,
     BETAS,
-    LENGTHS,
     LR,
     MAX_GRAD_NORM,
     TEMPERATURE,
@@ -26,6 +25,7 @@ from engine_batches import (
     draw_experts,
     make_batch,
     make_engine,
+    pair_sequences,
     save_model,
     sum_policy_gradient,
 )
@@ -67,6 +67,12 @@ ENGINE_ROWS = {
     "megatron TP2 x PP2": EngineRow("megatron", 4, "qwen3", {"tensor_parallel": 2, "pipeline_parallel": 2}),
     "megatron EP2": EngineRow("megatron", 2, "qwen3_moe", {"expert_parallel": 2}),
     "megatron TP2 x EP2": EngineRow("megatron", 4, "qwen3_moe", {"tensor_parallel": 2, "expert_parallel": 2}),
+    "fsdp 2, branches": EngineRow("fsdp", 2, branched=True),
+    "ulysses 2, branches": EngineRow("fsdp", 2, "qwen3", {"sequence_parallel": 2}, branched=True),
+    "megatron TP2, branches": EngineRow("megatron", 2, "qwen3", {"tensor_parallel": 2}, branched=True),
+    "megatron PP2, branches, replayed": EngineRow(
+        "megatron", 2, "qwen3_moe", {"pipeline_parallel": 2}, replay=True, branched=True
+    ),
     "fsdp 2, balanced": EngineRow("fsdp", 2, "qwen3_moe", balance=BALANCE),
     "ulysses 2, balanced": EngineRow("fsdp", 2, "qwen3_moe", {"sequence_parallel": 2}, BALANCE),
     "ulysses 2, balanced, replayed": EngineRow(
@@ -189,7 +195,8 @@ def train_step(world: World, row: EngineRow, folder: Path, num_microbatches: int
     torch.manual_seed(world.rank)
     engine, batch = make_engine(row, folder), make_batch(row.replay)
     share, advantages = engine.share, draw_advantages(batch)
-    mine = list(range(len(LENGTHS)))[share.index :: share.count]
+    batch = pair_sequences(batch) if row.branched else batch
+    mine = list(range(batch.num_sequences))[share.index :: share.count]
     parts = [pack_rows(batch, mine[number::num_microbatches]) for number in range(num_microbatches)]
     losses, logprobs = torch.zeros(1), torch.zeros(len(batch.tokens))
     for part, found in zip(parts, engine.infer(parts), strict=True):
