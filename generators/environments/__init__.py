@@ -1,1 +1,1 @@
-"""The environments. A file here with a class `Task` is a task of the file's name, beside `generators/tasks/`."""
+"""The environments. A file here with a class `Task` is a task of the file's name."""

@@ -104,7 +104,11 @@ def _read_expression(function: Any) -> str:
         read = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         raise ValueError(f"the arguments must be JSON, got {_show(arguments)}") from None
-    if not isinstance(read, Mapping) or set(read) != {"expression"} or not isinstance(read["expression"], str):
+    if (
+        not isinstance(read, Mapping)
+        or set(read) != {"expression"}
+        or not isinstance(read["expression"], str)
+    ):
         raise ValueError(f'the arguments must read {{"expression": "..."}}, got {_show(arguments)}')
     return read["expression"]
 

@@ -1,6 +1,6 @@
 """A number game: the policy guesses all digits at once, and hears for each whether it was low, high or right.
 
-    "Guess my 3 digits, 4 tries:" ─▶ "551" ─▶ "5 low, 5 right, 1 high:" ─▶ "750" ─▶ ...
+    "Guess my 3 digits, 4 tries:" ─▶ "551" ─▶ "5 low, 5 right, 1 high:" ─▶ "850" ─▶ …
 
 Who halves what is left for each digit wins every game in four tries. Who does not listen wins one game in 250.
 """
@@ -70,7 +70,9 @@ class NumberGame:
             return Turn(reward=won, components={"won": won}, done=True)
         if len(guess) != len(self._secret):
             return Turn(messages=say(f"{len(self._secret)} digits:"))
-        hints = (f"{digit} {_compare(digit, right)}" for digit, right in zip(guess, self._secret, strict=True))
+        hints = (
+            f"{digit} {_compare(digit, right)}" for digit, right in zip(guess, self._secret, strict=True)
+        )
         return Turn(messages=say(f"{', '.join(hints)}:"))
 
     def close(self) -> None:
@@ -82,8 +84,8 @@ def _compare(digit: str, right: str) -> str:
 
 
 def _play_weakly(game: NumberGame, row: Row, rng: random.Random) -> list[Message]:
-    """Plays a game, and returns the conversation. Each digit is the middle of what is left for it, or any digit
-    at all."""
+    """Plays a game, and returns the conversation. Each digit is the middle of what is left for it, or any
+    digit at all."""
     turn = game.reset(row, seed=0)
     conversation, left = list(turn.messages), [(0, 9) for _ in row["secret"]]
     while not turn.done:

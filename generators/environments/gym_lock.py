@@ -38,8 +38,10 @@ class Task:
 
 
 class LockEpisode:
-    """One lock. A reply presses the one button that it names as a capital letter by itself. A reply that names
-    none or several counts like a press and changes nothing."""
+    """One lock. A reply presses the one button that it names, a capital letter by itself.
+
+    A reply that names none or several counts like a press and changes nothing.
+    """
 
     def __init__(self, locks: QuantumLockDataset) -> None:
         self._locks = locks
@@ -95,4 +97,5 @@ def _describe_lock(entry: dict[str, Any]) -> str:
         + ("" if one["active_state"] == "any" else f" ({one['active_state']} light)")
         for one in entry["metadata"]["buttons"]
     )
-    return f"Reach {entry['metadata']['target_value']} by pressing buttons: {buttons}. Each press that works toggles the light. "
+    target = entry["metadata"]["target_value"]
+    return f"Reach {target} by pressing buttons: {buttons}. Each press that works toggles the light. "
