@@ -2,7 +2,7 @@
 
     "Guess my 3 digits, 4 tries:" ─▶ "551" ─▶ "5 low, 5 right, 1 high:" ─▶ "850" ─▶ …
 
-Who halves what is left for each digit wins every game in four tries. Who does not listen wins one game in 250.
+Who halves what is left of each digit wins every game in four tries. Who does not listen wins one in 250.
 """
 
 import random
