@@ -2,13 +2,16 @@
 
 import ctypes
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from typing import Any
 
-from generators.environment import Turn
+import numpy
+
+from generators.environment import EpisodeRecord, Turn
 from generators.task import Prompt, Score
 
 
@@ -114,6 +117,22 @@ class Misbehaving:
         start_daemon()
         return Score(1.0)
 
+    def do_hop(self, _: str) -> Any:
+        """Leaves a process that goes on in a child of its own again and again, each in another session."""
+        if os.fork() == 0:
+            while True:
+                os.setsid()
+                time.sleep(0.002)
+                if os.fork():
+                    os._exit(0)
+        return Score(1.0)
+
+    def do_read(self, _: str) -> Any:
+        return Score(float(len(sys.stdin.read())))
+
+    def do_draw(self, _: str) -> Any:
+        return Score(random.random(), {"numpy": numpy.random.random()})
+
     def do_sleep(self, seconds: str) -> Any:
         time.sleep(float(seconds))
         return Score(1.0)
@@ -167,6 +186,51 @@ class Counting:
 
     def close(self) -> None:
         print("closed")
+
+
+class Duel:
+    """An environment task whose groups are scored together."""
+
+    name = "duel"
+    num_prompts = 7
+
+    def make_row(self, split: str, index: int, seed: int) -> dict[str, Any]:
+        return {"index": index, "number": index * 10}
+
+    async def make_environment(self, row: dict[str, Any]) -> Counting:
+        return Counting(limit=row["number"])
+
+    def score_group(self, episodes: list[EpisodeRecord]) -> list[Score] | None:
+        if len(episodes) == 3:
+            return None
+        best = max(episode.reward for episode in episodes)
+        return [Score(float(episode.reward == best) * episode.row["number"]) for episode in episodes]
+
+
+class CommandAgent:
+    """An agent in another program."""
+
+    agent_command = ["sh", "-c", 'echo "$OPENAI_BASE_URL $OPENAI_API_KEY $SLIPSTREAM_ROW"; exit 3']
+
+    def make_row(self, split: str, index: int, seed: int) -> dict[str, Any]:
+        return {"index": index}
+
+    def score_agent(self, row: dict[str, Any], outcome: Any) -> Score:
+        return Score(float(outcome["exit_code"]), {"output": float(len(outcome["output"]))})
+
+
+class CoroutineAgent:
+    """An agent in a coroutine, which returns its reward."""
+
+    def make_row(self, split: str, index: int, seed: int) -> dict[str, Any]:
+        return {"index": index}
+
+    async def run_agent(self, row: dict[str, Any], base_url: str, api_key: str) -> Any:
+        return (
+            {"reward": numpy.float32(row["index"]), "length": len(base_url + api_key)}
+            if row["index"]
+            else 0.5
+        )
 
 
 class Incomplete:

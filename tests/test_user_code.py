@@ -1,12 +1,21 @@
 """A task's code runs in worker processes, and answers the generator's calls in plain values."""
 
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import numpy
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from generators.plain_values import make_plain
+from generators.score_checks import read_score, read_scores
+from generators.task import Score
 from generators.user_code.errors import CallFailed, TaskRefused
+from generators.user_code.method_calls import MethodError, MethodValue, decode_answer, encode_frame
 from generators.user_code.pool import UserCodePool, WorkerLimits
 
 
@@ -49,6 +58,143 @@ def test_an_environment_keeps_its_state_in_its_worker_and_its_methods_may_be_asy
             await worker.call("step", [{"content": "x"}], 60, "s")
 
     run_with_pool(play, "misbehaving:Counting", {"limit": 2})
+
+
+def test_an_environment_task_makes_rows_and_environments_and_scores_groups() -> None:
+    async def play(pool: UserCodePool) -> None:
+        assert pool.description.num_prompts == 7 and pool.description.has_group_scores
+        worker = await pool.take_worker()
+        await worker.call("reset", ["train", 1, 0, 5], 60, "s")
+        turns = [await worker.call("step", [{"content": "x"}], 60, "s") for _ in range(10)]
+        assert [turn["done"] for turn in turns] == [False] * 9 + [True]
+        facts = {"messages": [], "components": {}, "stop": "completed"}
+        episodes = [{**facts, "reward": reward} for reward in (1.0, 3.0)]
+        scores = await worker.call("score_group", ["train", 2, 0, episodes], 60, "s")
+        assert read_scores(scores, 2) == [Score(0.0), Score(20.0)]
+        scores = await worker.call("score_group", ["train", 2, 0, [*episodes, episodes[0]]], 60, "s")
+        assert read_scores(scores, 3) is None
+
+    run_with_pool(play, "misbehaving:Duel")
+
+
+def test_agents_are_commands_or_coroutines_and_their_outcomes_become_scores() -> None:
+    async def run_agent(pool: UserCodePool, index: int) -> Any:
+        worker = await pool.take_worker()
+        outcome = await worker.call("run_agent", ["train", index, 0, "http://here", "key"], 60, "s")
+        return outcome, await worker.call("score_agent", ["train", index, 0, outcome], 60, "s")
+
+    async def play_command(pool: UserCodePool) -> None:
+        outcome, score = await run_agent(pool, 4)
+        assert outcome == {"exit_code": 3, "output": 'http://here key {"index": 4}\n'}
+        assert read_score(score) == Score(3.0, {"output": 29.0}) and pool.description.kind == "agent"
+
+    async def play_coroutine(pool: UserCodePool) -> None:
+        outcome, score = await run_agent(pool, 4)
+        assert outcome == {"reward": 4.0, "length": 14} and read_score(score) == Score(4.0, {"length": 14.0})
+        assert read_score((await run_agent(pool, 0))[1]) == Score(0.5)
+
+    run_with_pool(play_command, "misbehaving:CommandAgent")
+    run_with_pool(play_coroutine, "misbehaving:CoroutineAgent")
+
+
+def test_workers_draw_numbers_of_their_own_and_read_nothing() -> None:
+    async def play(pool: UserCodePool) -> None:
+        workers = [await pool.take_worker() for _ in range(3)]
+        drawn = [await worker.call("score_response", ["train", 0, 0, "draw"], 60, "s") for worker in workers]
+        assert len({score["reward"] for score in drawn}) == 3
+        assert len({score["components"]["numpy"] for score in drawn}) == 3
+        read = await workers[0].call("score_response", ["train", 0, 0, "read"], 60, "s")
+        assert read["reward"] == 0.0
+
+    run_with_pool(play)
+
+
+def test_arguments_beyond_the_size_of_a_frame_fail_the_call_alone() -> None:
+    async def play(pool: UserCodePool) -> None:
+        worker = await pool.take_worker()
+        with pytest.raises(CallFailed, match="must be at most 16777216 bytes, got 16777"):
+            await worker.call("score_response", ["train", 0, 0, "x" * (16 << 20)], 60, "s")
+        score = await worker.call("score_response", ["train", 0, 0, "x" * (15 << 20)], 60, "s")
+        assert score["reward"] == 15 << 20
+
+    run_with_pool(play)
+
+
+@given(st.binary(max_size=60))
+def test_no_bytes_from_a_worker_raise_anything_but_a_value_error(body: bytes) -> None:
+    for encoded in (body, encode_frame(MethodValue(1, [1.5, {"a": None}]))[4:][: len(body)] + body):
+        try:
+            answer = decode_answer(encoded)
+        except ValueError:
+            continue
+        assert isinstance(answer, MethodValue | MethodError)
+
+
+NUMBERS = st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(VALUES)
+def test_plain_values_cross_as_they_are(value: Any) -> None:
+    plain = make_plain(value, "value")
+    assert plain == value
+    answer = decode_answer(encode_frame(MethodValue(7, plain))[4:])
+    assert isinstance(answer, MethodValue) and answer.value == value
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        ({"a": [1, object()]}, "row['a'][1] must be of JSON's types, got <object"),
+        ({"a": float("nan")}, "row['a'] must be finite, got nan"),
+        ({"a": {1: 2}}, "keys of row['a'] must be text, got 1"),
+        ({"a": 2**63}, "row['a'] must be within ± 2^63, got 9223372036854775808"),
+        ({"a": b"bytes"}, "row['a'] must be of JSON's types, got b'bytes'"),
+        ({"a": {1, 2}}, "row['a'] must be of JSON's types, got {1, 2}"),
+        ({"a": "\ud800"}, "row['a'] must be text that can be encoded, got '\\ud800'"),
+        ({"a": torch.ones(2)}, "row['a'] must be of JSON's types, got tensor([1., 1.])"),
+        (["x" * 600] * 2, "row must be at most 1000 characters and values, got more"),
+        (functools.reduce(lambda inner, _: [inner], range(200), []), "must be at most 100 levels deep"),
+    ],
+)
+def test_a_value_that_is_not_plain_is_refused_with_its_place(value: Any, error: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        make_plain(value, "row", 1000)
+    assert error in str(refused.value)
+
+
+def test_numbers_of_libraries_become_pythons() -> None:
+    numbers = (
+        numpy.int64(3),
+        numpy.float32(0.5),
+        torch.tensor(2),
+        torch.tensor(0.25),
+        numpy.bool_(True),
+        True,
+    )
+    assert make_plain(numbers, "row") == [3, 0.5, 2, 0.25, 1.0, True]
+    assert [type(number) for number in make_plain(numbers, "row")] == [int, float, int, float, float, bool]
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        ({"reward": 1.0}, "score must have reward and components"),
+        (None, "score must have reward and components, got None"),
+        ({"reward": None, "components": {}}, "reward must be a number, got None"),
+        ({"reward": 1.0, "components": [1]}, "components must be a dict"),
+        ({"reward": float("inf"), "components": {}}, "reward must be finite, got inf"),
+    ],
+)
+def test_a_score_from_a_worker_is_checked_again(value: Any, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        read_score(value)
+    with pytest.raises(ValueError, match="score_group must return 2 scores"):
+        read_scores([value], 2)
 
 
 @pytest.mark.parametrize(

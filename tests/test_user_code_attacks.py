@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from generators.user_code import pool as pool_module
 from generators.user_code.errors import CallFailed, TaskRefused, UserCodeError, WorkerDied
 from generators.user_code.pool import UserCodePool, WorkerLimits
 from generators.user_code.user_worker import UserWorker
@@ -336,6 +338,199 @@ def test_a_worker_that_comes_back_soon_is_taken_before_another_is_forked() -> No
         assert pool.counts.forks == 1
 
     run_with_pool(play)
+
+
+def test_a_process_that_hops_from_child_to_child_is_caught() -> None:
+    async def play(pool: UserCodePool) -> None:
+        worker = await pool.take_worker()
+        guard = psutil.Process(worker.pid).parent()
+        assert guard is not None and worker.pid is not None
+        for _ in range(4):
+            await score(worker, "hop")
+        await asyncio.sleep(0.05)
+        await worker.kill()
+        (template,) = guard.children(recursive=True)
+        assert "slip-template" in template.name()
+        assert (await score(await pool.take_worker(), "four"))["reward"] == 4.0
+
+    run_with_pool(play)
+
+
+def test_a_worker_that_another_program_kills_is_replaced_idle_or_not() -> None:
+    async def play(pool: UserCodePool) -> None:
+        idle, busy = await asyncio.gather(pool.take_worker(), pool.take_worker())
+        pool.return_worker(idle)
+        call = asyncio.create_task(score(busy, "spin"))
+        await asyncio.sleep(0.05)
+        for worker in (idle, busy):
+            assert worker.pid is not None
+            os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="got no answer: its worker was killed by SIGKILL"):
+            await call
+        pool.return_worker(busy)
+        while pool.num_workers:
+            await asyncio.sleep(0.01)
+        assert pool.counts.deaths == 2 and not pool.counts.kills
+        assert (await score(await pool.take_worker(), "four"))["reward"] == 4.0
+
+    run_with_pool(play)
+
+
+def test_cancelled_takes_lose_no_worker_and_no_place() -> None:
+    async def play(pool: UserCodePool) -> None:
+        rng = random.Random(0)
+
+        async def take_for_a_while() -> None:
+            worker = await pool.take_worker()
+            try:
+                await asyncio.sleep(rng.random() * 0.02)
+                await score(worker, rng.choice(["four", "four", "exit 1", "hop"]))
+            except WorkerDied:
+                pass
+            finally:
+                pool.return_worker(worker)
+
+        for _ in range(12):
+            tasks = [asyncio.create_task(take_for_a_while()) for _ in range(12)]
+            await asyncio.sleep(rng.random() * 0.1)
+            for task in rng.sample(tasks, 6):
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert pool.num_workers <= 4
+        workers = await asyncio.gather(*(pool.take_worker() for _ in range(4)))
+        scores = await asyncio.gather(*(score(worker, "four") for worker in workers))
+        assert {one["components"]["pid"] for one in scores} == {worker.pid for worker in workers}
+        guard = psutil.Process(workers[0].pid).parent()
+        assert guard is not None
+        for worker in workers:
+            await worker.kill()
+        assert [process.name() for process in guard.children(recursive=True)] == ["slip-template"]
+
+    run_with_pool(play, max_workers=4)
+
+
+HOSTILE_MODULES = {
+    "it reaps by itself": "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
+    "it holds back signals": "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))",
+    "it leaves a thread": "threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()",
+    "it leaves a child": "subprocess.Popen(['sleep', '3600'], start_new_session=True)",
+    "it leaves a daemon": "misbehaving.start_daemon()",
+    "it closes its output": "os.close(1); os.close(2); sys.stdout = None",
+    "it is a reaper itself": "process_control.become_subreaper()",
+}
+
+
+@pytest.mark.parametrize("line", HOSTILE_MODULES.values(), ids=HOSTILE_MODULES.keys())
+def test_a_module_with_strange_habits_is_served_and_leaves_nothing(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imports = "import misbehaving, os, signal, subprocess, sys, threading, time"
+    habits = f"{imports}\nfrom generators.user_code import process_control\n{line}\n"
+    (tmp_path / "strange.py").write_text(f"{habits}class Task(misbehaving.Misbehaving): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    left: list[psutil.Process] = []
+
+    async def play(pool: UserCodePool) -> None:
+        worker = await pool.take_worker()
+        for _ in range(2):
+            assert (await score(worker, "four"))["reward"] == 4.0
+        with pytest.raises(WorkerDied, match="exited with code 3"):
+            await score(worker, "exit 3")
+        worker = await pool.take_worker()
+        with pytest.raises(WorkerDied, match="at most 0.2 s"):
+            await score(worker, "swallow", 0.2)
+        guard = psutil.Process((await pool.take_worker()).pid).parent()
+        assert guard is not None
+        left.extend([guard, *guard.children(recursive=True)])
+
+    run_with_pool(play, "strange:Task")
+    wait_until_gone(left)
+
+
+def test_a_template_that_cannot_fork_is_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stuck.py").write_text(
+        "import os, time, misbehaving\n"
+        f"flag = {str(tmp_path / 'flag')!r}\n"
+        "os.register_at_fork(before=lambda: os.path.exists(flag) and time.sleep(3600))\n"
+        "class Task(misbehaving.Misbehaving): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(pool_module, "_FORK_S", 0.5)
+
+    async def play(pool: UserCodePool) -> None:
+        worker = await pool.take_worker()
+        (tmp_path / "flag").touch()
+        with pytest.raises(WorkerDied, match="could not be started: it must be forked within 0.5 s"):
+            await pool.take_worker()
+        (tmp_path / "flag").unlink()
+        assert (await score(worker, "four"))["reward"] == 4.0
+        monkeypatch.setattr(pool_module, "_FORK_S", LONG_S)
+        assert (await score(await pool.take_worker(), "four"))["reward"] == 4.0
+        assert pool.counts.template_starts == 2
+
+    run_with_pool(play, "stuck:Task")
+
+
+def test_a_module_that_breaks_later_fails_those_who_wait_with_one_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "breaking.py"
+    module.write_text("import misbehaving\nclass Task(misbehaving.Misbehaving): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def play(pool: UserCodePool) -> None:
+        worker = await pool.take_worker()
+        guard = psutil.Process(worker.pid).parent()
+        assert guard is not None
+        (template,) = [process for process in guard.children() if process.pid != worker.pid]
+        module.write_text("raise RuntimeError('broken meanwhile')")
+        template.kill()
+        wait_until_gone([template])
+        while pool.has_template:
+            await asyncio.sleep(0.01)
+        takes = [pool.take_worker() for _ in range(5)]
+        errors = await asyncio.gather(*takes, return_exceptions=True)
+        assert all(isinstance(error, TaskRefused) and "broken meanwhile" in str(error) for error in errors)
+        assert pool.counts.template_starts == 2
+
+    run_with_pool(play, "breaking:Task")
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.3])
+def test_no_process_outlives_a_generator_that_is_killed_while_the_task_is_imported(
+    delay_s: float, tmp_path: Path
+) -> None:
+    (tmp_path / "endless.py").write_text("import time\ntime.sleep(3600)\n")
+    path = os.pathsep.join(filter(None, [str(tmp_path), *sys.path]))
+    environment = {**os.environ, "PYTHONPATH": path, "SLIPSTREAM_TEST_MARK": str(tmp_path)}
+    program = (
+        "import asyncio\n"
+        "from generators.user_code.pool import UserCodePool, WorkerLimits\n"
+        "print('ready', flush=True)\n"
+        "asyncio.run(UserCodePool.open('endless:Task', {}, WorkerLimits()))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
+        time.sleep(delay_s)
+        parent.kill()
+    deadline = time.monotonic() + 60
+    while left := find_marked(str(tmp_path)):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+def find_marked(mark: str) -> list[psutil.Process]:
+    """Returns the processes whose environment holds the mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("SLIPSTREAM_TEST_MARK") == mark:
+                found.append(process)
+        except psutil.Error:
+            pass
+    return found
 
 
 def test_five_hundred_kills_leave_no_descriptor_and_no_process() -> None:

@@ -1,15 +1,18 @@
 """The beginning of a process for the task's code: a session and standard streams of its own."""
 
+import fcntl
 import io
 import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 
 from generators.user_code.process_control import die_with_parent, name_process
 
 _PATIENCE_S = 60.0
 """Seconds in which a worker's parent must have become the guard."""
+_HIGH_DESCRIPTOR = 64
 
 
 def begin_process(name: str, guard: int, output: int) -> None:
@@ -21,7 +24,7 @@ def begin_process(name: str, guard: int, output: int) -> None:
     _wait_for_parent(guard)
     name_process(name)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    nothing = os.open(os.devnull, os.O_RDONLY)
+    (nothing,) = move_descriptors([os.open(os.devnull, os.O_RDONLY)])
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
     os.close(nothing)
@@ -45,3 +48,21 @@ def _wait_for_parent(guard: int) -> None:
     die_with_parent()
     if os.getppid() != guard:
         os._exit(1)
+
+
+def flush_output() -> None:
+    """Writes what the process has printed and still holds."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (AttributeError, OSError, ValueError):  # the task's code has closed or replaced it
+        pass
+
+
+def move_descriptors(descriptors: Sequence[int]) -> list[int]:
+    """Returns the descriptors under high numbers. Low ones are the standard streams' where the task's code
+    has closed those."""
+    moved = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, _HIGH_DESCRIPTOR) for one in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return moved

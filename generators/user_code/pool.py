@@ -84,7 +84,7 @@ class UserCodePool:
         self._template_lock = asyncio.Lock()
         self._fork_slots = asyncio.Semaphore(_MAX_FORKS)
         self._refusal: TaskRefused | None = None
-        """Of the last attempt to start the template."""
+        """The error of the last attempt to start the template."""
         self._next_number = self._num_starting = 0
         self._forks: dict[int, tuple[asyncio.Future[str | None], UserWorker]] = {}
         """Workers that were ordered, by number. The future holds None once one is forked, or the error."""
@@ -107,6 +107,11 @@ class UserCodePool:
             await pool.close()
             raise
         return pool
+
+    @property
+    def has_template(self) -> bool:
+        """True as long as workers can be forked without importing the task again."""
+        return self._template is not None and self._template.is_ready
 
     @property
     def num_workers(self) -> int:
@@ -225,7 +230,7 @@ class UserCodePool:
         async with self._template_lock:
             if self._is_closed:
                 raise UserCodeError("a worker must be taken from an open pool, got a closed one")
-            if self._template is None or not self._template.is_ready:
+            if not self.has_template:
                 if self._refusal is not None and self.counts.template_starts > num_starts:
                     raise TaskRefused(str(self._refusal), self._refusal.detail)
                 if self._link is None or not self._link.is_open:

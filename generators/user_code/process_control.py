@@ -15,6 +15,11 @@ def become_subreaper() -> None:
     _control_process(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def stop_reaping() -> None:
+    """Undoes `become_subreaper`."""
+    _control_process(_PR_SET_CHILD_SUBREAPER, 0)
+
+
 def die_with_parent() -> None:
     """Asks the kernel to kill this process when the thread that started it ends."""
     _control_process(_PR_SET_PDEATHSIG, signal.SIGKILL)

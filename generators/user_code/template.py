@@ -10,12 +10,12 @@ import gc
 import os
 import resource
 import socket
-import sys
 import traceback
 from typing import NoReturn
 
 from generators.plain_values import describe_error, keep_text
-from generators.user_code.own_process import begin_process
+from generators.user_code.own_process import begin_process, flush_output, move_descriptors
+from generators.user_code.process_control import stop_reaping
 from generators.user_code.process_orders import (
     StartTemplate,
     StartWorker,
@@ -88,9 +88,9 @@ def _start_worker(
     link: socket.socket, host: TaskHost, request: StartWorker, descriptors: list[int], guard: int
 ) -> None:
     """Forks twice. The process in between ends at once, so the worker becomes the guard's child."""
-    connection, output = descriptors
-    sys.stdout.flush()
-    sys.stderr.flush()
+    stop_reaping()  # the task's module may have asked for orphans
+    connection, output = move_descriptors(descriptors)
+    flush_output()
     told, tells = os.pipe()
     try:
         if (between := os.fork()) == 0:

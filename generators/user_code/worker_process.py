@@ -18,7 +18,7 @@ from generators.user_code.method_calls import (
     encode_frame,
     read_call,
 )
-from generators.user_code.own_process import begin_process
+from generators.user_code.own_process import begin_process, flush_output
 from generators.user_code.process_control import become_subreaper
 from generators.user_code.task_host import TaskHost
 
@@ -41,7 +41,7 @@ def run_worker(connection: socket.socket, output: int, host: TaskHost, guard: in
             frame = encode_answer(answer_call(host, call))
             if os.getpid() != pid:  # the task's code has forked, and the child has returned
                 break
-            _flush_output()
+            flush_output()
             connection.sendall(frame)
         status = 0
     except BaseException:
@@ -76,14 +76,6 @@ def _describe_failure(number: int, error: BaseException) -> MethodError:
     except BaseException:
         text = f"{type(error).__name__} (its text cannot be shown)"
     return MethodError(number, text, keep_text(detail), isinstance(error, MemoryError))
-
-
-def _flush_output() -> None:
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except (AttributeError, OSError, ValueError):  # the task's code has closed or replaced it
-        pass
 
 
 def _reseed_generators() -> None:
