@@ -6,7 +6,7 @@ attention. Every value at index t belongs to token t; the log-probability of tok
 output at t − 1 of the same branch. Losses know episodes only: `sequence` is the index of a token's episode.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from buffers.trajectory import GREEDY, flatten_column
 
 CUT_OFF = ("max_tokens", "context_overflow")
 """Ends of an episode that was not over when it was cut off."""
+MAX_COMPONENTS = 64
+"""Components of the reward that a batch has a mean of."""
 
 
 class ReportedMicrobatches(Sequence["Packed"]):
@@ -78,6 +80,8 @@ class Batch:
     experts: Tensor | None = None
     """[T, layers · k] int16: experts that the engine sent each token to, -1 where it recorded none; None:
     no recording"""
+    component_means: Mapping[str, float] = field(default_factory=dict)
+    """Mean of each component of the reward over the episodes that have it, by name"""
     branch_offsets: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """[B + 1] int64: the same as `offsets` for branches, each of which lies within one episode. Attention and
     positions are by branch. By default every episode is one branch"""
@@ -148,7 +152,20 @@ def batch_from_arrow(table: pa.Table, group_weights: Sequence[float] = ()) -> Ba
         turns=_read_column(table, "turn"),
         token_rewards=_read_token_rewards(table, branch_offsets),
         experts=_read_experts(table, int(lengths.sum())),
+        component_means=_average_components(table, first),
     )
+
+
+def _average_components(table: pa.Table, first: np.ndarray) -> dict[str, float]:
+    """Returns the mean of each component over the episodes that have it; of more than `MAX_COMPONENTS` names
+    those that most episodes have. `first` [N] are the episodes' first rows."""
+    components = table.column("rewards").take(first).combine_chunks()
+    keys = components.keys.dictionary_encode()
+    names, numbers = keys.dictionary.to_pylist(), keys.indices.to_numpy()
+    counts = np.bincount(numbers, minlength=len(names))
+    sums = np.bincount(numbers, components.items.to_numpy(), len(names))
+    most = sorted(range(len(names)), key=lambda i: (-counts[i], names[i]))[:MAX_COMPONENTS]
+    return {name: mean for name, mean in sorted((names[i], float(sums[i] / counts[i])) for i in most)}
 
 
 def _read_experts(table: pa.Table, num_tokens: int) -> Tensor | None:

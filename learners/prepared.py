@@ -17,6 +17,9 @@ from configs.algo import Aggregation, AlgoConfig
 from configs.schema import Config
 from learners.packing import Batch
 
+MAX_FIGURE = 200
+"""Characters in a figure's name; the buffer refuses longer ones."""
+
 
 @dataclass(slots=True, kw_only=True)
 class PreparedBatch:
@@ -95,16 +98,22 @@ class PreparedBatch:
         batch, admissible = self.batch, self.admissible
         staleness = (self.step - batch.versions[admissible]).double()
         sampled = np.add.reduceat(batch.sampled.numpy().astype(np.int64), batch.offsets[:-1])
-        return {
-            "reward/mean": float(batch.rewards.mean()),
-            "reward/std": float(batch.rewards.std()) if batch.num_sequences > 1 else 0.0,
-            "length/mean": float(sampled.mean()),
-            "length/max": float(sampled.max()),
-            "length/truncated_fraction": float(batch.truncated.float().mean()),
-            "staleness/mean": float(staleness.mean()) if len(staleness) else 0.0,
-            "staleness/max": float(staleness.max()) if len(staleness) else 0.0,
-            "staleness/masked_fraction": 1.0 - float(admissible.sum()) / max(1, int(batch.sampled.sum())),
-        } | describe_episodes(batch)
+        components = {f"reward/{name}"[:MAX_FIGURE]: mean for name, mean in batch.component_means.items()}
+        # The reward's own figures come later, so a component of such a name does not hide them.
+        return (
+            components
+            | {
+                "reward/mean": float(batch.rewards.mean()),
+                "reward/std": float(batch.rewards.std()) if batch.num_sequences > 1 else 0.0,
+                "length/mean": float(sampled.mean()),
+                "length/max": float(sampled.max()),
+                "length/truncated_fraction": float(batch.truncated.float().mean()),
+                "staleness/mean": float(staleness.mean()) if len(staleness) else 0.0,
+                "staleness/max": float(staleness.max()) if len(staleness) else 0.0,
+                "staleness/masked_fraction": 1.0 - float(admissible.sum()) / max(1, int(batch.sampled.sum())),
+            }
+            | describe_episodes(batch)
+        )
 
 
 def find_actions(batch: Batch) -> Actions:
