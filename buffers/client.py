@@ -25,6 +25,7 @@ from buffers.message_fields import WireRecord
 from buffers.older_schemas import read_stored_batch
 from buffers.segments import DamagedGroup, Reader
 from buffers.trajectory import SCHEMA, SCHEMA_VERSION, encode_batch, flatten_column
+from buffers.wake_up import WakeUp
 
 R = TypeVar("R", bound=WireRecord)
 log = logging.getLogger("slipstream.client")
@@ -164,10 +165,17 @@ class BufferClient:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
+        self._wake_up: WakeUp | None = None
 
     def open_another(self) -> "BufferClient":
         """Opens a client of the same buffer, for another thread."""
         return BufferClient(self.address, timeout_s=self._timeout_s, keys=self._keys, role=self._role)
+
+    def open_wake_up(self) -> "WakeUp":
+        """Returns a call with which any thread ends a wait of `receive_answers`."""
+        self._wake_up = WakeUp()
+        self._poller.register(self._wake_up.fileno(), zmq.POLLIN)
+        return self._wake_up
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
@@ -210,6 +218,8 @@ class BufferClient:
         """Yields the answers that are there; waits up to `wait_s` for the first. Raises KeysRefused."""
         if wait_s > 0:
             self._poller.poll(int(wait_s * 1000))
+        if self._wake_up is not None:
+            self._wake_up.clear()
         self._read_connection_events()
         while True:
             try:
@@ -376,6 +386,8 @@ class BufferClient:
     def close(self) -> None:
         if self._socket.closed:
             return
+        if self._wake_up is not None:
+            self._wake_up.close()
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()

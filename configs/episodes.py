@@ -38,8 +38,9 @@ class EpisodesConfig(Section):
     process is killed with all its children."""
     timeout_s: float = setting(1800.0, POSITIVE)
     """Seconds that a whole episode may take, the policy's replies included."""
-    max_workers: int = setting(64, POSITIVE)
-    """Worker processes of one generator that run a task's code. An environment keeps one for its episode."""
+    max_workers: int | None = setting(None, POSITIVE)
+    """Worker processes of one generator that run a task's code. An environment keeps one for its episode;
+    a task of one turn shares a few. Null: as many as there may be episodes."""
     worker_memory_mb: int = setting(4096, POSITIVE)
     """Memory that one worker process may allocate, in MB: its private memory, libraries' code not counted.
 

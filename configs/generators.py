@@ -1,4 +1,4 @@
-"""`generators`: the engines that sample, and the threads that score."""
+"""`generators`: the engines that sample."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -35,7 +35,7 @@ class SimulatedConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class GeneratorsConfig(Section):
-    """The engines that sample, and the threads that score."""
+    """The engines that sample."""
 
     count: int = setting(2, NOT_NEGATIVE)
     """Generators that this command starts. Others may join a run at any time (`role=generators`)."""
@@ -58,10 +58,4 @@ class GeneratorsConfig(Section):
     gpu_memory_fraction: float | None = setting(None, above_up_to(0, 1))
     """Share of its GPU's memory that an engine may take. Null: 0.9, or an even part of it where others share
     the GPU."""
-    score_threads: int = setting(1, POSITIVE)
-    """Threads of one generator that score, beside the engine. Above 1, the task's `score_response` must bear
-    to run several times at once."""
-    score_timeout_s: float = setting(30.0, POSITIVE)
-    """Seconds that one call of the task's `score_response` may take. Then its group fails, and another thread
-    takes the place of the one that hangs."""
     simulated: SimulatedConfig = section(SimulatedConfig)

@@ -82,6 +82,11 @@ class Config(Section):
         return self.learner.samples_per_prompt + self.algo.needs_greedy_response
 
     @property
+    def max_episodes(self) -> int:
+        """Episodes that one generator plays side by side."""
+        return self.episodes.max_concurrent or self.generators.max_sequences
+
+    @property
     def weights_address(self) -> str | None:
         """Address where the learner serves model weights to other hosts.
 

@@ -1,68 +1,122 @@
-"""Episodes stand between a task and an engine: leases become token ids, and sampled tokens become scores."""
+"""Episodes stand between a task and the policy: a lease becomes prompts, and replies become scores.
 
+`Episodes` is the protocol. `SimulatedEpisodes` is here; `generators/task_episodes.py` plays a task's.
+All of it runs in the episode thread.
+"""
+
+import asyncio
 import random
-import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from buffers.messages import Lease
-from generators.task import Prompt, Score, Task
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedPrompt:
-    """A task's prompt and its token ids."""
-
-    prompt: Prompt
-    tokens: list[int]
+from buffers.trajectory import infer_stop
+from generators.group import EpisodeTimedOut, GroupProgress, PlayedEpisode, Player, wait_for_all
+from generators.policy import Policy
+from generators.score_checks import check_score
+from generators.task import Score
 
 
 class Episodes(Protocol):
-    def encode_prompt(self, lease: Lease) -> EncodedPrompt:
-        """Makes the prompt that a lease names. Runs in the engine's loop, which waits for it."""
+    @property
+    def num_killed(self) -> int:
+        """Number of calls of the task's code that were given up and killed."""
         ...
 
-    def score_tokens(self, prompt: EncodedPrompt, tokens: list[int]) -> Score:
-        """Scores one response of sampled tokens. Runs in a thread of the scoring pool, while the loop encodes
-        other prompts."""
+    async def open(self) -> None:
+        """Prepares what all episodes need. Raises ValueError for a task that cannot be played."""
         ...
 
+    async def begin_group(self, lease: Lease) -> Any:
+        """Makes what the episodes of a group have in common; `play_episode` gets it."""
+        ...
 
-class TextEpisodes:
-    """Episodes of one turn: the task's prompt as text, and one sampled response.
+    async def play_episode(self, player: Player, beginning: Any) -> PlayedEpisode:
+        """Plays one episode to its end. Raises whatever keeps it from that: then its group has failed."""
+        ...
 
-    The tokenizer's chat template wraps the prompt where there is one.
+    async def score_group(self, beginning: Any, episodes: Sequence[PlayedEpisode]) -> Sequence[Score] | None:
+        """Scores the episodes of a group beside one another; None where each keeps its own score."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+async def play_group(
+    episodes: Episodes,
+    policy: Policy,
+    lease: Lease,
+    progress: GroupProgress,
+    max_tokens: int,
+    timeout_s: float,
+) -> list[PlayedEpisode]:
+    """Plays a group's episodes side by side; returns them in order, scored.
+
+    `max_tokens`: the longest reply. Raises EpisodeTimedOut when an episode takes longer than `timeout_s`, and
+    whatever an episode raises. The other episodes are canceled then, and withdraw what they have asked for.
     """
+    beginning = await episodes.begin_group(lease)
+    players = [Player(policy, lease, index, max_tokens, progress) for index in range(progress.num_samples)]
+    played = await wait_for_all([_play_in_time(episodes, player, beginning, timeout_s) for player in players])
+    scores = await episodes.score_group(beginning, played[: lease.num_samples])
+    if scores is not None:
+        for episode, score in zip(played, scores, strict=False):
+            episode.replace_score(score)
+    return played
 
-    def __init__(self, task: Task, tokenizer: Any) -> None:
-        self._task, self._tokenizer = task, tokenizer
-        self._tokenizer_lock = threading.Lock()
-        """No tokenizer promises that two threads may use it at once."""
 
-    def encode_prompt(self, lease: Lease) -> EncodedPrompt:
-        prompt = self._task.make_prompt(lease.split, lease.index, lease.seed)
-        with self._tokenizer_lock:
-            if self._tokenizer.chat_template:
-                turns = [{"role": "user", "content": prompt.text}]
-                tokens = self._tokenizer.apply_chat_template(
-                    turns, add_generation_prompt=True, return_dict=False
-                )
-            else:
-                tokens = self._tokenizer.encode(prompt.text)
-        return EncodedPrompt(prompt, list(tokens))
+async def _play_in_time(
+    episodes: Episodes, player: Player, beginning: Any, timeout_s: float
+) -> PlayedEpisode:
+    began = time.monotonic()
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            return await episodes.play_episode(player, beginning)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        took_s = time.monotonic() - began
+        raise EpisodeTimedOut(
+            f"an episode must take at most {timeout_s:g} s (episodes.timeout_s), got {took_s:.1f} s without an "
+            f"end in turn {player.num_turns} of sample {player.index}"
+        ) from None
+    finally:
+        player.end_sampling()
 
-    def score_tokens(self, prompt: EncodedPrompt, tokens: list[int]) -> Score:
-        with self._tokenizer_lock:
-            response = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return self._task.score_response(prompt.prompt, response)
+
+@dataclass(frozen=True, slots=True)
+class SimulatedPrompt:
+    index: int
+    coin: random.Random
 
 
 class SimulatedEpisodes:
-    """Episodes for the simulated engine: prompts of eight tokens, and a coin toss for a reward."""
+    """Episodes of one turn for the simulated engine: prompts of eight tokens, and a coin toss for a
+    reward."""
 
-    def encode_prompt(self, lease: Lease) -> EncodedPrompt:
-        coin = random.Random(f"{lease.seed} {lease.index}")
-        return EncodedPrompt(Prompt(f"simulated {lease.index}", coin), [0] * 8)
+    num_killed = 0
 
-    def score_tokens(self, prompt: EncodedPrompt, tokens: list[int]) -> Score:
-        return Score(float(prompt.prompt.entry.random() < 0.5))
+    async def open(self) -> None:
+        """Needs nothing."""
+
+    async def begin_group(self, lease: Lease) -> SimulatedPrompt:
+        return SimulatedPrompt(lease.index, random.Random(f"{lease.seed} {lease.index}"))
+
+    async def play_episode(self, player: Player, beginning: SimulatedPrompt) -> PlayedEpisode:
+        completion = await player.ask_policy([0] * 8)
+        player.end_sampling()
+        score = check_score(await self.score_tokens(beginning, completion.tokens))
+        player.branches.pay_last_turn(score.reward)
+        stop = infer_stop(completion.finish_reason)
+        return PlayedEpisode(branches=player.branches, score=score, stop=stop)
+
+    async def score_group(self, beginning: Any, episodes: Sequence[PlayedEpisode]) -> None:
+        """Leaves the scores as they are."""
+
+    async def close(self) -> None:
+        """Holds nothing."""
+
+    async def score_tokens(self, prompt: SimulatedPrompt, tokens: list[int]) -> Score:
+        return Score(float(prompt.coin.random() < 0.5))

@@ -1,45 +1,113 @@
-"""A group that a generator samples, and the trajectory rows that it becomes."""
+"""A leased group: its episodes are played side by side, and become trajectory rows.
 
+begin the group ─▶ play its episodes ─▶ score them beside one another, where the task does ─▶ rows
+"""
+
+import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import xxhash
 
 from buffers.messages import Lease
-from buffers.trajectory import Trajectory
-from generators.engine import Completion
-from generators.episode import EncodedPrompt
+from buffers.trajectory import GREEDY, Trajectory
+from generators.branches import EpisodeBranches
+from generators.engine import Completion, Sample
+from generators.policy import Policy
 from generators.task import Score
+
+T = TypeVar("T")
+
+
+class EpisodeTimedOut(Exception):
+    """An episode has taken longer than `episodes.timeout_s`."""
 
 
 @dataclass(slots=True)
-class SampledGroup:
-    """A lease, its prompt, and the samples of it that are finished."""
+class GroupProgress:
+    """How far a group has come. The episode thread and the engine's loop both read it."""
 
-    lease: Lease
-    prompt: EncodedPrompt
-    started_at: float
+    num_samples: int
+    """Samples to be made: a group's, and for ReMax a greedy one after them."""
+    num_playing: int
+    """Episodes that may ask the policy again. Written by the episode thread."""
+    num_tokens: int = 0
+    """Sampled tokens of finished turns of the episodes that are trained. Written by the engine's loop."""
+
+
+class Player:
+    """One sample of a leased group, as it asks the policy turn by turn."""
+
+    def __init__(
+        self, policy: Policy, lease: Lease, index: int, max_tokens: int, progress: GroupProgress
+    ) -> None:
+        """`max_tokens`: the longest reply."""
+        self.lease, self.index = lease, index
+        self.branches = EpisodeBranches()
+        self._policy, self._max_tokens, self._progress = policy, max_tokens, progress
+        self._num_asked = 0
+        self._has_ended = False
+
+    @property
+    def num_turns(self) -> int:
+        """Number of finished turns."""
+        return self.branches.num_turns
+
+    async def ask_policy(self, prompt: list[int], max_tokens: int | None = None) -> Completion:
+        """Samples the next turn's reply, and records it. Several turns may be asked side by side.
+
+        The reply has at most `max_tokens` tokens (None: `sampling.max_tokens`).
+        """
+        number = self._num_asked
+        self._num_asked += 1
+        completion = await self._policy.sample_turn(
+            Sample(
+                id=make_sample_id(self.lease.id, self.index, number),
+                prompt=prompt,
+                max_tokens=self._max_tokens if max_tokens is None else max_tokens,
+                seed=make_sample_seed(
+                    self.lease.seed, self.lease.split, self.lease.group, self.index, number
+                ),
+                greedy=self.index == self.lease.num_samples,
+            )
+        )
+        self.branches.append_turn(prompt, completion, number)
+        return completion
+
+    def end_sampling(self) -> None:
+        """Notes that the episode asks the policy no more. What follows is scoring."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._progress.num_playing -= 1
+
+
+@dataclass(slots=True, kw_only=True)
+class PlayedEpisode:
+    """An episode that has come to its end."""
+
+    branches: EpisodeBranches
+    score: Score
+    """Sum over its turns."""
+    stop: str
+    """Why it ended, a word of `buffers.trajectory`."""
+    messages: Sequence[dict[str, Any]] = ()
+    """The whole conversation; empty for an episode of one turn."""
+    renderer: str = ""
+    """Name and version of what made tokens of its messages."""
+    finished_at: float = field(default_factory=time.time)
     """Unix time in seconds."""
-    completions: dict[int, Completion] = field(default_factory=dict)
-    """Finished samples by index. The index `lease.num_samples` is ReMax's greedy sample, which is not
-    trained."""
 
-    def is_trained(self, sample_id: str) -> bool:
-        """True for the group's own samples, false for ReMax's greedy one."""
-        return parse_sample_index(sample_id) < self.lease.num_samples
-
-    def count_tokens(self, completions: Iterable[Completion]) -> int:
-        """Returns the sampled tokens of those completions that are trained."""
-        return sum(len(completion.tokens) for completion in completions if self.is_trained(completion.id))
-
-    def list_completions(self) -> list[Completion]:
-        """Returns the completions of a group that is whole, in the order of their index."""
-        return [self.completions[index] for index in range(len(self.completions))]
+    def replace_score(self, score: Score) -> None:
+        """Takes the score that the episode got beside the others of its group; the last turn is paid the
+        difference."""
+        self.branches.pay_last_turn(score.reward - self.score.reward)
+        self.score = Score(score.reward, {**self.score.components, **score.components})
 
 
-def make_sample_id(lease_id: int, index: int) -> str:
-    return f"{lease_id}/{index}"
+def make_sample_id(lease_id: int, index: int, turn: int = 0) -> str:
+    return f"{lease_id}/{index}/{turn}"
 
 
 def parse_lease_id(sample_id: str) -> int:
@@ -47,40 +115,69 @@ def parse_lease_id(sample_id: str) -> int:
 
 
 def parse_sample_index(sample_id: str) -> int:
-    return int(sample_id.partition("/")[2])
+    return int(sample_id.split("/")[1])
 
 
-def make_sample_seed(run_seed: int, split: str, group: int, index: int) -> int:
-    """Returns the seed of one sample: the same for every attempt at the group, in any generator."""
-    return xxhash.xxh32_intdigest(f"{run_seed}/{split}/{group}/{index}".encode())
+def make_sample_seed(run_seed: int, split: str, group: int, index: int, turn: int = 0) -> int:
+    """Returns the seed of one turn of a sample: the same for every attempt at the group, in any generator."""
+    later = f"/{turn}" if turn else ""
+    return xxhash.xxh32_intdigest(f"{run_seed}/{split}/{group}/{index}{later}".encode())
 
 
-def make_trajectory(
-    group: SampledGroup,
-    index: int,
-    completion: Completion,
-    score: Score,
-    baseline: dict[str, float],
-    generator: str,
-) -> Trajectory:
-    """Returns the row of a finished and scored sample. `baseline` holds ReMax's greedy reward by its name;
-    else it is empty."""
-    prompt = group.prompt.tokens
-    return Trajectory(
-        group=group.lease.group,
-        sample=index,
-        due=group.lease.due,
-        prompt_id=group.lease.index,
-        task=group.lease.task,
-        tokens=[*prompt, *completion.tokens],
-        sampled=[False] * len(prompt) + [True] * len(completion.tokens),
-        logprobs=[0.0] * len(prompt) + completion.logprobs,
-        versions=[-1] * len(prompt) + completion.versions,
-        reward=score.reward,
-        rewards=score.components | baseline,
-        finish_reason=completion.finish_reason,
-        generator=generator,
-        started_at=group.started_at,
-        finished_at=time.time(),
-        experts=[] if completion.experts is None else completion.experts.reshape(-1),
-    )
+def make_episode_seed(lease: Lease) -> int:
+    """Returns the seed that an environment begins with: one for all episodes of a prompt."""
+    return xxhash.xxh32_intdigest(f"{lease.seed}/{lease.split}/{lease.index}".encode())
+
+
+async def wait_for_all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Returns the results in order.
+
+    The first error cancels all others, waits for them, and is raised itself.
+    """
+    tasks: list[asyncio.Task[T]] = []
+    try:
+        async with asyncio.TaskGroup() as together:
+            tasks += [together.create_task(one) for one in coroutines]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def make_rows(
+    lease: Lease, episodes: Sequence[PlayedEpisode], generator: str, started_at: float
+) -> list[Trajectory]:
+    """Returns the rows of a whole group, sorted by (sample, branch).
+
+    An episode beyond `lease.num_samples` is ReMax's greedy one: its reward goes into the rows of the others.
+    """
+    greedy = episodes[lease.num_samples :]
+    baseline = {GREEDY: greedy[0].score.reward} if greedy else {}
+    return [
+        Trajectory(
+            group=lease.group,
+            sample=sample,
+            branch=number,
+            due=lease.due,
+            prompt_id=lease.index,
+            task=lease.task,
+            tokens=branch.tokens,
+            sampled=branch.sampled,
+            logprobs=branch.logprobs,
+            versions=branch.versions,
+            turn=branch.turn,
+            token_rewards=token_rewards,
+            reward=episode.score.reward,
+            rewards={**episode.score.components, **baseline},
+            finish_reason=branch.finish_reason,
+            stop=episode.stop,
+            renderer=episode.renderer,
+            generator=generator,
+            started_at=started_at,
+            finished_at=episode.finished_at,
+            experts=[] if branch.experts is None else branch.experts.reshape(-1),
+        )
+        for sample, episode in enumerate(episodes[: lease.num_samples])
+        for number, (branch, token_rewards) in enumerate(
+            zip(episode.branches.branches, episode.branches.place_rewards(), strict=True)
+        )
+    ]

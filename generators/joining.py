@@ -12,8 +12,8 @@ from configs.generators import EngineKind
 from configs.load import parse_config
 from configs.schema import Config
 from generators.engine import Engine
-from generators.episode import Episodes, SimulatedEpisodes, TextEpisodes
-from generators.score_checks import describe_error
+from generators.episode import Episodes, SimulatedEpisodes
+from generators.plain_values import describe_error
 from generators.worker import Generator, start_heartbeat
 from sync.subscriber import Subscriber, open_subscriber
 from sync.transports.ends import SocketGuards
@@ -106,7 +106,6 @@ def make_episodes(config: Config) -> Episodes:
         return SimulatedEpisodes()
     from transformers import AutoTokenizer
 
-    from generators.tasks import load_task
+    from generators.task_episodes import TaskEpisodes
 
-    task = load_task(config.task.name, config.task.args)
-    return TextEpisodes(task, AutoTokenizer.from_pretrained(config.model.path))
+    return TaskEpisodes(config, AutoTokenizer.from_pretrained(config.model.path))

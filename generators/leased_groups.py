@@ -1,42 +1,50 @@
 """The groups that a generator has leases for, from the lease to the message that hands them in.
 
-    waiting (leased, not begun) ──▶ sampling (in the engine) ──▶ scoring (in the scoring pool)
-                                      │                            └─▶ SubmitGroups or SubmitEvaluation
-                                      └── on an error, in each state ──▶ FailLease
+    waiting (leased, not begun) ──▶ playing (episodes beside the engine) ──▶ SubmitGroups or SubmitEvaluation
+                                      └── on an error ──▶ FailLease
 
-The buffer may revoke a lease in each of these states. The task is user code: whatever it raises fails its own
-group.
+The buffer may revoke a lease in each of these states. Environments and scores are user code: whatever they do
+fails their own group.
 """
 
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 
 from buffers import messages as m
 from buffers.client import BufferClient, send_groups
 from buffers.run_status import GeneratorReport
-from buffers.trajectory import GREEDY, Trajectory, to_batch
+from buffers.trajectory import Trajectory, to_batch
 from configs.schema import Config
-from generators.engine import Completion, Engine, Sample
-from generators.episode import Episodes
-from generators.group import (
-    SampledGroup,
-    make_sample_id,
-    make_sample_seed,
-    make_trajectory,
-    parse_lease_id,
-    parse_sample_index,
-)
+from generators.engine import Completion, Engine
+from generators.episode import Episodes, play_group
+from generators.episode_thread import EpisodeThread
+from generators.group import EpisodeTimedOut, GroupProgress, PlayedEpisode, make_rows, parse_lease_id, parse_sample_index
+from generators.policy import EnginePolicy
 from generators.probe import PROBE_LEASE
-from generators.score_checks import describe_error
-from generators.scoring import ScoringPool, ScoringResult
+from generators.user_code.errors import UserCodeError
+from generators.plain_values import describe_error
 
 log = logging.getLogger("slipstream.generator")
 
 
+@dataclass(slots=True)
+class LeasedGroup:
+    """A group that is being played."""
+
+    lease: m.Lease
+    progress: GroupProgress
+    started_at: float
+    """Unix time in seconds."""
+    played: "Future[list[PlayedEpisode]]"
+
+
 class LeasedGroups:
+    """All methods are for the engine's loop."""
+
     def __init__(
         self,
         generator: str,
@@ -44,60 +52,71 @@ class LeasedGroups:
         client: BufferClient,
         engine: Engine,
         episodes: Episodes,
+        policy: EnginePolicy,
         totals: GeneratorReport,
+        wake_loop: Callable[[], None],
     ) -> None:
-        """`totals` is where sampled tokens are counted."""
+        """`totals` is where sampled tokens are counted; `wake_loop` ends a wait of the engine's loop.
+        Raises what `episodes.open` raises."""
         self._generator, self._client, self._engine, self._episodes = generator, client, engine, episodes
-        self._totals = totals
-        self._max_tokens = config.sampling.max_tokens
-        self._max_sequences = config.generators.max_sequences
+        self._policy, self._totals, self._wake_loop = policy, totals, wake_loop
+        self._max_tokens, self._timeout_s = config.sampling.max_tokens, config.episodes.timeout_s
+        self._max_concurrent = config.max_episodes
         self._makes_baselines = config.algo.needs_greedy_response
-        self._samples_per_group = config.learner.samples_per_prompt + self._makes_baselines
+        self._samples_per_group = config.samples_per_group
         self._waiting: deque[m.Lease] = deque()
-        self._sampling: dict[int, SampledGroup] = {}
+        self._playing: dict[int, LeasedGroup] = {}
         """By lease id."""
-        self._scoring: dict[int, SampledGroup] = {}
-        """By lease id."""
-        self._scores = ScoringPool(config.generators.score_threads, config.generators.score_timeout_s)
+        self._thread = EpisodeThread()
+        try:
+            self._thread.start_coroutine(episodes.open()).result()
+        except BaseException:
+            self._thread.close(episodes.close())
+            raise
 
     @property
     def lease_ids(self) -> frozenset[int]:
         """Ids of all leases that this generator works on or will work on."""
-        return frozenset([lease.id for lease in self._waiting] + [*self._sampling, *self._scoring])
+        return frozenset([lease.id for lease in self._waiting] + [*self._playing])
 
     @property
-    def is_scoring(self) -> bool:
-        return bool(self._scoring)
+    def is_playing(self) -> bool:
+        return bool(self._playing)
+
+    @property
+    def activity(self) -> str:
+        """Says what the episodes wait for while the engine has nothing to do."""
+        if any(group.progress.num_playing for group in self._playing.values()):
+            return "waiting for environments"
+        return "scoring"
 
     @property
     def awaited_version(self) -> int | None:
         """Oldest version that may begin the next lease; None when no lease waits."""
         return self._waiting[0].min_version if self._waiting else None
 
-    @property
-    def num_abandoned_scores(self) -> int:
-        return self._scores.num_abandoned
+    def count_missing_leases(self) -> int:
+        """Returns how many more leases keep `episodes.max_concurrent` episodes under way. At most 0: they
+        are.
 
-    def count_missing_leases(self, num_rollouts: int) -> int:
-        """Returns how many more leases fill the engine, which has `num_rollouts` unfinished samples of
-        groups. At most 0: it is full.
-
-        Groups that wait for their scores count as well, beyond one engine's worth of samples. So a generator
-        whose scoring cannot keep up does not pile up groups.
+        Groups that only wait for their scores count as well, beyond as many samples. So a generator whose
+        scoring cannot keep up does not pile up groups.
         """
-        backlog = max(0, len(self._scoring) * self._samples_per_group - self._max_sequences)
-        num_used = num_rollouts + len(self._waiting) * self._samples_per_group + backlog
-        return (self._max_sequences - num_used) // self._samples_per_group
+        groups = self._playing.values()
+        num_playing = sum(group.progress.num_playing for group in groups)
+        num_scoring = sum(group.progress.num_samples for group in groups) - num_playing
+        backlog = max(0, num_scoring - self._max_concurrent)
+        num_used = num_playing + len(self._waiting) * self._samples_per_group + backlog
+        return (self._max_concurrent - num_used) // self._samples_per_group
 
     def count_tokens(self) -> dict[int, int]:
         """Returns the tokens sampled so far, by lease id."""
         counts = {lease.id: 0 for lease in self._waiting}
-        for lease_id, group in (self._sampling | self._scoring).items():
-            counts[lease_id] = group.count_tokens(group.completions.values())
+        counts |= {lease_id: group.progress.num_tokens for lease_id, group in self._playing.items()}
         for sample_id, num_tokens in self._engine.count_sampled_tokens().items():
-            lease_id = parse_lease_id(sample_id)
-            if lease_id != PROBE_LEASE and self._sampling[lease_id].is_trained(sample_id):
-                counts[lease_id] += num_tokens
+            group = self._playing.get(parse_lease_id(sample_id))
+            if group is not None and _is_trained(group.lease, sample_id):
+                counts[group.lease.id] += num_tokens
         return counts
 
     def add_leases(self, leases: Iterable[m.Lease]) -> None:
@@ -106,23 +125,41 @@ class LeasedGroups:
     def begin_groups(self, held_version: int) -> None:
         """Begins leases in order, as far as `held_version`, the engine's, is at or above their floor."""
         while self._waiting and self._waiting[0].min_version <= held_version:
-            self._begin_group(self._waiting.popleft())
+            lease = self._waiting.popleft()
+            # ReMax's greedy sample is scored and not trained. Like evaluation, it stands outside the ledger.
+            num_samples = lease.num_samples + (self._makes_baselines and lease.split == "train")
+            progress = GroupProgress(num_samples, num_playing=num_samples)
+            playing = play_group(
+                self._episodes, self._policy, lease, progress, self._max_tokens, self._timeout_s
+            )
+            played = self._thread.start_coroutine(playing)
+            played.add_done_callback(lambda _: self._wake_loop())
+            self._playing[lease.id] = LeasedGroup(lease, progress, time.time(), played)
+
+    def exchange_samples(self, may_add: bool) -> None:
+        """Gives the engine what the episodes ask for. `may_add=False`: it only aborts what they withdraw."""
+        if self._policy.has_requests:
+            for aborted in self._policy.exchange_samples(self._engine, may_add):
+                self._count_tokens_of(aborted)
 
     def take_completion(self, completion: Completion) -> None:
-        """Takes a finished sample. The last one of a group starts its scoring."""
-        self._totals.sampled_tokens += len(completion.tokens)
-        group = self._sampling[parse_lease_id(completion.id)]
-        group.completions[parse_sample_index(completion.id)] = completion
-        if len(group.completions) == self._count_samples(group.lease):
-            self._start_scoring(group)
+        """Takes a finished sample: one turn of an episode."""
+        self._count_tokens_of(completion)
+        self._policy.take_completion(completion)
 
-    def submit_scored_groups(self, wait_s: float) -> None:
-        """Hands in all groups that have been scored, in one message; waits up to `wait_s` for the first."""
+    def submit_played_groups(self) -> None:
+        """Hands in all groups that have been played, in one message."""
+        ended = [group for group in self._playing.values() if group.played.done()]
+        if not ended:
+            return
+        # What the episodes of a failed group have withdrawn counts for it.
+        self.exchange_samples(may_add=False)
         rows_by_lease: dict[int, list[Trajectory]] = {}
-        for result in self._scores.collect_results(wait_s):
-            rows = self._make_rows(self._scoring.pop(result.lease), result)
+        for group in ended:
+            del self._playing[group.lease.id]
+            rows = self._make_rows(group)
             if rows is not None:
-                rows_by_lease[result.lease] = rows
+                rows_by_lease[group.lease.id] = rows
         if rows_by_lease:
             batch = to_batch([row for rows in rows_by_lease.values() for row in rows])
             counts = [len(rows) for rows in rows_by_lease.values()]
@@ -134,17 +171,15 @@ class LeasedGroups:
         if lease_id not in self.lease_ids:
             return
         self._waiting = deque(lease for lease in self._waiting if lease.id != lease_id)
-        self._scores.forget_group(lease_id)
-        group = self._sampling.pop(lease_id, None) or self._scoring.pop(lease_id, None)
         num_tokens = 0
-        if group is not None:
-            indices = range(self._count_samples(group.lease))
-            unfinished = [
-                make_sample_id(lease_id, index) for index in indices if index not in group.completions
-            ]
-            aborted = self._engine.abort_samples(unfinished)
-            self._totals.sampled_tokens += sum(len(completion.tokens) for completion in aborted)
-            num_tokens = group.count_tokens([*aborted, *group.completions.values()])
+        if (group := self._playing.get(lease_id)) is not None:
+            group.played.cancel()
+            for aborted in self._policy.withdraw_lease(
+                self._engine, lambda sample_id: parse_lease_id(sample_id) == lease_id
+            ):
+                self._count_tokens_of(aborted)
+            num_tokens = group.progress.num_tokens
+            del self._playing[lease_id]
         self._client.send_request(
             m.FailLease(
                 generator=self._generator,
@@ -156,82 +191,52 @@ class LeasedGroups:
         )
 
     def close(self) -> None:
-        """Lets go of the scores that are under way, without waiting for them."""
-        self._scores.close()
+        """Ends all episodes, and what runs their code."""
+        self._thread.close(self._episodes.close())
 
-    def _count_samples(self, lease: m.Lease) -> int:
-        """Returns the samples to be made for a lease: a group's, and for ReMax a greedy one after them. The
-        greedy sample is scored and not trained. Like evaluation, it stands outside the ledger."""
-        return lease.num_samples + (self._makes_baselines and lease.split == "train")
+    def _count_tokens_of(self, completion: Completion) -> None:
+        self._totals.sampled_tokens += len(completion.tokens)
+        group = self._playing.get(parse_lease_id(completion.id))
+        if group is not None and _is_trained(group.lease, completion.id):
+            group.progress.num_tokens += len(completion.tokens)
 
-    def _begin_group(self, lease: m.Lease) -> None:
-        """Puts all samples of a lease into the engine, or none of them: then the group has failed."""
-        try:
-            encoded = self._episodes.encode_prompt(lease)
-        # The task is user code. Whatever it raises, `SystemExit` included, fails this group and not the run.
-        except BaseException as error:
-            self._report_failure(lease, 0, "begun", describe_error(error), error)
-            return
-        sample_ids = [make_sample_id(lease.id, index) for index in range(self._count_samples(lease))]
-        try:
-            samples = [
-                Sample(
-                    id=sample_id,
-                    prompt=encoded.tokens,
-                    max_tokens=self._max_tokens,
-                    seed=make_sample_seed(lease.seed, lease.split, lease.group, index),
-                    greedy=index == lease.num_samples,
-                )
-                for index, sample_id in enumerate(sample_ids)
-            ]
-            for sample in samples:
-                self._engine.add_sample(sample)
-        # An engine refuses a prompt that is too long, for example.
-        except Exception as error:
-            self._engine.abort_samples(sample_ids)
-            self._report_failure(lease, 0, "begun", describe_error(error), error)
-            return
-        self._sampling[lease.id] = SampledGroup(lease, encoded, time.time())
-
-    def _start_scoring(self, group: SampledGroup) -> None:
-        """Gives a whole group to the scoring pool. The engine goes on meanwhile."""
+    def _make_rows(self, group: LeasedGroup) -> list[Trajectory] | None:
+        """Returns the rows of a group. Reports the outcome and returns None for an evaluation prompt, which
+        becomes no rows, and for a group that could not be played."""
         lease = group.lease
-        self._scoring[lease.id] = self._sampling.pop(lease.id)
-        calls = [
-            partial(self._episodes.score_tokens, group.prompt, completion.tokens)
-            for completion in group.list_completions()
-        ]
-        self._scores.submit_group(lease.id, calls, _name_prompt(lease))
-
-    def _make_rows(self, group: SampledGroup, result: ScoringResult) -> list[Trajectory] | None:
-        """Returns the rows of a scored group. Reports the outcome and returns None for an evaluation prompt,
-        which becomes no rows, and for a group that could not be scored."""
-        lease, scores, completions = group.lease, result.scores, group.list_completions()
-        if result.error is not None:
-            num_tokens = group.count_tokens(completions)
-            self._report_failure(lease, num_tokens, "scored", result.error, result.raised)
+        try:
+            played = group.played.result()
+        # `SystemExit` of user code included: it fails this group and not the run.
+        except (Exception, SystemExit, CancelledError) as error:
+            self._report_failure(group, error)
             return None
         if lease.split == "eval":
-            reward = scores[0].reward
+            reward = played[0].score.reward
             self._client.send_request(
                 m.SubmitEvaluation(generator=self._generator, lease=lease.id, reward=reward)
             )
             return None
-        baseline = {GREEDY: scores[-1].reward} if len(scores) > lease.num_samples else {}
-        return [
-            make_trajectory(group, index, completions[index], scores[index], baseline, self._generator)
-            for index in range(lease.num_samples)
-        ]
+        return make_rows(lease, played, self._generator, group.started_at)
 
-    def _report_failure(
-        self, lease: m.Lease, num_tokens: int, undone: str, error: str, raised: BaseException | None
-    ) -> None:
-        """`undone` says what could not be done with the prompt: `begun` or `scored`."""
-        log.error("%s could not be %s: %s", _name_prompt(lease), undone, error, exc_info=raised)
+    def _report_failure(self, group: LeasedGroup, error: BaseException) -> None:
+        """Says in the log what the task's code said, and otherwise where our own code was."""
+        lease = group.lease
+        if isinstance(error, UserCodeError):
+            said, detail = str(error), f"\n{error.detail}" if error.detail else ""
+        else:
+            said, detail = describe_error(error), ""
+        is_own = not isinstance(error, UserCodeError | ValueError | EpisodeTimedOut)
+        log.error(
+            "prompt %d of task %s failed: %s%s", lease.index, lease.task, said, detail,
+            exc_info=error if is_own else None,
+        )  # fmt: skip
         self._client.send_request(
-            m.FailLease(generator=self._generator, lease=lease.id, num_tokens=num_tokens, error=error)
+            m.FailLease(
+                generator=self._generator, lease=lease.id, num_tokens=group.progress.num_tokens, error=said
+            )
         )
 
 
-def _name_prompt(lease: m.Lease) -> str:
-    return f"prompt {lease.index} of task {lease.task}"
+def _is_trained(lease: m.Lease, sample_id: str) -> bool:
+    """True for the group's own samples, false for ReMax's greedy one."""
+    return parse_lease_id(sample_id) != PROBE_LEASE and parse_sample_index(sample_id) < lease.num_samples

@@ -35,10 +35,9 @@ class Task(Protocol):
     name: str
 
     def make_prompt(self, split: str, index: int, seed: int) -> Prompt:
-        """Runs in the engine's loop, which waits for it."""
+        """Runs in a worker process, and again where another worker scores the response. It may be `async`."""
         ...
 
     def score_response(self, prompt: Prompt, response: str) -> Score:
-        """Runs in another thread, while the engine goes on. With `generators.score_threads` above 1 several
-        calls run at once."""
+        """Runs in a worker process, while the engine goes on. It may be `async`."""
         ...

@@ -1,12 +1,11 @@
-"""The generator: takes leases, drives an engine, scores what the engine samples, and submits whole groups.
+"""The generator: takes leases, drives an engine for the episodes beside it, and submits whole groups.
 
-    RequestLeases ──▶ LeaseGrant ──▶ prompts encoded, samples added to the engine
-                                        │
+    RequestLeases ──▶ LeaseGrant ──▶ episodes, in a thread ──▶ SubmitGroups ──▶ LeaseReceipt
+                                        │ ▲
+                               prompts  ▼ │  replies
+                                   engine.step()
+                                        ▲
         new version ──▶ loaded between two steps, requests kept
-                                        ▼
-                                  engine.step() ──▶ all samples of a group done ──▶ scored, in a thread
-                                                                                      ▼
-                                                                 SubmitGroups ──▶ LeaseReceipt
     GeneratorHeartbeat, from a thread of its own ──▶ GeneratorStanding: revoked leases, the newest version
 
 A generator keeps nothing that cannot be made again: when it dies, its leases expire and other generators make
@@ -33,15 +32,17 @@ from generators.engine import Engine
 from generators.episode import Episodes
 from generators.group import parse_lease_id
 from generators.leased_groups import LeasedGroups
+from generators.policy import EnginePolicy
 from generators.probe import PROBE_LEASE, ParityProbe
-from generators.score_checks import describe_error
+from generators.plain_values import describe_error
 from generators.weight_updates import WeightUpdates
 from sync.subscriber import Subscriber
 
 log = logging.getLogger("slipstream.generator")
 
 IDLE_S = 0.05
-"""Seconds that the loop waits for the buffer, for weights or for scores when the engine has nothing to do."""
+"""Seconds that the loop waits for the buffer, for weights or for episodes when the engine has nothing to
+do."""
 
 
 class Generator:
@@ -59,10 +60,14 @@ class Generator:
         """`heart` is a heartbeat that has started already, because an engine takes its time to start. None
         starts one."""
         self.name, self._config, self._client = name, config, client
-        self._engine, self._clock = engine, clock
+        self._engine, self._episodes, self._clock = engine, episodes, clock
         self._heart = start_heartbeat(client.open_another(), name) if heart is None else heart
         self._totals = GeneratorReport()
-        self._groups = LeasedGroups(name, config, client, engine, episodes, self._totals)
+        self._wake_loop = client.open_wake_up()
+        policy = EnginePolicy(self._wake_loop)
+        self._groups = LeasedGroups(
+            name, config, client, engine, episodes, policy, self._totals, self._wake_loop
+        )
         subscriber = Subscriber() if subscriber is None else subscriber
         self._updates = WeightUpdates(config, engine, subscriber, self._heart, self._totals, clock)
         self._probe = ParityProbe(config, name)
@@ -77,9 +82,9 @@ class Generator:
     def run(self) -> None:
         """Consumes leases and published weights; produces groups, scores and heartbeats.
 
-        Waits for the buffer only, and only when the engine has nothing to do. Ends when the buffer says that
-        the run is over, with `BufferGone` when the buffer has been silent for as long as a lease lasts (by
-        then all leases are lost), or with the engine's own error.
+        Waits for the buffer and for episodes, and only when the engine has nothing to do. Ends when the
+        buffer says that the run is over, with `BufferGone` when the buffer has been silent for as long as a
+        lease lasts (by then all leases are lost), or with the engine's own error.
         """
         error: str | None = "its process was stopped"
         try:
@@ -89,10 +94,11 @@ class Generator:
                 self._update_weights()
                 self._ask_for_leases()
                 self._begin_groups()
+                self._exchange_samples()
                 self._count_idleness()
                 self._step_engine()
                 self._count_idleness()
-                self._submit_groups()
+                self._groups.submit_played_groups()
             error = None
         except Exception as raised:
             error = describe_error(raised)
@@ -114,7 +120,7 @@ class Generator:
     def _receive_answers(self) -> None:
         self._count_idleness()
         self._heart.set_activity(*self._describe_activity())
-        is_busy = self._engine.num_unfinished > 0 or self._updates.is_fetching or self._groups.is_scoring
+        is_busy = self._engine.num_unfinished > 0 or self._updates.is_fetching
         for answer in self._client.receive_answers(0.0 if is_busy else IDLE_S):
             self._handle_reply(answer.reply)
         for standing in self._heart.take_standings():
@@ -128,8 +134,8 @@ class Generator:
             return "sampling", True
         if self._updates.is_fetching:
             return self._updates.describe_fetching()
-        if self._groups.is_scoring:
-            return "scoring", True
+        if self._groups.is_playing:
+            return self._groups.activity, True
         if (version := self._groups.awaited_version) is not None:
             return f"waiting for version {version}", True
         return "waiting for leases", True
@@ -173,7 +179,7 @@ class Generator:
             self._updates.held_version,
             self._clock() - self._started_at,
         )
-        self._totals.abandoned_scores = self._groups.num_abandoned_scores
+        self._totals.abandoned_scores = self._episodes.num_killed
         decoding = sum(self._engine.count_sampled_tokens().values())
         self._totals.decoded_tokens = self._totals.sampled_tokens + decoding
         return self._totals
@@ -186,18 +192,20 @@ class Generator:
             self._probe.begin_if_due(self._engine, self._updates.held_locator, life, version)
 
     def _ask_for_leases(self) -> None:
-        num_rollouts = self._engine.num_unfinished - self._probe.num_unfinished
-        count = self._groups.count_missing_leases(num_rollouts)
+        count = self._groups.count_missing_leases()
         if self._open_request is None and count > 0:
             self._open_request = self._client.send_request(
                 m.RequestLeases(generator=self.name, count=count, wait_s=5.0)
             )
 
     def _begin_groups(self) -> None:
-        # With `sync.in_flight=false` the engine runs dry before it takes up a version, so nothing new may
-        # enter it.
         if not self._updates.waits_for_idle_engine:
             self._groups.begin_groups(self._updates.held_version)
+
+    def _exchange_samples(self) -> None:
+        # With `sync.in_flight=false` the engine runs dry before it takes up a version, so nothing new may
+        # enter it.
+        self._groups.exchange_samples(may_add=not self._updates.waits_for_idle_engine)
 
     def _step_engine(self) -> None:
         if not self._engine.num_unfinished:
@@ -207,10 +215,6 @@ class Generator:
                 self._probe.take_completion(completion, self._client)
             else:
                 self._groups.take_completion(completion)
-
-    def _submit_groups(self) -> None:
-        has_only_scores = self._groups.is_scoring and not self._engine.num_unfinished
-        self._groups.submit_scored_groups(wait_s=IDLE_S if has_only_scores else 0.0)
 
     def _count_idleness(self) -> None:
         """Adds up the engine's idle seconds: from the moment that it has nothing to do to the moment that it

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import NoReturn
 
 ROOT = Path(__file__).parents[1]
-SERVERS = "bad_weights chaos closed fuzz heartbeat scoring sync transports"
+SERVERS = "bad_weights chaos closed episodes fuzz heartbeat sync transports"
 RANKS = (
     "checkpoint export families fsdp learner lora megatron mixtures models parity same_numbers shards step "
     "stream vllm_engine world"

@@ -1,6 +1,7 @@
 """An engine and a buffer that follow a script and record what a generator does with them."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
@@ -9,15 +10,17 @@ from buffers import messages as m
 from buffers.client import Answer
 from buffers.trajectory import decode_batch
 from generators.engine import Completion, Sample
+from generators.group import parse_sample_index
 from sync.weight_source import WeightSource
 
 
 class ScriptedEngine:
-    """An engine whose `steps` say which samples end. A greedy sample has 100 tokens, the others of a group
-    one, two, ..."""
+    """An engine whose `steps` say which samples end, once all `num_samples` have come. A greedy sample has
+    100 tokens, the others of a group one, two, ..."""
 
-    def __init__(self, steps: list[list[str]]) -> None:
+    def __init__(self, steps: list[list[str]], num_samples: int) -> None:
         self.version: int | None = 0
+        self._num_samples = num_samples
         self.steps, self.samples = steps, dict[str, Sample]()
         self.added: list[Sample] = []
 
@@ -26,10 +29,11 @@ class ScriptedEngine:
         self.added.append(sample)
 
     def step(self) -> list[Completion]:
-        return [self._end_sample(sample, "stop") for sample in (self.steps.pop(0) if self.steps else [])]
+        ending = self.steps.pop(0) if self.steps and len(self.added) >= self._num_samples else []
+        return [self._end_sample(sample, "stop") for sample in ending]
 
     def abort_samples(self, ids: list[str]) -> list[Completion]:
-        return [self._end_sample(sample, "abort") for sample in ids]
+        return [self._end_sample(sample, "abort") for sample in ids if sample in self.samples]
 
     def count_sampled_tokens(self) -> dict[str, int]:
         return {sample: self._count_tokens(sample) for sample in self.samples}
@@ -43,7 +47,7 @@ class ScriptedEngine:
     def shutdown(self) -> None: ...
 
     def _count_tokens(self, sample: str) -> int:
-        return 100 if self.samples[sample].greedy else 1 + int(sample[-1])
+        return 100 if self.samples[sample].greedy else 1 + parse_sample_index(sample)
 
     def _end_sample(self, sample: str, reason: str) -> Completion:
         n = self._count_tokens(sample)
@@ -82,6 +86,9 @@ class ScriptedBuffer:
         if payload is not None:
             self.groups.append(decode_batch(payload).to_pylist())
         return len(self.requests)
+
+    def open_wake_up(self) -> Callable[[], None]:
+        return lambda: None
 
     def set_activity(self, activity: str, moved: bool = True) -> None: ...
 

@@ -19,7 +19,7 @@ from buffers.server import BufferServer, Stuck
 from buffers.trajectory import GREEDY
 from configs.load import load_config
 from configs.schema import Config
-from generators.episode import EncodedPrompt, SimulatedEpisodes
+from generators.episode import SimulatedEpisodes, SimulatedPrompt
 from generators.simulated_engine import SimulatedEngine
 from generators.task import Score
 from generators.worker import Generator
@@ -33,17 +33,17 @@ from sync.weight_source import WeightSource
 class PickyEpisodes(SimulatedEpisodes):
     """Raises, or scores NaN, for some prompts."""
 
-    def encode_prompt(self, lease: m.Lease) -> EncodedPrompt:
+    async def begin_group(self, lease: m.Lease) -> SimulatedPrompt:
         if lease.index == 1:
             raise KeyError("no such prompt")
-        return super().encode_prompt(lease)
+        return await super().begin_group(lease)
 
-    def score_tokens(self, prompt: EncodedPrompt, tokens: list[int]) -> Score:
-        if prompt.prompt.text == "simulated 2":
+    async def score_tokens(self, prompt: SimulatedPrompt, tokens: list[int]) -> Score:
+        if prompt.index == 2:
             return Score(float("nan"))
-        if prompt.prompt.text == "simulated 5":
+        if prompt.index == 5:
             raise TimeoutError("the judge is away")
-        return super().score_tokens(prompt, tokens)
+        return await super().score_tokens(prompt, tokens)
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_staleness_stays_within_the_bound_with_two_generators(
 
 
 class BrokenEpisodes(SimulatedEpisodes):
-    def score_tokens(self, prompt: EncodedPrompt, tokens: list[int]) -> Score:
+    async def score_tokens(self, prompt: SimulatedPrompt, tokens: list[int]) -> Score:
         raise TimeoutError("the judge is away")
 
 
@@ -299,8 +299,8 @@ def test_a_generator_tells_of_the_tokens_of_samples_that_have_not_ended(
 class LengthEpisodes(SimulatedEpisodes):
     """Rewards a response with its length. Prompt 9 cannot be scored."""
 
-    def score_tokens(self, prompt: EncodedPrompt, tokens: list[int]) -> Score:
-        if prompt.prompt.text == "simulated 9":
+    async def score_tokens(self, prompt: SimulatedPrompt, tokens: list[int]) -> Score:
+        if prompt.index == 9:
             raise TimeoutError("the judge is away")
         return Score(float(len(tokens)))
 
@@ -329,22 +329,25 @@ def test_the_greedy_sample_of_remax_is_scored_and_counted_nowhere_and_evaluation
         for r, e in (([7], False), ([], True))
     )
     client = ScriptedBuffer([work, standing, standing, revoked, over])
-    engine = ScriptedEngine([[], ["6/0", "7/2", "7/0", "8/2"], ["8/0", "8/1", "9/0", "9/1", "9/2"]])
+    engine = ScriptedEngine(
+        [[], ["6/0/0", "7/2/0", "7/0/0", "8/2/0"], ["8/0/0", "8/1/0", "9/0/0", "9/1/0", "9/2/0"]],
+        num_samples=10,
+    )
     ticks = itertools.count()
     config = load_config([*OVERRIDES, "algo=remax"])
     Generator(
         "g", config, client, engine, LengthEpisodes(), heart=client, clock=lambda: float(next(ticks))
     ).run()  # type: ignore[arg-type]
 
-    assert [sample.id for sample in engine.added if sample.greedy] == ["7/2", "8/2", "9/2"]
+    assert [sample.id for sample in engine.added if sample.greedy] == ["7/2/0", "8/2/0", "9/2/0"]
     assert [sample.id for sample in engine.added if not sample.greedy] == [
-        "6/0",
-        "7/0",
-        "7/1",
-        "8/0",
-        "8/1",
-        "9/0",
-        "9/1",
+        "6/0/0",
+        "7/0/0",
+        "7/1/0",
+        "8/0/0",
+        "8/1/0",
+        "9/0/0",
+        "9/1/0",
     ]
     assert [request.count for request in client.requests if isinstance(request, m.RequestLeases)] == [1], (
         "four of three leave room for one of 16"

@@ -11,19 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from algos.advantages import grpo_advantages
 from algos.aggregation import compute_aggregation_weights
 from algos.loss import policy_loss
 from algos.objective import make_loss_inputs
-from buffers.messages import Lease
 from buffers.trajectory import Trajectory, to_batch
 from configs.load import load_config
 from configs.schema import Config
 from generators.engine import Engine, Sample
-from generators.episode import Episodes
 from generators.group import make_sample_seed
-from generators.joining import make_engine, make_episodes
+from generators.joining import make_engine
+from generators.task import Task
+from generators.tasks import load_task
 from learners.fsdp import FsdpEngine
 from learners.packing import batch_from_arrow, pack_share
 from sync.publisher import Publisher
@@ -45,34 +46,25 @@ SAME = [
 ]
 
 
-def sample_step(engine: Engine, episodes: Episodes, step: int) -> list[Trajectory]:
+def sample_step(
+    engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, step: int
+) -> list[Trajectory]:
     """Samples and scores the groups of one step, all under the version that the engine holds."""
-    prompts = {}
-    for group in range(step * GROUPS, (step + 1) * GROUPS):
-        lease = Lease(
-            id=0,
-            split="train",
-            task="sorting",
-            index=group,
-            seed=0,
-            group=group,
-            due=step,
-            min_version=step,
-            num_samples=SAMPLES,
-        )
-        prompts[group] = episodes.encode_prompt(lease)
+    groups = range(step * GROUPS, (step + 1) * GROUPS)
+    prompts = {group: task.make_prompt("train", group, 0) for group in groups}
+    encoded = {group: list(tokenizer.encode(prompt.text)) for group, prompt in prompts.items()}
+    for group in groups:
         for i in range(SAMPLES):
             seed = make_sample_seed(0, "train", group, i)
-            engine.add_sample(
-                Sample(id=f"{group}/{i}", prompt=prompts[group].tokens, max_tokens=16, seed=seed)
-            )
+            engine.add_sample(Sample(id=f"{group}/{i}", prompt=encoded[group], max_tokens=16, seed=seed))
     done = {}
     while engine.num_unfinished:
         done |= {completion.id: completion for completion in engine.step()}
     rows = []
-    for group, prompt in prompts.items():
+    for group in groups:
         for i in range(SAMPLES):
-            completion, unsampled = done[f"{group}/{i}"], len(prompt.tokens)
+            completion, unsampled = done[f"{group}/{i}"], len(encoded[group])
+            response = tokenizer.decode(completion.tokens, skip_special_tokens=True)
             rows.append(
                 Trajectory(
                     group=group,
@@ -80,11 +72,11 @@ def sample_step(engine: Engine, episodes: Episodes, step: int) -> list[Trajector
                     due=step,
                     prompt_id=group,
                     task="t",
-                    tokens=prompt.tokens + completion.tokens,
+                    tokens=encoded[group] + completion.tokens,
                     sampled=[False] * unsampled + [True] * len(completion.tokens),
                     logprobs=[0.0] * unsampled + completion.logprobs,
                     versions=[-1] * unsampled + completion.versions,
-                    reward=episodes.score_tokens(prompt, completion.tokens).reward,
+                    reward=task.score_response(prompts[group], response).reward,
                     finish_reason=completion.finish_reason,
                     generator="g",
                     started_at=0.0,
@@ -98,11 +90,12 @@ def train_synchronously(config: Config, folder: Path) -> dict[str, Tensor]:
     """Generates a batch, trains on it, and repeats. It has no buffer, no sockets and no other process."""
     import pyarrow as pa
 
-    engine, episodes = make_engine(config, seed=123), make_episodes(config)
+    engine, task = make_engine(config, seed=123), load_task(config.task.name, config.task.args)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     trainer, publisher = FsdpEngine(config.model.path), Publisher(folder, "reference")
     for step in range(STEPS):
         engine.load_version(Snapshot(publisher.publish_version(step, trainer.stream_weights())))
-        rows = sample_step(engine, episodes, step)
+        rows = sample_step(engine, task, tokenizer, step)
         batch = batch_from_arrow(pa.Table.from_batches([to_batch(rows)]))
         assert set(batch.versions[batch.sampled].tolist()) == {step}
         advantages = grpo_advantages(batch.rewards, batch.groups)[batch.sequence]

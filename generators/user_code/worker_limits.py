@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from configs.episodes import EpisodesConfig
+from configs.schema import Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,9 +15,10 @@ class WorkerLimits:
     start_timeout_s: float = 300.0
 
     @classmethod
-    def from_config(cls, episodes: EpisodesConfig) -> "WorkerLimits":
+    def from_config(cls, config: Config) -> "WorkerLimits":
+        episodes = config.episodes
         return cls(
-            max_workers=episodes.max_workers,
+            max_workers=episodes.max_workers or config.max_episodes,
             memory_mb=episodes.worker_memory_mb,
             output_mb=episodes.worker_output_mb,
             start_timeout_s=episodes.start_timeout_s,

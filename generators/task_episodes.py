@@ -1,0 +1,245 @@
+"""The episodes of a task: its code runs in worker processes, and its messages become tokens here.
+
+    one turn      make_prompt ─▶ tokens ─▶ the policy ─▶ score_response
+    several       reset ─▶ tokens ─▶ the policy ─▶ step ─▶ tokens ─▶ the policy ─▶ … ─▶ close
+
+A turn's prompt begins with the exact tokens of the last prompt and reply. Where the renderer cannot do that,
+the conversation is rendered anew and a new branch begins.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from buffers.messages import Lease
+from buffers.trajectory import infer_stop
+from configs.schema import Config
+from generators.engine import Completion
+from generators.environment import Message, ToolSpec
+from generators.group import PlayedEpisode, Player, make_episode_seed
+from generators.rendering import choose_renderer
+from generators.rendering.renderer import Renderer
+from generators.score_checks import check_score, read_score, read_scores
+from generators.task import Score
+from generators.turn_checks import check_turn, read_prompt
+from generators.user_code.errors import UserCodeError
+from generators.user_code.pool import UserCodePool
+from generators.user_code.task_kinds import TaskKind
+from generators.user_code.user_worker import UserWorker
+from generators.user_code.worker_limits import WorkerLimits
+
+log = logging.getLogger("slipstream.generator")
+
+CLOSE_S = 5.0
+"""Seconds that an environment's `close` may take. Then its worker is killed."""
+
+
+@dataclass(slots=True)
+class Beginning:
+    """The part that all episodes of a group share."""
+
+    lease: Lease
+    prompt: list[int]
+    """Tokens of a one-turn task's prompt; empty for an environment."""
+    seed: int
+    """Seed of the environments."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The messages of an episode so far, and what they have paid."""
+
+    messages: list[Message] = field(default_factory=list)
+    tools: Sequence[ToolSpec] = ()
+    components: Counter[str] = field(default_factory=Counter)
+    stop: str | None = None
+
+
+class TaskEpisodes:
+    """Episodes of the run's task. Everything belongs to the episode thread."""
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        self._config, self._tokenizer, self._limits = config, tokenizer, config.episodes
+        self._pool: UserCodePool
+        self._renderer: Renderer
+        self._has_turns = self._scores_groups = False
+
+    @property
+    def num_killed(self) -> int:
+        """Number of workers that were killed because a call took too long, or did what no call may."""
+        return self._pool.counts.kills if hasattr(self, "_pool") else 0
+
+    async def open(self) -> None:
+        """Raises ValueError for a task that cannot be made, and for a chat template under which turns
+        cannot be exact."""
+        task = self._config.task
+        self._pool = await UserCodePool.open(task.name, task.args, WorkerLimits.from_config(self._config))
+        described = self._pool.description
+        self._has_turns = described.kind in (TaskKind.environment, TaskKind.environments)
+        self._scores_groups = described.has_group_scores
+        if self._has_turns:
+            self._renderer = choose_renderer(self._tokenizer, self._limits)
+
+    async def close(self) -> None:
+        if hasattr(self, "_pool"):
+            await self._pool.close()
+
+    async def begin_group(self, lease: Lease) -> Beginning:
+        tokens = [] if self._has_turns else await self._make_prompt(lease)
+        return Beginning(lease, tokens, make_episode_seed(lease))
+
+    async def play_episode(self, player: Player, beginning: Beginning) -> PlayedEpisode:
+        play = self._play_turns if self._has_turns else self._play_one_turn
+        return await play(player, beginning)
+
+    async def score_group(
+        self, beginning: Beginning, episodes: Sequence[PlayedEpisode]
+    ) -> list[Score] | None:
+        if not self._scores_groups:
+            return None
+        lease = beginning.lease
+        records = [
+            {
+                "messages": list(episode.messages),
+                "reward": episode.score.reward,
+                "components": episode.score.components,
+                "stop": episode.stop,
+            }
+            for episode in episodes
+        ]
+        async with self._borrow_worker() as worker:
+            found = await worker.call(
+                "score_group",
+                [lease.split, lease.index, lease.seed, records],
+                self._limits.score_timeout_s,
+                "episodes.score_timeout_s",
+            )
+        return read_scores(found, len(episodes))
+
+    # ---- one turn
+
+    async def _make_prompt(self, lease: Lease) -> list[int]:
+        async with self._borrow_worker() as worker:
+            made = await worker.call(
+                "make_prompt",
+                [lease.split, lease.index, lease.seed],
+                self._limits.reset_timeout_s,
+                "episodes.reset_timeout_s",
+            )
+        text = read_prompt(made)
+        if self._tokenizer.chat_template:
+            messages = [{"role": "user", "content": text}]
+            return list(
+                self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            )
+        return list(self._tokenizer.encode(text))
+
+    async def _play_one_turn(self, player: Player, beginning: Beginning) -> PlayedEpisode:
+        lease = beginning.lease
+        completion = await player.ask_policy(beginning.prompt)
+        player.end_sampling()
+        response = self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        async with self._borrow_worker() as worker:
+            found = await worker.call(
+                "score_response",
+                [lease.split, lease.index, lease.seed, response],
+                self._limits.score_timeout_s,
+                "episodes.score_timeout_s",
+            )
+        score = read_score(found)
+        player.branches.pay_last_turn(score.reward)
+        return PlayedEpisode(branches=player.branches, score=score, stop=infer_stop(completion.finish_reason))
+
+    # ---- several turns
+
+    async def _play_turns(self, player: Player, beginning: Beginning) -> PlayedEpisode:
+        worker = await self._pool.take_worker()
+        talk = Conversation()
+        try:
+            await self._converse(player, beginning, worker, talk)
+        finally:
+            player.end_sampling()
+            await self._close_environment(worker)
+            self._pool.return_worker(worker)
+        score = check_score(Score(sum(player.branches.turn_rewards.values()), dict(talk.components)))
+        return PlayedEpisode(
+            branches=player.branches, score=score, stop=str(talk.stop), renderer=self._renderer.name,
+            messages=talk.messages,
+        )  # fmt: skip
+
+    async def _converse(
+        self, player: Player, beginning: Beginning, worker: UserWorker, talk: Conversation
+    ) -> None:
+        """Plays the turns of an episode, and says in `talk.stop` why it ended."""
+        lease, limits = beginning.lease, self._limits
+        first = await worker.call(
+            "reset",
+            [lease.split, lease.index, lease.seed, beginning.seed],
+            limits.reset_timeout_s,
+            "episodes.reset_timeout_s",
+        )
+        turn = check_turn(first, is_first=True)
+        talk.messages += turn.messages
+        talk.tools = turn.tools
+        prompt = self._renderer.render_first(talk.messages, talk.tools)
+        while talk.stop is None:
+            room = self._config.generators.max_model_len - len(prompt)
+            if room < 1 and player.num_turns:
+                talk.stop = "context_overflow"
+                return
+            most = self._config.sampling.max_tokens
+            completion = await player.ask_policy(prompt, min(most, room) if player.num_turns else most)
+            reply = self._renderer.parse_reply(
+                completion.tokens, completion.finish_reason, tools=talk.tools, turn=player.num_turns
+            )
+            talk.messages.append(reply.message)
+            if reply.parse_error is not None:
+                talk.stop = _name_cut(completion) or "parse_error"
+                return
+            answer = await worker.call(
+                "step", [reply.message], limits.turn_timeout_s, "episodes.turn_timeout_s"
+            )
+            turn = check_turn(answer, is_first=False)
+            player.branches.pay_last_turn(turn.reward)
+            talk.components.update(turn.components)
+            talk.messages += turn.messages
+            if turn.done:
+                talk.stop = "completed"
+            elif player.num_turns == limits.max_turns:
+                talk.stop = "max_turns"
+            else:
+                prompt = self._extend_prompt(prompt + completion.tokens, turn.messages, talk)
+
+    def _extend_prompt(self, held: list[int], messages: Sequence[Message], talk: Conversation) -> list[int]:
+        extended = self._renderer.extend_prompt(held, messages, talk.tools)
+        return self._renderer.render_first(talk.messages, talk.tools) if extended is None else extended
+
+    async def _close_environment(self, worker: UserWorker) -> None:
+        """Lets the environment close what it holds. Its failure costs the worker and nothing else."""
+        if not worker.is_alive:
+            return
+        try:
+            await worker.call("close", [], CLOSE_S, "generators.task_episodes.CLOSE_S")
+        except UserCodeError as error:
+            log.warning("an environment's close has failed: %s", error)
+            await worker.kill()
+        except asyncio.CancelledError:
+            await worker.kill()
+            raise
+
+    @contextlib.asynccontextmanager
+    async def _borrow_worker(self) -> AsyncIterator[UserWorker]:
+        worker = await self._pool.take_worker()
+        try:
+            yield worker
+        finally:
+            self._pool.return_worker(worker)
+
+
+def _name_cut(completion: Completion) -> str | None:
+    """Returns `max_tokens` for a reply that was cut off."""
+    return "max_tokens" if completion.finish_reason == "length" else None

@@ -1,0 +1,267 @@
+"""Episodes beside the engine: a task's code fails its own groups only, and every token is the engine's."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from byte_tokenizer import make_byte_tokenizer
+from generator_run import OVERRIDES, GeneratorRun, make_fast_engine
+
+from buffers import messages as m
+from buffers.client import TakenBatch
+from buffers.run_status import RunStatus
+from configs.load import load_config
+from configs.schema import Config
+from generators.engine import Completion, Sample
+from generators.simulated_engine import SimulatedEngine
+from generators.task_episodes import TaskEpisodes
+
+TASKS = "episode_tasks"
+
+
+def make_config(task: str, *overrides: str) -> Config:
+    return load_config(
+        [
+            *OVERRIDES,
+            f"task.name={TASKS}:{task}",
+            "generators.max_model_len=512",
+            "episodes.renderer=plain",
+            "buffer.max_attempts=1",
+            *overrides,
+        ]
+    )
+
+
+class RecordingEngine(SimulatedEngine):
+    """A simulated engine that samples different tokens, and keeps what it was asked and what it answered."""
+
+    def __init__(self) -> None:
+        super().__init__(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5)
+        self.prompts: dict[str, list[int]] = {}
+        self.answered: dict[str, Completion] = {}
+
+    def add_sample(self, sample: Sample) -> None:
+        self.prompts[sample.id] = sample.prompt
+        super().add_sample(sample)
+
+    def step(self) -> list[Completion]:
+        ended = []
+        for completion in super().step():
+            number = len(self.answered)
+            tokens = [65 + (number + place) % 26 for place in range(len(completion.tokens))]
+            logprobs = [-(1 + number + place) / 100 for place in range(len(tokens))]
+            ended.append(
+                Completion(
+                    id=completion.id,
+                    tokens=tokens,
+                    logprobs=logprobs,
+                    versions=completion.versions,
+                    finish_reason=completion.finish_reason,
+                )
+            )
+            self.answered[completion.id] = ended[-1]
+        return ended
+
+
+class EpisodeRun(GeneratorRun):
+    """A run whose one generator plays a task's episodes with a simulated engine."""
+
+    def __init__(self, config: Config, folder: Path, engine: SimulatedEngine | None = None) -> None:
+        self.engine = engine or make_fast_engine()
+        super().__init__(config, folder, TaskEpisodes(config, make_byte_tokenizer()), engine=self.engine)
+        self.tables: list[pa.Table] = []
+
+    def train_steps(self, count: int = 3) -> list[int]:
+        """Trains some steps; returns the numbers of the groups."""
+        trained: list[int] = []
+        for step in range(count):
+            self.publish_version(step)
+            taken = self.client.take_batch(step, wait_s=50.0)
+            assert isinstance(taken, TakenBatch), taken
+            self.tables.append(taken.table)
+            sampled = np.concatenate([np.array(row) for row in taken.table.column("sampled").to_pylist()])
+            done = m.ReportTrainedStep(
+                step=step, num_trained=int(sampled.sum()), idle_s=0.0, alive_s=1.0, metrics={}
+            )
+            self.client.call(done, m.Acknowledged)
+            trained += taken.groups
+        return trained
+
+    def list_rows(self) -> list[dict[str, Any]]:
+        return [row for table in self.tables for row in table.to_pylist()]
+
+
+def assert_ledger_closes(status: RunStatus) -> None:
+    tokens = status.tokens
+    assert tokens.total == tokens.trained + sum(tokens.rejected.values()) + tokens.in_flight
+
+
+@pytest.fixture(autouse=True)
+def tasks_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    yield
+
+
+def test_a_task_that_hangs_crashes_and_scores_nonsense_costs_its_groups_and_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
+    config = make_config("UnrulyTask", "episodes.score_timeout_s=5", "episodes.worker_memory_mb=2048")
+    run = EpisodeRun(config, tmp_path)
+    trained = run.train_steps()
+    bad = {1, 2, 3, 5, 6, 7, 8, 9, 10, 11}
+    status = run.wait_for(lambda status: len(status.quarantined) == len(bad))
+    status = run.close()
+    assert len(trained) == len(set(trained)) == 12 and not bad & set(trained)
+    errors = dict(status.quarantined)
+    for group, part in {
+        1: "SystemExit: no prompt",
+        2: "episodes.score_timeout_s",
+        3: "SystemExit: 1",
+        5: "reward must be within ± 3.4e38 (it is kept in float32), got 1e+39",
+        6: "components['judge'] must be a number, got None",
+        7: "SIGSEGV",
+        8: "MemoryError",
+        9: "episodes.worker_output_mb",
+        10: "ValueError: the judge is away",
+        11: "reward must be finite, got nan",
+    }.items():
+        assert part in errors[group], (group, errors[group])
+    assert status.generators["g0"].abandoned_scores >= 2
+    assert_ledger_closes(status)
+
+
+def test_an_engine_that_has_nothing_to_do_while_scores_are_under_way_is_idle(tmp_path: Path) -> None:
+    config = make_config("SlowTask", "task.args={seconds: 0.3}", "staleness.max_versions=0")
+    run = EpisodeRun(config, tmp_path)
+    assert len(run.train_steps()) == 12
+    run.wait_for(lambda status: status.generator_idle_share > 0.5)
+    run.close()
+
+
+def test_every_token_of_an_episode_is_the_engines_and_rewards_stand_at_their_turns(tmp_path: Path) -> None:
+    engine, log = RecordingEngine(), tmp_path / "log"
+    config = make_config(
+        "CountingEnvironment",
+        "task.args={turns: 3, log: " + str(log) + "}",
+        "sampling.max_tokens=32",
+        "generators.max_model_len=400",
+    )
+    run = EpisodeRun(config, tmp_path, engine)
+    trained = run.train_steps()
+    status = run.close()
+    rows = run.list_rows()
+    assert len(rows) == 2 * len(trained) == 24
+    asked = dict(engine.prompts)
+    for row in rows:
+        assert (row["branch"], row["stop"], row["reward"]) == (0, "completed", 6.0)
+        assert dict(row["rewards"]) == {"steps": 3.0} and row["renderer"]
+        turns = np.array(row["turn"])
+        assert sorted(set(turns.tolist())) == [-1, 0, 1, 2]
+        for turn in range(3):
+            places = np.flatnonzero(turns == turn)
+            prompt = row["tokens"][: places[0]]
+            [sample_id] = [
+                id
+                for id, one in asked.items()
+                if one == prompt and engine.answered[id].tokens == [row["tokens"][place] for place in places]
+                and engine.answered[id].logprobs == pytest.approx([row["logprobs"][p] for p in places])
+            ]  # fmt: skip
+            assert engine.answered[sample_id].versions == [row["versions"][place] for place in places]
+            assert row["token_rewards"][places[-1]] == turn + 1
+        assert [bool(sampled) for sampled in row["sampled"]] == (turns >= 0).tolist()
+    noted = Counter(line.split()[0] for line in log.read_text().splitlines())
+    assert noted["close"] == noted["reset"] + 1, "each is closed once, and so is the one that was made at the start"
+    assert_ledger_closes(status)
+
+
+def test_an_environment_that_fails_in_the_middle_costs_its_group(tmp_path: Path) -> None:
+    config = make_config("FaultyEnvironment", "episodes.turn_timeout_s=1")
+    run = EpisodeRun(config, tmp_path)
+    trained = run.train_steps()
+    run.wait_for(lambda status: len(status.quarantined) == 5)
+    status = run.close()
+    assert not {1, 2, 3, 4, 5} & set(trained)
+    errors = dict(status.quarantined)
+    for group, part in {
+        1: "role must not be assistant",
+        2: "episodes.turn_timeout_s",
+        3: "exited with code 3",
+        4: "RuntimeError: the sandbox is gone",
+        5: "reward must be finite",
+    }.items():
+        assert part in errors[group], (group, errors[group])
+    assert_ledger_closes(status)
+
+
+def test_an_episode_that_takes_too_long_as_a_whole_fails_by_name(tmp_path: Path) -> None:
+    config = make_config(
+        "CountingEnvironment", "task.args={turns: 9, wait_s: 0.4}", "episodes.timeout_s=1",
+        "episodes.turn_timeout_s=1", "episodes.reset_timeout_s=1", "episodes.score_timeout_s=1",
+    )  # fmt: skip
+    run = EpisodeRun(config, tmp_path)
+    run.publish_version(0)
+    status = run.wait_for(lambda status: bool(status.quarantined))
+    assert "episodes.timeout_s" in dict(status.quarantined)[0]
+    run.close()
+
+
+def test_an_episode_ends_at_its_last_turn_and_at_the_end_of_its_context(tmp_path: Path) -> None:
+    config = make_config("CountingEnvironment", "task.args={turns: 100}", "episodes.max_turns=4")
+    run = EpisodeRun(config, tmp_path / "turns")
+    run.train_steps(1)
+    run.close()
+    assert {row["stop"] for row in run.list_rows()} == {"max_turns"}
+    assert all(max(row["turn"]) == 3 and row["reward"] == 10.0 for row in run.list_rows())
+    config = make_config(
+        "CountingEnvironment", "task.args={turns: 100}", "episodes.max_turns=100",
+        "generators.max_model_len=120", "sampling.max_tokens=20",
+    )  # fmt: skip
+    run = EpisodeRun(config, tmp_path / "context")
+    run.train_steps(1)
+    run.close()
+    assert {row["stop"] for row in run.list_rows()} == {"context_overflow"}
+    assert all(len(row["tokens"]) <= 120 for row in run.list_rows())
+
+
+def test_a_group_may_be_scored_beside_one_another(tmp_path: Path) -> None:
+    run = EpisodeRun(make_config("BestOfGroupTask"), tmp_path)
+    run.train_steps(1)
+    run.close()
+    for row in run.list_rows():
+        assert row["reward"] == row["sample"] and sum(row["token_rewards"]) == row["reward"]
+        assert dict(row["rewards"])["steps"] == 2.0 and "length" in dict(row["rewards"])
+
+
+def test_revoked_leases_end_their_episodes_and_close_their_environments(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    config = make_config("CountingEnvironment", "task.args={turns: 2, wait_s: 0.5, log: " + str(log) + "}")
+    run = EpisodeRun(config, tmp_path)
+    run.publish_version(0)
+    [generator] = run.generators
+    run.wait_for(lambda status: status.generators["g0"].sampled_tokens > 0)
+    revoked = m.GeneratorStanding(
+        revoked=sorted(generator._groups.lease_ids)[:2], version=0, manifest_locator=""
+    )
+    ended = threading.Event()
+
+    def revoke() -> None:
+        for lease_id in revoked.revoked:
+            generator._groups.drop_lease(lease_id)
+        ended.set()
+
+    submit = generator._groups.submit_played_groups
+    generator._groups.submit_played_groups = lambda: (submit(), None if ended.is_set() else revoke())[0]  # type: ignore[method-assign]
+    assert ended.wait(30)
+    assert not set(revoked.revoked) & generator._groups.lease_ids
+    run.wait_for(lambda status: status.groups.in_flight >= 0)
+    deadline = time.monotonic() + 30
+    while Counter(line.split()[0] for line in log.read_text().splitlines())["close"] < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    run.close()
