@@ -79,8 +79,8 @@ async def _play_in_time(
             raise
         took_s = time.monotonic() - began
         raise EpisodeTimedOut(
-            f"an episode must take at most {timeout_s:g} s (episodes.timeout_s), got {took_s:.1f} s without an "
-            f"end in turn {player.num_turns} of sample {player.index}"
+            f"an episode must take at most {timeout_s:g} s (episodes.timeout_s), got {took_s:.1f} s without "
+            f"an end in turn {player.num_turns} of sample {player.index}"
         ) from None
     finally:
         player.end_sampling()

@@ -22,11 +22,18 @@ from configs.schema import Config
 from generators.engine import Completion, Engine
 from generators.episode import Episodes, play_group
 from generators.episode_thread import EpisodeThread
-from generators.group import EpisodeTimedOut, GroupProgress, PlayedEpisode, make_rows, parse_lease_id, parse_sample_index
+from generators.group import (
+    EpisodeTimedOut,
+    GroupProgress,
+    PlayedEpisode,
+    make_rows,
+    parse_lease_id,
+    parse_sample_index,
+)
+from generators.plain_values import describe_error
 from generators.policy import EnginePolicy
 from generators.probe import PROBE_LEASE
 from generators.user_code.errors import UserCodeError
-from generators.plain_values import describe_error
 
 log = logging.getLogger("slipstream.generator")
 

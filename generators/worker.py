@@ -32,9 +32,9 @@ from generators.engine import Engine
 from generators.episode import Episodes
 from generators.group import parse_lease_id
 from generators.leased_groups import LeasedGroups
+from generators.plain_values import describe_error
 from generators.policy import EnginePolicy
 from generators.probe import PROBE_LEASE, ParityProbe
-from generators.plain_values import describe_error
 from generators.weight_updates import WeightUpdates
 from sync.subscriber import Subscriber
 

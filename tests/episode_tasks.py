@@ -1,4 +1,5 @@
-"""Tasks that run in workers of the tests: one that does everything wrong, and environments of several turns."""
+"""Tasks that run in workers of the tests: one that does everything wrong, and environments of several
+turns."""
 
 import ctypes
 import os

@@ -24,12 +24,16 @@ class ScriptedEngine:
         self.steps, self.samples = steps, dict[str, Sample]()
         self.added: list[Sample] = []
 
+    @property
+    def has_all_samples(self) -> bool:
+        return len(self.added) >= self._num_samples
+
     def add_sample(self, sample: Sample) -> None:
         self.samples[sample.id] = sample
         self.added.append(sample)
 
     def step(self) -> list[Completion]:
-        ending = self.steps.pop(0) if self.steps and len(self.added) >= self._num_samples else []
+        ending = self.steps.pop(0) if self.steps and self.has_all_samples else []
         return [self._end_sample(sample, "stop") for sample in ending]
 
     def abort_samples(self, ids: list[str]) -> list[Completion]:
@@ -61,18 +65,23 @@ class ScriptedBuffer:
     """A buffer's client and a heartbeat in one. It hands out `answers` one at a time and keeps the requests
     that it gets.
 
+    The second answer comes when the engine has been given all its samples, as episodes ask in their own time.
     The last answer comes after each of `expected` has been requested.
     """
 
     address, silent_s = "nowhere", 0.0
     expected = (m.SubmitEvaluation, m.SubmitGroups, m.FailLease, m.FailLease)
 
-    def __init__(self, answers: list[m.Reply]) -> None:
+    def __init__(self, answers: list[m.Reply], engine: ScriptedEngine) -> None:
         self.answers, self.requests = answers, list[m.Request]()
+        self._engine, self._num_answers = engine, len(answers)
         self.groups: list[list[dict[str, Any]]] = []
         self.progress: list[dict[int, int]] = []
 
     def receive_answers(self, wait_s: float) -> list[Answer]:
+        if len(self.answers) < self._num_answers and not self._engine.has_all_samples:
+            time.sleep(0.001)
+            return []
         kinds = [type(request) for request in self.requests]
         if len(self.answers) == 1 and any(
             kinds.count(kind) < self.expected.count(kind) for kind in self.expected

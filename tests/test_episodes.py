@@ -176,7 +176,9 @@ def test_every_token_of_an_episode_is_the_engines_and_rewards_stand_at_their_tur
             assert row["token_rewards"][places[-1]] == turn + 1
         assert [bool(sampled) for sampled in row["sampled"]] == (turns >= 0).tolist()
     noted = Counter(line.split()[0] for line in log.read_text().splitlines())
-    assert noted["close"] == noted["reset"] + 1, "each is closed once, and so is the one that was made at the start"
+    assert noted["close"] == noted["reset"] + 1, (
+        "each is closed once, and so is the one that was made at the start"
+    )
     assert_ledger_closes(status)
 
 
