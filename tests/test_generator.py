@@ -354,9 +354,9 @@ def test_the_greedy_sample_of_remax_is_scored_and_counted_nowhere_and_evaluation
     )
     assert client.progress[0] == {6: 0, 7: 0, 8: 0, 9: 0}
     assert {6: 1, 7: 3, 8: 3, 9: 3} in client.progress
-    assert all({6: 1, 7: 3, 8: 3, 9: 3} | told == {6: 1, 7: 3, 8: 3, 9: 3} for told in client.progress[-2:]), (
-        "6 may have been scored by now"
-    )
+    assert all(
+        {6: 1, 7: 3, 8: 3, 9: 3} | told == {6: 1, 7: 3, 8: 3, 9: 3} for told in client.progress[-2:]
+    ), "6 may have been scored by now"
     failed = {
         request.lease: (request.num_tokens, request.revoked)
         for request in client.requests
