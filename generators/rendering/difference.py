@@ -20,11 +20,11 @@ from jinja2 import TemplateError
 from generators.environment import Message, ToolSpec
 from generators.rendering.encoder import TextEncoder
 from generators.rendering.messages import adapt_message
+from generators.rendering.opening import QUESTION, ThinkingMarks, find_opening, find_reply
 from generators.rendering.parsing import ReplyReader
 from generators.rendering.renderer import Reply
 
 MARK = "MARKEDREPLY"
-QUESTION: Message = {"role": "user", "content": "q"}
 KEPT_SUFFIXES = 512
 """Suffixes that are kept, because environments repeat themselves."""
 LONGEST_KEPT = 4096
@@ -58,10 +58,8 @@ class DifferenceRenderer:
         self._lead, close = self._find_close()
         ends = {close, tokenizer.eos_token_id} - {None}
         self.stop_tokens = frozenset(int(token) for token in ends if token is not None)
-        self._opening = self._find_opening()
-        self._thinking = self._find_thinking()
-        if self._thinking is not None:
-            reader.thinks_at_once = self._is_thinking(self._opening)
+        self._opening, self._thinking = find_opening(tokenizer), ThinkingMarks(tokenizer)
+        reader.thinks_at_once = self._thinking.is_thinking(self._opening)
 
     def render_first(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         try:
@@ -174,37 +172,10 @@ class DifferenceRenderer:
             return [], None
         return self._encoder.encode_text(behind[: found[0]]), found[2]
 
-    def _find_opening(self) -> list[int]:
-        """Returns the tokens with which the template begins a reply."""
-        begun, _ = self._render_text([QUESTION], ())
-        asked, _ = self._render_text([QUESTION], (), reply_follows=False)
-        return self._encoder.encode_text(begun.removeprefix(asked)) if begun.startswith(asked) else []
-
-    def _find_thinking(self) -> tuple[int, int, list[int]] | None:
-        """Returns the token that begins thinking, the token that ends it, and the tokens to end it with."""
-        begin, end = (self._encoder.find_marker_id(text) for text in ("<think>", "</think>"))
-        if begin is None or end is None:
-            return None
-        return begin, end, self._encoder.encode_text("\n</think>\n\n")
-
     def _end_thinking(self, held: Sequence[int]) -> list[int]:
         """Returns what ends the thinking of a reply that was cut off in it."""
-        if self._thinking is None or not self._is_thinking(held[find_last(held, self._opening) :]):
-            return []
-        return self._thinking[2]
-
-    def _is_thinking(self, tokens: Sequence[int]) -> bool:
-        assert self._thinking is not None
-        begin, end, _ = self._thinking
-        return next((token == begin for token in reversed(tokens) if token in (begin, end)), False)
-
-
-def find_last(tokens: Sequence[int], part: Sequence[int]) -> int:
-    """Returns where `part` last stands in `tokens`, or 0 where it does not."""
-    for place in range(len(tokens) - len(part), 0, -1) if part else ():
-        if tokens[place] == part[0] and list(tokens[place : place + len(part)]) == list(part):
-            return place
-    return 0
+        is_cut_off = self._thinking.is_thinking(held[find_reply(held, self._opening) or 0 :])
+        return self._thinking.ending if is_cut_off else []
 
 
 def make_call(message: Message, mark: str) -> dict[str, Any]:

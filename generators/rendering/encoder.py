@@ -28,9 +28,6 @@ class TextEncoder:
         self._special_ids: dict[str, int] = {
             token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special
         }
-        self._marked_ids: dict[str, int] = {
-            token.content: number for number, token in tokenizer.added_tokens_decoder.items()
-        }
         longest_first = sorted(self._special_ids, key=lambda text: (-len(text), text))
         self._special = re.compile("|".join(map(re.escape, longest_first)) if longest_first else r"(?!)")
         # Copies, because a tokenizer's padding and truncation are settings that others may change.
@@ -46,10 +43,6 @@ class TextEncoder:
         """Returns the place of the first special token of a text: where it begins, where it ends, its id."""
         found = self._special.search(text, start)
         return None if found is None else (found.start(), found.end(), self._special_ids[found[0]])
-
-    def find_marker_id(self, text: str) -> int | None:
-        """Returns the id of an added token such as "<think>", special or not."""
-        return self._marked_ids.get(text)
 
     def encode_text(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Encodes text whose special tokens are meant."""

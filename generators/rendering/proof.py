@@ -1,0 +1,254 @@
+"""Proves, at start-up and on the model's own tokenizer, that a renderer goes on from the sampled tokens.
+
+Small conversations are played. After each reply the renderer must keep the tokens that it was handed, bit by
+bit, and what it adds must be what the chat template itself says at the end of the whole conversation. A
+template whose words for new messages depend on what was said before (numbered turns, say) fails here.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinja2 import TemplateError
+
+from generators.environment import Message, ToolSpec
+from generators.rendering.messages import adapt_message
+from generators.rendering.renderer import Renderer, Reply
+
+ADD: ToolSpec = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+QUESTION: Message = {"role": "user", "content": "what is two and two?"}
+MORE: Message = {"role": "user", "content": "and three more?\n"}
+ANSWER: Message = {"role": "assistant", "content": "an earlier answer"}
+SHOWN = 4
+"""Tokens of a difference that an error shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedTurn:
+    """A reply and what follows it, as one case of a proof."""
+
+    kind: str
+    """One of `user`, `tool`, `truncated` and `thinking`."""
+    reply: Message
+    said: str
+    """The reply as a policy might have written it."""
+    following: tuple[Message, ...]
+    cut_off: str | None = None
+    """The beginning of `said` that is left where the reply is cut off."""
+    tools: tuple[ToolSpec, ...] = ()
+
+
+@dataclass(slots=True)
+class Proof:
+    """The outcome: the kinds of turns that are proved, and the first problem.
+
+    A kind is neither where the template refuses such a conversation, so that none can occur.
+    """
+
+    proved: list[str] = field(default_factory=list)
+    problem: str | None = None
+
+
+class UnprovedRenderer:
+    """A renderer that was not proved: it begins a new branch after each reply, and never goes on."""
+
+    def __init__(self, inner: Renderer) -> None:
+        self._inner = inner
+        self.name, self.stop_tokens = f"{inner.name} (unproved)", inner.stop_tokens
+
+    def render_first(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        return self._inner.render_first(messages, tools)
+
+    def extend_prompt(
+        self, held: list[int], new_messages: Sequence[Message], tools: Sequence[ToolSpec]
+    ) -> list[int] | None:
+        return None
+
+    def parse_reply(
+        self,
+        tokens: Sequence[int],
+        finish_reason: str,
+        *,
+        tools: Sequence[ToolSpec] = (),
+        turn: int = 0,
+    ) -> Reply:
+        return self._inner.parse_reply(tokens, finish_reason, tools=tools, turn=turn)
+
+
+def prove_renderer(renderer: Renderer, tokenizer: Any, *, follows_template: bool) -> Proof:
+    """Plays each kind of turn after one question, after an earlier turn, and after a system message.
+
+    Without `follows_template` the renderer must add the messages' contents and nothing else.
+    """
+    proof = Proof()
+    beginnings: list[list[Message]] = [[QUESTION], [{**QUESTION, "content": "hello"}, ANSWER, QUESTION]]
+    with_system = [{"role": "system", "content": "be brief"}, QUESTION]
+    if follows_template and _render_reference(tokenizer, with_system, ()) is not None:
+        beginnings.append(with_system)
+    for turn in list_turns(follows_template and _thinks(tokenizer)):
+        outcomes = [_try_turn(renderer, tokenizer, before, turn, follows_template) for before in beginnings]
+        problem = next((outcome for outcome in outcomes if outcome), None)
+        if problem is not None:
+            proof.problem = f"{turn.kind} turns: {problem}"
+            return proof
+        if any(outcome is not None for outcome in outcomes) and turn.kind not in proof.proved:
+            proof.proved.append(turn.kind)
+    if "user" not in proof.proved:
+        proof.problem = "user turns: the template refuses user, assistant, user"
+    return proof
+
+
+def list_turns(thinks: bool) -> Iterator[ProbedTurn]:
+    plain: Message = {"role": "assistant", "content": "the answer is four"}
+    yield ProbedTurn("user", plain, "the answer is four", (MORE,))
+    yield ProbedTurn("truncated", plain, "the answer is four", (MORE,), cut_off="the answer is")
+    for count in (1, 2):
+        calls = [_make_call(place) for place in range(count)]
+        results = tuple(_answer_call(call, f"{place + 4}\n") for place, call in enumerate(calls))
+        reply: Message = {"role": "assistant", "content": "", "tool_calls": calls}
+        yield ProbedTurn("tool", reply, '{"name": "add", "arguments": {"a": 2}}', results, tools=(ADD,))
+        if count == 1:
+            yield ProbedTurn("tool", reply, "add", (*results, MORE), tools=(ADD,))
+    if thinks:
+        thought: Message = {**plain, "reasoning_content": "two and two"}
+        said = "<think>\ntwo and two\n</think>\n\nthe answer is four"
+        yield ProbedTurn("thinking", thought, said, (MORE,))
+        call = _make_call(0)
+        calling: Message = {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "add them",
+            "tool_calls": [call],
+        }
+        said = "<think>\nadd them\n</think>\n\nadd"
+        yield ProbedTurn("thinking", calling, said, (_answer_call(call, "4"),), tools=(ADD,))
+        cut_off: Message = {"role": "assistant", "content": "", "reasoning_content": "two and"}
+        said = "<think>\ntwo and\n</think>\n\n"
+        yield ProbedTurn("thinking", cut_off, said, (MORE,), cut_off="<think>\ntwo and")
+
+
+def _try_turn(
+    renderer: Renderer, tokenizer: Any, before: Sequence[Message], turn: ProbedTurn, follows_template: bool
+) -> str | None:
+    """Returns a problem, "" for none, and None where the template refuses the conversation."""
+    reference: list[int] | None = None
+    if follows_template:
+        first = _render_reference(tokenizer, before, turn.tools)
+        reference = _render_reference(tokenizer, [*before, turn.reply, *turn.following], turn.tools)
+        if first is None or reference is None:
+            return None
+        rendered = renderer.render_first(before, turn.tools)
+        if rendered != first:
+            return "the first prompt differs from the template's, " + _show_difference(
+                tokenizer, rendered, first
+            )
+        lost = _find_lost(tokenizer.decode(reference), [*before, turn.reply, *turn.following])
+        if lost is not None:
+            return f"the template leaves out earlier messages ({lost!r})"
+    prompt = renderer.render_first(before, turn.tools)
+    closed = _close_reply(renderer, prompt + tokenizer.encode(turn.said, add_special_tokens=False), turn)
+    if closed is None:
+        return "the renderer cannot go on"
+    close, suffix = closed
+    if reference is not None:
+        # The close is sampled, so it is compared too; tokens of white space may stand before a cut-off one.
+        wanted = [*close, *suffix]
+        if reference[-len(wanted) :] != wanted:
+            return "what follows a reply differs from the template's, " + _show_difference(
+                tokenizer, wanted, reference[-len(wanted) :]
+            )
+    elif tokenizer.decode(suffix) != "".join(message["content"] for message in turn.following):
+        return f"the renderer adds {tokenizer.decode(suffix)!r} to the messages"
+    if turn.cut_off is None:
+        return ""
+    held = prompt + tokenizer.encode(turn.cut_off, add_special_tokens=False)
+    extended = renderer.extend_prompt(held, turn.following, turn.tools)
+    if extended is None or extended[: len(held)] != held:
+        return "the renderer cannot go on from a reply that was cut off"
+    added, wanted = extended[len(held) :], [*close, *suffix] if follows_template else suffix
+    if added[-len(wanted) :] != wanted:
+        return "what follows a cut-off reply differs, " + _show_difference(
+            tokenizer, added[-len(wanted) :], wanted
+        )
+    between = tokenizer.decode(added[: len(added) - len(wanted)]).strip()
+    if between != ("</think>" if turn.kind == "thinking" else ""):
+        return f"a cut-off reply is ended with {between!r}"
+    return ""
+
+
+def _close_reply(renderer: Renderer, held: list[int], turn: ProbedTurn) -> tuple[list[int], list[int]] | None:
+    """Returns the stop token that the renderer takes for a reply's end, and what it puts behind it.
+
+    Of several stop tokens it is the one that needs the least behind it. Returns None where the renderer
+    refuses each, or changes `held`.
+    """
+    found: list[tuple[int, list[int], list[int]]] = []
+    for close in [[token] for token in sorted(renderer.stop_tokens)] or [[]]:
+        whole = [*held, *close]
+        extended = renderer.extend_prompt(whole, turn.following, turn.tools)
+        if extended is not None and extended[: len(whole)] == whole:
+            found.append((len(extended), close, extended[len(whole) :]))
+    if not found:
+        return None
+    _, close, suffix = min(found)
+    return close, suffix
+
+
+def _render_reference(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[ToolSpec]
+) -> list[int] | None:
+    """Returns the tokens of the template's own text for a whole conversation, or None where it refuses it."""
+    for as_objects in (True, False):
+        adapted = [adapt_message(message, arguments_as_objects=as_objects) for message in messages]
+        try:
+            text = tokenizer.apply_chat_template(
+                adapted, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError:
+            return None
+        except TypeError:
+            continue
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    return None
+
+
+def _find_lost(text: str, messages: Sequence[Message]) -> str | None:
+    place = 0
+    for message in messages:
+        content = message["content"].strip()
+        place = text.find(content, place)
+        if place < 0:
+            return str(content)
+    return None
+
+
+def _show_difference(tokenizer: Any, got: Sequence[int], wanted: Sequence[int]) -> str:
+    """Names the first tokens that differ."""
+    pairs = zip(got, wanted, strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(got), len(wanted)))
+    shown, expected = (
+        f"{list(tokens[place : place + SHOWN])} {tokenizer.decode(list(tokens[place : place + SHOWN]))!r}"
+        for tokens in (got, wanted)
+    )
+    return f"first at token {place}: {shown} instead of {expected}"
+
+
+def _make_call(place: int) -> dict[str, Any]:
+    function = {"name": "add", "arguments": '{"a": 2}'}
+    return {"id": f"call0000{place}", "type": "function", "function": function}
+
+
+def _answer_call(call: dict[str, Any], content: str) -> Message:
+    return {"role": "tool", "tool_call_id": call["id"], "name": "add", "content": content}
+
+
+def _thinks(tokenizer: Any) -> bool:
+    markers = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    return {"<think>", "</think>"} <= markers
