@@ -1,8 +1,8 @@
 """The rules that the episodes of a submitted group must keep.
 
 An episode is one sample of a group. It has one row, or several where its context was rewritten: its branches.
-Most groups have one row for each sample, and most episodes one turn. Both cases are found by comparing bytes,
-and only other groups pay for the rest.
+Most groups have one row for each sample, and most episodes one turn. Both are found at once, and only other
+groups pay for the rest.
 """
 
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ RELATIVE_ROUNDING, ABSOLUTE_ROUNDING = 1e-5, 1e-6
 beside it."""
 SHOWN = 40
 """Characters of an unknown text that an error shows."""
+_KNOWN_STOPS = ", ".join(EPISODE_STOPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,33 +46,26 @@ def find_episodes(columns: MessageColumns, max_turns: int) -> EpisodeRows:
     The samples of a group count from 0, and their branches too. Raises MalformedGroup for other numbers.
     """
     num_samples, num_rows = columns.num_samples, columns.num_rows
-    samples = f"samples must be 0..{num_samples - 1}, in order"
-    size = 8 * num_rows
-    if all(count == num_samples for count in columns.rows):
+    numbering = f"samples must be 0..{num_samples - 1}, in order, and branches of each must count from 0"
+    if columns.rows.count(num_samples) == columns.num_groups:
         # So many rows can only be one for each sample.
-        one_each = columns.take_bytes("sample", VALUES, size) == _number_samples(
-            columns.num_groups, num_samples
-        )
-        require(one_each, f"{samples}, got {num_samples} rows that have other numbers")
-        branches = columns.take_bytes("branch", VALUES, 2 * num_rows)
-        require(branches == bytes(2 * num_rows), "branches must count from 0 within each sample")
-        rows = _number_rows(num_rows)
+        samples, rows = _number_rows(columns.num_groups, num_samples)
+        are_plain = columns.holds_bytes("sample", VALUES, samples)
+        are_plain &= columns.holds_bytes("branch", VALUES, bytes(2 * num_rows))
+        require(are_plain, numbering)
         return EpisodeRows(rows, rows)
     sample, branch = columns.take_values("sample", np.int64), columns.take_values("branch", np.int16)
     is_first = branch == 0
     first_rows = np.flatnonzero(is_first)
     episode_of_row = np.cumsum(is_first) - 1
-    require(is_first[0], "branches must count from 0 within each sample")
     group_of_row = np.arange(columns.num_groups).repeat(columns.rows)
     require(
-        len(first_rows) == columns.num_groups * num_samples
+        is_first[0]
+        and len(first_rows) == columns.num_groups * num_samples
         and (episode_of_row // num_samples == group_of_row).all()
-        and (episode_of_row % num_samples == sample).all(),
-        f"{samples}, each with a branch 0",
-    )
-    require(
-        (branch == np.arange(num_rows) - first_rows[episode_of_row]).all(),
-        "branches must count from 0 within each sample",
+        and (episode_of_row % num_samples == sample).all()
+        and (branch == np.arange(num_rows) - first_rows[episode_of_row]).all(),
+        numbering,
     )
     require(
         int(branch.max()) < max_turns,
@@ -87,14 +81,13 @@ def check_turns(
 
     `offsets` [rows + 1] are those of the rows among all tokens, `sampled` [tokens] tells the sampled ones.
     """
-    require(columns.take_offsets("turn") == offsets.tobytes(), "`turn` must be as long as `tokens`")
     turns = columns.take_items("turn", np.int16, int(offsets[-1]))
-    if not episodes.has_branches and turns.data == np.subtract(sampled, 1, dtype=np.int16).data:
-        return  # all episodes have one turn
     lowest, highest = int(turns.min()), int(turns.max())
     require(
         lowest >= -1 and ((turns >= 0) == sampled).all(), "turns must be >= 0 where sampled, and -1 elsewhere"
     )
+    if highest <= 0 and not episodes.has_branches:
+        return  # all episodes have one turn
     require(highest < max_turns, f"turns must be below {max_turns} (episodes.max_turns), got {highest}")
     places = np.flatnonzero(sampled)
     acted = turns[places]
@@ -144,9 +137,8 @@ def check_token_rewards(
 
 def check_ends(columns: MessageColumns, episodes: EpisodeRows) -> None:
     """Every episode has one reward, and one end that is known by name; a renderer's name is short."""
-    known = ", ".join(EPISODE_STOPS)
     for stop in columns.batch.column("stop").unique().to_pylist():
-        require(stop in EPISODE_STOPS, f"stop must be one of {known}, got {stop[:SHOWN]!r}")
+        require(stop in EPISODE_STOPS, f"stop must be one of {_KNOWN_STOPS}, got {stop[:SHOWN]!r}")
     size = 4 * (columns.num_rows + 1)
     renderers = np.frombuffer(columns.take_bytes("renderer", VALUES, size), np.int32)
     longest = int((renderers[1:] - renderers[:-1]).max())
@@ -164,11 +156,7 @@ def check_ends(columns: MessageColumns, episodes: EpisodeRows) -> None:
 
 
 @lru_cache(16)
-def _number_samples(num_groups: int, num_samples: int) -> bytes:
-    """Returns the bytes of a right `sample` column of groups with one row for each sample."""
-    return np.tile(np.arange(num_samples), num_groups).tobytes()
-
-
-@lru_cache(16)
-def _number_rows(num_rows: int) -> np.ndarray:
-    return np.arange(num_rows)
+def _number_rows(num_groups: int, num_samples: int) -> tuple[bytes, np.ndarray]:
+    """Returns (bytes of the column `sample`, [rows] numbers of the rows) of groups with one row a sample."""
+    numbers = np.arange(num_groups * num_samples)
+    return (numbers % num_samples).tobytes(), numbers

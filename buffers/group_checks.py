@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from buffers.arrow_ipc import is_aligned
 from buffers.episode_checks import MOST_TURNS, check_ends, check_token_rewards, check_turns, find_episodes
-from buffers.message_columns import LIST_VALUES, VALUES, MessageColumns, require
+from buffers.message_columns import LIST_OFFSETS, LIST_VALUES, VALUES, MessageColumns, require
 from buffers.trajectory import (
     MalformedGroup,
     decode_batch,
@@ -207,10 +207,9 @@ def _check_identity(columns: MessageColumns, expected: Sequence[ExpectedGroup]) 
     """Every row names the group, the step and the prompt of its lease."""
     rows = np.array([(one.group, one.due, one.prompt) for one in expected])
     wanted = rows.T.repeat(columns.rows, axis=1)
-    size = 8 * columns.num_rows
     for name, values in zip(("group", "due", "prompt_id"), wanted, strict=True):
         require(
-            columns.take_bytes(name, VALUES, size) == values.tobytes(),
+            columns.holds_bytes(name, VALUES, values.tobytes()),
             f"column `{name}` must hold {values[0]}",
         )
 
@@ -225,8 +224,9 @@ def _check_lengths(columns: MessageColumns, longest: int) -> np.ndarray:
         offsets[0] == 0 and (offsets[1:] > offsets[:-1]).all(), "a trajectory must hold at least one token"
     )
     require((offsets[1:] - offsets[:-1]).max() <= longest, f"a trajectory must hold at most {longest} tokens")
-    for name in ("sampled", "logprobs", "versions"):
-        require(columns.take_offsets(name) == offsets.tobytes(), f"`{name}` must be as long as `tokens`")
+    wanted = offsets.tobytes()
+    for name in ("sampled", "logprobs", "versions", "turn"):
+        require(columns.holds_bytes(name, LIST_OFFSETS, wanted), f"`{name}` must be as long as `tokens`")
     return offsets
 
 

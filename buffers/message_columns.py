@@ -4,7 +4,6 @@ The checks of groups (`buffers.group_checks`) and of their episodes (`buffers.ep
 without a copy.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +24,7 @@ class MessageColumns:
     body: memoryview
     buffers: list[list[int]]
     """[offset, length] of each buffer in `body`."""
-    rows: Sequence[int]
+    rows: list[int]
     """Rows of each group, as the request says. Their sum is that of the message."""
     num_samples: int
     """Episodes of each group."""
@@ -48,6 +47,12 @@ class MessageColumns:
         if length < size:
             raise MalformedGroup(f"column `{column}` must have {size} bytes, got {length}")
         return self.body[offset : offset + size]
+
+    def holds_bytes(self, column: str, buffer: int, wanted: bytes) -> bool:
+        """True when one buffer of a column begins with these bytes. Raises MalformedGroup where it is
+        shorter."""
+        # Two memoryviews would be compared item by item.
+        return self.take_bytes(column, buffer, len(wanted)).tobytes() == wanted
 
     def take_offsets(self, column: str) -> memoryview:
         """Returns the offsets of a list column: one int32 for each row and one more."""
