@@ -11,7 +11,7 @@ weights. The warm start ends at a measured score, so every such model begins a r
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -31,6 +31,7 @@ LOOK_EVERY = 5
 """Steps between two measurements of a sampled answer's reward."""
 IGNORED = -100
 """Label of a token that is not trained, as torch's cross-entropy has it."""
+WarmStart = Callable[[Qwen3ForCausalLM, PreTrainedTokenizerFast], None]
 
 
 def make_tiny_model(solved: Iterator[tuple[str, str]], texts: list[str], seed: int, folder: Path) -> None:
@@ -38,6 +39,12 @@ def make_tiny_model(solved: Iterator[tuple[str, str]], texts: list[str], seed: i
 
     `texts`: the questions that the tokenizer learns its tokens from.
     """
+    save_warm_model(texts, lambda model, tokenizer: _warm_start(model, tokenizer, solved), seed, folder)
+
+
+def save_warm_model(texts: list[str], warm_start: WarmStart, seed: int, folder: Path) -> None:
+    """Makes a tokenizer from `texts` and a model with new weights, warms the model up, and writes both into
+    `folder`."""
     print(f"Making the tiny model in {folder.parent}: once, about half a minute ...", file=sys.stderr)
     began, num_threads = time.monotonic(), torch.get_num_threads()
     # No operation here is large enough for two threads, and on a busy machine two would wait for each other.
@@ -46,7 +53,7 @@ def make_tiny_model(solved: Iterator[tuple[str, str]], texts: list[str], seed: i
         torch.manual_seed(seed)
         tokenizer = _make_tokenizer(texts)
         model = _make_model(tokenizer.eos_token_id)
-        _warm_start(model, tokenizer, solved)
+        warm_start(model, tokenizer)
     torch.set_num_threads(num_threads)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id
@@ -107,7 +114,7 @@ def _warm_start(
         bar = progress.add_task("tiny model", total=TARGET)
         for step in range(STEPS):
             rate = LEARNING_RATE * min(1.0, (step + 1) / WARMUP)
-            _fit_batch(model, optimizer, rate, *_encode_pairs(tokenizer, list(islice(solved, BATCH))))
+            fit_batch(model, optimizer, rate, *_encode_pairs(tokenizer, list(islice(solved, BATCH))))
             if step % LOOK_EVERY == LOOK_EVERY - 1:
                 score = _measure_reward(model, *check)
                 progress.update(bar, completed=min(score, TARGET))
@@ -138,9 +145,10 @@ def _compute_logprobs(model: Qwen3ForCausalLM, tokens: Tensor, labels: Tensor) -
     )
 
 
-def _fit_batch(
+def fit_batch(
     model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, rate: float, tokens: Tensor, labels: Tensor
 ) -> None:
+    """Makes one step towards the labels."""
     optimizer.param_groups[0]["lr"] = rate
     optimizer.zero_grad()
     (-_compute_logprobs(model, tokens, labels).sum() / (labels != IGNORED).sum()).backward()

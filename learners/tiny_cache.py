@@ -6,13 +6,14 @@ A run that finds the model there starts without torch, which takes seconds to im
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from itertools import islice
 from pathlib import Path
 
 import xxhash
 
+from learners.text_game import TextGame
 from learners.tiny_seed import read_seed
 from sync.locks import hold_lock
 
@@ -21,6 +22,7 @@ RECIPE = Path(__file__).with_name("tiny.py")
 
 Its text is part of the model's name in the cache: a change there makes another model.
 """
+RECIPE_OF_PLAYERS = Path(__file__).with_name("tiny_player.py")
 PATIENCE_S = 600.0
 """How long this process waits for another one that makes the model, before it makes its own."""
 
@@ -33,12 +35,41 @@ def prepare_tiny_model(solved: Iterator[tuple[str, str]], cache: Path | None = N
     `models` in the environment's SLIPSTREAM_CACHE. Raises ValueError if SLIPSTREAM_TINY_SEED is set to
     anything but a whole number.
     """
-    seed = read_seed()
+    seed, sample = read_seed(), list(islice(solved, 2000))
+
+    def make(folder: Path) -> None:
+        from learners.tiny import make_tiny_model  # here: importing torch takes seconds
+
+        make_tiny_model(solved, [question for question, _ in sample], seed, folder)
+
+    return _find_or_make(f"{RECIPE.read_text()}{sample[:100]}{seed}", make, cache)
+
+
+def prepare_tiny_player(
+    conversations: Iterator[list[str]], open_game: Callable[[int], TextGame], cache: Path | None = None
+) -> Path:
+    """Returns the folder of a tiny model that begins with episodes of several turns, as `prepare_tiny_model`
+    does.
+
+    `conversations`: episodes of a weak player, without end: the environment's text, the reply, and so on by
+    turns. `open_game` begins the game of a number.
+    """
+    seed, sample = read_seed(), list(islice(conversations, 500))
+    texts = [text for conversation in sample for text in conversation[::2]]
+
+    def make(folder: Path) -> None:
+        from learners.tiny_player import make_tiny_player  # here: importing torch takes seconds
+
+        make_tiny_player(conversations, open_game, texts, seed, folder)
+
+    recipe = f"{RECIPE.read_text()}{RECIPE_OF_PLAYERS.read_text()}{sample[:100]}{seed}"
+    return _find_or_make(recipe, make, cache)
+
+
+def _find_or_make(recipe: str, make: Callable[[Path], None], cache: Path | None) -> Path:
     cache = (
         cache or Path(os.environ.get("SLIPSTREAM_CACHE", Path.home() / ".cache" / "slipstream")) / "models"
     )
-    sample = list(islice(solved, 2000))
-    recipe = f"{RECIPE.read_text()}{sample[:100]}{seed}"
     folder = cache / f"tiny-{xxhash.xxh3_64_hexdigest(recipe.encode())}"
     if not (folder / "config.json").exists():
         cache.mkdir(parents=True, exist_ok=True)
@@ -47,15 +78,13 @@ def prepare_tiny_model(solved: Iterator[tuple[str, str]], cache: Path | None = N
             with suppress(OSError):
                 lock.enter_context(hold_lock(cache / ".making.lock", "makes the tiny model", PATIENCE_S))
             if not (folder / "config.json").exists():
-                _make_in_cache(solved, [question for question, _ in sample], seed, folder)
+                _make_in_cache(make, folder)
     return folder
 
 
-def _make_in_cache(solved: Iterator[tuple[str, str]], texts: list[str], seed: int, folder: Path) -> None:
-    from learners import tiny  # here: importing torch takes seconds
-
+def _make_in_cache(make: Callable[[Path], None], folder: Path) -> None:
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
-    tiny.make_tiny_model(solved, texts, seed, temporary)
+    make(temporary)
     try:
         temporary.rename(folder)
     except OSError:

@@ -9,7 +9,6 @@ import socket
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from buffers.files import replace_file
 from buffers.journal import lock_journal
@@ -148,19 +147,29 @@ def resolve_model(config: Config) -> Path:
     if config.learner.engine is LearnerKind.simulated:
         return Path("simulated")
     if config.model.path == "tiny":
-        from learners.tiny_cache import prepare_tiny_model
-
-        task: Any = load_task(config.task.name, config.task.args)
-        if not hasattr(task, "solved_examples"):
-            raise ValueError(
-                "model.path must be a folder for a task without solved questions to warm-start the tiny "
-                "model on "
-                f"(`solved_examples`), got tiny with task.name={config.task.name}"
-            )
-        return prepare_tiny_model(task.solved_examples("train", seed=0))
+        return _prepare_tiny_model(config)
     path = Path(config.model.path)
     if not (path / "config.json").is_file():
         raise ValueError(
             f"model.path must be a Hugging Face model folder or `tiny`, got {path} without a config.json"
         )
     return path.resolve()
+
+
+def _prepare_tiny_model(config: Config) -> Path:
+    """Returns the folder of the tiny model that is warm-started for the task."""
+    # Here: most runs find their model, and need none of this.
+    from generators.text_play import TextPlay, join_messages
+    from learners.tiny_cache import prepare_tiny_model, prepare_tiny_player
+
+    name, args = config.task.name, config.task.args
+    task = load_task(name, args)
+    if hasattr(task, "example_conversations"):
+        conversations = map(join_messages, task.example_conversations("train", seed=0))
+        return prepare_tiny_player(conversations, lambda number: TextPlay(name, args, number, seed=1))
+    if not hasattr(task, "solved_examples"):
+        raise ValueError(
+            "model.path must be a folder for a task without solved questions to warm-start the tiny model on "
+            f"(`solved_examples` or `example_conversations`), got tiny with task.name={name}"
+        )
+    return prepare_tiny_model(task.solved_examples("train", seed=0))
