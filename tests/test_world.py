@@ -164,10 +164,13 @@ def test_each_host_fetches_a_batch_once_and_its_ranks_share_the_memory(
         for batch, first in zip(batches, found[0][0], strict=True):
             for name in whole:
                 held, expected = getattr(batch, name), getattr(first, name)
-                if name == "generators":
-                    assert held == expected == ["g"] * batch.num_sequences
-                elif name == "experts":
-                    assert held is None and expected is None, "no mixture"
+                if name in ("generators", "stops"):
+                    word = "g" if name == "generators" else "completed"
+                    assert held == expected == [word] * batch.num_sequences
+                elif name == "component_means":
+                    assert held == expected
+                elif name in ("experts", "token_rewards"):
+                    assert held is None and expected is None, "no mixture, and no rewards by turn"
                 else:
                     torch.testing.assert_close(
                         torch.as_tensor(held), torch.as_tensor(expected), equal_nan=True
