@@ -166,7 +166,7 @@ def _staleness_conditions(config: Config) -> list[Condition]:
 def _address_conditions(config: Config) -> list[Condition]:
     """Returns the rules that other hosts can connect to the learner, and that keys guard what they can
     reach."""
-    address, buffer = config.sync.address, config.buffer
+    address, buffer, gateway = config.sync.address, config.buffer, config.episodes.gateway
     serves_others = config.sync.transport.row.serves_hosts is not TransportUse.never
     return [
         Condition(
@@ -181,6 +181,19 @@ def _address_conditions(config: Config) -> list[Condition]:
             "sync.address",
             "be set when buffer.address names no host (other hosts connect to it)",
             f"none with {buffer.address}",
+        ),
+        Condition(
+            not gateway.is_beyond_loopback or buffer.keys is not None,
+            "buffer.keys",
+            "name a folder of keys when episodes.gateway.host is beyond the loopback interface (make one "
+            "with `scripts/keys.sh FOLDER`)",
+            f"none with {gateway.host!r}",
+        ),
+        Condition(
+            gateway.port == 0 or config.generators.count <= 1,
+            "episodes.gateway.port",
+            "be 0 with several generators (each needs a port of its own)",
+            f"{gateway.port} with generators.count={config.generators.count}",
         ),
     ]
 

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from configs.gateway import GatewayConfig
 from configs.rules import POSITIVE, above_up_to
-from configs.setting import Condition, Section, setting
+from configs.setting import Condition, Section, section, setting
 
 
 class RendererKind(StrEnum):
@@ -57,6 +58,7 @@ class EpisodesConfig(Section):
     """vLLM's parser of tool calls: `hermes`, `llama3_json`, `qwen3_coder` … Null: replies are text."""
     reasoning_parser: str | None = setting(None)
     """vLLM's parser of reasoning: `qwen3`, `deepseek_r1` … Null: replies are not divided."""
+    gateway: GatewayConfig = section(GatewayConfig)
 
     def conditions(self) -> list[Condition]:
         parts = {

@@ -78,6 +78,11 @@ class EpisodeBranches:
         self._last_places[turn] = self.branches.index(branch), len(branch.tokens) - 1
         self.turn_rewards = dict(sorted({**self.turn_rewards, turn: 0.0}.items()))
 
+    def list_tokens(self, turn: int) -> list[int]:
+        """Returns the prompt and the reply of a turn."""
+        branch, place = self._last_places[turn]
+        return self.branches[branch].tokens[: place + 1]
+
     def pay_last_turn(self, reward: float) -> None:
         """Adds a reward to that of the turn with the highest number."""
         self.turn_rewards[max(self.turn_rewards)] += reward

@@ -5,7 +5,7 @@ begin the group ─▶ play its episodes ─▶ score them beside one another, w
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -55,10 +55,16 @@ class Player:
         """Number of finished turns."""
         return self.branches.num_turns
 
-    async def ask_policy(self, prompt: list[int], max_tokens: int | None = None) -> Completion:
+    async def ask_policy(
+        self,
+        prompt: list[int],
+        max_tokens: int | None = None,
+        cut_reply: Callable[[Completion], Completion] | None = None,
+    ) -> Completion:
         """Samples the next turn's reply, and records it. Several turns may be asked side by side.
 
-        The reply has at most `max_tokens` tokens (None: `sampling.max_tokens`).
+        The reply has at most `max_tokens` tokens (None: `sampling.max_tokens`). `cut_reply` may return the
+        reply's beginning: that is recorded then, as if the engine had stopped there.
         """
         number = self._num_asked
         self._num_asked += 1
@@ -73,6 +79,8 @@ class Player:
                 greedy=self.index == self.lease.num_samples,
             )
         )
+        if cut_reply is not None:
+            completion = cut_reply(completion)
         self.branches.append_turn(prompt, completion, number)
         return completion
 
@@ -116,6 +124,10 @@ def parse_lease_id(sample_id: str) -> int:
 
 def parse_sample_index(sample_id: str) -> int:
     return int(sample_id.split("/")[1])
+
+
+def parse_turn_number(sample_id: str) -> int:
+    return int(sample_id.split("/")[2])
 
 
 def make_sample_seed(run_seed: int, split: str, group: int, index: int, turn: int = 0) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 from buffers.messages import Lease
 from buffers.trajectory import infer_stop
 from configs.schema import Config
+from generators.agent_episodes import AgentEpisodes
 from generators.engine import Completion
 from generators.environment import Message, ToolSpec
 from generators.group import PlayedEpisode, Player, make_episode_seed
@@ -44,7 +45,7 @@ class Beginning:
 
     lease: Lease
     prompt: list[int]
-    """Tokens of a one-turn task's prompt; empty for an environment."""
+    """Tokens of a one-turn task's prompt; empty for an environment and for an agent."""
     seed: int
     """Seed of the environments."""
 
@@ -66,6 +67,7 @@ class TaskEpisodes:
         self._config, self._tokenizer, self._limits = config, tokenizer, config.episodes
         self._pool: UserCodePool
         self._renderer: Renderer
+        self._agents: AgentEpisodes | None = None
         self._has_turns = self._scores_groups = False
 
     @property
@@ -83,16 +85,24 @@ class TaskEpisodes:
         self._scores_groups = described.has_group_scores
         if self._has_turns:
             self._renderer = choose_renderer(self._tokenizer, self._limits)
+        if described.kind is TaskKind.agent:
+            self._agents = AgentEpisodes(self._config, self._pool, self._tokenizer)
+            await self._agents.open()
 
     async def close(self) -> None:
+        if self._agents is not None:
+            await self._agents.close()
         if hasattr(self, "_pool"):
             await self._pool.close()
 
     async def begin_group(self, lease: Lease) -> Beginning:
-        tokens = [] if self._has_turns else await self._make_prompt(lease)
+        makes_prompt = not self._has_turns and self._agents is None
+        tokens = await self._make_prompt(lease) if makes_prompt else []
         return Beginning(lease, tokens, make_episode_seed(lease))
 
     async def play_episode(self, player: Player, beginning: Beginning) -> PlayedEpisode:
+        if self._agents is not None:
+            return await self._agents.play_agent(player, beginning.lease)
         play = self._play_turns if self._has_turns else self._play_one_turn
         return await play(player, beginning)
 

@@ -42,15 +42,9 @@ def check_turn(value: Any, is_first: bool) -> Turn:
     ]
     if not messages and not value["done"]:
         raise ValueError("messages must be given unless the turn is done, got none")
-    tools = _check_list(value["tools"], "tools")
-    if tools and not is_first:
-        raise ValueError(f"tools must be given in the first turn only, got {len(tools)} in a later one")
-    if len(tools) > MAX_TOOLS:
-        raise ValueError(f"tools must be at most {MAX_TOOLS}, got {len(tools)}")
-    specs = [_check_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-    names = [spec["function"]["name"] for spec in specs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"names of tools must differ, got {names}")
+    specs = check_tools(value["tools"])
+    if specs and not is_first:
+        raise ValueError(f"tools must be given in the first turn only, got {len(specs)} in a later one")
     return Turn(
         messages=messages,
         tools=specs,
@@ -58,6 +52,18 @@ def check_turn(value: Any, is_first: bool) -> Turn:
         components=score.components,
         done=value["done"],
     )
+
+
+def check_tools(value: Any) -> list[ToolSpec]:
+    """Returns the tools of an episode. Raises ValueError that names the field, the rule and the value."""
+    tools = _check_list(value, "tools")
+    if len(tools) > MAX_TOOLS:
+        raise ValueError(f"tools must be at most {MAX_TOOLS}, got {len(tools)}")
+    specs = [_check_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    names = [spec["function"]["name"] for spec in specs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"names of tools must differ, got {names}")
+    return specs
 
 
 def _check_list(value: Any, path: str) -> Sequence[Any]:

@@ -210,13 +210,13 @@ class Duel:
 class CommandAgent:
     """An agent in another program."""
 
-    agent_command = ["sh", "-c", 'echo "$OPENAI_BASE_URL $OPENAI_API_KEY $SLIPSTREAM_ROW"; exit 3']
+    agent_command = ["sh", "-c", 'echo "$OPENAI_BASE_URL $OPENAI_API_KEY $SLIPSTREAM_ROW"']
 
     def make_row(self, split: str, index: int, seed: int) -> dict[str, Any]:
         return {"index": index}
 
     def score_agent(self, row: dict[str, Any], outcome: Any) -> Score:
-        return Score(float(outcome["exit_code"]), {"output": float(len(outcome["output"]))})
+        return Score(float(row["index"]), {"output": float(len(outcome))})
 
 
 class CoroutineAgent:

@@ -85,8 +85,8 @@ def test_agents_are_commands_or_coroutines_and_their_outcomes_become_scores() ->
 
     async def play_command(pool: UserCodePool) -> None:
         outcome, score = await run_agent(pool, 4)
-        assert outcome == {"exit_code": 3, "output": 'http://here key {"index": 4}\n'}
-        assert read_score(score) == Score(3.0, {"output": 29.0}) and pool.description.kind == "agent"
+        assert outcome == 'http://here key {"index": 4}'
+        assert read_score(score) == Score(4.0, {"output": 28.0}) and pool.description.kind == "agent"
 
     async def play_coroutine(pool: UserCodePool) -> None:
         outcome, score = await run_agent(pool, 4)

@@ -15,7 +15,7 @@ from generators.environment import EpisodeRecord, Turn
 from generators.plain_values import MAX_NAME, check_number, describe_error, keep_text, make_plain, show_value
 from generators.task import Prompt, Score
 from generators.tasks import find_task_class
-from generators.user_code.agent_command import run_command
+from generators.user_code.agent_command import check_command, run_command
 from generators.user_code.task_kinds import TaskKind, find_kind
 
 MAX_PROMPTS = 16
@@ -60,6 +60,8 @@ class TaskHost:
         `task.args` suit it."""
         if self.kind == TaskKind.environment:
             self._finish(self._make_object().close())
+        if (command := getattr(self._task, "agent_command", None)) is not None:
+            check_command(command)
         num_prompts = getattr(self._task, "num_prompts", None)
         return {
             "kind": str(self.kind),
@@ -118,23 +120,24 @@ class TaskHost:
         return [_write_score(score, "score_group") for score in scores]
 
     def run_agent(self, split: str, index: int, seed: int, base_url: str, api_key: str) -> Any:
-        """Runs an agent until it is done, and returns its outcome: what `run_agent` returns, or the exit code
-        and the output of `agent_command`."""
+        """Runs an agent until it is done, and returns its outcome: what `run_agent` returns, or the last line
+        that `agent_command` prints."""
         row = self._make_row(split, index, seed)
         if (command := getattr(self._task, "agent_command", None)) is not None:
-            return run_command(command, make_plain(row, "row"), base_url, api_key)
+            outcome = run_command(check_command(command), make_plain(row, "row"), base_url, api_key)
+            return make_plain(outcome, "outcome of agent_command")
         return make_plain(self._finish(self._task.run_agent(row, base_url, api_key)), "outcome of run_agent")
 
     def score_agent(self, split: str, index: int, seed: int, outcome: Any) -> dict[str, Any]:
-        """Scores the outcome of `run_agent`. A task without `score_agent` gives the reward as the outcome, or
+        """Scores the outcome of an agent. A task without `score_agent` gives the reward as the outcome, or
         under the key `reward` of it, beside components."""
         if callable(getattr(self._task, "score_agent", None)):
             row = self._make_row(split, index, seed)
             return _write_score(self._finish(self._task.score_agent(row, outcome)), "score_agent")
         components = dict(outcome) if isinstance(outcome, Mapping) else {"reward": outcome}
         if "reward" not in components:
-            raise ValueError(f"the outcome of run_agent must hold a reward, got {show_value(outcome)}")
-        return _write_score(Score(components.pop("reward"), components), "run_agent")
+            raise ValueError(f"the outcome of an agent must hold a reward, got {show_value(outcome)}")
+        return _write_score(Score(components.pop("reward"), components), "an agent")
 
     def _make_row(self, split: str, index: int, seed: int) -> dict[str, Any]:
         if not callable(getattr(self._task, "make_row", None)):

@@ -37,11 +37,6 @@ def find_kind(task_class: type, name: str) -> TaskKind:
                 f"task.name must name a class with make_row beside {starts[0]}, got {name!r} without "
                 "`make_row`"
             )
-        if starts == ["agent_command"] and not _has_member(task_class, "score_agent"):
-            raise ValueError(
-                f"task.name must name a class with score_agent beside agent_command, got {name!r} without "
-                "`score_agent`"
-            )
         return TaskKind.agent
     missing = {
         kind: [method for method in methods if not callable(getattr(task_class, method, None))]

@@ -1,0 +1,200 @@
+"""A session is one episode as its agent sees it: each request is a turn.
+
+A request whose messages go on from a reply of this session is asked with the exact tokens of that turn before
+it. Any other is rendered as a whole, and begins a branch of the episode: a conversation that was rewritten, a
+sub-agent, the first one.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from configs.sampling import SamplingConfig
+from generators.engine import Completion
+from generators.environment import Message
+from generators.gateway.chat_answer import ChatAnswer, Choice
+from generators.gateway.chat_request import ChatRequest
+from generators.gateway.messages import ConversationKeys
+from generators.gateway.refusals import RequestRefused
+from generators.gateway.stops import cut_at_stop, cut_text
+from generators.gateway.token_request import TokenRequest
+from generators.group import Player, parse_turn_number, wait_for_all
+from generators.rendering.renderer import Renderer
+from generators.score_checks import describe_error
+
+log = logging.getLogger("slipstream.generator")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRules:
+    """The part that all sessions of a run share."""
+
+    renderer: Renderer
+    tokenizer: Any
+    sampling: SamplingConfig
+    max_turns: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class GivenReply:
+    """A reply that the client may echo."""
+
+    turn: int
+    reasoning: str
+
+
+@dataclass(slots=True)
+class GatewaySession:
+    player: Player
+    rules: SessionRules
+    stop: str | None = None
+    """Why the policy is not asked any further, a word of `buffers.trajectory`: `max_turns` or
+    `context_overflow` when the last request was refused for that."""
+    failure: Exception | None = None
+    """The first fault of the generator's own. The episode has failed then, whatever its agent says."""
+    is_closed: bool = False
+    num_parse_errors: int = 0
+    messages: list[Message] = field(default_factory=list)
+    """The conversation of the last answered chat, with its first reply."""
+    last_reason: str = ""
+    """Finish reason of the last turn."""
+    _given: dict[bytes, list[GivenReply]] = field(default_factory=dict)
+    """By the digest of a conversation that ends with the replies."""
+    _open_requests: set[asyncio.Future[Any]] = field(default_factory=set)
+    _num_sampling: int = 0
+
+    def hold_request(self, answering: "asyncio.Future[Any]") -> None:
+        """Keeps a request that is being answered, so that the end of the session cancels it."""
+        self._open_requests.add(answering)
+        answering.add_done_callback(self._open_requests.discard)
+
+    async def close(self) -> None:
+        """Cancels the requests that are open, which withdraws what they have asked for."""
+        self.is_closed = True
+        cancelled = list(self._open_requests)
+        for answering in cancelled:
+            answering.cancel()
+        await asyncio.gather(*cancelled, return_exceptions=True)
+
+    async def answer_chat(self, request: ChatRequest) -> ChatAnswer:
+        """Raises RequestRefused for what is beyond the limits of an episode."""
+        keys = ConversationKeys(request.messages, request.tools)
+        prompt = self._make_prompt(request, keys)
+
+        def cut_reply(completion: Completion) -> Completion:
+            return cut_at_stop(completion, self.rules.tokenizer, request.stop, ())
+
+        completions = await self._sample(prompt, request.max_tokens, request.num_choices, cut_reply)
+        choices = [self._read_choice(request, completion) for completion in completions]
+        for choice in choices:
+            given = GivenReply(
+                parse_turn_number(choice.completion.id), choice.message.get("reasoning_content", "")
+            )
+            self._given.setdefault(keys.append_reply(choice.message), []).append(given)
+        self.messages = [*request.messages, choices[0].message]
+        return ChatAnswer(
+            id=f"chatcmpl-{completions[0].id.replace('/', '-')}",
+            num_prompt_tokens=len(prompt),
+            choices=choices,
+        )
+
+    async def answer_tokens(self, request: TokenRequest) -> list[Completion]:
+        """Raises RequestRefused for what is beyond the limits of an episode."""
+
+        def cut_reply(completion: Completion) -> Completion:
+            return cut_at_stop(completion, self.rules.tokenizer, (), request.stop_tokens)
+
+        return await self._sample(request.prompt, request.max_tokens, request.num_choices, cut_reply)
+
+    def _make_prompt(self, request: ChatRequest, keys: ConversationKeys) -> list[int]:
+        """Returns the tokens of a conversation, which begin with those of its last turn where it has one."""
+        renderer, messages, tools = self.rules.renderer, request.messages, request.tools
+        try:
+            for place in range(len(messages) - 2, -1, -1):
+                if messages[place]["role"] != "assistant":
+                    continue
+                turn = self._find_turn(keys.keys[place], messages[place])
+                if turn is None:
+                    break
+                held = self.player.branches.list_tokens(turn)
+                extended = renderer.extend_prompt(held, messages[place + 1 :], tools)
+                if extended is not None:
+                    return extended
+                break
+            return renderer.render_first(messages, tools)
+        # A chat template may raise anything for messages that it does not foresee.
+        except Exception as error:
+            raise RequestRefused(
+                400, f"messages must be ones that can be rendered: {describe_error(error)}", field="messages"
+            ) from error
+
+    def _find_turn(self, key: bytes, echoed: Message) -> int | None:
+        """Returns the turn whose reply ends the conversation; where there are several, the latest that has
+        the echoed reasoning, if any is echoed."""
+        given = self._given.get(key, [])
+        if reasoning := echoed.get("reasoning_content"):
+            given = [one for one in given if one.reasoning == reasoning]
+        return given[-1].turn if given else None
+
+    async def _sample(
+        self,
+        prompt: list[int],
+        max_tokens: int | None,
+        count: int,
+        cut_reply: Callable[[Completion], Completion],
+    ) -> list[Completion]:
+        most = self._limit_tokens(prompt, max_tokens)
+        self._require_turns(count)
+        self._num_sampling += count
+        try:
+            asked = [self.player.ask_policy(prompt, most, cut_reply) for _ in range(count)]
+            completions = await wait_for_all(asked)
+        except Exception as error:
+            self.failure = self.failure or error
+            log.error("the gateway cannot sample a turn: %s", describe_error(error))
+            raise RequestRefused(500, f"the turn cannot be sampled: {describe_error(error)}") from error
+        finally:
+            self._num_sampling -= count
+        self.stop, self.last_reason = None, completions[-1].finish_reason
+        return completions
+
+    def _limit_tokens(self, prompt: list[int], max_tokens: int | None) -> int:
+        """Returns the longest reply that the request, the run and the context allow."""
+        room = self.rules.max_model_len - len(prompt)
+        if room < 1:
+            self.stop = "context_overflow"
+            raise RequestRefused(
+                400,
+                f"messages must have fewer tokens than the model's maximum context length of "
+                f"{self.rules.max_model_len} (generators.max_model_len), got {len(prompt)}",
+                code="context_length_exceeded",
+                field="messages",
+            )
+        most = min(room, self.rules.sampling.max_tokens)
+        return most if max_tokens is None else min(most, max_tokens)
+
+    def _require_turns(self, count: int) -> None:
+        """Raises RequestRefused beyond the last turn. OpenAI's clients do not repeat a request after 400."""
+        used = self.player.num_turns + self._num_sampling
+        if used + count > self.rules.max_turns:
+            self.stop = "max_turns"
+            raise RequestRefused(
+                400,
+                f"an episode must have at most {self.rules.max_turns} turns (episodes.max_turns), got "
+                f"{count} more after {used}",
+                code="max_turns",
+            )
+
+    def _read_choice(self, request: ChatRequest, completion: Completion) -> Choice:
+        tokens, reason = completion.tokens, completion.finish_reason
+        turn = parse_turn_number(completion.id)
+        tools = request.tools if request.reads_calls else ()
+        reply = self.rules.renderer.parse_reply(tokens, reason, tools=tools, turn=turn)
+        message = reply.message
+        if request.stop and message.get("content"):
+            message = {**message, "content": cut_text(message["content"], request.stop)}
+        self.num_parse_errors += reply.parse_error is not None
+        return Choice(message=message, completion=completion, parse_error=reply.parse_error)

@@ -1,0 +1,120 @@
+"""Agents that the tests train: with the stock client, as a shell script, and ones that go wrong."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from generators.environment import Row
+from generators.task import Score
+
+SCRIPT = r"""
+ask() {
+    curl --silent --fail "$OPENAI_BASE_URL/chat/completions" \
+        -H "Authorization: Bearer $OPENAI_API_KEY" -H "Content-Type: application/json" -d "$1"
+}
+first=$(ask '{"model": "policy", "messages": [{"role": "user", "content": "hello"}]}') || exit 3
+echo "the agent got $first"
+reply=$(printf '%s' "$first" | sed 's/.*"message":\({[^}]*}\).*/\1/')
+ask '{"messages": [{"role": "user", "content": "hello"}, '"$reply"', {"role": "user", "content": "more"}]}' || exit 4
+echo
+echo '{"reward": 0.5, "row": '"${#SLIPSTREAM_ROW}"'}'
+"""
+
+
+class NumberedRows:
+    def make_row(self, split: str, index: int, seed: int) -> Row:
+        return {"split": split, "index": index, "seed": seed}
+
+
+class StockClientAgent(NumberedRows):
+    """Asks three times with the client of OpenAI, and is paid one for each reply."""
+
+    name = "stock"
+
+    async def run_agent(self, row: Row, base_url: str, api_key: str) -> dict[str, Any]:
+        messages: list[Any] = [{"role": "user", "content": f"row {row['index']}"}]
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            for _ in range(3):
+                reply = await client.chat.completions.create(model="policy", messages=messages)
+                messages += [reply.choices[0].message, {"role": "user", "content": "go on"}]
+        return {"replies": len(messages) // 2}
+
+    def score_agent(self, row: Row, outcome: Any) -> Score:
+        return Score(float(outcome["replies"]), {"index": float(row["index"])})
+
+
+class ShellAgent(NumberedRows):
+    """Speaks through curl."""
+
+    name = "shell"
+    agent_command = ["bash", "-c", SCRIPT]
+
+
+class UnrulyAgent(NumberedRows):
+    """Goes wrong in a way that the row decides."""
+
+    name = "unruly"
+
+    def __init__(self, log: str) -> None:
+        self._log = Path(log)
+
+    def run_agent(self, row: Row, base_url: str, api_key: str) -> Any:
+        match row["index"]:
+            case 1:
+                return 1.0  # asked nothing
+            case 2:
+                raise RuntimeError("the agent is lost")
+            case 4:
+                return self._ask(base_url, api_key) and {"won": True}
+            case 5:
+                return self._ask(base_url, api_key) and float("nan")
+            case 6:
+                self._ask(base_url, api_key)
+                child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+                self._note(child.pid)
+                time.sleep(1000)
+            case 7:
+                return self._ask(base_url, "wrong key")
+            case 8:
+                self._ask(base_url, api_key)
+                os._exit(9)
+        self._ask(base_url, api_key)
+        self._note(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+        return 1.0
+
+    def _ask(self, base_url: str, api_key: str) -> bool:
+        client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hello"}])
+        return True
+
+    def _note(self, pid: int) -> None:
+        with self._log.open("a") as log:
+            print(pid, file=log)
+
+
+class FailingCommand(NumberedRows):
+    name = "failing"
+    agent_command = ["bash", "-c", "echo 1.0; exit 7"]
+
+
+class EndlessAgent(NumberedRows):
+    """Asks until it is refused: the run says how many turns an episode has."""
+
+    name = "endless"
+
+    def run_agent(self, row: Row, base_url: str, api_key: str) -> float:
+        client, asked = openai.OpenAI(base_url=base_url, api_key=api_key), 0
+        try:
+            while True:
+                client.chat.completions.create(
+                    model="policy", messages=[{"role": "user", "content": json.dumps(asked)}]
+                )
+                asked += 1
+        except openai.BadRequestError:
+            return float(asked)
