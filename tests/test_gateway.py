@@ -11,22 +11,15 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from byte_tokenizer import make_byte_tokenizer
-from gateway_rig import CHAT_TEMPLATE, GatewayRig, OpenEpisode, ScriptedPolicy
+
+from slipstream_bench.gateway_rig import GatewayRig, OpenEpisode, ScriptedPolicy
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
-def make_chat_tokenizer() -> Any:
-    tokenizer = make_byte_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
-
-
 @pytest.fixture(scope="module")
 def rig() -> Iterator[GatewayRig]:
-    tokenizer = make_chat_tokenizer()
-    rig = GatewayRig(tokenizer, ScriptedPolicy(tokenizer))
+    rig = GatewayRig()
     yield rig
     rig.close()
 
@@ -45,8 +38,12 @@ def episode(rig: GatewayRig, policy: ScriptedPolicy) -> Iterator[OpenEpisode]:
     episode.close()
 
 
+def make_client(episode: OpenEpisode) -> openai.OpenAI:
+    return openai.OpenAI(base_url=episode.base_url, api_key=episode.key, max_retries=0)
+
+
 def ask(episode: OpenEpisode, *messages: Any, **options: Any) -> Any:
-    return episode.make_client().chat.completions.create(model="any", messages=messages, **options)
+    return make_client(episode).chat.completions.create(model="any", messages=messages, **options)
 
 
 def post(episode: OpenEpisode, body: Any, path: str = "/v1/chat/completions", **options: Any) -> Any:
@@ -199,7 +196,7 @@ def test_a_stream_gives_what_the_whole_answer_gives(policy: ScriptedPolicy, epis
         assert logprobs == whole.choices[number].logprobs.content
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 10
     policy.say = lambda sample: 'CALL add {"a": 2}'
-    with episode.make_client().chat.completions.stream(model="any", messages=[USER], tools=[TOOL]) as stream:
+    with make_client(episode).chat.completions.stream(model="any", messages=[USER], tools=[TOOL]) as stream:
         list(stream)
         message = stream.get_final_completion().choices[0].message
     assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [
@@ -262,7 +259,7 @@ def test_the_asynchronous_client_asks_side_by_side(policy: ScriptedPolicy, episo
 
 
 def test_models_and_health_are_there(rig: GatewayRig, episode: OpenEpisode) -> None:
-    [model] = episode.make_client().models.list().data
+    [model] = make_client(episode).models.list().data
     assert model.model_extra == {"max_model_len": 2000, **model.model_extra}
     assert httpx.get(f"{rig.gateway.root_url}/health").json() == {"status": "ok"}
 
@@ -345,8 +342,7 @@ def test_what_clients_send_by_default_is_taken(episode: OpenEpisode, options: An
 
 
 def test_the_runs_own_sampling_is_taken() -> None:
-    tokenizer = make_chat_tokenizer()
-    rig = GatewayRig(tokenizer, ScriptedPolicy(tokenizer), "sampling.temperature=0.7")
+    rig = GatewayRig("sampling.temperature=0.7")
     try:
         episode = rig.open_episode()
         assert [
@@ -536,10 +532,7 @@ def test_64_sessions_side_by_side_keep_their_turns_apart(rig: GatewayRig, policy
 
 
 def test_an_address_that_is_taken_or_not_this_hosts_is_named() -> None:
-    tokenizer = make_chat_tokenizer()
-    with pytest.raises(ValueError, match=r"episodes.gateway.host and port must .*got 127.0.0.1 and "):
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
-            GatewayRig(
-                tokenizer, ScriptedPolicy(tokenizer), "generators.count=1", f"episodes.gateway.port={port}"
-            )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=r"episodes.gateway.host and port must .*got 127.0.0.1 and "):
+            GatewayRig(f"episodes.gateway.port={port}")

@@ -62,7 +62,8 @@ class Gateway:
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                log_level="warning",
+                # Strangers may send what is no HTTP: nothing is logged about that.
+                log_level="error",
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=int(KEEP_ALIVE_S),

@@ -1,25 +1,30 @@
-"""A gateway with a policy that answers by script, served over a real socket from an episode thread."""
+"""A gateway with a policy that answers by script, served over a real socket from an episode thread.
+
+Tests, the fuzz and the benchmark of the gateway use it.
+"""
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-import openai
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from buffers import messages as m
+from buffers.messages import Lease
 from configs.load import load_config
-from configs.schema import Config
 from generators.engine import Completion, Sample
 from generators.episode_thread import EpisodeThread
 from generators.gateway.server import Gateway
 from generators.gateway.session import GatewaySession
 from generators.group import GroupProgress, Player
 from generators.rendering.difference import DifferenceRenderer
-from generators.rendering.plain import PlainRenderer
 from generators.rendering.renderer import Reply
 
+T = TypeVar("T")
+
+END = "<|end|>"
 CHAT_TEMPLATE = (
     "{% if tools %}<|tools|>{{ tools | tojson }}<|end|>{% endif %}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
@@ -29,37 +34,53 @@ CHAT_TEMPLATE = (
 )
 OVERRIDES = [
     "generators.engine=simulated", "learner.engine=simulated", "generators.max_model_len=2000",
-    "sampling.max_tokens=200", "episodes.max_turns=16",
+    "sampling.max_tokens=200", "episodes.max_turns=16", "generators.count=1",
 ]  # fmt: skip
 
 
-class ScriptedPolicy:
-    """Answers with the texts that `say` returns, and keeps what it was asked. `versions` name the weights."""
+def make_chat_tokenizer() -> Any:
+    """Returns a tokenizer of bytes with a chat template, made in a moment: each byte is a token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: place for place, letter in enumerate([END, *alphabet])}
+    bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
-    def __init__(self, tokenizer: Any, say: Callable[[Sample], str] | None = None) -> None:
+
+class ScriptedPolicy:
+    """Answers with the texts that `say` returns, and keeps what it was asked."""
+
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.reset()
-        if say is not None:
-            self.say = say
 
     def reset(self) -> None:
+        """Says `four` from here on, at once, with version 0."""
         self.say: Callable[[Sample], str] = lambda sample: "four"
+        self.keeps_samples = True
         self.samples: list[Sample] = []
         self.withdrawn: list[str] = []
         self.version = 0
+        """The weights' version."""
         self.gate: asyncio.Event | None = None
         """Replies wait for it where it is set."""
 
     async def sample_turn(self, sample: Sample) -> Completion:
-        self.samples.append(sample)
+        if self.keeps_samples:
+            self.samples.append(sample)
         try:
             if self.gate is not None:
                 await self.gate.wait()
         except asyncio.CancelledError:
             self.withdrawn.append(sample.id)
             raise
-        tokens = self._tokenizer.encode(self.say(sample), add_special_tokens=False)
-        tokens = [*tokens, self._tokenizer.eos_token_id]
+        tokens = [*self._tokenizer.encode(self.say(sample), add_special_tokens=False)]
+        tokens.append(self._tokenizer.eos_token_id)
         reason = "stop" if len(tokens) <= sample.max_tokens else "length"
         tokens = tokens[: sample.max_tokens]
         return Completion(
@@ -73,6 +94,8 @@ class ScriptedPolicy:
 
 class CallReader:
     """Reads `CALL name {...}` as a tool call, and `<think>…</think>` as reasoning."""
+
+    thinks_at_once = False
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -93,68 +116,63 @@ class CallReader:
         return Reply(message)
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class OpenEpisode:
     key: str
     session: GatewaySession
     player: Player
     base_url: str
-    close: Any
-
-    def make_client(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.base_url, api_key=self.key, max_retries=0, **options)
+    close: Callable[[], None]
 
 
 class GatewayRig:
-    def __init__(
-        self, tokenizer: Any, policy: Any, *overrides: str, config: Config | None = None, chat: bool = True
-    ) -> None:
-        self.config = config or load_config([*OVERRIDES, *overrides])
-        self.policy, self.tokenizer = policy, tokenizer
+    def __init__(self, *overrides: str) -> None:
+        self.config = load_config([*OVERRIDES, *overrides])
+        self.tokenizer = make_chat_tokenizer()
+        self.policy = ScriptedPolicy(self.tokenizer)
+        reader: Any = CallReader(self.tokenizer)
+        renderer = DifferenceRenderer(self.tokenizer, reader)
+        self.gateway = Gateway(self.config, renderer, self.tokenizer)
         self.thread = EpisodeThread()
-        reader: Any = CallReader(tokenizer)
-        renderer = DifferenceRenderer(tokenizer, reader) if chat else PlainRenderer(tokenizer, reader)
-        self.gateway = Gateway(self.config, renderer, tokenizer)
         self.run(self.gateway.open())
-        self._count = 0
-        self._holding: list[Any] = []
+        self._num_episodes = 0
+        self._holding: dict[int, Any] = {}
         """The loop itself keeps no task alive."""
 
-    def run(self, coroutine: Any) -> Any:
-        return self.thread.start_coroutine(coroutine).result(60)
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.thread.start_coroutine(coroutine).result(600)
 
-    def open_episode(self) -> OpenEpisode:
-        opened: list[OpenEpisode] = []
-        is_open, events = threading.Event(), list[asyncio.Event]()
-        number, self._count = self._count, self._count + 1
-        lease = m.Lease(
+    def make_player(self) -> Player:
+        """Returns the player of an episode of its own."""
+        number, self._num_episodes = self._num_episodes, self._num_episodes + 1
+        lease = Lease(
             id=number, group=number, due=0, task="t", index=number, seed=0, split="train", num_samples=1,
             min_version=0,
         )  # fmt: skip
+        return Player(self.policy, lease, 0, self.config.sampling.max_tokens, GroupProgress(1, 1))
+
+    def open_episode(self) -> OpenEpisode:
+        player = self.make_player()
+        number, opened, is_open = player.lease.id, list[OpenEpisode](), threading.Event()
+        release = asyncio.Event()
 
         def close() -> None:
-            self.call_soon(events[0].set)
-            holding.result(30)
+            self.run(_set_event(release))
+            self._holding.pop(number).result(60)
 
         async def hold() -> None:
-            player = Player(self.policy, lease, 0, self.config.sampling.max_tokens, GroupProgress(1, 1))
-            release = asyncio.Event()
-            events.append(release)
             async with self.gateway.open_session(player) as (key, session):
                 opened.append(OpenEpisode(key, session, player, f"{self.gateway.root_url}/v1", close))
                 is_open.set()
                 await release.wait()
 
-        holding = self.thread.start_coroutine(hold())
-        self._holding.append((holding, events))
-        assert is_open.wait(30)
+        self._holding[number] = self.thread.start_coroutine(hold())
+        assert is_open.wait(60), "an episode must open within 60 s"
         return opened[0]
-
-    def call_soon(self, function: Callable[[], None]) -> None:
-        async def call() -> None:
-            function()
-
-        self.run(call())
 
     def close(self) -> None:
         self.thread.close(self.gateway.close())
+
+
+async def _set_event(event: asyncio.Event) -> None:
+    event.set()
