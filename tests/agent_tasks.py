@@ -21,7 +21,8 @@ ask() {
 first=$(ask '{"model": "policy", "messages": [{"role": "user", "content": "hello"}]}') || exit 3
 echo "the agent got $first"
 reply=$(printf '%s' "$first" | sed 's/.*"message":\({[^}]*}\).*/\1/')
-ask '{"messages": [{"role": "user", "content": "hello"}, '"$reply"', {"role": "user", "content": "more"}]}' || exit 4
+more='{"role": "user", "content": "more"}'
+ask '{"messages": [{"role": "user", "content": "hello"}, '"$reply, $more]}" || exit 4
 echo
 echo '{"reward": 0.5, "row": '"${#SLIPSTREAM_ROW}"'}'
 """

@@ -62,10 +62,11 @@ def test_a_shell_script_trains_through_curl_and_its_last_line_is_its_outcome(tmp
         assert sorted(set(row["turn"])) == [-1, 0, 1]
 
 
-def test_agents_that_fail_cost_their_group_by_name_and_none_of_their_processes_stays(tmp_path: Path) -> None:
+def test_agents_that_fail_cost_their_group_and_none_of_their_processes_stays(tmp_path: Path) -> None:
     log = tmp_path / "log"
     config = make_config(
-        "UnrulyAgent", "task.args={log: " + str(log) + "}", "episodes.timeout_s=8", "episodes.reset_timeout_s=8",
+        "UnrulyAgent", "task.args={log: " + str(log) + "}", "episodes.timeout_s=8",
+        "episodes.reset_timeout_s=8",
         "episodes.turn_timeout_s=8", "episodes.score_timeout_s=8", "learner.groups_per_step=2", "run.steps=2",
     )  # fmt: skip
     run = EpisodeRun(config, tmp_path)
