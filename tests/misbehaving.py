@@ -133,6 +133,10 @@ class Misbehaving:
     def do_draw(self, _: str) -> Any:
         return Score(random.random(), {"numpy": numpy.random.random()})
 
+    def do_signal_parent(self, number: str) -> Any:
+        os.kill(os.getppid(), int(number))
+        return Score(float(signal.getsignal(int(number)) == signal.SIG_DFL))
+
     def do_sleep(self, seconds: str) -> Any:
         time.sleep(float(seconds))
         return Score(1.0)
@@ -174,8 +178,10 @@ class Counting:
         if limit < 1:
             raise ValueError("limit must be positive")
         self.limit, self.count = limit, 0
+        self.was_reset = False
 
     def reset(self, row: dict[str, Any], seed: int) -> Turn:
+        self.was_reset = True
         return Turn(messages=[{"role": "user", "content": f"{row['index']} {seed}"}])
 
     async def step(self, reply: dict[str, Any]) -> Turn:
@@ -185,7 +191,7 @@ class Counting:
         return Turn(messages=messages, reward=float(self.count), done=done)
 
     def close(self) -> None:
-        print("closed")
+        assert self.was_reset, "what the protocol does not promise"
 
 
 class Duel:

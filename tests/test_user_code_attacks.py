@@ -4,11 +4,13 @@ import asyncio
 import gc
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ import pytest
 from generators.user_code import pool as pool_module
 from generators.user_code.errors import CallFailed, TaskRefused, UserCodeError, WorkerDied
 from generators.user_code.pool import UserCodePool, WorkerLimits
+from generators.user_code.process_control import find_children, list_children
 from generators.user_code.user_worker import UserWorker
+from generators.user_code.worker_limits import raise_descriptor_limit
 
 ROOT = Path(__file__).parents[1]
 LONG_S = 120.0
@@ -376,6 +380,43 @@ def test_a_worker_that_another_program_kills_is_replaced_idle_or_not() -> None:
     run_with_pool(play)
 
 
+def test_the_guard_ends_by_no_signal_that_a_task_sends_to_its_parent() -> None:
+    async def play(pool: UserCodePool) -> None:
+        worker = await pool.take_worker()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+            assert (await score(worker, f"signal_parent {int(number)}"))["reward"] == 1.0
+        assert (await score(worker, "four"))["reward"] == 4.0
+        assert (await score(await pool.take_worker(), "four"))["reward"] == 4.0
+
+    run_with_pool(play)
+
+
+def test_a_pool_works_in_any_thread() -> None:
+    async def play(pool: UserCodePool) -> None:
+        worker = await pool.take_worker()
+        assert (await score(worker, "four"))["reward"] == 4.0
+        with pytest.raises(WorkerDied):
+            await score(worker, "spin", 0.1)
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(run_with_pool, play).result()
+
+
+def test_children_are_found_with_and_without_the_kernels_list() -> None:
+    with subprocess.Popen(["sleep", "3600"]) as child:
+        assert child.pid in list_children() and child.pid in find_children()
+        assert os.getppid() not in find_children()
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert child.pid in list_children() and child.pid in find_children(), "it is not reaped yet"
+
+
+def test_more_workers_than_the_host_has_open_files_for_are_refused() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with pytest.raises(ValueError, match="episodes.max_workers must be at most .* here .* open files"):
+        raise_descriptor_limit(hard)
+
+
 def test_cancelled_takes_lose_no_worker_and_no_place() -> None:
     async def play(pool: UserCodePool) -> None:
         rng = random.Random(0)
@@ -390,7 +431,7 @@ def test_cancelled_takes_lose_no_worker_and_no_place() -> None:
             finally:
                 pool.return_worker(worker)
 
-        for _ in range(12):
+        for _ in range(6):
             tasks = [asyncio.create_task(take_for_a_while()) for _ in range(12)]
             await asyncio.sleep(rng.random() * 0.1)
             for task in rng.sample(tasks, 6):

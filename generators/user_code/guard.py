@@ -14,6 +14,7 @@ import signal
 import socket
 import struct
 
+from generators.user_code.own_process import GUARD_IGNORES
 from generators.user_code.process_control import (
     become_subreaper,
     kill_child,
@@ -61,6 +62,8 @@ class Guard:
         self._selector.register(self._wakeup, selectors.EVENT_READ, "child")
         signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        for number in GUARD_IGNORES:
+            signal.signal(number, signal.SIG_IGN)
 
     def run(self) -> None:
         """Serves the generator until it is gone, or has closed the socket; then kills everything."""

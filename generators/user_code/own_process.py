@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from generators.user_code.process_control import die_with_parent, name_process
 
+GUARD_IGNORES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that end no guard: it ends with the generator. The task's code may send them to its parent."""
 _PATIENCE_S = 60.0
 """Seconds in which a worker's parent must have become the guard."""
 _HIGH_DESCRIPTOR = 64
@@ -23,6 +25,8 @@ def begin_process(name: str, guard: int, output: int) -> None:
     os.setsid()
     _wait_for_parent(guard)
     name_process(name)
+    for number in GUARD_IGNORES:
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     (nothing,) = move_descriptors([os.open(os.devnull, os.O_RDONLY)])
     for source, target in ((nothing, 0), (output, 1), (output, 2)):

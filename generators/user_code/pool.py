@@ -33,7 +33,7 @@ from generators.user_code.process_orders import (
 )
 from generators.user_code.task_kinds import TaskKind
 from generators.user_code.user_worker import UserWorker
-from generators.user_code.worker_limits import WorkerLimits
+from generators.user_code.worker_limits import WorkerLimits, raise_descriptor_limit
 
 log = logging.getLogger("slipstream.generator")
 
@@ -96,8 +96,12 @@ class UserCodePool:
 
     @classmethod
     async def open(cls, target: str, args: Mapping[str, Any], limits: WorkerLimits) -> "UserCodePool":
-        """Starts the processes and imports the task. Raises TaskRefused, which names `task.name` or
-        `task.args`, when it cannot be imported or made or lacks a method."""
+        """Starts the processes and imports the task.
+
+        Raises TaskRefused, which names `task.name` or `task.args`, when it cannot be imported or made or
+        lacks a method; ValueError when the host allows too few open files for `episodes.max_workers`.
+        """
+        raise_descriptor_limit(limits.max_workers)
         pool = cls(target, args, limits)
         try:
             worker = await pool.take_worker()

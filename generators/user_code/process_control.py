@@ -42,7 +42,12 @@ def list_children() -> list[int]:
         with open(f"/proc/self/task/{threading.get_native_id()}/children") as file:
             return [int(pid) for pid in file.read().split()]
     except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_child(pid)]
+        return find_children()
+
+
+def find_children() -> list[int]:
+    """Returns the children of this process, from all processes of the host."""
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_child(pid)]
 
 
 def _is_child(pid: int) -> bool:

@@ -5,6 +5,7 @@ ever crosses to another process.
 """
 
 import asyncio
+import contextlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -56,10 +57,12 @@ class TaskHost:
         return getattr(self, method)(*arguments)
 
     def describe(self) -> dict[str, Any]:
-        """Returns the kind of task and what it has. An environment is made and closed, to see that
-        `task.args` suit it."""
+        """Returns the kind of task and what it has. An environment is made, to see that `task.args` suit it,
+        and closed, whatever that raises before `reset`."""
         if self.kind == TaskKind.environment:
-            self._finish(self._make_object().close())
+            environment = self._make_object()
+            with contextlib.suppress(Exception):
+                self._finish(environment.close())
         if (command := getattr(self._task, "agent_command", None)) is not None:
             check_command(command)
         num_prompts = getattr(self._task, "num_prompts", None)

@@ -30,7 +30,7 @@ from generators.user_code.task_host import TaskHost, UnsuitableTask
 from generators.user_code.worker_process import run_worker
 
 MAX_DETAIL = 4000
-"""Characters of a traceback."""
+"""Characters of a sentence, and of a traceback."""
 _OOM_SCORE = 500
 """Makes the kernel take the task's processes before the generator when memory runs out."""
 
@@ -78,7 +78,7 @@ def _make_host(link: socket.socket, order: StartTemplate) -> TaskHost:
         sentence = f"task.name must name a class that can be imported, got {order.target!r}: "
         sentence = str(error) if isinstance(error, UnsuitableTask) else sentence + describe_error(error)
         detail = "".join(traceback.format_exception(error))[-MAX_DETAIL:]
-        send_order(link, TemplateFailed(error=keep_text(sentence), detail=keep_text(detail)))
+        send_order(link, TemplateFailed(error=keep_text(sentence[:MAX_DETAIL]), detail=keep_text(detail)))
         os._exit(1)
     send_order(link, TemplateStarted())
     return host

@@ -1,8 +1,14 @@
 """The bounds on the processes of a task's code."""
 
+import resource
 from dataclasses import dataclass
 
 from configs.schema import Config
+
+_DESCRIPTORS = 4
+"""Open files for one worker: a socket and a pipe, and their other ends while it is started."""
+_OTHER_DESCRIPTORS = 512
+"""Open files that are left for everything else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,3 +29,17 @@ class WorkerLimits:
             output_mb=episodes.worker_output_mb,
             start_timeout_s=episodes.start_timeout_s,
         )
+
+
+def raise_descriptor_limit(max_workers: int) -> None:
+    """Lets this process open the descriptors that so many workers need. Raises ValueError when the host's
+    hard limit forbids it."""
+    needed = max_workers * _DESCRIPTORS + _OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ValueError(
+            f"episodes.max_workers must be at most {(hard - _OTHER_DESCRIPTORS) // _DESCRIPTORS} here (the host "
+            f"allows {hard} open files), got {max_workers}"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
