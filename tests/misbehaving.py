@@ -1,6 +1,7 @@
 """Tasks that misbehave. Workers import them from here; a test calls one method of each."""
 
 import ctypes
+import importlib
 import os
 import random
 import signal
@@ -8,8 +9,6 @@ import subprocess
 import sys
 import time
 from typing import Any
-
-import numpy
 
 from generators.environment import EpisodeRecord, Turn
 from generators.task import Prompt, Score
@@ -130,8 +129,11 @@ class Misbehaving:
     def do_read(self, _: str) -> Any:
         return Score(float(len(sys.stdin.read())))
 
+    def import_numpy(self) -> None:
+        self.numpy = importlib.import_module("numpy")
+
     def do_draw(self, _: str) -> Any:
-        return Score(random.random(), {"numpy": numpy.random.random()})
+        return Score(random.random(), {"numpy": self.numpy.random.random()})
 
     def do_signal_parent(self, number: str) -> Any:
         os.kill(os.getppid(), int(number))
@@ -232,11 +234,10 @@ class CoroutineAgent:
         return {"index": index}
 
     async def run_agent(self, row: dict[str, Any], base_url: str, api_key: str) -> Any:
-        return (
-            {"reward": numpy.float32(row["index"]), "length": len(base_url + api_key)}
-            if row["index"]
-            else 0.5
-        )
+        if not row["index"]:
+            return 0.5
+        reward = importlib.import_module("numpy").float32(row["index"])
+        return {"reward": reward, "length": len(base_url + api_key)}
 
 
 class Incomplete:

@@ -106,7 +106,7 @@ def test_workers_draw_numbers_of_their_own_and_read_nothing() -> None:
         read = await workers[0].call("score_response", ["train", 0, 0, "read"], 60, "s")
         assert read["reward"] == 0.0
 
-    run_with_pool(play)
+    run_with_pool(play, args={"start": "import_numpy"})
 
 
 def test_arguments_beyond_the_size_of_a_frame_fail_the_call_alone() -> None:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from configs.schema import Config
 
-_DESCRIPTORS = 4
-"""Open files for one worker: a socket and a pipe, and their other ends while it is started."""
+_DESCRIPTORS = 2
+"""Open files for one worker: a socket and a pipe."""
 _OTHER_DESCRIPTORS = 512
 """Open files that are left for everything else."""
 
@@ -37,9 +37,10 @@ def raise_descriptor_limit(max_workers: int) -> None:
     needed = max_workers * _DESCRIPTORS + _OTHER_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
+        most = (hard - _OTHER_DESCRIPTORS) // _DESCRIPTORS
         raise ValueError(
-            f"episodes.max_workers must be at most {(hard - _OTHER_DESCRIPTORS) // _DESCRIPTORS} here (the host "
-            f"allows {hard} open files), got {max_workers}"
+            f"episodes.max_workers must be at most {most} here (this host allows {hard} open files), "
+            f"got {max_workers}"
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
