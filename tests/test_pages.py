@@ -1,5 +1,7 @@
 """The pages say what is true: their commands run, their links lead somewhere, their keys and files exist."""
 
+import importlib
+import inspect
 import os
 import re
 import shutil
@@ -8,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from pages import (
     LINK,
     PAGES,
@@ -19,8 +22,11 @@ from pages import (
     read_blocks,
     read_section,
 )
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from configs.load import load_config
+from generators.rewards.composition import PARTS, make_parts
+from generators.rewards.judge import JudgePart
 from slipstream.nursery import FOLDER
 
 SHORT = "run.steps=3 eval.prompts=16"
@@ -98,7 +104,9 @@ def run_blocks(blocks: list[CodeBlock], folder: Path, environment: dict[str, str
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.code)
         elif block.language == "bash":
-            code = re.sub(r"(scripts/launch\.sh (?!.*run\.steps).*)", rf"\1 {SHORT}", block.code)
+            code = re.sub(
+                r"(scripts/launch\.sh (?!.*run\.steps).*)", rf"\1 {SHORT}", block.code.replace("\\\n", "")
+            )
             done = subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", code], cwd=folder, env=environment, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600,
@@ -118,19 +126,62 @@ def test_the_tutorial_works_from_its_first_line_to_its_last(tmp_path: Path) -> N
     assert (tmp_path / "models/largest/model.safetensors").exists()
 
 
-@pytest.mark.whole_run
-@pytest.mark.parametrize("section", ["Add a task", "Add a loss", "Add a transport"])
-def test_what_contributing_tells_to_do_works(section: str, tmp_path: Path) -> None:
-    """A copy of the project gets what the section says; its environment is the one of these tests."""
-    project, place = tmp_path / "slipstream", tmp_path / "environment"
+def copy_project(folder: Path) -> tuple[Path, dict[str, str]]:
+    """Copies the project into a folder; its environment is the one of these tests. Returns the copy and the
+    variables for its commands."""
+    project, place = folder / "slipstream", folder / "environment"
     shutil.copytree(ROOT, project, ignore=NOT_COPIED)
     place.mkdir()
     for part in ("bin", "lib", "pyvenv.cfg"):
         (place / part).symlink_to(Path(sys.prefix) / part)
-    path = os.pathsep.join(str(project / folder) for folder in (".", "scripts", "scripts/bench"))
+    path = os.pathsep.join(str(project / part) for part in (".", "scripts", "scripts/bench"))
     environment = {name: value for name, value in os.environ.items() if name != FOLDER}
     environment |= {"SLIPSTREAM_VENV": str(place), "PYTHONPATH": path}
     prepared = '. scripts/env.sh; touch "$(stamp_of "$backend")" "$(stamp_of "$backend,test")"'
     subprocess.run(["bash", "-c", prepared], cwd=project, env=environment, check=True)
+    return project, environment
+
+
+@pytest.mark.whole_run
+@pytest.mark.parametrize("section", ["Add a task", "Add a loss", "Add a transport"])
+def test_what_contributing_tells_to_do_works(section: str, tmp_path: Path) -> None:
+    project, environment = copy_project(tmp_path)
     printed = run_blocks(read_blocks(read_section("CONTRIBUTING.md", section)), project, environment)
     assert " passed" in printed and "finished. Summary" in printed, printed
+
+
+@pytest.mark.whole_run
+def test_a_reward_made_of_parts_is_trained_and_its_parts_are_figures(tmp_path: Path) -> None:
+    project, environment = copy_project(tmp_path)
+    text = read_section("docs/environments.md", "Rewards").partition("\n### ")[0]
+    printed = run_blocks(read_blocks(text), project, environment)
+    assert "finished. Summary" in printed, printed
+    (folder,) = (project / "outputs").glob("*/tensorboard")
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    figures = [f"reward/{name}" for name in ("right", "brief", "seconds/right", "seconds/brief")]
+    assert all(len(events.Scalars(name)) == 3 for name in figures)
+    right, brief, mean = (events.Scalars(f"reward/{name}")[-1].value for name in ("right", "brief", "mean"))
+    assert mean == pytest.approx(right + 0.1 * brief, abs=1e-3)
+
+
+def test_the_judge_of_the_page_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = read_section("docs/environments.md", "Rewards").partition("\n### Judge\n")[2]
+    (block,) = [block for block in read_blocks(text) if block.language == "yaml"]
+    with pytest.raises(
+        ValueError, match="key_env must name an environment variable that is set, got 'JUDGE_KEY'"
+    ):
+        make_parts(yaml.safe_load(block.code)["task"]["args"]["rewards"])
+    monkeypatch.setenv("JUDGE_KEY", "sk")
+    (part,) = make_parts(yaml.safe_load(block.code)["task"]["args"]["rewards"]).parts
+    assert part.weight == 0.1 and isinstance(part.part, JudgePart)
+    assert part.part.read_grade("Half of it is right. Grade: 5") == 5.0
+
+
+def test_the_page_lists_all_parts_and_their_arguments() -> None:
+    text = read_section("docs/environments.md", "Rewards")
+    rows = {row.split("|")[1].strip(" `"): row for row in text.splitlines() if row.startswith("| `")}
+    for name, place in PARTS.items():
+        module, _, class_name = place.partition(":")
+        given = set(inspect.signature(getattr(importlib.import_module(module), class_name)).parameters)
+        assert set(re.findall(r"`(\w+)`", rows[name].split("|")[3])) == given

@@ -1,6 +1,6 @@
 """Serves a reward model: a Hugging Face sequence classifier behind HTTP, whose requests are batched.
 
-    python -P -m slipstream.reward_model --model PATH --port 8100
+    scripts/reward_model.sh --model FOLDER --port 8100
 
     POST /score   {"conversations": [[message, ...], ...]} or {"texts": [...]}  ─▶ {"scores": [...]}
     GET /health   the model, and counts of requests, inputs and batches
