@@ -19,6 +19,7 @@ from branched_episodes import (
     move_branches,
     run_scripted_step,
 )
+from buffer_harness import BufferHarness
 from episode_equations import StepEquations, read_episodes, set_equations
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,9 +40,12 @@ from training_steps import (
 )
 from transformers import AutoModelForCausalLM
 
-from buffers.trajectory import GREEDY, Trajectory, to_batch
+from buffers.client import TakenBatch
+from buffers.messages import Lease
+from buffers.trajectory import GREEDY, Trajectory, encode_batch, to_batch
+from configs.load import load_config
 from configs.schema import Config
-from learners.packing import PackingCost, batch_from_arrow, divide_rows
+from learners.packing import Batch, PackingCost, batch_from_arrow, divide_rows
 from learners.parity import find_fresh_tokens
 from learners.prepared import describe_episodes, shape_rewards
 from learners.world import World
@@ -177,6 +181,12 @@ def test_ranks_cannot_matter(
 # ---- what a batch holds
 
 
+@pytest.fixture
+def tiny_config(fixed_model: Path) -> Config:
+    sizes = [f"learner.groups_per_step={GROUPS}", f"learner.samples_per_prompt={SAMPLES}", "run.steps=4"]
+    return load_config([f"model.path={fixed_model}", *sizes, "eval.prompts=0", "staleness.max_versions=1"])
+
+
 def find_places(rows: list[Trajectory]) -> list[list[list[int]]]:
     """The places of all tokens of each branch of each episode."""
     numbers = iter(range(sum(len(row.tokens) for row in rows)))
@@ -264,7 +274,7 @@ def test_a_batch_of_one_turn_and_one_branch_has_no_figures_of_episodes(
     trajectories: list[Trajectory],
 ) -> None:
 
-    batch = batch_from_arrow(pa.Table.from_batches([to_batch(trajectories)]))
+    batch = batch_from_arrow(make_table(trajectories))
     assert describe_episodes(batch) == {} and batch.token_rewards is None
 
 
@@ -287,6 +297,48 @@ def test_a_branch_is_fresh_where_one_version_has_sampled_all_of_it(rows: list[Tr
         for flag in row.sampled
     ]
     assert find_fresh_tokens(batch, STEP).tolist() == expected and any(expected)
+
+
+def test_groups_of_branched_episodes_come_through_the_buffer_as_one_batch(
+    rows: list[Trajectory], tmp_path: Path, tiny_config: Config
+) -> None:
+    harness = BufferHarness(tiny_config, tmp_path)
+    try:
+        harness.publish(0)
+        sent: list[Trajectory] = []
+        for lease in harness.ask(GROUPS):
+            group = [lease_row(row, lease) for row in rows if row.group == len({row.group for row in sent})]
+            assert harness.submit(lease, encode_batch(to_batch(group)), num_rows=len(group)) == "accepted"
+            sent += group
+        taken = harness.client.take_batch(0, 10.0)
+        assert isinstance(taken, TakenBatch)
+        found, expected = batch_from_arrow(taken.table), batch_from_arrow(make_table(sent))
+    finally:
+        harness.close()
+    assert expected.num_branches > expected.num_sequences == GROUPS * SAMPLES
+    for name in Batch.__dataclass_fields__:
+        values = getattr(found, name), getattr(expected, name)
+        if isinstance(values[0], Tensor):
+            torch.testing.assert_close(*values, rtol=0, atol=0, equal_nan=True)
+        else:
+            np.testing.assert_equal(*values)
+
+
+def lease_row(row: Trajectory, lease: Lease) -> Trajectory:
+    return replace(
+        row,
+        group=lease.group,
+        due=lease.due,
+        prompt_id=lease.index,
+        task=lease.task,
+        started_at=1.0,
+        finished_at=2.0,
+        versions=[0 if flag else -1 for flag in row.sampled],
+    )
+
+
+def make_table(rows: list[Trajectory]) -> pa.Table:
+    return pa.Table.from_batches([to_batch(rows)])
 
 
 # ---- with a model
