@@ -257,7 +257,7 @@ class BufferAttack:
                     {"group": 2**62},
                     {"branch": 1},
                     {"turn": [-1, 1, 0]},
-                    {"turn": [-1, 2**15 - 1, 2**15 - 1]},
+                    {"turn": [-1, 2**14, 2**14]},
                     {"turn": [0]},
                     {"token_rewards": [0.0, 0.0, float("nan")]},
                     {"token_rewards": [0.0, 3e38, 3e38]},
