@@ -55,11 +55,12 @@ class LearnerConfig(Section):
     groups_per_step: int = setting(64, POSITIVE)
     """Groups that one step consumes (B)."""
     samples_per_prompt: int = setting(8, POSITIVE)
-    """Trajectories in a group."""
+    """Episodes in a group. Each is one trajectory, or several where its context was rewritten."""
     minibatches: int = setting(1, POSITIVE)
     """Optimizer updates in a step. Must divide `groups_per_step`."""
     tokens_per_microbatch: int = setting(16384, POSITIVE)
-    """Packed tokens that one forward pass holds at most. A longer sequence goes alone."""
+    """Packed tokens that one forward pass holds at most. A longer episode goes alone, with all its
+    branches."""
     lr: float = setting(2e-4, POSITIVE)
     """Peak learning rate of AdamW. The default is for the tiny model; 1e-6 to 1e-5 is usual for whole
     pretrained models."""
