@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -34,6 +35,7 @@ ADD = {
     "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}},
 }
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+MARKS = re.compile("(</?(?:think|tool_call)>)")
 NUM_WRITTEN = 300
 """Beginnings and turns that environments write. Replies, and the order of turns, differ each time."""
 HELD_APART = "\uf8ff"
@@ -85,7 +87,7 @@ class Conversations:
         messages = list(draw.choice(self.beginnings))
         self._begin_branch(played, messages, tools)
         for _ in range(draw.randint(1, 4)):
-            sampled, reply = self._sample_reply(draw, played.counts)
+            sampled, reply = self.sample_reply(draw, played.counts)
             played.branches[-1].extend(sampled, True)
             played.sampled[-1] += sampled
             new = draw.choice(self.turns)
@@ -137,20 +139,22 @@ class Conversations:
         roles = {"user": ["user"], "tool": ["tool"], "tools": ["tool", "tool"]}.get(kind, ["tool", "user"])
         return [{"role": role, "content": self._write(draw)} for role in roles]
 
-    def _sample_reply(self, draw: random.Random, counts: Counter[str]) -> tuple[list[int], Message]:
+    def sample_reply(self, draw: random.Random, counts: Counter[str]) -> tuple[list[int], Message]:
         """Returns tokens as an engine might sample them: cut anywhere, encoded as no tokenizer would, with
         special tokens in the wrong places, cut off."""
         text = "".join(draw.choices(PIECES, k=draw.randint(1, 4)))
         thinks = self.family.thinks and draw.random() < 0.5
         text = (f"<think>\n{text}\n</think>\n\n" if thinks else "") + text
         text += f"\n{CALL}" if draw.random() < 0.3 else ""
+        # Nearly always a policy samples its marks as the tokens that they are.
+        parts = MARKS.split(text) if draw.random() < 0.95 else [text]
         tokens: list[int] = []
-        while text:
-            length = draw.randint(1, 12)
-            if text.startswith(("<think>", "</think>")):
-                length = text.index(">") + 1
-            tokens += self.encode(text[:length])
-            text = text[length:]
+        for part in parts:
+            whole, place = MARKS.fullmatch(part) is not None, 0
+            while place < len(part):
+                length = len(part) if whole else draw.randint(1, 12)
+                tokens += self.encode(part[place : place + length])
+                place += length
         if draw.random() < 0.05:
             tokens.insert(draw.randint(0, len(tokens)), draw.choice(list(self.special_ids.values())))
         if draw.random() < 0.25:

@@ -51,8 +51,8 @@ def drop_line_break(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that verl had for months: one line break less at every tool boundary."""
     right = DifferenceRenderer._cut_suffix
 
-    def cut_suffix(self: DifferenceRenderer, behind: str, mark: str) -> Suffix:
-        suffix = right(self, behind, mark)
+    def cut_suffix(self: DifferenceRenderer, behind: str, *rest: Any) -> Suffix:
+        suffix = right(self, behind, *rest)
         return Suffix(suffix.close, suffix.rest[1:] if "tool_response" in behind else suffix.rest)
 
     monkeypatch.setattr(DifferenceRenderer, "_cut_suffix", cut_suffix)
@@ -80,8 +80,8 @@ def encode_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 def leave_replies_open(monkeypatch: pytest.MonkeyPatch) -> None:
     right = DifferenceRenderer._cut_suffix
 
-    def cut_suffix(self: DifferenceRenderer, behind: str, mark: str) -> Suffix:
-        return Suffix(None, right(self, behind, mark).rest)
+    def cut_suffix(self: DifferenceRenderer, *rest: Any) -> Suffix:
+        return Suffix(None, right(self, *rest).rest)
 
     monkeypatch.setattr(DifferenceRenderer, "_cut_suffix", cut_suffix)
 

@@ -24,7 +24,8 @@ from generators.rendering.opening import QUESTION, ThinkingMarks, find_opening, 
 from generators.rendering.parsing import ReplyReader
 from generators.rendering.renderer import Reply
 
-MARK = "MARKEDREPLY"
+MARK, FOLLOWING = "MARKEDREPLY", "MARKEDRESULT"
+CALL_ID, CALL_NAME = "call00000", "tool"
 KEPT_SUFFIXES = 512
 """Suffixes that are kept, because environments repeat themselves."""
 LONGEST_KEPT = 4096
@@ -55,13 +56,22 @@ class DifferenceRenderer:
         self._suffixes: OrderedDict[str, Suffix] = OrderedDict()
         self._arguments_as_objects = True
         self._arguments_as_objects = self._accepts_objects()
-        self._lead, close = self._find_close()
-        ends = {close, tokenizer.eos_token_id} - {None}
-        self.stop_tokens = frozenset(int(token) for token in ends if token is not None)
+        self._closes: dict[str, str | None] = {}
+        """The text of the special token that ends a reply before messages of a role."""
+        self._lead = self._find_lead()
+        self._shows_results = self._find_region("tool") is not None
+        closes = {self._find_close(role) for role in ("user", "tool")} | {tokenizer.eos_token}
+        self.stop_tokens = frozenset(
+            int(tokenizer.convert_tokens_to_ids(close)) for close in closes if close is not None
+        )
         self._opening, self._thinking = find_opening(tokenizer), ThinkingMarks(tokenizer)
         reader.thinks_at_once = self._thinking.is_thinking(self._opening)
 
     def render_first(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        if self._hides_any(messages):
+            raise ValueError(
+                "messages must be ones that the model's chat template shows, got a tool's, which it does not"
+            )
         try:
             text, mark = self._render_text(messages, tools)
         except (TemplateError, TypeError) as error:
@@ -76,12 +86,14 @@ class DifferenceRenderer:
     ) -> list[int] | None:
         if any(message["role"] == "assistant" for message in new_messages):
             return None
-        suffix = self._find_suffix(new_messages, tools)
+        suffix = None if self._hides_any(new_messages) else self._find_suffix(new_messages, tools)
         if suffix is None:
             return None
-        if suffix.close is None or (held and held[-1] == suffix.close):
+        ends = self.stop_tokens if suffix.close is None else (suffix.close,)
+        if held and held[-1] in ends:
             return [*held, *suffix.rest]
-        return [*held, *self._end_thinking(held), *self._lead, suffix.close, *suffix.rest]
+        close = [] if suffix.close is None else [*self._lead, suffix.close]
+        return [*held, *self._end_thinking(held), *close, *suffix.rest]
 
     def parse_reply(
         self,
@@ -92,6 +104,10 @@ class DifferenceRenderer:
         turn: int = 0,
     ) -> Reply:
         return self._reader.read_reply(tokens, finish_reason, tools, turn)
+
+    def _hides_any(self, messages: Sequence[Message]) -> bool:
+        """True for results of tools where the template passes over them in silence."""
+        return not self._shows_results and any(message["role"] == "tool" for message in messages)
 
     def _render_text(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], reply_follows: bool = True
@@ -129,19 +145,16 @@ class DifferenceRenderer:
                 text, mark = self._render_text([QUESTION, reply, *messages], tools)
             except (TemplateError, TypeError):
                 continue
-            before, found, behind = text.rpartition(reply_mark)
-            if found and reply_mark not in before:
-                return self._cut_suffix(behind, mark)
+            _, found, behind = text.rpartition(reply_mark)
+            if found:
+                return self._cut_suffix(behind, mark, self._find_close(messages[0]["role"]))
         return None
 
-    def _cut_suffix(self, behind: str, mark: str) -> Suffix:
-        close = self._encoder.find_special(behind)
-        if close is None:
+    def _cut_suffix(self, behind: str, mark: str, close: str | None) -> Suffix:
+        if close is None or close not in behind:
             return Suffix(None, tuple(self._encoder.encode_guarded(behind, mark)))
         # The close is encoded with what follows: some tokenizers let it swallow the line break behind it.
-        begin, _, token = close
-        first, *rest = self._encoder.encode_guarded(behind[begin:], mark)
-        assert first == token, f"a text that begins with special token {token} is encoded as {first} …"
+        token, *rest = self._encoder.encode_guarded(behind[behind.index(close) :], mark)
         return Suffix(token, tuple(rest))
 
     def _accepts_objects(self) -> bool:
@@ -156,21 +169,40 @@ class DifferenceRenderer:
             return True
         return True
 
-    def _find_close(self) -> tuple[list[int], int | None]:
-        """Returns what ends a reply that was cut off: white space before the close, and the close."""
-        reply = {"role": "assistant", "content": MARK}
-        try:
-            text, _ = self._render_text([QUESTION, reply, QUESTION], ())
-        except (TemplateError, TypeError) as error:
+    def _find_region(self, role: str) -> str | None:
+        """Returns the text between a reply and the content of a message of a role, or None where the template
+        refuses such a message or passes over it."""
+        following: Message = {"role": role, "content": FOLLOWING}
+        if role == "tool":
+            following |= {"tool_call_id": CALL_ID, "name": CALL_NAME}
+        for reply in list_bases([following], MARK):
+            try:
+                text, _ = self._render_text([QUESTION, reply, following], ())
+            except (TemplateError, TypeError):
+                continue
+            between, found, _ = text.rpartition(MARK)[2].partition(FOLLOWING)
+            if found:
+                return between
+        return None
+
+    def _find_close(self, role: str) -> str | None:
+        """Returns the special token that ends a reply before a message of a role: the first that is known to
+        end replies, else the first."""
+        if role not in self._closes:
+            found = self._encoder.list_specials(self._find_region(role) or "")
+            known = [text for text in found if text in (self._tokenizer.eos_token, self._closes.get("user"))]
+            self._closes[role] = next(iter(known or found), None)
+        return self._closes[role]
+
+    def _find_lead(self) -> list[int]:
+        """Returns the white space that the template puts between a reply and its close."""
+        region, close = self._find_region("user"), self._find_close("user")
+        if region is None:
             raise ValueError(
                 "episodes.renderer must suit the model's chat template, got difference for a template that "
-                f"refuses user, assistant, user: {error}"
-            ) from error
-        behind = text.rpartition(MARK)[2]
-        found = self._encoder.find_special(behind)
-        if found is None:
-            return [], None
-        return self._encoder.encode_text(behind[: found[0]]), found[2]
+                "does not show user, assistant, user"
+            )
+        return [] if close is None else self._encoder.encode_text(region.partition(close)[0])
 
     def _end_thinking(self, held: Sequence[int]) -> list[int]:
         """Returns what ends the thinking of a reply that was cut off in it."""
@@ -181,20 +213,19 @@ class DifferenceRenderer:
 def make_call(message: Message, mark: str) -> dict[str, Any]:
     """Returns the tool call that a tool's message answers."""
     return {
-        "id": message.get("tool_call_id") or "call00000",
+        "id": message.get("tool_call_id") or CALL_ID,
         "type": "function",
-        "function": {"name": message.get("name") or "tool", "arguments": {"value": mark}},
+        "function": {"name": message.get("name") or CALL_NAME, "arguments": {"value": mark}},
     }
 
 
 def list_bases(new_messages: Sequence[Message], mark: str) -> Iterator[Message]:
-    """Yields replies that the new messages could follow, each with the mark in it once.
+    """Yields replies that the new messages could follow, each with the mark near its end.
 
     Some templates take a tool's message only behind the call that it answers, and take its name from there.
     """
     results = [message for message in new_messages if message["role"] == "tool"]
     if results:
-        places = range(len(results))
-        calls = [make_call(results[i], mark if i == places[-1] else "") for i in places]
+        calls = [make_call(message, mark) for message in results]
         yield {"role": "assistant", "content": "", "tool_calls": calls}
     yield {"role": "assistant", "content": mark}

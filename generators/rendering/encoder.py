@@ -39,10 +39,9 @@ class TextEncoder:
         self.guards = self._check_guard()
         """False where the tokenizer cannot encode a text in pieces; then nothing is broken up."""
 
-    def find_special(self, text: str, start: int = 0) -> tuple[int, int, int] | None:
-        """Returns the place of the first special token of a text: where it begins, where it ends, its id."""
-        found = self._special.search(text, start)
-        return None if found is None else (found.start(), found.end(), self._special_ids[found[0]])
+    def list_specials(self, text: str) -> list[str]:
+        """Returns the special tokens of a text, in their order."""
+        return self._special.findall(text)
 
     def encode_text(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Encodes text whose special tokens are meant."""

@@ -34,6 +34,7 @@ class ThinkingMarks:
     def __init__(self, tokenizer: Any) -> None:
         ids = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
         self._begin, self._end = ids.get("<think>"), ids.get("</think>")
+        self.are_known = None not in (self._begin, self._end)
         self.ending = list[int](tokenizer.encode("\n</think>\n\n", add_special_tokens=False))
         """The tokens that end thinking."""
 

@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 
 from generators.environment import Message, ToolSpec
 from generators.rendering.messages import adapt_message
+from generators.rendering.opening import ThinkingMarks, find_opening
 from generators.rendering.renderer import Renderer, Reply
 
 ADD: ToolSpec = {
@@ -26,6 +27,7 @@ ADD: ToolSpec = {
 QUESTION: Message = {"role": "user", "content": "what is two and two?"}
 MORE: Message = {"role": "user", "content": "and three more?\n"}
 ANSWER: Message = {"role": "assistant", "content": "an earlier answer"}
+WORDS = ("seventeen", "eighteen", "nineteen")
 SHOWN = 4
 """Tokens of a difference that an error shows."""
 
@@ -83,16 +85,24 @@ class UnprovedRenderer:
 
 
 def prove_renderer(renderer: Renderer, tokenizer: Any, *, follows_template: bool) -> Proof:
-    """Plays each kind of turn after one question, after an earlier turn, and after a system message.
+    """Plays each kind of turn after one question, after earlier turns, and after a system message.
 
     Without `follows_template` the renderer must add the messages' contents and nothing else.
     """
     proof = Proof()
-    beginnings: list[list[Message]] = [[QUESTION], [{**QUESTION, "content": "hello"}, ANSWER, QUESTION]]
+    hello = {"role": "user", "content": "hello"}
+    call = _make_call(0)
+    called: list[Message] = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        _answer_call(call, WORDS[2]),
+    ]
+    beginnings: list[list[Message]] = [[QUESTION], [hello, ANSWER, QUESTION]]
+    if follows_template and _render_reference(tokenizer, [hello, *called, ANSWER, QUESTION], ()) is not None:
+        beginnings.append([hello, *called, ANSWER, QUESTION])
     with_system = [{"role": "system", "content": "be brief"}, QUESTION]
     if follows_template and _render_reference(tokenizer, with_system, ()) is not None:
         beginnings.append(with_system)
-    for turn in list_turns(follows_template and _thinks(tokenizer)):
+    for turn in list_turns(*_find_thinking(tokenizer) if follows_template else (False, False)):
         outcomes = [_try_turn(renderer, tokenizer, before, turn, follows_template) for before in beginnings]
         problem = next((outcome for outcome in outcomes if outcome), None)
         if problem is not None:
@@ -105,33 +115,30 @@ def prove_renderer(renderer: Renderer, tokenizer: Any, *, follows_template: bool
     return proof
 
 
-def list_turns(thinks: bool) -> Iterator[ProbedTurn]:
+def list_turns(thinks: bool, thinks_at_once: bool) -> Iterator[ProbedTurn]:
+    """Yields the cases. `thinks_at_once` says that the template itself begins the thinking of each reply."""
+    begin, end = ("" if thinks_at_once else "<think>\n"), "\n</think>\n\n"
     plain: Message = {"role": "assistant", "content": "the answer is four"}
-    yield ProbedTurn("user", plain, "the answer is four", (MORE,))
-    yield ProbedTurn("truncated", plain, "the answer is four", (MORE,), cut_off="the answer is")
+    spoken = (end if thinks_at_once else "") + plain["content"]
+    yield ProbedTurn("user", plain, spoken, (MORE,))
+    yield ProbedTurn("truncated", plain, spoken, (MORE,), cut_off=spoken.removesuffix(" four"))
     for count in (1, 2):
         calls = [_make_call(place) for place in range(count)]
-        results = tuple(_answer_call(call, f"{place + 4}\n") for place, call in enumerate(calls))
+        results = tuple(_answer_call(call, f"result {WORDS[place]}\n") for place, call in enumerate(calls))
         reply: Message = {"role": "assistant", "content": "", "tool_calls": calls}
-        yield ProbedTurn("tool", reply, '{"name": "add", "arguments": {"a": 2}}', results, tools=(ADD,))
+        yield ProbedTurn("tool", reply, spoken, results, tools=(ADD,))
         if count == 1:
-            yield ProbedTurn("tool", reply, "add", (*results, MORE), tools=(ADD,))
+            yield ProbedTurn("tool", reply, spoken, (*results, MORE), tools=(ADD,))
     if thinks:
         thought: Message = {**plain, "reasoning_content": "two and two"}
-        said = "<think>\ntwo and two\n</think>\n\nthe answer is four"
-        yield ProbedTurn("thinking", thought, said, (MORE,))
+        yield ProbedTurn("thinking", thought, f"{begin}two and two{end}the answer is four", (MORE,))
         call = _make_call(0)
-        calling: Message = {
-            "role": "assistant",
-            "content": "",
-            "reasoning_content": "add them",
-            "tool_calls": [call],
-        }
-        said = "<think>\nadd them\n</think>\n\nadd"
-        yield ProbedTurn("thinking", calling, said, (_answer_call(call, "4"),), tools=(ADD,))
+        calling = {**reply, "reasoning_content": "add them", "tool_calls": [call]}
+        yield ProbedTurn(
+            "thinking", calling, f"{begin}add them{end}", (_answer_call(call, WORDS[0]),), tools=(ADD,)
+        )
         cut_off: Message = {"role": "assistant", "content": "", "reasoning_content": "two and"}
-        said = "<think>\ntwo and\n</think>\n\n"
-        yield ProbedTurn("thinking", cut_off, said, (MORE,), cut_off="<think>\ntwo and")
+        yield ProbedTurn("thinking", cut_off, f"{begin}two and{end}", (MORE,), cut_off=f"{begin}two and")
 
 
 def _try_turn(
@@ -151,16 +158,19 @@ def _try_turn(
             )
         lost = _find_lost(tokenizer.decode(reference), [*before, turn.reply, *turn.following])
         if lost is not None:
-            return f"the template leaves out earlier messages ({lost!r})"
+            return f"the template leaves out messages ({lost!r})"
     prompt = renderer.render_first(before, turn.tools)
     closed = _close_reply(renderer, prompt + tokenizer.encode(turn.said, add_special_tokens=False), turn)
     if closed is None:
         return "the renderer cannot go on"
     close, suffix = closed
     if reference is not None:
-        # The close is sampled, so it is compared too; tokens of white space may stand before a cut-off one.
+        # The close is sampled, so it is compared too. A template without one lets the reply's text run on
+        # into what follows, so there only the text can be compared.
         wanted = [*close, *suffix]
-        if reference[-len(wanted) :] != wanted:
+        is_closed = not close or close[0] in reference
+        is_same_text = tokenizer.decode(reference).endswith(tokenizer.decode(suffix))
+        if reference[-len(wanted) :] != wanted and (is_closed or not is_same_text):
             return "what follows a reply differs from the template's, " + _show_difference(
                 tokenizer, wanted, reference[-len(wanted) :]
             )
@@ -172,13 +182,16 @@ def _try_turn(
     extended = renderer.extend_prompt(held, turn.following, turn.tools)
     if extended is None or extended[: len(held)] != held:
         return "the renderer cannot go on from a reply that was cut off"
-    added, wanted = extended[len(held) :], [*close, *suffix] if follows_template else suffix
+    added = extended[len(held) :]
+    wanted = [*close, *suffix] if follows_template and close and close[0] in added else suffix
     if added[-len(wanted) :] != wanted:
         return "what follows a cut-off reply differs, " + _show_difference(
             tokenizer, added[-len(wanted) :], wanted
         )
-    between = tokenizer.decode(added[: len(added) - len(wanted)]).strip()
-    if between != ("</think>" if turn.kind == "thinking" else ""):
+    between = str(tokenizer.decode(added[: len(added) - len(wanted)]))
+    _, ended, lead = between.partition("</think>") if turn.kind == "thinking" else ("", "</think>", between)
+    said = "" if reference is None else tokenizer.decode(reference)
+    if not ended or (reference is not None and not said.endswith(lead.lstrip() + tokenizer.decode(wanted))):
         return f"a cut-off reply is ended with {between!r}"
     return ""
 
@@ -204,7 +217,10 @@ def _close_reply(renderer: Renderer, held: list[int], turn: ProbedTurn) -> tuple
 def _render_reference(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[ToolSpec]
 ) -> list[int] | None:
-    """Returns the tokens of the template's own text for a whole conversation, or None where it refuses it."""
+    """Returns the tokens of the template's own text for a whole conversation, or None where it refuses it.
+
+    A template that passes over the results of tools refuses them too: renderers raise an error there.
+    """
     for as_objects in (True, False):
         adapted = [adapt_message(message, arguments_as_objects=as_objects) for message in messages]
         try:
@@ -215,6 +231,8 @@ def _render_reference(
             return None
         except TypeError:
             continue
+        if any(message["role"] == "tool" and message["content"].strip() not in text for message in adapted):
+            return None
         return list(tokenizer.encode(text, add_special_tokens=False))
     return None
 
@@ -249,6 +267,7 @@ def _answer_call(call: dict[str, Any], content: str) -> Message:
     return {"role": "tool", "tool_call_id": call["id"], "name": "add", "content": content}
 
 
-def _thinks(tokenizer: Any) -> bool:
-    markers = {token.content for token in tokenizer.added_tokens_decoder.values()}
-    return {"<think>", "</think>"} <= markers
+def _find_thinking(tokenizer: Any) -> tuple[bool, bool]:
+    """Returns whether there are marks of thinking, and whether the template begins it for each reply."""
+    marks = ThinkingMarks(tokenizer)
+    return marks.are_known, marks.is_thinking(find_opening(tokenizer))
