@@ -1,5 +1,6 @@
 """Code that nobody has read: what it cannot do in the sandbox, and how its tests are counted."""
 
+import asyncio
 import ctypes
 import json
 import os
@@ -15,6 +16,8 @@ import pytest
 from generators.rewards.code_tests import CodePart, find_code, read_tests
 from generators.rewards.composition import make_parts
 from generators.rewards.sandbox import Sandbox, SandboxFailed, SandboxLimits, SandboxMissing, SandboxResult
+from generators.user_code.errors import WorkerDied
+from generators.user_code.pool import UserCodePool, WorkerLimits
 
 LIMITS = SandboxLimits(timeout_s=60, memory_bytes=256 << 20, disk_bytes=8 << 20, processes=8)
 
@@ -399,3 +402,37 @@ def test_tests_that_are_none_are_refused(tests: object, sentence: str) -> None:
 )
 def test_the_last_block_of_code_counts(reply: str, code: str) -> None:
     assert find_code(reply) == code
+
+
+@with_sandbox
+def test_a_worker_that_is_killed_takes_its_sandbox_along(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "Code!", "tests": ["assert True"]}) + "\n")
+    evals = tmp_path / "evals.jsonl"
+    evals.write_text(json.dumps({"prompt": "More code!", "tests": ["assert True"]}) + "\n")
+    args = {"rows": str(rows), "eval_rows": str(evals), "rewards": [{"use": "code", "timeout_s": 1000}]}
+
+    def list_sandboxes() -> list[int]:
+        below = psutil.Process().children(recursive=True)
+        return [one.pid for one in below if one.is_running() and one.name() == "bwrap"]
+
+    async def score_endless_code() -> None:
+        pool = await UserCodePool.open("rewarded", args, WorkerLimits(max_workers=1))
+        try:
+            worker = await pool.take_worker()
+            call = worker.call("score_response", ["train", 0, 0, "while True: pass"], 20.0, "score")
+            task = asyncio.create_task(call)
+            while not list_sandboxes():
+                await asyncio.sleep(0.05)
+                assert not task.done()
+            await worker.kill()
+            with pytest.raises(WorkerDied):
+                await task
+            deadline = time.monotonic() + 60
+            while list_sandboxes() and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
+            assert list_sandboxes() == []
+        finally:
+            await pool.close()
+
+    asyncio.run(score_endless_code())

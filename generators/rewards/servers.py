@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 from tenacity import (
@@ -26,6 +27,7 @@ MAX_ANSWER = 4 << 20
 """Bytes of an answer's body."""
 AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Statuses after which the same request may succeed."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 8.0
 
 
@@ -87,7 +89,9 @@ class RewardServer:
     def _open_client(self) -> httpx2.AsyncClient:
         headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
         verify = make_tls_context() if self.url.startswith("https") else False
-        return httpx2.AsyncClient(headers=headers, timeout=None, verify=verify)
+        # A proxy of the environment does not lead back to this machine.
+        is_elsewhere = urlsplit(self.url).hostname not in LOOPBACK
+        return httpx2.AsyncClient(headers=headers, timeout=None, verify=verify, trust_env=is_elsewhere)
 
     async def _try_once(self, client: httpx2.AsyncClient, body: Mapping[str, Any]) -> Any:
         try:

@@ -41,8 +41,8 @@ class Task:
         messages = read_messages(row)
         if len(messages) != 1 or messages[0]["role"] != "user":
             raise ValueError(
-                f"task.args.rows must have prompts of one message of the user, got {len(messages)} messages, "
-                f"the first of {messages[0]['role']!r}"
+                "task.args.rows must have prompts of one message of the user (task.name=rewarded_chat takes "
+                f"others), got {len(messages)} messages, the first of {messages[0]['role']!r}"
             )
         return Prompt(messages[0]["content"], row)
 
