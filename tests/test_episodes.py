@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from byte_tokenizer import make_byte_tokenizer
+from slipstream_bench.byte_tokenizer import make_byte_tokenizer
 from generator_run import OVERRIDES, GeneratorRun, make_fast_engine
 
 from buffers import messages as m

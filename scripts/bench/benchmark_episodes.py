@@ -1,0 +1,174 @@
+"""Measures what episodes cost an engine: turns, tool waits, scores that wait or hang.
+
+    scripts/benchmark_episodes.sh [--seconds 20] [--json FILE]
+
+Each figure is a ratio of two runs in this process, one after the other. 1 means that nothing is lost.
+
+    turns            tokens a second of 8-turn episodes, over those of single turns with as many sampled tokens
+                     and as many requests side by side; vLLM with the prefix cache, a Qwen3 of 256 x 4
+    tool waits       1,000 episodes side by side whose tool takes 1 s, over as many whose tool takes no time;
+                     simulated engine whose slots are the bottleneck
+    waiting scores   a score that takes 2 s, over one that takes no time; simulated engine, enough episodes
+    hanging score    one prompt whose score never ends, over a run without it; simulated engine
+    own CPU          processor milliseconds of a turn in this process, the engine's steps left out
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from slipstream_bench.byte_tokenizer import make_byte_tokenizer
+from slipstream_bench.episode_driver import EpisodeCost, EpisodeDriver, open_driver
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from configs.load import load_config
+from configs.schema import Config
+from generators.engine import Engine
+from generators.simulated_engine import SimulatedEngine
+from generators.task_episodes import TaskEpisodes
+from sync.manifest import Manifest
+from sync.publisher import Publisher
+from sync.snapshot import Snapshot
+from sync.stream import whole_parts
+
+TURNS, REPLY_TOKENS, SAMPLES = 8, 32, 4
+TASKS = "slipstream_bench.waiting_tasks"
+say = Console(stderr=True)
+
+
+def make_config(task: str, args: dict[str, Any], *overrides: str) -> Config:
+    arguments = ", ".join(f"{name}: {'null' if value is None else value}" for name, value in args.items())
+    return load_config(
+        [
+            f"task.name={TASKS}:{task}",
+            f"task.args={{{arguments}}}",
+            "generators.max_model_len=1024",
+            f"sampling.max_tokens={REPLY_TOKENS}",
+            "episodes.renderer=plain",
+            "episodes.exact=false",
+            *overrides,
+        ]
+    )
+
+
+def play(
+    engine: Engine, config: Config, num_groups: int, max_episodes: int, max_tokens: int = REPLY_TOKENS
+) -> EpisodeCost:
+    """Plays groups of the configured task; a first group, which starts the workers, is left out."""
+    with open_driver(engine, TaskEpisodes(config, make_byte_tokenizer()), max_tokens) as driver:
+        driver.play_groups(max(1, max_episodes // SAMPLES // 4), SAMPLES, max_episodes)
+        return driver.play_groups(num_groups, SAMPLES, max_episodes)
+
+
+# ---- vLLM: turns
+
+
+def make_engine(folder: Path) -> tuple[Engine, Publisher]:
+    """Returns an engine that never samples an end, so that every reply is as long as it may be."""
+    from generators.vllm_engine import VllmEngine
+
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=320, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
+            bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        )
+    )  # fmt: skip
+    model.save_pretrained(folder / "model")
+    publisher = Publisher(folder / "weights", "benchmark")
+    manifest: Manifest = publisher.publish_version(0, whole_parts(dict(model.state_dict())))
+    engine = VllmEngine(
+        str(folder / "model"), dtype="float32", max_model_len=1024, max_sequences=32, kv_cache_mb=256,
+        prefix_cache=True,
+    )  # fmt: skip
+    engine.load_version(Snapshot(manifest))
+    return engine, publisher
+
+
+def measure_turns(folder: Path, num_groups: int) -> dict[str, float]:
+    engine, publisher = make_engine(folder)
+    single = make_config("WaitingTask", {}, f"sampling.max_tokens={TURNS * REPLY_TOKENS}")
+    several = make_config("WaitingEnvironment", {"turns": TURNS})
+    one = play(engine, single, num_groups, 32, TURNS * REPLY_TOKENS)
+    many = play(engine, several, num_groups, 32)
+    engine.shutdown()
+    publisher.close()
+    return {
+        "turns": many.tokens_per_s / one.tokens_per_s,
+        "turns_tokens_per_s": many.tokens_per_s,
+        "single_tokens_per_s": one.tokens_per_s,
+        "own_cpu_ms_per_turn": many.cpu_ms_per_turn,
+    }
+
+
+# ---- simulated engine: waits
+
+
+def make_simulated() -> SimulatedEngine:
+    """Returns an engine that holds a version, which it does not read."""
+    engine = SimulatedEngine(tokens_per_s=100, slots=64, mean_tokens=16, cv=0.5)
+    with tempfile.TemporaryDirectory() as folder:
+        publisher = Publisher(Path(folder), "benchmark")
+        engine.load_version(Snapshot(publisher.publish_version(0, whole_parts({"w": torch.zeros(1)}))))
+        publisher.close()
+    return engine
+
+
+def compare(
+    task: str, slow: dict[str, Any], quick: dict[str, Any], num_groups: int, max_episodes: int, *overrides: str
+) -> dict[str, float]:
+    """Returns the ratio of tokens a second of two settings of a task, and what each had."""
+    costs = [
+        play(make_simulated(), make_config(task, args, *overrides), num_groups, max_episodes)
+        for args in (slow, quick)
+    ]
+    return {
+        "ratio": costs[0].tokens_per_s / costs[1].tokens_per_s,
+        "tokens_per_s": costs[0].tokens_per_s,
+        "own_cpu_ms_per_turn": costs[0].cpu_ms_per_turn,
+        "failed_groups": costs[0].num_failed,
+    }
+
+
+def measure_waits() -> dict[str, dict[str, float]]:
+    wide = ["episodes.max_concurrent=1000", "generators.max_sequences=1000"]
+    return {
+        "tool waits": compare(
+            "WaitingEnvironment", {"turns": 4, "wait_s": 1.0}, {"turns": 4, "wait_s": 0.0}, 500, 1000, *wide
+        ),
+        "waiting scores": compare("WaitingTask", {"wait_s": 2.0}, {"wait_s": 0.0}, 500, 1000, *wide),
+        "hanging score": compare(
+            "WaitingTask", {"hangs": 60}, {"hangs": None}, 300, 128, "episodes.score_timeout_s=5"
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=24, help="groups of 4 episodes that vLLM plays")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    options = parser.parse_args()
+    found: dict[str, Any] = measure_waits()
+    with tempfile.TemporaryDirectory() as folder:
+        found["turns"] = measure_turns(Path(folder), options.groups)
+    table = Table("figure", "value")
+    for part, figures in found.items():
+        for name, value in figures.items():
+            table.add_row(f"{part}: {name}", f"{value:.3f}")
+    say.print(table)
+    text = json.dumps(found, indent=2)
+    if options.json is None:
+        print(text)
+    else:
+        options.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Measures what turns, tool waits and scores cost an engine.
+#   scripts/benchmark_episodes.sh [--groups 24] [--json FILE]
+set -euo pipefail
+. "$(dirname "$0")/env.sh"
+prepare
+exec python "$root/scripts/bench/benchmark_episodes.py" "$@"
