@@ -23,8 +23,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from slipstream_bench.byte_tokenizer import make_byte_tokenizer
-from slipstream_bench.episode_driver import EpisodeCost, EpisodeDriver, open_driver
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from configs.load import load_config
@@ -32,6 +30,8 @@ from configs.schema import Config
 from generators.engine import Engine
 from generators.simulated_engine import SimulatedEngine
 from generators.task_episodes import TaskEpisodes
+from slipstream_bench.byte_tokenizer import make_byte_tokenizer
+from slipstream_bench.episode_driver import EpisodeCost, open_driver
 from sync.manifest import Manifest
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot
@@ -122,7 +122,12 @@ def make_simulated() -> SimulatedEngine:
 
 
 def compare(
-    task: str, slow: dict[str, Any], quick: dict[str, Any], num_groups: int, max_episodes: int, *overrides: str
+    task: str,
+    slow: dict[str, Any],
+    quick: dict[str, Any],
+    num_groups: int,
+    max_episodes: int,
+    *overrides: str,
 ) -> dict[str, float]:
     """Returns the ratio of tokens a second of two settings of a task, and what each had."""
     costs = [
@@ -151,7 +156,9 @@ def measure_waits() -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--groups", type=int, default=24, help="groups of 4 episodes that vLLM plays")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()

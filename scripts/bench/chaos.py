@@ -2,11 +2,12 @@
 
     scripts/chaos.sh [--kills 200] [--seed 0] [--producers 3] [--on-late wait|mask|cancel|all] [--folder DIR]
 
-The processes are real: one buffer server, producers that make groups of random length, and a consumer that
-"trains" (it hashes every byte that the buffer hands out), writes checkpoints and rewinds to them. The harness
-starts each process that dies again at once. The faults:
+The processes are real: one buffer server, producers that make groups of random length, a generator whose
+episodes wait for tools (its engine is simulated), and a consumer that "trains" (it hashes every byte that the
+buffer hands out), writes checkpoints and rewinds to them. The harness starts each process that dies again at
+once. At the end no process of an environment may be left. The faults:
 
-    kill            SIGKILL to the server, the consumer or a producer, at a random moment
+    kill            SIGKILL to the server, the consumer, a producer or the generator, at a random moment
     kill, rotation  to the server, just when a new segment or log file has appeared
     kill, recovery  to the server, again and again while it recovers a log of 60,000 lines
     stall           SIGSTOP to a producer, sometimes for longer than a lease lasts
@@ -59,6 +60,10 @@ from slipstream_bench.chaos_roles import (
     make_config,
     play_role,
 )
+from slipstream_bench.leftovers import FOLDER_MARK, list_workers
+
+PLAYER = "player"
+"""Name of the process that plays episodes."""
 
 # ---- the harness
 
@@ -93,7 +98,8 @@ class ChaosHarness:
 
     @property
     def process_names(self) -> list[str]:
-        return ["server", "consumer", *(f"producer-{number}" for number in range(self.num_producers))]
+        producers = [f"producer-{number}" for number in range(self.num_producers)]
+        return ["server", "consumer", PLAYER, *producers]
 
     def start_process(self, name: str) -> None:
         log = open(self.folder / f"{name}.log", "ab")  # noqa: SIM115
@@ -101,7 +107,7 @@ class ChaosHarness:
             self.make_command(name),
             stdout=log,
             stderr=log,
-            env={**os.environ, "PYTHONPATH": ROOT},
+            env={**os.environ, "PYTHONPATH": ROOT, FOLDER_MARK: str(self.folder)},
             preexec_fn=die_with_parent,
         )
         log.close()
@@ -150,6 +156,15 @@ class ChaosHarness:
             if server is not None:
                 server.terminate()
                 server.wait(timeout=20)
+            self.await_end_of_workers()
+
+    def await_end_of_workers(self) -> None:
+        """Waits until no process of an environment is left, and notes those that stay."""
+        deadline = time.monotonic() + 20
+        while (left := list_workers(self.folder)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if left:
+            self.problems.append(f"{len(left)} processes of environments outlive their generator: {left}")
 
     # ---- faults
 
@@ -179,6 +194,9 @@ class ChaosHarness:
             awaited: dict[str, dict[str, EventTest]] = {
                 "server": {"group accepted": is_accepted, "step trained": is_trained},
                 "consumer": {"step trained": is_trained},
+                PLAYER: {
+                    "lease taken": lambda event: isinstance(event, e.Leased) and event.generator == name
+                },
                 "producer": {
                     "lease taken": lambda event: isinstance(event, e.Leased) and event.generator == name
                 },

@@ -303,6 +303,11 @@ def play_role(options: argparse.Namespace) -> int:
                 write_long_log(config, options.folder, options.lines)
             case "consumer":
                 consume_steps(config, options.folder)
+            case "player":
+                # Imported here, because it takes torch along.
+                from slipstream_bench.chaos_player import play_episodes
+
+                play_episodes(config, options.folder, options.be)
             case name:
                 produce_groups(config, options.folder, options.seed, name)
     except (BufferGone, RefusedByBuffer) as error:
