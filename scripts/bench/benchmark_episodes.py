@@ -1,11 +1,11 @@
 """Measures what episodes cost an engine: turns, tool waits, scores that wait or hang.
 
-    scripts/benchmark_episodes.sh [--seconds 20] [--json FILE]
+    scripts/benchmark_episodes.sh [--groups 24] [--json FILE]
 
 Each figure is a ratio of two runs in this process, one after the other. 1 means that nothing is lost.
 
-    turns            tokens a second of 8-turn episodes, over those of single turns with as many sampled tokens
-                     and as many requests side by side; vLLM with the prefix cache, a Qwen3 of 256 x 4
+    turns            tokens a second of 8-turn episodes, over those of single turns with as many sampled
+                     tokens and as many requests side by side; vLLM with the prefix cache, a Qwen3 of 256 x 4
     tool waits       1,000 episodes side by side whose tool takes 1 s, over as many whose tool takes no time;
                      simulated engine whose slots are the bottleneck
     waiting scores   a score that takes 2 s, over one that takes no time; simulated engine, enough episodes
@@ -76,8 +76,8 @@ def make_engine(folder: Path) -> tuple[Engine, Publisher]:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=320, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
+            vocab_size=320, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
             bos_token_id=None, eos_token_id=None, pad_token_id=0,
         )
     )  # fmt: skip
