@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from slipstream_bench.byte_tokenizer import make_byte_tokenizer
 from generator_run import OVERRIDES, GeneratorRun, make_fast_engine
 
 from buffers import messages as m
@@ -21,6 +20,7 @@ from configs.schema import Config
 from generators.engine import Completion, Sample
 from generators.simulated_engine import SimulatedEngine
 from generators.task_episodes import TaskEpisodes
+from slipstream_bench.byte_tokenizer import make_byte_tokenizer
 
 TASKS = "episode_tasks"
 

@@ -76,11 +76,20 @@ def make_engine(folder: Path) -> tuple[Engine, Publisher]:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=320, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
-            bos_token_id=None, eos_token_id=None, pad_token_id=0,
+            vocab_size=320,
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            max_position_embeddings=1024,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
         )
-    )  # fmt: skip
+    )
     model.save_pretrained(folder / "model")
     publisher = Publisher(folder / "weights", "benchmark")
     manifest: Manifest = publisher.publish_version(0, whole_parts(dict(model.state_dict())))
