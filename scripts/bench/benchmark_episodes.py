@@ -15,7 +15,6 @@ Each figure is a ratio of two runs in this process, one after the other. 1 means
 
 import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -187,4 +186,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
