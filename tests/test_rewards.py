@@ -243,6 +243,18 @@ def test_files_of_both_kinds_and_of_verls_layout_give_the_same_prompts_and_rewar
     assert len(train) == one.num_prompts and not train & held_out and len(train | held_out) == 40
 
 
+@pytest.mark.parametrize("num_prompts", range(2, 12))
+def test_a_file_of_any_size_is_divided_and_a_prompt_that_is_there_twice_is_on_one_side(
+    num_prompts: int, tmp_path: Path
+) -> None:
+    rows = write_lines(
+        tmp_path / "rows.jsonl", [{"prompt": f"{i % num_prompts}?"} for i in range(2 * num_prompts)]
+    )
+    task = load_task("rewarded", {"rows": rows, "rewards": [{"use": "math"}]})
+    train, held_out = ({task.make_prompt(split, i, 0).text for i in range(30)} for split in ("train", "eval"))
+    assert train and held_out and not train & held_out and len(train | held_out) == num_prompts
+
+
 def test_another_tasks_own_reward_is_a_part() -> None:
     args = {
         "rows": {"task": "sorting", "args": {"numbers": 2}},
@@ -301,6 +313,7 @@ def test_a_file_with_a_wrong_row_is_refused_by_its_number(lines: list, sentence:
 def test_a_source_that_is_none_is_refused(tmp_path: Path) -> None:
     rows = write_lines(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
     same = write_lines(tmp_path / "same.jsonl", [{"prompt": "c"}, {"prompt": "b"}])
+    single = write_lines(tmp_path / "single.jsonl", [{"prompt": "a"}, {"prompt": "a"}])
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 nonsense")
     (tmp_path / "broken.jsonl").write_text("{")
     cases = {
@@ -311,6 +324,7 @@ def test_a_source_that_is_none_is_refused(tmp_path: Path) -> None:
         r"must have no prompt of task\.args\.rows, got 1 .* row 1: 'b'": {"rows": rows, "eval_rows": same},
         r"rows must be a file or \{task: NAME, args: \{\.\.\.\}\}, got": {"rows": {"tasks": "sorting"}},
         r"task\.name must be one of": {"rows": {"task": "poetry"}},
+        r"rows must have two prompts or more where task\.args\.eval_rows is null": {"rows": single},
         r"eval_rows must be null where rows name a task": {"rows": {"task": "sorting"}, "eval_rows": rows},
     }  # fmt: skip
     for sentence, args in cases.items():

@@ -23,15 +23,19 @@ class FileRows:
     """
 
     def __init__(self, rows: Any, eval_rows: Any = None) -> None:
-        """Raises ValueError for a file that cannot be read, a row without a prompt, a split without a row, or
-        a prompt that is in both files."""
+        """Raises ValueError for a file that cannot be read, a row without a prompt, too few prompts to
+        divide, or a prompt that is in both files."""
         self._file = RowFile("task.args.rows", check_text("task.args.rows", rows))
         hashes = hash_prompts(self._file)
         if eval_rows is None:
-            self._eval_file = self._file
-            held_out = [hash_ % HELD_OUT == 0 for hash_ in hashes]
-            self._eval = [index for index, is_held_out in enumerate(held_out) if is_held_out]
-            self._train = [index for index, is_held_out in enumerate(held_out) if not is_held_out]
+            if len(set(hashes)) < 2:
+                raise ValueError(
+                    "task.args.rows must have two prompts or more where task.args.eval_rows is null, got "
+                    f"{rows!r} with {len(set(hashes))}"
+                )
+            self._eval_file, held_out = self._file, choose_held_out(set(hashes))
+            self._eval = [index for index, hash_ in enumerate(hashes) if hash_ in held_out]
+            self._train = [index for index, hash_ in enumerate(hashes) if hash_ not in held_out]
         else:
             self._eval_file = RowFile("task.args.eval_rows", check_text("task.args.eval_rows", eval_rows))
             known, eval_hashes = set(hashes), hash_prompts(self._eval_file)
@@ -42,22 +46,20 @@ class FileRows:
                     f"the first in row {shared[0]}: {text[:200]!r}"
                 )
             self._train, self._eval = list(range(len(self._file))), list(range(len(self._eval_file)))
-        if not self._train:
-            raise ValueError(
-                f"task.args.rows must leave rows for training, got {rows!r} with {len(self._file)}"
-            )
         self.num_prompts = len(self._train)
 
     def make_row(self, split: str, index: int, seed: int) -> Row:
         if split not in ("train", "eval"):
             raise ValueError(f"split must be train or eval, got {split!r}")
         file, indices = (self._file, self._train) if split == "train" else (self._eval_file, self._eval)
-        if not indices:
-            raise ValueError(
-                "task.args.rows must leave rows for evaluation, got none held out (name task.args.eval_rows, "
-                "or set eval.prompts=0)"
-            )
         return file.read_row(indices[index % len(indices)])
+
+
+def choose_held_out(hashes: set[int]) -> set[int]:
+    """Returns the hashes of prompts that are held out, of two or more: one in `HELD_OUT`, but neither none
+    nor all."""
+    held_out = {hash_ for hash_ in hashes if hash_ % HELD_OUT == 0} or {min(hashes)}
+    return held_out - {max(hashes)} if held_out == hashes else held_out
 
 
 def hash_prompts(file: RowFile) -> list[int]:
