@@ -12,7 +12,8 @@ class TaskConfig(Section):
     """The prompts and the reward."""
 
     name: str = setting("sorting")
-    """A file of `generators/tasks/`, or `module:Class` for a task of your own."""
+    """A file of `generators/tasks/` or `generators/environments/`, or `module:Class` for a task of your
+    own."""
     args: dict[str, Any] = setting({})
     """Keyword arguments for the task's class: `task.args.numbers=4`."""
     size: int | None = setting(None, POSITIVE)

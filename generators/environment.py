@@ -72,7 +72,10 @@ class EpisodeRecord:
 class EnvironmentTask(Protocol):
     """Makes the rows and the environments of a run. Rows are named by (split, index, seed), as prompts are.
 
-    `num_prompts` and `solved_examples` mean what they mean for `generators.task.Task`.
+    `num_prompts` means what it means for `generators.task.Task`. A task with a method
+    `example_conversations(split, seed)` yields whole episodes of a weak player without end, as lists of
+    messages. The tiny model is warm-started on them until it reaches a reward of 0.2; without the method a
+    run needs a model folder.
     """
 
     name: str

@@ -1,6 +1,7 @@
 """Episodes as plain text, for a model that is trained before any engine runs. The plain renderer says the
 same with tokens."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,12 @@ from generators.user_code.task_host import TaskHost
 class TextPlay:
     """One episode of a task of several turns, in this process."""
 
-    def __init__(self, name: str, args: Mapping[str, Any], index: int, seed: int) -> None:
-        """Begins the episode of a training row. `name` and `args` are `task.name` and `task.args`."""
-        self._host = TaskHost(name, args)
+    def __init__(
+        self, name: str, args: Mapping[str, Any], index: int, seed: int, loop: asyncio.Runner
+    ) -> None:
+        """Begins the episode of a training row. `name` and `args` are `task.name` and `task.args`; `loop` is
+        for async methods, and may be shared."""
+        self._host = TaskHost(name, args, loop)
         self._turn = self._host.reset("train", index, seed, seed)
         self.reward = 0.0
 

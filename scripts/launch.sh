@@ -2,6 +2,7 @@
 # Trains: prepares the environment (once), makes the tiny model (once), starts buffer, generators and learner.
 #   scripts/launch.sh                                      the tiny model learns to sort, on CPU or GPU
 #   scripts/launch.sh +experiment=smoke                    the same, short
+#   scripts/launch.sh +experiment=guess_number             it learns a game of several turns
 #   scripts/launch.sh mode=on_policy                       the synchronous baseline
 #   scripts/launch.sh staleness.max_versions=4 generators.count=3
 #   scripts/launch.sh run.resume=outputs/NAME              goes on from the newest checkpoint

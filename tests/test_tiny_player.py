@@ -1,5 +1,6 @@
 """The tiny model that plays: what it imitates, how it plays, and where it is kept."""
 
+import asyncio
 import copy
 import re
 from collections.abc import Callable, Iterator
@@ -49,7 +50,13 @@ class Echo:
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Path]]:
+def loop() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory, loop: asyncio.Runner) -> Iterator[Callable[..., Path]]:
     """Makes a tiny player with two steps only."""
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
@@ -60,7 +67,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Pat
             patch.setenv("SLIPSTREAM_TINY_SEED", seed)
             conversations = map(join_messages, load_task(NAME, {}).example_conversations("train", seed=0))
             return tiny_cache.prepare_tiny_player(
-                conversations, lambda number: TextPlay(NAME, {}, number, 1), cache
+                conversations, lambda number: TextPlay(NAME, {}, number, 1, loop), cache
             )
 
         yield make_player
@@ -126,7 +133,7 @@ def test_rows_of_a_batch_are_padded_behind_their_ends(tokenizer: Any) -> None:
 
 
 def test_the_model_plays_as_the_task_says_and_a_game_without_end_is_given_up(
-    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    model: Any, tokenizer: Any, loop: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model is a stand-in that repeats the first word of its own text."""
     seen: list[list[int]] = []
@@ -136,13 +143,13 @@ def test_the_model_plays_as_the_task_says_and_a_game_without_end_is_given_up(
         return [[*tokenizer.encode(tokenizer.decode(prompt)[4:6]), end] for prompt in prompts]
 
     monkeypatch.setattr(tiny_player, "_sample_replies", repeat_word)
-    games = [TextPlay(f"{__name__}:Echo", {"patience": 3}, number, 0) for number in range(4)]
+    games = [TextPlay(f"{__name__}:Echo", {"patience": 3}, number, 0, loop) for number in range(4)]
     assert tiny_player.play_games(model, tokenizer, games) == 1.0
     assert {tokenizer.decode(prompt) for prompt in seen} == {"Say ab", "Say ba"}
     monkeypatch.setattr(tiny_player, "_sample_replies", lambda model, prompts, end: [[end] for _ in prompts])
-    seldom = [TextPlay(f"{__name__}:Echo", {"patience": 2}, 0, 0)]
+    seldom = [TextPlay(f"{__name__}:Echo", {"patience": 2}, 0, 0, loop)]
     assert tiny_player.play_games(model, tokenizer, seldom) == -0.25
-    endless = [TextPlay(f"{__name__}:Echo", {"patience": 10_000}, 0, 0)]
+    endless = [TextPlay(f"{__name__}:Echo", {"patience": 10_000}, 0, 0, loop)]
     assert tiny_player.play_games(model, tokenizer, endless) < -1
     assert not endless[0].is_done
 
@@ -177,10 +184,10 @@ def test_a_task_without_examples_needs_a_model_folder() -> None:
 
 
 @pytest.mark.whole_run
-def test_the_player_of_the_number_game_wins_about_two_games_in_ten() -> None:
+def test_the_player_of_the_number_game_wins_about_two_games_in_ten(loop: asyncio.Runner) -> None:
     folder = preparation.resolve_model(load_config([f"task.name={NAME}"]))
     assert re.fullmatch(r"tiny-\w+", folder.name)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    games = [TextPlay(NAME, {}, number, 2) for number in range(600)]
+    games = [TextPlay(NAME, {}, number, 2, loop) for number in range(600)]
     assert 0.1 <= tiny_player.play_games(model, tokenizer, games) <= 0.35

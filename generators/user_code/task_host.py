@@ -36,9 +36,12 @@ class TaskHost:
     Methods of the task may be plain or async. The async ones share an event loop, which runs during calls.
     """
 
-    def __init__(self, target: str, args: Mapping[str, Any]) -> None:
+    def __init__(self, target: str, args: Mapping[str, Any], loop: asyncio.Runner | None = None) -> None:
         """Imports the class, and makes the task unless the class is an environment. Raises UnsuitableTask,
-        and whatever the module raises while it is imported."""
+        and whatever the module raises while it is imported.
+
+        `loop` runs the async methods; None makes a loop when it is needed.
+        """
         self._name, self._args = target, dict(args)
         try:
             self._class = find_task_class(target)
@@ -48,7 +51,7 @@ class TaskHost:
         self._task: Any = self._class if self.kind == TaskKind.environment else self._make_object()
         self._environment: Any = None
         self._prompts: OrderedDict[PromptKey, Prompt] = OrderedDict()
-        self._loop: asyncio.Runner | None = None
+        self._loop = loop
 
     def answer_call(self, method: str, arguments: Sequence[Any]) -> Any:
         """Calls the method that the generator names. Raises whatever the task raises."""

@@ -1,6 +1,7 @@
 """Prepares a run before anything starts: a folder of its own, the packages and the user's code, and a
 model."""
 
+import asyncio
 import dataclasses
 import fcntl
 import os
@@ -158,7 +159,6 @@ def resolve_model(config: Config) -> Path:
 
 def _prepare_tiny_model(config: Config) -> Path:
     """Returns the folder of the tiny model that is warm-started for the task."""
-    # Here: most runs find their model, and need none of this.
     from generators.text_play import TextPlay, join_messages
     from learners.tiny_cache import prepare_tiny_model, prepare_tiny_player
 
@@ -166,7 +166,10 @@ def _prepare_tiny_model(config: Config) -> Path:
     task = load_task(name, args)
     if hasattr(task, "example_conversations"):
         conversations = map(join_messages, task.example_conversations("train", seed=0))
-        return prepare_tiny_player(conversations, lambda number: TextPlay(name, args, number, seed=1))
+        with asyncio.Runner() as loop:
+            return prepare_tiny_player(
+                conversations, lambda number: TextPlay(name, args, number, seed=1, loop=loop)
+            )
     if not hasattr(task, "solved_examples"):
         raise ValueError(
             "model.path must be a folder for a task without solved questions to warm-start the tiny model on "
