@@ -1,5 +1,5 @@
-"""A run of the buffer's book on a fake clock, whose every turn is an adversary's choice: latencies,
-crashes, damage, lag."""
+"""A run of the buffer's book on a fake clock, whose every turn is an adversary's choice: latencies, waits for
+tools, crashes, damage, lag."""
 
 import itertools
 import random
@@ -61,11 +61,13 @@ def submit_versions(book: Book, lease_id: int, versions: list[int]) -> str:
 
 @dataclass
 class SampledWork:
-    """A lease that a generator works on, and the version of each token so far."""
+    """A lease that a generator works on, and the version of each token so far, turn after turn."""
 
     lease: Lease
     length: int
     versions: list[int] = field(default_factory=list)
+    waits_until: float = 0.0
+    """When the tool answers that its episode waits for."""
 
 
 @dataclass
@@ -108,6 +110,7 @@ class StalenessWorld:
     events_noted: list[AnyEvent] = field(default_factory=list)
     state: tuple[bytes, int] | None = None  # of the book at some moment, and how many events had come
     num_damaged: int = 0
+    num_waits: int = 0  # for tools
     submitted: dict[int, list[int]] = field(default_factory=dict)  # group -> versions of its tokens
 
     def __post_init__(self) -> None:
@@ -195,7 +198,12 @@ class StalenessWorld:
         if generator.stalled_until > self.now:
             return
         for work in list(generator.work.values()):
+            if work.waits_until > self.now:
+                continue
             work.versions.append(generator.version)
+            if self.rng.random() < 0.2:
+                work.waits_until = self.now + self.rng.choice([0.5, 3, 20, 60])
+                self.num_waits += 1
             if len(work.versions) >= work.length:
                 del generator.work[work.lease.id]
                 generator.sent.append(work.lease.id)

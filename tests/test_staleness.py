@@ -1,5 +1,5 @@
-"""The staleness bound is attacked on the pure logic: adversarial latencies, lagging, stalling and dying
-generators."""
+"""The staleness bound is attacked on the pure logic: adversarial latencies, episodes that wait for tools,
+lagging, stalling and dying generators."""
 
 import random
 import tracemalloc
@@ -85,6 +85,23 @@ def test_generators_that_ignore_the_oldest_version_are_caught_and_their_tokens_m
         late += world.num_late
         assert world.ledger.tokens["late"] == world.num_late
     assert late > 0, "the adversary never got past the oldest version: this test shows nothing"
+
+
+@pytest.mark.parametrize("on_late", OnLate)
+def test_turns_after_a_tool_wait_are_sampled_by_newer_versions_and_stay_within_the_bound(
+    on_late: OnLate,
+) -> None:
+    num_waits, spans = 0, set[int]()
+    for seed in range(15):
+        world = StalenessWorld(make_world_terms(on_late, 2, 2), random.Random(seed))
+        world.run()
+        num_waits += world.num_waits
+        spans |= {max(versions) - min(versions) for versions in world.submitted.values()}
+        assert all(0 <= staleness <= 2 for staleness in world.staleness)
+        assert world.num_late == 0 or on_late is OnLate.mask
+    assert num_waits > 100 and max(spans) > 0, (
+        "no episode went on under a newer version: this test shows nothing"
+    )
 
 
 @given(st.integers(0, 50), st.integers(0, 8))
