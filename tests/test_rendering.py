@@ -43,7 +43,7 @@ def test_no_sampled_token_changes_in_2500_random_conversations_and_rows_mask_all
         conversations.check_rows(played)
         counts += played.counts
     # Every branch is one that the caller began: the first, and one for each conversation rewritten.
-    assert NUM_CONVERSATIONS < counts["branches"] < 1.2 * NUM_CONVERSATIONS
+    assert NUM_CONVERSATIONS < counts["begun"] < 1.2 * NUM_CONVERSATIONS
     assert counts["extended"] > 2 * NUM_CONVERSATIONS and counts["cut off"] > NUM_CONVERSATIONS / 3
 
 

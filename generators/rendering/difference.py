@@ -15,11 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
-
 from generators.environment import Message, ToolSpec
 from generators.rendering.encoder import TextEncoder
-from generators.rendering.messages import adapt_message
+from generators.rendering.messages import TEMPLATE_ERRORS, adapt_message
 from generators.rendering.opening import QUESTION, ThinkingMarks, find_opening, find_reply
 from generators.rendering.parsing import ReplyReader
 from generators.rendering.renderer import Reply
@@ -74,7 +72,7 @@ class DifferenceRenderer:
             )
         try:
             text, mark = self._render_text(messages, tools)
-        except (TemplateError, TypeError) as error:
+        except TEMPLATE_ERRORS as error:
             roles = [message["role"] for message in messages]
             raise ValueError(
                 f"messages must be ones that the model's chat template accepts, got {roles}: {error}"
@@ -143,7 +141,7 @@ class DifferenceRenderer:
         for reply in list_bases(messages, reply_mark):
             try:
                 text, mark = self._render_text([QUESTION, reply, *messages], tools)
-            except (TemplateError, TypeError):
+            except TEMPLATE_ERRORS:
                 continue
             _, found, behind = text.rpartition(reply_mark)
             if found:
@@ -165,7 +163,7 @@ class DifferenceRenderer:
             self._render_text([QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}], ())
         except TypeError:
             return False
-        except TemplateError:
+        except TEMPLATE_ERRORS:
             return True
         return True
 
@@ -178,7 +176,7 @@ class DifferenceRenderer:
         for reply in list_bases([following], MARK):
             try:
                 text, _ = self._render_text([QUESTION, reply, following], ())
-            except (TemplateError, TypeError):
+            except TEMPLATE_ERRORS:
                 continue
             between, found, _ = text.rpartition(MARK)[2].partition(FOLLOWING)
             if found:

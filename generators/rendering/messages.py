@@ -3,7 +3,12 @@
 import json
 from typing import Any
 
+from jinja2 import TemplateError
+
 from generators.environment import Message
+
+TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""The errors that a chat template raises for messages that it refuses or does not foresee."""
 
 
 def read_content(message: Message) -> str:

@@ -9,10 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jinja2 import TemplateError
-
 from generators.environment import Message, ToolSpec
-from generators.rendering.messages import adapt_message
+from generators.rendering.messages import TEMPLATE_ERRORS, adapt_message
 from generators.rendering.opening import ThinkingMarks, find_opening
 from generators.rendering.renderer import Renderer, Reply
 
@@ -227,10 +225,10 @@ def _render_reference(
             text = tokenizer.apply_chat_template(
                 adapted, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
             )
-        except TemplateError:
-            return None
         except TypeError:
             continue
+        except TEMPLATE_ERRORS:
+            return None
         if any(message["role"] == "tool" and message["content"].strip() not in text for message in adapted):
             return None
         return list(tokenizer.encode(text, add_special_tokens=False))
