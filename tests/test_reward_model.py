@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
@@ -125,6 +126,7 @@ def test_requests_at_the_same_time_share_batches(
             ask += [pool.submit(client.post, "/score", json={"texts": [f"text {i}"]}) for i in range(8)]
             while listener.batcher._queue.qsize() < 8:
                 assert not any(one.done() for one in ask)
+                time.sleep(0.01)
             release.set()
             scores = [one.result().json()["scores"][0] for one in ask]
     finally:

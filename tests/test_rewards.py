@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.load import load_config
@@ -85,6 +85,7 @@ def test_the_reward_is_the_weighted_sum_and_the_record_has_each_number_and_its_s
     }  # fmt: skip
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6)), min_size=1, max_size=32),
 )

@@ -46,6 +46,17 @@ def test_a_machine_without_bubblewrap_is_told_how_to_get_it(
     assert "apt-get install bubblewrap" in str(e.value)
 
 
+def write_program(folder: Path, script: str) -> Path:
+    """Writes a program in the place of bubblewrap, which nobody may run too."""
+    program = folder / "bwrap"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    for one in (folder, *folder.parents[:3]):
+        if one.stat().st_uid == os.getuid():
+            one.chmod(one.stat().st_mode | 0o055)
+    return program
+
+
 @pytest.mark.parametrize(
     ("script", "sentence"),
     [
@@ -60,12 +71,7 @@ def test_a_machine_without_bubblewrap_is_told_how_to_get_it(
 def test_a_bubblewrap_that_cannot_be_used_is_refused_with_its_reason(
     script: str, sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    tmp_path.chmod(0o755)
-    (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{script}\n")
-    (tmp_path / "bwrap").chmod(0o755)
-    for folder in (tmp_path, *tmp_path.parents[:3]):
-        if folder.stat().st_uid == os.getuid():
-            folder.chmod(folder.stat().st_mode | 0o055)
+    write_program(tmp_path, script)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SandboxMissing, match=f"(?s){sentence}"):
         Sandbox(LIMITS)
@@ -157,6 +163,13 @@ def test_a_program_without_end_is_ended(code: str, quick_sandbox: Sandbox) -> No
     began = time.monotonic()
     assert attack(quick_sandbox, code).verdict == "timeout"
     assert time.monotonic() - began >= 1
+
+
+@with_sandbox
+def test_the_time_that_a_sandbox_takes_to_begin_is_not_the_codes(tmp_path: Path) -> None:
+    late = Sandbox(SandboxLimits(timeout_s=1, processes=8))
+    late._argv[0] = str(write_program(tmp_path, f'sleep 1.5; exec {shutil.which("bwrap")} "$@"'))
+    assert attack(late, "print(1)") == SandboxResult(b"1\n", b"", 0, "ended")
 
 
 @with_sandbox

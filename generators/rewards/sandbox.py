@@ -25,6 +25,8 @@ from generators.rewards.sandbox_driver import BEGAN
 NOBODY = 65534
 """The user as whom root runs the sandbox: the kernel does not count the processes of root."""
 SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+START_S = 60.0
+"""Seconds that a sandbox may take to begin, before the time of its code counts."""
 LAST_S = 10.0
 """Seconds that the processes of a killed sandbox have to be gone."""
 HOW_TO = (
@@ -46,7 +48,7 @@ class SandboxFailed(Exception):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
     timeout_s: float = 10.0
-    """Seconds of the clock for one program."""
+    """Seconds of the clock for one program, from its beginning."""
     memory_bytes: int = 512 << 20
     """Address space of each process."""
     disk_bytes: int = 64 << 20
@@ -155,7 +157,7 @@ class Sandbox:
             process.stdout: self.limits.output_bytes + len(BEGAN),
             process.stderr: self.limits.output_bytes,
         }
-        deadline, verdict = time.monotonic() + self.limits.timeout_s, "ended"
+        deadline, verdict, has_begun = time.monotonic() + START_S, "ended", False
         with selectors.DefaultSelector() as selector:
             for pipe in kept:
                 selector.register(pipe, selectors.EVENT_READ, pipe)
@@ -168,6 +170,8 @@ class Sandbox:
                         selector.unregister(pipe)
                     elif verdict == "ended":
                         kept[pipe] += data
+                        if not has_begun and kept[process.stdout].startswith(BEGAN):
+                            has_begun, deadline = True, time.monotonic() + self.limits.timeout_s
                         if len(kept[pipe]) > bounds[pipe]:
                             verdict, deadline = "output", time.monotonic() + LAST_S
                             process.kill()
