@@ -1,5 +1,6 @@
 """The proof at start-up: which renderer a model gets, and which templates are refused, and why."""
 
+import json
 import logging
 import re
 import socket
@@ -252,7 +253,9 @@ def test_a_token_that_swallows_the_line_break_behind_it_is_proved() -> None:
     assert extended[len(held)] == tokenizer.convert_tokens_to_ids("<|im_start|>")
 
 
-def test_a_tokenizer_that_puts_a_space_before_each_piece_is_proved_and_is_not_guarded() -> None:
+def test_a_tokenizer_that_puts_a_space_before_each_piece_is_proved_and_is_not_guarded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     alphabet = sorted({*' \n▁abcdefghijklmnopqrstuvwxyz?.,":{}[]/_0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ'})
     bpe = Tokenizer(
         models.BPE(
@@ -265,6 +268,18 @@ def test_a_tokenizer_that_puts_a_space_before_each_piece_is_proved_and_is_not_gu
     tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in QWEN_SPECIALS])
     tokenizer.chat_template = CHAT
     assert choose_renderer(tokenizer, EpisodesConfig()).name.startswith("difference-1")
+    assert "an environment's text could forge a turn" in caplog.text
+
+
+@pytest.mark.parametrize("ends", [[351], [350, 351], 351, 350])
+def test_an_end_of_replies_that_the_engine_does_not_stop_at_is_named(
+    tmp_path: Path, ends: list[int] | int, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = library_tokenizer(tmp_path, None)
+    assert tokenizer.eos_token_id == 351
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    choose_renderer(tokenizer, EpisodesConfig())
+    assert ("eos_token_id lacks <|im_end|>, which ends replies" in caplog.text) == (ends == 350)
 
 
 def library_tokenizer(folder: Path, model_type: str | None) -> Any:

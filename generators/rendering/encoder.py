@@ -1,9 +1,12 @@
 """Text to tokens: the special tokens of a template are special, the same words in a message are text."""
 
 import copy
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+log = logging.getLogger("slipstream.generator")
 
 PRIVATE = [chr(code) for code in range(0xE000, 0xF8FF)]
 """Characters that no text has a meaning for; one of them breaks up the special tokens in messages."""
@@ -38,6 +41,10 @@ class TextEncoder:
         self._literal.encode_special_tokens = True
         self.guards = self._check_guard()
         """False where the tokenizer cannot encode a text in pieces; then nothing is broken up."""
+        if not self.guards:
+            log.warning(
+                "this tokenizer reads special tokens in messages: an environment's text could forge a turn"
+            )
 
     def list_specials(self, text: str) -> list[str]:
         """Returns the special tokens of a text, in their order."""
