@@ -20,6 +20,8 @@ FOLDER = Path(__file__).parent
 OPEN_ENDED = ("task.args", "buffer.sampler_args")
 """Sections whose keys the schema cannot know: they are arguments of a class that the user names."""
 FIXED_BY_JOURNAL = ("run.seed", "task.name", "learner.groups_per_step", "learner.samples_per_prompt")
+RETIRED_KEYS = {"generators.score_timeout_s": "episodes.score_timeout_s", "generators.score_threads": None}
+"""Keys of older runs, and those that took their place."""
 FIXED_BY_RECORD = ("learner.groups_per_step", "learner.samples_per_prompt", "model.path")
 
 
@@ -183,6 +185,13 @@ def _override_keys(saved: DictConfig | ListConfig, overrides: Sequence[str]) -> 
 def _merge_saved(saved: DictConfig | ListConfig) -> DictConfig | ListConfig:
     """Puts the configuration that a run has written on the schema. Raises ValueError for a file of another
     version."""
+    for old, new in RETIRED_KEYS.items():
+        section, _, key = old.rpartition(".")
+        value = OmegaConf.select(saved, old)
+        if value is not None:
+            del OmegaConf.select(saved, section)[key]
+            if new is not None:
+                OmegaConf.update(saved, new, value, force_add=True)
     try:
         return OmegaConf.merge(OmegaConf.structured(Config), saved)
     except OmegaConfBaseException as error:

@@ -131,6 +131,12 @@ learner.samples_per_prompt=1
     learner.samples_per_prompt must be at least 2 for algo.advantage=grpo .*reinforce_pp.*got 1
 generators.max_sequences=4
     generators.max_sequences must be at least 8 .*got 4 with samples_per_prompt=8
+episodes.max_concurrent=4
+    episodes.max_concurrent must be at least 8 .*got 4 with samples_per_prompt=8
+episodes.turn_timeout_s=4000
+    episodes.turn_timeout_s must be at most episodes.timeout_s .*got 4000 and 1800
+episodes.max_turns=0
+    episodes.max_turns must be a finite number above 0, got 0
 generators.engine=simulated learner.engine=simulated learner.ranks=2
     learner.ranks must be 1 .* got 2
 generators.engine=simulated

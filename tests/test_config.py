@@ -28,7 +28,9 @@ from configs.schema import Config
 from configs.surrogates import SURROGATE_NAMES
 
 ROOT = Path(__file__).parents[1]
-TASKS = sorted(path.stem for path in (ROOT / "generators/tasks").glob("[a-z]*.py"))
+TASKS = sorted(
+    path.stem for kind in ("tasks", "environments") for path in (ROOT / "generators" / kind).glob("[a-z]*.py")
+)
 PRESETS = sorted(path.stem for path in FOLDER.glob("algo/*.yaml"))
 
 
@@ -164,6 +166,14 @@ def test_all_problems_come_in_one_message() -> None:
     with pytest.raises(ValueError) as error:
         load_config(["learner.lr=nan", "sampling.top_p=0.9", "run.steps=0"])
     assert len(str(error.value).splitlines()) == 3
+
+
+def test_a_run_from_before_episodes_goes_on_with_its_deadline_of_scores(tmp_path: Path) -> None:
+    saved = OmegaConf.create(to_yaml(load_config([])))
+    saved.generators.score_threads, saved.generators.score_timeout_s = 2, 7.0
+    del saved["episodes"]
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(saved))
+    assert load_resumed_config(tmp_path, []).episodes.score_timeout_s == 7.0
 
 
 def test_a_resumed_run_keeps_what_its_journal_depends_on(tmp_path: Path) -> None:
