@@ -20,6 +20,9 @@ from generators.rewards.rows import read_reference
 for module in ("parser", "grader"):
     logging.getLogger(f"math_verify.{module}").setLevel(logging.CRITICAL)
 
+WARM_UP = ("1", "-1.5", r"\frac{1}{2}", r"\{1, 2\}", "(0, 1]", r"\sqrt{2}", "x^2+2x+1", "x=3")
+"""Answers of usual forms."""
+
 
 class MathPart:
     """Compares a reply's answer with the row's right one."""
@@ -29,12 +32,19 @@ class MathPart:
     def __init__(self, reference: str | None = None) -> None:
         """`reference`: column of the right answer, with dots for columns within columns."""
         self._reference = None if reference is None else check_text("reference", reference)
+        # The parser learns its grammar as it goes; workers are forked from here, and need not learn it again.
+        for answer in WARM_UP:
+            compare_answers(answer, f"It is ${answer}$.")
 
     def rate_reply(self, row: Row, reply: str) -> Rating:
         """Raises ValueError where the row's right answer is no mathematics."""
-        wanted = parse_answer(str(read_reference(row, self._reference)))
-        given: list[Any] = math_verify.parse(reply, parsing_timeout=None)
-        return Rating(float(math_verify.verify(list(wanted), given, timeout_seconds=None)))
+        return Rating(compare_answers(str(read_reference(row, self._reference)), reply))
+
+
+def compare_answers(wanted: str, reply: str) -> float:
+    """Returns 1 where the reply's answer equals the right one, else 0."""
+    right, given = list(parse_answer(wanted)), math_verify.parse(reply, parsing_timeout=None)
+    return float(math_verify.verify(right, given, timeout_seconds=None))
 
 
 @lru_cache(maxsize=1024)
