@@ -97,7 +97,7 @@ def test_a_call_past_its_deadline_is_killed_and_the_error_names_the_setting(atta
     ("attack", "error", "detail"),
     [
         ("segfault", "its worker was killed by SIGSEGV", "Fatal Python error: Segmentation fault"),
-        ("grow", "must allocate at most 1500 MB (episodes.worker_memory_mb), got MemoryError", "do_grow"),
+        ("grow", "must allocate at most 600 MB (episodes.worker_memory_mb), got MemoryError", "do_grow"),
         ("exit 3", "its worker exited with code 3", ""),
         ("exit 0", "its worker exited with code 0", ""),
         ("fork_and_exit", "its worker exited with code 7", ""),
@@ -121,7 +121,7 @@ def test_a_worker_that_dies_says_how_and_another_takes_its_place(
         assert (await score(await pool.take_worker(), "four"))["reward"] == 4.0
         assert pool.counts.kills + pool.counts.deaths == 1
 
-    run_with_pool(play, memory_mb=1500)
+    run_with_pool(play, memory_mb=600)
 
 
 @pytest.mark.parametrize(
@@ -411,10 +411,18 @@ def test_children_are_found_with_and_without_the_kernels_list() -> None:
         assert child.pid in list_children() and child.pid in find_children(), "it is not reaped yet"
 
 
-def test_more_workers_than_the_host_has_open_files_for_are_refused() -> None:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with pytest.raises(ValueError, match="episodes.max_workers must be at most .* here .* open files"):
-        raise_descriptor_limit(hard)
+def test_more_workers_than_the_host_has_open_files_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, raised = (1024, 4096), list[tuple[int, int]]()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: raised.append(pair))
+    raise_descriptor_limit(64)
+    assert not raised
+    raise_descriptor_limit(1000)
+    assert raised == [(2512, 4096)]
+    with pytest.raises(
+        ValueError, match="max_workers must be at most 1792 here .*4096 open files.*, got 1793"
+    ):
+        raise_descriptor_limit(1793)
 
 
 def test_cancelled_takes_lose_no_worker_and_no_place() -> None:
