@@ -132,8 +132,14 @@ class Guard:
                 raise ConnectionError("there is no template")
             send_order(self._template_link, order, descriptors)
             self._starting.add(number)
-        except (ConnectionError, BlockingIOError) as error:
+        except BlockingIOError as error:
             send_order(self._control, WorkerNotStarted(number=number, error=str(error)))
+        except ConnectionError as error:
+            self._refuse_worker(number, str(error))
+
+    def _refuse_worker(self, number: int, error: str) -> None:
+        """Says that a worker needs another template."""
+        send_order(self._control, WorkerNotStarted(number=number, error=error, needs_template=True))
 
     def _take_answers(self) -> None:
         """Takes all answers that the template has sent."""
@@ -162,7 +168,7 @@ class Guard:
             self._template_link.close()
             self._template_link = None
         for number in self._starting:
-            send_order(self._control, WorkerNotStarted(number=number, error="the template has ended"))
+            self._refuse_worker(number, "the template has ended")
         self._starting.clear()
 
     def _reap_children(self) -> None:

@@ -64,6 +64,8 @@ class WorkerStarted(msgspec.Struct, tag=True):
 class WorkerNotStarted(msgspec.Struct, tag=True):
     number: int
     error: str
+    needs_template: bool = False
+    """True when the template has ended, so that another one can do it."""
 
 
 class TemplateEnded(msgspec.Struct, tag=True):

@@ -7,6 +7,7 @@ For one event loop.
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Callable, Mapping
@@ -37,10 +38,16 @@ log = logging.getLogger("slipstream.generator")
 
 _FORK_S = 30.0
 """Seconds that the template may take to fork a worker, or to end."""
+_MAX_ATTEMPTS = 3
+"""Templates that may end before a worker is given up."""
 _MAX_FORKS = 8
 """Workers that are ordered at a time. More would fill the socket to the template."""
 
 _CLOSED = "a worker must be started in an open pool, got a closed one"
+
+
+class LostTemplate(WorkerDied):
+    """A worker was not started because the template had ended. Another template can start it."""
 
 
 @dataclass(slots=True)
@@ -99,6 +106,9 @@ class ProcessTree:
     async def start_worker(self) -> UserWorker:
         """Raises TaskRefused when the task cannot be imported (again), and UserCodeError for all else."""
         async with self._fork_slots:
+            for _ in range(_MAX_ATTEMPTS - 1):
+                with contextlib.suppress(LostTemplate):
+                    return await self._fork_worker(await self._ensure_template())
             return await self._fork_worker(await self._ensure_template())
 
     async def close(self) -> None:
@@ -115,7 +125,7 @@ class ProcessTree:
             try:
                 await worker.open_streams()
                 if not link.is_open:
-                    raise WorkerDied("a worker could not be started: the guard has ended")
+                    raise LostTemplate("a worker could not be started: the guard has ended")
             except BaseException:
                 worker.mark_ended(None)
                 raise
@@ -131,9 +141,12 @@ class ProcessTree:
                 error = await forked
         except TimeoutError:
             self._kill_template()
-            error = f"it must be forked within {_FORK_S:g} s, got no end"
+            raise WorkerDied(
+                f"a worker could not be started: it must be forked within {_FORK_S:g} s, got no end"
+            ) from None
         if error is not None:
-            raise WorkerDied(f"a worker could not be started: {error}")
+            kind = WorkerDied if self.has_template else LostTemplate
+            raise kind(f"a worker could not be started: {error}")
         return worker
 
     async def _ensure_template(self) -> GuardLink:
@@ -167,6 +180,8 @@ class ProcessTree:
     async def _start_template(self, link: GuardLink) -> None:
         if self._template is not None:  # the guard holds one template at a time
             await asyncio.wait({self._template.ended}, timeout=_FORK_S)
+            if not self._template.ended.done():
+                raise UserCodeError(f"the template must end within {_FORK_S:g} s, got no end")
         self.counts.template_starts += 1
         limits = self._limits
         self._template = template = TemplateProcess(OutputPipe(limits.output_mb << 20, self._kill_template))
@@ -214,7 +229,9 @@ class ProcessTree:
                     worker.begin_kill()
                 if not worker.is_alive:
                     self._send_kill(pid)
-            case WorkerNotStarted(number=number, error=error):
+            case WorkerNotStarted(number=number, error=error, needs_template=needs_template):
+                if needs_template and self._template is not None:
+                    self._template.is_ready = False
                 self._forget_fork(number, error)
             case ProcessEnded(pid=pid, status=status):
                 self._forget_worker(self._workers.pop(pid), status)
@@ -236,7 +253,7 @@ class ProcessTree:
     def _lose_template(self, how: str) -> None:
         if (template := self._template) is None or template.ended.done():
             return
-        was_ready = template.is_ready
+        was_imported = template.imported.done() and template.imported.result() is None
         template.mark_ended()
         what = f"its process {how}"
         if template.output.is_beyond_limit:
@@ -244,7 +261,7 @@ class ProcessTree:
         self._settle_import(
             TaskRefused(f"task.name must name a class that can be imported, got {self._target!r}: {what}")
         )
-        if was_ready and not self._is_closed:
+        if was_imported and not self._is_closed:
             log.error(
                 "the process that holds task %s %s; it is started again. %s",
                 self._target, how, template.output.show_end(),
