@@ -103,11 +103,12 @@ def _batch_conditions(config: Config) -> list[Condition]:
             f"{generators.max_sequences} with samples_per_prompt={learner.samples_per_prompt}",
         ),
         Condition(
-            config.max_episodes >= config.samples_per_group,
+            config.episodes.max_concurrent is None
+            or config.episodes.max_concurrent >= config.samples_per_group,
             "episodes.max_concurrent",
             f"be at least {config.samples_per_group} (a generator plays whole groups of "
             "learner.samples_per_prompt; remax adds a greedy response)",
-            f"{config.max_episodes} with samples_per_prompt={learner.samples_per_prompt}",
+            f"{config.episodes.max_concurrent} with samples_per_prompt={learner.samples_per_prompt}",
         ),
         Condition(
             learner.groups_per_step * learner.samples_per_prompt >= learner.num_shares * learner.minibatches,

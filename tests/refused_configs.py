@@ -136,7 +136,7 @@ episodes.max_concurrent=4
 episodes.turn_timeout_s=4000
     episodes.turn_timeout_s must be at most episodes.timeout_s .*got 4000 and 1800
 episodes.max_turns=0
-    episodes.max_turns must be a finite number above 0, got 0
+    episodes.max_turns must be in \(0, 32767\] .*got 0
 generators.engine=simulated learner.engine=simulated learner.ranks=2
     learner.ranks must be 1 .* got 2
 generators.engine=simulated
