@@ -40,7 +40,8 @@ def check(groups: list[list[Trajectory]], **rules: Any) -> CheckedMessage:
         ExpectedGroup(number, number // 2, number + 7, len(rows)) for number, rows in enumerate(groups)
     ]
     data = encode_batch(to_batch([row for rows in groups for row in rows]))
-    return check_groups(data, expected, **{"num_samples": 2, "newest_version": 9, **rules})  # type: ignore[arg-type]
+    limits: dict[str, Any] = {"num_samples": 2, "newest_version": 9, **rules}
+    return check_groups(data, expected, **limits)
 
 
 # ---- whole groups
