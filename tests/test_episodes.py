@@ -258,7 +258,13 @@ def test_revoked_leases_end_their_episodes_and_close_their_environments(tmp_path
         ended.set()
 
     submit = generator._groups.submit_played_groups
-    generator._groups.submit_played_groups = lambda: (submit(), None if ended.is_set() else revoke())[0]  # type: ignore[method-assign]
+
+    def submit_and_revoke() -> None:
+        submit()
+        if not ended.is_set():
+            revoke()
+
+    generator._groups.submit_played_groups = submit_and_revoke  # type: ignore[method-assign]
     assert ended.wait(30)
     assert not set(revoked.revoked) & generator._groups.lease_ids
     run.wait_for(lambda status: status.groups.in_flight >= 0)

@@ -26,7 +26,7 @@ from slipstream import preparation
 NAME = "guess_number"
 
 
-class Echo:
+class EchoGame:
     """An environment of a user's own: it says a word, and the policy says it again."""
 
     name = "echo"
@@ -143,13 +143,13 @@ def test_the_model_plays_as_the_task_says_and_a_game_without_end_is_given_up(
         return [[*tokenizer.encode(tokenizer.decode(prompt)[4:6]), end] for prompt in prompts]
 
     monkeypatch.setattr(tiny_player, "_sample_replies", repeat_word)
-    games = [TextPlay(f"{__name__}:Echo", {"patience": 3}, number, 0, loop) for number in range(4)]
+    games = [TextPlay(f"{__name__}:EchoGame", {"patience": 3}, number, 0, loop) for number in range(4)]
     assert tiny_player.play_games(model, tokenizer, games) == 1.0
     assert {tokenizer.decode(prompt) for prompt in seen} == {"Say ab", "Say ba"}
     monkeypatch.setattr(tiny_player, "_sample_replies", lambda model, prompts, end: [[end] for _ in prompts])
-    seldom = [TextPlay(f"{__name__}:Echo", {"patience": 2}, 0, 0, loop)]
+    seldom = [TextPlay(f"{__name__}:EchoGame", {"patience": 2}, 0, 0, loop)]
     assert tiny_player.play_games(model, tokenizer, seldom) == -0.25
-    endless = [TextPlay(f"{__name__}:Echo", {"patience": 10_000}, 0, 0, loop)]
+    endless = [TextPlay(f"{__name__}:EchoGame", {"patience": 10_000}, 0, 0, loop)]
     assert tiny_player.play_games(model, tokenizer, endless) < -1
     assert not endless[0].is_done
 
