@@ -119,3 +119,18 @@ class EndlessAgent(NumberedRows):
                 asked += 1
         except openai.BadRequestError:
             return float(asked)
+
+
+class VerifiersAgent(NumberedRows):
+    """A taskset of verifiers, in an environment of its own."""
+
+    name = "verifiers"
+
+    def __init__(self, tokenizer: str) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def agent_command(self) -> list[str]:
+        tests = Path(__file__).parent
+        script = tests.parent / "scripts" / "verifiers.sh"
+        return [str(script), str(tests / "verifiers_agent.py"), self._tokenizer]

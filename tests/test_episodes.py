@@ -72,9 +72,13 @@ class RecordingEngine(SimulatedEngine):
 class EpisodeRun(GeneratorRun):
     """A run whose one generator plays a task's episodes with a simulated engine."""
 
-    def __init__(self, config: Config, folder: Path, engine: SimulatedEngine | None = None) -> None:
+    def __init__(
+        self, config: Config, folder: Path, engine: SimulatedEngine | None = None, tokenizer: Any = None
+    ) -> None:
+        """`tokenizer` is of bytes where it is None."""
         self.engine = engine or make_fast_engine()
-        super().__init__(config, folder, TaskEpisodes(config, make_byte_tokenizer()), engine=self.engine)
+        episodes = TaskEpisodes(config, tokenizer or make_byte_tokenizer())
+        super().__init__(config, folder, episodes, engine=self.engine)
         self.tables: list[pa.Table] = []
 
     def train_steps(self, count: int = 3) -> list[int]:

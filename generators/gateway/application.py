@@ -37,7 +37,7 @@ JSON, EVENTS = b"application/json", b"text/event-stream"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     parts: Iterable[bytes]
     status: int = 200
     content_type: bytes = JSON
@@ -59,7 +59,7 @@ class GatewayApp:
         """`find_session` returns the open session of a key. `max_body` counts bytes."""
         self._rules, self._find_session, self._model, self._max_body = rules, find_session, model, max_body
         self._vocabulary = len(rules.tokenizer)
-        self._routes: dict[str, tuple[str, Callable[[GatewaySession, bytes], Awaitable[Answer]]]] = {
+        self._routes: dict[str, tuple[str, Callable[[GatewaySession, bytes], Awaitable[HttpAnswer]]]] = {
             "/v1/chat/completions": ("POST", self._answer_chat),
             "/v1/models": ("GET", self._list_models),
             "/inference/v1/generate": ("POST", self._answer_tokens),
@@ -71,15 +71,15 @@ class GatewayApp:
         try:
             answer = await self._answer_request(scope, receive)
         except RequestRefused as refusal:
-            answer = Answer([refusal.encode_body()], refusal.status, headers=refusal.headers)
+            answer = HttpAnswer([refusal.encode_body()], refusal.status, headers=refusal.headers)
         except ClientGone:
             return
         await _send_answer(answer, send)
 
-    async def _answer_request(self, scope: Scope, receive: Receive) -> Answer:
+    async def _answer_request(self, scope: Scope, receive: Receive) -> HttpAnswer:
         path, method = scope["path"], scope["method"]
         if path == "/health" and method == "GET":
-            return Answer([b'{"status":"ok"}'])
+            return HttpAnswer([b'{"status":"ok"}'])
         session = self._find_caller(scope)
         if path not in self._routes:
             raise RequestRefused(404, f"the path must be one of {', '.join(self._routes)}, got {path[:200]}")
@@ -138,21 +138,21 @@ class GatewayApp:
             )
         return bytes(body)
 
-    async def _answer_chat(self, session: GatewaySession, body: bytes) -> Answer:
+    async def _answer_chat(self, session: GatewaySession, body: bytes) -> HttpAnswer:
         request = read_chat_request(parse_body(body), self._rules.sampling)
         answer = await session.answer_chat(request)
         tokenizer = self._rules.tokenizer
         if request.is_streamed:
-            return Answer(encode_chunks(request, answer, tokenizer), content_type=EVENTS)
-        return Answer([msgspec.json.encode(make_chat_completion(request, answer, tokenizer))])
+            return HttpAnswer(encode_chunks(request, answer, tokenizer), content_type=EVENTS)
+        return HttpAnswer([msgspec.json.encode(make_chat_completion(request, answer, tokenizer))])
 
-    async def _answer_tokens(self, session: GatewaySession, body: bytes) -> Answer:
+    async def _answer_tokens(self, session: GatewaySession, body: bytes) -> HttpAnswer:
         request = read_token_request(parse_body(body), self._rules.sampling, self._vocabulary)
         completions = await session.answer_tokens(request)
         request_id = f"gen-{completions[0].id.replace('/', '-')}"
-        return Answer([msgspec.json.encode(make_token_answer(request_id, completions))])
+        return HttpAnswer([msgspec.json.encode(make_token_answer(request_id, completions))])
 
-    async def _list_models(self, session: GatewaySession, body: bytes) -> Answer:
+    async def _list_models(self, session: GatewaySession, body: bytes) -> HttpAnswer:
         model = {
             "id": self._model,
             "object": "model",
@@ -160,12 +160,12 @@ class GatewayApp:
             "owned_by": "slipstream",
             "max_model_len": self._rules.max_model_len,
         }
-        return Answer([msgspec.json.encode({"object": "list", "data": [model]})])
+        return HttpAnswer([msgspec.json.encode({"object": "list", "data": [model]})])
 
 
 async def _answer_while_connected(
-    session: GatewaySession, answer: Awaitable[Answer], receive: Receive
-) -> Answer:
+    session: GatewaySession, answer: Awaitable[HttpAnswer], receive: Receive
+) -> HttpAnswer:
     """Raises ClientGone when the client goes first, and RequestRefused when the session ends first."""
     answering = asyncio.ensure_future(answer)
     session.hold_request(answering)
@@ -195,7 +195,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def _send_answer(answer: Answer, send: Send) -> None:
+async def _send_answer(answer: HttpAnswer, send: Send) -> None:
     headers = [(b"content-type", answer.content_type), *answer.headers]
     parts = list(answer.parts)
     if answer.content_type == JSON:

@@ -19,7 +19,7 @@ STREAM_END = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ChatChoice:
     message: Message
     """As the client gets it."""
     completion: Completion
@@ -35,7 +35,7 @@ class Choice:
 class ChatAnswer:
     id: str
     num_prompt_tokens: int
-    choices: list[Choice]
+    choices: list[ChatChoice]
 
     @property
     def usage(self) -> dict[str, int]:
@@ -108,11 +108,11 @@ def _make_head(request: ChatRequest, answer: ChatAnswer, kind: str) -> dict[str,
     return {"id": answer.id, "object": kind, "created": int(time.time()), "model": request.model}
 
 
-def _note_parse_error(choice: Choice) -> dict[str, str]:
+def _note_parse_error(choice: ChatChoice) -> dict[str, str]:
     return {} if choice.parse_error is None else {"parse_error": choice.parse_error}
 
 
-def _make_logprobs(request: ChatRequest, choice: Choice, tokenizer: Any) -> dict[str, Any] | None:
+def _make_logprobs(request: ChatRequest, choice: ChatChoice, tokenizer: Any) -> dict[str, Any] | None:
     """Returns the log-probabilities of all sampled tokens, those of reasoning and of the end included.
 
     No other candidates are listed, because the engine computes none.

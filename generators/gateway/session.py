@@ -14,7 +14,7 @@ from typing import Any
 from configs.sampling import SamplingConfig
 from generators.engine import Completion
 from generators.environment import Message
-from generators.gateway.chat_answer import ChatAnswer, Choice
+from generators.gateway.chat_answer import ChatAnswer, ChatChoice
 from generators.gateway.chat_request import ChatRequest
 from generators.gateway.messages import ConversationKeys
 from generators.gateway.refusals import RequestRefused
@@ -188,7 +188,7 @@ class GatewaySession:
                 code="max_turns",
             )
 
-    def _read_choice(self, request: ChatRequest, completion: Completion) -> Choice:
+    def _read_choice(self, request: ChatRequest, completion: Completion) -> ChatChoice:
         tokens, reason = completion.tokens, completion.finish_reason
         turn = parse_turn_number(completion.id)
         tools = request.tools if request.reads_calls else ()
@@ -197,4 +197,4 @@ class GatewaySession:
         if request.stop and message.get("content"):
             message = {**message, "content": cut_text(message["content"], request.stop)}
         self.num_parse_errors += reply.parse_error is not None
-        return Choice(message=message, completion=completion, parse_error=reply.parse_error)
+        return ChatChoice(message=message, completion=completion, parse_error=reply.parse_error)

@@ -107,7 +107,7 @@ class CallReader:
             reasoning, _, text = text.removeprefix("<think>").partition("</think>")
             message |= {"content": text, "reasoning_content": reasoning}
         if tools and text.startswith("CALL "):
-            _, name, arguments = text.split(" ", 2)
+            _, name, arguments = [*text.split(" ", 2), ""][:3]
             if not arguments.endswith("}"):
                 return Reply(message, "a call must end with a brace")
             function = {"name": name, "arguments": arguments}
