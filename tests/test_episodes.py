@@ -86,16 +86,20 @@ class EpisodeRun(GeneratorRun):
         trained: list[int] = []
         for step in range(count):
             self.publish_version(step)
-            taken = self.client.take_batch(step, wait_s=50.0)
-            assert isinstance(taken, TakenBatch), taken
-            self.tables.append(taken.table)
-            sampled = np.concatenate([np.array(row) for row in taken.table.column("sampled").to_pylist()])
-            done = m.ReportTrainedStep(
-                step=step, num_trained=int(sampled.sum()), idle_s=0.0, alive_s=1.0, metrics={}
-            )
-            self.client.call(done, m.Acknowledged)
-            trained += taken.groups
+            trained += self.take_step(step)
         return trained
+
+    def take_step(self, step: int) -> list[int]:
+        """Trains a step whose version is published."""
+        taken = self.client.take_batch(step, wait_s=50.0)
+        assert isinstance(taken, TakenBatch), taken
+        self.tables.append(taken.table)
+        sampled = np.concatenate([np.array(row) for row in taken.table.column("sampled").to_pylist()])
+        done = m.ReportTrainedStep(
+            step=step, num_trained=int(sampled.sum()), idle_s=0.0, alive_s=1.0, metrics={}
+        )
+        self.client.call(done, m.Acknowledged)
+        return taken.groups
 
     def list_rows(self) -> list[dict[str, Any]]:
         return [row for table in self.tables for row in table.to_pylist()]

@@ -62,8 +62,11 @@ def test_a_taskset_of_verifiers_trains_in_an_environment_of_its_own(
         "sampling.max_tokens=32", "episodes.renderer=auto",
     )  # fmt: skip
     tokenizer = family_tokenizer("qwen3")
-    run = EpisodeRun(config, tmp_path, LetterEngine(tokenizer), tokenizer)
-    run.train_steps(1)
+    engine = LetterEngine(tokenizer)
+    run = EpisodeRun(config, tmp_path, engine, tokenizer)
+    run.publish_version(0)
+    run.wait_for(lambda status: len(engine.answered) >= 2 or bool(status.quarantined), timeout_s=300)
+    run.take_step(0)
     run.close()
     rows = run.list_rows()
     assert [row["reward"] for row in rows] == [1.0, 1.0] and {row["branch"] for row in rows} == {0}
