@@ -1,10 +1,12 @@
 """The gateway: real clients speak with a policy through it, and each of their requests is a turn."""
 
 import asyncio
+import gc
 import http.client
 import json
 import socket
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,9 @@ import httpx
 import openai
 import pytest
 
+from fuzz_gateway import attack_socket
+from slipstream_bench.gateway_attack import MAX_BODY_MB, GatewayAttack
+from slipstream_bench.gateway_latency import measure_gateway
 from slipstream_bench.gateway_rig import GatewayRig, OpenEpisode, ScriptedPolicy
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -536,3 +541,33 @@ def test_an_address_that_is_taken_or_not_this_hosts_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=r"episodes.gateway.host and port must .*got 127.0.0.1 and "):
             GatewayRig(f"episodes.gateway.port={port}")
+
+
+# ---- attacks
+
+
+def test_forged_requests_get_an_answer_in_openais_form_and_leave_nothing_behind() -> None:
+    rig = GatewayRig(f"episodes.gateway.max_body_mb={MAX_BODY_MB}")
+    try:
+        attack = GatewayAttack(rig, seed=1)
+        rig.run(attack.send_requests(600))
+        gc.collect()
+        tracemalloc.start()
+        rig.run(attack.send_requests(200))
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        rig.run(attack.send_requests(400))
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+        assert grown < 1 << 20, grown
+        assert {"200", "400", "401", "404", "405", "left"} <= set(attack.counts)
+        assert attack_socket(rig, 120, seed=1) > 60
+        rig.run(attack.send_requests(40))
+    finally:
+        rig.close()
+
+
+def test_the_overhead_of_a_request_can_be_measured() -> None:
+    measured = measure_gateway(16)
+    assert 0 < measured["p50_ms"] <= measured["p99_ms"] and measured["cpu_ms"] > 0

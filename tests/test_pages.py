@@ -165,6 +165,14 @@ def test_a_reward_made_of_parts_is_trained_and_its_parts_are_figures(tmp_path: P
     assert mean == pytest.approx(right + 0.1 * brief, abs=1e-3)
 
 
+@pytest.mark.whole_run
+def test_the_agent_of_the_page_is_trained_through_the_gateway(tmp_path: Path) -> None:
+    project, environment = copy_project(tmp_path)
+    text = read_section("docs/environments.md", "An agent").partition("\n### ")[0]
+    printed = run_blocks(read_blocks(text), project, environment)
+    assert "finished. Summary" in printed, printed
+
+
 def test_the_judge_of_the_page_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     text = read_section("docs/environments.md", "Rewards").partition("\n### Judge\n")[2]
     (block,) = [block for block in read_blocks(text) if block.language == "yaml"]
