@@ -88,3 +88,24 @@ class EnvironmentTask(Protocol):
         """Scores the episodes of a group beside one another (pairwise, best of n). None keeps the rewards of
         their turns. The method may be missing."""
         ...
+
+
+class AgentTask(Protocol):
+    """Runs an agent, which asks the policy over HTTP in OpenAI's form (`generators/gateway/`).
+
+    In place of `run_agent` it may have `agent_command`, the words of a command. `num_prompts` and
+    `solved_examples` mean what they mean for `generators.task.Task`.
+    """
+
+    name: str
+
+    def make_row(self, split: str, index: int, seed: int) -> Row: ...
+
+    def run_agent(self, row: Row, base_url: str, api_key: str) -> Any:
+        """Plays one episode; returns its outcome: a reward, or an object of `reward` and components. It may
+        be `async`. Whatever it raises costs its group an attempt."""
+        ...
+
+    def score_agent(self, row: Row, outcome: Any) -> Score:
+        """Scores an outcome. The method may be missing."""
+        ...

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from byte_tokenizer import make_byte_tokenizer
 from test_episodes import EpisodeRun, RecordingEngine, assert_ledger_closes
 from test_episodes import make_config as make_episode_config
 
 from configs.load import load_config
 from generators.user_code.agent_command import check_command, parse_outcome, run_command
+from slipstream_bench.byte_tokenizer import make_byte_tokenizer
 
 
 def make_config(task: str, *overrides: str) -> Any:

@@ -9,9 +9,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
 from buffers.messages import Lease
 from configs.load import load_config
 from generators.engine import Completion, Sample
@@ -21,10 +18,10 @@ from generators.gateway.session import GatewaySession
 from generators.group import GroupProgress, Player
 from generators.rendering.difference import DifferenceRenderer
 from generators.rendering.renderer import Reply
+from slipstream_bench.byte_tokenizer import make_byte_tokenizer
 
 T = TypeVar("T")
 
-END = "<|end|>"
 CHAT_TEMPLATE = (
     "{% if tools %}<|tools|>{{ tools | tojson }}<|end|>{% endif %}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
@@ -39,15 +36,8 @@ OVERRIDES = [
 
 
 def make_chat_tokenizer() -> Any:
-    """Returns a tokenizer of bytes with a chat template, made in a moment: each byte is a token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: place for place, letter in enumerate([END, *alphabet])}
-    bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
-    )
+    """Returns a tokenizer of bytes with a chat template."""
+    tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
