@@ -44,7 +44,8 @@ def episode(rig: GatewayRig, policy: ScriptedPolicy) -> Iterator[OpenEpisode]:
 
 
 def make_client(episode: OpenEpisode) -> openai.OpenAI:
-    return openai.OpenAI(base_url=episode.base_url, api_key=episode.key, max_retries=0)
+    """Returns a client that tries once, and bears a slow machine: its own limit for a connection is 5 s."""
+    return openai.OpenAI(base_url=episode.base_url, api_key=episode.key, max_retries=0, timeout=120)
 
 
 def ask(episode: OpenEpisode, *messages: Any, **options: Any) -> Any:
@@ -248,7 +249,9 @@ def test_replies_are_as_long_as_request_run_and_context_allow(
 
 def test_the_asynchronous_client_asks_side_by_side(policy: ScriptedPolicy, episode: OpenEpisode) -> None:
     async def ask_many() -> list[Any]:
-        async with openai.AsyncOpenAI(base_url=episode.base_url, api_key=episode.key) as client:
+        async with openai.AsyncOpenAI(
+            base_url=episode.base_url, api_key=episode.key, max_retries=0, timeout=120
+        ) as client:
             return await asyncio.gather(
                 *(
                     client.chat.completions.create(
