@@ -59,9 +59,9 @@ def make_config(task: str, args: dict[str, Any], *overrides: str) -> Config:
 def play(
     engine: Engine, config: Config, num_groups: int, max_episodes: int, max_tokens: int = REPLY_TOKENS
 ) -> EpisodeCost:
-    """Plays groups of the configured task; a first group, which starts the workers, is left out."""
+    """Plays groups of the configured task. A first round, which starts all workers, is left out."""
     with open_driver(engine, TaskEpisodes(config, make_byte_tokenizer()), max_tokens) as driver:
-        driver.play_groups(max(1, max_episodes // SAMPLES // 4), SAMPLES, max_episodes)
+        driver.play_groups(max_episodes // SAMPLES, SAMPLES, max_episodes)
         return driver.play_groups(num_groups, SAMPLES, max_episodes)
 
 
