@@ -51,6 +51,11 @@ class Player:
         self._has_ended = False
 
     @property
+    def num_asked(self) -> int:
+        """Number of turns that were asked for, those that were given up included. It numbers the next one."""
+        return self._num_asked
+
+    @property
     def num_turns(self) -> int:
         """Number of finished turns."""
         return self.branches.num_turns

@@ -64,7 +64,6 @@ class GatewaySession:
     _given: dict[bytes, list[GivenReply]] = field(default_factory=dict)
     """By the digest of a conversation that ends with the replies."""
     _open_requests: set[asyncio.Future[Any]] = field(default_factory=set)
-    _num_sampling: int = 0
 
     def hold_request(self, answering: "asyncio.Future[Any]") -> None:
         """Keeps a request that is being answered, so that the end of the session cancels it."""
@@ -148,7 +147,6 @@ class GatewaySession:
     ) -> list[Completion]:
         most = self._limit_tokens(prompt, max_tokens)
         self._require_turns(count)
-        self._num_sampling += count
         try:
             asked = [self.player.ask_policy(prompt, most, cut_reply) for _ in range(count)]
             completions = await wait_for_all(asked)
@@ -156,8 +154,6 @@ class GatewaySession:
             self.failure = self.failure or error
             log.error("the gateway cannot sample a turn: %s", describe_error(error))
             raise RequestRefused(500, f"the turn cannot be sampled: {describe_error(error)}") from error
-        finally:
-            self._num_sampling -= count
         self.stop, self.last_reason = None, completions[-1].finish_reason
         return completions
 
@@ -178,7 +174,8 @@ class GatewaySession:
 
     def _require_turns(self, count: int) -> None:
         """Raises RequestRefused beyond the last turn. OpenAI's clients do not repeat a request after 400."""
-        used = self.player.num_turns + self._num_sampling
+        # A turn whose client has gone has used its number, and the record has `max_turns` numbers.
+        used = self.player.num_asked
         if used + count > self.rules.max_turns:
             self.stop = "max_turns"
             raise RequestRefused(
