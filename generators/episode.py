@@ -20,11 +20,6 @@ from generators.task import Score
 
 
 class Episodes(Protocol):
-    @property
-    def num_killed(self) -> int:
-        """Number of calls of the task's code that were given up and killed."""
-        ...
-
     async def open(self) -> None:
         """Prepares what all episodes need. Raises ValueError for a task that cannot be played."""
         ...
@@ -95,8 +90,6 @@ class SimulatedPrompt:
 class SimulatedEpisodes:
     """Episodes of one turn for the simulated engine: prompts of eight tokens, and a coin toss for a
     reward."""
-
-    num_killed = 0
 
     async def open(self) -> None:
         """Needs nothing."""

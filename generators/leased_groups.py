@@ -33,7 +33,7 @@ from generators.group import (
 from generators.plain_values import describe_error
 from generators.policy import EnginePolicy
 from generators.probe import PROBE_LEASE
-from generators.user_code.errors import UserCodeError
+from generators.user_code.errors import UserCodeError, WorkerDied
 
 log = logging.getLogger("slipstream.generator")
 
@@ -228,6 +228,7 @@ class LeasedGroups:
     def _report_failure(self, group: LeasedGroup, error: BaseException) -> None:
         """Says in the log what the task's code said, and otherwise where our own code was."""
         lease = group.lease
+        self._totals.abandoned_scores += isinstance(error, WorkerDied)
         if isinstance(error, UserCodeError):
             said, detail = str(error), f"\n{error.detail}" if error.detail else ""
         else:

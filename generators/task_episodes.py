@@ -70,11 +70,6 @@ class TaskEpisodes:
         self._agents: AgentEpisodes | None = None
         self._has_turns = self._scores_groups = False
 
-    @property
-    def num_killed(self) -> int:
-        """Number of workers that were killed because a call took too long, or did what no call may."""
-        return self._pool.counts.kills if hasattr(self, "_pool") else 0
-
     async def open(self) -> None:
         """Raises ValueError for a task that cannot be made, and for a chat template under which turns
         cannot be exact."""

@@ -60,7 +60,7 @@ class Generator:
         """`heart` is a heartbeat that has started already, because an engine takes its time to start. None
         starts one."""
         self.name, self._config, self._client = name, config, client
-        self._engine, self._episodes, self._clock = engine, episodes, clock
+        self._engine, self._clock = engine, clock
         self._heart = start_heartbeat(client.open_another(), name) if heart is None else heart
         self._totals = GeneratorReport()
         self._wake_loop = client.open_wake_up()
@@ -179,7 +179,6 @@ class Generator:
             self._updates.held_version,
             self._clock() - self._started_at,
         )
-        self._totals.abandoned_scores = self._episodes.num_killed
         decoding = sum(self._engine.count_sampled_tokens().values())
         self._totals.decoded_tokens = self._totals.sampled_tokens + decoding
         return self._totals
