@@ -13,6 +13,7 @@ from runs import StartedRun
 from generators.tasks import list_tasks, load_task
 from generators.text_play import join_messages
 from generators.user_code.task_host import TaskHost
+from slipstream.nursery import FOLDER
 
 PAGE = "docs/environments.md"
 
@@ -67,9 +68,11 @@ def test_the_environment_of_the_page_trains(tmp_path: Path) -> None:
     (command,) = write_files("Write an environment", tmp_path)
     assert "scripts/launch.sh task.name=memory:Memory run.name=memory" in command.code
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    # A nursery that other tests have started imports from their path.
+    environment = {name: value for name, value in os.environ.items() if name != FOLDER} | {"PYTHONPATH": path}
     run = StartedRun(
         tmp_path / "outputs", "task.name=memory:Memory", "run.steps=3", "eval.prompts=16",
-        environment={**os.environ, "PYTHONPATH": path},
+        environment=environment,
     )  # fmt: skip
     try:
         code, out = run.finish()
