@@ -4,8 +4,9 @@
 
 Each figure is a ratio of two runs in this process, one after the other. 1 means that nothing is lost.
 
-    turns            tokens a second of 8-turn episodes, over those of single turns with as many sampled
-                     tokens and as many requests side by side; vLLM with the prefix cache, a Qwen3 of 256 x 4
+    turns            tokens a second of 8-turn episodes, over those of single turns with the same tokens: as
+                     many, as long prompts beyond the cached ones, as many side by side; vLLM with the prefix
+                     cache, a Qwen3 of 256 x 4
     tool waits       1,000 episodes side by side whose tool takes 1 s, over as many whose tool takes no time;
                      simulated engine whose slots are the bottleneck
     waiting scores   a score that takes 2 s, over one that takes no time; simulated engine, enough episodes
@@ -56,11 +57,9 @@ def make_config(task: str, args: dict[str, Any], *overrides: str) -> Config:
     )
 
 
-def play(
-    engine: Engine, config: Config, num_groups: int, max_episodes: int, max_tokens: int = REPLY_TOKENS
-) -> EpisodeCost:
+def play(engine: Engine, config: Config, num_groups: int, max_episodes: int) -> EpisodeCost:
     """Plays groups of the configured task. A first round, which starts all workers, is left out."""
-    with open_driver(engine, TaskEpisodes(config, make_byte_tokenizer()), max_tokens) as driver:
+    with open_driver(engine, TaskEpisodes(config, make_byte_tokenizer()), REPLY_TOKENS) as driver:
         driver.play_groups(max_episodes // SAMPLES, SAMPLES, max_episodes)
         return driver.play_groups(num_groups, SAMPLES, max_episodes)
 
@@ -102,10 +101,8 @@ def make_engine(folder: Path) -> tuple[Engine, Publisher]:
 
 def measure_turns(folder: Path, num_groups: int) -> dict[str, float]:
     engine, publisher = make_engine(folder)
-    single = make_config("WaitingTask", {}, f"sampling.max_tokens={TURNS * REPLY_TOKENS}")
-    several = make_config("WaitingEnvironment", {"turns": TURNS})
-    one = play(engine, single, num_groups, 32, TURNS * REPLY_TOKENS)
-    many = play(engine, several, num_groups, 32)
+    one = play(engine, make_config("WaitingTask", {}), TURNS * num_groups, 32)
+    many = play(engine, make_config("WaitingEnvironment", {"turns": TURNS}), num_groups, 32)
     engine.shutdown()
     publisher.close()
     return {

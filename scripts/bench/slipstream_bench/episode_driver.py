@@ -25,6 +25,7 @@ class EpisodeCost:
     num_failed: int
     """Groups that could not be played."""
     wall_s: float
+    """Seconds until the engine's last reply. What is scored after it costs no engine anything."""
     cpu_s: float
     """Processor time of this process, the engine's included."""
     step_cpu_s: float
@@ -55,6 +56,7 @@ class EpisodeDriver:
         began, cpu_began, step_cpu_s, num_tokens = time.monotonic(), time.process_time(), 0.0, 0
         to_begin, playing = list(range(num_groups)), dict[int, Future[list[PlayedEpisode]]]()
         ended: list[Future[list[PlayedEpisode]]] = []
+        last_reply_at = began
         while to_begin or playing:
             while to_begin and (len(playing) + 1) * num_samples <= max_episodes:
                 index = to_begin.pop(0)
@@ -64,6 +66,7 @@ class EpisodeDriver:
                 step_began = time.thread_time()
                 completions = self._engine.step()
                 step_cpu_s += time.thread_time() - step_began
+                last_reply_at = time.monotonic() if completions else last_reply_at
                 for completion in completions:
                     num_tokens += len(completion.tokens)
                     self._policy.take_completion(completion)
@@ -71,7 +74,7 @@ class EpisodeDriver:
                 time.sleep(0.0005)
             for index in [index for index, future in playing.items() if future.done()]:
                 ended.append(playing.pop(index))
-        wall_s, cpu_s = time.monotonic() - began, time.process_time() - cpu_began
+        wall_s, cpu_s = last_reply_at - began, time.process_time() - cpu_began
         played = [episode for future in ended if future.exception() is None for episode in future.result()]
         return EpisodeCost(
             num_tokens=num_tokens,

@@ -41,7 +41,7 @@ class WaitingTask:
         self._wait_s, self._hangs = wait_s, hangs
 
     def make_prompt(self, split: str, index: int, seed: int) -> Prompt:
-        return Prompt(f"question {index}", index)
+        return Prompt(f"{index} {WORDS}", index)
 
     def score_response(self, prompt: Prompt, response: str) -> Score:
         if prompt.entry == self._hangs:
