@@ -187,15 +187,7 @@ class LeasedGroups:
                 self._count_tokens_of(aborted)
             num_tokens = group.progress.num_tokens
             del self._playing[lease_id]
-        self._client.send_request(
-            m.FailLease(
-                generator=self._generator,
-                lease=lease_id,
-                num_tokens=num_tokens,
-                error="revoked",
-                revoked=True,
-            )
-        )
+        self._fail_lease(lease_id, num_tokens, "revoked", revoked=True)
 
     def close(self) -> None:
         """Ends all episodes, and what runs their code."""
@@ -235,12 +227,23 @@ class LeasedGroups:
             said, detail = describe_error(error), ""
         is_own = not isinstance(error, UserCodeError | ValueError | EpisodeTimedOut)
         log.error(
-            "prompt %d of task %s failed: %s%s", lease.index, lease.task, said, detail,
+            "prompt %d of task %s failed: %s%s",
+            lease.index,
+            lease.task,
+            said,
+            detail,
             exc_info=error if is_own else None,
-        )  # fmt: skip
+        )
+        self._fail_lease(lease.id, group.progress.num_tokens, said)
+
+    def _fail_lease(self, lease_id: int, num_tokens: int, error: str, *, revoked: bool = False) -> None:
         self._client.send_request(
             m.FailLease(
-                generator=self._generator, lease=lease.id, num_tokens=group.progress.num_tokens, error=said
+                generator=self._generator,
+                lease=lease_id,
+                num_tokens=num_tokens,
+                error=error,
+                revoked=revoked,
             )
         )
 

@@ -8,10 +8,9 @@ the conversation is rendered anew and a new branch begins.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +68,7 @@ class TaskEpisodes:
         self._renderer: Renderer
         self._agents: AgentEpisodes | None = None
         self._has_turns = self._scores_groups = False
+        self._score_limit = self._limits.score_timeout_s, "episodes.score_timeout_s"
 
     async def open(self) -> None:
         """Raises ValueError for a task that cannot be made, and for a chat template under which turns
@@ -106,7 +106,6 @@ class TaskEpisodes:
     ) -> list[Score] | None:
         if not self._scores_groups:
             return None
-        lease = beginning.lease
         records = [
             {
                 "messages": list(episode.messages),
@@ -116,25 +115,14 @@ class TaskEpisodes:
             }
             for episode in episodes
         ]
-        async with self._borrow_worker() as worker:
-            found = await worker.call(
-                "score_group",
-                [lease.split, lease.index, lease.seed, records],
-                self._limits.score_timeout_s,
-                "episodes.score_timeout_s",
-            )
+        found = await self._call_any_worker("score_group", beginning.lease, [records], self._score_limit)
         return read_scores(found, len(episodes))
 
     # ---- one turn
 
     async def _make_prompt(self, lease: Lease) -> list[int]:
-        async with self._borrow_worker() as worker:
-            made = await worker.call(
-                "make_prompt",
-                [lease.split, lease.index, lease.seed],
-                self._limits.reset_timeout_s,
-                "episodes.reset_timeout_s",
-            )
+        limit = self._limits.reset_timeout_s, "episodes.reset_timeout_s"
+        made = await self._call_any_worker("make_prompt", lease, [], limit)
         text = read_prompt(made)
         if self._tokenizer.chat_template:
             messages = [{"role": "user", "content": text}]
@@ -144,17 +132,10 @@ class TaskEpisodes:
         return list(self._tokenizer.encode(text))
 
     async def _play_one_turn(self, player: Player, beginning: Beginning) -> PlayedEpisode:
-        lease = beginning.lease
         completion = await player.ask_policy(beginning.prompt)
         player.end_sampling()
         response = self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
-        async with self._borrow_worker() as worker:
-            found = await worker.call(
-                "score_response",
-                [lease.split, lease.index, lease.seed, response],
-                self._limits.score_timeout_s,
-                "episodes.score_timeout_s",
-            )
+        found = await self._call_any_worker("score_response", beginning.lease, [response], self._score_limit)
         score = read_score(found)
         player.branches.pay_last_turn(score.reward)
         return PlayedEpisode(branches=player.branches, score=score, stop=infer_stop(completion.finish_reason))
@@ -172,9 +153,12 @@ class TaskEpisodes:
             self._pool.return_worker(worker)
         score = check_score(Score(sum(player.branches.turn_rewards.values()), dict(talk.components)))
         return PlayedEpisode(
-            branches=player.branches, score=score, stop=str(talk.stop), renderer=self._renderer.name,
+            branches=player.branches,
+            score=score,
+            stop=str(talk.stop),
+            renderer=self._renderer.name,
             messages=talk.messages,
-        )  # fmt: skip
+        )
 
     async def _converse(
         self, player: Player, beginning: Beginning, worker: UserWorker, talk: Conversation
@@ -236,11 +220,14 @@ class TaskEpisodes:
             await worker.kill()
             raise
 
-    @contextlib.asynccontextmanager
-    async def _borrow_worker(self) -> AsyncIterator[UserWorker]:
+    async def _call_any_worker(
+        self, method: str, lease: Lease, arguments: list[Any], limit: tuple[float, str]
+    ) -> Any:
+        """Calls a method of the task about a lease's row, in whichever worker is free. `limit` is the
+        deadline in seconds and the setting that names it."""
         worker = await self._pool.take_worker()
         try:
-            yield worker
+            return await worker.call(method, [lease.split, lease.index, lease.seed, *arguments], *limit)
         finally:
             self._pool.return_worker(worker)
 

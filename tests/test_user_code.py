@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy
@@ -10,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from worker_pools import run_with_pool
 
 from generators.plain_values import make_plain
 from generators.score_checks import read_score, read_scores
@@ -17,22 +17,6 @@ from generators.task import Score
 from generators.user_code.errors import CallFailed, TaskRefused
 from generators.user_code.method_calls import MethodError, MethodValue, decode_answer, encode_frame
 from generators.user_code.pool import UserCodePool, WorkerLimits
-
-
-def run_with_pool(
-    play: Callable[[UserCodePool], Coroutine[Any, Any, None]],
-    target: str = "misbehaving:Misbehaving",
-    args: dict[str, Any] | None = None,
-    **limits: Any,
-) -> None:
-    async def run() -> None:
-        pool = await UserCodePool.open(target, args or {}, WorkerLimits(**limits))
-        try:
-            await play(pool)
-        finally:
-            await pool.close()
-
-    asyncio.run(run())
 
 
 def test_a_task_of_one_turn_makes_prompts_and_scores_responses() -> None:

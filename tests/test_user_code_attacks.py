@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from worker_pools import run_with_pool
 
 from generators.user_code import process_tree
 from generators.user_code.errors import CallFailed, TaskRefused, UserCodeError, WorkerDied
@@ -27,22 +27,6 @@ from generators.user_code.worker_limits import raise_descriptor_limit
 ROOT = Path(__file__).parents[1]
 LONG_S = 120.0
 """A deadline that no test reaches."""
-
-
-def run_with_pool(
-    play: Callable[[UserCodePool], Coroutine[Any, Any, None]],
-    target: str = "misbehaving:Misbehaving",
-    args: dict[str, Any] | None = None,
-    **limits: Any,
-) -> None:
-    async def run() -> None:
-        pool = await UserCodePool.open(target, args or {}, WorkerLimits(**limits))
-        try:
-            await play(pool)
-        finally:
-            await pool.close()
-
-    asyncio.run(run())
 
 
 async def score(worker: UserWorker, response: str, deadline_s: float = LONG_S) -> Any:
