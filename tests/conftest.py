@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -23,6 +24,9 @@ from tiny_models import find_tiny_model
 
 from buffers.trajectory import Trajectory
 from slipstream.nursery import FOLDER
+
+if TYPE_CHECKING:
+    from buffer_harness import BufferHarness
 
 ROOT = Path(__file__).parents[1]
 
@@ -221,3 +225,21 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("mounting a small file system needs more rights than this user has")
     yield place
     subprocess.run(["umount", "-l", place], check=True)
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Callable[..., "BufferHarness"]]:
+    """Starts buffers of a small run, with overrides, and closes them."""
+    from buffer_harness import SMALL_RUN, BufferHarness
+
+    from configs.load import load_config
+
+    running: list[BufferHarness] = []
+
+    def start(*overrides: str) -> BufferHarness:
+        running.append(BufferHarness(load_config([*SMALL_RUN, *overrides]), tmp_path / "journal"))
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.close()

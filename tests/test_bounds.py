@@ -32,19 +32,6 @@ from buffers.waiting_room import MAX_WAITERS_OF_CLIENT
 from configs.load import load_config
 
 
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Callable[..., BufferHarness]]:
-    running: list[BufferHarness] = []
-
-    def start(*overrides: str) -> BufferHarness:
-        running.append(BufferHarness(load_config([*SMALL_RUN, *overrides]), tmp_path / "journal"))
-        return running[-1]
-
-    yield start
-    for one in running:
-        one.close()
-
-
 def find_unbounded(kind: inspect.Type, path: str) -> Iterator[str]:
     """Yields the places in a type at which a number, a text or a collection may be of any size."""
     match kind:

@@ -21,24 +21,10 @@ from buffers import messages as m
 from buffers.client import BufferClient
 from buffers.connections import BorrowedDescriptor, Connection, Connections, watch_small_requests
 from buffers.keys import WEIGHT_REQUEST_ROLES, KeyRole, make_keys, show_key, start_authenticator
-from configs.load import load_config
 from sync.transports import messages
 from sync.transports.server import SnapshotServer
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Callable[..., BufferHarness]]:
-    running: list[BufferHarness] = []
-
-    def start(*overrides: str) -> BufferHarness:
-        running.append(BufferHarness(load_config([*SMALL_RUN, *overrides]), tmp_path / "journal"))
-        return running[-1]
-
-    yield start
-    for one in running:
-        one.close()
 
 
 def wait_until(condition: Callable[[], bool], what: str, within_s: float = 20.0) -> None:

@@ -3,14 +3,14 @@
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from branched_groups import count_sampled, draw_group
-from buffer_harness import SMALL_RUN, BufferHarness, make_group
+from buffer_harness import BufferHarness, make_group
 from buffer_lives import LIFE_SETTINGS, copy_killed, lose_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -190,19 +190,6 @@ def test_rows_that_are_not_those_of_the_request_cost_the_message() -> None:
 
 
 # ---- through the buffer
-
-
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Callable[..., BufferHarness]]:
-    running: list[BufferHarness] = []
-
-    def start(*overrides: str) -> BufferHarness:
-        running.append(BufferHarness(load_config([*SMALL_RUN, *overrides]), tmp_path / "journal"))
-        return running[-1]
-
-    yield start
-    for one in running:
-        one.close()
 
 
 def test_groups_of_different_sizes_come_in_one_message_and_go_to_the_learner_whole(
