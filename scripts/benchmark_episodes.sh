@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures what turns, tool waits and scores cost an engine.
-#   scripts/benchmark_episodes.sh [--groups 24] [--json FILE]
+#   scripts/benchmark_episodes.sh [--groups 8] [--json FILE]
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
 prepare

@@ -1,16 +1,19 @@
 """Measures what episodes cost an engine: turns, tool waits, scores that wait or hang.
 
-    scripts/benchmark_episodes.sh [--groups 24] [--json FILE]
+    scripts/benchmark_episodes.sh [--groups 8] [--json FILE]
 
-Each figure is a ratio of two runs in this process, one after the other. 1 means that nothing is lost.
+Each ratio is of two runs in this process, one after the other. 1 means that nothing is lost.
 
-    turns            tokens a second of 8-turn episodes, over those of single turns with the same tokens: as
-                     many, as long prompts beyond the cached ones, as many side by side; vLLM with the prefix
-                     cache, a Qwen3 of 256 x 4
+    turns            tokens a second of 8-turn episodes, replies of 32 and of 128 tokens; vLLM with the prefix
+                     cache, a Qwen3 of 256 x 4, as many episodes side by side. Over those of long single turns
+                     (one prompt and one reply with the tokens of all 8: the same contexts), and of short ones
+                     (a prompt and a reply each: contexts of an eighth). The three are repeated by turns, and
+                     the best of each counts
     tool waits       1,000 episodes side by side whose tool takes 1 s, over as many whose tool takes no time;
                      simulated engine whose slots are the bottleneck
     waiting scores   a score that takes 2 s, over one that takes no time; simulated engine, enough episodes
     hanging score    one prompt whose score never ends, over a run without it; simulated engine
+    gateway          milliseconds that a call through the gateway adds, over a call of the same handler
     own CPU          processor milliseconds of a turn in this process, the engine's steps left out
 """
 
@@ -32,12 +35,13 @@ from generators.simulated_engine import SimulatedEngine
 from generators.task_episodes import TaskEpisodes
 from slipstream_bench.byte_tokenizer import make_byte_tokenizer
 from slipstream_bench.episode_driver import EpisodeCost, open_driver
+from slipstream_bench.gateway_latency import measure_gateway
 from sync.manifest import Manifest
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot
 from sync.stream import whole_parts
 
-TURNS, REPLY_TOKENS, SAMPLES = 8, 32, 4
+TURNS, REPLY_TOKENS, SAMPLES, REPEATS = 8, (32, 128), 4, 2
 TASKS = "slipstream_bench.waiting_tasks"
 say = Console(stderr=True)
 
@@ -48,8 +52,8 @@ def make_config(task: str, args: dict[str, Any], *overrides: str) -> Config:
         [
             f"task.name={TASKS}:{task}",
             f"task.args={{{arguments}}}",
-            "generators.max_model_len=1024",
-            f"sampling.max_tokens={REPLY_TOKENS}",
+            "generators.max_model_len=2048",
+            f"sampling.max_tokens={REPLY_TOKENS[0]}",
             "episodes.renderer=plain",
             "episodes.exact=false",
             *overrides,
@@ -59,7 +63,8 @@ def make_config(task: str, args: dict[str, Any], *overrides: str) -> Config:
 
 def play(engine: Engine, config: Config, num_groups: int, max_episodes: int) -> EpisodeCost:
     """Plays groups of the configured task. A first round, which starts all workers, is left out."""
-    with open_driver(engine, TaskEpisodes(config, make_byte_tokenizer()), REPLY_TOKENS) as driver:
+    episodes = TaskEpisodes(config, make_byte_tokenizer())
+    with open_driver(engine, episodes, config.sampling.max_tokens) as driver:
         driver.play_groups(max_episodes // SAMPLES, SAMPLES, max_episodes)
         return driver.play_groups(num_groups, SAMPLES, max_episodes)
 
@@ -81,7 +86,7 @@ def make_engine(folder: Path) -> tuple[Engine, Publisher]:
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=64,
-            max_position_embeddings=1024,
+            max_position_embeddings=2048,
             tie_word_embeddings=False,
             bos_token_id=None,
             eos_token_id=None,
@@ -92,25 +97,45 @@ def make_engine(folder: Path) -> tuple[Engine, Publisher]:
     publisher = Publisher(folder / "weights", "benchmark")
     manifest: Manifest = publisher.publish_version(0, whole_parts(dict(model.state_dict())))
     engine = VllmEngine(
-        str(folder / "model"), dtype="float32", max_model_len=1024, max_sequences=32, kv_cache_mb=256,
+        str(folder / "model"), dtype="float32", max_model_len=2048, max_sequences=32, kv_cache_mb=512,
         prefix_cache=True,
     )  # fmt: skip
     engine.load_version(Snapshot(manifest))
     return engine, publisher
 
 
-def measure_turns(folder: Path, num_groups: int) -> dict[str, float]:
-    engine, publisher = make_engine(folder)
-    one = play(engine, make_config("WaitingTask", {}), TURNS * num_groups, 32)
-    many = play(engine, make_config("WaitingEnvironment", {"turns": TURNS}), num_groups, 32)
-    engine.shutdown()
-    publisher.close()
+def measure_turns(engine: Engine, reply_tokens: int, num_groups: int) -> dict[str, float]:
+    def play_task(task: str, turns: int, max_tokens: int, groups: int) -> EpisodeCost:
+        config = make_config(task, {"turns": turns}, f"sampling.max_tokens={max_tokens}")
+        return play(engine, config, groups, 32)
+
+    rounds = [
+        (
+            play_task("WaitingEnvironment", TURNS, reply_tokens, num_groups),
+            play_task("WaitingTask", TURNS, TURNS * reply_tokens, num_groups),
+            play_task("WaitingTask", 1, reply_tokens, TURNS * num_groups),
+        )
+        for _ in range(REPEATS)
+    ]
+    many, long, short = (
+        max(costs, key=lambda cost: cost.tokens_per_s) for costs in zip(*rounds, strict=True)
+    )
     return {
-        "turns": many.tokens_per_s / one.tokens_per_s,
-        "turns_tokens_per_s": many.tokens_per_s,
-        "single_tokens_per_s": one.tokens_per_s,
+        "over_long": many.tokens_per_s / long.tokens_per_s,
+        "over_short": many.tokens_per_s / short.tokens_per_s,
+        "tokens_per_s": many.tokens_per_s,
+        "long_tokens_per_s": long.tokens_per_s,
+        "short_tokens_per_s": short.tokens_per_s,
         "own_cpu_ms_per_turn": many.cpu_ms_per_turn,
     }
+
+
+def measure_lengths(folder: Path, num_groups: int) -> dict[str, dict[str, float]]:
+    engine, publisher = make_engine(folder)
+    found = {f"{TURNS} turns of {n} tokens": measure_turns(engine, n, num_groups) for n in REPLY_TOKENS}
+    engine.shutdown()
+    publisher.close()
+    return found
 
 
 # ---- simulated engine: waits
@@ -164,12 +189,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--groups", type=int, default=24, help="groups of 4 episodes that vLLM plays")
+    parser.add_argument("--groups", type=int, default=8, help="groups of 4 episodes that vLLM plays")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     found: dict[str, Any] = measure_waits()
+    found["gateway"] = measure_gateway()
     with tempfile.TemporaryDirectory() as folder:
-        found["turns"] = measure_turns(Path(folder), options.groups)
+        found.update(measure_lengths(Path(folder), options.groups))
     table = Table("figure", "value")
     for part, figures in found.items():
         for name, value in figures.items():

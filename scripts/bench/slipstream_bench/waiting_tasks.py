@@ -33,15 +33,18 @@ class WaitingEnvironment:
 
 
 class WaitingTask:
-    """One turn. Each score waits, as for a judge; that of the prompt `hangs` never ends."""
+    """One turn. Each score waits, as for a judge; that of the prompt `hangs` never ends.
+
+    The prompt is as long as the messages of `turns` turns of `WaitingEnvironment` together.
+    """
 
     name = "waiting score"
 
-    def __init__(self, wait_s: float = 0.0, hangs: int | None = None) -> None:
-        self._wait_s, self._hangs = wait_s, hangs
+    def __init__(self, wait_s: float = 0.0, hangs: int | None = None, turns: int = 1) -> None:
+        self._wait_s, self._hangs, self._turns = wait_s, hangs, turns
 
     def make_prompt(self, split: str, index: int, seed: int) -> Prompt:
-        return Prompt(f"{index} {WORDS}", index)
+        return Prompt(" ".join([str(index), *[WORDS] * self._turns]), index)
 
     def score_response(self, prompt: Prompt, response: str) -> Score:
         if prompt.entry == self._hangs:
