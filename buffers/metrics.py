@@ -97,6 +97,10 @@ def _list_gauges(status: RunStatus) -> dict[str, tuple[str, float]]:
             status.fetched_bytes,
         ),
         "slipstream_scores_abandoned": ("Scores that hung and were given up", status.abandoned_scores),
+        "slipstream_tokens_discarded": (
+            "Sampled tokens behind a stop string, or of a request that was withdrawn",
+            status.discarded_tokens,
+        ),
         "slipstream_weight_digest_mismatches": (
             "Weight updates that did not verify",
             status.digest_mismatches,

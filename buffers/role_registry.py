@@ -173,6 +173,7 @@ class RoleRegistry:
             "digest_checks": sum(life.digest_checks for life in lives),
             "digest_mismatches": sum(life.digest_mismatches for life in lives),
             "abandoned_scores": sum(life.abandoned_scores for life in lives),
+            "discarded_tokens": sum(life.discarded_tokens for life in lives),
         }
 
     # ---- words

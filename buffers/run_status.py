@@ -38,6 +38,9 @@ class GeneratorReport(WireRecord):
     """Comparisons that found a difference."""
     abandoned_scores: RunTotal = 0
     """Scores that hung and were given up. Each holds a thread until its process ends."""
+    discarded_tokens: RunTotal = 0
+    """Sampled tokens of handed-in groups that are in no row: those behind an agent's stop string, and those
+    of a request whose client went away."""
 
 
 class RoleState(WireRecord):
@@ -122,6 +125,7 @@ class RunStatus(WireRecord):
     digest_checks: int
     digest_mismatches: int
     abandoned_scores: int
+    discarded_tokens: int
     num_quarantined: int
     """Groups that failed for good."""
     quarantined: dict[int, str]

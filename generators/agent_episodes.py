@@ -110,4 +110,6 @@ def find_stop(session: GatewaySession) -> str:
     """Returns why an agent's episode ended, a word of `buffers.trajectory`."""
     if session.stop is not None:
         return session.stop
-    return "max_tokens" if session.last_reason == "length" else "completed"
+    if session.last_reason == "length":
+        return "max_tokens"
+    return "parse_error" if session.ends_in_parse_error else "completed"

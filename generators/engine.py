@@ -22,6 +22,8 @@ class Sample:
     seed: int
     """The same prompt, seed and weights give the same tokens, whatever else the engine is doing."""
     greedy: bool = False
+    stop_tokens: frozenset[int] = frozenset()
+    """Tokens that end this sample, beside the model's own ends."""
     forced: bool = False
     """True for the parity probe: the engine samples exactly `max_tokens` tokens, past the end of sequence
     too, from the whole distribution (no top-p, top-k or min-p)."""
@@ -67,6 +69,10 @@ class Engine(Protocol):
 
     def count_sampled_tokens(self) -> dict[str, int]:
         """Returns the tokens sampled so far by each unfinished sample, by its id."""
+        ...
+
+    def read_tokens(self, sample_id: str, start: int) -> list[int]:
+        """Returns the tokens of an unfinished sample from place `start` on; none for an unknown id."""
         ...
 
     @property

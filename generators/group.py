@@ -5,9 +5,9 @@ begin the group ─▶ play its episodes ─▶ score them beside one another, w
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import xxhash
 
@@ -15,7 +15,7 @@ from buffers.messages import Lease
 from buffers.trajectory import GREEDY, Trajectory
 from generators.branches import EpisodeBranches
 from generators.engine import Completion, Sample
-from generators.policy import Policy
+from generators.policy import Policy, Watch
 from generators.task import Score
 
 T = TypeVar("T")
@@ -37,6 +37,19 @@ class GroupProgress:
     """Sampled tokens of finished turns of the episodes that are trained. Written by the engine's loop."""
 
 
+class ReplyFollower(Protocol):
+    """Follows one reply while it is sampled."""
+
+    @property
+    def watch(self) -> Watch | None:
+        """Gets the tokens as they come; None where the whole reply is enough."""
+        ...
+
+    def cut_reply(self, completion: Completion) -> Completion:
+        """Returns the reply, or its beginning: that is recorded then, as if the engine had stopped there."""
+        ...
+
+
 class Player:
     """One sample of a leased group, as it asks the policy turn by turn."""
 
@@ -56,37 +69,44 @@ class Player:
         return self._num_asked
 
     @property
+    def next_sample_id(self) -> str:
+        return make_sample_id(self.lease.id, self.index, self._num_asked)
+
+    @property
     def num_turns(self) -> int:
         """Number of finished turns."""
         return self.branches.num_turns
 
-    async def ask_policy(
+    def ask_policy(
         self,
         prompt: list[int],
         max_tokens: int | None = None,
-        cut_reply: Callable[[Completion], Completion] | None = None,
-    ) -> Completion:
-        """Samples the next turn's reply, and records it. Several turns may be asked side by side.
+        follower: ReplyFollower | None = None,
+        stop_tokens: frozenset[int] = frozenset(),
+    ) -> Coroutine[Any, Any, Completion]:
+        """Samples the next turn's reply, and records it. Several turns may be asked side by side: each has
+        its number before its coroutine runs.
 
-        The reply has at most `max_tokens` tokens (None: `sampling.max_tokens`). `cut_reply` may return the
-        reply's beginning: that is recorded then, as if the engine had stopped there.
+        The reply has at most `max_tokens` tokens (None: `sampling.max_tokens`). `follower` may see it as
+        it comes, and end it. It also ends with one of `stop_tokens`.
         """
         number = self._num_asked
-        self._num_asked += 1
-        completion = await self._policy.sample_turn(
-            Sample(
-                id=make_sample_id(self.lease.id, self.index, number),
-                prompt=prompt,
-                max_tokens=self._max_tokens if max_tokens is None else max_tokens,
-                seed=make_sample_seed(
-                    self.lease.seed, self.lease.split, self.lease.group, self.index, number
-                ),
-                greedy=self.index == self.lease.num_samples,
-            )
+        sample = Sample(
+            id=self.next_sample_id,
+            prompt=prompt,
+            max_tokens=self._max_tokens if max_tokens is None else max_tokens,
+            seed=make_sample_seed(self.lease.seed, self.lease.split, self.lease.group, self.index, number),
+            greedy=self.index == self.lease.num_samples,
+            stop_tokens=stop_tokens,
         )
-        if cut_reply is not None:
-            completion = cut_reply(completion)
-        self.branches.append_turn(prompt, completion, number)
+        self._num_asked += 1
+        return self._sample_turn(sample, number, follower)
+
+    async def _sample_turn(self, sample: Sample, number: int, follower: ReplyFollower | None) -> Completion:
+        completion = await self._policy.sample_turn(sample, None if follower is None else follower.watch)
+        if follower is not None:
+            completion = follower.cut_reply(completion)
+        self.branches.append_turn(sample.prompt, completion, number)
         return completion
 
     def end_sampling(self) -> None:

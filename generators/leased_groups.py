@@ -154,6 +154,10 @@ class LeasedGroups:
         self._count_tokens_of(completion)
         self._policy.take_completion(completion)
 
+    def show_progress(self) -> None:
+        """Shows the tokens of this step to the episodes that watch their replies."""
+        self._policy.show_progress(self._engine)
+
     def submit_played_groups(self) -> None:
         """Hands in all groups that have been played, in one message."""
         ended = [group for group in self._playing.values() if group.played.done()]
@@ -215,7 +219,10 @@ class LeasedGroups:
                 m.SubmitEvaluation(generator=self._generator, lease=lease.id, reward=reward)
             )
             return None
-        return make_rows(lease, played, self._generator, group.started_at)
+        rows = make_rows(lease, played, self._generator, group.started_at)
+        kept = sum(sum(row.sampled) for row in rows)
+        self._totals.discarded_tokens += max(0, group.progress.num_tokens - kept)
+        return rows
 
     def _report_failure(self, group: LeasedGroup, error: BaseException) -> None:
         """Says in the log what the task's code said, and otherwise where our own code was."""

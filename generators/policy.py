@@ -5,22 +5,46 @@
           ▲                                                            engine.step()
           └───────────── the completion ◀──── take_completion() ◀─────────┘
 
-An episode that is canceled withdraws its sample: the engine aborts it before it steps again.
+An episode that is canceled withdraws its sample: the engine aborts it before it steps again. One that watches
+its reply sees the tokens as they come, and may end the reply.
 """
 
 import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from generators.engine import Completion, Engine, Sample
 
+Watch = Callable[[list[int]], bool]
+"""Gets the tokens of a reply as they come. Returns True when the policy needs no more of them."""
+
 
 class Policy(Protocol):
-    async def sample_turn(self, sample: Sample) -> Completion:
-        """Samples one reply. Raises ValueError for a prompt that the engine cannot take."""
+    async def sample_turn(self, sample: Sample, watch: Watch | None = None) -> Completion:
+        """Samples one reply. Raises ValueError for a prompt that the engine cannot take, and what `watch`
+        raises.
+
+        `watch` is called in the episode thread. The last tokens may stand in the completion only. A reply
+        that it has ended has some tokens more, perhaps, and the finish reason `abort` unless it ended itself.
+        """
         ...
+
+
+@dataclass(slots=True, eq=False)
+class WatchedSample:
+    """A sample in the engine whose tokens are shown as they come."""
+
+    id: str
+    watch: Watch
+    reply: asyncio.Future[Completion]
+    num_shown: int = 0
+    """Tokens that were handed over. Belongs to the engine's loop."""
+    is_behind: bool = False
+    """True from when the engine's loop hands over tokens until the episode thread has taken them."""
 
 
 class EnginePolicy:
@@ -34,15 +58,18 @@ class EnginePolicy:
         self._wake_loop = wake_loop
         self._lock = threading.Lock()
         """Guards the two queues."""
-        self._asked: deque[tuple[Sample, asyncio.Future[Completion]]] = deque()
+        self._asked: deque[tuple[Sample, asyncio.Future[Completion], Watch | None]] = deque()
         self._withdrawn: list[str] = []
+        self._ended_early: list[str] = []
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         """By sample id: episodes that wait for a sample which is in the engine."""
+        self._watched: dict[str, WatchedSample] = {}
+        """By sample id: those of them that watch it."""
 
-    async def sample_turn(self, sample: Sample) -> Completion:
+    async def sample_turn(self, sample: Sample, watch: Watch | None = None) -> Completion:
         reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         with self._lock:
-            self._asked.append((sample, reply))
+            self._asked.append((sample, reply, watch))
         self._wake_loop()
         try:
             return await reply
@@ -55,24 +82,28 @@ class EnginePolicy:
     @property
     def has_requests(self) -> bool:
         """True when a sample waits to go into the engine, or to be aborted."""
-        return bool(self._asked or self._withdrawn)
+        return bool(self._asked or self._withdrawn or self._ended_early)
 
     def exchange_samples(self, engine: Engine, may_add: bool) -> list[Completion]:
-        """Adds the samples that are asked for, and aborts those that nobody waits for any more.
+        """Adds the samples that are asked for, and aborts those of which nobody needs more.
 
         Returns what the aborted ones had. `may_add=False` leaves new samples in the queue.
         """
         with self._lock:
             withdrawn, self._withdrawn = set(self._withdrawn), []
+            ended_early, self._ended_early = self._ended_early, []
             if withdrawn:
                 self._asked = deque(one for one in self._asked if one[0].id not in withdrawn)
             asked = list(self._asked) if may_add else []
             if may_add:
                 self._asked.clear()
         for sample_id in withdrawn:
-            self._waiting.pop(sample_id, None)
-        aborted = engine.abort_samples(list(withdrawn)) if withdrawn else []
-        for sample, reply in asked:
+            self._forget_sample(sample_id)
+        unneeded = withdrawn.union(one for one in ended_early if one in self._waiting)
+        aborted = engine.abort_samples(list(unneeded)) if unneeded else []
+        for completion in aborted:
+            self.take_completion(completion)
+        for sample, reply, watch in asked:
             try:
                 engine.add_sample(sample)
             # An engine refuses a prompt that is too long, for example.
@@ -80,19 +111,51 @@ class EnginePolicy:
                 _answer(reply, error)
             else:
                 self._waiting[sample.id] = reply
+                if watch is not None:
+                    self._watched[sample.id] = WatchedSample(sample.id, watch, reply)
         return aborted
 
     def take_completion(self, completion: Completion) -> None:
         """Wakes the episode that waits for the sample."""
-        if (reply := self._waiting.pop(completion.id, None)) is not None:
+        if (reply := self._forget_sample(completion.id)) is not None:
             _answer(reply, completion)
+
+    def show_progress(self, engine: Engine) -> None:
+        """Hands new tokens to the episodes that watch their replies and have taken the last ones."""
+        for watched in self._watched.values():
+            if watched.is_behind:
+                continue
+            tokens = engine.read_tokens(watched.id, watched.num_shown)
+            if tokens:
+                watched.num_shown += len(tokens)
+                watched.is_behind = True
+                _call_episode(watched.reply, partial(self._show_tokens, watched, tokens))
 
     def withdraw_lease(self, engine: Engine, is_of_lease: Callable[[str], bool]) -> list[Completion]:
         """Aborts at once what the engine samples for a lease; returns what it had."""
         ids = [sample_id for sample_id in self._waiting if is_of_lease(sample_id)]
         for sample_id in ids:
-            del self._waiting[sample_id]
+            self._forget_sample(sample_id)
         return engine.abort_samples(ids)
+
+    def _forget_sample(self, sample_id: str) -> asyncio.Future[Completion] | None:
+        self._watched.pop(sample_id, None)
+        return self._waiting.pop(sample_id, None)
+
+    def _show_tokens(self, watched: WatchedSample, tokens: list[int]) -> None:
+        """Runs in the episode thread."""
+        watched.is_behind = False
+        if watched.reply.done():
+            return
+        try:
+            is_enough = watched.watch(tokens)
+        except Exception as error:
+            watched.reply.set_exception(error)
+            is_enough = True
+        if is_enough:
+            with self._lock:
+                self._ended_early.append(watched.id)
+            self._wake_loop()
 
 
 def _answer(reply: asyncio.Future[Completion], answer: Completion | Exception) -> None:
@@ -106,8 +169,13 @@ def _answer(reply: asyncio.Future[Completion], answer: Completion | Exception) -
         else:
             reply.set_result(answer)
 
+    _call_episode(reply, settle)
+
+
+def _call_episode(reply: asyncio.Future[Completion], call: Callable[[], None]) -> None:
+    """Calls in the thread of the episode that waits for the reply."""
     try:
-        reply.get_loop().call_soon_threadsafe(settle)
+        reply.get_loop().call_soon_threadsafe(call)
     # The episode thread has ended.
     except RuntimeError:
         return

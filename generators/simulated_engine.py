@@ -102,6 +102,9 @@ class SimulatedEngine:
         counts |= {d.sample.id: self._count_decoded(d, now) for d in self._decoding}
         return counts | {sample.id: 0 for sample in self._waiting}
 
+    def read_tokens(self, sample_id: str, start: int) -> list[int]:
+        return [TOKEN] * max(0, self.count_sampled_tokens().get(sample_id, 0) - start)
+
     @property
     def num_unfinished(self) -> int:
         return len(self._ended) + len(self._decoding) + len(self._waiting)

@@ -230,6 +230,10 @@ class VllmEngine:
     def count_sampled_tokens(self) -> dict[str, int]:
         return {running.sample.id: len(running.tokens) for running in self._running.values()}
 
+    def read_tokens(self, sample_id: str, start: int) -> list[int]:
+        request_id = self._request_ids.get(sample_id)
+        return [] if request_id is None else self._running[request_id].tokens[start:]
+
     @property
     def num_unfinished(self) -> int:
         return len(self._running)
@@ -269,6 +273,9 @@ class VllmEngine:
         parameters = copy(parameters)
         parameters.max_tokens = sample.max_tokens
         parameters.seed = None if sample.greedy else sample.seed
+        if sample.stop_tokens:
+            own_stops = parameters.stop_token_ids or []
+            parameters.stop_token_ids = sorted(sample.stop_tokens.union(own_stops))
         self._core.add_request(
             EngineCoreRequest(
                 request_id=request_id,

@@ -214,6 +214,7 @@ class Generator:
                 self._probe.take_completion(completion, self._client)
             else:
                 self._groups.take_completion(completion)
+        self._groups.show_progress()
 
     def _count_idleness(self) -> None:
         """Adds up the engine's idle seconds: from the moment that it has nothing to do to the moment that it

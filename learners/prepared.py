@@ -131,6 +131,7 @@ def describe_episodes(batch: Batch) -> dict[str, float]:
     return {
         "episode/turns_mean": float(num_turns.double().mean()),
         "episode/branches_mean": batch.num_branches / batch.num_sequences,
+        "episode/branched_share": float((np.diff(batch.first_branches) > 1).mean()),
     } | {name: count / batch.num_sequences for name, count in ends.items()}
 
 

@@ -1,5 +1,6 @@
 """Agents that the tests train: with the stock client, as a shell script, and ones that go wrong."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -134,3 +135,46 @@ class VerifiersAgent(NumberedRows):
         tests = Path(__file__).parent
         script = tests.parent / "scripts" / "verifiers.sh"
         return [str(script), str(tests / "verifiers_agent.py"), self._tokenizer]
+
+
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
+QUESTION = {"role": "user", "content": "2+2?"}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+RESULT = {"role": "tool", "content": "4"}
+ANSWER = "the answer is four"
+COUNTING = {"role": "user", "content": "count"}
+COUNTED = "one two three four five six"
+
+
+class ToolCaller(NumberedRows):
+    """Calls a tool with the stock client and goes on with its result, in row 1 once a file is there. Then it
+    counts in a stream, and once more up to a stop."""
+
+    name = "tool caller"
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    async def run_agent(self, row: Row, base_url: str, api_key: str) -> dict[str, float]:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            create: Any = client.chat.completions.create
+            first = await create(model="policy", messages=[QUESTION], tools=[ADD])
+            message = first.choices[0].message
+            assert message.tool_calls and first.choices[0].finish_reason == "tool_calls", message
+            [call] = message.tool_calls
+            assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 2}
+            (self._folder / f"called-{row['index']}-{api_key[:8]}").touch()
+            while row["index"] == 1 and not (self._folder / "go").exists():
+                await asyncio.sleep(0.02)
+            result = {**RESULT, "tool_call_id": call.id}
+            second = await create(model="policy", messages=[QUESTION, message, result], tools=[ADD])
+            assert second.choices[0].message.content == ANSWER, second
+            stream = await create(model="policy", messages=[COUNTING], stream=True)
+            pieces = [chunk.choices[0].delta.content async for chunk in stream]
+            assert "".join(filter(None, pieces)) == COUNTED, pieces
+            stopped = await create(model="policy", messages=[COUNTING], stop=["four"])
+            assert stopped.choices[0].message.content == "one two three ", stopped
+        return {"reward": 1.0, "pieces": float(len(list(filter(None, pieces))))}

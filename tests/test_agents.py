@@ -1,9 +1,13 @@
 """Agents that know nothing of training: their requests become turns, their faults cost their own group."""
 
+import os
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -11,7 +15,7 @@ from test_episodes import EpisodeRun, RecordingEngine, assert_ledger_closes
 from test_episodes import make_config as make_episode_config
 
 from configs.load import load_config
-from generators.user_code.agent_command import check_command, parse_outcome, run_command
+from generators.user_code.agent_command import bypass_proxies, check_command, parse_outcome, run_command
 from slipstream_bench.byte_tokenizer import make_byte_tokenizer
 
 
@@ -118,6 +122,30 @@ def test_a_command_has_its_row_and_its_last_line_counts_even_when_its_children_l
     assert printed.out == '{"index": 3}\n0.25\n\n' and printed.err == "http://here/v1 key\n"
     with pytest.raises(ValueError, match="agent_command must name a program that starts"):
         run_command(["/no/such/program"], {}, "", "")
+
+
+def test_agents_reach_the_gateway_past_a_proxy_and_keep_what_else_was_unproxied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "example.org")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    bypass_proxies("http://10.1.2.3:4000/v1")
+    bypass_proxies("http://10.1.2.3:4000/v1")
+    bypass_proxies("http://127.0.0.1:4000/v1")
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "example.org,10.1.2.3,127.0.0.1"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        serving = threading.Thread(target=lambda: server.accept()[0].send(b"HTTP/1.1 204 \r\n\r\n"))
+        serving.start()
+        assert httpx.get(url, timeout=60).status_code == 204
+        serving.join()
+
+
+def test_a_row_that_no_environment_holds_is_named() -> None:
+    assert run_command(["bash", "-c", "echo ${#SLIPSTREAM_ROW}"], {"text": "x" * 100_000}, "", "") > 100_000
+    with pytest.raises(ValueError, match="row of an agent_command must have at most 131072 bytes"):
+        run_command(["true"], {"text": "x" * 131_072}, "", "")
 
 
 @pytest.mark.parametrize("text", ["", "text", "done.", "�", "[" * 100_000])

@@ -15,6 +15,11 @@ import openai
 import pytest
 
 from fuzz_gateway import attack_socket
+from generators.gateway import connection as gateway_connection
+from generators.gateway.chat_request import read_chat_request
+from generators.gateway.fields import parse_body
+from generators.gateway.refusals import RequestRefused
+from generators.gateway.server import open_listener
 from slipstream_bench.gateway_attack import MAX_BODY_MB, GatewayAttack
 from slipstream_bench.gateway_latency import measure_gateway
 from slipstream_bench.gateway_rig import GatewayRig, OpenEpisode, ScriptedPolicy
@@ -187,7 +192,10 @@ def test_tool_choice_none_leaves_a_call_as_text_and_a_broken_call_is_a_parse_err
     choice = ask(episode, USER, tools=[TOOL]).choices[0]
     assert choice.message.content == 'CALL add {"a": 2'
     assert choice.model_extra["parse_error"] == "a call must end with a brace"
-    assert episode.session.num_parse_errors == 1
+    assert episode.session.ends_in_parse_error
+    choice = ask(episode, USER).choices[0]
+    assert (choice.message.content, choice.model_extra.get("parse_error")) == ('CALL add {"a": 2', None)
+    assert not episode.session.ends_in_parse_error, "without tools there are no calls"
 
 
 def test_a_stream_gives_what_the_whole_answer_gives(policy: ScriptedPolicy, episode: OpenEpisode) -> None:
@@ -307,6 +315,11 @@ def test_tokens_in_tokens_out_go_on_with_a_branch(
         ("response_format", {"type": "json_object"}, "response_format must be"),
         ("tool_choice", "required", "tool_choice must be"),
         ("functions", [], "functions must be left out"),
+        ("stop_token_ids", [5], "stop_token_ids must be []"),
+        ("chat_template_kwargs", {"enable_thinking": False}, "chat_template_kwargs must be {}"),
+        ("continue_final_message", True, "continue_final_message must be false"),
+        ("skip_special_tokens", False, "skip_special_tokens must be true"),
+        ("truncate_prompt_tokens", 5, "truncate_prompt_tokens must be left out"),
         ("n", 0, "n must be a whole number from 1"),
         ("n", True, "n must be a whole number from 1"),
         ("max_tokens", 0, "max_tokens must be a whole number from 1"),
@@ -430,6 +443,21 @@ def test_turns_beyond_the_last_are_refused_and_the_client_does_not_repeat_them(
     assert len(policy.samples) == 16
 
 
+def test_requests_side_by_side_do_not_get_beyond_the_last_turn(
+    rig: GatewayRig, policy: ScriptedPolicy, episode: OpenEpisode
+) -> None:
+    async def ask_at_once() -> list[Any]:
+        body = parse_body(json.dumps({"messages": [USER]}).encode())
+        request = read_chat_request(body, rig.config.sampling)
+        asked = [episode.session.answer_chat(request) for _ in range(20)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    answers = rig.run(ask_at_once())
+    refused = [one for one in answers if isinstance(one, RequestRefused)]
+    assert {one.code for one in refused} == {"max_turns"} and len(refused) == 4
+    assert len(policy.samples) == episode.player.num_turns == 16
+
+
 def test_a_prompt_beyond_the_context_is_refused_as_openai_does(episode: OpenEpisode) -> None:
     with pytest.raises(openai.BadRequestError, match="2000") as refused:
         ask(episode, {"role": "user", "content": "x" * 3000})
@@ -544,6 +572,59 @@ def test_an_address_that_is_taken_or_not_this_hosts_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=r"episodes.gateway.host and port must .*got 127.0.0.1 and "):
             GatewayRig(f"episodes.gateway.port={port}")
+    # Nobody listens yet at the address of the first, and it is taken all the same.
+    with open_listener("127.0.0.1", port), pytest.raises(ValueError, match="that is free"):
+        open_listener("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /health HT"])
+def test_a_connection_without_a_request_is_closed_in_time_however_slowly_it_speaks(
+    rig: GatewayRig, episode: OpenEpisode, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    monkeypatch.setattr(gateway_connection, "HEAD_S", 1.0)
+    place = ("127.0.0.1", int(rig.gateway.root_url.rpartition(":")[2]))
+    with socket.create_connection(place) as slow:
+        slow.settimeout(0.05)
+        for number in range(600):
+            try:
+                slow.sendall(said[number : number + 1])
+                assert slow.recv(100) == b""
+                break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+        else:
+            raise AssertionError("the gateway must close it within 30 s")
+    policy_answer = ask(episode, USER)
+    assert policy_answer.choices[0].message.content == "four"
+
+
+def test_connections_are_bounded_and_those_that_are_open_are_served() -> None:
+    rig = GatewayRig("generators.max_sequences=16")
+    try:
+        episode = rig.open_episode()
+        client = make_client(episode)
+        assert client.models.list().data
+        place = ("127.0.0.1", int(rig.gateway.root_url.rpartition(":")[2]))
+        silent = [socket.create_connection(place) for _ in range(16 * 8 + 20)]
+        wait_until(lambda: sum(is_closed(one) for one in silent) >= 20)
+        assert client.models.list().data, "its connection was there before"
+        for one in silent:
+            one.close()
+        wait_until(lambda: ask(episode, USER).choices[0].message.content == "four")
+    finally:
+        rig.close()
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.settimeout(0.001)
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
 
 
 # ---- attacks

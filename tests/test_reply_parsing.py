@@ -84,6 +84,10 @@ def test_a_call_cut_off_anywhere_is_never_a_call_and_never_silent(tokenizer: Any
         ("hermes", HERMES + HERMES.replace("}}", "}")),
         ("hermes", HERMES.replace('{"a": 1, "b": "2"}', '"a"')),
         ("hermes", HERMES.replace('"add"', "7")),
+        ("hermes", HERMES.replace('"add"', '""')),
+        ("hermes", HERMES.replace('"add"', '"\\ud800"')),
+        ("hermes", HERMES.replace('"2"', '"\\udfff"')),
+        ("hermes", HERMES.replace("1", "[" * 5000 + "]" * 5000)),
         ("hermes", "<tool_call></tool_call>"),
         ("hermes", '<tool_call>{"name": "add"}</tool_call>'),
         ("hermes", HERMES.replace("<tool_call>", "")),
@@ -102,6 +106,23 @@ def test_a_broken_call_is_a_parse_error_and_its_text_stays(tokenizer: Any, name:
     reply = read(tokenizer, f"well {text}" if name in ("hermes", "qwen3_coder") else text, name)
     assert reply.parse_error and "tool_calls" not in reply.message
     assert reply.message["content"].endswith(text)
+
+
+def test_arguments_that_nest_deeper_than_a_reader_goes_are_a_parse_error() -> None:
+    """This parser hands the arguments on as they are written."""
+    marks = [f"<｜tool▁{word}｜>" for word in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")]
+    tokenizer = make_tokenizer(None, QWEN_SPECIALS, tuple(marks), "<|im_end|>")
+    begin, end, call, call_end, sep = marks
+    for arguments, is_call in [('{"a": 1}', True), (f'{{"a": {"[" * 100_000}', False)]:
+        reply = read(tokenizer, f"{begin}{call}add{sep}{arguments}{call_end}{end}", "deepseek_v31")
+        assert ("tool_calls" in reply.message) == is_call == (reply.parse_error is None), reply
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_where_none_is_read_is_text(tokenizer: Any, name: str) -> None:
+    tokens = tokenizer.encode(FORMATS[name] + "<|im_end|>", add_special_tokens=False)
+    reply = ReplyReader(tokenizer, name).read_reply(tokens, "stop", [ADD], 0, reads_calls=False)
+    assert reply == Reply({"role": "assistant", "content": FORMATS[name]})
 
 
 @pytest.mark.parametrize("name", FORMATS)

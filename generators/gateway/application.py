@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from generators.gateway.chat_answer import encode_chunks, make_chat_completion
-from generators.gateway.chat_request import read_chat_request
+from generators.gateway.chat_answer import ChunkEncoder, make_chat_completion
+from generators.gateway.chat_request import ChatRequest, read_chat_request
 from generators.gateway.fields import parse_body
 from generators.gateway.refusals import RequestRefused
 from generators.gateway.session import GatewaySession, SessionRules
@@ -44,8 +44,40 @@ class HttpAnswer:
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
+class HttpReply:
+    """The way back to one client. The answer's beginning may go out before the rest of it is known."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.has_begun = False
+
+    async def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        self.has_begun = True
+        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def send_part(self, part: bytes, *, is_last: bool = False) -> None:
+        await self._send({"type": "http.response.body", "body": part, "more_body": not is_last})
+
+    async def send_answer(self, answer: HttpAnswer) -> None:
+        """Sends an answer, or what is left of one that has begun."""
+        parts = list(answer.parts)
+        if not self.has_begun:
+            headers = [(b"content-type", answer.content_type), *answer.headers]
+            if answer.content_type == JSON:
+                headers.append((b"content-length", str(sum(map(len, parts))).encode()))
+            await self.begin(answer.status, headers)
+        for part in parts:
+            await self.send_part(part)
+        await self.send_part(b"", is_last=True)
+
+
 class ClientGone(Exception):
     """The client has closed its connection."""
+
+
+AnswerRoute = Callable[[GatewaySession, bytes, HttpReply], Awaitable[HttpAnswer]]
+"""Answers a request to an open session. It may send the beginning of its answer itself, and returns the
+rest."""
 
 
 class GatewayApp:
@@ -59,7 +91,7 @@ class GatewayApp:
         """`find_session` returns the open session of a key. `max_body` counts bytes."""
         self._rules, self._find_session, self._model, self._max_body = rules, find_session, model, max_body
         self._vocabulary = len(rules.tokenizer)
-        self._routes: dict[str, tuple[str, Callable[[GatewaySession, bytes], Awaitable[HttpAnswer]]]] = {
+        self._routes: dict[str, tuple[str, AnswerRoute]] = {
             "/v1/chat/completions": ("POST", self._answer_chat),
             "/v1/models": ("GET", self._list_models),
             "/inference/v1/generate": ("POST", self._answer_tokens),
@@ -68,15 +100,22 @@ class GatewayApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        reply = HttpReply(send)
         try:
-            answer = await self._answer_request(scope, receive)
+            answer = await self._answer_request(scope, receive, reply)
         except RequestRefused as refusal:
-            answer = HttpAnswer([refusal.encode_body()], refusal.status, headers=refusal.headers)
+            body = refusal.encode_body()
+            # The status of a stream that has begun is on its way: clients read the error from an event.
+            answer = (
+                HttpAnswer([b"data: " + body + b"\n\n"])
+                if reply.has_begun
+                else HttpAnswer([body], refusal.status, headers=refusal.headers)
+            )
         except ClientGone:
             return
-        await _send_answer(answer, send)
+        await reply.send_answer(answer)
 
-    async def _answer_request(self, scope: Scope, receive: Receive) -> HttpAnswer:
+    async def _answer_request(self, scope: Scope, receive: Receive, reply: HttpReply) -> HttpAnswer:
         path, method = scope["path"], scope["method"]
         if path == "/health" and method == "GET":
             return HttpAnswer([b'{"status":"ok"}'])
@@ -91,7 +130,7 @@ class GatewayApp:
                 headers=((b"allow", allowed.encode()),),
             )
         body = await self._read_body(scope, receive)
-        return await _answer_while_connected(session, answer_route(session, body), receive)
+        return await _answer_while_connected(session, answer_route(session, body, reply), receive)
 
     def _find_caller(self, scope: Scope) -> GatewaySession:
         header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
@@ -138,21 +177,44 @@ class GatewayApp:
             )
         return bytes(body)
 
-    async def _answer_chat(self, session: GatewaySession, body: bytes) -> HttpAnswer:
+    async def _answer_chat(self, session: GatewaySession, body: bytes, reply: HttpReply) -> HttpAnswer:
         request = read_chat_request(parse_body(body), self._rules.sampling)
-        answer = await session.answer_chat(request)
-        tokenizer = self._rules.tokenizer
         if request.is_streamed:
-            return HttpAnswer(encode_chunks(request, answer, tokenizer), content_type=EVENTS)
-        return HttpAnswer([msgspec.json.encode(make_chat_completion(request, answer, tokenizer))])
+            return await self._stream_chat(session, request, reply)
+        answer = await session.answer_chat(request)
+        return HttpAnswer([msgspec.json.encode(make_chat_completion(request, answer, self._rules.tokenizer))])
 
-    async def _answer_tokens(self, session: GatewaySession, body: bytes) -> HttpAnswer:
+    async def _stream_chat(
+        self, session: GatewaySession, request: ChatRequest, reply: HttpReply
+    ) -> HttpAnswer:
+        """Sends the text of a plain reply as it comes. The first text, or a refusal, decides the status."""
+        encoder = ChunkEncoder(request, self._rules.tokenizer)
+        chunks: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+        def show_text(answer_id: str, number: int, text: str) -> None:
+            chunks.put_nowait(encoder.encode_text(answer_id, number, text))
+
+        shows_text = self._rules.has_plain_replies(request) and not request.has_logprobs
+        answering = asyncio.ensure_future(session.answer_chat(request, show_text if shows_text else None))
+        answering.add_done_callback(lambda _: chunks.put_nowait(None))
+        try:
+            while (chunk := await chunks.get()) is not None:
+                if not reply.has_begun:
+                    await reply.begin(200, [(b"content-type", EVENTS)])
+                await reply.send_part(chunk)
+            rest = list(encoder.encode_rest(answering.result()))
+        finally:
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+        return HttpAnswer(rest, content_type=EVENTS)
+
+    async def _answer_tokens(self, session: GatewaySession, body: bytes, reply: HttpReply) -> HttpAnswer:
         request = read_token_request(parse_body(body), self._rules.sampling, self._vocabulary)
         completions = await session.answer_tokens(request)
         request_id = f"gen-{completions[0].id.replace('/', '-')}"
         return HttpAnswer([msgspec.json.encode(make_token_answer(request_id, completions))])
 
-    async def _list_models(self, session: GatewaySession, body: bytes) -> HttpAnswer:
+    async def _list_models(self, session: GatewaySession, body: bytes, reply: HttpReply) -> HttpAnswer:
         model = {
             "id": self._model,
             "object": "model",
@@ -193,14 +255,3 @@ async def _answer_while_connected(
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _send_answer(answer: HttpAnswer, send: Send) -> None:
-    headers = [(b"content-type", answer.content_type), *answer.headers]
-    parts = list(answer.parts)
-    if answer.content_type == JSON:
-        headers.append((b"content-length", str(sum(map(len, parts))).encode()))
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    for part in parts:
-        await send({"type": "http.response.body", "body": part, "more_body": True})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})

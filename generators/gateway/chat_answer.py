@@ -1,7 +1,7 @@
 """The answer to a chat request in OpenAI's form, whole or as the chunks of a stream.
 
-The tokens of a reply are all known when its first chunk is sent: a stream has the form that clients expect,
-and begins when the reply is complete.
+The text of a plain reply is sent as it comes. A reply in which calls or reasoning are looked for, or whose
+log-probabilities are asked for, is sent when it is complete: only its end says what its beginning is.
 """
 
 import time
@@ -16,6 +16,7 @@ from generators.environment import Message
 from generators.gateway.chat_request import ChatRequest
 
 STREAM_END = b"data: [DONE]\n\n"
+CHUNK = "chat.completion.chunk"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class ChatChoice:
     completion: Completion
     """As it is recorded."""
     parse_error: str | None
+    shown: str = ""
+    """The beginning of the content that was sent while the reply was sampled."""
 
     @property
     def finish_reason(self) -> str:
@@ -49,7 +52,7 @@ class ChatAnswer:
 
 def make_chat_completion(request: ChatRequest, answer: ChatAnswer, tokenizer: Any) -> dict[str, Any]:
     return {
-        **_make_head(request, answer, "chat.completion"),
+        **_make_head(request, answer.id, "chat.completion"),
         "choices": [
             {
                 "index": number,
@@ -64,33 +67,63 @@ def make_chat_completion(request: ChatRequest, answer: ChatAnswer, tokenizer: An
     }
 
 
-def encode_chunks(request: ChatRequest, answer: ChatAnswer, tokenizer: Any) -> Iterator[bytes]:
-    """Yields server-sent events: for each choice its role, what it says, its tool calls and its end."""
-    head = _make_head(request, answer, "chat.completion.chunk")
-    usage = {"usage": None} if request.streams_usage else {}
+class ChunkEncoder:
+    """Encodes the server-sent events of one stream: for each choice its role, what it says, its tool calls
+    and its end."""
 
-    def encode_event(number: int, delta: dict[str, Any], end: str | None = None, **more: Any) -> bytes:
-        choice = {"index": number, "delta": delta, "finish_reason": end, "logprobs": None, **more}
-        return _encode_event({**head, "choices": [choice], **usage})
+    def __init__(self, request: ChatRequest, tokenizer: Any) -> None:
+        self._request, self._tokenizer = request, tokenizer
+        self._begun: set[int] = set()
 
-    for number, choice in enumerate(answer.choices):
+    def encode_text(self, answer_id: str, number: int, text: str) -> bytes:
+        """Encodes text that a choice goes on with."""
+        return self._encode_begin(answer_id, number) + self._encode_choice(
+            answer_id, number, {"content": text}
+        )
+
+    def encode_rest(self, answer: ChatAnswer) -> Iterator[bytes]:
+        """Encodes what has not been sent of an answer."""
+        for number, choice in enumerate(answer.choices):
+            yield self._encode_begin(answer.id, number)
+            for delta, more in self._list_deltas(choice):
+                yield self._encode_choice(answer.id, number, delta, **more)
+            yield self._encode_choice(
+                answer.id, number, {}, choice.finish_reason, **_note_parse_error(choice)
+            )
+        if self._request.streams_usage:
+            head = _make_head(self._request, answer.id, CHUNK)
+            yield _encode_event({**head, "choices": [], "usage": answer.usage})
+        yield STREAM_END
+
+    def _list_deltas(self, choice: ChatChoice) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Yields what is left of a choice to say, each with what stands beside it."""
         message = choice.message
-        yield encode_event(number, {"role": "assistant", "content": ""})
         if reasoning := message.get("reasoning_content"):
-            yield encode_event(number, {"reasoning_content": reasoning})
-        logprobs = _make_logprobs(request, choice, tokenizer)
-        if message.get("content") or logprobs:
-            yield encode_event(number, {"content": message.get("content") or ""}, logprobs=logprobs)
+            yield {"reasoning_content": reasoning}, {}
+        logprobs = _make_logprobs(self._request, choice, self._tokenizer)
+        content = (message.get("content") or "")[len(choice.shown) :]
+        if content or logprobs:
+            yield {"content": content}, {"logprobs": logprobs}
         for place, call in enumerate(message.get("tool_calls") or []):
             function = call["function"]
             begun = {**call, "index": place, "function": {"name": function["name"], "arguments": ""}}
-            yield encode_event(number, {"tool_calls": [begun]})
+            yield {"tool_calls": [begun]}, {}
             rest = {"index": place, "function": {"arguments": function["arguments"]}}
-            yield encode_event(number, {"tool_calls": [rest]})
-        yield encode_event(number, {}, choice.finish_reason, **_note_parse_error(choice))
-    if request.streams_usage:
-        yield _encode_event({**head, "choices": [], "usage": answer.usage})
-    yield STREAM_END
+            yield {"tool_calls": [rest]}, {}
+
+    def _encode_begin(self, answer_id: str, number: int) -> bytes:
+        """Encodes the role of a choice, once."""
+        if number in self._begun:
+            return b""
+        self._begun.add(number)
+        return self._encode_choice(answer_id, number, {"role": "assistant", "content": ""})
+
+    def _encode_choice(
+        self, answer_id: str, number: int, delta: dict[str, Any], end: str | None = None, **more: Any
+    ) -> bytes:
+        choice = {"index": number, "delta": delta, "finish_reason": end, "logprobs": None, **more}
+        usage = {"usage": None} if self._request.streams_usage else {}
+        return _encode_event({**_make_head(self._request, answer_id, CHUNK), "choices": [choice], **usage})
 
 
 def write_message(message: Message) -> dict[str, Any]:
@@ -104,8 +137,8 @@ def write_message(message: Message) -> dict[str, Any]:
     return written
 
 
-def _make_head(request: ChatRequest, answer: ChatAnswer, kind: str) -> dict[str, Any]:
-    return {"id": answer.id, "object": kind, "created": int(time.time()), "model": request.model}
+def _make_head(request: ChatRequest, answer_id: str, kind: str) -> dict[str, Any]:
+    return {"id": answer_id, "object": kind, "created": int(time.time()), "model": request.model}
 
 
 def _note_parse_error(choice: ChatChoice) -> dict[str, str]:

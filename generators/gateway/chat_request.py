@@ -28,7 +28,8 @@ class ChatRequest:
     messages: list[Message]
     tools: list[ToolSpec]
     reads_calls: bool
-    """False with `tool_choice=none`: the policy sees the tools, and what looks like a call stays text."""
+    """False without tools, and with `tool_choice=none`, where the policy sees them: what looks like a call
+    stays text."""
     num_choices: int
     max_tokens: int | None
     stop: list[str]
@@ -40,6 +41,7 @@ class ChatRequest:
 def read_chat_request(body: BodyFields, sampling: SamplingConfig) -> ChatRequest:
     """Raises RequestRefused that names the field, the rule and the value."""
     _refuse_constraints(body)
+    _refuse_other_forms(body)
     refuse_other_sampling(body, sampling)
     tools = read_tools(body)
     options = BodyFields(body.read_any("stream_options") or {}, "stream_options.")
@@ -49,7 +51,7 @@ def read_chat_request(body: BodyFields, sampling: SamplingConfig) -> ChatRequest
         model=body.read_text("model", ""),
         messages=read_messages(body),
         tools=tools,
-        reads_calls=body.read_any("tool_choice") != "none",
+        reads_calls=bool(tools) and body.read_any("tool_choice") != "none",
         num_choices=body.read_count("n", 1, MAX_CHOICES) or 1,
         max_tokens=min((limit for limit in limits if limit is not None), default=None),
         stop=_read_stop(body),
@@ -78,6 +80,28 @@ def refuse_other_sampling(fields: BodyFields, sampling: SamplingConfig) -> None:
     }
     for name, allowed in runs.items():
         fields.require_value(name, allowed, why)
+
+
+def _refuse_other_forms(body: BodyFields) -> None:
+    """Refuses what servers like vLLM take beside OpenAI's protocol and what would make another prompt or
+    another reply: to pass over it would be an answer to another question."""
+    why = "prompts and replies have the form that the run's renderer gives them"
+    forms: dict[str, tuple[Any, ...]] = {
+        "add_generation_prompt": (True,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "continue_final_message": (False,),
+        "documents": ([],),
+        "echo": (False,),
+        "include_stop_str_in_output": (False,),
+        "skip_special_tokens": (True,),
+        "stop_token_ids": ([],),
+        "thinking_token_budget": (),
+        "truncate_prompt_tokens": (),
+        "use_beam_search": (False,),
+    }
+    for name, allowed in forms.items():
+        body.require_value(name, allowed, why)
 
 
 def _refuse_constraints(body: BodyFields) -> None:

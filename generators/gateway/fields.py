@@ -56,14 +56,14 @@ class BodyFields:
         return value
 
     def require_value(self, name: str, allowed: tuple[Any, ...], why: str) -> None:
-        """Refuses every value that is not allowed. Null and a missing field are."""
+        """Refuses every value that is not allowed. Null and a missing field always are."""
         value = self._values.get(name)
         if value is None:
             return
         # True equals 1 in Python, and is no number in JSON.
         if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
             return
-        written = [msgspec.json.encode(one).decode() for one in allowed]
+        written = [msgspec.json.encode(one).decode() for one in allowed] or ["left out"]
         raise self.refuse(name, f"{' or '.join(dict.fromkeys(written))} ({why})")
 
     def refuse(self, name: str, rule: str) -> RequestRefused:

@@ -11,12 +11,16 @@ import uvicorn
 
 from configs.schema import Config
 from generators.gateway.application import GatewayApp
+from generators.gateway.connection import BoundedConnection
 from generators.gateway.session import GatewaySession, SessionRules
 from generators.group import Player
 from generators.rendering.renderer import Renderer
+from generators.user_code.worker_limits import WorkerLimits, claim_connections
 
 MAX_HEADERS = 64 << 10
 """Bytes of a request's first line and headers."""
+BACKLOG = 2048
+"""Connections that may wait to be taken."""
 KEEP_ALIVE_S = 120.0
 """Seconds that an idle connection stays open. Clients drop theirs earlier, so none sends into a connection
 that is being closed."""
@@ -27,12 +31,16 @@ class Gateway:
 
     def __init__(self, config: Config, renderer: Renderer, tokenizer: Any) -> None:
         self._settings = config.episodes.gateway
+        self._num_episodes = config.max_episodes
+        self._num_workers = WorkerLimits.from_config(config).max_workers
         self._rules = SessionRules(
             renderer=renderer,
             tokenizer=tokenizer,
             sampling=config.sampling,
             max_turns=config.episodes.max_turns,
             max_model_len=config.generators.max_model_len,
+            parses_calls=config.episodes.tool_parser is not None,
+            parses_reasoning=config.episodes.reasoning_parser is not None,
         )
         self._sessions: dict[str, GatewaySession] = {}
         """By key."""
@@ -51,19 +59,22 @@ class Gateway:
 
     async def open(self) -> None:
         """Raises ValueError for an address that cannot be listened at."""
-        listener = _open_listener(self._settings.host, self._settings.port)
+        max_connections = claim_connections(self._num_episodes, self._num_workers)
+        listener = open_listener(self._settings.host, self._settings.port)
         self._port = listener.getsockname()[1]
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self.application,
                 # h11 bounds the headers, which the faster httptools does not.
-                http="h11",
+                http=BoundedConnection,
                 h11_max_incomplete_event_size=MAX_HEADERS,
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 # Strangers may send what is no HTTP: nothing is logged about that.
                 log_level="error",
+                backlog=BACKLOG,
+                limit_concurrency=max_connections + 1,
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=int(KEEP_ALIVE_S),
@@ -101,13 +112,15 @@ class Gateway:
                 connection.transport.abort()
 
 
-def _open_listener(host: str, port: int) -> socket.socket:
+def open_listener(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(address)
+            # Two sockets may be bound to one port until one of them listens.
+            listener.listen(BACKLOG)
         except BaseException:
             listener.close()
             raise

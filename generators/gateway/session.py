@@ -7,8 +7,9 @@ sub-agent, the first one.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from configs.sampling import SamplingConfig
@@ -16,9 +17,10 @@ from generators.engine import Completion
 from generators.environment import Message
 from generators.gateway.chat_answer import ChatAnswer, ChatChoice
 from generators.gateway.chat_request import ChatRequest
+from generators.gateway.followed_reply import FollowedReply
 from generators.gateway.messages import ConversationKeys
 from generators.gateway.refusals import RequestRefused
-from generators.gateway.stops import cut_at_stop, cut_text
+from generators.gateway.stops import cut_text
 from generators.gateway.token_request import TokenRequest
 from generators.group import Player, parse_turn_number, wait_for_all
 from generators.rendering.renderer import Renderer
@@ -36,6 +38,14 @@ class SessionRules:
     sampling: SamplingConfig
     max_turns: int
     max_model_len: int
+    parses_calls: bool
+    """True with `episodes.tool_parser`."""
+    parses_reasoning: bool
+    """True with `episodes.reasoning_parser`."""
+
+    def has_plain_replies(self, request: ChatRequest) -> bool:
+        """True where a reply is its text, which grows at its end only while it is sampled."""
+        return not self.parses_reasoning and not (self.parses_calls and request.reads_calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +66,12 @@ class GatewaySession:
     failure: Exception | None = None
     """The first fault of the generator's own. The episode has failed then, whatever its agent says."""
     is_closed: bool = False
-    num_parse_errors: int = 0
     messages: list[Message] = field(default_factory=list)
     """The conversation of the last answered chat, with its first reply."""
     last_reason: str = ""
     """Finish reason of the last turn."""
+    ends_in_parse_error: bool = False
+    """True when a call in the last turn could not be read."""
     _given: dict[bytes, list[GivenReply]] = field(default_factory=dict)
     """By the digest of a conversation that ends with the replies."""
     _open_requests: set[asyncio.Future[Any]] = field(default_factory=set)
@@ -78,35 +89,52 @@ class GatewaySession:
             answering.cancel()
         await asyncio.gather(*cancelled, return_exceptions=True)
 
-    async def answer_chat(self, request: ChatRequest) -> ChatAnswer:
-        """Raises RequestRefused for what is beyond the limits of an episode."""
+    async def answer_chat(
+        self, request: ChatRequest, show_text: Callable[[str, int, str], None] | None = None
+    ) -> ChatAnswer:
+        """Raises RequestRefused for what is beyond the limits of an episode.
+
+        `show_text` gets the answer's id, the number of a choice and the text that it goes on with. It is for
+        plain replies only.
+        """
         keys = ConversationKeys(request.messages, request.tools)
         prompt = self._make_prompt(request, keys)
-
-        def cut_reply(completion: Completion) -> Completion:
-            return cut_at_stop(completion, self.rules.tokenizer, request.stop, ())
-
-        completions = await self._sample(prompt, request.max_tokens, request.num_choices, cut_reply)
-        choices = [self._read_choice(request, completion) for completion in completions]
+        answer_id = f"chatcmpl-{self.player.next_sample_id.replace('/', '-')}"
+        replies = [
+            FollowedReply(
+                self.rules.tokenizer,
+                request.stop,
+                show_text=None if show_text is None else partial(show_text, answer_id, number),
+            )
+            for number in range(request.num_choices)
+        ]
+        completions = await self._sample(prompt, request.max_tokens, replies)
+        choices = [
+            self._read_choice(request, completion, reply.shown)
+            for completion, reply in zip(completions, replies, strict=True)
+        ]
         for choice in choices:
             given = GivenReply(
                 parse_turn_number(choice.completion.id), choice.message.get("reasoning_content", "")
             )
             self._given.setdefault(keys.append_reply(choice.message), []).append(given)
         self.messages = [*request.messages, choices[0].message]
+        self.ends_in_parse_error = choices[-1].parse_error is not None
         return ChatAnswer(
-            id=f"chatcmpl-{completions[0].id.replace('/', '-')}",
+            id=answer_id,
             num_prompt_tokens=len(prompt),
             choices=choices,
         )
 
     async def answer_tokens(self, request: TokenRequest) -> list[Completion]:
         """Raises RequestRefused for what is beyond the limits of an episode."""
-
-        def cut_reply(completion: Completion) -> Completion:
-            return cut_at_stop(completion, self.rules.tokenizer, (), request.stop_tokens)
-
-        return await self._sample(request.prompt, request.max_tokens, request.num_choices, cut_reply)
+        replies = [
+            FollowedReply(self.rules.tokenizer, stop_tokens=request.stop_tokens)
+            for _ in range(request.num_choices)
+        ]
+        completions = await self._sample(request.prompt, request.max_tokens, replies, request.stop_tokens)
+        self.ends_in_parse_error = False
+        return completions
 
     def _make_prompt(self, request: ChatRequest, keys: ConversationKeys) -> list[int]:
         """Returns the tokens of a conversation, which begin with those of its last turn where it has one."""
@@ -142,13 +170,13 @@ class GatewaySession:
         self,
         prompt: list[int],
         max_tokens: int | None,
-        count: int,
-        cut_reply: Callable[[Completion], Completion],
+        replies: Sequence[FollowedReply],
+        stop_tokens: frozenset[int] = frozenset(),
     ) -> list[Completion]:
         most = self._limit_tokens(prompt, max_tokens)
-        self._require_turns(count)
+        self._require_turns(len(replies))
         try:
-            asked = [self.player.ask_policy(prompt, most, cut_reply) for _ in range(count)]
+            asked = [self.player.ask_policy(prompt, most, reply, stop_tokens) for reply in replies]
             completions = await wait_for_all(asked)
         except Exception as error:
             self.failure = self.failure or error
@@ -185,13 +213,16 @@ class GatewaySession:
                 code="max_turns",
             )
 
-    def _read_choice(self, request: ChatRequest, completion: Completion) -> ChatChoice:
+    def _read_choice(self, request: ChatRequest, completion: Completion, shown: str) -> ChatChoice:
         tokens, reason = completion.tokens, completion.finish_reason
         turn = parse_turn_number(completion.id)
-        tools = request.tools if request.reads_calls else ()
-        reply = self.rules.renderer.parse_reply(tokens, reason, tools=tools, turn=turn)
+        reply = self.rules.renderer.parse_reply(
+            tokens, reason, tools=request.tools, turn=turn, reads_calls=request.reads_calls
+        )
         message = reply.message
         if request.stop and message.get("content"):
             message = {**message, "content": cut_text(message["content"], request.stop)}
-        self.num_parse_errors += reply.parse_error is not None
-        return ChatChoice(message=message, completion=completion, parse_error=reply.parse_error)
+        # What has been sent is the reply, also where a tokenizer reads all tokens together in another way.
+        if not message["content"].startswith(shown):
+            message = {**message, "content": shown}
+        return ChatChoice(message=message, completion=completion, parse_error=reply.parse_error, shown=shown)

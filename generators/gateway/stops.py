@@ -1,7 +1,8 @@
 """Stop strings and stop tokens of a request: a reply is recorded up to where it stopped, and no further.
 
-The engine samples on to the policy's own end, because it knows no text. What it sampled behind the stop is
-thrown away: tokens follow from those before them only, so the record is that of an engine that stops there.
+The engine knows no text, so it is told to end a reply when its stop has been seen here. What it has sampled
+behind the stop by then is thrown away: tokens follow from those before them only, so the record is that of an
+engine that stops there.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,7 +20,7 @@ def cut_at_stop(
     tokens = completion.tokens
     ends = [place for place, token in enumerate(tokens, 1) if token in stop_tokens]
     count = ends[0] if ends else len(tokens)
-    place = _find_stop_string(tokens[:count], tokenizer, stop) if stop else None
+    place = find_stop_string(tokens[:count], tokenizer, stop) if stop else None
     if place is None and not ends:
         return completion
     return cut_completion(completion, count if place is None else place)
@@ -46,7 +47,7 @@ def cut_text(text: str, stop: Sequence[str]) -> str:
     return text[: min(places)] if places else text
 
 
-def _find_stop_string(tokens: list[int], tokenizer: Any, stop: Sequence[str]) -> int | None:
+def find_stop_string(tokens: list[int], tokenizer: Any, stop: Sequence[str]) -> int | None:
     """Returns the least number of tokens that hold a stop string; None where there is none."""
 
     def holds_stop(count: int) -> bool:

@@ -100,8 +100,9 @@ class DifferenceRenderer:
         *,
         tools: Sequence[ToolSpec] = (),
         turn: int = 0,
+        reads_calls: bool = True,
     ) -> Reply:
-        return self._reader.read_reply(tokens, finish_reason, tools, turn)
+        return self._reader.read_reply(tokens, finish_reason, tools, turn, reads_calls)
 
     def _hides_any(self, messages: Sequence[Message]) -> bool:
         """True for results of tools where the template passes over them in silence."""

@@ -86,8 +86,9 @@ class LibraryRenderer:
         *,
         tools: Sequence[ToolSpec] = (),
         turn: int = 0,
+        reads_calls: bool = True,
     ) -> Reply:
-        return self._reader.read_reply(tokens, finish_reason, tools, turn)
+        return self._reader.read_reply(tokens, finish_reason, tools, turn, reads_calls)
 
     def _adapt_all(self, messages: Sequence[Message]) -> list[Message]:
         return [adapt_message(message, arguments_as_objects=True) for message in messages]

@@ -75,9 +75,16 @@ class ReplyReader:
             self._reasoning = self._make_parser("reasoning_parser", reasoning_parser, reasoning_class)
 
     def read_reply(
-        self, tokens: Sequence[int], finish_reason: str, tools: Sequence[ToolSpec], turn: int
+        self,
+        tokens: Sequence[int],
+        finish_reason: str,
+        tools: Sequence[ToolSpec],
+        turn: int,
+        reads_calls: bool = True,
     ) -> Reply:
-        if self._tool_parser is None and self._reasoning_parser is None:
+        """`reads_calls=False` leaves what looks like a call as text."""
+        reads_calls = reads_calls and self._tool_parser is not None
+        if not reads_calls and self._reasoning_parser is None:
             text = str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
             return Reply({"role": "assistant", "content": text})
         said = list(tokens)
@@ -88,7 +95,7 @@ class ReplyReader:
         message: Message = {"role": "assistant", "content": content}
         if reasoning is not None:
             message["reasoning_content"] = reasoning
-        if self._tool_parser is None:
+        if not reads_calls:
             return Reply(message)
         return self._read_calls(message, finish_reason, tools, _name_calls(tokens, turn))
 
@@ -146,11 +153,7 @@ class ReplyReader:
             return None if content.strip() or not text.strip() else f"{name} read nothing in {text[:80]!r}"
         if finish_reason == "length" and name not in CALL_MARKS and name not in READ_WHOLE:
             return f"{name} may have mended a call that was cut off"
-        for call in calls:
-            if not _is_object(call["function"]["arguments"]):
-                given = call["function"]["arguments"][:80]
-                return f"the arguments of {call['function']['name']} must be a JSON object, got {given!r}"
-        return None
+        return next(filter(None, map(_find_problem, calls)), None)
 
     def _make_parser(self, key: str, name: str, parser_class: Any) -> Any:
         try:
@@ -208,8 +211,28 @@ def _find_marks(parser_class: Any) -> tuple[tuple[str, str], ...]:
     return ((marks[0], marks[1]),) if isinstance(marks[0], str) and isinstance(marks[1], str) else ()
 
 
+def _find_problem(call: dict[str, Any]) -> str | None:
+    """Returns what is wrong with a call that a parser has read."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    if not isinstance(name, str) or not name or not _can_be_sent(name):
+        return f"a call must name its tool, got {name!r}"
+    if not _is_object(arguments):
+        return f"the arguments of {name} must be a JSON object, got {arguments[:80]!r}"
+    # An escape such as \\ud800 in a call becomes text that neither a socket nor a tokenizer takes.
+    return None if _can_be_sent(arguments) else f"the arguments of {name} must be text that UTF-8 can hold"
+
+
 def _is_object(arguments: str) -> bool:
     try:
         return isinstance(json.loads(arguments), dict)
-    except ValueError:
+    # A policy may nest brackets deeper than the reader goes.
+    except (ValueError, RecursionError):
         return False
+
+
+def _can_be_sent(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

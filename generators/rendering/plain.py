@@ -48,5 +48,6 @@ class PlainRenderer:
         *,
         tools: Sequence[ToolSpec] = (),
         turn: int = 0,
+        reads_calls: bool = True,
     ) -> Reply:
-        return self._reader.read_reply(tokens, finish_reason, tools, turn)
+        return self._reader.read_reply(tokens, finish_reason, tools, turn, reads_calls)

@@ -78,8 +78,9 @@ class UnprovedRenderer:
         *,
         tools: Sequence[ToolSpec] = (),
         turn: int = 0,
+        reads_calls: bool = True,
     ) -> Reply:
-        return self._inner.parse_reply(tokens, finish_reason, tools=tools, turn=turn)
+        return self._inner.parse_reply(tokens, finish_reason, tools=tools, turn=turn, reads_calls=reads_calls)
 
 
 def prove_renderer(renderer: Renderer, tokenizer: Any, *, follows_template: bool) -> Proof:

@@ -53,7 +53,9 @@ class Renderer(Protocol):
         *,
         tools: Sequence[ToolSpec] = (),
         turn: int = 0,
+        reads_calls: bool = True,
     ) -> Reply:
         """Reads a completion. The ids of tool calls follow from `tokens` and `turn`: the same reply in
-        another turn of the episode has other ids."""
+        another turn of the episode has other ids. `reads_calls=False` leaves what looks like a call as
+        text."""
         ...

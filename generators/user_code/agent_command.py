@@ -8,9 +8,24 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 MAX_TAIL = 1 << 20
 """Bytes of the end of what a command prints, in which its outcome stands."""
+
+
+MAX_ROW = 128 << 10
+"""The kernel's limit on one variable of a process's environment, in bytes."""
+UNPROXIED = ("NO_PROXY", "no_proxy")
+
+
+def bypass_proxies(base_url: str) -> None:
+    """Lets this process and its children reach the gateway directly on a host that has a proxy for HTTP: the
+    proxy cannot, and would see the key."""
+    host = urlsplit(base_url).hostname or ""
+    held = [value for name in UNPROXIED if (value := os.environ.get(name))]
+    for name in UNPROXIED:
+        os.environ[name] = ",".join(dict.fromkeys([*",".join(held).split(","), host])).strip(",")
 
 
 def check_command(command: Any) -> list[str]:
@@ -27,11 +42,17 @@ def run_command(command: Sequence[str], row: Mapping[str, Any], base_url: str, a
     Its output also goes to this process's own, whose limit so holds for it. It dies with this process. Raises
     ValueError when the command cannot be started or fails.
     """
+    written = json.dumps(row)
+    if (size := len(f"SLIPSTREAM_ROW={written}") + 1) > MAX_ROW:
+        raise ValueError(
+            f"the row of an agent_command must have at most {MAX_ROW} bytes as SLIPSTREAM_ROW (hand longer "
+            f"facts over in a file that the row names), got {size}"
+        )
     environment = {
         **os.environ,
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,
-        "SLIPSTREAM_ROW": json.dumps(row),
+        "SLIPSTREAM_ROW": written,
     }
     try:
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)

@@ -16,7 +16,7 @@ from generators.environment import EpisodeRecord, Turn
 from generators.plain_values import MAX_NAME, check_number, describe_error, keep_text, make_plain, show_value
 from generators.task import Prompt, Score
 from generators.tasks import find_task_class
-from generators.user_code.agent_command import check_command, run_command
+from generators.user_code.agent_command import bypass_proxies, check_command, run_command
 from generators.user_code.task_kinds import TaskKind, find_kind
 
 MAX_PROMPTS = 16
@@ -129,6 +129,7 @@ class TaskHost:
         """Runs an agent until it is done, and returns its outcome: what `run_agent` returns, or the last line
         that `agent_command` prints."""
         row = self._make_row(split, index, seed)
+        bypass_proxies(base_url)
         if (command := getattr(self._task, "agent_command", None)) is not None:
             outcome = run_command(check_command(command), make_plain(row, "row"), base_url, api_key)
             return make_plain(outcome, "outcome of agent_command")

@@ -257,6 +257,7 @@ def list_status_metrics(status: RunStatus) -> dict[str, float]:
     }
     metrics |= {f"ledger/rejected_{reason}": count for reason, count in status.tokens.rejected.items()}
     metrics["scoring/abandoned"] = status.abandoned_scores
+    metrics["episode/discarded_tokens"] = status.discarded_tokens
     metrics |= {
         f"refused/{reason.replace(' ', '_')}": count for reason, count in status.refused_requests.items()
     }

@@ -16,7 +16,9 @@ from generators.episode_thread import EpisodeThread
 from generators.gateway.server import Gateway
 from generators.gateway.session import GatewaySession
 from generators.group import GroupProgress, Player
+from generators.policy import Watch
 from generators.rendering.difference import DifferenceRenderer
+from generators.rendering.parsing import ReplyReader
 from generators.rendering.renderer import Reply
 from slipstream_bench.byte_tokenizer import make_byte_tokenizer
 
@@ -32,6 +34,8 @@ CHAT_TEMPLATE = (
 OVERRIDES = [
     "generators.engine=simulated", "learner.engine=simulated", "generators.max_model_len=2000",
     "sampling.max_tokens=200", "episodes.max_turns=16", "generators.count=1",
+    # `CallReader` takes the place of both.
+    "episodes.tool_parser=hermes", "episodes.reasoning_parser=qwen3",
 ]  # fmt: skip
 
 
@@ -59,8 +63,16 @@ class ScriptedPolicy:
         """The weights' version."""
         self.gate: asyncio.Event | None = None
         """Replies wait for it where it is set."""
+        self.pause_s: float | None = None
+        """Seconds between two tokens of a reply that is watched. None: all come at once, when it ends."""
+        self.steps: asyncio.Semaphore | None = None
+        """Each token of a reply that is watched takes one where it is set."""
+        self.fails_after: int | None = None
+        """Number of a watched reply's tokens after which the engine fails."""
+        self.num_sampled = 0
+        """Tokens of all replies, those behind a stop included."""
 
-    async def sample_turn(self, sample: Sample) -> Completion:
+    async def sample_turn(self, sample: Sample, watch: Watch | None = None) -> Completion:
         if self.keeps_samples:
             self.samples.append(sample)
         try:
@@ -73,6 +85,11 @@ class ScriptedPolicy:
         tokens.append(self._tokenizer.eos_token_id)
         reason = "stop" if len(tokens) <= sample.max_tokens else "length"
         tokens = tokens[: sample.max_tokens]
+        if watch is not None and self.pause_s is not None:
+            count = await self._show_tokens(tokens, watch, sample.id)
+            reason = reason if count is None else "abort"
+            tokens = tokens[:count]
+        self.num_sampled += len(tokens)
         return Completion(
             id=sample.id,
             tokens=tokens,
@@ -80,6 +97,25 @@ class ScriptedPolicy:
             versions=[self.version] * len(tokens),
             finish_reason=reason,
         )
+
+    async def _show_tokens(self, tokens: list[int], watch: Watch, sample_id: str) -> int | None:
+        """Shows a reply token by token. Returns how many an engine has sampled of one that is ended early,
+        one more than it has shown; else None."""
+        try:
+            for count, token in enumerate(tokens, 1):
+                await asyncio.sleep(self.pause_s or 0)
+                while self.steps is not None and self.steps.locked():
+                    await asyncio.sleep(0.005)
+                if self.steps is not None:
+                    await self.steps.acquire()
+                if count == self.fails_after:
+                    raise RuntimeError("the engine is gone")
+                if watch([token]):
+                    return count + 1
+        except asyncio.CancelledError:
+            self.withdrawn.append(sample_id)
+            raise
+        return None
 
 
 class CallReader:
@@ -90,13 +126,15 @@ class CallReader:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def read_reply(self, tokens: Any, finish_reason: str, tools: Any, turn: int) -> Reply:
+    def read_reply(
+        self, tokens: Any, finish_reason: str, tools: Any, turn: int, reads_calls: bool = True
+    ) -> Reply:
         text = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         message = {"role": "assistant", "content": text}
         if text.startswith("<think>"):
             reasoning, _, text = text.removeprefix("<think>").partition("</think>")
             message |= {"content": text, "reasoning_content": reasoning}
-        if tools and text.startswith("CALL "):
+        if reads_calls and text.startswith("CALL "):
             _, name, arguments = [*text.split(" ", 2), ""][:3]
             if not arguments.endswith("}"):
                 return Reply(message, "a call must end with a brace")
@@ -120,7 +158,8 @@ class GatewayRig:
         self.config = load_config([*OVERRIDES, *overrides])
         self.tokenizer = make_chat_tokenizer()
         self.policy = ScriptedPolicy(self.tokenizer)
-        reader: Any = CallReader(self.tokenizer)
+        parses = self.config.episodes.tool_parser is not None
+        reader: Any = CallReader(self.tokenizer) if parses else ReplyReader(self.tokenizer)
         renderer = DifferenceRenderer(self.tokenizer, reader)
         self.gateway = Gateway(self.config, renderer, self.tokenizer)
         self.thread = EpisodeThread()
