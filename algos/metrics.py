@@ -56,15 +56,13 @@ def sum_policy_metrics(
         "k3": kl.k3(-ell, zeros),
         "reference_kl": penalty,
     }
-    sums = _sum_by_staleness(columns, mask, inputs.staleness)
+    sums = sum_by_staleness(columns, mask, inputs.staleness)
     bins = torch.bucketize(ell[mask], LOG_RATIO_EDGES.to(ell.device)[1:-1], right=True)
     sums["log_ratio_bins"] = torch.bincount(bins, minlength=len(LOG_RATIO_EDGES) - 1).double()
     return sums | _sum_sequences(ell, mask, tokens.sequence)
 
 
-def _sum_by_staleness(
-    columns: dict[str, Tensor], mask: Tensor, staleness: Tensor | None
-) -> dict[str, Tensor]:
+def sum_by_staleness(columns: dict[str, Tensor], mask: Tensor, staleness: Tensor | None) -> dict[str, Tensor]:
     """Returns the sum of each column [T] over the trained tokens of each bucket of staleness: [buckets]."""
     edges = torch.tensor(list(BUCKETS.values()), device=mask.device)
     bucket = torch.zeros_like(mask, dtype=torch.int64)

@@ -7,7 +7,8 @@ footer. A segment begins with its schema, which may be an older one (`buffers.ol
 
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +23,13 @@ from buffers.older_schemas import READABLE_SCHEMAS, read_stored_batch
 from buffers.trajectory import SCHEMA, SCHEMA_VERSION
 from configs.disk import write_all
 
-HEAD = MAGIC + bytes(2) + SCHEMA.serialize().to_pybytes()
+
+def make_head(schema: pa.Schema) -> bytes:
+    """Returns the first bytes of a segment of this schema."""
+    return MAGIC + bytes(2) + schema.serialize().to_pybytes()
+
+
+HEAD = make_head(SCHEMA)
 """The first bytes of every new segment."""
 MAX_MAPPED = 8
 """Segments that a reader keeps mapped."""
@@ -81,13 +88,15 @@ class SegmentHead:
     """The beginning of a segment."""
 
     schema_version: int | None
-    """Version of the schema that it was written in; None where its beginning is lost."""
+    """Version of the schema that it was written in; None where nothing tells it."""
     size: int
     """Bytes before the first group."""
+    is_lost: bool = False
+    """True where its bytes are damaged, and the version is that of the first group."""
 
     @property
     def schema(self) -> pa.Schema:
-        """The schema, for the footer: the present one where the beginning is lost."""
+        """The schema, for the footer: the present one where nothing tells it."""
         return READABLE_SCHEMAS.get(self.schema_version or SCHEMA_VERSION, SCHEMA)
 
 
@@ -98,9 +107,31 @@ def read_head(path: Path) -> SegmentHead:
     try:
         version = int(pa.ipc.read_schema(pa.py_buffer(head)).metadata[b"slipstream.schema"])
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError):
-        return SegmentHead(None, len(HEAD))
+        return _find_lost_head(path)
     # A schema is a message without a body: its marker, the length of its metadata, and these.
     return SegmentHead(version, start + 8 + int.from_bytes(head[4:8], "little"))
+
+
+def _find_lost_head(path: Path) -> SegmentHead:
+    """Returns the head of a segment whose beginning is damaged: its groups stand behind it."""
+    with _mapping(path) as data:
+        for version, schema in READABLE_SCHEMAS.items():
+            size = len(make_head(schema))
+            if find_blocks(data, size):
+                return SegmentHead(version, size, is_lost=True)
+    return SegmentHead(None, len(HEAD), is_lost=True)
+
+
+@contextmanager
+def _mapping(path: Path) -> Iterator[memoryview]:
+    """Gives the bytes of a file, mapped."""
+    with open(path, "rb") as file:
+        # An empty file cannot be mapped.
+        if not os.fstat(file.fileno()).st_size:
+            yield memoryview(b"")
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
+            yield data
 
 
 def is_closed(path: Path) -> bool:
@@ -117,8 +148,8 @@ def close_torn_segment(path: Path, end: int, *, sync: bool = True) -> str | None
     """Writes the footer of a segment whose acknowledged groups end at byte `end`, and sets aside what
     follows.
 
-    A segment without any acknowledged group is set aside whole. Returns words for what was set aside, or
-    None.
+    A segment without any acknowledged group is set aside whole. A damaged head is written anew. Returns
+    words for what was set aside, or None.
     """
     head = read_head(path)
     if end <= head.size:
@@ -127,9 +158,11 @@ def close_torn_segment(path: Path, end: int, *, sync: bool = True) -> str | None
     # Where the disk has lost a part, its groups are found damaged when they are read.
     if path.stat().st_size < end:
         return told
+    with _mapping(path) as data:
+        blocks = find_blocks(data, head.size)
     with open(path, "r+b") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        blocks = find_blocks(memoryview(mapped), head.size)
+        if head.is_lost and head.schema_version is not None:
+            write_all(file.fileno(), make_head(head.schema), path)
         file.seek(0, os.SEEK_END)
         write_all(file.fileno(), make_footer(head.schema, blocks), path)
         if sync:

@@ -192,9 +192,17 @@ def decode_buffers(view: memoryview) -> tuple[pa.RecordBatch, memoryview, list[l
 
 def flatten_column(batch: pa.RecordBatch | pa.Table, column: str) -> np.ndarray:
     """Returns all values of a list column, row after row, in one array."""
-    values = batch.column(column)
-    values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
-    return values.flatten().to_numpy(zero_copy_only=False)
+    return flatten_lists(batch.column(column)).to_numpy(zero_copy_only=False)
+
+
+def flatten_lists(column: pa.ListArray | pa.ChunkedArray) -> pa.Array:
+    """Returns all values of a list column as one array; a column that is one chunk is not copied."""
+    if isinstance(column, pa.ListArray):
+        return column.flatten()
+    # Lists are not put into one array first: their offsets have 32 bits, which the experts of a large step
+    # outgrow.
+    parts = [chunk.flatten() for chunk in column.chunks]
+    return parts[0] if len(parts) == 1 else pa.chunked_array(parts, column.type.value_type).combine_chunks()
 
 
 def place_buffers(schema: pa.Schema) -> tuple[dict[str, int], int]:

@@ -59,8 +59,8 @@ class LearnerConfig(Section):
     minibatches: int = setting(1, POSITIVE)
     """Optimizer updates in a step. Must divide `groups_per_step`."""
     tokens_per_microbatch: int = setting(16384, POSITIVE)
-    """Packed tokens that one forward pass holds at most. A longer episode goes alone, with all its
-    branches."""
+    """Packed tokens that one forward pass holds at most, or one longer branch of an episode. A longer
+    episode is cut between its branches."""
     lr: float = setting(2e-4, POSITIVE)
     """Peak learning rate of AdamW. The default is for the tiny model; 1e-6 to 1e-5 is usual for whole
     pretrained models."""

@@ -10,7 +10,8 @@ that it has needed.
                    embedding and head, or two more layers
     reduced        whole gradients on their way to their shards, in the dtype of computation, and the float32
                    buffer that sends them: of embedding and head, or of a layer, whichever is more
-    activations    kept for the backward pass, of one microbatch: for each token and layer about
+    activations    kept for the backward pass, of one microbatch, or of one branch of
+                   `generators.max_model_len` where that is longer: for each token and layer about
                    6 H + 6 Q + 5 K + 5 F elements (H hidden, Q and K the widths of queries and of keys, F the
                    width of the MLP: counted on transformers' Llama and Qwen3); with activation checkpointing
                    H, and the whole of one layer
@@ -127,7 +128,9 @@ def _count_activations(config: Config, sizes: Sizes) -> tuple[float, float]:
     """Returns (tokens of a microbatch on one rank, elements kept for the backward pass for each token)."""
     learner = config.learner
     ranks_per_share = learner.num_shares and learner.ranks // learner.num_shares
-    tokens = learner.tokens_per_microbatch / max(1, ranks_per_share)
+    # A branch of an episode is never divided, so one of the longest may be more than a microbatch.
+    longest = max(learner.tokens_per_microbatch, config.generators.max_model_len)
+    tokens = longest / max(1, ranks_per_share)
     if learner.activation_checkpointing:
         return tokens, sizes.hidden * sizes.num_layers + sizes.layer_activations
     return tokens, sizes.layer_activations * sizes.num_layers

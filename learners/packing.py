@@ -1,9 +1,10 @@
-"""From Arrow to packed tensors: whole episodes side by side, no padding, no Python loop over tokens.
+"""From Arrow to packed tensors: episodes side by side, no padding, no Python loop over tokens.
 
-An episode is one or more branches, each a token sequence of its own; its branches lie side by side, and are
-never divided. Arrow's list offsets are the ends of branches, and so the `cu_seqlens` of variable-length
-attention. Every value at index t belongs to token t; the log-probability of token t comes from the model's
-output at t − 1 of the same branch. Losses know episodes only: `sequence` is the index of a token's episode.
+An episode is one or more branches, each a token sequence of its own; its branches lie side by side. An
+episode that is longer than a microbatch is cut into *pieces* between its branches; any other is one piece.
+Arrow's list offsets are the ends of branches, and so the `cu_seqlens` of variable-length attention. Every
+value at index t belongs to token t; the log-probability of token t comes from the model's output at t − 1 of
+the same branch. Losses know episodes only: `sequence` is the index of a token's episode.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from buffers.trajectory import GREEDY, flatten_column
+from buffers.trajectory import GREEDY, flatten_column, flatten_lists
 
 CUT_OFF = ("max_tokens", "context_overflow")
 """Ends of an episode that was not over when it was cut off."""
@@ -126,14 +127,10 @@ def batch_from_arrow(table: pa.Table, group_weights: Sequence[float] = ()) -> Ba
     log-probabilities and versions are not copied: the tensors lie in the table's memory, which ranks may
     share, so they are for reading only.
     """
-    lengths = table.column("tokens").combine_chunks().value_lengths().to_numpy()
+    lengths = pc.list_value_length(table.column("tokens")).to_numpy()
     branch_offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     first = np.flatnonzero(table.column("branch").to_numpy() == 0)
     assert not table.num_rows or (len(first) and first[0] == 0), "the branches of an episode count from 0"
-    is_cut_off = pc.or_(
-        pc.equal(table.column("finish_reason"), "length"),
-        pc.is_in(table.column("stop"), value_set=pa.array(CUT_OFF)),
-    )
     return Batch(
         tokens=_read_column(table, "tokens"),
         sampled=torch.from_numpy(np.array(flatten_column(table, "sampled"))),
@@ -144,7 +141,7 @@ def batch_from_arrow(table: pa.Table, group_weights: Sequence[float] = ()) -> Ba
         rewards=torch.from_numpy(table.column("reward").to_numpy()[first]).float(),
         groups=torch.from_numpy(table.column("group").to_numpy()[first]),
         group_weights=_spread_group_weights(table, group_weights)[first],
-        truncated=torch.from_numpy(np.logical_or.reduceat(is_cut_off.to_numpy(), first)),
+        truncated=torch.from_numpy(_find_cut_off(table, first, branch_offsets)),
         greedy_rewards=_read_reward_component(table, GREEDY)[first],
         started_at=torch.from_numpy(np.minimum.reduceat(table.column("started_at").to_numpy(), first)),
         generators=table.column("generator").take(first).to_pylist(),
@@ -154,6 +151,19 @@ def batch_from_arrow(table: pa.Table, group_weights: Sequence[float] = ()) -> Ba
         experts=_read_experts(table, int(lengths.sum())),
         component_means=_average_components(table, first),
     )
+
+
+def _find_cut_off(table: pa.Table, first: np.ndarray, branch_offsets: np.ndarray) -> np.ndarray:
+    """Returns [N] bool: the episodes whose last reply was cut off, or whose context was full. A short reply
+    that an agent asked for before, on another branch, cuts nothing off. `first` [N] are the episodes' first
+    rows."""
+    is_cut = pc.equal(table.column("finish_reason"), "length").to_numpy()
+    if len(first) < table.num_rows:
+        last_turns = np.maximum.reduceat(flatten_column(table, "turn"), branch_offsets[:-1])
+        num_rows = np.diff(np.append(first, table.num_rows))
+        is_cut = is_cut & (last_turns == np.maximum.reduceat(last_turns, first).repeat(num_rows))
+    is_cut = is_cut | pc.is_in(table.column("stop"), value_set=pa.array(CUT_OFF)).to_numpy()
+    return np.logical_or.reduceat(is_cut, first)
 
 
 def _average_components(table: pa.Table, first: np.ndarray) -> dict[str, float]:
@@ -175,15 +185,13 @@ def _read_experts(table: pa.Table, num_tokens: int) -> Tensor | None:
 
 def _read_column(table: pa.Table, name: str) -> Tensor:
     """Returns [T] all values of a list column, in the table's memory if that is one piece."""
-    column = table.column(name)
-    whole = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-    return torch.from_dlpack(whole.flatten())
+    return torch.from_dlpack(flatten_lists(table.column(name)))
 
 
 def _read_token_rewards(table: pa.Table, branch_offsets: np.ndarray) -> Tensor | None:
     """Returns [T] the rewards that were paid at tokens, 0 in rows without them; None where no row has
     them."""
-    lengths = table.column("token_rewards").combine_chunks().value_lengths().to_numpy()
+    lengths = pc.list_value_length(table.column("token_rewards")).to_numpy()
     if not lengths.any():
         return None
     token_rewards = torch.zeros(int(branch_offsets[-1]))
@@ -213,8 +221,10 @@ def _spread_group_weights(table: pa.Table, group_weights: Sequence[float]) -> Te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """A microbatch: n whole episodes in b branches with T tokens in all, as one row for variable-length
-    attention."""
+    """A microbatch: n pieces in b branches with T tokens in all, as one row for variable-length attention.
+
+    A piece is a whole episode, or some branches of one that is longer than a microbatch
+    (`learners.divided`)."""
 
     tokens: Tensor
     """[T] int64"""
@@ -225,7 +235,7 @@ class Packed:
     max_seqlen: int
     """Length of the longest branch"""
     offsets: Tensor
-    """[n + 1] int64: ends of the episodes"""
+    """[n + 1] int64: ends of the pieces"""
     index: Tensor
     """[T] int64: place of each token in its batch; `column[index]` packs any [T] column of the batch"""
     targets: Tensor
@@ -239,18 +249,68 @@ class Packed:
 
     @property
     def sequence(self) -> Tensor:
-        """[T] int64: index of each token's episode, within the microbatch."""
+        """[T] int64: index of each token's piece, within the microbatch."""
         return torch.repeat_interleave(torch.arange(len(self.offsets) - 1), self.offsets.diff())
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Parts of episodes that are not divided any further."""
+
+    begins: np.ndarray
+    """[n] int64: first branch of each piece, within the batch"""
+    ends: np.ndarray
+    """[n] int64: the branch behind its last one"""
+
+    def count_tokens(self, batch: Batch) -> np.ndarray:
+        """Returns [n] int64 the tokens of each piece."""
+        return batch.branch_offsets[self.ends] - batch.branch_offsets[self.begins]
+
+
+def take_episodes(batch: Batch, rows: Sequence[int] | np.ndarray) -> Pieces:
+    """Returns the episodes `rows` of a batch, each whole."""
+    numbers, first_branches = np.asarray(rows, dtype=np.int64), batch.first_branches
+    return Pieces(first_branches[numbers], first_branches[numbers + 1])
+
+
+def cut_episodes(batch: Batch, rows: Sequence[int] | np.ndarray, budget: int) -> Pieces:
+    """Returns the episodes `rows` of a batch in pieces of at most `budget` tokens, or of one longer branch.
+
+    An episode within the budget is one piece.
+    """
+    whole = take_episodes(batch, rows)
+    if int(whole.count_tokens(batch).max(initial=0)) <= budget:
+        return whole
+    begins, ends = [], []
+    for first, end in zip(whole.begins.tolist(), whole.ends.tolist(), strict=True):
+        while first < end:
+            # The last branch that ends within the budget, and one at least.
+            last = np.searchsorted(batch.branch_offsets, batch.branch_offsets[first] + budget, "right") - 1
+            begins.append(first)
+            first = min(end, max(first + 1, int(last)))
+            ends.append(first)
+    return Pieces(np.array(begins), np.array(ends))
+
+
+def find_divided(batch: Batch, rows: Sequence[int], budget: int) -> list[int]:
+    """Returns those of the episodes `rows` that `cut_episodes` cuts into several pieces."""
+    lengths, num_branches = np.diff(batch.offsets), np.diff(batch.first_branches)
+    return [row for row in rows if lengths[row] > budget and num_branches[row] > 1]
 
 
 def pack_rows(batch: Batch, rows: Sequence[int]) -> Packed:
     """Returns the episodes `rows` of a batch as one microbatch."""
-    lengths, first_branches = np.diff(batch.offsets)[rows], batch.first_branches
-    branches = _chain_ranges(first_branches[rows], np.diff(first_branches)[rows])
+    return pack_pieces(batch, take_episodes(batch, rows))
+
+
+def pack_pieces(batch: Batch, pieces: Pieces) -> Packed:
+    """Returns some pieces of a batch as one microbatch."""
+    lengths = pieces.count_tokens(batch)
+    branches = _chain_ranges(pieces.begins, pieces.ends - pieces.begins)
     branch_lengths = np.diff(batch.branch_offsets)[branches]
     cu_seqlens = np.concatenate([[0], np.cumsum(branch_lengths)])
     positions = _chain_ranges(np.zeros_like(branch_lengths), branch_lengths)
-    index = torch.from_numpy(_chain_ranges(batch.offsets[rows], lengths))
+    index = torch.from_numpy(_chain_ranges(batch.branch_offsets[pieces.begins], lengths))
     sampled = batch.sampled[index]
     return Packed(
         tokens=batch.tokens[index].long(),
@@ -299,25 +359,26 @@ class PackingCost:
         """Returns [B] float64 the costs of branches of these lengths [B]."""
         return self.per_token * lengths + self.per_square * np.square(lengths, dtype=np.float64)
 
-    def of_episodes(self, batch: Batch) -> np.ndarray:
-        """Returns [N] float64 the cost of each episode of a batch: the sum over its branches."""
-        costs = self.of_lengths(np.diff(batch.branch_offsets))
-        return np.add.reduceat(costs, batch.first_branches[:-1])
+    def of_pieces(self, batch: Batch, pieces: Pieces) -> np.ndarray:
+        """Returns [n] float64 the cost of each piece: the sum over its branches."""
+        costs = np.append(self.of_lengths(np.diff(batch.branch_offsets)), 0.0)
+        # Every second sum is one between two pieces.
+        return np.add.reduceat(costs, np.stack([pieces.begins, pieces.ends], 1).reshape(-1))[::2]
 
 
 @dataclass(frozen=True, slots=True)
 class PackingPlan:
-    """The division of episodes over shares and microbatches."""
+    """The division of pieces over shares and microbatches."""
 
     shares: list[list[list[int]]]
-    """Rows, ascending, by share and microbatch; equally many microbatches for each share, none empty"""
+    """Pieces, ascending, by share and microbatch; equally many microbatches for each share, none empty"""
     fill: float
-    """Tokens over what the microbatches may hold: above 1 where an episode is longer than that"""
+    """Tokens over what the microbatches may hold: above 1 where a branch is longer than that"""
     balance: float
     """Share of the time in which no rank waits: cost over (cost of each round's dearest microbatch ×
     shares)"""
     cost: float
-    """Cost of all episodes"""
+    """Cost of all pieces"""
     tokens: np.ndarray
     """[microbatches of all shares] number of tokens"""
 
@@ -335,13 +396,13 @@ class PackingPlan:
 def plan_packing(
     lengths: np.ndarray, budget: int, num_shares: int, costs: np.ndarray | None = None
 ) -> PackingPlan:
-    """Divides episodes of these lengths [N] into microbatches of at most `budget` tokens, or one longer
-    episode alone. `costs` [N]: by default their lengths.
+    """Divides pieces of these lengths [n] into microbatches of at most `budget` tokens, or one longer piece
+    alone. `costs` [n]: by default their lengths.
 
-    The dearest episode goes first, always to the cheapest microbatch so far that has room (Graham, 1969).
+    The dearest piece goes first, always to the cheapest microbatch so far that has room (Graham, 1969).
     Then the microbatches, sorted by cost, are dealt out to the shares in rounds, because in each round all
-    shares wait for the dearest one. Where the shares do not divide the number of rows, there may be too few
-    rows to keep all of that: then, and only then, the budget gives way. Raises ValueError for fewer rows than
+    shares wait for the dearest one. Where the shares do not divide the number of pieces, there may be too few
+    to keep all of that: then, and only then, the budget gives way. Raises ValueError for fewer pieces than
     shares.
     """
     if len(lengths) < num_shares:
@@ -350,7 +411,8 @@ def plan_packing(
         )
     costs = lengths.astype(np.float64) if costs is None else costs
     most = len(lengths) // num_shares
-    per_share = min(most, -(-int(lengths.sum()) // (budget * num_shares)))
+    # A piece beyond the budget fills one microbatch, however long it is.
+    per_share = min(most, -(-int(lengths.clip(max=budget).sum()) // (budget * num_shares)))
     while (bins := _fill_bins(lengths, costs, budget, per_share * num_shares, per_share == most)) is None:
         per_share += 1
     totals = np.array([costs[rows].sum() for rows in bins])
@@ -367,7 +429,7 @@ def plan_packing(
 def _fill_bins(
     lengths: np.ndarray, costs: np.ndarray, budget: int, num_bins: int, ignores_budget: bool
 ) -> list[list[int]] | None:
-    """Returns the rows of each bin; None where not all rows have room, unless the budget may be ignored."""
+    """Returns the pieces in each bin; None where not all have room, unless the budget may be ignored."""
     spent, used = np.zeros(num_bins), np.zeros(num_bins, dtype=np.int64)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     for row in np.argsort(-costs, kind="stable"):
@@ -401,12 +463,12 @@ def divide_rows(
     share: int,
     cost: PackingCost | None = None,
 ) -> tuple[list[Packed], PackingPlan]:
-    """Returns what `pack_share` returns, and the plan of all shares, whose rows count from 0 within
-    `rows`."""
-    rows_array = np.asarray(rows)
-    costs = (cost or PackingCost()).of_episodes(batch)[rows_array]
-    plan = plan_packing(np.diff(batch.offsets)[rows_array], budget, num_shares, costs)
-    return [pack_rows(batch, rows_array[local].tolist()) for local in plan.shares[share]], plan
+    """Returns what `pack_share` returns, and the plan of all shares."""
+    pieces = cut_episodes(batch, rows, budget)
+    costs = (cost or PackingCost()).of_pieces(batch, pieces)
+    plan = plan_packing(pieces.count_tokens(batch), budget, num_shares, costs)
+    chosen = [Pieces(pieces.begins[local], pieces.ends[local]) for local in plan.shares[share]]
+    return [pack_pieces(batch, some) for some in chosen], plan
 
 
 def split_minibatches(batch: Batch, num_minibatches: int) -> list[list[int]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from algos.advantages import ADVANTAGES, compute_value_targets
 from algos.loss import policy_loss
-from algos.metrics import summarize_policy
+from algos.metrics import sum_by_staleness, summarize_policy
 from algos.objective import compute_off_policy_weights, make_loss_inputs
 from algos.values import (
     implicit_reward_loss,
@@ -29,9 +29,18 @@ from algos.values import (
 from buffers.staleness import mask_trainable
 from configs.corrections import Proximal
 from configs.schema import Config
+from learners.divided import DividedEpisodes
 from learners.engine import Engine, LossFn
 from learners.models import Models
-from learners.packing import Batch, Packed, PackingPlan, ReportedMicrobatches, divide_rows, split_minibatches
+from learners.packing import (
+    Batch,
+    Packed,
+    PackingPlan,
+    ReportedMicrobatches,
+    divide_rows,
+    find_divided,
+    split_minibatches,
+)
 from learners.parity import ParityWatch
 from learners.prepared import (
     PreparedBatch,
@@ -75,6 +84,12 @@ class Trainer:
         critic_sums: Sums = {}
         plans: list[PackingPlan] = []
         minibatches = split_minibatches(batch, learner.minibatches)
+
+        def add_entropy(divided: DividedEpisodes) -> None:
+            entropy = {"entropy": divided.entropy}
+            _add_sums(policy_sums, sum_by_staleness(entropy, given.mask, step - batch.versions))
+            _add_sums(policy_sums, {"loss": (divided.slopes[1] * divided.entropy).sum().double()})
+
         noted_logprobs, noted_rows = torch.zeros(len(batch.tokens)), list[int]()
         for rows in minibatches:
             if not given.has_trained_tokens(rows):
@@ -89,7 +104,14 @@ class Trainer:
                     loss, noted_rows = _note_logprobs(loss, noted_logprobs), rows
                 plans.append(
                     self._update_model(
-                        self.models.policy, batch, rows, loss, learner.lr, policy_step, policy_sums
+                        self.models.policy,
+                        batch,
+                        rows,
+                        loss,
+                        learner.lr,
+                        policy_step,
+                        policy_sums,
+                        add_entropy,
                     )
                 )
         metrics = given.describe_batch() | self._summarize_updates(policy_sums, critic_sums, plans)
@@ -314,18 +336,49 @@ class Trainer:
     # ---- engines
 
     def _update_model(
-        self, engine: Engine, batch: Batch, rows: list[int], loss_fn: LossFn, lr: float, step: int, sums: Sums
+        self,
+        engine: Engine,
+        batch: Batch,
+        rows: list[int],
+        loss_fn: LossFn,
+        lr: float,
+        step: int,
+        sums: Sums,
+        add_entropy: Callable[[DividedEpisodes], None] = lambda divided: None,
     ) -> PackingPlan:
         """Makes one optimizer update on the sequences `rows`, and adds gradient norm and routing to `sums`.
 
-        `lr` is the peak rate; `step` counts the steps of this model, for its schedule.
+        `lr` is the peak rate; `step` counts the steps of this model, for its schedule. `add_entropy` is told
+        of episodes whose loss was asked before their entropies were known.
         """
         packed, plan = self._pack_share(engine, batch, rows)
+        divided = self._ask_divided(engine, batch, rows, loss_fn)
+        if divided is not None:
+            loss_fn = divided.replace_loss(loss_fn)
         grad_norm = engine.update(packed, loss_fn, self._schedule_rate(lr, step))
+        if divided is not None:
+            add_entropy(divided)
         for name, value in {"grad_norm": grad_norm, **engine.routing_metrics}.items():
             # The 1 counts updates: `_pop_mean` divides by it.
             _add_sums(sums, {name: torch.tensor([value, 1.0], dtype=torch.float64)})
         return plan
+
+    def _ask_divided(
+        self, engine: Engine, batch: Batch, rows: list[int], loss_fn: LossFn
+    ) -> DividedEpisodes | None:
+        """Returns the episodes of `rows` that lie in several microbatches, with their losses asked; None
+        where there are none. Each share asks some of them."""
+        numbers = find_divided(batch, rows, self._config.learner.tokens_per_microbatch)
+        if not numbers:
+            return None
+        share, divided = engine.share, DividedEpisodes(batch, numbers)
+        # Each share needs an episode of its own to infer.
+        others = sorted(set(rows) - set(numbers))[: max(0, share.count - len(numbers))]
+        outputs = self._infer_column(engine, batch, numbers + others)
+        if share.holds_results:
+            divided.ask_loss(loss_fn, outputs, slice(share.index, None, share.count))
+        self._world.add_tensor(divided.slopes)
+        return divided
 
     def _schedule_rate(self, lr: float, step: int) -> float:
         """Returns the learning rate: it rises over `warmup_steps`, then falls linearly to the end of

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import os
+import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +180,28 @@ class ToolCaller(NumberedRows):
             stopped = await create(model="policy", messages=[COUNTING], stop=["four"])
             assert stopped.choices[0].message.content == "one two three ", stopped
         return {"reward": 1.0, "pieces": float(len(list(filter(None, pieces))))}
+
+
+class ForgetfulAgent(NumberedRows):
+    """Adds one number to the next, each time in a conversation that knows nothing of the sums before, so that
+    an episode has as many branches as sums: two or three."""
+
+    name = "forgetful"
+
+    async def run_agent(self, row: Row, base_url: str, api_key: str) -> dict[str, Any]:
+        draw = random.Random(f"{row['seed']}/{row['split']}/{row['index']}")
+        right = 0
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            for _ in range(count := draw.choice([2, 3])):
+                question = f"{(a := draw.randrange(10))}+{(b := draw.randrange(10))}="
+                answer = await client.chat.completions.create(
+                    model="policy", messages=[{"role": "user", "content": question}]
+                )
+                right += (answer.choices[0].message.content or "").strip() == str(a + b)
+        return {"reward": right / count, "sums": float(count)}
+
+    def solved_examples(self, split: str, seed: int) -> Iterator[tuple[str, str]]:
+        draw = random.Random(seed)
+        while True:
+            a, b = draw.randrange(10), draw.randrange(10)
+            yield f"{a}+{b}=", str(a + b)

@@ -13,7 +13,8 @@ from training_steps import GROUP_WEIGHTS, GROUPS, SAMPLES, STEP, make_step_batch
 from buffers.trajectory import GREEDY, Trajectory
 from configs.schema import Config
 from learners.checkpoint import StateWriter
-from learners.engine import LossFn, Share
+from learners.divided import DividedEpisodes
+from learners.engine import Engine, LossFn, Share
 from learners.models import Models
 from learners.packing import Batch, Packed
 from learners.step import Trainer
@@ -36,6 +37,7 @@ def draw_episode(rng: np.random.Generator, group: int, sample: int, greedy: floa
     num_branches = int(rng.integers(1, 4))
     order = rng.permutation([*range(num_branches), *rng.integers(0, num_branches, rng.integers(0, 3))])
     is_paid, is_cut = bool(rng.integers(4)), bool(rng.integers(6) == 0)
+    cut_branch = int(rng.integers(num_branches)) if is_cut else -1
     # Sums of fourths are exact in float32.
     paid = rng.integers(-2, 5, len(order)) / 4
     rows = []
@@ -53,7 +55,7 @@ def draw_episode(rng: np.random.Generator, group: int, sample: int, greedy: floa
             Trajectory(
                 group=group, sample=sample, branch=branch, due=STEP, prompt_id=group, task="t",
                 reward=float(paid.sum()), rewards={GREEDY: greedy}, generator="g",
-                finish_reason="stop" if branch or not is_cut else "length",
+                finish_reason="length" if branch == cut_branch else "stop",
                 stop="completed" if not is_cut else "context_overflow" if sample % 2 else "max_turns",
                 started_at=0.0, finished_at=1.0, **columns,  # type: ignore[arg-type]
             )
@@ -128,12 +130,15 @@ class ScriptedModel:
     """[T] sum over the updates"""
     microbatches: list[Packed] = field(default_factory=list)
     routing_metrics: dict[str, float] = field(default_factory=dict)
+    is_updated: bool = False
+    """True while `infer` gives what updates see: the weights that an update begins with"""
 
     def __post_init__(self) -> None:
         self.gradient = torch.zeros_like(self.after)
 
     def infer(self, microbatches: Sequence[Packed]) -> list[Tensor]:
-        return [self.before[packed.index] for packed in microbatches]
+        column = self.after if self.is_updated else self.before
+        return [column[packed.index] for packed in microbatches]
 
     def update(self, microbatches: Sequence[Packed], loss_fn: LossFn, lr: float) -> float:
         for packed in microbatches:
@@ -163,6 +168,19 @@ class ScriptedStep:
     """[T] of each trained model, by its name in a checkpoint"""
 
 
+class ScriptedTrainer(Trainer):
+    """Asks the losses of divided episodes at what updates see, as a trainer of real models does."""
+
+    def _ask_divided(
+        self, engine: Engine, batch: Batch, rows: list[int], loss_fn: LossFn
+    ) -> DividedEpisodes | None:
+        assert isinstance(engine, ScriptedModel)
+        engine.is_updated = True
+        divided = super()._ask_divided(engine, batch, rows, loss_fn)
+        engine.is_updated = False
+        return divided
+
+
 def run_scripted_step(
     config: Config, batch: Batch, columns: ModelColumns, world: World | None = None
 ) -> ScriptedStep:
@@ -183,7 +201,7 @@ def run_scripted_step(
             else None
         ),
     )
-    metrics, _ = Trainer(config, models, world).train(batch, STEP)
+    metrics, _ = ScriptedTrainer(config, models, world).train(batch, STEP)
     kept = {name: value for name, value in metrics.items() if not name.startswith(("time/", "packing/"))}
     trained: dict[str, ScriptedModel] = models.trained_engines  # type: ignore[assignment]
     return ScriptedStep(kept, {name: engine.gradient for name, engine in trained.items()})

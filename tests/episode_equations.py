@@ -49,7 +49,9 @@ def read_episodes(rows: list[Trajectory]) -> list[EpisodeFacts]:
     for row in rows:
         facts = EpisodeFacts(row.group, row.reward, row.rewards[GREEDY], False)
         episode = episodes.setdefault((row.group, row.sample), facts)
-        episode.is_cut |= row.finish_reason == "length" or row.stop in ("max_tokens", "context_overflow")
+        last_turn = max(max(one.turn) for one in rows if (one.group, one.sample) == (row.group, row.sample))
+        episode.is_cut |= row.finish_reason == "length" and max(row.turn) == last_turn
+        episode.is_cut |= row.stop in ("max_tokens", "context_overflow")
         for t in range(len(row.tokens)):
             if row.sampled[t]:
                 episode.turns[row.turn[t]].append(place)

@@ -45,7 +45,15 @@ from buffers.messages import Lease
 from buffers.trajectory import GREEDY, Trajectory, encode_batch, to_batch
 from configs.load import load_config
 from configs.schema import Config
-from learners.packing import Batch, PackingCost, batch_from_arrow, divide_rows
+from learners.packing import (
+    Batch,
+    PackingCost,
+    batch_from_arrow,
+    cut_episodes,
+    divide_rows,
+    find_divided,
+    take_episodes,
+)
 from learners.parity import find_fresh_tokens
 from learners.prepared import describe_episodes, shape_rewards
 from learners.world import World
@@ -143,6 +151,8 @@ def test_microbatches_cannot_matter_and_the_order_of_branches_neither(
     config = configure_composition(fixed_model, name)
     whole = run_scripted_step(config, make_branched_batch(rows), columns)
     small = change_learner(config, tokens_per_microbatch=25)
+    batch = make_branched_batch(rows)
+    assert 0 < len(find_divided(batch, range(batch.num_sequences), 25)) < batch.num_sequences
     assert_same_step(run_scripted_step(small, make_branched_batch(rows), columns), whole)
     moved, places = move_branches(rows, seed=3)
     assert places.tolist() != list(range(len(places)))
@@ -150,6 +160,37 @@ def test_microbatches_cannot_matter_and_the_order_of_branches_neither(
     assert_same_step(
         found,
         replace(whole, gradients={model: values[places] for model, values in whole.gradients.items()}),
+    )
+
+
+def lose_samples(row: Trajectory) -> Trajectory:
+    """Returns the row as it is when the policy has sampled nothing in it."""
+    zeros, count = [0.0] * len(row.tokens), len(row.tokens)
+    return replace(
+        row, sampled=[False] * count, logprobs=zeros, versions=[-1] * count, turn=[-1] * count,
+        token_rewards=zeros if row.token_rewards else [],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "m2po", "ppo_by_turn", "prime", "vtrace", "sequence_mask"])
+def test_branches_episodes_and_groups_without_a_trained_token_are_nothing_to_a_step(
+    name: str, fixed_model: Path, rows: list[Trajectory]
+) -> None:
+    """Branches and a group in which nothing was sampled; an episode of which every token is too stale."""
+    changed = []
+    for row in rows:
+        is_stale = (row.group, row.sample) == (1, 1)
+        versions = [STEP - 9 if flag else -1 for flag in row.sampled] if is_stale else row.versions
+        is_empty = row.group == 3 or row.branch == 1 and row.sample == 2
+        changed.append(lose_samples(row) if is_empty else replace(row, versions=versions))
+    config, columns = configure_composition(fixed_model, name), ModelColumns.draw(changed, 0)
+    batch = make_branched_batch(changed)
+    whole = run_scripted_step(config, batch, columns)
+    assert all(np.isfinite(value) for value in whole.metrics.values())
+    is_mute = torch.isin(batch.sequence, torch.tensor([SAMPLES + 1, *range(3 * SAMPLES, 4 * SAMPLES)]))
+    assert not whole.gradients["engine"][is_mute].any() and whole.gradients["engine"].any()
+    assert_same_step(
+        run_scripted_step(change_learner(config, tokens_per_microbatch=20), batch, columns), whole
     )
 
 
@@ -217,31 +258,39 @@ def test_columns_of_episodes_and_of_tokens_are_read_as_the_record_has_them(seed:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.integers(5, 90), st.integers(1, 3))
-def test_the_branches_of_an_episode_are_in_one_microbatch_and_cannot_see_each_other(
+def test_an_episode_is_cut_between_branches_and_only_where_it_is_longer_than_a_microbatch(
     seed: int, budget: int, num_shares: int
 ) -> None:
     rows = draw_episodes(seed)
     batch, places = make_branched_batch(rows), find_places(rows)
-    held: list[int] = []
+    flat = [branch for branches in places for branch in branches]
+    number_of = {branch[0]: number for number, branch in enumerate(flat)}
+    numbers, held = list(range(GROUPS * SAMPLES)), list[int]()
+    num_pieces = len(cut_episodes(batch, numbers, budget).begins)
     for share in range(num_shares):
-        numbers = list(range(GROUPS * SAMPLES))
-        for packed in divide_rows(batch, numbers, budget, num_shares, share)[0]:
-            episodes = [batch.sequence[place].item() for place in packed.index[packed.offsets[:-1]]]
-            branches = [branch for number in episodes for branch in places[number]]
+        microbatches, plan = divide_rows(batch, numbers, budget, num_shares, share)
+        for packed in microbatches:
+            branches = [flat[number_of[place]] for place in packed.index[packed.cu_seqlens[:-1]].tolist()]
             assert packed.index.tolist() == [place for branch in branches for place in branch]
             assert packed.cu_seqlens.diff().tolist() == [len(branch) for branch in branches]
             assert packed.positions.tolist() == [i for branch in branches for i in range(len(branch))]
             assert packed.max_seqlen == max(len(branch) for branch in branches)
-            assert packed.sequence.tolist() == [
-                i for i, number in enumerate(episodes) for branch in places[number] for _ in branch
-            ]
             assert packed.targets.tolist() == packed_targets(batch.sampled, branches)
-            held += episodes
-            is_within = len(packed.tokens) <= budget or len(episodes) == 1
-            assert is_within or len(divide_rows(batch, numbers, budget, num_shares, 0)[0]) == len(
-                numbers
-            ) // (num_shares)
-    assert sorted(held) == list(range(len(places)))
+            for start, end in pairwise(packed.offsets.tolist()):
+                (number,) = set(batch.sequence[packed.index[start:end]].tolist())
+                is_whole = end - start == batch.offsets[number + 1] - batch.offsets[number]
+                assert is_whole or batch.offsets[number + 1] - batch.offsets[number] > budget
+                assert end - start <= budget or packed.cu_seqlens.tolist().index(end) == 1 + (
+                    packed.cu_seqlens.tolist().index(start)
+                )
+            assert (
+                packed.sequence.tolist()
+                == np.repeat(np.arange(len(packed.offsets) - 1), packed.offsets.diff()).tolist()
+            )
+            held += [number_of[branch[0]] for branch in branches]
+            is_crowded = len(packed.tokens) > budget and len(packed.offsets) > 2
+            assert not is_crowded or len(plan.shares[0]) == num_pieces // num_shares
+    assert sorted(held) == list(range(len(flat)))
 
 
 def packed_targets(sampled: Tensor, branches: list[list[int]]) -> list[int]:
@@ -257,7 +306,8 @@ def test_an_episode_costs_the_attention_of_its_branches_and_not_that_of_its_whol
         sum(2.0 * len(branch) + 0.5 * len(branch) ** 2 for branch in branches)
         for branches in find_places(rows)
     ]
-    assert cost.of_episodes(batch).tolist() == pytest.approx(expected)
+    every = take_episodes(batch, range(batch.num_sequences))
+    assert cost.of_pieces(batch, every).tolist() == pytest.approx(expected)
 
 
 def test_the_figures_of_episodes_count_turns_branches_and_ends(rows: list[Trajectory]) -> None:

@@ -100,6 +100,11 @@ def test_a_plan_holds_every_row_once_within_budget_and_equally_many_for_each_ran
     assert not crowded or len(shares[0]) == len(lengths) // num_ranks, "over budget only where rows run out"
 
 
+def test_a_long_episode_makes_no_more_microbatches_than_it_fills() -> None:
+    plan = plan_packing(np.array([100_000] + [10] * 30), 100, 2)
+    assert [len(share) for share in plan.shares] == [2, 2]
+
+
 def test_minibatches_keep_groups_whole_and_cover_the_batch(batch: Batch) -> None:
     parts = split_minibatches(batch, 3)
     assert [sorted(set(batch.groups[part].tolist())) for part in parts] == [[0, 1], [2, 3], [4, 5]]

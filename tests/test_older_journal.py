@@ -23,7 +23,7 @@ from buffers.event_log import read_events
 from buffers.group_checks import CheckedMessage, ExpectedGroup, check_groups
 from buffers.older_schemas import SCHEMA_2, read_stored_batch
 from buffers.repair import repair_journal
-from buffers.segments import DamagedGroup, Reader, read_head, segment_path
+from buffers.segments import DamagedGroup, Reader, SegmentHead, read_head, segment_path
 from buffers.trajectory import SCHEMA, MalformedGroup, encode_batch, to_batch
 from configs.load import load_config
 from configs.schema import Config
@@ -207,8 +207,17 @@ def test_a_replay_takes_the_batches_of_a_journal_of_schema_2(tmp_path: Path, con
         assert set(taken.table.column("stop").to_pylist()) == {"completed"}
 
 
-def test_a_repair_finds_groups_of_schema_2_in_their_segment(tmp_path: Path, config: Config) -> None:
+def flip_head(folder: Path) -> None:
+    path = segment_path(folder, 0)
+    path.write_bytes(b"\0" * len(HEAD_2) + path.read_bytes()[len(HEAD_2) :])
+
+
+@pytest.mark.parametrize("damage", [lambda folder: None, flip_head], ids=["whole", "without its head"])
+def test_a_repair_finds_groups_of_schema_2_in_their_segment(
+    tmp_path: Path, config: Config, damage: Callable[[Path], None]
+) -> None:
     folder = write_old_journal(tmp_path, config, killed=True)
+    damage(folder)
     for path in (folder / "state").glob("*"):
         path.unlink()
     lose_lines(folder, lambda event: isinstance(event, e.Accepted) and event.group in (1, 2))
@@ -218,12 +227,7 @@ def test_a_repair_finds_groups_of_schema_2_in_their_segment(tmp_path: Path, conf
     assert life.progress.next_step == 3
     live_steps(life, 3, 5, checkpoint_every=100)
     life.close()
-    assert open_with_arrow(segment_path(folder, 0)).schema.equals(FROZEN, check_metadata=True)
-
-
-def flip_head(folder: Path) -> None:
-    path = segment_path(folder, 0)
-    path.write_bytes(b"\0" * len(HEAD_2) + path.read_bytes()[len(HEAD_2) :])
+    assert_holds_the_groups(segment_path(folder, 0))
 
 
 def cut_segment(folder: Path) -> None:
@@ -252,16 +256,23 @@ def test_damage_to_a_journal_of_schema_2_is_refused_and_fresh_groups_take_the_pl
     life.close()
 
 
-def test_a_lost_head_costs_no_group_because_each_message_tells_its_schema(
-    tmp_path: Path, config: Config
-) -> None:
+def test_a_lost_head_is_written_again_and_costs_no_group(tmp_path: Path, config: Config) -> None:
     folder = write_old_journal(tmp_path, config, killed=True)
     flip_head(folder)
-    assert read_head(segment_path(folder, 0)).schema_version is None
+    assert read_head(segment_path(folder, 0)) == SegmentHead(2, len(HEAD_2), is_lost=True)
     life = Buffer(config, folder)
     assert life.book.ledger.groups["damaged"] == 0
     live_steps(life, 3, 5, checkpoint_every=100)
     life.close()
+    assert_holds_the_groups(segment_path(folder, 0))
+
+
+def assert_holds_the_groups(path: Path) -> None:
+    """Asserts that any Arrow reader finds the 12 old groups in the segment."""
+    opened = open_with_arrow(path)
+    assert path.read_bytes().startswith(HEAD_2) and opened.schema.equals(FROZEN, check_metadata=True)
+    groups = opened.read_all().column("group").to_pylist()
+    assert sorted(set(groups)) == list(range(12)) and len(groups) == 24
 
 
 @pytest.mark.parametrize("seed", range(3))
