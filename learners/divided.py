@@ -39,9 +39,9 @@ class DividedEpisodes:
         """
         for row in self._rows[places]:
             packed = pack_rows(self._batch, [row])
-            leaves = [outputs[packed.index].requires_grad_(), torch.zeros(len(packed.index)).requires_grad_()]
-            loss = loss_fn(*leaves, packed)
-            found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+            leaf, entropy = outputs[packed.index].requires_grad_(), torch.zeros(len(packed.index))
+            loss = loss_fn(leaf, entropy.requires_grad_(), packed)
+            found = torch.autograd.grad(loss, (leaf, entropy), allow_unused=True, materialize_grads=True)
             self.slopes[:, packed.index] = torch.stack(found)
 
     def replace_loss(self, loss_fn: LossFn) -> LossFn:
