@@ -38,7 +38,7 @@ class EpisodesConfig(Section):
     """Seconds that `score_response` or `score_group` may take. Then its group fails, and its worker
     process is killed with all its children."""
     timeout_s: float = setting(1800.0, POSITIVE)
-    """Seconds that a whole episode may take, the policy's replies included."""
+    """Seconds that a whole episode may take, the policy's replies included, once it has a worker."""
     max_workers: int | None = setting(None, POSITIVE)
     """Worker processes of one generator that run a task's code. An environment keeps one for its episode;
     a task of one turn shares a few. Null: as many as there may be episodes."""

@@ -31,7 +31,7 @@ class Turn:
     tools: Sequence[ToolSpec] = ()
     """The tools that the policy may call, in the first turn only."""
     reward: float = 0.0
-    """Paid for the reply just taken. An episode's reward is the sum over its turns."""
+    """Paid for the reply just taken; 0 in the first turn. An episode's reward is the sum over its turns."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Parts of the reward by name, for the record. Over turns they are added up."""
     done: bool = False

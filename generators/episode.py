@@ -6,7 +6,6 @@ All of it runs in the episode thread.
 
 import asyncio
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -65,17 +64,19 @@ async def play_group(
 async def _play_in_time(
     episodes: Episodes, player: Player, beginning: Any, timeout_s: float
 ) -> PlayedEpisode:
-    began = time.monotonic()
     try:
         async with asyncio.timeout(timeout_s) as limit:
+            loop = asyncio.get_running_loop()
+            player.limit_time = lambda is_limited: limit.reschedule(
+                loop.time() + timeout_s if is_limited else None
+            )
             return await episodes.play_episode(player, beginning)
     except TimeoutError:
         if not limit.expired():
             raise
-        took_s = time.monotonic() - began
         raise EpisodeTimedOut(
-            f"an episode must take at most {timeout_s:g} s (episodes.timeout_s), got {took_s:.1f} s without "
-            f"an end in turn {player.num_turns} of sample {player.index}"
+            f"an episode must take at most {timeout_s:g} s (episodes.timeout_s), got no end in turn "
+            f"{player.num_turns} of sample {player.index}"
         ) from None
     finally:
         player.end_sampling()

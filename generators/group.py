@@ -15,7 +15,9 @@ from buffers.messages import Lease
 from buffers.trajectory import GREEDY, Trajectory
 from generators.branches import EpisodeBranches
 from generators.engine import Completion, Sample
+from generators.plain_values import check_number
 from generators.policy import Policy, Watch
+from generators.score_checks import check_score
 from generators.task import Score
 
 T = TypeVar("T")
@@ -60,6 +62,9 @@ class Player:
         self.lease, self.index = lease, index
         self.branches = EpisodeBranches()
         self._policy, self._max_tokens, self._progress = policy, max_tokens, progress
+        self.limit_time: Callable[[bool], None] = lambda is_limited: None
+        """With False the time of the whole episode stops, with True it begins anew. An episode that waits for
+        a worker has not begun."""
         self._num_asked = 0
         self._has_ended = False
 
@@ -134,9 +139,12 @@ class PlayedEpisode:
 
     def replace_score(self, score: Score) -> None:
         """Takes the score that the episode got beside the others of its group; the last turn is paid the
-        difference."""
+        difference. Raises ValueError where a trajectory cannot hold both."""
         self.branches.pay_last_turn(score.reward - self.score.reward)
-        self.score = Score(score.reward, {**self.score.components, **score.components})
+        check_number(
+            "reward of the last turn, with score_group's", [*self.branches.turn_rewards.values()][-1]
+        )
+        self.score = check_score(Score(score.reward, {**self.score.components, **score.components}))
 
 
 def make_sample_id(lease_id: int, index: int, turn: int = 0) -> str:

@@ -28,6 +28,10 @@ class Task(Protocol):
     A task with a fixed number of training prompts says so in an attribute `num_prompts`: their indices are 0
     .. num_prompts - 1, and the buffer walks through them in epochs. Without it, indices go on for ever.
 
+    A task with an attribute `max_scores` has at most so many calls of `score_response` under way in a
+    generator (of an environment: of `step`). The others wait before their deadline begins: so a judge that is
+    slower than the engine fails nobody.
+
     A task with a method `solved_examples(split, seed)` yields pairs of question and answer without end. The
     tiny model is warm-started on them; without the method a run needs a model folder.
     """

@@ -34,6 +34,7 @@ from generators.user_code.worker_limits import WorkerLimits
 
 log = logging.getLogger("slipstream.generator")
 
+UNBOUNDED = 1 << 30
 CLOSE_S = 5.0
 """Seconds that an environment's `close` may take. Then its worker is killed."""
 
@@ -68,6 +69,8 @@ class TaskEpisodes:
         self._renderer: Renderer
         self._agents: AgentEpisodes | None = None
         self._has_turns = self._scores_groups = False
+        self._score_slots = asyncio.Semaphore(UNBOUNDED)
+        """Places of those who score, where the task says how many may do so at a time (`max_scores`)."""
         self._score_limit = self._limits.score_timeout_s, "episodes.score_timeout_s"
 
     async def open(self) -> None:
@@ -78,6 +81,7 @@ class TaskEpisodes:
         described = self._pool.description
         self._has_turns = described.kind in (TaskKind.environment, TaskKind.environments)
         self._scores_groups = described.has_group_scores
+        self._score_slots = asyncio.Semaphore(described.max_scores or UNBOUNDED)
         if self._has_turns:
             self._renderer = choose_renderer(self._tokenizer, self._limits)
         if described.kind is TaskKind.agent:
@@ -115,7 +119,8 @@ class TaskEpisodes:
             }
             for episode in episodes
         ]
-        found = await self._call_any_worker("score_group", beginning.lease, [records], self._score_limit)
+        async with self._score_slots:
+            found = await self._call_any_worker("score_group", beginning.lease, [records], self._score_limit)
         return read_scores(found, len(episodes))
 
     # ---- one turn
@@ -135,7 +140,9 @@ class TaskEpisodes:
         completion = await player.ask_policy(beginning.prompt)
         player.end_sampling()
         response = self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
-        found = await self._call_any_worker("score_response", beginning.lease, [response], self._score_limit)
+        arguments, limit = [response], self._score_limit
+        async with self._score_slots:
+            found = await self._call_any_worker("score_response", beginning.lease, arguments, limit)
         score = read_score(found)
         player.branches.pay_last_turn(score.reward)
         return PlayedEpisode(branches=player.branches, score=score, stop=infer_stop(completion.finish_reason))
@@ -143,7 +150,9 @@ class TaskEpisodes:
     # ---- several turns
 
     async def _play_turns(self, player: Player, beginning: Beginning) -> PlayedEpisode:
+        player.limit_time(False)
         worker = await self._pool.take_worker()
+        player.limit_time(True)
         talk = Conversation()
         try:
             await self._converse(player, beginning, worker, talk)
@@ -189,9 +198,10 @@ class TaskEpisodes:
             if reply.parse_error is not None:
                 talk.stop = _name_cut(completion) or "parse_error"
                 return
-            answer = await worker.call(
-                "step", [reply.message], limits.turn_timeout_s, "episodes.turn_timeout_s"
-            )
+            async with self._score_slots:
+                answer = await worker.call(
+                    "step", [reply.message], limits.turn_timeout_s, "episodes.turn_timeout_s"
+                )
             turn = check_turn(answer, is_first=False)
             player.branches.pay_last_turn(turn.reward)
             talk.components.update(turn.components)

@@ -45,6 +45,13 @@ def check_turn(value: Any, is_first: bool) -> Turn:
     specs = check_tools(value["tools"])
     if specs and not is_first:
         raise ValueError(f"tools must be given in the first turn only, got {len(specs)} in a later one")
+    if is_first and value["done"]:
+        raise ValueError("done must be false in the first turn (the policy has not replied yet), got True")
+    if is_first and (score.reward or score.components):
+        raise ValueError(
+            "reward and components must be 0 and empty in the first turn (there is no reply to pay yet), got "
+            f"{score.reward:g} and {show_value(dict(score.components))}"
+        )
     return Turn(
         messages=messages,
         tools=specs,

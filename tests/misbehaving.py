@@ -1,6 +1,7 @@
 """Tasks that misbehave. Workers import them from here; a test calls one method of each."""
 
 import ctypes
+import fcntl
 import importlib
 import os
 import random
@@ -126,6 +127,16 @@ class Misbehaving:
                     os._exit(0)
         return Score(1.0)
 
+    def do_bomb(self, places: str) -> Any:
+        """Leaves processes in sessions of their own, so many at a time: each starts others wherever one has
+        been killed, as fast as it can."""
+        start_bomb(int(places))
+        return Score(1.0)
+
+    def do_forget_child(self, _: str) -> Any:
+        subprocess.Popen(["sleep", "3600"], start_new_session=True)
+        return Score(1.0, {"pid": os.getpid()})
+
     def do_read(self, _: str) -> Any:
         return Score(float(len(sys.stdin.read())))
 
@@ -142,6 +153,10 @@ class Misbehaving:
     def do_sleep(self, seconds: str) -> Any:
         time.sleep(float(seconds))
         return Score(1.0)
+
+
+class Unbounded(Misbehaving):
+    max_scores = 0
 
 
 class TextlessError(Exception):
@@ -171,6 +186,33 @@ def start_daemon() -> None:
             time.sleep(3600)
         os._exit(0)
     os.waitpid(pid, 0)
+
+
+def start_bomb(places: int) -> None:
+    # The kernel frees the place of a process when it is killed.
+    file = os.memfd_create("places")
+    if os.fork():
+        return
+    has_place = False
+    while True:
+        if not has_place:
+            for place in range(places):
+                try:
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+                    has_place = True
+                    break
+                except OSError:
+                    continue
+            if not has_place:
+                os._exit(0)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            pass
+        if os.fork() == 0:
+            os.setsid()
+            has_place = False
 
 
 class Counting:

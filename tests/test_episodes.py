@@ -17,8 +17,11 @@ from buffers.client import TakenBatch
 from buffers.run_status import RunStatus
 from configs.load import load_config
 from configs.schema import Config
+from generators.branches import EpisodeBranches
 from generators.engine import Completion, Sample
+from generators.group import PlayedEpisode
 from generators.simulated_engine import SimulatedEngine
+from generators.task import Score
 from generators.task_episodes import TaskEpisodes
 from slipstream_bench.byte_tokenizer import make_byte_tokenizer
 
@@ -246,6 +249,22 @@ def test_a_group_may_be_scored_beside_one_another(tmp_path: Path) -> None:
     for row in run.list_rows():
         assert row["reward"] == row["sample"] and sum(row["token_rewards"]) == row["reward"]
         assert dict(row["rewards"])["steps"] == 2.0 and "length" in dict(row["rewards"])
+
+
+def test_a_group_score_that_no_trajectory_can_hold_is_refused() -> None:
+    branches = EpisodeBranches()
+    for turn in range(2):
+        completion = Completion(
+            id=f"0/0/{turn}", tokens=[2], logprobs=[0.0], versions=[0], finish_reason="stop"
+        )
+        branches.append_turn([1] * (turn + 1), completion, turn)
+        branches.pay_last_turn(-3e38 * (turn == 0))
+    score = Score(-3e38, {f"turn {number}": 0.0 for number in range(60)})
+    episode = PlayedEpisode(branches=branches, score=score, stop="completed")
+    with pytest.raises(ValueError, match="components must be at most 64, got 120"):
+        episode.replace_score(Score(-3e38, {f"group {number}": 0.0 for number in range(60)}))
+    with pytest.raises(ValueError, match="reward of the last turn, with score_group's must be within"):
+        episode.replace_score(Score(3e38))
 
 
 def test_revoked_leases_end_their_episodes_and_close_their_environments(tmp_path: Path) -> None:

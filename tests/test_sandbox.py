@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -331,7 +332,30 @@ PASSES: list[tuple[str, object]] = [
         "class Solution:\n  def add(self, a, b): return a + b",
         [{"call": "add", "arguments": [1, 2], "expected": 3}],
     ),
+    (
+        "def f(x): return x, [x], {'a': {x}}, None, 1.5, b'z', 'é', (), set(), 2j, True",
+        ["assert f(1) == (1, [1], {'a': {1}}, None, 1.5, b'z', 'é', (), set(), 2j, True), 'message'"],
+    ),
+    (
+        "from collections import Counter\nfrom fractions import Fraction\nfrom enum import IntEnum\n"
+        "class Color(IntEnum):\n  RED = 3\n"
+        "def f(s): return Counter(s)\ndef g(): return {1: 2}.keys(), Fraction(1, 2), Color.RED, float('inf')",
+        ["assert f('aab') == {'a': 2, 'b': 1}", "assert g()[:3] == ({1}, 0.5, 3)\nassert g()[3] > 1e300"],
+    ),
+    (ADD, ["assert add(1, 1) in (2, 3)", "assert add(1, 1) <= 2", "  assert 4 == add(2, 2)"]),
+    (ADD, ["import math\nassert math.isclose(add(0.1, 0.2), 0.3)", "assert add(1, 1) is not None"]),
+    (
+        ADD,
+        [
+            "assert add(1, 1) == add(2, 0) == 2",
+            "assert not add(0, 0)",
+            "for i in 1, 2: assert add(i, 0) == i",
+        ],
+    ),
 ]
+CHEAT = "class Equal:\n  def __eq__(self, other): return True\ndef add(a, b): return Equal()"
+INTEGER = "class Equal(int):\n  def __eq__(self, other): return True\n  def __repr__(self): return '4'\n"
+STATEMENT = "import math\nassert math.isclose(add(2, 2), 4)"
 FAILS: list[tuple[str, object]] = [
     (SUM, [{"input": "1 2", "output": "4"}]),
     (ADD, [{"call": "add", "arguments": [1, 2], "expected": 4}]),
@@ -345,6 +369,15 @@ FAILS: list[tuple[str, object]] = [
     ("import os; os._exit(0)", ["assert add(2, 2) == 4"]),
     ("import os; os.kill(os.getpid(), 9)", ["assert add(2, 2) == 4"]),
     ("def add(a, b):\n    import os\n    os._exit(0)", [{"call": "add", "arguments": [1, 2], "expected": 3}]),
+    # To equal everything is not to be right.
+    (CHEAT, ["assert add(2, 2) == 4"]),
+    (INTEGER + "def add(a, b): return Equal(0)", ["assert add(2, 2) == 4", "assert [add(2, 2)] == [4]"]),
+    ("def add(a, b): return [1, 2]", ["assert add(2, 2) == (1, 2)"]),
+    ("def add(a, b):\n  a = []\n  a.append(a)\n  return a", ["assert add(2, 2) == [[]]"]),
+    # Nor is it to replace what runs the test.
+    ("import runpy\nrunpy.run_path = lambda *a, **b: {}\ndef add(a, b): return 0", [STATEMENT]),
+    ("import builtins\nbuiltins.exec = lambda *a: None\ndef add(a, b): return 0", [STATEMENT]),
+    ("import os\nos.write = lambda *a: None\ndef add(a, b): return 0", [STATEMENT]),
     ("def add(a, b): return {1, 2}", [{"call": "add", "arguments": [1, 2], "expected": 3}]),
 ]
 
@@ -381,6 +414,30 @@ def test_code_without_end_fails_its_test_and_is_no_error() -> None:
         {"tests": ["assert 1"]}, "while True: pass"
     )
     assert score.reward == 0.0 and score.components["seconds/code"] >= 0.5
+
+
+@with_sandbox
+def test_a_reply_that_is_slow_in_every_test_is_a_wrong_one_before_its_worker_is_killed() -> None:
+    code = "import time\ndef wait(seconds):\n  time.sleep(seconds)\n  return seconds"
+    tests = [f"assert wait({seconds}) == {seconds}" for seconds in [0] + [100] * 9]
+    part = CodePart(partial=True, timeout_s=1, total_timeout_s=2.5, max_tests=10)
+    run, results = part._sandbox.run_program, list[SandboxResult]()
+
+    def record_run(*arguments: Any) -> SandboxResult:
+        results.append(run(*arguments))
+        return results[-1]
+
+    part._sandbox.run_program = record_run  # type: ignore[method-assign]
+    assert part.rate_reply({"tests": tests}, code).value <= 0.1
+    assert {one.verdict for one in results[1:]} == {"timeout"} and 3 <= len(results) <= 4
+    with pytest.raises(ValueError, match="total_timeout_s must be a finite number, at least 5, got 4"):
+        CodePart(total_timeout_s=4)
+
+
+def test_a_fence_with_a_long_line_of_blanks_is_read_at_once() -> None:
+    """It took the square of the line's length: hours for this one."""
+    reply = "```" + " " * 2_000_000 + "x"
+    assert find_code(reply) == reply
 
 
 @pytest.mark.parametrize(

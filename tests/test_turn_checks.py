@@ -32,9 +32,11 @@ def test_a_turn_that_obeys_the_protocol_is_taken_as_it_is() -> None:
         {"role": "user", "content": [{"type": "text", "text": "two parts"}], "name": "ann"},
         {"role": "tool", "content": "7", "tool_call_id": "call_1"},
     ]
-    value = make_turn(messages=messages, tools=[TOOL], reward=1, components={"won": 1})
-    assert check_turn(value, is_first=True) == Turn(
-        messages=messages, tools=[TOOL], reward=1.0, components={"won": 1.0}
+    value = make_turn(messages=messages, tools=[TOOL])
+    assert check_turn(value, is_first=True) == Turn(messages=messages, tools=[TOOL])
+    value = make_turn(reward=1, components={"won": 1})
+    assert check_turn(value, is_first=False) == Turn(
+        messages=[USER], tools=[], reward=1.0, components={"won": 1.0}
     )
     assert check_turn(make_turn(messages=[], done=True, reward=2.5), is_first=False) == Turn(
         messages=[], tools=[], reward=2.5, done=True
@@ -71,6 +73,9 @@ def test_a_turn_that_obeys_the_protocol_is_taken_as_it_is() -> None:
         ({"components": {"won": float("inf")}}, "components['won'] must be finite, got inf"),
         ({"components": None}, "components must be a dict of numbers by name, got None"),
         ({"done": 1}, "done must be true or false, got 1"),
+        ({"done": True}, "done must be false in the first turn"),
+        ({"reward": 2}, "reward and components must be 0 and empty in the first turn"),
+        ({"components": {"won": 0.0}}, "no reply to pay yet), got 0 and {'won': 0.0}"),
         ({"surplus": 1}, "a turn must have components, done, messages, reward, tools, got"),
         ({"tools": ["add"]}, 'tools[0] must read {"type": "function", "function": {...}}, got \'add\''),
         ({"tools": [TOOL["function"]]}, "tools[0] must read"),

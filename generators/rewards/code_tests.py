@@ -5,24 +5,25 @@ A test is one of
 - `{"call": name, "arguments": list, "expected": value}`: a function, also a method of a class `Solution`;
 - `{"assert": statement}`, or the statement alone: the statement runs after the code, and must not raise.
 
-What a test expects stays outside the sandbox in the first two. A statement runs beside the code, which can
-tamper with it, so prefer those two.
+What a test expects stays outside the sandbox in the first two, and where a statement compares with a literal
+(`code_assertions.py`). Any other statement runs beside the code, which can tamper with it.
 """
 
 import json
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from generators.environment import Row
 from generators.rewards.arguments import check_count, check_flag, check_number, check_text
+from generators.rewards.code_assertions import hold_assertions, read_assertions
 from generators.rewards.part import Rating
 from generators.rewards.rows import read_reference
 from generators.rewards.sandbox import Sandbox, SandboxLimits, SandboxMissing, SandboxResult
 
-FENCE = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+FENCE = re.compile(r"```[ \t]*+(?:python3?|py)?[ \t]*+\r?\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 MAX_TESTS = 1000
 RELATIVE_ERROR = 1e-6
 """By which numbers of a call's result may differ."""
@@ -40,6 +41,7 @@ class CodePart:
         partial: bool = False,
         max_tests: int = 20,
         timeout_s: float = 5.0,
+        total_timeout_s: float | None = None,
         memory_mb: int = 512,
         disk_mb: int = 64,
         processes: int = 16,
@@ -48,15 +50,23 @@ class CodePart:
     ) -> None:
         """`tests`: column of the tests; None: `tests`, or else the right answer's. `partial`: the number is
         the share of tests passed; else 1 if all pass and 0 if one fails. `max_tests`: the first so many run.
-        `timeout_s`: for each test. `memory_mb`: of each process. `python`: an interpreter, with its packages.
+        `timeout_s`: for each test. `total_timeout_s`: for all of a reply's tests together, of which those
+        that come later have failed; None: four times `timeout_s`. `memory_mb`: of each process. `python`: an
+        interpreter, with its packages.
 
         Raises ValueError for an argument that breaks its rule, and where this machine has no sandbox.
         """
         self._tests = None if tests is None else check_text("tests", tests)
         self._is_partial = check_flag("partial", partial)
         self._max_tests = check_count("max_tests", max_tests)
+        longest_s = check_number("timeout_s", timeout_s, above=0)
+        self._total_s = (
+            4 * longest_s
+            if total_timeout_s is None
+            else check_number("total_timeout_s", total_timeout_s, longest_s)
+        )
         limits = SandboxLimits(
-            timeout_s=check_number("timeout_s", timeout_s, above=0),
+            timeout_s=longest_s,
             memory_bytes=check_count("memory_mb", memory_mb, 64) << 20,
             disk_bytes=check_count("disk_mb", disk_mb) << 20,
             processes=check_count("processes", processes),
@@ -73,33 +83,48 @@ class CodePart:
         """Raises ValueError where the row has no tests that can be read, SandboxFailed where a sandbox does
         not start."""
         tests = read_tests(self._find_tests(row))[: self._max_tests]
-        code, passed = find_code(reply), 0
+        code, passed, left_s = find_code(reply), 0, self._total_s
         for test in tests:
-            has_passed = self._pass_test(code, test)
+            # A reply that is slow in each of many tests is a bad reply, and no error: it meets this bound
+            # before its worker meets `episodes.score_timeout_s`.
+            has_passed, seconds = self._pass_test(code, test, min(left_s, self._sandbox.limits.timeout_s))
             passed += has_passed
-            if not has_passed and not self._is_partial:
-                return Rating(0.0)
-        return Rating(passed / len(tests))
+            left_s -= seconds
+            if left_s <= 0 or not (has_passed or self._is_partial):
+                break
+        return Rating(passed / len(tests) if self._is_partial else float(passed == len(tests)))
 
     def _find_tests(self, row: Row) -> Any:
         if self._tests is None and row.get("tests") is not None:
             return row["tests"]
         return read_reference(row, self._tests)
 
-    def _pass_test(self, code: str, test: CodeTest) -> bool:
-        run = self._sandbox.run_program
-        if "input" in test:
-            result = run({"kind": "program", "code": code}, test["input"].encode())
-            return has_ended_well(result) and is_same_output(result.output, test["output"])
-        if "call" in test:
-            job = {"kind": "call", "code": code, "function": test["call"], "arguments": test["arguments"]}
-            result = run(job)
-            wanted = [test["expected"], *test.get("or_expected", ())]
-            return has_ended_well(result) and any(is_same_answer(result.output, one) for one in wanted)
-        # Only the statements' end prints this token, so a program that exits early has not passed.
-        token = secrets.token_hex(16)
-        result = run({"kind": "statements", "code": code, "statements": [test["assert"]], "token": token})
-        return has_ended_well(result) and result.output == token.encode()
+    def _pass_test(self, code: str, test: CodeTest, timeout_s: float) -> tuple[bool, float]:
+        """Returns whether the code passes, and the seconds that it took."""
+        job, given, is_right = make_job(test)
+        result = self._sandbox.run_program({"code": code} | job, given, timeout_s)
+        return has_ended_well(result) and is_right(result.output), result.seconds
+
+
+def make_job(test: CodeTest) -> tuple[dict[str, Any], bytes, Callable[[bytes], bool]]:
+    """Returns what the sandbox gets of a test, the program's input, and the check of what it answers."""
+    if "input" in test:
+        return (
+            {"kind": "program"},
+            test["input"].encode(),
+            lambda output: is_same_output(output, test["output"]),
+        )
+    if "call" in test:
+        job = {"kind": "call", "function": test["call"], "arguments": test["arguments"]}
+        wanted = [test["expected"], *test.get("or_expected", ())]
+        return job, b"", lambda output: any(is_same_answer(output, one) for one in wanted)
+    if assertions := read_assertions(test["assert"]):
+        job = {"kind": "values", "expressions": [one.expression for one in assertions]}
+        return job, b"", lambda output: hold_assertions(assertions, output)
+    # Only the statements' end prints this token, so a program that exits early has not passed.
+    token = secrets.token_hex(16)
+    job = {"kind": "statements", "statements": [test["assert"]], "token": token}
+    return job, b"", lambda output: output == token.encode()
 
 
 def find_code(reply: str) -> str:

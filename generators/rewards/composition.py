@@ -53,6 +53,9 @@ class WeightedParts:
 
     def __init__(self, parts: Sequence[WeightedPart]) -> None:
         self.parts = tuple(parts)
+        bounds = [one.part.max_concurrent for one in parts if hasattr(one.part, "max_concurrent")]
+        self.max_concurrent: int | None = min(bounds, default=None)
+        """Replies that may be rated at a time in one generator; None: any number."""
 
     def rate_reply(self, row: Row, reply: str) -> Score:
         """Returns the reward of a reply and its components. Raises PartFailed where a part fails."""

@@ -46,7 +46,7 @@ class JudgePart:
         reference: str | None = None,
         key_env: str | None = None,
         max_concurrent: int = 8,
-        attempts: int = 4,
+        attempts: int = 8,
         attempt_timeout_s: float = 12.0,
         timeout_s: float = 25.0,
         temperature: float = 0.0,
@@ -79,7 +79,8 @@ class JudgePart:
             "temperature": check_number("temperature", temperature, 0),
             "max_tokens": check_count("max_tokens", max_tokens),
         } | dict(body or {})
-        self._slots = SharedSlots(check_count("max_concurrent", max_concurrent))
+        self.max_concurrent = check_count("max_concurrent", max_concurrent)
+        self._slots = SharedSlots(self.max_concurrent)
         self.prompt_hash = self._hash_prompt()
 
     async def rate_reply(self, row: Row, reply: str) -> Rating:

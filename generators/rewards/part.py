@@ -23,6 +23,8 @@ class RewardPart(Protocol):
     A part runs in a worker process, so it may block, and a deadline outside ends it. A reply that is bad gets
     a low number; a rating that could not be made (no server, no grade, no right answer in the row) is an
     error, which fails the attempt and is never a reward of 0.
+
+    A part with an attribute `max_concurrent` rates at most so many replies at a time in one generator.
     """
 
     is_async: bool

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,8 @@ class SandboxResult:
     exit_code: int
     verdict: str
     """`ended`, or the limit that ended it: `timeout` or `output`."""
+    seconds: float = field(default=0.0, compare=False)
+    """Time of the clock that the program took, the start of its sandbox left out."""
 
 
 class Sandbox:
@@ -96,8 +98,11 @@ class Sandbox:
             f"a sandbox must start on this machine{user}, got {'; '.join(failures)}. To mend it, {HOW_TO}"
         )
 
-    def run_program(self, job: dict[str, Any], given: bytes = b"") -> SandboxResult:
-        """Runs a job of `sandbox_driver.run_job` with `given` as its standard input.
+    def run_program(
+        self, job: dict[str, Any], given: bytes = b"", timeout_s: float | None = None
+    ) -> SandboxResult:
+        """Runs a job of `sandbox_driver.run_job` with `given` as its standard input, for at most `timeout_s`
+        (None: the limits').
 
         Returns when all its processes are gone. Raises SandboxFailed where the sandbox did not start.
         """
@@ -135,20 +140,20 @@ class Sandbox:
             os.close(tells)
         with process:
             try:
-                output, errors, verdict = self._read_pipes(process)
+                result = self._read_pipes(process, limits.timeout_s if timeout_s is None else timeout_s)
             finally:
                 process.kill()
                 process.wait()
                 await_namespace(told)
                 os.close(told)
-        if not output.startswith(BEGAN):
-            text = errors.decode(errors="replace").strip()
+        if not result.output.startswith(BEGAN):
+            text = result.errors.decode(errors="replace").strip()
             raise SandboxFailed(
-                f"a sandbox must begin, got exit code {process.returncode} ({verdict}): {text}"
+                f"a sandbox must begin, got exit code {process.returncode} ({result.verdict}): {text}"
             )
-        return SandboxResult(output.removeprefix(BEGAN), errors, process.returncode, verdict)
+        return replace(result, output=result.output.removeprefix(BEGAN), exit_code=process.returncode)
 
-    def _read_pipes(self, process: "subprocess.Popen[bytes]") -> tuple[bytes, bytes, str]:
+    def _read_pipes(self, process: "subprocess.Popen[bytes]", timeout_s: float) -> SandboxResult:
         """Reads both outputs until they end. At a limit it kills the sandbox, and reads on without keeping
         anything: the pipes end when the last process that holds them is gone."""
         assert process.stdout is not None and process.stderr is not None
@@ -157,7 +162,8 @@ class Sandbox:
             process.stdout: self.limits.output_bytes + len(BEGAN),
             process.stderr: self.limits.output_bytes,
         }
-        deadline, verdict, has_begun = time.monotonic() + START_S, "ended", False
+        began_at, verdict, has_begun = time.monotonic(), "ended", False
+        deadline = began_at + START_S
         with selectors.DefaultSelector() as selector:
             for pipe in kept:
                 selector.register(pipe, selectors.EVENT_READ, pipe)
@@ -171,7 +177,8 @@ class Sandbox:
                     elif verdict == "ended":
                         kept[pipe] += data
                         if not has_begun and kept[process.stdout].startswith(BEGAN):
-                            has_begun, deadline = True, time.monotonic() + self.limits.timeout_s
+                            has_begun, began_at = True, time.monotonic()
+                            deadline = began_at + timeout_s
                         if len(kept[pipe]) > bounds[pipe]:
                             verdict, deadline = "output", time.monotonic() + LAST_S
                             process.kill()
@@ -183,7 +190,8 @@ class Sandbox:
                     verdict, deadline = "timeout", time.monotonic() + LAST_S
                     process.kill()
         output, errors = (bytes(kept[pipe][: bounds[pipe]]) for pipe in kept)
-        return output, errors, verdict
+        # The exit code is known once the process has been waited for.
+        return SandboxResult(output, errors, 0, verdict, time.monotonic() - began_at)
 
 
 def await_namespace(told: int) -> None:

@@ -51,7 +51,7 @@ class RewardServer:
     url: str
     key: str | None = None
     """Goes into `Authorization`, and into no message."""
-    attempts: int = 4
+    attempts: int = 8
     attempt_timeout_s: float = 12.0
     timeout_s: float = 25.0
     """For all attempts and the waits between them."""

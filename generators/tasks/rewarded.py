@@ -34,6 +34,7 @@ class Task:
             self._source = FileRows(rows, eval_rows)
             self._parts = make_parts(rewards)
             self.num_prompts = self._source.num_prompts
+        self.max_scores = self._parts.max_concurrent
 
     def make_prompt(self, split: str, index: int, seed: int) -> Prompt:
         """Raises ValueError for a chat of several messages: this task has prompts of one."""

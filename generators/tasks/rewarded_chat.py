@@ -39,6 +39,7 @@ class Task:
         self._source = FileRows(rows, eval_rows)
         self._parts = make_parts(rewards)
         self.num_prompts = self._source.num_prompts
+        self.max_scores = self._parts.max_concurrent
 
     def make_row(self, split: str, index: int, seed: int) -> Row:
         return self._source.make_row(split, index, seed)

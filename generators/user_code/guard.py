@@ -6,6 +6,7 @@
 
 Each child of the guard is the template, a worker, or an orphan that one of them has left. Orphans are killed.
 A pid that the guard signals is always that of a child it has not reaped, so it is never another process's.
+The guard's parent, the keeper, does nothing but kill what is left when something kills the guard itself.
 """
 
 import os
@@ -234,7 +235,22 @@ def _watch_peer(control: socket.socket) -> int | None:
 
 
 def main(control: int) -> None:
-    """Runs the guard, in a process that has just begun. `control` is the socket's descriptor."""
+    """Runs the guard below a keeper, in a process that has just begun. `control` is the socket's
+    descriptor."""
+    become_subreaper()
+    if (guard := os.fork()) != 0:
+        os.close(control)
+        keep_guard(guard)
+        return
     name_process("slip-guard")
     become_subreaper()
     Guard(socket.socket(fileno=control)).run()
+
+
+def keep_guard(guard: int) -> None:
+    """Waits until the guard ends, and kills what it has left: everything, where something has killed it."""
+    name_process("slip-keeper")
+    for number in GUARD_IGNORES:
+        signal.signal(number, signal.SIG_IGN)
+    os.waitpid(guard, 0)
+    kill_all_children()

@@ -26,6 +26,8 @@ class MethodValue(msgspec.Struct, tag=True, array_like=True):
 
     number: int
     value: Any
+    is_spent: bool = False
+    """True when the task's code has left so many processes in the worker that another takes its place."""
 
 
 class MethodError(msgspec.Struct, tag=True, array_like=True):

@@ -25,7 +25,8 @@ def begin_process(name: str, guard: int, output: int) -> None:
     os.setsid()
     _wait_for_parent(guard)
     name_process(name)
-    for number in GUARD_IGNORES:
+    # A module that ignores SIGCHLD would make every child that fails look as if it had ended well.
+    for number in (*GUARD_IGNORES, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     (nothing,) = move_descriptors([os.open(os.devnull, os.O_RDONLY)])

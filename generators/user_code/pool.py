@@ -9,7 +9,7 @@ Its methods are for one event loop.
 import asyncio
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -29,6 +29,8 @@ class TaskDescription(msgspec.Struct, frozen=True):
     kind: TaskKind
     name: str
     num_prompts: int | None
+    max_scores: Annotated[int, msgspec.Meta(ge=1)] | None
+    """Calls of `score_response`, `step` or `score_group` that may be under way at a time."""
     has_group_scores: bool
     """True when it has `score_group`."""
 

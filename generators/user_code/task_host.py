@@ -53,6 +53,11 @@ class TaskHost:
         self._prompts: OrderedDict[PromptKey, Prompt] = OrderedDict()
         self._loop = loop
 
+    @property
+    def is_free(self) -> bool:
+        """True when no episode is under way in it. An agent's worker is killed after its episode anyway."""
+        return self._environment is None and self.kind != TaskKind.agent
+
     def answer_call(self, method: str, arguments: Sequence[Any]) -> Any:
         """Calls the method that the generator names. Raises whatever the task raises."""
         if method not in _METHODS:
@@ -73,6 +78,7 @@ class TaskHost:
             "kind": str(self.kind),
             "name": keep_text(str(getattr(self._task, "name", self._name))[:MAX_NAME]),
             "num_prompts": None if num_prompts is None else make_plain(num_prompts, "num_prompts"),
+            "max_scores": getattr(self._task, "max_scores", None),
             "has_group_scores": callable(getattr(self._task, "score_group", None)),
         }
 

@@ -102,6 +102,8 @@ class UserWorker:
                     detail,
                 )
             raise CallFailed(f"{method} failed: {answer.error}", detail)
+        if answer.is_spent:
+            self.begin_kill()
         return answer.value
 
     async def kill(self) -> None:

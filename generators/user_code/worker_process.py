@@ -19,11 +19,14 @@ from generators.user_code.method_calls import (
     read_call,
 )
 from generators.user_code.own_process import begin_process, flush_output
-from generators.user_code.process_control import become_subreaper
+from generators.user_code.process_control import become_subreaper, count_children
 from generators.user_code.task_host import TaskHost
 
 MAX_DETAIL = 4000
 """Characters of a traceback."""
+MAX_CHILDREN = 32
+"""Children, dead ones included, that an episode or a score may leave in its worker. Some are wanted: a server
+for all episodes, say. But code that forgets one each time would fill the host."""
 
 
 def run_worker(connection: socket.socket, output: int, host: TaskHost, guard: int) -> NoReturn:
@@ -38,7 +41,10 @@ def run_worker(connection: socket.socket, output: int, host: TaskHost, guard: in
         _reseed_generators()
         pid = os.getpid()
         while (call := read_call(connection)) is not None:
-            frame = encode_answer(answer_call(host, call))
+            answer = answer_call(host, call)
+            if isinstance(answer, MethodValue) and host.is_free and count_children() > MAX_CHILDREN:
+                answer.is_spent = True
+            frame = encode_answer(answer)
             if os.getpid() != pid:  # the task's code has forked, and the child has returned
                 break
             flush_output()

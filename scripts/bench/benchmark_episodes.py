@@ -12,6 +12,8 @@ Each ratio is of two runs in this process, one after the other. 1 means that not
     tool waits       1,000 episodes side by side whose tool takes 1 s, over as many whose tool takes no time;
                      simulated engine whose slots are the bottleneck
     waiting scores   a score that takes 2 s, over one that takes no time; simulated engine, enough episodes
+    slow judge       a judge that takes 20 s a call (`rewarded`, over HTTP), over one that answers at once;
+                     simulated engine with 8 slots, 160 episodes
     hanging score    one prompt whose score never ends, over a run without it; simulated engine
     gateway          milliseconds that a call through the gateway adds, over a call of the same handler
     own CPU          processor milliseconds of a turn in this process, the engine's steps left out
@@ -36,6 +38,7 @@ from generators.task_episodes import TaskEpisodes
 from slipstream_bench.byte_tokenizer import make_byte_tokenizer
 from slipstream_bench.episode_driver import EpisodeCost, open_driver
 from slipstream_bench.gateway_latency import measure_gateway
+from slipstream_bench.slow_judge import serve_judge
 from sync.manifest import Manifest
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot
@@ -141,9 +144,9 @@ def measure_lengths(folder: Path, num_groups: int) -> dict[str, dict[str, float]
 # ---- simulated engine: waits
 
 
-def make_simulated() -> SimulatedEngine:
+def make_simulated(tokens_per_s: float = 100, slots: int = 64) -> SimulatedEngine:
     """Returns an engine that holds a version, which it does not read."""
-    engine = SimulatedEngine(tokens_per_s=100, slots=64, mean_tokens=16, cv=0.5)
+    engine = SimulatedEngine(tokens_per_s=tokens_per_s, slots=slots, mean_tokens=16, cv=0.5)
     with tempfile.TemporaryDirectory() as folder:
         publisher = Publisher(Path(folder), "benchmark")
         engine.load_version(Snapshot(publisher.publish_version(0, whole_parts({"w": torch.zeros(1)}))))
@@ -164,6 +167,10 @@ def compare(
         play(make_simulated(), make_config(task, args, *overrides), num_groups, max_episodes)
         for args in (slow, quick)
     ]
+    return compare_costs(costs)
+
+
+def compare_costs(costs: list[EpisodeCost]) -> dict[str, float]:
     return {
         "ratio": costs[0].tokens_per_s / costs[1].tokens_per_s,
         "tokens_per_s": costs[0].tokens_per_s,
@@ -185,6 +192,26 @@ def measure_waits() -> dict[str, dict[str, float]]:
     }
 
 
+def measure_judge(wait_s: float = 20.0, num_groups: int = 60) -> dict[str, float]:
+    """The engine ends 5 episodes a second, so 100 wait for the slow judge at a time."""
+    costs = []
+    for each_s in (wait_s, 0.0):
+        with serve_judge(each_s) as url:
+            rewards = (
+                f"[{{use: judge, url: '{url}', model: judge, prompt: 'Grade: {{response}}', "
+                f"max_concurrent: 200, attempt_timeout_s: {wait_s + 8}, timeout_s: {wait_s + 9}}}]"
+            )
+            config = make_config(
+                "WaitingTask", {}, "task.name=rewarded", f"episodes.score_timeout_s={wait_s + 10}",
+                f"task.args={{rows: {{task: '{TASKS}:WaitingTask'}}, rewards: {rewards}}}",
+                "episodes.max_concurrent=160",
+            )  # fmt: skip
+            engine = make_simulated(tokens_per_s=10, slots=8)
+            with open_driver(engine, TaskEpisodes(config, make_byte_tokenizer()), REPLY_TOKENS) as driver:
+                costs.append(driver.play_groups(num_groups, SAMPLES, 160))
+    return compare_costs(costs)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -192,7 +219,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8, help="groups of 4 episodes that vLLM plays")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
-    found: dict[str, Any] = measure_waits()
+    found: dict[str, Any] = measure_waits() | {"slow judge": measure_judge()}
     found["gateway"] = measure_gateway()
     with tempfile.TemporaryDirectory() as folder:
         found.update(measure_lengths(Path(folder), options.groups))
