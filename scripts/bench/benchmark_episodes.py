@@ -206,8 +206,8 @@ def measure_judge(wait_s: float = 20.0, num_groups: int = 60) -> dict[str, float
                 f"task.args={{rows: {{task: '{TASKS}:WaitingTask'}}, rewards: {rewards}}}",
                 "episodes.max_concurrent=160",
             )  # fmt: skip
-            engine = make_simulated(tokens_per_s=10, slots=8)
-            with open_driver(engine, TaskEpisodes(config, make_byte_tokenizer()), REPLY_TOKENS) as driver:
+            engine, episodes = make_simulated(10, slots=8), TaskEpisodes(config, make_byte_tokenizer())
+            with open_driver(engine, episodes, config.sampling.max_tokens) as driver:
                 costs.append(driver.play_groups(num_groups, SAMPLES, 160))
     return compare_costs(costs)
 
