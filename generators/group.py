@@ -5,7 +5,7 @@ begin the group ─▶ play its episodes ─▶ score them beside one another, w
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
