@@ -29,6 +29,15 @@ prepare() {
   unset PYTHONDONTWRITEBYTECODE
 }
 
+# uv does not read pip's configuration: with it, mirrors and local wheels work.
+hand_pip_settings_to_uv() {
+  local links index
+  links=${PIP_FIND_LINKS:-$("$venv/bin/python" -m pip config get global.find-links 2>/dev/null || true)}
+  index=${PIP_INDEX_URL:-$("$venv/bin/python" -m pip config get global.index-url 2>/dev/null || true)}
+  if [ -n "$links" ]; then export UV_FIND_LINKS="${UV_FIND_LINKS:-${links//[[:space:]]/,}}"; fi
+  if [ -n "$index" ]; then export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"; fi
+}
+
 make_environment() {
   local extras=$1 began=$SECONDS
   echo "Preparing the environment in $venv with [$extras]: once, 1 to 5 minutes ..." >&2
@@ -40,14 +49,9 @@ make_environment() {
   [ -n "$python" ] || { echo "Slipstream needs Python 3.11 or 3.12 on the PATH (or in PYTHON)." >&2; return 1; }
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || return 1
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv || return 1
-  # uv does not read pip's configuration: hand it on, so that mirrors and local wheels work. PyTorch's CPU wheels come from
-  # pip's find-links where it has them, else from PyTorch's own index.
-  local links index extra
-  links=${PIP_FIND_LINKS:-$("$venv/bin/python" -m pip config get global.find-links 2>/dev/null || true)}
-  index=${PIP_INDEX_URL:-$("$venv/bin/python" -m pip config get global.index-url 2>/dev/null || true)}
-  [ -n "$links" ] && export UV_FIND_LINKS="${UV_FIND_LINKS:-${links//[[:space:]]/,}}"
-  [ -n "$index" ] && export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
-  extra=()
+  hand_pip_settings_to_uv
+  # PyTorch's CPU wheels come from pip's find-links where it has them, else from PyTorch's own index.
+  local extra=()
   if [ "$backend" = cpu ] && ! ls ${UV_FIND_LINKS:-/nonexistent}/torch-*+cpu-*.whl >/dev/null 2>&1; then
     extra=(--extra-index-url https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match)
   fi

@@ -11,11 +11,15 @@ if [ ! -e "$stamp" ]; then
   . "$(dirname "$0")/env.sh"
   prepare
   mkdir -p "$folder/home"
-  python -m uv venv --quiet --seed --clear "$folder/venv"
-  links=${PIP_FIND_LINKS:-}
-  python -m uv pip install --quiet --python "$folder/venv/bin/python" ${links:+--find-links "$links"} \
-    "verifiers==0.4.0" "transformers>=5" uv
-  touch "$stamp"
+  exec 8>"$folder/lock"
+  flock 8
+  if [ ! -e "$stamp" ]; then
+    hand_pip_settings_to_uv
+    python -m uv venv --quiet --seed --clear "$folder/venv"
+    python -m uv pip install --quiet --python "$folder/venv/bin/python" "verifiers==0.4.0" "transformers>=5" uv
+    touch "$stamp"
+  fi
+  exec 8>&-
 fi
 [ $# -gt 0 ] || { echo "The environment of verifiers is in $folder/venv"; exit 0; }
 export HOME=$folder/home PATH=$folder/venv/bin:$PATH

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,47 @@ class LetterEngine(RecordingEngine):
         ]
         self.answered |= {one.id: one for one in ended}
         return ended
+
+
+STAND_IN = """#!/bin/bash
+echo "${*} index=$UV_DEFAULT_INDEX links=$UV_FIND_LINKS" >> "$LOG"
+case "$*" in
+  "-m pip config get global.index-url") echo http://mirror/simple ;;
+  "-m uv venv"*) sleep 0.2; mkdir -p "${@: -1}/bin"; cp "$0" "${@: -1}/bin/python" ;;
+  "-m uv pip install"*) exit "$STATUS" ;;
+esac
+"""
+"""Stands in for the interpreters of both environments, and notes what it is asked to do."""
+
+
+def test_the_environment_is_made_once_through_pips_mirror_and_again_when_it_has_failed(
+    tmp_path: Path,
+) -> None:
+    venv, folder, log = tmp_path / "venv", tmp_path / "verifiers", tmp_path / "log"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").write_text(STAND_IN)
+    (venv / "bin" / "python").chmod(0o755)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PIP_"))
+    } | {"SLIPSTREAM_VENV": str(venv), "SLIPSTREAM_VERIFIERS": str(folder), "LOG": str(log)}
+    stamp = ["bash", "-c", f'. "{ROOT}/scripts/env.sh" && touch "$(stamp_of $backend)"']
+    subprocess.run(stamp, env=environment, check=True)
+
+    def start(status: int, *words: str) -> "subprocess.Popen[bytes]":
+        script = str(ROOT / "scripts" / "verifiers.sh")
+        return subprocess.Popen([script, *words], env=environment | {"STATUS": str(status)})
+
+    assert start(0, "agent.py").wait() == 3, "a program does not make it"
+    assert not log.exists() and start(7).wait() == 7 and not list(folder.glob("*.ready"))
+    log.unlink()
+    assert [one.wait() for one in [start(0), start(0), start(0)]] == [0, 0, 0]
+    asked = log.read_text().splitlines()
+    [made] = [line for line in asked if line.startswith("-m uv venv")]
+    [filled] = [line for line in asked if line.startswith("-m uv pip install")]
+    assert "verifiers==0.4.0" in filled and filled.endswith("index=http://mirror/simple links=")
+    assert made.split(" index=")[0].endswith(str(folder / "venv"))
+    assert start(0, "agent.py", "word").wait() == 0
+    assert log.read_text().splitlines()[-1].startswith("agent.py word")
 
 
 @pytest.fixture
