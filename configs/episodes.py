@@ -27,7 +27,7 @@ class EpisodesConfig(Section):
     """Replies of the policy in one episode. Then it ends with `max_turns`."""
     max_concurrent: int | None = setting(None, POSITIVE)
     """Episodes under way in one generator, those that wait for a tool included. Null:
-    `generators.max_sequences`."""
+    `generators.max_sequences`, and of agents at most 16 for each processor of the host."""
     start_timeout_s: float = setting(300.0, POSITIVE)
     """Seconds that importing the task's module and making its object may take."""
     reset_timeout_s: float = setting(30.0, POSITIVE)

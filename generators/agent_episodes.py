@@ -7,6 +7,7 @@ An agent that fails, or that never asks the policy, is a failed attempt at its g
 """
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 from buffers.messages import Lease
@@ -23,6 +24,10 @@ from generators.user_code.pool import UserCodePool
 from generators.user_code.user_worker import UserWorker
 
 log = logging.getLogger("slipstream.generator")
+
+
+AGENTS_PER_PROCESSOR = 16
+"""Agents wait for the policy most of their time. A Python process with OpenAI's client takes about 60 MB."""
 
 
 class AgentFailed(UserCodeError):
@@ -106,6 +111,22 @@ class AgentEpisodes:
             "episodes.score_timeout_s",
         )
         return read_score(found)
+
+
+def limit_agents(config: Config, processors: Collection[int]) -> int:
+    """Returns how many agents one generator runs side by side: each is a process with a memory of its own."""
+    if config.episodes.max_concurrent is not None:
+        return config.episodes.max_concurrent
+    most = max(config.samples_per_group, AGENTS_PER_PROCESSOR * len(processors))
+    if most >= config.max_episodes:
+        return config.max_episodes
+    log.info(
+        "runs at most %d agents side by side, %d for each processor of this host; episodes.max_concurrent "
+        "sets another number",
+        most,
+        AGENTS_PER_PROCESSOR,
+    )
+    return most
 
 
 def find_stop(session: GatewaySession) -> str:

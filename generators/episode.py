@@ -23,6 +23,10 @@ class Episodes(Protocol):
         """Prepares what all episodes need. Raises ValueError for a task that cannot be played."""
         ...
 
+    def limit_concurrency(self, most: int) -> int:
+        """Returns how many episodes, of at most `most`, this host should play side by side."""
+        ...
+
     async def begin_group(self, lease: Lease) -> Any:
         """Makes what the episodes of a group have in common; `play_episode` gets it."""
         ...
@@ -94,6 +98,9 @@ class SimulatedEpisodes:
 
     async def open(self) -> None:
         """Needs nothing."""
+
+    def limit_concurrency(self, most: int) -> int:
+        return most
 
     async def begin_group(self, lease: Lease) -> SimulatedPrompt:
         return SimulatedPrompt(lease.index, random.Random(f"{lease.seed} {lease.index}"))

@@ -68,7 +68,6 @@ class LeasedGroups:
         self._generator, self._client, self._engine, self._episodes = generator, client, engine, episodes
         self._policy, self._totals, self._wake_loop = policy, totals, wake_loop
         self._max_tokens, self._timeout_s = config.sampling.max_tokens, config.episodes.timeout_s
-        self._max_concurrent = config.max_episodes
         self._makes_baselines = config.algo.needs_greedy_response
         self._samples_per_group = config.samples_per_group
         self._waiting: deque[m.Lease] = deque()
@@ -80,6 +79,7 @@ class LeasedGroups:
         except BaseException:
             self._thread.close(episodes.close())
             raise
+        self._max_concurrent = episodes.limit_concurrency(config.max_episodes)
 
     @property
     def lease_ids(self) -> frozenset[int]:

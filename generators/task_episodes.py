@@ -9,6 +9,7 @@ the conversation is rendered anew and a new branch begins.
 
 import asyncio
 import logging
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 from buffers.messages import Lease
 from buffers.trajectory import infer_stop
 from configs.schema import Config
-from generators.agent_episodes import AgentEpisodes
+from generators.agent_episodes import AgentEpisodes, limit_agents
 from generators.engine import Completion
 from generators.environment import Message, ToolSpec
 from generators.group import PlayedEpisode, Player, make_episode_seed
@@ -93,6 +94,9 @@ class TaskEpisodes:
             await self._agents.close()
         if hasattr(self, "_pool"):
             await self._pool.close()
+
+    def limit_concurrency(self, most: int) -> int:
+        return most if self._agents is None else limit_agents(self._config, os.sched_getaffinity(0))
 
     async def begin_group(self, lease: Lease) -> Beginning:
         makes_prompt = not self._has_turns and self._agents is None

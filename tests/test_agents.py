@@ -15,6 +15,7 @@ from test_episodes import EpisodeRun, RecordingEngine, assert_ledger_closes
 from test_episodes import make_config as make_episode_config
 
 from configs.load import load_config
+from generators.agent_episodes import limit_agents
 from generators.user_code.agent_command import bypass_proxies, check_command, parse_outcome, run_command
 from slipstream_bench.byte_tokenizer import make_byte_tokenizer
 
@@ -158,6 +159,21 @@ def test_a_last_line_that_is_no_json_is_an_outcome_of_text(text: str) -> None:
 def test_a_command_that_is_no_list_of_words_is_refused(command: Any) -> None:
     with pytest.raises(ValueError, match="agent_command must be a list of words"):
         check_command(command)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processors", "most"),
+    [
+        ([], 2, 32),
+        ([], 64, 256),
+        (["episodes.max_concurrent=200"], 2, 200),
+        (["learner.samples_per_prompt=40"], 1, 40),
+    ],
+)
+def test_a_host_runs_as_many_agents_as_it_has_processors_for_unless_a_number_is_set(
+    overrides: list[str], processors: int, most: int
+) -> None:
+    assert limit_agents(load_config(overrides), range(processors)) == most
 
 
 @pytest.mark.parametrize(

@@ -431,6 +431,38 @@ def test_a_body_beyond_the_limit_gets_413_whether_its_length_is_told_or_not(
     assert ask(episode, USER).choices[0].message.content == "four"
 
 
+def test_a_body_without_an_end_is_refused_and_its_connection_closed(
+    rig: GatewayRig, episode: OpenEpisode
+) -> None:
+    place = ("127.0.0.1", int(rig.gateway.root_url.rpartition(":")[2]))
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {episode.key}\r\n"
+        f"content-length: {1 << 40}\r\n\r\n"
+    )
+    with socket.create_connection(place, timeout=60) as connection:
+        connection.sendall(head.encode())
+        sent = 0
+        with pytest.raises(OSError):
+            while sent < 1 << 30:
+                sent += connection.send(b" " * (1 << 20))
+        assert sent < 1 << 29
+    assert ask(episode, USER).choices[0].message.content == "four"
+
+
+def test_requests_that_are_open_when_the_generator_ends_get_503(capfd: pytest.CaptureFixture[str]) -> None:
+    rig = GatewayRig()
+    episode, answers = rig.open_episode(), []
+    rig.policy.gate = asyncio.Event()
+    asking = threading.Thread(target=lambda: answers.append(post(episode, {"messages": [USER]})))
+    asking.start()
+    wait_until(lambda: rig.policy.samples)
+    rig.close()
+    asking.join(60)
+    [answer] = answers
+    assert answer.status_code == 503 and "a generator that ends" in answer.json()["error"]["message"]
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_turns_beyond_the_last_are_refused_and_the_client_does_not_repeat_them(
     rig: GatewayRig, policy: ScriptedPolicy, episode: OpenEpisode
 ) -> None:

@@ -34,6 +34,7 @@ DRAINED_BODIES = 16
 """A refused body is read to its end, up to this many times the limit: a client that still sends would not
 see the answer."""
 JSON, EVENTS = b"application/json", b"text/event-stream"
+CLOSES = b"connection", b"close"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +105,14 @@ class GatewayApp:
         try:
             answer = await self._answer_request(scope, receive, reply)
         except RequestRefused as refusal:
-            body = refusal.encode_body()
-            # The status of a stream that has begun is on its way: clients read the error from an event.
-            answer = (
-                HttpAnswer([b"data: " + body + b"\n\n"])
-                if reply.has_begun
-                else HttpAnswer([body], refusal.status, headers=refusal.headers)
-            )
+            answer = _write_refusal(refusal, reply)
         except ClientGone:
             return
+        # The generator's loop ends with all that runs in it.
+        except asyncio.CancelledError:
+            answer = _write_refusal(
+                RequestRefused(503, "the run must go on, got a generator that ends"), reply
+            )
         await reply.send_answer(answer)
 
     async def _answer_request(self, scope: Scope, receive: Receive, reply: HttpReply) -> HttpAnswer:
@@ -142,7 +142,7 @@ class GatewayApp:
                 "the header Authorization must read `Bearer KEY` with the key of an open episode",
                 code="invalid_api_key",
                 # The body is not read, so the connection cannot be used again.
-                headers=((b"www-authenticate", b"Bearer"), (b"connection", b"close")),
+                headers=((b"www-authenticate", b"Bearer"), CLOSES),
             )
         return session
 
@@ -167,13 +167,15 @@ class GatewayApp:
                             break
         except TimeoutError:
             raise RequestRefused(
-                408, f"the body must come within {BODY_S:g} s, got {size} bytes of it"
+                408, f"the body must come within {BODY_S:g} s, got {size} bytes of it", headers=(CLOSES,)
             ) from None
         if size > self._max_body:
             raise RequestRefused(
                 413,
                 f"the body must have at most {self._max_body} bytes (episodes.gateway.max_body_mb), got "
                 f"{size} or more",
+                # Whatever follows is not read.
+                headers=(CLOSES,) if has_more else (),
             )
         return bytes(body)
 
@@ -223,6 +225,14 @@ class GatewayApp:
             "max_model_len": self._rules.max_model_len,
         }
         return HttpAnswer([msgspec.json.encode({"object": "list", "data": [model]})])
+
+
+def _write_refusal(refusal: RequestRefused, reply: HttpReply) -> HttpAnswer:
+    body = refusal.encode_body()
+    if reply.has_begun:
+        # The status of the stream is on its way: clients read the error from an event.
+        return HttpAnswer([b"data: " + body + b"\n\n"])
+    return HttpAnswer([body], refusal.status, headers=refusal.headers)
 
 
 async def _answer_while_connected(

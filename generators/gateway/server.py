@@ -75,6 +75,7 @@ class Gateway:
                 log_level="error",
                 backlog=BACKLOG,
                 limit_concurrency=max_connections + 1,
+                proxy_headers=False,
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=int(KEEP_ALIVE_S),
