@@ -11,8 +11,8 @@ from functools import lru_cache
 import numpy as np
 import pyarrow as pa
 
-from buffers.message_columns import VALUES, MessageColumns, require
-from buffers.trajectory import EPISODE_STOPS
+from buffers.message_columns import TEXT_OFFSETS, TEXT_VALUES, VALUES, MessageColumns, require
+from buffers.trajectory import EPISODE_STOPS, fill_turns
 
 MOST_TURNS = 2**15 - 1
 """Turns of an episode for which the column `turn` has room."""
@@ -22,6 +22,8 @@ RELATIVE_ROUNDING, ABSOLUTE_ROUNDING = 1e-5, 1e-6
 beside it."""
 SHOWN = 40
 """Characters of an unknown text that an error shows."""
+USUAL_STOP = b"completed"
+"""The end of most episodes."""
 _KNOWN_STOPS = ", ".join(EPISODE_STOPS)
 
 
@@ -81,17 +83,26 @@ def check_turns(
 
     `offsets` [rows + 1] are those of the rows among all tokens, `sampled` [tokens] tells the sampled ones.
     """
-    turns = columns.take_items("turn", np.int16, int(offsets[-1]))
+    own = np.frombuffer(columns.take_offsets("turn"), np.int32)
+    if not own.any() and not episodes.has_branches:
+        return  # all episodes have one turn, and say nothing of it
+    lengths, own_lengths = np.diff(offsets), np.diff(own)
+    require(
+        own[0] == 0 and ((own_lengths == lengths) | (own_lengths == 0)).all(),
+        "`turn` must be empty or as long as `tokens`",
+    )
+    given = columns.take_items("turn", np.int16, int(own[-1]))
+    turns = fill_turns(given, own_lengths, lengths, sampled)
     lowest, highest = int(turns.min()), int(turns.max())
     require(
         lowest >= -1 and ((turns >= 0) == sampled).all(), "turns must be >= 0 where sampled, and -1 elsewhere"
     )
     if highest <= 0 and not episodes.has_branches:
-        return  # all episodes have one turn
+        return
     require(highest < max_turns, f"turns must be below {max_turns} (episodes.max_turns), got {highest}")
     places = np.flatnonzero(sampled)
     acted = turns[places]
-    rows = np.arange(columns.num_rows).repeat(np.diff(offsets))[places]
+    rows = np.arange(columns.num_rows).repeat(lengths)[places]
     goes_on = rows[1:] == rows[:-1]
     require(
         not (goes_on & (acted[1:] < acted[:-1])).any(), "turns must not decrease from one token to the next"
@@ -137,10 +148,15 @@ def check_token_rewards(
 
 def check_ends(columns: MessageColumns, episodes: EpisodeRows) -> None:
     """Every episode has one reward, and one end that is known by name; a renderer's name is short."""
-    for stop in columns.batch.column("stop").unique().to_pylist():
-        require(stop in EPISODE_STOPS, f"stop must be one of {_KNOWN_STOPS}, got {stop[:SHOWN]!r}")
+    ends = np.arange(columns.num_rows + 1, dtype=np.int32) * len(USUAL_STOP)
+    if not (
+        columns.holds_bytes("stop", TEXT_OFFSETS, ends.tobytes())
+        and columns.holds_bytes("stop", TEXT_VALUES, USUAL_STOP * columns.num_rows)
+    ):
+        for stop in columns.batch.column("stop").unique().to_pylist():
+            require(stop in EPISODE_STOPS, f"stop must be one of {_KNOWN_STOPS}, got {stop[:SHOWN]!r}")
     size = 4 * (columns.num_rows + 1)
-    renderers = np.frombuffer(columns.take_bytes("renderer", VALUES, size), np.int32)
+    renderers = np.frombuffer(columns.take_bytes("renderer", TEXT_OFFSETS, size), np.int32)
     longest = int((renderers[1:] - renderers[:-1]).max())
     require(
         longest <= MAX_RENDERER_BYTES, f"renderer must have at most {MAX_RENDERER_BYTES} bytes, got {longest}"

@@ -225,7 +225,7 @@ def _check_lengths(columns: MessageColumns, longest: int) -> np.ndarray:
     )
     require((offsets[1:] - offsets[:-1]).max() <= longest, f"a trajectory must hold at most {longest} tokens")
     wanted = offsets.tobytes()
-    for name in ("sampled", "logprobs", "versions", "turn"):
+    for name in ("sampled", "logprobs", "versions"):
         require(columns.holds_bytes(name, LIST_OFFSETS, wanted), f"`{name}` must be as long as `tokens`")
     return offsets
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from buffers.trajectory import FIRST_BUFFER, MalformedGroup
 
-VALUES, LIST_OFFSETS, LIST_VALUES = 1, 1, 3
+VALUES, LIST_OFFSETS, LIST_VALUES, TEXT_OFFSETS, TEXT_VALUES = 1, 1, 3, 1, 2
 """Places of a column's buffers among its own: Arrow puts the validity before the values, and the offsets of
 a list or of texts before the validity and the values of its items."""
 

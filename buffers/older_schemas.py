@@ -15,7 +15,6 @@ from buffers.trajectory import (
     SCHEMA_VERSION,
     USUAL_LAYOUT,
     MalformedGroup,
-    flatten_column,
     infer_stop,
     place_buffers,
 )
@@ -54,11 +53,10 @@ def read_stored_batch(message: pa.Buffer, *, validate: bool = False) -> pa.Recor
 
 def upgrade_batch(older: pa.RecordBatch) -> pa.RecordBatch:
     """Returns rows of schema 2 as rows of schema 3: an episode of one turn each, on one branch."""
-    num_rows, sampled = older.num_rows, older.column("sampled")
-    turns = pa.array(np.where(flatten_column(older, "sampled"), 0, -1), pa.int16())
+    num_rows = older.num_rows
     added = {
         "branch": pa.array(np.zeros(num_rows, np.int16)),
-        "turn": pa.ListArray.from_arrays(_count_from_zero(sampled), turns),
+        "turn": pa.array([[]] * num_rows, pa.list_(pa.int16())),
         "token_rewards": pa.array([[]] * num_rows, pa.list_(pa.float32())),
         "stop": pc.if_else(
             pc.equal(older.column("finish_reason"), "length"), infer_stop("length"), infer_stop("stop")
@@ -67,9 +65,3 @@ def upgrade_batch(older: pa.RecordBatch) -> pa.RecordBatch:
     }
     columns = [added[name] if name in added else older.column(name) for name in SCHEMA.names]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
-
-
-def _count_from_zero(lists: pa.ListArray) -> pa.Array:
-    """Returns the offsets of a list column, from 0 also where the column is a slice."""
-    offsets = lists.offsets.to_numpy()
-    return pa.array(offsets - offsets[0], pa.int32())

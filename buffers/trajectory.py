@@ -69,8 +69,8 @@ class Trajectory:
     versions: Tokens
     """[T]: version that sampled the token, as the engine reports it; -1 where not sampled."""
     turn: Shorts = field(default_factory=list)
-    """[T]: the turn of the episode in which the token was sampled; -1 where not sampled. `to_batch` fills an
-    empty list: all sampled tokens are of turn 0."""
+    """[T]: the turn of the episode in which the token was sampled; -1 where not sampled. Empty: all sampled
+    tokens are of turn 0."""
     reward: Annotated[float, pa.float32()]
     """Reward of the episode. All its branches repeat it, as they repeat `rewards` and `stop`."""
     token_rewards: Floats = field(default_factory=list)
@@ -112,8 +112,6 @@ def to_batch(group: list[Trajectory]) -> pa.RecordBatch:
     columns = []
     for column in SCHEMA:
         values = [getattr(t, column.name) for t in group]
-        if column.name == "turn":
-            values = [turns or number_one_turn(t.sampled) for turns, t in zip(values, group, strict=True)]
         if column.name == "stop":
             values = [stop or infer_stop(t.finish_reason) for stop, t in zip(values, group, strict=True)]
         if pa.types.is_map(column.type):
@@ -122,9 +120,19 @@ def to_batch(group: list[Trajectory]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
 
-def number_one_turn(sampled: Sequence[bool]) -> list[int]:
-    """Returns the column `turn` of an episode of one turn."""
-    return [0 if flag else -1 for flag in sampled]
+def fill_turns(
+    given: np.ndarray, given_lengths: np.ndarray, lengths: np.ndarray, sampled: np.ndarray
+) -> np.ndarray:
+    """Returns [T] int16 the turns of all tokens, from those of the rows that tell them, row after row.
+
+    `given_lengths` [rows] has 0 where a row tells none: its tokens are of turn 0. `lengths` [rows] counts the
+    tokens, and `sampled` [T] tells the sampled ones.
+    """
+    if len(given) == len(sampled):
+        return given
+    turns = sampled.view(np.int8).astype(np.int16) - 1
+    turns[(given_lengths > 0).repeat(lengths)] = given
+    return turns
 
 
 def infer_stop(finish_reason: str) -> str:

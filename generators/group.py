@@ -195,6 +195,11 @@ def make_rows(
 
     An episode beyond `lease.num_samples` is ReMax's greedy one: its reward goes into the rows of the others.
     """
+
+    def is_plain(branches: EpisodeBranches) -> bool:
+        """True for an episode of turn 0 alone, which the record need not say of each token."""
+        return list(branches.turn_rewards) == [0]
+
     greedy = episodes[lease.num_samples :]
     baseline = {GREEDY: greedy[0].score.reward} if greedy else {}
     return [
@@ -209,7 +214,7 @@ def make_rows(
             sampled=branch.sampled,
             logprobs=branch.logprobs,
             versions=branch.versions,
-            turn=branch.turn,
+            turn=[] if is_plain(episode.branches) else branch.turn,
             token_rewards=token_rewards,
             reward=episode.score.reward,
             rewards={**episode.score.components, **baseline},

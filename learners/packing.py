@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from buffers.trajectory import GREEDY, flatten_column, flatten_lists
+from buffers.trajectory import GREEDY, fill_turns, flatten_column, flatten_lists
 
 CUT_OFF = ("max_tokens", "context_overflow")
 """Ends of an episode that was not over when it was cut off."""
@@ -131,9 +131,13 @@ def batch_from_arrow(table: pa.Table, group_weights: Sequence[float] = ()) -> Ba
     branch_offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     first = np.flatnonzero(table.column("branch").to_numpy() == 0)
     assert not table.num_rows or (len(first) and first[0] == 0), "the branches of an episode count from 0"
+    sampled, own_turns = np.array(flatten_column(table, "sampled")), table.column("turn")
+    turns = fill_turns(
+        flatten_column(table, "turn"), pc.list_value_length(own_turns).to_numpy(), lengths, sampled
+    )
     return Batch(
         tokens=_read_column(table, "tokens"),
-        sampled=torch.from_numpy(np.array(flatten_column(table, "sampled"))),
+        sampled=torch.from_numpy(sampled),
         behavior_logprobs=_read_column(table, "logprobs"),
         versions=_read_column(table, "versions"),
         offsets=branch_offsets[np.append(first, table.num_rows)],
@@ -141,25 +145,27 @@ def batch_from_arrow(table: pa.Table, group_weights: Sequence[float] = ()) -> Ba
         rewards=torch.from_numpy(table.column("reward").to_numpy()[first]).float(),
         groups=torch.from_numpy(table.column("group").to_numpy()[first]),
         group_weights=_spread_group_weights(table, group_weights)[first],
-        truncated=torch.from_numpy(_find_cut_off(table, first, branch_offsets)),
+        truncated=torch.from_numpy(_find_cut_off(table, first, branch_offsets, turns)),
         greedy_rewards=_read_reward_component(table, GREEDY)[first],
         started_at=torch.from_numpy(np.minimum.reduceat(table.column("started_at").to_numpy(), first)),
         generators=table.column("generator").take(first).to_pylist(),
         stops=table.column("stop").take(first).to_pylist(),
-        turns=_read_column(table, "turn"),
+        turns=torch.from_numpy(np.array(turns)),
         token_rewards=_read_token_rewards(table, branch_offsets),
         experts=_read_experts(table, int(lengths.sum())),
         component_means=_average_components(table, first),
     )
 
 
-def _find_cut_off(table: pa.Table, first: np.ndarray, branch_offsets: np.ndarray) -> np.ndarray:
+def _find_cut_off(
+    table: pa.Table, first: np.ndarray, branch_offsets: np.ndarray, turns: np.ndarray
+) -> np.ndarray:
     """Returns [N] bool: the episodes whose last reply was cut off, or whose context was full. A short reply
     that an agent asked for before, on another branch, cuts nothing off. `first` [N] are the episodes' first
-    rows."""
+    rows, and `turns` [T] the turns of all tokens."""
     is_cut = pc.equal(table.column("finish_reason"), "length").to_numpy()
     if len(first) < table.num_rows:
-        last_turns = np.maximum.reduceat(flatten_column(table, "turn"), branch_offsets[:-1])
+        last_turns = np.maximum.reduceat(turns, branch_offsets[:-1])
         num_rows = np.diff(np.append(first, table.num_rows))
         is_cut = is_cut & (last_turns == np.maximum.reduceat(last_turns, first).repeat(num_rows))
     is_cut = is_cut | pc.is_in(table.column("stop"), value_set=pa.array(CUT_OFF)).to_numpy()

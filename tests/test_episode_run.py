@@ -39,6 +39,7 @@ def test_each_game_of_a_run_is_the_one_that_its_environment_plays_token_for_toke
     tokenizer = AutoTokenizer.from_pretrained(preparation.resolve_model(config))
     task, renderer = load_task("guess_number", {}), choose_renderer(tokenizer, config.episodes)
     for row in rows:
+        row["turn"] = row["turn"] or [0 if flag else -1 for flag in row["sampled"]]
         replay_game(task, renderer, row)
     assert {max(row["turn"]) for row in rows} >= {1, 3}, "some games are won early, most take all tries"
     won = [row for row in rows if row["reward"] == 1]

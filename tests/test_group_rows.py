@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from branched_groups import count_sampled, draw_group
 from buffer_harness import BufferHarness, make_group
@@ -25,6 +26,7 @@ from buffers.segments import Reader
 from buffers.trajectory import SCHEMA_VERSION, MalformedGroup, Trajectory, encode_batch, to_batch
 from configs.load import load_config
 from configs.staleness import OnLate
+from learners.packing import batch_from_arrow
 
 
 def make_lease(number: int = 0, num_samples: int = 2) -> m.Lease:
@@ -66,6 +68,23 @@ def test_groups_with_branches_are_taken_and_their_facts_are_those_of_a_slow_coun
         assert facts.num_tokens == versions.total()
         assert (facts.oldest_version, facts.newest_version) == (min(versions), max(versions))
         assert facts.tokens_by_version == (versions if len(versions) > 1 else {})
+
+
+@given(rng=st.randoms(use_true_random=False))
+@settings(max_examples=40, deadline=None)
+def test_a_row_that_tells_no_turns_is_of_turn_0(rng: random.Random) -> None:
+    groups = [draw_group(rng, make_lease(number), max_turns=2) for number in range(3)]
+    silent = [[tell_no_turn(row) if rng.random() < 0.8 else row for row in rows] for rows in groups]
+    told, untold = check(groups), check(silent)
+    assert told.verdicts == untold.verdicts and isinstance(told.verdicts[0], GroupFacts)
+    columns = [batch_from_arrow(pa.Table.from_batches([found.batch])) for found in (told, untold)]
+    assert columns[0].turns is not None and columns[1].turns is not None
+    assert columns[0].turns.tolist() == columns[1].turns.tolist()
+    assert columns[0].truncated.tolist() == columns[1].truncated.tolist()
+
+
+def tell_no_turn(row: Trajectory) -> Trajectory:
+    return replace(row, turn=[]) if max(row.turn) == 0 else row
 
 
 def make_branched(number: int = 1) -> list[Trajectory]:
@@ -124,7 +143,9 @@ BROKEN: dict[str, tuple[Callable[[list[Trajectory]], list[Trajectory]], str]] = 
     "turns backwards in the last row": (change(2, turn=[-1, 1, -1, 0]), "turns must not decrease"),
     "a turn on two branches": (change(1, turn=[-1, 1, -1, 2]), "a turn must stand on one branch"),
     "a turn on two branches, first": (change(1, turn=[-1, 0, -1, 1]), "a turn must stand on one branch"),
-    "turns of another length": (change(0, turn=[-1, 0, -1]), "`turn` must be as long as `tokens`"),
+    "the same turn on two branches, unsaid": (change(1, turn=[], token_rewards=[0.0, 0.0, 0.0, 0.25]),
+                                              "a turn must stand on one branch"),
+    "turns of another length": (change(0, turn=[-1, 0, -1]), "`turn` must be empty or as long as `tokens`"),
     "rewards of another length": (change(0, token_rewards=[1.0]), "must be empty or as long as `tokens`"),
     "rewards on one branch only": (change(1, token_rewards=[]), "must be given on all branches"),
     "rewards that are NaN": (change(0, token_rewards=[NAN] * 4), "token_rewards must be finite"),

@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 
 from buffers import messages as m
-from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode_batch, number_one_turn, to_batch
+from buffers.trajectory import SCHEMA_VERSION, Trajectory, encode_batch, to_batch
 from slipstream_bench.forge import Forge, damage_bytes, make_wrong_frames
 
 STALLED_S = 2.0
@@ -296,5 +296,5 @@ def make_rows(lease: m.Lease, version: int, **changes: Any) -> list[Trajectory]:
 def branch_off(rows: list[Trajectory]) -> list[Trajectory]:
     """Returns the rows with a second branch of the first one's episode, on which its next turn stands."""
     first, *others = rows
-    turns = [turn + 1 if turn >= 0 else -1 for turn in first.turn or number_one_turn(first.sampled)]
+    turns = [turn + 1 if turn >= 0 else -1 for turn in first.turn or [flag - 1 for flag in first.sampled]]
     return [first, replace(first, branch=1, turn=turns), *others]
