@@ -131,7 +131,7 @@ class PlayedEpisode:
     stop: str
     """Why it ended, a word of `buffers.trajectory`."""
     messages: Sequence[dict[str, Any]] = ()
-    """The whole conversation; empty for an episode of one turn."""
+    """The whole conversation."""
     renderer: str = ""
     """Name and version of what made tokens of its messages."""
     finished_at: float = field(default_factory=time.time)

@@ -23,6 +23,7 @@ from generators.engine import Completion
 from generators.environment import Message, ToolSpec
 from generators.group import PlayedEpisode, Player, make_episode_seed
 from generators.rendering import choose_renderer
+from generators.rendering.endings import find_ends
 from generators.rendering.renderer import Renderer
 from generators.score_checks import check_score, read_score, read_scores
 from generators.task import Score
@@ -47,6 +48,8 @@ class Beginning:
     lease: Lease
     prompt: list[int]
     """Tokens of a one-turn task's prompt; empty for an environment and for an agent."""
+    text: str
+    """The text of that prompt."""
     seed: int
     """Seed of the environments."""
 
@@ -72,6 +75,9 @@ class TaskEpisodes:
         self._has_turns = self._scores_groups = False
         self._score_slots = asyncio.Semaphore(UNBOUNDED)
         """Places of those who score, where the task says how many may do so at a time (`max_scores`)."""
+        self._has_warned_of_tools = False
+        self._ends = find_ends(tokenizer) if tokenizer.chat_template else frozenset[int]()
+        """Tokens that end the reply of a task of one turn, beside the model's own."""
         self._score_limit = self._limits.score_timeout_s, "episodes.score_timeout_s"
 
     async def open(self) -> None:
@@ -100,8 +106,9 @@ class TaskEpisodes:
 
     async def begin_group(self, lease: Lease) -> Beginning:
         makes_prompt = not self._has_turns and self._agents is None
-        tokens = await self._make_prompt(lease) if makes_prompt else []
-        return Beginning(lease, tokens, make_episode_seed(lease))
+        text = await self._make_prompt(lease) if makes_prompt else ""
+        tokens = self._encode_prompt(text) if makes_prompt else []
+        return Beginning(lease, tokens, text, make_episode_seed(lease))
 
     async def play_episode(self, player: Player, beginning: Beginning) -> PlayedEpisode:
         if self._agents is not None:
@@ -129,10 +136,11 @@ class TaskEpisodes:
 
     # ---- one turn
 
-    async def _make_prompt(self, lease: Lease) -> list[int]:
+    async def _make_prompt(self, lease: Lease) -> str:
         limit = self._limits.reset_timeout_s, "episodes.reset_timeout_s"
-        made = await self._call_any_worker("make_prompt", lease, [], limit)
-        text = read_prompt(made)
+        return read_prompt(await self._call_any_worker("make_prompt", lease, [], limit))
+
+    def _encode_prompt(self, text: str) -> list[int]:
         if self._tokenizer.chat_template:
             messages = [{"role": "user", "content": text}]
             return list(
@@ -141,7 +149,7 @@ class TaskEpisodes:
         return list(self._tokenizer.encode(text))
 
     async def _play_one_turn(self, player: Player, beginning: Beginning) -> PlayedEpisode:
-        completion = await player.ask_policy(beginning.prompt)
+        completion = await player.ask_policy(beginning.prompt, stop_tokens=self._ends)
         player.end_sampling()
         response = self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
         arguments, limit = [response], self._score_limit
@@ -149,7 +157,9 @@ class TaskEpisodes:
             found = await self._call_any_worker("score_response", beginning.lease, arguments, limit)
         score = read_score(found)
         player.branches.pay_last_turn(score.reward)
-        return PlayedEpisode(branches=player.branches, score=score, stop=infer_stop(completion.finish_reason))
+        said = [{"role": "user", "content": beginning.text}, {"role": "assistant", "content": response}]
+        stop = infer_stop(completion.finish_reason)
+        return PlayedEpisode(branches=player.branches, score=score, stop=stop, messages=said)
 
     # ---- several turns
 
@@ -188,13 +198,19 @@ class TaskEpisodes:
         talk.messages += turn.messages
         talk.tools = turn.tools
         prompt = self._renderer.render_first(talk.messages, talk.tools)
+        if turn.tools and not self._has_warned_of_tools:
+            self._warn_of_tools(prompt, talk)
         while talk.stop is None:
             room = self._config.generators.max_model_len - len(prompt)
             if room < 1 and player.num_turns:
                 talk.stop = "context_overflow"
                 return
             most = self._config.sampling.max_tokens
-            completion = await player.ask_policy(prompt, min(most, room) if player.num_turns else most)
+            completion = await player.ask_policy(
+                prompt,
+                min(most, room) if player.num_turns else most,
+                stop_tokens=self._renderer.stop_tokens,
+            )
             reply = self._renderer.parse_reply(
                 completion.tokens, completion.finish_reason, tools=talk.tools, turn=player.num_turns
             )
@@ -220,6 +236,17 @@ class TaskEpisodes:
     def _extend_prompt(self, held: list[int], messages: Sequence[Message], talk: Conversation) -> list[int]:
         extended = self._renderer.extend_prompt(held, messages, talk.tools)
         return self._renderer.render_first(talk.messages, talk.tools) if extended is None else extended
+
+    def _warn_of_tools(self, prompt: list[int], talk: Conversation) -> None:
+        """Warns, once in a run, of tools that the policy does not see or cannot call."""
+        self._has_warned_of_tools = True
+        if self._limits.tool_parser is None:
+            log.warning(
+                "the environment has tools, and episodes.tool_parser is null: a reply stays text, and has no "
+                "tool_calls"
+            )
+        if prompt == self._renderer.render_first(talk.messages, ()):
+            log.warning("the environment has tools, and %s does not show them", self._renderer.name)
 
     async def _close_environment(self, worker: UserWorker) -> None:
         """Lets the environment close what it holds. Its failure costs the worker and nothing else."""

@@ -62,6 +62,20 @@ class SlowTask:
         return Score(float(len(response) % 2))
 
 
+class LongestReplyTask(SlowTask):
+    """One turn, whose replies are scored beside one another."""
+
+    name = "longest"
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+
+    def score_group(self, episodes: Any) -> list[Score]:
+        assert all([m["role"] for m in one.messages] == ["user", "assistant"] for one in episodes)
+        lengths = [float(len(one.messages[1]["content"])) for one in episodes]
+        return [Score(length, {"length": length}) for length in lengths]
+
+
 class CountingEnvironment:
     """Plays `turns` turns, pays each by its number, and waits before it answers."""
 
@@ -116,6 +130,18 @@ class FaultyEnvironment(CountingEnvironment):
                 case 5:
                     return Turn(reward=float("inf"), done=True)
         return turn
+
+
+class ToolEnvironment(CountingEnvironment):
+    """Names a tool, and plays on whether or not it is called."""
+
+    name = "tools"
+
+    def reset(self, row: Row, seed: int) -> Turn:
+        function = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+        return Turn(
+            messages=super().reset(row, seed).messages, tools=[{"type": "function", "function": function}]
+        )
 
 
 class BestOfGroupTask:

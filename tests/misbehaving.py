@@ -238,6 +238,22 @@ class Counting:
         assert self.was_reset, "what the protocol does not promise"
 
 
+class OwnRows(Counting):
+    """An environment that makes rows by itself, of which there is none before an episode."""
+
+    def make_row(self, split: str, index: int, seed: int) -> dict[str, Any]:
+        return {}
+
+
+class VagueEnd(Counting):
+    """It says in a way of its own whether it is done."""
+
+    end: Any = "no"
+
+    async def step(self, reply: dict[str, Any]) -> Turn:
+        return Turn(messages=[{"role": "user", "content": "x"}], done=self.end)
+
+
 class Duel:
     """An environment task whose groups are scored together."""
 

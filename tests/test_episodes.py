@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from generator_run import OVERRIDES, GeneratorRun, make_fast_engine
+from template_families import family_tokenizer
 
 from buffers import messages as m
 from buffers.client import TakenBatch
@@ -48,9 +49,11 @@ class RecordingEngine(SimulatedEngine):
         super().__init__(tokens_per_s=2000, slots=16, mean_tokens=6, cv=0.5)
         self.prompts: dict[str, list[int]] = {}
         self.answered: dict[str, Completion] = {}
+        self.stops: set[frozenset[int]] = set()
 
     def add_sample(self, sample: Sample) -> None:
         self.prompts[sample.id] = sample.prompt
+        self.stops.add(sample.stop_tokens)
         super().add_sample(sample)
 
     def step(self) -> list[Completion]:
@@ -300,3 +303,34 @@ def test_revoked_leases_end_their_episodes_and_close_their_environments(tmp_path
         assert time.monotonic() < deadline
         time.sleep(0.05)
     run.close()
+
+
+@pytest.mark.parametrize("task", ["CountingEnvironment", "SlowTask"])
+def test_the_engine_is_told_where_the_chat_template_ends_a_reply(tmp_path: Path, task: str) -> None:
+    tokenizer, engine = family_tokenizer("qwen2p5"), RecordingEngine()
+    arguments = ["task.args={seconds: 0}"] if task == "SlowTask" else []
+    config = make_config(task, f"task.name={TASKS}:{task}", "episodes.renderer=auto", *arguments)
+    run = EpisodeRun(config, tmp_path, engine, tokenizer)
+    run.train_steps(1)
+    run.close()
+    assert engine.stops == {frozenset(tokenizer.convert_tokens_to_ids(["<|im_end|>"]))}
+
+
+def test_the_replies_of_one_turn_are_scored_beside_one_another_too(tmp_path: Path) -> None:
+    engine = RecordingEngine()
+    run = EpisodeRun(make_config("LongestReplyTask"), tmp_path, engine)
+    run.train_steps(1)
+    run.close()
+    lengths = [dict(row["rewards"])["length"] for row in run.list_rows()]
+    assert lengths == [float(sum(row["sampled"])) for row in run.list_rows()] and all(lengths)
+    assert [row["reward"] for row in run.list_rows()] == lengths
+
+
+def test_tools_that_no_reply_can_call_or_see_are_named_in_the_log_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = EpisodeRun(make_config("ToolEnvironment"), tmp_path, RecordingEngine())
+    run.train_steps(1)
+    run.close()
+    assert caplog.text.count("episodes.tool_parser is null") == 1
+    assert caplog.text.count("plain-1 does not show them") == 1

@@ -17,6 +17,7 @@ from generators.task import Score
 from generators.user_code.errors import CallFailed, TaskRefused
 from generators.user_code.method_calls import MethodError, MethodValue, decode_answer, encode_frame
 from generators.user_code.pool import UserCodePool, WorkerLimits
+from generators.user_code.task_host import TaskHost
 
 
 def test_a_task_of_one_turn_makes_prompts_and_scores_responses() -> None:
@@ -42,6 +43,22 @@ def test_an_environment_keeps_its_state_in_its_worker_and_its_methods_may_be_asy
             await worker.call("step", [{"content": "x"}], 60, "s")
 
     run_with_pool(play, "misbehaving:Counting", {"limit": 2})
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"), [(numpy.bool_(True), True), (torch.tensor(False), False), ("no", None), (1, None)]
+)
+def test_an_end_is_true_or_false_and_a_text_such_as_no_is_not_true(
+    end: Any, expected: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = TaskHost("misbehaving:VagueEnd", {})
+    monkeypatch.setattr(type(host._make_object()), "end", end)
+    host.reset("train", 0, 0, 0)
+    if expected is None:
+        with pytest.raises(ValueError, match=f"done must be true or false, got {end!r}"):
+            host.step({"content": "x"})
+    else:
+        assert host.step({"content": "x"})["done"] is expected
 
 
 def test_an_environment_task_makes_rows_and_environments_and_scores_groups() -> None:
@@ -185,6 +202,7 @@ def test_a_score_from_a_worker_is_checked_again(value: Any, error: str) -> None:
     ("target", "args", "error"),
     [
         ("misbehaving:Incomplete", {}, "got 'misbehaving:Incomplete' without `make_environment`"),
+        ("misbehaving:OwnRows", {}, "an environment whose make_row is a static or a class method"),
         ("misbehaving:Nothing", {}, "task.name must name a class that can be imported"),
         ("nowhere:Task", {}, "task.name must name a class that can be imported, got 'nowhere:Task'"),
         ("nothing", {}, "task.name must be one of .*got 'nothing'"),

@@ -452,6 +452,26 @@ def test_a_forced_sample_goes_on_beyond_the_end_of_sequence_to_the_models_last_p
         assert tied.find_difference(sample, completion, expected, 0, 60) < TOLERANCE
 
 
+def test_a_sample_ends_with_its_own_stop_tokens_and_with_the_models(tied: VllmRig) -> None:
+    """A chat template may end turns with another token than the model's configuration."""
+    tied.load_model(0)
+    prompt = make_prompts(1)[0]
+    free = {tied.add_sample(prompt, 30, seed).id: seed for seed in range(16)}
+    whole = {free[id]: completion for id, completion in tied.finish_samples().items()}
+    other = whole[0].tokens[0]
+    for seed in whole:
+        sample = Sample(
+            id=f"own {seed}", prompt=prompt, max_tokens=30, seed=seed, stop_tokens=frozenset({other})
+        )
+        tied.engine.add_sample(sample)
+    for id, completion in tied.finish_samples().items():
+        expected = whole[int(id.split()[1])]
+        count = expected.tokens.index(other) + 1 if other in expected.tokens else len(expected.tokens)
+        assert completion.tokens == expected.tokens[:count]
+        assert completion.logprobs == expected.logprobs[:count]
+        assert completion.finish_reason == ("stop" if completion.tokens[-1] in (other, END) else "length")
+
+
 def test_float32_is_computed_in_float32_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 

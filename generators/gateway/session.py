@@ -108,7 +108,8 @@ class GatewaySession:
             )
             for number in range(request.num_choices)
         ]
-        completions = await self._sample(prompt, request.max_tokens, replies)
+        ends = self.rules.renderer.stop_tokens
+        completions = await self._sample(prompt, request.max_tokens, replies, ends)
         choices = [
             self._read_choice(request, completion, reply.shown)
             for completion, reply in zip(completions, replies, strict=True)

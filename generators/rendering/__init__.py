@@ -1,9 +1,7 @@
 """Messages to tokens and back: each model's chat template, held to the tokens that were sampled."""
 
-import json
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from configs.episodes import EpisodesConfig, RendererKind
@@ -34,7 +32,6 @@ def choose_renderer(tokenizer: Any, config: EpisodesConfig) -> Renderer:
         if proof.problem is None:
             turns = ", ".join(proof.proved)
             log.info("%s renders the conversations; proved on this tokenizer: %s turns", renderer.name, turns)
-            _warn_of_endless_replies(renderer, tokenizer)
             return renderer
         problem = f"{renderer.name}, {proof.problem}"
         log.info("%s is not used: %s", renderer.name, proof.problem)
@@ -62,17 +59,3 @@ def _list_renderers(tokenizer: Any, kind: RendererKind, reader: ReplyReader) -> 
     if kind is RendererKind.auto:
         yield from list_library_renderers(tokenizer, reader)
     yield DifferenceRenderer(tokenizer, reader)
-
-
-def _warn_of_endless_replies(renderer: Renderer, tokenizer: Any) -> None:
-    """Warns where the model's folder names end-of-sequence tokens, and an end of replies is none of them: the
-    engine would go on behind it until `sampling.max_tokens`."""
-    for name in ("generation_config.json", "config.json"):
-        path = Path(str(tokenizer.name_or_path)) / name
-        ends = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if ends is not None:
-            missing = renderer.stop_tokens - set(ends if isinstance(ends, list) else [ends])
-            if missing:
-                words = ", ".join(tokenizer.convert_ids_to_tokens(sorted(missing)))
-                log.warning("%s: eos_token_id lacks %s, which ends replies in the template", path, words)
-            return

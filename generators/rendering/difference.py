@@ -17,12 +17,12 @@ from typing import Any
 
 from generators.environment import Message, ToolSpec
 from generators.rendering.encoder import TextEncoder
+from generators.rendering.endings import MARK, find_ends
 from generators.rendering.messages import TEMPLATE_ERRORS, adapt_message
 from generators.rendering.opening import QUESTION, ThinkingMarks, find_opening, find_reply
-from generators.rendering.parsing import ReplyReader
-from generators.rendering.renderer import Reply
+from generators.rendering.parsing import ReadsReplies, ReplyReader
 
-MARK, FOLLOWING = "MARKEDREPLY", "MARKEDRESULT"
+FOLLOWING = "MARKEDRESULT"
 CALL_ID, CALL_NAME = "call00000", "tool"
 KEPT_SUFFIXES = 512
 """Suffixes that are kept, because environments repeat themselves."""
@@ -40,16 +40,19 @@ class Suffix:
     """The tokens from behind `close` to where the policy begins its next reply."""
 
 
-class DifferenceRenderer:
+class DifferenceRenderer(ReadsReplies):
     """Renders the first prompt with the chat template, and later ones as what is held plus a suffix.
 
     Where the reply was cut off, its thinking is ended and its close is put behind it, as the template would.
     """
 
     def __init__(self, tokenizer: Any, reader: ReplyReader) -> None:
-        self._tokenizer, self._reader = tokenizer, reader
-        self._encoder = TextEncoder(tokenizer)
-        digest = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()[:12]
+        super().__init__(reader)
+        self._tokenizer, self._encoder = tokenizer, TextEncoder(tokenizer)
+        # Some models have several templates by name: one with tools, and one without.
+        template = tokenizer.chat_template
+        written = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+        digest = hashlib.sha256(written.encode()).hexdigest()[:12]
         self.name = f"difference-1:{digest}"
         self._suffixes: OrderedDict[str, Suffix] = OrderedDict()
         self._arguments_as_objects = True
@@ -57,18 +60,25 @@ class DifferenceRenderer:
         self._closes: dict[str, str | None] = {}
         """The text of the special token that ends a reply before messages of a role."""
         self._lead = self._find_lead()
-        self._shows_results = self._find_region("tool") is not None
-        closes = {self._find_close(role) for role in ("user", "tool")} | {tokenizer.eos_token}
-        self.stop_tokens = frozenset(
-            int(tokenizer.convert_tokens_to_ids(close)) for close in closes if close is not None
-        )
+        self._hidden: dict[tuple[str, bool], bool] = {}
+        """By role, and whether its message is the first: whether the template passes over it."""
+        ends = find_ends(tokenizer)
+        # A template that ends no reply lets the next message do it.
+        closes = set() if ends else {self._find_close(role) for role in ("user", "tool")}
+        self.stop_tokens = ends | {
+            int(tokenizer.convert_tokens_to_ids(close))
+            for close in (*closes, tokenizer.eos_token)
+            if close is not None
+        }
         self._opening, self._thinking = find_opening(tokenizer), ThinkingMarks(tokenizer)
         reader.thinks_at_once = self._thinking.is_thinking(self._opening)
 
     def render_first(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        if self._hides_any(messages):
+        hidden = self._find_hidden(messages, begins=True)
+        if hidden is not None:
             raise ValueError(
-                "messages must be ones that the model's chat template shows, got a tool's, which it does not"
+                f"messages must be ones that the model's chat template shows, got one of the role {hidden}, "
+                "which it does not"
             )
         try:
             text, mark = self._render_text(messages, tools)
@@ -84,7 +94,8 @@ class DifferenceRenderer:
     ) -> list[int] | None:
         if any(message["role"] == "assistant" for message in new_messages):
             return None
-        suffix = None if self._hides_any(new_messages) else self._find_suffix(new_messages, tools)
+        is_hidden = self._find_hidden(new_messages, begins=False) is not None
+        suffix = None if is_hidden else self._find_suffix(new_messages, tools)
         if suffix is None:
             return None
         ends = self.stop_tokens if suffix.close is None else (suffix.close,)
@@ -93,20 +104,30 @@ class DifferenceRenderer:
         close = [] if suffix.close is None else [*self._lead, suffix.close]
         return [*held, *self._end_thinking(held), *close, *suffix.rest]
 
-    def parse_reply(
-        self,
-        tokens: Sequence[int],
-        finish_reason: str,
-        *,
-        tools: Sequence[ToolSpec] = (),
-        turn: int = 0,
-        reads_calls: bool = True,
-    ) -> Reply:
-        return self._reader.read_reply(tokens, finish_reason, tools, turn, reads_calls)
+    def _find_hidden(self, messages: Sequence[Message], begins: bool) -> str | None:
+        """Returns the first role of messages that the template passes over in silence. `begins`: the first of
+        them begins the conversation, where many templates treat a system's message in a way of its own."""
+        for place, message in enumerate(messages):
+            case = message["role"], begins and not place
+            if case not in self._hidden:
+                texts = list(self._render_following(*case))
+                self._hidden[case] = bool(texts) and not any(FOLLOWING in text for text in texts)
+            if self._hidden[case]:
+                return case[0]
+        return None
 
-    def _hides_any(self, messages: Sequence[Message]) -> bool:
-        """True for results of tools where the template passes over them in silence."""
-        return not self._shows_results and any(message["role"] == "tool" for message in messages)
+    def _render_following(self, role: str, begins: bool = False) -> Iterator[str]:
+        """Yields what a template makes of a marked message of a role: one that begins a conversation, or
+        stands behind each reply that it could follow. Nothing where it refuses them."""
+        following: Message = {"role": role, "content": FOLLOWING}
+        if role == "tool":
+            following |= {"tool_call_id": CALL_ID, "name": CALL_NAME}
+        behind = [[QUESTION, reply, following] for reply in list_bases([following], MARK)]
+        for messages in [[following, QUESTION]] if begins and role != "user" else behind:
+            try:
+                yield self._render_text(messages, ())[0]
+            except TEMPLATE_ERRORS:
+                continue
 
     def _render_text(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], reply_follows: bool = True
@@ -171,14 +192,7 @@ class DifferenceRenderer:
     def _find_region(self, role: str) -> str | None:
         """Returns the text between a reply and the content of a message of a role, or None where the template
         refuses such a message or passes over it."""
-        following: Message = {"role": role, "content": FOLLOWING}
-        if role == "tool":
-            following |= {"tool_call_id": CALL_ID, "name": CALL_NAME}
-        for reply in list_bases([following], MARK):
-            try:
-                text, _ = self._render_text([QUESTION, reply, following], ())
-            except TEMPLATE_ERRORS:
-                continue
+        for text in self._render_following(role):
             between, found, _ = text.rpartition(MARK)[2].partition(FOLLOWING)
             if found:
                 return between

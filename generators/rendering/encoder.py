@@ -3,22 +3,27 @@
 import copy
 import logging
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from tokenizers import AddedToken
 
 log = logging.getLogger("slipstream.generator")
 
 PRIVATE = [chr(code) for code in range(0xE000, 0xF8FF)]
 """Characters that no text has a meaning for; one of them breaks up the special tokens in messages."""
+NAME_BEGIN, NAME_END = "\U000f0000", "\U000f0001"
+"""Around the other names of special tokens."""
 
 
 class TextEncoder:
     """Encodes templates' text with a model's tokenizer, and keeps messages from forging special tokens.
 
     A message that says "<|im_end|>" would end its own turn, because a tokenizer reads these characters as the
-    special token. `guard_text` breaks them up before a template sees them; `encode_guarded` mends them and
-    encodes them as ordinary text. Markers such as "<think>" that the tokenizer itself does not call special
-    stay what they are.
+    special token. `guard_text` breaks them up before a template sees them; `encode_guarded` gives those of
+    the template other names, mends the others, and reads the names only as special tokens. Markers such as
+    "<think>" that the tokenizer itself does not call special stay what they are.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -28,10 +33,12 @@ class TextEncoder:
                 "model.path must hold a fast tokenizer (tokenizer.json) for episodes of several turns, got "
                 f"{type(tokenizer).__name__}"
             )
-        self._special_ids: dict[str, int] = {
-            token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special
+        specials = {
+            number: token for number, token in tokenizer.added_tokens_decoder.items() if token.special
         }
-        longest_first = sorted(self._special_ids, key=lambda text: (-len(text), text))
+        longest_first = sorted(
+            (token.content for token in specials.values()), key=lambda text: (-len(text), text)
+        )
         self._special = re.compile("|".join(map(re.escape, longest_first)) if longest_first else r"(?!)")
         # Copies, because a tokenizer's padding and truncation are settings that others may change.
         self._structured, self._literal = copy.deepcopy(backend), copy.deepcopy(backend)
@@ -39,8 +46,31 @@ class TextEncoder:
             own.no_padding()
             own.no_truncation()
         self._literal.encode_special_tokens = True
+        # Nobody who writes messages can know these names.
+        secret = secrets.token_hex(8)
+        self._names = {
+            token.content: f"{NAME_BEGIN}{secret}:{number}{NAME_END}" for number, token in specials.items()
+        }
+        self._literal.add_tokens(
+            [
+                AddedToken(
+                    self._names[token.content],
+                    special=False,
+                    normalized=False,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    single_word=token.single_word,
+                )
+                for token in specials.values()
+            ]
+        )
+        self._numbers: dict[int, int] = {
+            self._literal.token_to_id(self._names[token.content]): number
+            for number, token in specials.items()
+        }
+        """The special token's id by that of its other name."""
         self.guards = self._check_guard()
-        """False where the tokenizer cannot encode a text in pieces; then nothing is broken up."""
+        """False where the tokenizer reads the other names otherwise; then nothing is broken up."""
         if not self.guards:
             log.warning(
                 "this tokenizer reads special tokens in messages: an environment's text could forge a turn"
@@ -76,32 +106,27 @@ class TextEncoder:
         become ordinary tokens."""
         if not mark or mark not in text:
             return self.encode_text(text)
-        return self._encode_pieces(text, mark)
+        return self._encode_named(text, mark)
 
-    def _encode_pieces(self, text: str, mark: str) -> list[int]:
-        ids: list[int] = []
-        end = 0
-        for found in self._special.finditer(text):
-            ids += self.encode_literal(text[end : found.start()].replace(mark, ""))
-            ids.append(self._special_ids[found[0]])
-            end = found.end()
-        return ids + self.encode_literal(text[end:].replace(mark, ""))
+    def _encode_named(self, text: str, mark: str) -> list[int]:
+        named = self._special.sub(lambda found: self._names[found[0]], text).replace(mark, "")
+        return [self._numbers.get(number, number) for number in self.encode_literal(named)]
 
     def _break_up(self, value: Any, mark: str) -> Any:
         if isinstance(value, str):
             return self._special.sub(lambda found: found[0][0] + mark + found[0][1:], value)
         if isinstance(value, Mapping):
-            return {key: self._break_up(part, mark) for key, part in value.items()}
+            return {self._break_up(key, mark): self._break_up(part, mark) for key, part in value.items()}
         if isinstance(value, Sequence):
             return [self._break_up(part, mark) for part in value]
         return value
 
     def _check_guard(self) -> bool:
-        """True where pieces between special tokens encode to what the whole does."""
+        """True where a text with the other names encodes to what it does with the special tokens."""
         texts = ["a\n", "\n\n b ", "", "user\nwhat is 7?", " ", "x"]
-        for special in self._special_ids:
+        for special in self._names:
             whole = special + special.join(texts)
-            if len(special) > 1 and self._encode_pieces(whole, PRIVATE[0]) != self.encode_text(whole):
+            if len(special) > 1 and self._encode_named(whole, PRIVATE[0]) != self.encode_text(whole):
                 return False
         return True
 
@@ -110,7 +135,7 @@ def _list_strings(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):
-        return [text for part in value.values() for text in _list_strings(part)]
+        return [text for pair in value.items() for part in pair for text in _list_strings(part)]
     if isinstance(value, Sequence):
         return [text for part in value for text in _list_strings(part)]
     return []

@@ -28,8 +28,9 @@ def read_content(message: Message) -> str:
 
 def adapt_message(message: Message, *, arguments_as_objects: bool) -> Message:
     """Returns a message for a chat template: its content is one text, and the arguments of its tool calls are
-    objects where the template wants to print them itself."""
-    adapted = {**message, "content": read_content(message)}
+    objects where the template wants to print them itself. Few templates know a developer's role."""
+    role = "system" if message["role"] == "developer" else message["role"]
+    adapted = {**message, "role": role, "content": read_content(message)}
     if adapted.get("tool_calls"):
         adapted["tool_calls"] = [_adapt_call(call, arguments_as_objects) for call in message["tool_calls"]]
     return adapted

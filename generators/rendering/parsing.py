@@ -165,6 +165,24 @@ class ReplyReader:
             ) from error
 
 
+class ReadsReplies:
+    """The half of a renderer that all have in common: it reads replies with a `ReplyReader`."""
+
+    def __init__(self, reader: ReplyReader) -> None:
+        self._reader = reader
+
+    def parse_reply(
+        self,
+        tokens: Sequence[int],
+        finish_reason: str,
+        *,
+        tools: Sequence[ToolSpec] = (),
+        turn: int = 0,
+        reads_calls: bool = True,
+    ) -> Reply:
+        return self._reader.read_reply(tokens, finish_reason, tools, turn, reads_calls)
+
+
 def find_parser(key: str, name: str) -> Any:
     """Returns vLLM's class of parsers of that name. Imports vLLM, which takes seconds."""
     from vllm.reasoning import ReasoningParserManager

@@ -6,11 +6,10 @@ from typing import Any
 from generators.environment import Message, ToolSpec
 from generators.rendering.encoder import TextEncoder
 from generators.rendering.messages import read_content
-from generators.rendering.parsing import ReplyReader
-from generators.rendering.renderer import Reply
+from generators.rendering.parsing import ReadsReplies, ReplyReader
 
 
-class PlainRenderer:
+class PlainRenderer(ReadsReplies):
     """Concatenates contents as they are written. A reply stays as it was sampled, its end token included.
 
     Nothing is put between messages, so an environment writes its own spaces and line breaks. The policy does
@@ -20,7 +19,8 @@ class PlainRenderer:
     name = "plain-1"
 
     def __init__(self, tokenizer: Any, reader: ReplyReader) -> None:
-        self._encoder, self._reader = TextEncoder(tokenizer), reader
+        super().__init__(reader)
+        self._encoder = TextEncoder(tokenizer)
         self._end = "" if tokenizer.eos_token is None else str(tokenizer.eos_token)
         self.stop_tokens = frozenset(() if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),))
 
@@ -40,14 +40,3 @@ class PlainRenderer:
         if any(message["role"] == "assistant" for message in new_messages):
             return None
         return held + self._encoder.encode_literal("".join(map(read_content, new_messages)))
-
-    def parse_reply(
-        self,
-        tokens: Sequence[int],
-        finish_reason: str,
-        *,
-        tools: Sequence[ToolSpec] = (),
-        turn: int = 0,
-        reads_calls: bool = True,
-    ) -> Reply:
-        return self._reader.read_reply(tokens, finish_reason, tools, turn, reads_calls)

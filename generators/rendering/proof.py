@@ -150,14 +150,14 @@ def _try_turn(
         reference = _render_reference(tokenizer, [*before, turn.reply, *turn.following], turn.tools)
         if first is None or reference is None:
             return None
+        lost = _find_lost(tokenizer.decode(reference), [*before, turn.reply, *turn.following])
+        if lost is not None:
+            return f"the template leaves out messages ({lost!r})"
         rendered = renderer.render_first(before, turn.tools)
         if rendered != first:
             return "the first prompt differs from the template's, " + _show_difference(
                 tokenizer, rendered, first
             )
-        lost = _find_lost(tokenizer.decode(reference), [*before, turn.reply, *turn.following])
-        if lost is not None:
-            return f"the template leaves out messages ({lost!r})"
     prompt = renderer.render_first(before, turn.tools)
     closed = _close_reply(renderer, prompt + tokenizer.encode(turn.said, add_special_tokens=False), turn)
     if closed is None:

@@ -26,7 +26,7 @@ class Renderer(Protocol):
     name: str
     """The renderer's name and version, for the log and the record."""
     stop_tokens: frozenset[int]
-    """A reply ends with one of these tokens, unless it was cut off."""
+    """A reply ends with one of these tokens, unless it was cut off: the engine stops at them."""
 
     def render_first(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Renders a whole conversation, up to where the policy begins its reply.

@@ -203,8 +203,21 @@ def _write_turn(turn: Any, method: str) -> dict[str, Any]:
         "tools": make_plain(turn.tools, "tools"),
         "reward": check_number("reward", turn.reward),
         "components": _write_components(turn.components),
-        "done": bool(turn.done),
+        "done": _read_flag(turn.done),
     }
+
+
+def _read_flag(value: Any) -> bool:
+    """Returns a truth value of Python, numpy or torch. A text such as "no" would count as true."""
+    if isinstance(value, bool):
+        return value
+    try:
+        found = value.item()
+    except Exception:
+        found = None
+    if not isinstance(found, bool):
+        raise ValueError(f"done must be true or false, got {show_value(value)}")
+    return found
 
 
 def _write_components(components: Any) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """The kinds of class that `task.name` may name, told apart by their methods."""
 
+import inspect
 from enum import StrEnum
 from typing import Any
 
@@ -43,6 +44,8 @@ def find_kind(task_class: type, name: str) -> TaskKind:
         for kind, methods in _METHODS.items()
     }
     if whole := [kind for kind, lacking in missing.items() if not lacking]:
+        if whole[0] is TaskKind.environment:
+            _require_class_methods(task_class, name)
         return whole[0]
     # The kind that the class comes closest to says best what it lacks.
     closest = min(missing, key=lambda kind: len(missing[kind]) / len(_METHODS[kind]))
@@ -51,6 +54,17 @@ def find_kind(task_class: type, name: str) -> TaskKind:
         "task.name must name a class with make_prompt and score_response, or reset, step and close, or "
         f"make_row and make_environment, got {name!r} without {lacking}"
     )
+
+
+def _require_class_methods(environment_class: type, name: str) -> None:
+    """Raises ValueError for a method of all episodes that an environment has for itself alone."""
+    for method in ("make_row", "score_group"):
+        found = inspect.getattr_static(environment_class, method, None)
+        if found is not None and not isinstance(found, staticmethod | classmethod):
+            raise ValueError(
+                f"task.name must name an environment whose {method} is a static or a class method (one "
+                f"instance plays one episode), got {name!r} with another"
+            )
 
 
 def _has_member(task_class: Any, name: str) -> bool:
