@@ -1,6 +1,8 @@
 """Rendering: later prompts begin with the tokens that were sampled, and go on as the template says."""
 
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from generators.rendering import choose_renderer
 from generators.rendering.difference import DifferenceRenderer, Suffix
 from generators.rendering.encoder import TextEncoder
 from generators.rendering.opening import ThinkingMarks
+from slipstream_bench.byte_tokenizer import make_byte_tokenizer
 
 QUESTION = {"role": "user", "content": "what is four"}
 TURNS = {
@@ -130,3 +133,16 @@ def test_a_renderer_that_is_broken_on_purpose_is_caught(mutate: Any, monkeypatch
     with pytest.raises(AssertionError):
         for number in range(200):
             conversations.check_rows(conversations.play(number))
+
+
+def test_other_threads_go_on_while_a_long_message_becomes_tokens() -> None:
+    """The engine's loop is such a thread. With the tokenizer's `encode` it stood still for as long as this
+    takes: 16 s for four megabytes."""
+    encoder = TextEncoder(make_byte_tokenizer())
+    text, num_rounds = "a tool's answer " * 20_000, 0
+    with ThreadPoolExecutor(1) as pool:
+        encoding = pool.submit(encoder.encode_literal, text)
+        while not encoding.done():
+            time.sleep(0.001)
+            num_rounds += 1
+        assert len(encoding.result()) == len(text) and num_rounds > 10

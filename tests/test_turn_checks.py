@@ -105,6 +105,15 @@ def test_tools_are_given_in_the_first_turn_only() -> None:
         check_turn(make_turn(tools=[TOOL]), is_first=False)
 
 
+def test_a_schema_of_many_choices_is_checked_at_once() -> None:
+    """Older drafts ask that choices differ, which took the square of their number: minutes for these."""
+    schema = {
+        "$schema": "http://json-schema.org/draft-04/schema#",
+        "enum": [{"a": index} for index in range(20_000)],
+    }
+    check_turn(make_turn(tools=[make_tool(parameters=schema)]), is_first=True)
+
+
 @pytest.mark.parametrize("value", [None, [], "turn", 7, {}, {"messages": []}])
 def test_anything_else_is_no_turn(value: Any) -> None:
     with pytest.raises(ValueError, match="a turn must have"):

@@ -82,14 +82,12 @@ class TextEncoder:
 
     def encode_text(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Encodes text whose special tokens are meant."""
-        ids: list[int] = self._structured.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return _encode(self._structured, text, add_special_tokens)
 
     def encode_literal(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Encodes text in which special tokens are ordinary characters. `add_special_tokens` puts in what the
         tokenizer begins or ends a text with."""
-        ids: list[int] = self._literal.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return _encode(self._literal, text, add_special_tokens)
 
     def guard_text(self, value: Any) -> tuple[Any, str]:
         """Breaks up special tokens in all strings of messages or tools. Returns the same structure, and the
@@ -129,6 +127,14 @@ class TextEncoder:
             if len(special) > 1 and self._encode_named(whole, PRIVATE[0]) != self.encode_text(whole):
                 return False
         return True
+
+
+def _encode(backend: Any, text: str, add_special_tokens: bool) -> list[int]:
+    """Encodes a text as a batch of one: so the interpreter's lock is free meanwhile, and the engine's loop
+    goes on. The tokenizer's `encode` holds it, for seconds where a tool answers with megabytes."""
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def _list_strings(value: Any) -> list[str]:
