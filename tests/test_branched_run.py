@@ -51,6 +51,11 @@ def test_a_killed_run_of_branched_episodes_goes_on_and_is_trained_again_to_the_s
     assert "damaged" not in summary["groups"]["rejected"]
     assert_rows_are_whole(run.folder, accepted)
 
+    # As in a run that was resumed for more steps than it was started with.
+    config = run.folder / "config.yaml"
+    text = config.read_text()
+    assert f"\n  steps: {NUM_STEPS}\n" in text
+    config.write_text(text.replace(f"\n  steps: {NUM_STEPS}\n", "\n  steps: 1\n"))
     replay = subprocess.run(
         ["scripts/replay.sh", str(run.folder)], cwd=ROOT, env=environment, timeout=300,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

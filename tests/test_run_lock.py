@@ -68,6 +68,16 @@ def test_a_run_goes_on_from_the_beginning_where_it_has_no_checkpoint_but_not_whe
         preparation.prepare_run(config)
 
 
+def test_what_a_resumed_run_has_changed_holds_when_it_is_resumed_once_more(run: Path) -> None:
+    first = (run / "config.yaml").read_bytes()
+    changed = load_resumed_config(run, [f"run.resume={run}", "run.steps=77", "learner.lr=3e-4"])
+    preparation.prepare_run(changed)
+    again = load_resumed_config(run, [f"run.resume={run}"])
+    assert (again.run.steps, again.learner.lr) == (77, 3e-4) and again == changed
+    assert load_resumed_config(run, []).run.resume is None, "the folder can be moved"
+    assert (run / "config.until_step_0.yaml").read_bytes() == first
+
+
 def test_a_folder_that_is_no_runs_is_not_deleted(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/thesis.tex").write_text("theirs")

@@ -354,14 +354,14 @@ class ChaosHarness:
                 )
                 self.start_process(name)
 
-    def wait_for_answer(self, timeout_s: float = 60.0) -> None:
+    def wait_for_answer(self, timeout_s: float = 180.0) -> None:
         """Waits until the server answers a request."""
         client = BufferClient(self.config.buffer.address, timeout_s=timeout_s)
         client.call(m.LocateJournal(), m.JournalLocation)
         client.close()
 
     def wait_for_events(
-        self, killed: str | None, awaited: dict[str, EventTest], timeout_s: float = 60.0
+        self, killed: str | None, awaited: dict[str, EventTest], timeout_s: float = 180.0
     ) -> None:
         """Waits until the log received an event of each awaited kind; notes how long that took after a kill.
 

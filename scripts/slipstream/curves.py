@@ -1,6 +1,7 @@
 """The picture that a run leaves beside its summary: `curves.png`, drawn from TensorBoard's files, so of all
 lives of the run."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ PANELS = {
     "policy": {"policy/entropy": "entropy", "optimizer/grad_norm": "gradient norm"},
 }
 """Title of a panel -> tags and their labels."""
+
+# It warns of each restart of a run, whose repeated steps it drops, as it should.
+logging.getLogger("tensorboard").setLevel(logging.ERROR)
 
 
 def draw_curves(folder: Path, evaluations: Sequence[dict[str, Any]]) -> Path:

@@ -34,7 +34,9 @@ def prepare_run(config: Config) -> tuple[Config, Path, int | None]:
     """
     if config.run.resume is not None:
         folder = Path(config.run.resume)
-        return config, folder, _find_resume_step(config, folder)
+        step = _find_resume_step(config, folder)
+        _keep_changes(config, folder, step)
+        return config, folder, step
     name = config.run.name or _make_name(config)
     folder = Path(config.run.outputs) / name
     _clear_folder(config, folder)
@@ -78,6 +80,20 @@ def _find_resume_step(config: Config, folder: Path) -> int:
             f"run.steps must be above the checkpoint's step ({step}) to resume, got {config.run.steps}"
         )
     return step
+
+
+def _keep_changes(config: Config, folder: Path, step: int) -> None:
+    """Writes what a resumed run has changed, so that it holds when the run is resumed once more.
+
+    The configuration before it stays as `config.until_step_N.yaml`: replays and readers of old steps need it.
+    """
+    kept, before = folder / "config.yaml", folder / f"config.until_step_{step}.yaml"
+    changed = to_yaml(dataclasses.replace(config, run=dataclasses.replace(config.run, resume=None))).encode()
+    if changed == kept.read_bytes():
+        return
+    if not before.exists():
+        replace_file(before, kept.read_bytes())
+    replace_file(kept, changed)
 
 
 def _make_name(config: Config) -> str:

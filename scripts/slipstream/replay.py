@@ -122,7 +122,11 @@ def replay_run(
     from torch.utils.tensorboard import SummaryWriter
 
     recording = Recording(run / "journal")
-    last = min(to_step or len(recording.steps), len(recording.steps), config.run.steps)
+    last = min(to_step or len(recording.steps), len(recording.steps))
+    # The recording ends it, not the configuration: a resumed run may have been longer.
+    config = dataclasses.replace(
+        config, run=dataclasses.replace(config.run, steps=max(config.run.steps, last))
+    )
     if from_step < recording.find_first_step():
         raise ValueError(
             f"--from-step must be at least {recording.find_first_step()} (retention has deleted what came "
@@ -218,6 +222,8 @@ def main(arguments: list[str]) -> int:
             print("no checkpoint of the run is at hand to compare with")
         elif different:
             print(f"NOT the same as the run: {len(different)} tensors differ, the first is {different[0]}")
+            for path in sorted(options.run.glob("config.until_step_*.yaml")):
+                print(f"the run was resumed with other settings: see {path}")
             return 1
         else:
             print(
