@@ -181,6 +181,22 @@ def test_where_the_template_begins_the_thinking_text_without_marks_is_thinking()
     assert tokenizer.decode(tokens[len(held) :]).startswith("\n</think>\n\n<|im_end|>\n<|im_start|>user")
 
 
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("tool_parser", "openai"),
+        ("tool_parser", "cohere_command4"),
+        ("reasoning_parser", "openai_gptoss"),
+        ("reasoning_parser", "cohere_command4"),
+    ],
+)
+def test_a_parser_that_only_works_inside_vllms_server_is_refused(tokenizer: Any, key: str, name: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"episodes\.{key} must be one that reads a whole reply, got {name}"
+    ):
+        ReplyReader(tokenizer, **{key: name})
+
+
 @pytest.mark.parametrize("key", ["tool_parser", "reasoning_parser"])
 def test_an_unknown_parser_is_refused_with_the_known_names(tokenizer: Any, key: str) -> None:
     with pytest.raises(ValueError, match=rf"episodes\.{key} must be one of .*deepseek_v3, .*, got qwen33"):

@@ -69,10 +69,20 @@ class ReplyReader:
         self._parser_tokenizer = load_parser_tokenizer(tokenizer)
         if tool_parser is not None:
             self._tool_class = find_parser("tool_parser", tool_parser)
-            self._make_parser("tool_parser", tool_parser, self._tool_class)
+            reader = self._make_parser("tool_parser", tool_parser, self._tool_class)
+            require_reading(
+                "tool_parser",
+                tool_parser,
+                lambda: reader.extract_tool_calls("four", make_request(())).content,
+            )
         if reasoning_parser is not None:
             reasoning_class = find_parser("reasoning_parser", reasoning_parser)
             self._reasoning = self._make_parser("reasoning_parser", reasoning_parser, reasoning_class)
+            require_reading(
+                "reasoning_parser",
+                reasoning_parser,
+                lambda: len(self._reasoning.extract_reasoning("four", make_request(()))),
+            )
 
     def read_reply(
         self,
@@ -200,6 +210,19 @@ def find_parser(key: str, name: str) -> Any:
     if name not in known:
         raise ValueError(f"episodes.{key} must be one of {', '.join(known)}, got {name}")
     return find(name)
+
+
+def require_reading(key: str, name: str, read: Callable[[], Any]) -> None:
+    """Raises ValueError for a parser that cannot read even a plain text: vLLM has some that only work inside
+    its server, and with them every reply would be an error."""
+    try:
+        read()
+    # Each stub complains in its own way.
+    except Exception as error:
+        raise ValueError(
+            f"episodes.{key} must be one that reads a whole reply, got {name}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def load_parser_tokenizer(tokenizer: Any) -> Any:
