@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from buffers import messages as m
 from buffers.client import TakenBatch
@@ -17,6 +18,8 @@ from configs.host import boot_id
 from learners.packing import Batch, batch_from_arrow
 from learners.world import World
 
+LARGEST_OFFSET = 2**31 - 1
+"""Largest offset of a list, of 32 bits. The experts of a large step outgrow it."""
 PATIENCE_S = 30.0
 """Seconds that one request to the buffer may stay open before it is sent again and the log names the wait."""
 
@@ -128,11 +131,15 @@ class Feed:
 
 
 def _write_to_memory(table: pa.Table) -> int:
-    """Writes the table, in one piece, into memory without a name, which its last user frees.
+    """Writes the table into memory without a name, which its last user frees.
 
-    Returns the number of the open file.
+    It is written in one piece, which the ranks need not copy, unless some lists are too long together for
+    Arrow's offsets. Returns the number of the open file.
     """
+    lists = [column for column in table.columns if pa.types.is_list(column.type)]
+    longest = max(pc.sum(pc.list_value_length(column), min_count=0).as_py() for column in lists)
+    table = table.combine_chunks() if longest <= LARGEST_OFFSET else table
     memory = os.memfd_create("slipstream-batch")
     with pa.OSFile(f"/proc/self/fd/{memory}", "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table.combine_chunks())
+        writer.write_table(table)
     return memory

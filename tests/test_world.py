@@ -3,11 +3,13 @@
 import os
 import time
 from collections import Counter
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -31,7 +33,7 @@ from configs.schema import Config
 from learners.engine import AbsentEngine
 from learners.feed import Feed
 from learners.models import load_models, make_models
-from learners.packing import Batch
+from learners.packing import Batch, batch_from_arrow
 from learners.step import Trainer
 from learners.world import World
 
@@ -178,6 +180,24 @@ def test_each_host_fetches_a_batch_once_and_its_ranks_share_the_memory(
     assert found[0][0][0].group_weights.tolist() == [weight for weight in range(1, 7) for _ in range(2)]
     assert [asked for _, _, asked, _, _ in found] == [{0: 2, 1: 2, 2: 1}, {}, {0: 2, 1: 2}]
     assert found[0][3] == ["waiting: a moment"] * 2
+
+
+def feed_in_parts(world: World, rows: list[Trajectory]) -> Batch:
+    with patch("learners.feed.LARGEST_OFFSET", 50):
+        batch = Feed(CountingSource(rows), world, print, host="one").take_batch(0)
+    assert isinstance(batch, Batch)
+    return batch
+
+
+def test_a_batch_whose_lists_outgrow_arrows_offsets_comes_in_parts(
+    trajectories: list[Trajectory], tmp_path: Path
+) -> None:
+    rows = [replace(row, experts=np.arange(2 * len(row.tokens)) % 7) for row in trajectories]
+    expected = batch_from_arrow(pa.Table.from_batches([to_batch(rows)]))
+    for found in on_ranks(2, feed_in_parts, tmp_path / "two", rows):
+        for name in ("tokens", "sampled", "behavior_logprobs", "versions", "turns", "experts"):
+            torch.testing.assert_close(getattr(found, name), getattr(expected, name))
+        assert found.offsets.tolist() == expected.offsets.tolist()
 
 
 def feed_different_groups(world: World, rows: list[Trajectory]) -> str:
