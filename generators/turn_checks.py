@@ -15,6 +15,8 @@ from generators.task import Score
 MAX_TURN = 4 << 20
 """Characters and values in the messages and tools of one turn."""
 MAX_TOOLS = 128
+MAX_SCHEMAS = 256 << 10
+"""Bytes of the JSON schemas of all tools. Checking them takes about 20 µs a byte."""
 _ROLES = ("system", "developer", "user", "tool")
 _FIELDS = frozenset({"messages", "tools", "reward", "components", "done"})
 
@@ -67,6 +69,14 @@ def check_tools(value: Any) -> list[ToolSpec]:
     if len(tools) > MAX_TOOLS:
         raise ValueError(f"tools must be at most {MAX_TOOLS}, got {len(tools)}")
     specs = [_check_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    schemas = [msgspec.json.encode(spec["function"].get("parameters", {})) for spec in specs]
+    if (total := sum(map(len, schemas))) > MAX_SCHEMAS:
+        raise ValueError(f"parameters of all tools must be at most {MAX_SCHEMAS} bytes of JSON, got {total}")
+    for index, schema in enumerate(schemas):
+        if fault := _find_schema_fault(schema):
+            shown = show_value(specs[index]["function"]["parameters"])
+            path = f"tools[{index}].function.parameters"
+            raise ValueError(f"{path} must be a JSON schema, got {shown}: {fault}")
     names = [spec["function"]["name"] for spec in specs]
     if len(set(names)) < len(names):
         raise ValueError(f"names of tools must differ, got {names}")
@@ -119,10 +129,6 @@ def _check_tool(tool: Any, path: str) -> ToolSpec:
     parameters = function.get("parameters", {})
     if not isinstance(parameters, dict):
         raise ValueError(f"{path}.function.parameters must be a JSON schema, got {show_value(parameters)}")
-    if fault := _find_schema_fault(msgspec.json.encode(parameters)):
-        raise ValueError(
-            f"{path}.function.parameters must be a JSON schema, got {show_value(parameters)}: {fault}"
-        )
     return tool
 
 
@@ -130,6 +136,8 @@ def _check_tool(tool: Any, path: str) -> ToolSpec:
 def _find_schema_fault(encoded: bytes) -> str | None:
     """Returns what is wrong with a JSON schema. The episodes of a run give the same few."""
     schema = msgspec.json.decode(encoded)
+    if not isinstance(schema.get("$schema", ""), str):
+        return "$.$schema: the name of a dialect must be text"
     draft = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     # That no two items are the same is left out: it takes the square of their number, here beside the engine.
     lenient = jsonschema.validators.extend(draft, {"uniqueItems": lambda *_: ()})

@@ -90,6 +90,12 @@ def test_a_turn_that_obeys_the_protocol_is_taken_as_it_is() -> None:
             "tools[1].function.parameters must be a JSON schema, got {'type': 'objekt'}: $.type: 'objekt'",
         ),
         ({"tools": [make_tool(parameters={"required": "a"})]}, "tools[0].function.parameters must be a JSON"),
+        ({"tools": [make_tool(parameters={"$schema": []})]}, "got {'$schema': []}: $.$schema: the name of a"),
+        ({"tools": [make_tool(parameters={"$schema": 5})]}, "tools[0].function.parameters must be a JSON"),
+        (
+            {"tools": [make_tool(parameters={"description": "x" * 300_000})]},
+            "parameters of all tools must be at most 262144 bytes of JSON, got 300018",
+        ),
         ({"tools": [TOOL, TOOL]}, "names of tools must differ, got ['add', 'add']"),
         ({"tools": [make_tool(name=str(i)) for i in range(129)]}, "tools must be at most 128, got 129"),
     ],
