@@ -146,11 +146,28 @@ def test_a_template_that_forgets_earlier_turns_is_refused() -> None:
     assert "leaves out messages" in refuse(CHAT.replace("in messages", "in messages[-1:]"))
 
 
-def test_a_template_whose_tool_results_depend_on_earlier_ones_is_refused() -> None:
+def test_a_template_whose_tool_results_depend_on_earlier_ones_serves_tasks_without_tools(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     results = "messages | selectattr('role', 'equalto', 'tool') | list | length"
     counted = f"{{% if m.role == 'tool' %}}{{{{ {results} }}}}{{% endif %}}"
-    problem = refuse(CHAT.replace("{{ m.content }}", counted + "{{ m.content }}"))
-    assert "tool turns: what follows a reply differs" in problem
+    template = CHAT.replace("{{ m.content }}", counted + "{{ m.content }}")
+    tokenizer = make_tokenizer(template, QWEN_SPECIALS, TOOL_MARKERS, "<|im_end|>")
+    result = {"role": "tool", "content": "4"}
+    renderer = choose_renderer(tokenizer, EpisodesConfig())
+    assert renderer.name.endswith("(without tools)") and "without tools only: tool turns: what" in caplog.text
+    held = [*renderer.render_first([QUESTION], []), tokenizer.eos_token_id]
+    extended = renderer.extend_prompt(held, [MORE], [])
+    assert extended is not None and extended[: len(held)] == held
+    for use in (
+        lambda: renderer.render_first([QUESTION], [ADD]),
+        lambda: renderer.extend_prompt(held, [result], []),
+    ):
+        with pytest.raises(ValueError, match="messages must use no tools with this .*: what follows a reply"):
+            use()
+    branching = choose_renderer(tokenizer, EpisodesConfig(exact=False))
+    assert branching.extend_prompt(held, [MORE], []) == extended
+    assert branching.extend_prompt(held, [result], []) is None and branching.render_first([QUESTION], [ADD])
 
 
 def test_a_template_that_takes_no_replies_is_refused() -> None:

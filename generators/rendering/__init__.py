@@ -9,7 +9,7 @@ from generators.rendering.difference import DifferenceRenderer
 from generators.rendering.library import list_library_renderers
 from generators.rendering.parsing import ReplyReader
 from generators.rendering.plain import PlainRenderer
-from generators.rendering.proof import UnprovedRenderer, prove_renderer
+from generators.rendering.proof import ToollessRenderer, UnprovedRenderer, prove_renderer
 from generators.rendering.renderer import Renderer, Reply
 
 __all__ = ["Renderer", "Reply", "choose_renderer"]
@@ -21,10 +21,12 @@ def choose_renderer(tokenizer: Any, config: EpisodesConfig) -> Renderer:
     """Returns the renderer that `episodes.renderer` names, or the best for this tokenizer, proved on it.
 
     Raises ValueError with field, rule and value where there is none. With `episodes.exact=false` a renderer
-    that cannot be proved begins a new branch at each turn.
+    that cannot be proved begins a new branch at each turn. One whose turns with tools alone cannot be proved
+    serves tasks without tools.
     """
     reader = ReplyReader(tokenizer, config.tool_parser, config.reasoning_parser)
     renderer: Renderer | None = None
+    toolless: Renderer | None = None
     problem = ""
     for renderer in _list_renderers(tokenizer, config.renderer, reader):
         follows_template = not isinstance(renderer, PlainRenderer)
@@ -34,7 +36,13 @@ def choose_renderer(tokenizer: Any, config: EpisodesConfig) -> Renderer:
             log.info("%s renders the conversations; proved on this tokenizer: %s turns", renderer.name, turns)
             return renderer
         problem = f"{renderer.name}, {proof.problem}"
-        log.info("%s is not used: %s", renderer.name, proof.problem)
+        if proof.holds_without_tools and toolless is None:
+            toolless = ToollessRenderer(renderer, problem, config.exact)
+            log.warning("%s is proved for conversations without tools only: %s", renderer.name, proof.problem)
+        else:
+            log.info("%s is not used: %s", renderer.name, proof.problem)
+    if toolless is not None:
+        return toolless
     assert renderer is not None, "each kind of renderer yields one or raises"
     if config.exact:
         raise ValueError(

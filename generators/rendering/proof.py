@@ -54,6 +54,8 @@ class Proof:
 
     proved: list[str] = field(default_factory=list)
     problem: str | None = None
+    holds_without_tools: bool = True
+    """False when turns without tools have a problem too."""
 
 
 class UnprovedRenderer:
@@ -83,6 +85,36 @@ class UnprovedRenderer:
         return self._inner.parse_reply(tokens, finish_reason, tools=tools, turn=turn, reads_calls=reads_calls)
 
 
+class ToollessRenderer(UnprovedRenderer):
+    """A renderer that was proved for conversations without tools. Where tools are used, it says why it cannot
+    go on, or begins a new branch where it need not be exact."""
+
+    def __init__(self, inner: Renderer, problem: str, is_exact: bool) -> None:
+        super().__init__(inner)
+        self.name, self._problem, self._is_exact = f"{inner.name} (without tools)", problem, is_exact
+
+    def render_first(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        self._has_tools(messages, tools)
+        return self._inner.render_first(messages, tools)
+
+    def extend_prompt(
+        self, held: list[int], new_messages: Sequence[Message], tools: Sequence[ToolSpec]
+    ) -> list[int] | None:
+        if self._has_tools(new_messages, tools):
+            return None
+        return self._inner.extend_prompt(held, new_messages, tools)
+
+    def _has_tools(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> bool:
+        """Raises ValueError where there are tools and each turn has to be exact."""
+        has_tools = bool(tools) or any(message["role"] == "tool" for message in messages)
+        if has_tools and self._is_exact:
+            raise ValueError(
+                "messages must use no tools with this chat template (episodes.exact=false begins a new "
+                f"branch at each turn instead), got some for {self._problem}"
+            )
+        return has_tools
+
+
 def prove_renderer(renderer: Renderer, tokenizer: Any, *, follows_template: bool) -> Proof:
     """Plays each kind of turn after one question, after earlier turns, and after a system message.
 
@@ -105,12 +137,15 @@ def prove_renderer(renderer: Renderer, tokenizer: Any, *, follows_template: bool
         outcomes = [_try_turn(renderer, tokenizer, before, turn, follows_template) for before in beginnings]
         problem = next((outcome for outcome in outcomes if outcome), None)
         if problem is not None:
-            proof.problem = f"{turn.kind} turns: {problem}"
-            return proof
-        if any(outcome is not None for outcome in outcomes) and turn.kind not in proof.proved:
+            proof.problem = proof.problem or f"{turn.kind} turns: {problem}"
+            proof.holds_without_tools = bool(turn.tools)
+            if not turn.tools:
+                return proof
+        elif any(outcome is not None for outcome in outcomes) and turn.kind not in proof.proved:
             proof.proved.append(turn.kind)
     if "user" not in proof.proved:
         proof.problem = "user turns: the template refuses user, assistant, user"
+        proof.holds_without_tools = False
     return proof
 
 
