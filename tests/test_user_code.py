@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worker_pools import run_with_pool
 
+from generators.environment import Turn
 from generators.plain_values import make_plain
 from generators.score_checks import read_score, read_scores
 from generators.task import Score
@@ -59,6 +60,25 @@ def test_an_end_is_true_or_false_and_a_text_such_as_no_is_not_true(
             host.step({"content": "x"})
     else:
         assert host.step({"content": "x"})["done"] is expected
+
+
+@pytest.mark.parametrize(
+    ("made", "shown"),
+    [(None, "got None without `reset` and `step` and `close`"), (Turn, "got the class Turn")],
+)
+def test_what_is_no_environment_is_named(made: Any, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = TaskHost("misbehaving:Duel", {})
+    monkeypatch.setattr(host._task, "make_environment", lambda row: made)
+    with pytest.raises(ValueError, match=f"make_environment must return an environment, {shown}"):
+        host.reset("train", 0, 0, 0)
+
+
+@pytest.mark.parametrize("number", [0, -3, "10", 2.5, True])
+def test_a_number_of_prompts_is_a_whole_number_above_0(number: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = TaskHost("misbehaving:Duel", {})
+    monkeypatch.setattr(host._task, "num_prompts", number, raising=False)
+    with pytest.raises(ValueError, match="num_prompts of a task must be a whole number above 0, got"):
+        host.describe()
 
 
 def test_an_environment_task_makes_rows_and_environments_and_scores_groups() -> None:

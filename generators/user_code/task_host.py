@@ -17,7 +17,7 @@ from generators.plain_values import MAX_NAME, check_number, describe_error, keep
 from generators.task import Prompt, Score
 from generators.tasks import find_task_class
 from generators.user_code.agent_command import bypass_proxies, check_command, run_command
-from generators.user_code.task_kinds import TaskKind, find_kind
+from generators.user_code.task_kinds import TaskKind, check_environment, find_kind, read_num_prompts
 
 MAX_PROMPTS = 16
 """Prompts that are kept for the scores that follow."""
@@ -73,11 +73,10 @@ class TaskHost:
                 self._finish(environment.close())
         if (command := getattr(self._task, "agent_command", None)) is not None:
             check_command(command)
-        num_prompts = getattr(self._task, "num_prompts", None)
         return {
             "kind": str(self.kind),
             "name": keep_text(str(getattr(self._task, "name", self._name))[:MAX_NAME]),
-            "num_prompts": None if num_prompts is None else make_plain(num_prompts, "num_prompts"),
+            "num_prompts": read_num_prompts(self._task),
             "max_scores": getattr(self._task, "max_scores", None),
             "has_group_scores": callable(getattr(self._task, "score_group", None)),
         }
@@ -104,7 +103,7 @@ class TaskHost:
         if self.kind == TaskKind.environment:
             self._environment = self._make_object()
         else:
-            self._environment = self._finish(self._task.make_environment(row))
+            self._environment = check_environment(self._finish(self._task.make_environment(row)))
         return _write_turn(self._finish(self._environment.reset(row, episode_seed)), "reset")
 
     def step(self, reply: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,11 @@
 """The kinds of class that `task.name` may name, told apart by their methods."""
 
 import inspect
+import operator
 from enum import StrEnum
 from typing import Any
+
+from generators.plain_values import show_value
 
 
 class TaskKind(StrEnum):
@@ -54,6 +57,35 @@ def find_kind(task_class: type, name: str) -> TaskKind:
         "task.name must name a class with make_prompt and score_response, or reset, step and close, or "
         f"make_row and make_environment, got {name!r} without {lacking}"
     )
+
+
+def check_environment(made: Any) -> Any:
+    """Returns what `make_environment` has made. Raises ValueError for what is no environment."""
+    methods = _METHODS[TaskKind.environment]
+    missing = [method for method in methods if not callable(getattr(made, method, None))]
+    if isinstance(made, type):
+        raise ValueError(f"make_environment must return an environment, got the class {made.__name__}")
+    if missing:
+        lacking = " and ".join(f"`{method}`" for method in missing)
+        raise ValueError(
+            f"make_environment must return an environment, got {show_value(made)} without {lacking}"
+        )
+    return made
+
+
+def read_num_prompts(task: Any) -> int | None:
+    """Returns the number of a task's training prompts, None where there is no end of them. Raises ValueError
+    for anything else."""
+    value = getattr(task, "num_prompts", None)
+    if value is None:
+        return None
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < 1:
+        raise ValueError(f"num_prompts of a task must be a whole number above 0, got {show_value(value)}")
+    return number
 
 
 def _require_class_methods(environment_class: type, name: str) -> None:

@@ -19,6 +19,7 @@ from configs.learner import LearnerKind
 from configs.load import to_yaml
 from configs.schema import Config
 from generators.tasks import load_task
+from generators.user_code.task_kinds import read_num_prompts
 from learners import checkpoint
 
 PREDECESSOR_S = 10.0
@@ -49,7 +50,7 @@ def prepare_run(config: Config) -> tuple[Config, Path, int | None]:
         config,
         task=dataclasses.replace(
             config.task,
-            size=config.task.size if config.task.size is not None else getattr(task, "num_prompts", None),
+            size=config.task.size if config.task.size is not None else read_num_prompts(task),
         ),
         learner=dataclasses.replace(
             config.learner, decay_steps=config.learner.decay_steps or config.run.steps
