@@ -193,8 +193,8 @@ def start_bomb(places: int) -> None:
     file = os.memfd_create("places")
     if os.fork():
         return
-    has_place = False
-    while True:
+    has_place, end = False, time.monotonic() + 20  # so that no mistake can fill the machine
+    while time.monotonic() < end:
         if not has_place:
             for place in range(places):
                 try:
@@ -213,6 +213,7 @@ def start_bomb(places: int) -> None:
         if os.fork() == 0:
             os.setsid()
             has_place = False
+    os._exit(0)
 
 
 class Counting:

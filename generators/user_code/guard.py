@@ -9,6 +9,7 @@ A pid that the guard signals is always that of a child it has not reaped, so it 
 The guard's parent, the keeper, does nothing but kill what is left when something kills the guard itself.
 """
 
+import itertools
 import os
 import selectors
 import signal
@@ -21,6 +22,7 @@ from generators.user_code.process_control import (
     kill_child,
     list_children,
     name_process,
+    stop_descendants,
 )
 from generators.user_code.process_orders import (
     GuardStarted,
@@ -39,6 +41,9 @@ from generators.user_code.process_orders import (
 )
 from generators.user_code.template import run_template
 
+PATIENCE = 3
+"""Rounds in which orphans are only killed. After those they are stopped first, whoever is below them too."""
+
 
 class Guard:
     def __init__(self, control: socket.socket) -> None:
@@ -52,6 +57,8 @@ class Guard:
         them, so orphans are not killed until the template has answered."""
         self._ended: list[Notice] = []
         """Ends that are told when no orphan is left."""
+        self._num_rounds = 0
+        """Rounds in a row after which orphans were left."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, "control")
         if (generator := _watch_peer(control)) is not None:
@@ -176,6 +183,9 @@ class Guard:
         """Reaps what has ended, kills orphans, and tells the generator of ends when no orphan is left."""
         while True:
             num_reaped = num_orphans = 0
+            if self._num_rounds > PATIENCE and not self._starting:
+                known = {self._template, *self._workers}
+                stop_descendants([pid for pid in list_children() if pid not in known])
             for pid in list_children():
                 if pid in self._workers or pid == self._template:
                     num_reaped += self._reap_if_ended(pid)
@@ -186,6 +196,7 @@ class Guard:
                     was_reaped = os.waitpid(pid, os.WNOHANG)[0] == pid
                     num_reaped += was_reaped
                     num_orphans += not was_reaped
+            self._num_rounds = self._num_rounds + 1 if num_orphans else 0
             # The orphans of a process that has just ended may stand behind it in the list, or not yet in it.
             if not num_reaped:
                 break
@@ -213,11 +224,16 @@ class Guard:
 
 def kill_all_children() -> None:
     """Kills and reaps until no child is left, those that become children meanwhile included."""
-    while True:
-        for pid in list_children():
+    for num_rounds in itertools.count():
+        children = list_children()
+        if num_rounds > PATIENCE:
+            stop_descendants(children)
+        for pid in children:
             kill_child(pid)
         try:
             os.waitpid(-1, 0)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         except ChildProcessError:
             return
 

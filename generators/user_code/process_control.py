@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -61,16 +62,62 @@ def count_children() -> int:
 
 def find_children() -> list[int]:
     """Returns the children of this process, from all processes of the host."""
-    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_child(pid)]
+    own = os.getpid()
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _read_parent(pid) == own]
 
 
-def _is_child(pid: int) -> bool:
+def stop_descendants(children: Iterable[int]) -> None:
+    """Stops children that have not been reaped and all below them, until none is found that goes on.
+
+    A process that is killed makes room for another, and one that is stopped does not. So code that forks as
+    fast as it is killed comes to an end too.
+    """
+    stopped = set[int]()
+    while running := _find_below(children) - stopped:
+        for pid in running:
+            _stop_process(pid, running | stopped | {os.getpid()})
+        stopped |= running
+
+
+def _find_below(children: Iterable[int]) -> set[int]:
+    found, new = set[int](), set(children)
+    while new:
+        found |= new
+        new = {below for pid in new for below in _read_children(pid)} - found
+    return found
+
+
+def _read_children(pid: int) -> list[int]:
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+        lists = [Path(f"/proc/{pid}/task/{thread}/children").read_text() for thread in threads]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [int(word) for one in lists for word in one.split()]
+
+
+def _stop_process(pid: int, parents: set[int]) -> None:
+    """Stops a process if its parent is one of `parents`. Another process may have its number by now."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        if _read_parent(pid) in parents:
+            signal.pidfd_send_signal(process, signal.SIGSTOP)
+    except (ProcessLookupError, PermissionError):
+        pass
+    finally:
+        os.close(process)
+
+
+def _read_parent(pid: int) -> int | None:
     try:
         with open(f"/proc/{pid}/stat") as file:
             # The name of the program, in parentheses, may hold anything; its parent comes after it.
-            return int(file.read().rpartition(")")[2].split()[1]) == os.getpid()
+            return int(file.read().rpartition(")")[2].split()[1])
     except (FileNotFoundError, ProcessLookupError):
-        return False
+        return None
 
 
 def kill_child(pid: int) -> None:
