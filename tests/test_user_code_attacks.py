@@ -210,12 +210,10 @@ def test_no_process_outlives_a_generator_that_is_killed(fork: str) -> None:
         assert guard is not None
         deadline = time.monotonic() + 60
         # The template, three workers, and three children of two of them.
-        while len(found := guard.children(recursive=True)) < 10:
+        while len(found := guard.children(recursive=True)) != 10:
             assert time.monotonic() < deadline, found
-            time.sleep(0.01)
-        time.sleep(0.2)
-        found, held = guard.children(recursive=True), parent.pid and list_descendants(parent.pid)
-        assert len(found) == 10, found
+            time.sleep(0.05)
+        held = list_descendants(parent.pid)
         parent.send_signal(signal.SIGKILL)
         wait_until_gone([guard, *found])
         for process in held:
