@@ -316,6 +316,7 @@ def test_the_figures_of_episodes_count_turns_branches_and_ends(rows: list[Trajec
     expected = {
         "episode/turns_mean": float(np.mean([len(episode.turns) for episode in episodes])),
         "episode/branches_mean": len(rows) / len(episodes),
+        "episode/branched_share": sum(row.branch == 1 for row in rows) / len(episodes),
     } | {f"episode/stop/{word}": ends.count(word) / len(ends) for word in set(ends)}
     assert describe_episodes(batch) == pytest.approx(expected) and len(set(ends)) > 1
 
@@ -474,7 +475,9 @@ def test_an_episode_trains_the_same_whole_and_in_branches_that_repeat_its_contex
     divided = [branch for row in two_turns for branch in divide_episode(row)]
     found = stock.run_step(config, make_branched_batch(divided))
     assert found[0]["episode/branches_mean"] == 2 and found[0]["episode/turns_mean"] == 2
-    assert_same(drop_figures(found, "episode/branches_mean"), drop_figures(whole, "episode/branches_mean"))
+    assert found[0]["episode/branched_share"] == 1 and whole[0]["episode/branched_share"] == 0
+    branched = "episode/branches_mean", "episode/branched_share"
+    assert_same(drop_figures(found, *branched), drop_figures(whole, *branched))
 
 
 def test_what_the_environment_says_last_cannot_matter_and_what_it_says_before_has_no_loss(
