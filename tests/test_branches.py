@@ -150,9 +150,9 @@ def test_microbatches_cannot_matter_and_the_order_of_branches_neither(
 ) -> None:
     config = configure_composition(fixed_model, name)
     whole = run_scripted_step(config, make_branched_batch(rows), columns)
-    small = change_learner(config, tokens_per_microbatch=25)
+    small = change_learner(config, tokens_per_microbatch=12)
     batch = make_branched_batch(rows)
-    assert 0 < len(find_divided(batch, range(batch.num_sequences), 25)) < batch.num_sequences
+    assert 0 < len(find_divided(batch, range(batch.num_sequences), 12)) < batch.num_sequences
     assert_same_step(run_scripted_step(small, make_branched_batch(rows), columns), whole)
     moved, places = move_branches(rows, seed=3)
     assert places.tolist() != list(range(len(places)))
@@ -190,7 +190,7 @@ def test_branches_episodes_and_groups_without_a_trained_token_are_nothing_to_a_s
     is_mute = torch.isin(batch.sequence, torch.tensor([SAMPLES + 1, *range(3 * SAMPLES, 4 * SAMPLES)]))
     assert not whole.gradients["engine"][is_mute].any() and whole.gradients["engine"].any()
     assert_same_step(
-        run_scripted_step(change_learner(config, tokens_per_microbatch=20), batch, columns), whole
+        run_scripted_step(change_learner(config, tokens_per_microbatch=12), batch, columns), whole
     )
 
 
@@ -209,7 +209,7 @@ def test_ranks_cannot_matter(
     fixed_model: Path, rows: list[Trajectory], columns: ModelColumns, tmp_path: Path
 ) -> None:
     configs = {
-        name: change_learner(configure_composition(fixed_model, name), tokens_per_microbatch=40)
+        name: change_learner(configure_composition(fixed_model, name), tokens_per_microbatch=12)
         for name in COMPOSITIONS
     }
     first, second = on_ranks(2, run_compositions, tmp_path, configs, rows, columns)
