@@ -466,9 +466,9 @@ def test_a_process_stopped_in_the_middle_of_a_fetch_does_not_stop_its_host(
     assert out.strip() == str(folder / "v0-life.json"), "who was stopped goes on where it was"
     slow.close()
     other.close()
-    assert sweep_folders(folder.parent) and not list(folder.parent.glob(f"{folder.name}*")), (
-        "nothing stays behind"
-    )
+    # Other processes of the host sweep too, and may have been first.
+    sweep_folders(folder.parent)
+    assert not list(folder.parent.glob(f"{folder.name}*")), "nothing stays behind"
 
 
 def test_who_is_stopped_while_it_verifies_does_not_stop_the_others(

@@ -97,8 +97,9 @@ class EpisodeRun(GeneratorRun):
 
     def take_step(self, step: int) -> list[int]:
         """Trains a step whose version is published."""
-        taken = self.client.take_batch(step, wait_s=50.0)
-        assert isinstance(taken, TakenBatch), taken
+        deadline = time.monotonic() + 240.0
+        while not isinstance(taken := self.client.take_batch(step, wait_s=30.0), TakenBatch):
+            assert time.monotonic() < deadline, taken
         self.tables.append(taken.table)
         sampled = np.concatenate([np.array(row) for row in taken.table.column("sampled").to_pylist()])
         done = m.ReportTrainedStep(
