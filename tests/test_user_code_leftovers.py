@@ -9,7 +9,7 @@ import psutil
 from worker_pools import run_with_pool
 
 from generators.user_code.pool import UserCodePool
-from generators.user_code.worker_process import MAX_CHILDREN
+from generators.user_code.worker_process import MAX_CHILDREN, NICENESS
 
 LONG_S = 120.0
 """A deadline that no test reaches."""
@@ -64,6 +64,17 @@ def test_a_guard_that_is_killed_leaves_no_child_of_a_worker() -> None:
             assert time.monotonic() < deadline, left
             await asyncio.sleep(0.01)
         assert (await score(await pool.take_worker(), "four"))["reward"] == 4.0
+
+    run_with_pool(play)
+
+
+def test_a_worker_gives_way_to_the_generator() -> None:
+    async def play(pool: UserCodePool) -> None:
+        worker = await pool.take_worker()
+        await score(worker, "four")
+        ours = psutil.Process().nice()
+        assert find_guard(worker).nice() == ours
+        assert psutil.Process(worker.pid).nice() == min(19, ours + NICENESS)
 
     run_with_pool(play)
 

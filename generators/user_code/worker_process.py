@@ -1,5 +1,6 @@
 """A worker process: it answers one call of the task's methods after another, until it is killed."""
 
+import contextlib
 import faulthandler
 import os
 import socket
@@ -28,6 +29,9 @@ MAX_CHILDREN = 32
 """Children, dead ones included, that an episode or a score may leave in its worker. Some are wanted: a server
 for all episodes, say. But code that forgets one each time would fill the host."""
 
+NICENESS = 5
+"""Added to a worker's niceness: it weighs a third of the generator's process."""
+
 
 def run_worker(connection: socket.socket, output: int, host: TaskHost, guard: int) -> NoReturn:
     """Serves `connection` in a process that has just been forked, and ends it. `output` takes what the task's
@@ -37,6 +41,7 @@ def run_worker(connection: socket.socket, output: int, host: TaskHost, guard: in
         begin_process("slip-worker", guard, output)
         # Descendants that lose their parent stay below this process, so they end with it and not before.
         become_subreaper()
+        _give_way()
         faulthandler.enable(sys.stderr)
         _reseed_generators()
         pid = os.getpid()
@@ -54,6 +59,14 @@ def run_worker(connection: socket.socket, output: int, host: TaskHost, guard: in
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+def _give_way() -> None:
+    """Lets the engine's process go first where processors are busy. Linux weighs sessions (autogroups)
+    against one another, and the processes of each among themselves, so both weights are lowered."""
+    os.nice(NICENESS)
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as autogroup:
+        autogroup.write(str(NICENESS))
 
 
 def answer_call(host: TaskHost, call: MethodCall) -> MethodAnswer:
