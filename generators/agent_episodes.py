@@ -52,9 +52,8 @@ class AgentEpisodes:
 
     async def play_agent(self, player: Player, lease: Lease) -> PlayedEpisode:
         """Runs an agent to its end. Raises UserCodeError for one that fails or asks nothing."""
-        player.limit_time(False)
-        worker = await self._pool.take_worker()
-        player.limit_time(True)
+        with player.wait_untimed():
+            worker = await self._pool.take_worker()
         try:
             async with self.gateway.open_session(player) as (key, session):
                 outcome = await self._run_agent(worker, lease, key)

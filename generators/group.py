@@ -5,7 +5,8 @@ begin the group ─▶ play its episodes ─▶ score them beside one another, w
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -67,6 +68,13 @@ class Player:
         a worker has not begun."""
         self._num_asked = 0
         self._has_ended = False
+
+    @contextmanager
+    def wait_untimed(self) -> Iterator[None]:
+        """Stops the time of the whole episode; it begins anew where the block ends well."""
+        self.limit_time(False)
+        yield
+        self.limit_time(True)
 
     @property
     def num_asked(self) -> int:

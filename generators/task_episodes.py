@@ -164,9 +164,8 @@ class TaskEpisodes:
     # ---- several turns
 
     async def _play_turns(self, player: Player, beginning: Beginning) -> PlayedEpisode:
-        player.limit_time(False)
-        worker = await self._pool.take_worker()
-        player.limit_time(True)
+        with player.wait_untimed():
+            worker = await self._pool.take_worker()
         talk = Conversation()
         try:
             await self._converse(player, beginning, worker, talk)

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from gateway_clients import NEXT, USER, ask, make_client, wait_until
 
 from fuzz_gateway import attack_socket
 from generators.gateway import connection as gateway_connection
@@ -48,24 +49,11 @@ def episode(rig: GatewayRig, policy: ScriptedPolicy) -> Iterator[OpenEpisode]:
     episode.close()
 
 
-def make_client(episode: OpenEpisode) -> openai.OpenAI:
-    """Returns a client that tries once, and bears a slow machine: its own limit for a connection is 5 s."""
-    return openai.OpenAI(base_url=episode.base_url, api_key=episode.key, max_retries=0, timeout=120)
-
-
-def ask(episode: OpenEpisode, *messages: Any, **options: Any) -> Any:
-    return make_client(episode).chat.completions.create(model="any", messages=messages, **options)
-
-
 def post(episode: OpenEpisode, body: Any, path: str = "/v1/chat/completions", **options: Any) -> Any:
     headers = {"authorization": f"Bearer {episode.key}"}
     root = episode.base_url.removesuffix("/v1")
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return httpx.post(root + path, content=content, headers=headers, timeout=60, **options)
-
-
-USER = {"role": "user", "content": "2+2?"}
-NEXT = {"role": "user", "content": "sure?"}
 
 
 # ---- conversations
@@ -511,15 +499,6 @@ def test_a_fault_of_the_generator_is_500_and_the_sessions_failure(
 
 
 # ---- ends
-
-
-def wait_until(holds: Any) -> None:
-    done = threading.Event()
-    for _ in range(3000):
-        if holds():
-            return
-        done.wait(0.01)
-    raise AssertionError("it did not happen in 30 s")
 
 
 def test_a_client_that_goes_away_withdraws_its_turn_and_the_episode_goes_on(

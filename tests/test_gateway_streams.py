@@ -3,12 +3,12 @@
 import asyncio
 import http.client
 import json
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
+from gateway_clients import NEXT, USER, ask, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,9 +16,6 @@ from generators.engine import Completion
 from generators.gateway.followed_reply import FollowedReply, TextDecoder
 from slipstream_bench.byte_tokenizer import make_byte_tokenizer
 from slipstream_bench.gateway_rig import GatewayRig, OpenEpisode, ScriptedPolicy
-
-USER: Any = {"role": "user", "content": "2+2?"}
-NEXT: Any = {"role": "user", "content": "sure?"}
 
 
 @pytest.fixture(scope="module")
@@ -43,29 +40,12 @@ def episode(rig: GatewayRig, policy: ScriptedPolicy) -> Iterator[OpenEpisode]:
     episode.close()
 
 
-def make_client(episode: OpenEpisode) -> openai.OpenAI:
-    return openai.OpenAI(base_url=episode.base_url, api_key=episode.key, max_retries=0, timeout=120)
-
-
-def ask(episode: OpenEpisode, *messages: Any, **options: Any) -> Any:
-    return make_client(episode).chat.completions.create(model="any", messages=messages, **options)
-
-
 def read_texts(chunks: Any, number: int = 0) -> list[str]:
     return [
         chunk.choices[0].delta.content
         for chunk in chunks
         if chunk.choices and chunk.choices[0].index == number and chunk.choices[0].delta.content
     ]
-
-
-def wait_until(holds: Any) -> None:
-    pause = threading.Event()
-    for _ in range(6000):
-        if holds():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it did not happen in 60 s")
 
 
 def test_text_comes_while_the_reply_is_sampled(policy: ScriptedPolicy, episode: OpenEpisode) -> None:
@@ -139,7 +119,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_withdraws_its_turn(
     assert answer.status == 200 and answer.readline().startswith(b"data: ")
     connection.close()
     answer.close()
-    wait_until(lambda: policy.withdrawn)
+    wait_until(lambda: policy.withdrawn, 60)
     assert policy.withdrawn == [policy.samples[0].id] and episode.player.num_turns == 0
     policy.steps = None
     assert ask(episode, USER).choices[0].message.content == "one two"

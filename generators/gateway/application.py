@@ -52,7 +52,7 @@ class HttpReply:
         self._send = send
         self.has_begun = False
 
-    async def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    async def begin_answer(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self.has_begun = True
         await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
 
@@ -66,7 +66,7 @@ class HttpReply:
             headers = [(b"content-type", answer.content_type), *answer.headers]
             if answer.content_type == JSON:
                 headers.append((b"content-length", str(sum(map(len, parts))).encode()))
-            await self.begin(answer.status, headers)
+            await self.begin_answer(answer.status, headers)
         for part in parts:
             await self.send_part(part)
         await self.send_part(b"", is_last=True)
@@ -202,7 +202,7 @@ class GatewayApp:
         try:
             while (chunk := await chunks.get()) is not None:
                 if not reply.has_begun:
-                    await reply.begin(200, [(b"content-type", EVENTS)])
+                    await reply.begin_answer(200, [(b"content-type", EVENTS)])
                 await reply.send_part(chunk)
             rest = list(encoder.encode_rest(answering.result()))
         finally:

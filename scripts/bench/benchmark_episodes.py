@@ -64,7 +64,7 @@ def make_config(task: str, args: dict[str, Any], *overrides: str) -> Config:
     )
 
 
-def play(engine: Engine, config: Config, num_groups: int, max_episodes: int) -> EpisodeCost:
+def play_groups(engine: Engine, config: Config, num_groups: int, max_episodes: int) -> EpisodeCost:
     """Plays groups of the configured task. A first round, which starts all workers, is left out."""
     episodes = TaskEpisodes(config, make_byte_tokenizer())
     with open_driver(engine, episodes, config.sampling.max_tokens) as driver:
@@ -110,7 +110,7 @@ def make_engine(folder: Path) -> tuple[Engine, Publisher]:
 def measure_turns(engine: Engine, reply_tokens: int, num_groups: int) -> dict[str, float]:
     def play_task(task: str, turns: int, max_tokens: int, groups: int) -> EpisodeCost:
         config = make_config(task, {"turns": turns}, f"sampling.max_tokens={max_tokens}")
-        return play(engine, config, groups, 32)
+        return play_groups(engine, config, groups, 32)
 
     rounds = [
         (
@@ -164,7 +164,7 @@ def compare(
 ) -> dict[str, float]:
     """Returns the ratio of tokens a second of two settings of a task, and what each had."""
     costs = [
-        play(make_simulated(), make_config(task, args, *overrides), num_groups, max_episodes)
+        play_groups(make_simulated(), make_config(task, args, *overrides), num_groups, max_episodes)
         for args in (slow, quick)
     ]
     return compare_costs(costs)
@@ -202,10 +202,13 @@ def measure_judge(wait_s: float = 20.0, num_groups: int = 60) -> dict[str, float
                 f"max_concurrent: 200, attempt_timeout_s: {wait_s + 8}, timeout_s: {wait_s + 9}}}]"
             )
             config = make_config(
-                "WaitingTask", {}, "task.name=rewarded", f"episodes.score_timeout_s={wait_s + 10}",
+                "WaitingTask",
+                {},
+                "task.name=rewarded",
+                f"episodes.score_timeout_s={wait_s + 10}",
                 f"task.args={{rows: {{task: '{TASKS}:WaitingTask'}}, rewards: {rewards}}}",
                 "episodes.max_concurrent=160",
-            )  # fmt: skip
+            )
             engine, episodes = make_simulated(10, slots=8), TaskEpisodes(config, make_byte_tokenizer())
             with open_driver(engine, episodes, config.sampling.max_tokens) as driver:
                 costs.append(driver.play_groups(num_groups, SAMPLES, 160))

@@ -15,7 +15,7 @@ def serve_judge(wait_s: float) -> Iterator[str]:
     """Serves until the block ends; gives its address, up to `/v1`."""
     loop = asyncio.new_event_loop()
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer_request(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             size = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
@@ -28,7 +28,7 @@ def serve_judge(wait_s: float) -> Iterator[str]:
         finally:
             writer.close()
 
-    server = loop.run_until_complete(asyncio.start_server(answer, "127.0.0.1", 0, backlog=1024))
+    server = loop.run_until_complete(asyncio.start_server(answer_request, "127.0.0.1", 0, backlog=1024))
     thread = threading.Thread(target=loop.run_forever, daemon=True, name="judge")
     thread.start()
     try:
