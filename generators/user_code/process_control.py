@@ -1,5 +1,6 @@
 """Linux's means of keeping hold of processes: subreapers, death signals, and lists of children."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -54,9 +55,8 @@ def count_children() -> int:
     except ChildProcessError:
         return 0
     try:
-        lists = [f"/proc/self/task/{thread}/children" for thread in os.listdir("/proc/self/task")]
-        return sum(len(Path(one).read_text().split()) for one in lists)
-    except FileNotFoundError:  # a thread that has just ended, or a kernel without CONFIG_PROC_CHILDREN
+        return len(_read_children(os.getpid()))
+    except (FileNotFoundError, ProcessLookupError):
         return len(find_children())
 
 
@@ -83,16 +83,19 @@ def _find_below(children: Iterable[int]) -> set[int]:
     found, new = set[int](), set(children)
     while new:
         found |= new
-        new = {below for pid in new for below in _read_children(pid)} - found
+        below = set[int]()
+        for pid in new:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                below.update(_read_children(pid))
+        new = below - found
     return found
 
 
 def _read_children(pid: int) -> list[int]:
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-        lists = [Path(f"/proc/{pid}/task/{thread}/children").read_text() for thread in threads]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
+    """Raises FileNotFoundError or ProcessLookupError for a process, or one of its threads, that has just
+    ended, and on a kernel without CONFIG_PROC_CHILDREN."""
+    threads = os.listdir(f"/proc/{pid}/task")
+    lists = [Path(f"/proc/{pid}/task/{thread}/children").read_text() for thread in threads]
     return [int(word) for one in lists for word in one.split()]
 
 
