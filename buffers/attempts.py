@@ -14,6 +14,9 @@ from buffers.state import AttemptState
 MAX_ENDED = 10_000
 """Ended attempts that are remembered, so that the buffer understands what their generators still say of
 them."""
+BEGIN_S = 5.0
+"""Most seconds in which a generator is to take up a published version. One that has not done so gets only
+leases that it can begin with the version that it holds, and hands back those that it has not begun."""
 
 
 @dataclass(slots=True)

@@ -1,5 +1,5 @@
-"""The book of a buffer: everything that it knows of groups, in four parts that each keep a state of their
-own.
+"""The book of a buffer: everything that it knows of groups, in five parts that each keep a state of
+their own.
 
     leases    open groups, the attempts at them and their fates
       │
@@ -7,7 +7,8 @@ own.
     history   steps: what they were handed, trained, and what a rewind has undone
       │
       ├──▶ pool     complete groups, their bytes, and the choice among them
-      └──▶ places   integers: which places fall due when, which are free and which are filled
+      ├──▶ places   integers: which places fall due when, which are free and which are filled
+      └──▶ supply   prompts: which a fresh group asks, and what has become of each source's groups
 
 A part calls those below it. Every change is told as an event. `buffers.book_events` makes the same book of
 the same events, and `buffers.book_state` of a state.
@@ -24,6 +25,7 @@ from buffers.ledger import Ledger
 from buffers.places import Places
 from buffers.pool import GroupPool
 from buffers.samplers import Fifo, Sampler
+from buffers.supply import PromptSupply
 from buffers.terms import Terms
 
 
@@ -36,12 +38,14 @@ class Book:
         """Is called with each event. A book that is made again after a restart tells nobody."""
         self.ledger = Ledger()
         self.places = Places(terms)
+        self.supply = PromptSupply(terms)
         self.pool = GroupPool(terms, Fifo() if sampler is None else sampler)
-        self.history = History(terms, self.places, self.pool, self.ledger, self._tell_event)
+        self.history = History(terms, self.places, self.pool, self.supply, self.ledger, self._tell_event)
         self.leases = Leases(
             terms,
             self.places,
             self.pool,
+            self.supply,
             self.history,
             self.ledger,
             itertools.count() if lease_ids is None else lease_ids,
@@ -57,6 +61,7 @@ class Book:
 
     def adopt_terms(self, terms: Terms) -> None:
         """Keeps the book by these terms from now on."""
+        self.supply.adopt_terms(terms)
         self.places.terms = self.pool.terms = self.history.terms = self.leases.terms = terms
 
     def find_group(self, number: int) -> GroupRecord | None:

@@ -15,7 +15,7 @@ def apply_event(book: Book, event: e.AnyEvent, now: float) -> None:
         case e.Began():
             book.adopt_terms(apply_record(book.terms, event.terms))
         case e.Leased():
-            book.leases.grant_lease(event.lease, event.group, event.due, event.generator, now)
+            book.leases.grant_lease(event.lease, event.group, event.due, event.generator, now, event.prompt)
         case e.Accepted():
             book.leases.accept_group(event)
         case e.Failed():

@@ -36,6 +36,7 @@ def export_book(book: Book) -> BookState:
         ],
         oldest_checkpoint=history.oldest_checkpoint,
         ledger=book.ledger.export_state(),
+        supply=book.supply.export_state(),
     )
 
 
@@ -59,6 +60,7 @@ def restore_book(book: Book, state: BookState, now: float) -> None:
     history.oldest_checkpoint = state.oldest_checkpoint
     history.handed = {step: Handout(numbers, weights) for step, (numbers, weights) in state.handed.items()}
     known = {one.number: restore_group(one) for one in state.retired} | groups
+    book.supply.restore_state(state.supply, known, state.next_group, book.ledger.groups["trained"])
     for step in state.trained:
         event = step.trained
         rows = zip(event.groups, event.trained, event.excluded, step.is_first, strict=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import xxhash
@@ -39,6 +40,11 @@ BROKEN_S = 2.0
 """Seconds in which every handshake must have broken, with somebody there each time, before the keys are
 blamed."""
 NOBODY_LISTENS = zmq.EVENT_CLOSED
+UNACKNOWLEDGED_S = 15.0
+"""Seconds in which the other host's kernel acknowledges nothing, after which a client connects anew. The
+kernel of a process that is busy or stopped acknowledges."""
+CONNECT_S = 5.0
+"""Seconds of one attempt to connect."""
 WINDOW = 4
 """Parts of a record batch that are asked for and have not come yet."""
 MAX_UNSEEN = 3
@@ -155,9 +161,13 @@ class BufferClient:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
+        # On a link that was cut the kernel would try again after ever longer waits.
+        self._socket.setsockopt(zmq.TCP_MAXRT, int(UNACKNOWLEDGED_S * 1000))
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, int(CONNECT_S * 1000))
         if keys is not None:
             show_key(self._socket, Path(keys), role)
         self._broken_since: float | None = None
+        self._broken_at = float("-inf")
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
             CONNECTED | KEY_REFUSED | HANDSHAKE_BROKEN | NOBODY_LISTENS
         )
@@ -256,11 +266,13 @@ class BufferClient:
     def _count_broken_handshake(self) -> None:
         """Raises KeysRefused when every handshake has broken for `BROKEN_S`.
 
-        A buffer that dies or is started again breaks a few handshakes. Keys that do not fit break all of
-        them.
+        A buffer that dies or is started again breaks a few handshakes, and one that stands still breaks one
+        every half a minute. Keys that do not fit break all of them, at once.
         """
         now = time.monotonic()
-        self._broken_since = now if self._broken_since is None else self._broken_since
+        if self._broken_since is None or now - self._broken_at > BROKEN_S:
+            self._broken_since = now
+        self._broken_at = now
         if now - self._broken_since > BROKEN_S:
             raise KeysRefused(
                 f"buffer.keys must hold keys that fit the buffer at {self.address}, or none if it has none "
@@ -391,6 +403,17 @@ class BufferClient:
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
+
+
+def send_evaluation(client: BufferClient, answer: m.SubmitEvaluation, rows: pa.RecordBatch) -> None:
+    """Sends the answer to an evaluation prompt without waiting for the receipt; without its rows where they
+    are too large for a message."""
+    whole = msgspec.structs.replace(answer, num_rows=rows.num_rows)
+    try:
+        client.send_request(whole, encode_batch(rows))
+    except TooLarge as error:
+        log.warning("the samples of lease %d are not kept: %s", answer.lease, error)
+        client.send_request(answer)
 
 
 def send_groups(

@@ -110,17 +110,18 @@ class Connections:
         max_waiting: int,
         max_total: int,
         max_unread: int,
+        max_total_unread: float = float("inf"),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Watches a socket that is not bound yet.
 
         `max_message` bounds the bytes of a message, `max_waiting` the whole messages of one connection that
         ZeroMQ keeps for the server, `max_total` the bytes of all connections' unfinished messages, and
-        `max_unread` the bytes of answers that a connection has not taken. At most half of the process's file
-        descriptors are for connections.
+        `max_unread` the bytes of answers that a connection has not taken, and `max_total_unread` those of all
+        connections together. At most half of the process's file descriptors are for connections.
         """
         self._max_message, self._max_waiting, self._max_total = max_message, max_waiting, max_total
-        self._max_unread, self._clock = max_unread, clock
+        self._max_unread, self._max_total_unread, self._clock = max_unread, max_total_unread, clock
         allow_many_connections()
         self._max_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         self._by_sender: dict[bytes, Connection] = {}
@@ -258,16 +259,23 @@ class Connections:
     def shut_down_deaf(self) -> list[int]:
         """Ends the connections that do not take their answers; returns the bytes that waited for each.
 
-        That is: too many bytes wait for it, or it has taken nothing for long.
+        That is: too many bytes wait for it, or it has taken nothing for long. Where too many wait for all
+        connections together, those go for which most wait.
         """
-        found, now = {}, self._clock()
+        found, waiting, now = {}, {}, self._clock()
         for descriptor, one in self._open.items():
             if one.num_sent:
                 acked = self._borrowed.ask_kernel(descriptor, one)[0]
                 if acked != one.num_acked or one.num_sent - acked < UNREAD_BYTES:
                     one.num_acked, one.acked_at = acked, now
-                if one.num_sent - acked > self._max_unread or now - one.acked_at > UNREAD_S:
-                    found[descriptor] = one.num_sent - acked
+                waiting[descriptor] = left = one.num_sent - acked
+                if left > self._max_unread or now - one.acked_at > UNREAD_S:
+                    found[descriptor] = left
+        total = sum(waiting.values()) - sum(found.values())
+        for descriptor in sorted(waiting.keys() - found.keys(), key=waiting.__getitem__, reverse=True):
+            if total > self._max_total_unread:
+                total -= waiting[descriptor]
+                found[descriptor] = waiting[descriptor]
         return [left for descriptor, left in found.items() if self.shut_down(descriptor)]
 
     def shut_down_surplus(self) -> int:

@@ -6,6 +6,9 @@ Applying the log from its beginning (`buffers.book_events`) makes the state of t
 import msgspec
 import xxhash
 
+from buffers.evaluation_statistics import EvaluationResult
+from buffers.message_fields import GroupSlice
+
 
 class Began(msgspec.Struct, frozen=True, tag=True):
     """A file of the log begins. This is its first line."""
@@ -55,6 +58,8 @@ class Leased(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     generator: str
     at: float
     """Unix time in seconds."""
+    prompt: int = -1
+    """Index of the prompt; -1 in a line of before: then the order of prompts tells it."""
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -110,7 +115,8 @@ class Duplicate(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A group will not be trained: `zero_variance`, `cancelled`, `failed`, `unsampled` or `damaged`."""
+    """A group will not be trained: `zero_variance`, `uninformative`, `cancelled`, `failed`, `unsampled` or
+    `damaged`."""
 
     group: int
     reason: str
@@ -158,6 +164,18 @@ class Trained(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     at: float = 0.0
 
 
+class Reported(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The metrics of the step that the line before has told, for those who watch the run."""
+
+    step: int
+    seconds: float
+    """Seconds since the first version was published."""
+    metrics: dict[str, float | str]
+    """A number that is not finite stands as text: `nan`, `inf` or `-inf`."""
+    samples: list[GroupSlice] = []
+    """The groups whose samples trackers show."""
+
+
 class Published(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The learner has published a version."""
 
@@ -168,12 +186,12 @@ class Published(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Evaluated(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A version's evaluation on held-out prompts is done."""
+    """A version's evaluation on one set is done."""
 
     version: int
-    reward: float
-    num_prompts: int
     at: float
+    result: EvaluationResult | None = None
+    """None in a journal that an older program wrote: its result is in the run's summary alone."""
 
 
 class Rewound(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -211,6 +229,7 @@ AnyEvent = (
     | Retired
     | Handed
     | Trained
+    | Reported
     | Published
     | Evaluated
     | Rewound

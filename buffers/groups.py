@@ -13,6 +13,8 @@ class GroupRecord:
 
     due: int
     """The step that the group is made for."""
+    prompt: int = -1
+    """Index of the prompt that the group asks."""
     attempts: set[int] = field(default_factory=set)
     """Leases of the group that are under way. A complete group has none."""
     content: e.Accepted | None = None
@@ -49,9 +51,17 @@ class GroupUse:
 
 def export_group(number: int, group: GroupRecord) -> GroupState:
     return GroupState(
-        number, group.due, group.num_failures, group.num_uses, sorted(group.attempts), group.content
+        number,
+        group.due,
+        group.num_failures,
+        group.num_uses,
+        sorted(group.attempts),
+        group.content,
+        group.prompt,
     )
 
 
 def restore_group(state: GroupState) -> GroupRecord:
-    return GroupRecord(state.due, set(state.attempts), state.content, state.num_failures, state.num_uses)
+    return GroupRecord(
+        state.due, state.prompt, set(state.attempts), state.content, state.num_failures, state.num_uses
+    )

@@ -10,6 +10,7 @@ from buffers.groups import GroupRecord, GroupUse, Handout
 from buffers.ledger import Ledger
 from buffers.places import Places
 from buffers.pool import GroupPool
+from buffers.supply import PromptSupply
 from buffers.terms import Terms
 from configs.staleness import OnLate
 
@@ -34,11 +35,13 @@ class History:
         terms: Terms,
         places: Places,
         pool: GroupPool,
+        supply: PromptSupply,
         ledger: Ledger,
         note: Callable[[e.AnyEvent], None],
     ) -> None:
         self.terms = terms
-        self._places, self._pool, self._ledger, self._note = places, pool, ledger, note
+        self._places, self._pool, self._supply = places, pool, supply
+        self._ledger, self._note = ledger, note
         self.version = -1
         """The newest published version; -1 when the learner has published none since its start or its last
         rewind."""
@@ -72,6 +75,7 @@ class History:
         self.newest_version = max(self.newest_version, content.newest)
         self._may_choose = True
         self._places.fill_place(group.due)
+        self._supply.finish_group(group.prompt, content.reward_mean)
         self._note(content)
 
     def reject_group(self, number: int, reason: str, error: str = "", *, refill: bool = True) -> None:
@@ -79,6 +83,7 @@ class History:
         num_tokens = self._pool.get_content(number).tokens
         group = self._pool.remove_group(number)
         self._ledger.change_fate("in_flight", reason, num_tokens)
+        self._supply.reject_group(group.prompt, reason)
         self.drop_handouts(number)
         if refill:
             self._may_choose = True
@@ -194,6 +199,7 @@ class History:
             is_first = group.num_uses == 0
             if is_first:
                 self._ledger.count_trained(num_trained, num_excluded, self.terms.excluded_fate)
+                self._supply.train_group(group.prompt)
             else:
                 self._ledger.replayed += num_trained
             group.num_uses += 1
@@ -236,6 +242,7 @@ class History:
             for use in trained.uses:
                 if use.is_first:
                     self._ledger.undo_trained(use.num_trained, use.num_excluded, self.terms.excluded_fate)
+                    self._supply.train_group(use.group.prompt, undo=True)
                 else:
                     self._ledger.replayed -= use.num_trained
                 use.group.num_uses -= 1

@@ -7,6 +7,7 @@ from typing import assert_never
 from buffers import messages as m
 from buffers.announcements import Announcer
 from buffers.buffer import Buffer
+from buffers.parcels import PackedParcels
 from buffers.parity_probe import ParityProbes
 from buffers.refusal import Refusal
 from buffers.waiting_room import WaitingRoom
@@ -22,11 +23,13 @@ class ImmediateAnswers:
         announcer: Announcer,
         waiting_room: WaitingRoom,
         config_text: str,
+        parcels: PackedParcels,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`config_text` is the run's resolved configuration, as YAML."""
         self._buffer, self._probes, self._announcer = buffer, probes, announcer
         self._waiting_room, self._config_text, self._clock = waiting_room, config_text, clock
+        self._parcels = parcels
 
     def carry_out(
         self, request: m.ImmediateRequest, payload: Sequence[memoryview]
@@ -37,6 +40,10 @@ class ImmediateAnswers:
             return self._answer_generator(request, payload), []
         buffer = self._buffer
         match request:
+            case m.ListParcels():
+                return m.ParcelList(parcels=self._parcels.list_parcels()), []
+            case m.ReadParcelPart():
+                return m.ParcelPart(), [self._parcels.read_part(request)]
             case m.RoleHeartbeat():
                 if request.ended:
                     buffer.roles.remove_role(request.role)
@@ -52,6 +59,7 @@ class ImmediateAnswers:
             case m.PublishVersion():
                 buffer.progress.publish_version(request.version, request.manifest_locator)
                 self._announcer.count_change()
+                return m.PublishedVersion(needed_versions=buffer.evaluations.list_needed_versions()), []
             case m.ReportTrainedStep():
                 buffer.progress.finish_step(request)
             case m.ReportCheckpoint():
@@ -72,15 +80,18 @@ class ImmediateAnswers:
         buffer, name = self._buffer, request.generator
         match request:
             case m.JoinRun():
-                self._waiting_room.end_lease_requests(name)
-                buffer.join_generator(name)
-                return m.JoinedRun(config=self._config_text)
+                if request.again:
+                    buffer.roles.readmit_generator(name)
+                else:
+                    self._waiting_room.end_lease_requests(name)
+                    buffer.join_generator(name, evaluates=request.evaluates)
+                return m.JoinedRun(config=self._config_text, run=self._announcer.run)
             case m.LeaveRun():
                 self._waiting_room.end_lease_requests(name)
                 buffer.remove_generator(name, request.error)
                 return m.Acknowledged()
             case m.GeneratorHeartbeat():
-                return self._announcer.make_standing(buffer.take_heartbeat(request))
+                return self._announcer.make_standing(name, buffer.take_heartbeat(request))
             case m.SubmitGroups():
                 if len(payload) != 1:
                     raise Refusal(
@@ -96,7 +107,13 @@ class ImmediateAnswers:
                 )
                 return m.Acknowledged()
             case m.SubmitEvaluation():
-                verdict = buffer.submit_evaluation(name, request.lease, request.reward)
+                if len(payload) != bool(request.num_rows):
+                    raise Refusal(
+                        "malformed evaluation",
+                        f"an answer must carry one Arrow frame where it has rows, got {len(payload)} with "
+                        f"{request.num_rows} rows",
+                    )
+                verdict = buffer.submit_evaluation(request, payload[0] if payload else None)
                 return m.LeaseReceipt(leases=[request.lease], verdicts=[verdict])
             case m.FailLease():
                 verdict = buffer.fail_lease(

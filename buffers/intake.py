@@ -1,7 +1,7 @@
 """The intake: groups that generators submit are checked, written to the journal and booked.
 
     submit ─▶ check every row ─▶ append to the journal ─▶ book as accepted
-                                                             └─▶ dynamic sampling: reject equal rewards
+                                                             └─▶ refills: reject what teaches nothing
 
 The learner's part stands in `buffers.progress`.
 """
@@ -24,7 +24,7 @@ from buffers.group_checks import (
     split_message,
 )
 from buffers.journal import Journal
-from buffers.prompts import PromptOrder
+from buffers.refills import Refills
 from buffers.refusal import RefusalCounts
 from buffers.trajectory import SCHEMA_VERSION, MalformedGroup, encode_batch
 from buffers.vocabulary import read_routing, read_vocabulary
@@ -46,9 +46,9 @@ class Intake:
     ) -> None:
         self._config, self._book, self._journal = config, book, journal
         self._refusals, self._watchdog, self._milestones = refusals, watchdog, milestones
-        self._prompts = PromptOrder(config.task.size, config.run.seed)
         self._vocabulary = read_vocabulary(Path(config.model.path))
         self._routing = read_routing(Path(config.model.path), config.learner.moe.router_replay)
+        self.refills = Refills(config, book.supply.refills)
         self.quarantined_in_a_row = 0
         """Groups that have failed for good since the last accepted one."""
 
@@ -59,8 +59,9 @@ class Intake:
 
         `data` holds the rows of all of them, and `rows` says how many are of each lease.
 
-        `accepted`; `zero_variance` (complete, and rejected by dynamic sampling); `duplicate`; or `failed`
-        (and counted as refused, because the group breaks a rule, or the message cannot be read at all).
+        `accepted`; `zero_variance` or `uninformative` (complete, and rejected: `buffers.refills`);
+        `duplicate`; or `failed` (and counted as refused, because the group breaks a rule, or the message
+        cannot be read at all).
         """
         num_samples = self._book.terms.samples_per_prompt
         wanted = self._find_wanted(leases, rows)
@@ -110,7 +111,8 @@ class Intake:
             if held is not None and held[0] not in groups:
                 groups.add(held[0])
                 num_rows = rows[place] if place < len(rows) else 0
-                wanted[place] = ExpectedGroup(*held, self._prompts.prompt_index(held[0]), num_rows)
+                prompt = self._book.leases.open_groups[held[0]].prompt
+                wanted[place] = ExpectedGroup(*held, prompt, num_rows)
         return wanted
 
     def _settle_unwanted(self, lease: int, num_tokens: int) -> str:
@@ -168,7 +170,7 @@ class Intake:
                 lease=lease,
                 group=group,
                 due=due,
-                prompt=self._prompts.prompt_index(group),
+                prompt=wanted.prompt,
                 segment=segment,
                 offset=offset,
                 size=len(message),
@@ -188,10 +190,11 @@ class Intake:
 
     def _book_content(self, content: e.Accepted) -> str:
         self._book.leases.accept_group(content)
-        if self._config.algo.dynamic_sampling and content.reward_std == 0.0:
-            self._book.history.reject_group(content.group, "zero_variance")
-            return "zero_variance"
-        return "accepted"
+        reason = self.refills.judge_group(content)
+        if reason is not None:
+            self._book.history.reject_group(content.group, reason)
+        self.refills.warn_of_waste()
+        return reason or "accepted"
 
     def fail_lease(self, lease: int, num_tokens: int, error: str, *, revoked: bool = False) -> str:
         """Books that a lease came to nothing.
@@ -203,10 +206,14 @@ class Intake:
             held = leases.find_open_group(lease)
             outcome = leases.fail_lease(lease, max(0, num_tokens), error, counts=not revoked)
             if held is not None and outcome != "over":
-                self.note_lost(held[0], outcome, error)
+                self.note_lost(held[0], outcome, error, counts=not revoked)
         return "failed"
 
-    def note_lost(self, group: int, outcome: str, error: str) -> None:
-        """Logs a failed attempt. `outcome` is `lost` or `quarantined`."""
-        log.warning("group %d failed and is %s: %s", group, outcome, error)
+    def note_lost(self, group: int, outcome: str, error: str, *, counts: bool = True) -> None:
+        """Logs an attempt that came to nothing. `outcome` is `lost` or `quarantined`; with `counts=False` it
+        is no failure."""
+        if counts or outcome == "quarantined":
+            log.warning("group %d failed and is %s: %s", group, outcome, error)
+        else:
+            log.info("group %d is given out again: %s", group, error)
         self.quarantined_in_a_row += outcome == "quarantined"

@@ -55,6 +55,8 @@ REQUEST_ROLES: dict[type[WireRecord], frozenset[KeyRole]] = {
     m.SubmitParityProbe: _GENERATOR,
     m.SubmitEvaluation: _GENERATOR,
     m.FailLease: _GENERATOR,
+    m.ListParcels: _GENERATOR | _LEARNER,
+    m.ReadParcelPart: _GENERATOR | _LEARNER,
     m.RoleHeartbeat: _LEARNER,
     m.LocateJournal: _LEARNER,
     m.RequestBatch: _LEARNER,
@@ -68,6 +70,7 @@ REQUEST_ROLES: dict[type[WireRecord], frozenset[KeyRole]] = {
     m.RewindToStep: _LEARNER | _OPERATOR,
     m.StopRun: _OPERATOR,
     m.WatchRun: _ANYBODY,
+    m.WatchGenerators: _ANYBODY,
 }
 """Roles whose keys may send a request to a buffer that has keys. Nobody may send a request that is not
 here."""

@@ -10,24 +10,27 @@ An open group's life:
       └── a fresh group takes a freed place and inherits its due step
 
 Each lease has its own fate on the ledger: it is in flight until its group is trained, or until it loses.
+Progress keeps a lease: heartbeats renew those that a generator has begun, and the others for `BEGIN_S` only.
+It gets only leases that it can begin with the version that it holds, or soon.
 Times are seconds on any monotonic clock, passed in.
 """
 
 import heapq
 import time
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from buffers import events as e
-from buffers.attempts import Attempt, Attempts, name_holders
+from buffers.attempts import BEGIN_S, Attempt, Attempts, name_holders
 from buffers.groups import GroupRecord
 from buffers.history import History
 from buffers.ledger import Ledger
 from buffers.messages import Lease
 from buffers.places import Places
 from buffers.pool import GroupPool
-from buffers.prompts import PromptOrder
 from buffers.staleness import is_admitted, min_version
+from buffers.supply import PromptSupply
 from buffers.terms import Terms
 from configs.staleness import OnLate
 
@@ -47,6 +50,12 @@ class Quarantine:
             del self.last[next(iter(self.last))]
 
 
+LEAST_BEGIN_S = 0.2
+"""Seconds that every generator has for that, however fast versions come."""
+MAX_PUBLISHED = 64
+"""Newest versions of which the time is known."""
+
+
 class Leases:
     """Open groups and the attempts at them. Pure logic: no sockets, no clock, no files.
 
@@ -58,6 +67,7 @@ class Leases:
         terms: Terms,
         places: Places,
         pool: GroupPool,
+        supply: PromptSupply,
         history: History,
         ledger: Ledger,
         lease_ids: Iterator[int],
@@ -73,8 +83,12 @@ class Leases:
         """The number of the next fresh group."""
         self.quarantine = Quarantine()
         self._places, self._pool, self._history, self._ledger = places, pool, history, ledger
-        self._prompts = PromptOrder(terms.task_size, terms.seed)
+        self._supply = supply
         self._lease_ids, self._note = lease_ids, note
+        self._published_at: OrderedDict[int, float] = OrderedDict()
+        """When the newest versions were published, oldest first."""
+        self._follow_s = BEGIN_S
+        """Seconds within which a generator that follows the learner has taken up a version."""
         self._lost: list[tuple[int, int]] = []
         """Heap of (due step, number) of groups without an attempt.
 
@@ -83,25 +97,37 @@ class Leases:
 
     # ---- giving leases
 
-    def lease_next(self, generator: str, now: float) -> Lease | None:
+    def lease_next(self, generator: str, now: float, held: int | None = None) -> Lease | None:
         """Leases the group that falls due first; None when admission, a budget or the end of the run
-        forbids it."""
+        forbids it, while all prompts of a curriculum are under way, and to a generator that cannot begin it.
+
+        `held` is the version that the generator holds; None: any that is needed.
+        """
         due, is_lost = self._next_opening()
         if due >= self.terms.steps or self._history.version < 0:
             return None
         if not is_admitted(due, self._history.version, self.admission_lag):
             return None
+        if held is not None and not self.can_begin(due, held, now):
+            return None
         if due > self._history.next_step and self.name_reached_budget() is not None:
             return None
         number = self._lost[0][1] if is_lost else self.next_group
+        if is_lost:
+            prompt: int | None = self.open_groups[number].prompt
+        else:
+            is_idle = not self.attempts.under_way
+            prompt = self._supply.curriculum.choose_prompt(number, may_repeat=is_idle)
+        if prompt is None:
+            return None
         lease_id = next(self._lease_ids)
-        self.grant_lease(lease_id, number, due, generator, now)
-        self._note(e.Leased(lease=lease_id, group=number, due=due, generator=generator, at=time.time()))
+        self.grant_lease(lease_id, number, due, generator, now, prompt)
+        self._note(e.Leased(lease_id, number, due, generator, time.time(), prompt))
         return Lease(
             id=lease_id,
             split="train",
             task=self.terms.task,
-            index=self._prompts.prompt_index(number),
+            index=prompt,
             seed=self.terms.seed,
             group=number,
             due=due,
@@ -109,12 +135,51 @@ class Leases:
             num_samples=self.terms.samples_per_prompt,
         )
 
-    def grant_lease(self, lease_id: int, number: int, due: int, generator: str, now: float) -> None:
-        """Books that a generator has a lease of a group, fresh or lost."""
+    def note_published(self, version: int, now: float) -> None:
+        """Notes when a version was published, or when this life of the buffer has begun with it."""
+        while self._published_at and next(reversed(self._published_at)) >= version:
+            self._published_at.popitem()  # of a life of the learner before a rewind
+        self._published_at[version] = now
+        if len(self._published_at) > MAX_PUBLISHED:
+            self._published_at.popitem(last=False)
+        num_intervals = len(self._published_at) - 1
+        if num_intervals:
+            interval_s = (now - next(iter(self._published_at.values()))) / num_intervals
+            self._follow_s = min(BEGIN_S, max(LEAST_BEGIN_S, interval_s / 2))
+        else:
+            self._follow_s = BEGIN_S
+
+    def can_begin(self, due: int, held: int, now: float) -> bool:
+        """True for a generator that holds the oldest version that may begin a group due at this step, or
+        that follows the learner. A slower one would hold the step."""
+        return held >= min(min_version(due, self.admission_lag), self.find_last_follower(now))
+
+    def find_last_follower(self, now: float) -> int:
+        """Returns the oldest version whose holder follows the learner: no version after it is older than half
+        the time between two versions, and than `BEGIN_S`."""
+        published = reversed(self._published_at.items())
+        return next((version for version, at in published if now - at > self._follow_s), -1)
+
+    @property
+    def next_floor(self) -> int:
+        """Oldest version that may begin the group that is leased next."""
+        return min_version(self._next_opening()[0], self.admission_lag)
+
+    @property
+    def has_opening_at_hand(self) -> bool:
+        """True when a group of the step that is trained next may be leased."""
+        due, _ = self._next_opening()
+        return due <= self._history.next_step
+
+    def grant_lease(
+        self, lease_id: int, number: int, due: int, generator: str, now: float, prompt: int = -1
+    ) -> None:
+        """Books that a generator has a lease of a group, fresh or lost. A fresh one asks `prompt`; -1 in a
+        journal of before, whose prompts the group's number tells."""
         if number not in self.open_groups:
             self._places.take_place(due)
             self.next_group = number + 1
-            self.open_groups[number] = GroupRecord(due)
+            self.open_groups[number] = GroupRecord(due, self._supply.start_group(number, prompt))
         self.open_groups[number].attempts.add(lease_id)
         self.attempts.start_attempt(Attempt(lease_id, number, generator, now + self.terms.lease_s, now))
 
@@ -124,6 +189,11 @@ class Leases:
             heapq.heappop(self._lost)
         due, _ = self._places.next_opening()
         return (self._lost[0][0], True) if self._lost and self._lost[0][0] <= due else (due, False)
+
+    def _lacks_prompt(self) -> bool:
+        """True where a fresh group is next, and all prompts of the curriculum are under way."""
+        _, is_lost = self._next_opening()
+        return not is_lost and self._supply.curriculum.choose_prompt(self.next_group) is None
 
     def _is_lost(self, number: int) -> bool:
         return number in self.open_groups and not self.open_groups[number].attempts
@@ -163,6 +233,14 @@ class Leases:
         return None
 
     # ---- attempts under way
+
+    def take_back_overdue(self, generator: str, overdue: Sequence[int]) -> list[tuple[int, str]]:
+        """Takes back leases that a generator could not begin; returns (group, outcome) of each, as
+        `fail_lease` has it. They do not count against `max_attempts`."""
+        held = [self.attempts.under_way.get(lease_id) for lease_id in overdue]
+        late = [attempt for attempt in held if attempt is not None and attempt.generator == generator]
+        why = f"{generator} could not begin it"
+        return [(attempt.group, self._lose_attempt(attempt, why, False)) for attempt in late]
 
     def renew_leases(self, generator: str, progress: dict[int, int], now: float) -> list[int]:
         """Renews leases and notes their progress; returns those that are not the generator's any more.
@@ -269,7 +347,7 @@ class Leases:
         ]
 
     def _lose_attempt(self, attempt: Attempt, error: str, counts: bool) -> str:
-        self.attempts.end_attempt(attempt, "failed")
+        self.attempts.end_attempt(attempt, "failed" if counts else "returned")
         self._note(e.Failed(attempt.lease, attempt.num_tokens, error, time.time(), counts))
         group = self.open_groups[attempt.group]
         group.attempts.discard(attempt.lease)
@@ -288,6 +366,7 @@ class Leases:
         With `refill` its place goes to a fresh group.
         """
         group = self.open_groups.pop(number)
+        self._supply.drop_group(group.prompt)
         for lease_id in list(group.attempts):
             self.attempts.end_attempt(self.attempts.under_way[lease_id], reason)
         if refill:
@@ -296,14 +375,15 @@ class Leases:
 
     def cancel_stragglers(self, now: float) -> list[int]:
         """Under `cancel`, rejects groups that have held the step that the learner waits for too long;
-        returns them."""
+        returns them. Groups of later steps hold it too where they have the prompts that it needs."""
         if self.terms.on_late is not OnLate.cancel or self._history.awaited is None:
             return []
         step, since = self._history.awaited
         assert self.terms.straggler_timeout_s is not None
+        lacks_prompt = self._next_opening()[0] <= step and self._lacks_prompt()
         late = []
         for number, group in self.open_groups.items():
-            if group.due <= step and group.attempts:
+            if (group.due <= step or lacks_prompt) and group.attempts:
                 leased_at = (self.attempts.under_way[lease].leased_at for lease in group.attempts)
                 if now - max([since, *leased_at]) >= self.terms.straggler_timeout_s:
                     late.append(number)
@@ -326,6 +406,15 @@ class Leases:
         for attempt in self.attempts.ended.values():
             if attempt.group in beyond:
                 attempt.group = -1  # so that it cannot come in late
+
+    def describe_limit(self) -> str | None:
+        """Returns why a generator that asks for leases gets none; None where there are some to be had."""
+        due, _ = self._next_opening()
+        if (budget := self.name_reached_budget()) is not None:
+            return budget
+        if due >= self.terms.steps or not is_admitted(due, self._history.version, self.admission_lag):
+            return "the staleness bound admits no more groups"
+        return "all prompts of the curriculum are under way" if self._lacks_prompt() else None
 
     def describe_missing(self, step: int, nobody: str = "") -> str:
         """Returns a sentence that says who holds `step`.

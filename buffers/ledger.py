@@ -14,9 +14,11 @@ from buffers.run_status import LedgerAccount
 from buffers.state import LedgerState
 
 REASONS = ("zero_variance", "duplicate", "cancelled", "failed", "late")
-RARE_REASONS = ("unsampled", "damaged")
-"""Reasons that are shown only where there are such groups. `unsampled` groups were not chosen while they
-were within the bound, which some samplers do; the disk has lost `damaged` groups after they were accepted."""
+RARE_REASONS = ("returned", "uninformative", "unsampled", "damaged")
+"""Reasons that are shown only where there are such groups. A `returned` lease came back without a failure:
+its generator has left or could not begin it, or the learner went back. The mean reward of `uninformative`
+groups was outside `curriculum.keep`. `unsampled` groups were not chosen while they were within the bound,
+which some samplers do; the disk has lost `damaged` groups after they were accepted."""
 FATES = ("trained", "masked", *REASONS, *RARE_REASONS, "in_flight")
 
 

@@ -15,7 +15,8 @@ def max_group_tokens(config: Config) -> int:
     """Returns the most tokens that one lease can sample: each turn of an episode may be as long as a context
     or a reply can be, because the branches of an episode do not share one context."""
     longest_turn = max(config.sampling.max_tokens, config.generators.max_model_len)
-    return config.learner.samples_per_prompt * config.episodes.max_turns * longest_turn
+    num_samples = [config.learner.samples_per_prompt, *(one.samples for one in config.eval.sets.values())]
+    return max(num_samples) * config.episodes.max_turns * longest_turn
 
 
 def max_group_rows(config: Config) -> int:
@@ -32,7 +33,8 @@ def check_bounds(request: m.Request, buffer: Buffer, config: Config) -> None:
         case m.SubmitGroups(leases=leases, rows=rows, generator=name):
             _check_at_most(max_group_rows(config), max(rows), "rows of a lease")
             _check_holder(name, leases, buffer, "a group")
-        case m.SubmitEvaluation(lease=lease, generator=name):
+        case m.SubmitEvaluation(lease=lease, generator=name, num_tokens=tokens):
+            _check_at_most(max_group_tokens(config), tokens, "num_tokens of an answer")
             _check_holder(name, [lease], buffer, "a score")
         case m.GeneratorHeartbeat(progress=progress):
             most = max(progress.values(), default=0)

@@ -33,10 +33,14 @@ BoundedText = Annotated[str, Meta(max_length=MAX_TEXT)]
 LeaseId = Annotated[int, Meta(ge=0, le=MAX_INT63)]
 Ordinal = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """Number of a step, of a version, or of a segment file."""
+HeldVersion = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+"""Version that a generator holds; -1 before the first."""
 TokenCount = Annotated[int, Meta(ge=0, le=2**40)]
 """Tokens of one lease or of one step. A sum of a million such numbers stays below 2^63."""
 RowCount = Annotated[int, Meta(ge=1, le=2**20)]
 """Rows of one group."""
+SampleCount = Annotated[int, Meta(ge=0, le=2**20)]
+"""Samples of evaluation prompts."""
 RunTotal = Annotated[int, Meta(ge=0, le=2**50)]
 """A count that grows for as long as a run lasts: bytes, groups, tokens of one generator."""
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
@@ -47,6 +51,23 @@ MetricValue = Annotated[float, Meta(description="any number: a learner that dive
 
 class WireRecord(msgspec.Struct, tag=True, kw_only=True):
     """Base class of all records in messages. On the wire each carries its class name."""
+
+
+class GroupSlice(WireRecord, array_like=True):
+    """The place of groups that lie together in the journal: some rows of one record batch."""
+
+    segment: int
+    """Number of the segment file."""
+    offset: int
+    """Byte at which the record batch begins."""
+    size: int
+    """Bytes of the record batch."""
+    xxh3: int
+    """Checksum of those bytes."""
+    row: int
+    """First row of the groups within the record batch."""
+    rows: int
+    """Number of rows."""
 
 
 def shorten(text: str) -> str:

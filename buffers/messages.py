@@ -14,13 +14,15 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from buffers.driver_messages import GeneratorNews, RunNews, StopRun, WatchGenerators, WatchRun
 from buffers.message_fields import (
     MAX_GROUPS,
-    MAX_INT63,
     MAX_LEASES,
     MAX_METRICS,
     Activity,
     BoundedText,
+    GroupSlice,
+    HeldVersion,
     LeaseId,
     MetricValue,
     Ordinal,
@@ -28,12 +30,15 @@ from buffers.message_fields import (
     RoleName,
     RowCount,
     RunTotal,
+    SampleCount,
     Seconds,
     TokenCount,
     WireRecord,
     shorten,
 )
-from buffers.run_status import EvaluationRecord, GeneratorReport, RunStatus, StepRecord
+from buffers.parcel_messages import ListParcels, ParcelList, ParcelPart, ReadParcelPart
+from buffers.run_status import GeneratorReport
+from configs.eval import MAX_SAMPLES
 
 MAX_BODY_BYTES = 1 << 20
 """Bytes of a request without its Arrow frame."""
@@ -65,6 +70,8 @@ class Lease(WireRecord):
     """Oldest version that may begin the group."""
     num_samples: int
     """Trajectories to sample."""
+    evaluation: str = ""
+    """Name of the evaluation set that the prompt belongs to; empty for a group."""
 
 
 # ---- requests of a generator, and their answers
@@ -74,6 +81,10 @@ class JoinRun(WireRecord):
     """-> JoinedRun. A generator begins a life. It sends this first, before anything else."""
 
     generator: RoleName
+    evaluates: bool = False
+    """True for a generator that leases evaluation prompts alone."""
+    again: bool = False
+    """True for a generator that goes on with its life, although the buffer was told that it has left."""
 
 
 class JoinedRun(WireRecord):
@@ -81,6 +92,9 @@ class JoinedRun(WireRecord):
 
     config: str
     """The run's resolved configuration, as YAML."""
+    run: str = ""
+    """Names the run and its configuration. Another name in a later answer means that another run answers at
+    this address."""
 
 
 class LeaveRun(WireRecord):
@@ -98,8 +112,17 @@ class RequestLeases(WireRecord):
 
     generator: RoleName
     count: Annotated[int, Meta(ge=0, le=MAX_LEASES)]
-    """Groups wanted at most."""
+    """Groups wanted at most. 0: evaluation prompts alone."""
     wait_s: Seconds
+    evaluation_room: SampleCount = 2**20
+    """Samples of evaluation prompts among them at most, while the run trains. 0: none at all."""
+    room: SampleCount | None = None
+    """Samples that there is room for, of groups and evaluation prompts together. Null: those of `count`
+    groups."""
+    version: HeldVersion | None = None
+    """Version that the generator holds; -1 before the first. Null: it can begin any lease at once."""
+    replaces: bool = False
+    """True for a request in the place of the one before. If that one has been answered, nothing is given."""
 
 
 class LeaseGrant(WireRecord):
@@ -115,6 +138,8 @@ class LeaseGrant(WireRecord):
     version."""
     ended: bool = False
     """True when the run is over: the generator leaves."""
+    run: str = ""
+    """As in `JoinedRun`."""
 
 
 class GeneratorHeartbeat(WireRecord):
@@ -124,6 +149,11 @@ class GeneratorHeartbeat(WireRecord):
     progress: Annotated[dict[LeaseId, TokenCount], Meta(max_length=MAX_LEASES)]
     """Tokens sampled so far, by lease id."""
     report: GeneratorReport
+    overdue: Annotated[list[LeaseId], Meta(max_length=MAX_LEASES)] = []
+    """Those of the leases that it could not begin within `BEGIN_S`, because it waits for a newer version:
+    others get them. It measures that itself, because a heartbeat may be late."""
+    evaluates: bool = False
+    """As in `JoinRun`: a buffer that was started again has heard no `JoinRun`."""
     activity: Activity = ""
     activity_s: Seconds = 0.0
     """Seconds for which it has been at this activity."""
@@ -145,6 +175,10 @@ class GeneratorStanding(WireRecord):
     """As in `LeaseGrant`."""
     ended: bool = False
     """True when the run is over: the generator leaves."""
+    run: str = ""
+    """As in `JoinedRun`."""
+    has_left: bool = False
+    """True when somebody has said that the generator has left: it gets no leases."""
 
 
 class SubmitGroups(WireRecord):
@@ -171,11 +205,27 @@ class SubmitParityProbe(WireRecord):
 
 
 class SubmitEvaluation(WireRecord):
-    """-> LeaseReceipt. A generator hands in the reward of one held-out prompt."""
+    """-> LeaseReceipt. A generator hands in the scored samples of one evaluation prompt.
+
+    Their rows travel as one Arrow frame, unless they are too large for one.
+    """
 
     generator: RoleName
     lease: LeaseId
-    reward: RewardValue
+    rewards: Annotated[list[RewardValue], Meta(min_length=1, max_length=MAX_SAMPLES)]
+    """One for each sample."""
+    num_tokens: TokenCount
+    """Sampled tokens of all samples together."""
+    oldest_version: Ordinal
+    """Oldest version that sampled a token."""
+    newest_version: Ordinal
+    """Newest version that sampled a token."""
+    num_truncated: SampleCount = 0
+    """Samples that ended because they had no tokens left."""
+    num_rows: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    """Rows of the samples in the frame; 0 without one."""
+    digest: Annotated[str, Meta(max_length=64)] = ""
+    """Digest of the version that began the prompt, as the engine has attested it."""
 
 
 class FailLease(WireRecord):
@@ -241,23 +291,6 @@ class RequestBatch(WireRecord):
     wait_s: Seconds
 
 
-class GroupSlice(WireRecord, array_like=True):
-    """The place of groups that lie together in the journal: some rows of one record batch."""
-
-    segment: int
-    """Number of the segment file."""
-    offset: int
-    """Byte at which the record batch begins."""
-    size: int
-    """Bytes of the record batch."""
-    xxh3: int
-    """Checksum of those bytes."""
-    row: int
-    """First row of the groups within the record batch."""
-    rows: int
-    """Number of rows."""
-
-
 class BatchOffer(WireRecord):
     """Names the groups that a step trains, in this order. A learner that cannot map the journal fetches them
     with `ReadBatchPart`."""
@@ -312,7 +345,8 @@ class ReplacedGroups(WireRecord):
 
 
 class PublishVersion(WireRecord):
-    """-> Acknowledged. The learner announces a version that generators can pull from now on. Idempotent."""
+    """-> PublishedVersion. The learner announces a version that generators can pull from now on.
+    Idempotent."""
 
     version: Ordinal
     manifest_locator: BoundedText
@@ -367,39 +401,18 @@ class RunStopped(WireRecord):
     reason: str
 
 
-# ---- requests of the driver, and their answers
-
-
-class WatchRun(WireRecord):
-    """-> RunNews as soon as there are step records after `after`, else after `wait_s`. Any role may watch."""
-
-    after: Annotated[int, Meta(ge=0, le=MAX_INT63)]
-    """Number of records that the sender has already; 2^63 - 1 asks for the status alone."""
-    wait_s: Seconds
-
-
-class RunNews(WireRecord):
-    """Carries the step records that a watcher lacks (the first few hundred of them) and the state of the
-    run."""
-
-    records: list[StepRecord]
-    evaluations: list[EvaluationRecord]
-    """All evaluations so far."""
-    status: RunStatus
-
-
-class StopRun(WireRecord):
-    """-> Acknowledged. The driver ends the run: from now on the buffer answers requests for leases with
-    `ended` and requests for batches with `RunStopped`."""
-
-    reason: BoundedText
-
-
 # ---- answers to any request
 
 
 class Acknowledged(WireRecord):
     """Says that the request has been carried out."""
+
+
+class PublishedVersion(Acknowledged):
+    """Says that a version is announced, and which ones the learner has to keep."""
+
+    needed_versions: list[int] = []
+    """Versions that are being evaluated or wait for it, where generators need them whole until then."""
 
 
 class RefusedRequest(WireRecord):
@@ -408,7 +421,9 @@ class RefusedRequest(WireRecord):
     reason: str
 
 
-WaitingRequest = RequestLeases | RequestBatch | RequestParityProbe | AwaitEvaluations | WatchRun
+WaitingRequest = (
+    RequestLeases | RequestBatch | RequestParityProbe | AwaitEvaluations | WatchRun | WatchGenerators
+)
 """Requests that may have to wait for their answers, up to `wait_s`."""
 GeneratorRequest = (
     JoinRun | LeaveRun | GeneratorHeartbeat | SubmitGroups | SubmitParityProbe | SubmitEvaluation | FailLease
@@ -416,6 +431,8 @@ GeneratorRequest = (
 """Requests of generators that the buffer answers in the turn in which they come."""
 ImmediateRequest = (
     GeneratorRequest
+    | ListParcels
+    | ReadParcelPart
     | RoleHeartbeat
     | LocateJournal
     | ReadBatchPart
@@ -433,6 +450,8 @@ Reply = (
     | LeaseGrant
     | GeneratorStanding
     | LeaseReceipt
+    | ParcelList
+    | ParcelPart
     | JournalLocation
     | BatchOffer
     | BatchPart
@@ -441,7 +460,9 @@ Reply = (
     | NotReadyYet
     | RunStopped
     | RunNews
+    | GeneratorNews
     | Acknowledged
+    | PublishedVersion
     | RefusedRequest
 )
 

@@ -64,6 +64,10 @@ def make_families(status: RunStatus) -> Iterator[Metric]:
     for reason, amount in status.refused_requests.items():
         refused.add_metric([reason], amount)
     yield refused
+    for fate in ("leased", "trained", "rejected"):
+        groups = {name: getattr(report, fate) for name, report in status.sources.items()}
+        yield _label_gauge(f"slipstream_source_groups_{fate}", f"Groups {fate}, by source", "source", groups)
+    yield _label_gauge("slipstream_curriculum", "Figures of the curriculum", "figure", status.curriculum)
     versions = {name: report.version for name, report in status.generators.items()}
     text = "Version that a generator holds"
     yield _label_gauge("slipstream_generator_version", text, "generator", versions)

@@ -11,13 +11,18 @@ journal and not on the ledger.
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from buffers import messages as m
+from buffers.files import replace_file
 from buffers.group_checks import ExpectedGroup, GroupFacts, check_groups
 from buffers.refusal import Refusal
 from buffers.trajectory import MalformedGroup
 from buffers.vocabulary import read_vocabulary
 from configs.schema import Config
 
+PROBE_FILE = ".probe"
+"""Name of a file beside the journal."""
 NUM_LENGTHS = 8
 MAX_SAMPLED = 32
 """Tokens that an engine samples at the end of a sequence, each in a step of its own."""
@@ -45,12 +50,25 @@ def is_probed(config: Config, version: int) -> bool:
     return every > 0 and config.max_versions > 0 and 0 < version < config.run.steps and version % every == 0
 
 
-class ParityProbes:
-    """Keeps the first probe of the newest version."""
+class KeptProbe(msgspec.Struct, array_like=True):
+    """The contents of the file of a probe."""
 
-    def __init__(self, config: Config) -> None:
+    manifest_locator: str = ""
+    """Where the manifest of the version is that has sampled it; empty where there is none."""
+    rows: bytes = b""
+    """Arrow frame."""
+
+
+class ParityProbes:
+    """Keeps the first probe of the newest version, in a file too: an engine samples it once, and another life
+    of the buffer must have it."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        """`folder` is where the file is."""
         self._lengths, self._vocabulary = probe_lengths(config), read_vocabulary(Path(config.model.path))
-        self._manifest_locator, self._rows = "", b""
+        self._path = folder / PROBE_FILE
+        data = self._path.read_bytes() if self._path.exists() else b""
+        self._kept = msgspec.msgpack.decode(data, type=KeptProbe) if data else KeptProbe()
 
     def take_probe(
         self,
@@ -61,7 +79,8 @@ class ParityProbes:
     ) -> None:
         """Keeps a probe of the newest version, `version`, whose manifest is at `manifest_locator`.
 
-        A probe of another version comes too late and is passed over. Raises Refusal for a malformed one.
+        A probe of another version comes too late and is passed over. Raises Refusal for a malformed one, and
+        DiskFull.
         """
         if len(payload) != 1:
             raise Refusal("malformed probe", f"a probe must carry one Arrow frame, got {len(payload)}")
@@ -86,8 +105,10 @@ class ParityProbes:
                 f"from {request.generator}: all tokens must be of version {version}, "
                 f"got {facts.oldest_version}",
             )
-        self._manifest_locator, self._rows = manifest_locator, bytes(payload[0])
+        self._kept = KeptProbe(manifest_locator, bytes(payload[0]))
+        replace_file(self._path, msgspec.msgpack.encode(self._kept), sync=False)
 
     def find_rows(self, manifest_locator: str) -> bytes | None:
         """Returns the Arrow frame of the probe of a version; None while there is none."""
-        return self._rows if self._rows and self._manifest_locator == manifest_locator else None
+        is_there = self._kept.rows and self._kept.manifest_locator == manifest_locator
+        return self._kept.rows if is_there else None

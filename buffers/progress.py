@@ -12,12 +12,14 @@ from buffers.book import Book
 from buffers.book_state import find_needed_segments
 from buffers.controller import LagController
 from buffers.evaluation import Evaluations
+from buffers.evaluation_samples import EvaluationSamples
 from buffers.groups import Handout
 from buffers.journal import Journal
 from buffers.refusal import Refusal
 from buffers.run_status import StepRecord
 from buffers.segments import Reader, join_slices, read_bytes, segment_path
 from buffers.staleness import count_trainable
+from buffers.step_records import StepRecords, make_report
 from buffers.watchdog import Watchdog
 from configs.buffer import Retention
 from configs.schema import Config
@@ -25,8 +27,7 @@ from configs.staleness import OnLate
 
 log = logging.getLogger("slipstream.buffer")
 
-MAX_RECORDS = 10_000
-"""Step records kept for those who watch."""
+LAG_METRIC = "staleness/admission_lag"
 
 
 class Progress:
@@ -38,24 +39,22 @@ class Progress:
         book: Book,
         journal: Journal,
         evaluations: Evaluations,
+        samples: EvaluationSamples,
         watchdog: Watchdog,
         milestones: dict[str, float],
         clock: Callable[[], float],
     ) -> None:
         self._config, self._book, self._journal, self._evaluations = config, book, journal, evaluations
-        self._watchdog, self._milestones, self._clock = watchdog, milestones, clock
+        self._samples, self._watchdog, self._milestones, self._clock = samples, watchdog, milestones, clock
         self._reader = Reader(journal.folder)
         self._controller = LagController(config.staleness, config.max_versions)
         book.leases.admission_lag = self._controller.lag
         self.manifest_locator = ""
         """Where the manifest of the newest version is."""
-        self.records: list[StepRecord] = []
-        """The newest `MAX_RECORDS` step records of this life of the buffer."""
-        self.num_records = 0
-        """Number of step records of this life, those that were dropped included."""
+        self.step_records = StepRecords()
+        self._started_at: float | None = None
         self._learner_idle = (0.0, 0.0)
         """Seconds that the learner has waited, and seconds of its life."""
-        self._started_at: float | None = None
 
     @property
     def version(self) -> int:
@@ -69,7 +68,7 @@ class Progress:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the first version was published in this life of the buffer."""
+        """Seconds since the first version was published after the run was started or resumed."""
         return 0.0 if self._started_at is None else self._clock() - self._started_at
 
     @property
@@ -89,19 +88,24 @@ class Progress:
         if version <= newest:
             raise Refusal("wrong version", f"version must be above {newest}, got {version}")
         self._book.history.publish_version(version)
+        self._book.leases.note_published(version, self._clock())
         self.manifest_locator = manifest_locator
         self._watchdog.note_movement()
         self._book.note(e.Published(version, manifest_locator, time.time()))
+        self.step_records.note_published(time.time())
         if self._started_at is None:
             self._started_at = self._clock()
             self._milestones["learner"] = time.time()
-        self.request_evaluation(version)
+        self._evaluations.request_version(version, manifest_locator)
 
-    def request_evaluation(self, version: int) -> None:
-        """Asks for a version's held-out score, if the version is one that is evaluated."""
-        every, last = self._config.eval.every, self._config.run.steps
-        if version in (0, last) or (every and version % every == 0):
-            self._evaluations.request_sweep(version, self._config.eval.prompts)
+    def adopt_records(self) -> None:
+        """Goes on from the step records of an earlier life, if there are any: its time, and how many
+        versions ahead groups are leased."""
+        records = self.step_records
+        if records.began_at is not None:
+            self._started_at = self._clock() - max(0.0, time.time() - records.began_at)
+        if records.last is not None:
+            self._book.leases.admission_lag = self._controller.lag = int(records.last.metrics[LAG_METRIC])
 
     # ---- batches
 
@@ -163,6 +167,7 @@ class Progress:
         handout = self.hand_out(step)
         if handout is None:
             raise Refusal("wrong step", f"consumed step must be the one handed out, got {step}")
+        samples = self._find_shown_groups(step, handout)
         event = self._count_step(step, handout)
         if sum(event.trained) != request.num_trained:
             raise Refusal(
@@ -180,10 +185,15 @@ class Progress:
         self._learner_idle = (request.idle_s, request.alive_s)
         admission_lag = self._controller.update_lag(step, request.metrics)
         self._book.leases.admission_lag = admission_lag
-        metrics = request.metrics | {"staleness/admission_lag": float(admission_lag)}
-        self.records.append(StepRecord(step=step, time=self.elapsed_s, metrics=metrics))
-        self.num_records += 1
-        del self.records[:-MAX_RECORDS]
+        metrics = request.metrics | {LAG_METRIC: float(admission_lag)}
+        record = StepRecord(step=step, time=self.elapsed_s, metrics=metrics, samples=samples)
+        self.step_records.add_record(record)
+        self._book.note(make_report(record))
+
+    def _find_shown_groups(self, step: int, handout: Handout) -> list[m.GroupSlice]:
+        tables = self._config.tracking.samples
+        shown = handout.groups[: tables.count] if step % tables.every == 0 else []
+        return join_slices(map(self._book.pool.get_content, shown))
 
     def _count_step(self, step: int, handout: Handout) -> e.Trained:
         """Counts the tokens of a step from the versions that the journal has of each group."""
@@ -231,6 +241,7 @@ class Progress:
         """
         self._book.rewind_to(step)
         self._evaluations.rewind_to(step)
+        self._samples.rewind_to(step)
         self._watchdog.note_movement()
         num_ready = len(self._book.pool.groups)
         log.info("rewound to step %d; %d complete groups wait to be trained", step, num_ready)

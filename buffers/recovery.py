@@ -1,6 +1,5 @@
 """Reads a journal that is opened: the newest state, the log since, and the groups that the disk has lost."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,8 +12,10 @@ from buffers.event_log import LogLine, LogPlace, LogTail, read_tail
 from buffers.older_schemas import READABLE_SCHEMAS
 from buffers.segments import Reader, is_closed, read_head, segment_numbers, segment_path
 from buffers.state import State, read_newest_state
+from buffers.step_records import StepRecords, read_report
 from buffers.terms import Terms, TermsRecord, apply_record, check_terms, record_terms
 from configs.buffer import Durability
+from configs.eval import HELD_OUT
 from configs.host import boot_id
 
 
@@ -102,12 +103,10 @@ def rebuild_book(
     found: Recovery,
     terms: Terms,
     now: float,
-    request_evaluation: Callable[[int], None],
+    step_records: StepRecords,
 ) -> str:
-    """Fills a new book from a journal, and lets it be kept by `terms` from now on.
-
-    Versions that are to be evaluated are handed to `request_evaluation`. Returns where the newest version's
-    manifest is.
+    """Fills a new book from a journal, with the evaluations and step records of the run, and lets it be kept
+    by `terms` from now on. Returns where the newest version's manifest is.
 
     Raises ValueError, naming the setting, for terms that the journal cannot go on with.
     """
@@ -117,8 +116,18 @@ def rebuild_book(
         record, manifest_locator = found.state.terms, found.state.manifest_locator
         book.adopt_terms(apply_record(terms, record))
         restore_book(book, found.state.book, now)
+        carried = found.state.carried_evaluations
         for version in found.state.unevaluated:
-            request_evaluation(version)
+            evaluations.request_overdue(name for at, name in carried if at == version)
+            evaluations.request_version(version, found.state.unevaluated_locators.get(version, ""))
+        evaluations.request_overdue(name for at, name in carried if at < 0)
+        for result in found.state.evaluations:
+            evaluations.withdraw_version(result.version, result.evaluation_set)
+        evaluations.restore_results(
+            found.state.evaluations, found.state.evaluation_numbers, found.state.num_evaluations
+        )
+        if found.state.step_records is not None:
+            step_records.restore_state(found.state.step_records)
     for line in found.tail.lines:
         apply_event(book, line.event, now)
         match line.event:
@@ -126,11 +135,16 @@ def rebuild_book(
                 record = line.event.terms
             case e.Published():
                 manifest_locator = line.event.manifest_locator
-                request_evaluation(line.event.version)
-            case e.Evaluated():
-                evaluations.withdraw_version(line.event.version)
-            case e.Rewound():
-                evaluations.drop_sweeps()
+                evaluations.request_version(line.event.version, manifest_locator)
+                step_records.note_published(line.event.at)
+            case e.Reported():
+                step_records.add_record(read_report(line.event))
+            case e.Evaluated(result=done):
+                name = HELD_OUT if done is None else done.evaluation_set
+                evaluations.withdraw_version(line.event.version, name)
+                evaluations.add_results([] if done is None else [done])
+            case e.Rewound(step=step):
+                evaluations.rewind_to(step)
     check_terms(terms, record)
     book.adopt_terms(terms)
     return manifest_locator

@@ -28,6 +28,7 @@ from buffers.arrow_ipc import find_blocks
 from buffers.book import Book
 from buffers.book_events import apply_event
 from buffers.book_state import export_book, restore_book
+from buffers.evaluation import replay_results
 from buffers.event_log import (
     LogLine,
     LogTail,
@@ -296,7 +297,8 @@ class _Repair:
         while book.leases.next_group < number:
             due, _ = book.places.next_opening()
             lost = book.leases.next_group
-            self._redo_event(e.Leased(-1 - lost, lost, due, LOST_LEASE, 0.0))
+            prompt = book.supply.find_prompt(lost)
+            self._redo_event(e.Leased(-1 - lost, lost, due, LOST_LEASE, 0.0, prompt))
             self._redo_event(e.Failed(-1 - lost, 0, LOST_LEASE, 0.0, counts=False))
             self._report.saved.append(f"group {lost}: its lease is lost, and it is given out again")
 
@@ -307,7 +309,7 @@ class _Repair:
         if number < book.leases.next_group and (group is None or group.content is not None):
             return
         if book.leases.find_open_group(content.lease) is None:
-            self._redo_event(e.Leased(content.lease, number, content.due, LOST_LEASE, 0.0))
+            self._redo_event(e.Leased(content.lease, number, content.due, LOST_LEASE, 0.0, content.prompt))
         self._redo_event(content)
 
     def _complete_group(self, number: int) -> bool:
@@ -430,6 +432,11 @@ class _Repair:
             book=export_book(self._book),
             manifest_locator=locator,
             unevaluated=[] if self._state is None else self._state.unevaluated,
+            carried_evaluations=[] if self._state is None else self._state.carried_evaluations,
+            evaluations=replay_results(
+                [] if self._state is None else self._state.evaluations,
+                (line.event for line in found.tail.lines),
+            ),
             next_segment=0,
             open_segment=None,
         )

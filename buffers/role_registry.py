@@ -3,6 +3,7 @@ generators."""
 
 import time
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,13 @@ IDLE_ACTIVITIES = ("waiting", "sampling")
 JOINED, STARTING = "joined", "starting the engine"
 """Activities of a generator that is not ready yet: it has sent nothing since it joined, or its engine
 starts."""
+FETCHING = FETCHING_MODEL, FETCHING_ROWS = "fetching the model's files", "fetching rows"
+"""Beginnings of activities before that, on a host that lacks them."""
+UNREADY = (JOINED, STARTING, *FETCHING)
 MAX_GENERATORS = 1000
 """Names kept. Beyond it, the generator that has been silent for longest counts as ended."""
+MAX_ROLES = 2 * MAX_GENERATORS
+"""Roles kept, the learner's ranks among them."""
 MAX_SUM = 2**62
 """Sums stop here, because an answer holds 64 bits."""
 
@@ -56,6 +62,8 @@ class RoleRegistry:
         self._num_expected, self._milestones = num_expected, {} if milestones is None else milestones
         self._ready: set[str] = set()
         """The first `num_expected` generators whose engines ran."""
+        self.evaluators: set[str] = set()
+        """Generators that evaluate alone, in their present or last life."""
         self._lives: OrderedDict[str, GeneratorReport] = OrderedDict()
         """Latest report of each generator's present life. The generator that reported last is last."""
         self._ended_totals = GeneratorReport()
@@ -69,9 +77,11 @@ class RoleRegistry:
         """Generators that have left. Their last heartbeats travel over another connection than their farewell
         and may come after it."""
 
-    def begin_life(self, generator: str, now: float) -> None:
+    def begin_life(self, generator: str, now: float, *, evaluates: bool = False) -> None:
         """A generator has joined."""
         self._end_life(generator)
+        if evaluates:
+            self.evaluators.add(generator)
         self._presumed_ended.pop(generator, None)
         self._start_counting(generator)
         self._left.pop(generator, None)
@@ -83,10 +93,12 @@ class RoleRegistry:
         self.note_role(generator, beat, now)
         if generator not in self._lives:
             self._start_counting(generator)
+        if beat.evaluates:
+            self.evaluators.add(generator)
         has_sampled = beat.report.decoded_tokens != self._lives[generator].decoded_tokens
         self._lives[generator] = beat.report
         self._lives.move_to_end(generator)
-        is_ready = beat.activity not in (JOINED, STARTING) and generator not in self._ready
+        is_ready = not beat.activity.startswith(UNREADY) and generator not in self._ready
         if is_ready and len(self._ready) < self._num_expected:
             self._ready.add(generator)
             self._milestones["engines"] = time.time()
@@ -100,7 +112,7 @@ class RoleRegistry:
             now, beat.activity, now - beat.activity_s, now - beat.standstill_s
         )
         self._heartbeats.move_to_end(role)
-        while len(self._heartbeats) > MAX_GENERATORS:
+        while len(self._heartbeats) > MAX_ROLES:
             self._heartbeats.popitem(last=False)
 
     def remove_generator(self, generator: str) -> None:
@@ -109,6 +121,14 @@ class RoleRegistry:
         self._left[generator] = None
         while len(self._left) > MAX_GENERATORS:
             self._left.popitem(last=False)
+
+    def readmit_generator(self, generator: str) -> None:
+        """A generator says that it has not left: its life goes on."""
+        self._left.pop(generator, None)
+
+    def has_left(self, generator: str) -> bool:
+        """True for a generator that has left, and has not joined again since."""
+        return generator in self._left
 
     def remove_role(self, role: str) -> None:
         """A role has ended in good order."""
@@ -120,6 +140,14 @@ class RoleRegistry:
             role: RoleState(last_heard_s=now - beat.at, activity=beat.activity, activity_s=now - beat.since)
             for role, beat in sorted(self._heartbeats.items())
         }
+
+    def find_versions(self, generators: Iterable[str]) -> dict[str, int]:
+        """Returns the version that each of these generators holds; without those that are not known."""
+        return {name: self._lives[name].version for name in generators if name in self._lives}
+
+    def find_activities(self, generators: Iterable[str]) -> dict[str, str]:
+        """Returns what each of these generators does; without those that have left."""
+        return {name: self._heartbeats[name].activity for name in generators if name in self._heartbeats}
 
     def is_at_work(self, now: float, stalled_s: float) -> bool:
         """True when a role that is heard of does something that others wait for, and has got on with it
@@ -145,7 +173,12 @@ class RoleRegistry:
             self._presumed_ended.popitem(last=False)
 
     def _end_life(self, generator: str) -> None:
-        if (report := self._lives.pop(generator, None)) is not None:
+        report = self._lives.pop(generator, None)
+        if report is not None and generator in self.evaluators:
+            # It was idle between evaluations, as it should be.
+            report = msgspec.structs.replace(report, idle_s=0.0, alive_s=0.0)
+        self.evaluators.discard(generator)
+        if report is not None:
             self._add_totals(report, 1)
 
     def _add_totals(self, report: GeneratorReport, times: int) -> None:
@@ -159,12 +192,15 @@ class RoleRegistry:
     def summarize(self, now: float) -> dict[str, Any]:
         """Returns those fields of `RunStatus` that describe the roles."""
         lives = [self._ended_totals, *self._lives.values()]
-        alive_s = sum(life.alive_s for life in lives)
+        training = [life for name, life in self._lives.items() if name not in self.evaluators]
+        training.append(self._ended_totals)
+        alive_s = sum(life.alive_s for life in training)
         num_updates = sum(life.updates for life in lives)
         return {
             "generators": dict(sorted(self._lives.items())),
             "roles": self.make_role_states(now),
-            "generator_idle_share": sum(life.idle_s for life in lives) / alive_s if alive_s else 0.0,
+            "evaluators": sorted(self.evaluators),
+            "generator_idle_share": sum(life.idle_s for life in training) / alive_s if alive_s else 0.0,
             "weight_updates": num_updates,
             "weight_bytes": sum(life.update_bytes for life in lives),
             "fetched_bytes": sum(life.fetched_bytes for life in lives),
@@ -183,19 +219,31 @@ class RoleRegistry:
         states = [state for name, state in self.make_role_states(now).items() if name in self._lives]
         starting = [state for state in states if state.activity == STARTING]
         joined = [state for state in states if state.activity == JOINED]
-        if states and not starting and not joined:
+        num_ready = sum(not state.activity.startswith(UNREADY) for state in states)
+        if states and num_ready == len(states):
             return ""
-        num_ready = len(states) - len(starting) - len(joined)
+        fetching = len(states) - num_ready - len(starting) - len(joined)
         num_total = max(self._num_expected, len(states))
         words = [f"{num_ready} of {num_total} generators ready"]
         if starting:
             longest_s = max(state.activity_s for state in starting)
             words.append(f"{len(starting)} {STARTING} for {longest_s:.0f} s")
+        if fetching:
+            words.append(f"{fetching} fetching files of the run")
         if joined:
             words.append(f"{len(joined)} {JOINED}")
         if num_total > len(states):
             words.append(f"{num_total - len(states)} not here yet")
         return ", ".join(words)
+
+    def describe_lag(self, version: int) -> str:
+        """Says that no generator has taken up a version yet, and which each holds; empty when one has."""
+        held = {name: life.version for name, life in self._lives.items() if name not in self.evaluators}
+        held = {name: version for name, version in held.items() if name in self._heartbeats}
+        if not held or max(held.values()) >= version:
+            return ""
+        words = [f"{name} holds {number if number >= 0 else 'none'}" for name, number in sorted(held.items())]
+        return f"no generator has taken up version {version}: {name_some(words)}"
 
     def describe_long_waits(self, now: float, told: str = "waiting") -> str:
         """As the function `describe_long_waits`, for all roles."""
@@ -223,5 +271,10 @@ def describe_long_waits(states: dict[str, RoleState], told: str = "waiting") -> 
         f"{name}: {state.activity} for {state.activity_s:.0f} s"
         for name, state in sorted(busy.items(), key=lambda item: -item[1].activity_s)
     ]
-    more = [f"{len(words) - MAX_NAMED} more"] if len(words) > MAX_NAMED else []
-    return "; ".join(words[:MAX_NAMED] + more)
+    return name_some(words, "; ")
+
+
+def name_some(names: Sequence[str], separator: str = ", ", most: int = MAX_NAMED) -> str:
+    """Joins the first few names, and says how many more there are."""
+    more = [f"{len(names) - most} more"] if len(names) > most else []
+    return separator.join([*names[:most], *more])

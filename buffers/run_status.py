@@ -1,18 +1,14 @@
 """The buffer's account of a run at one moment: records for those who watch it, and the reports they are made
 from."""
 
-from typing import Annotated
-
-from msgspec import Meta
-
-from buffers.message_fields import RunTotal, Seconds, WireRecord
+from buffers.evaluation_statistics import EvaluationResult
+from buffers.message_fields import GroupSlice, HeldVersion, RunTotal, Seconds, WireRecord
 
 
 class GeneratorReport(WireRecord):
     """Running totals of one life of a generator. Each heartbeat carries them."""
 
-    version: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = -1
-    """Version that the engine holds; -1 before the first."""
+    version: HeldVersion = -1
     idle_s: Seconds = 0.0
     """Seconds in which the engine had nothing to do."""
     alive_s: Seconds = 0.0
@@ -72,19 +68,29 @@ class StepRecord(WireRecord):
     time: float
     """Seconds since version 0 was published."""
     metrics: dict[str, float]
+    samples: list[GroupSlice] = []
+    """The groups whose samples trackers show (`tracking.samples`): at some steps, some of those trained."""
 
 
 class EvaluationRecord(WireRecord):
-    """The result of one version on the held-out prompts."""
+    """The result of one version on one evaluation set."""
 
-    version: int
-    time: float
-    """Seconds since version 0 was published."""
-    reward: float
-    """Mean over the prompts."""
-    std: float
-    """Standard deviation over the prompts (n - 1); 0 of a single one."""
-    num_prompts: int
+    number: int
+    """Counts the records of the run from 1. A number is never used again."""
+    result: EvaluationResult
+
+
+class SourceReport(WireRecord):
+    """Groups of one source of prompts: leased = trained + rejected + those that still may be trained."""
+
+    leased: int
+    """Groups leased, each once."""
+    trained: int
+    rejected: int
+    reward_mean: float | None
+    """Mean reward of the latest `curriculum.window` complete groups; None before the first."""
+    epochs: float | None
+    """Groups leased, over the source's prompts; None for a source without end."""
 
 
 class RunStatus(WireRecord):
@@ -142,3 +148,15 @@ class RunStatus(WireRecord):
     (complete), `first_step` (trained)."""
     standstill_s: float
     """Seconds since data last moved."""
+    sources: dict[str, SourceReport] = {}
+    """By name of the source."""
+    curriculum: dict[str, float] = {}
+    """The curriculum's own figures: `level`, or `pool_<name>` (prompts in each pool) and `under_way`."""
+    evaluators: list[str] = []
+    """Names of the generators that evaluate alone."""
+    skipped_evaluations: int = 0
+    """Evaluations that were given up, because a newer version was due before they had begun."""
+    oldest_checkpoint: int = 0
+    """Step of the oldest checkpoint that the learner keeps: the earliest step that it can go back to."""
+    ended: bool = False
+    """True once the run was told to end: the buffer gives out no more leases."""

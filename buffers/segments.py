@@ -18,7 +18,7 @@ import xxhash
 from buffers import events as e
 from buffers.arrow_ipc import MAGIC, find_blocks, make_footer
 from buffers.files import cut_file, list_numbers, naming_full_disk, sync_file
-from buffers.messages import GroupSlice
+from buffers.message_fields import GroupSlice
 from buffers.older_schemas import READABLE_SCHEMAS, read_stored_batch
 from buffers.trajectory import SCHEMA, SCHEMA_VERSION
 from configs.disk import write_all
@@ -168,6 +168,14 @@ def close_torn_segment(path: Path, end: int, *, sync: bool = True) -> str | None
         if sync:
             sync_file(file.fileno(), path)
     return told
+
+
+def find_whole_end(path: Path) -> int:
+    """Returns where the last whole record batch of a torn segment ends: for segments of which nobody has
+    noted what was acknowledged."""
+    with _mapping(path) as data:
+        blocks = find_blocks(data, len(HEAD))
+    return sum(blocks[-1]) if blocks else 0
 
 
 def join_slices(contents: Iterable[e.Accepted]) -> list[GroupSlice]:

@@ -21,7 +21,7 @@ from pathlib import Path
 import zmq
 
 from buffers import messages as m
-from buffers.announcements import Announcer
+from buffers.announcements import Announcer, name_run
 from buffers.buffer import Buffer
 from buffers.connections import Connections, find_descriptor
 from buffers.immediate_answers import ImmediateAnswers
@@ -31,12 +31,14 @@ from buffers.learner_connections import LearnerConnections, LearnerRequest
 from buffers.limits import check_bounds
 from buffers.metrics import Metrics
 from buffers.outbox import SEND_HIGH_WATER_MARK, Outbox
+from buffers.parcels import PackedParcels
 from buffers.parity_probe import ParityProbes
 from buffers.process import keep_freed_memory
 from buffers.refusal import Refusal
 from buffers.run_status import RunStatus
 from buffers.waiting_room import WaitingRoom
 from buffers.watchdog import Stuck
+from configs.addresses import is_beyond_loopback
 from configs.buffer import Durability
 from configs.schema import Config
 from configs.sockets import randomize_peer_names
@@ -49,6 +51,9 @@ MAX_UNFINISHED_BYTES = 1 << 30
 """Bytes of messages that have not come whole, over all connections."""
 MAX_UNREAD_BYTES = 256 << 20
 """Bytes of answers that a client does not take. Beyond them the server ends the connection."""
+MAX_TOTAL_UNREAD_BYTES = 1 << 30
+"""Bytes of answers that clients do not take, over all connections. Beyond them the server ends those of the
+connections with most."""
 RECEIVE_HIGH_WATER_MARK = 4
 """Messages of one connection that wait in ZeroMQ. Few: a message that waits for long has left the processor's
 cache."""
@@ -63,11 +68,14 @@ class BufferServer:
         config: Config,
         folder: Path,
         *,
+        address: str | None = None,
         config_text: str = "",
+        parcels: Path | None = None,
         resume_step: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Binds `config.buffer.address` (`address` names the port) and opens the journal in `folder`.
+        """Binds `address`, or else `config.buffer.address` (the attribute `address` names the port), and
+        opens the journal in `folder`. `parcels`: the list of the files that hosts may fetch.
 
         With `resume_step`, goes on at the checkpoint of that step. Raises ValueError when the address is
         taken, another process writes the journal, the keys are missing, or there is no such step.
@@ -91,12 +99,14 @@ class BufferServer:
             max_waiting=RECEIVE_HIGH_WATER_MARK,
             max_total=MAX_UNFINISHED_BYTES,
             max_unread=MAX_UNREAD_BYTES,
+            max_total_unread=MAX_TOTAL_UNREAD_BYTES,
         )
         try:
-            self._bind_socket()
+            self._bind_socket(address or config.buffer.address)
             self.buffer = Buffer(config, folder, resume_step=resume_step, clock=clock)
             self._metrics = Metrics(config.buffer.metrics_port)
-            probes, announcer = ParityProbes(config), Announcer(self.buffer)
+            probes = ParityProbes(config, folder)
+            announcer = Announcer(self.buffer, name_run(self.buffer.journal.folder, config))
         except BaseException:
             self._connections.close()
             self._socket.close(linger=0)
@@ -109,12 +119,12 @@ class BufferServer:
         self._outbox = Outbox(self._socket, self._connections, self.buffer, waits_for_disk=waits_for_disk)
         self._waiting_room = WaitingRoom(self.buffer, probes, announcer, self._outbox)
         self._immediate_answers = ImmediateAnswers(
-            self.buffer, probes, announcer, self._waiting_room, config_text, clock
+            self.buffer, probes, announcer, self._waiting_room, config_text, PackedParcels(parcels), clock
         )
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         log.info("the buffer answers at %s", self.address)
 
-    def _bind_socket(self) -> None:
+    def _bind_socket(self, address: str) -> None:
         self._socket.setsockopt(zmq.LINGER, 500)
         # Without ROUTER_MANDATORY, ZeroMQ would drop answers that cannot be delivered, and the leases in
         # them.
@@ -125,12 +135,15 @@ class BufferServer:
         settings = self._config.buffer
         if settings.keys is not None:
             self._authenticator = start_authenticator(self._socket, Path(settings.keys))
-        try:
-            self._socket.bind(settings.address)
-        except zmq.ZMQError as error:
+        elif is_beyond_loopback(settings.address):
             raise ValueError(
-                f"buffer.address must be free, got {settings.address}: {error.strerror}"
-            ) from error
+                "buffer.keys must name a folder of keys where buffer.address is beyond the loopback "
+                f"interface, got none with {settings.address!r}"
+            )
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ValueError(f"buffer.address must be free, got {address}: {error.strerror}") from error
 
     def run(self) -> None:
         """Consumes every role's requests, produces their answers, the journal and the ledger.

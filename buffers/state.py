@@ -15,7 +15,9 @@ import msgspec
 import xxhash
 
 from buffers import events as e
+from buffers.evaluation_statistics import EvaluationResult
 from buffers.files import list_numbers, replace_file
+from buffers.run_status import StepRecord
 
 log = logging.getLogger("slipstream.buffer")
 
@@ -46,6 +48,8 @@ class GroupState(msgspec.Struct, array_like=True):
     num_uses: int
     attempts: list[int]
     content: e.Accepted | None
+    prompt: int = -1
+    """Index of the prompt; -1 in a state of before: then the order of prompts tells it."""
 
 
 class StepState(msgspec.Struct, array_like=True):
@@ -77,6 +81,48 @@ class LedgerState(msgspec.Struct, array_like=True):
     replayed: int
 
 
+class SourceState(msgspec.Struct, array_like=True):
+    """The fields of `supply.SourceAccount`."""
+
+    leased: int
+    trained: int
+    rejected: int
+    rewards: list[float]
+
+
+class CurriculumState(msgspec.Struct):
+    """The knowledge of prompts that a curriculum has; each kind uses its part (`buffers.curriculum`)."""
+
+    next_row: list[int] = []
+    origins: dict[int, str] = {}
+    """Prompts under way, the oldest first. The values say nothing any more."""
+    again: dict[int, int] = {}
+    """Groups beyond the first that ask a prompt under way."""
+    queues: list[dict[str, bytes]] = []
+    """By source and pool: the prompts, little-endian 64-bit numbers."""
+    begun_early: list[int] = []
+    level: int = 0
+    recent: list[float] = []
+
+
+class SupplyState(msgspec.Struct):
+    """The account of each source, and the curriculum (`supply.PromptSupply`)."""
+
+    sources: list[SourceState]
+    curriculum: CurriculumState
+    verdicts: list[str] = []
+    """On the latest complete groups: why each was rejected, empty for those kept (`refills.RefillRecord`)."""
+    rejected_in_a_row: int = 0
+
+
+class StepRecordsState(msgspec.Struct, array_like=True):
+    """The contents of `step_records.StepRecords`."""
+
+    count: int
+    began_at: float | None
+    newest: list[StepRecord]
+
+
 class BookState(msgspec.Struct, kw_only=True):
     """The contents of a `book.Book`."""
 
@@ -100,6 +146,8 @@ class BookState(msgspec.Struct, kw_only=True):
     trained: list[StepState]
     oldest_checkpoint: int
     ledger: LedgerState
+    supply: SupplyState | None = None
+    """None in a state of before."""
 
 
 class State(msgspec.Struct, kw_only=True):
@@ -112,6 +160,19 @@ class State(msgspec.Struct, kw_only=True):
     """Where the manifest of the newest version is."""
     unevaluated: list[int]
     """Versions whose evaluation is not finished."""
+    carried_evaluations: list[tuple[int, str]] = []
+    """(version, set) of those that are evaluated on a version at which they were not due; -1 for the next."""
+    unevaluated_locators: dict[int, str] = {}
+    """Where the manifests of those versions are."""
+    num_evaluations: int = 0
+    """Number of the newest result; the last of `evaluations` need not be it, because a rewind undoes
+    results."""
+    evaluation_numbers: list[int] = []
+    """Numbers of the results; empty in a state of before: then they count from 1."""
+    evaluations: list[EvaluationResult] = []
+    """Results of the evaluations that are finished."""
+    step_records: StepRecordsState | None = None
+    """None in a state of before."""
     next_segment: int
     """Segments from this number on have not been written yet."""
     open_segment: tuple[int, int] | None

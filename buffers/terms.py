@@ -1,11 +1,16 @@
 """The terms that a buffer keeps its book by, how the journal records them, and which of them a resumed run
 may not change."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+import msgspec
+
+from configs.curriculum import CurriculumConfig, CurriculumKind
 from configs.schema import Config
 from configs.staleness import OnLate
+from configs.task import TaskConfig
 
 TermsRecord = Mapping[str, str | int | float | None]
 """Terms as the journal records them, by field name of `Terms`."""
@@ -18,7 +23,33 @@ FIXED_SETTINGS = {
     "task_size": "task.size",
     "seed": "run.seed",
 }
-"""Terms that the contents of a journal rest on, each with the setting that it comes from."""
+"""Terms that the contents of a journal rest on, each with the setting that it comes from. The sources of
+prompts and the kind of curriculum are fixed besides."""
+
+
+class SourceTerms(msgspec.Struct, frozen=True):
+    """A named supply of prompts (`generators.task.PromptSource`)."""
+
+    name: str
+    size: int | None = None
+    """Number of its prompts. None: prompts without end."""
+    weight: float = 1.0
+    level: int | None = None
+    """Level of difficulty, where there are such."""
+
+
+class CurriculumTerms(msgspec.Struct, frozen=True):
+    """The keys of `curriculum` that decide which prompt a group asks (`configs.curriculum` has them)."""
+
+    kind: CurriculumKind = CurriculumKind.none
+    window: int = 64
+    hard_up_to: float = 0.25
+    normal_up_to: float = 0.75
+    weights: tuple[float | None, float, float, float] = (None, 1.0, 1.0, 0.2)
+    """Weights of the pools unseen, hard, normal and easy. None: unseen prompts come first."""
+    raise_at: float = 0.8
+    lower_at: float = 0.2
+    review: float = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +67,17 @@ class Terms:
     task: str
     seed: int
     task_size: int | None = None
+    sources: tuple[SourceTerms, ...] = ()
+    """Sources of prompts; empty for a task that names none, which is one source of `task_size` prompts."""
+    curriculum: CurriculumTerms = CurriculumTerms()
     max_uses: int = 1
     max_groups: int | None = None
     max_tokens: int | None = None
     max_bytes: int | None = None
+
+    def list_sources(self) -> tuple[SourceTerms, ...]:
+        """Returns the sources of prompts, one at least."""
+        return self.sources or (SourceTerms(self.task, self.task_size),)
 
     @property
     def excluded_fate(self) -> str:
@@ -82,6 +120,8 @@ def make_terms(config: Config) -> Terms:
         task=config.task.name,
         seed=config.run.seed,
         task_size=config.task.size,
+        sources=make_source_terms(config.task),
+        curriculum=make_curriculum_terms(config.curriculum),
         max_uses=config.buffer.max_uses,
         max_groups=config.buffer.max_groups,
         max_tokens=config.buffer.max_tokens,
@@ -89,16 +129,56 @@ def make_terms(config: Config) -> Terms:
     )
 
 
+def make_source_terms(task: TaskConfig) -> tuple[SourceTerms, ...]:
+    """Returns the sources that a task has named. Raises ValueError where `task.size` cannot be meant."""
+    sources = tuple(msgspec.convert(task.sources, list[SourceTerms]))
+    if task.size is None:
+        return sources
+    if len(sources) > 1:
+        raise ValueError(
+            f"task.size must not be set for a task of several sources, got {task.size} with {len(sources)}"
+        )
+    return tuple(msgspec.structs.replace(one, size=task.size) for one in sources)
+
+
+def make_curriculum_terms(curriculum: CurriculumConfig) -> CurriculumTerms:
+    pools, levels = curriculum.pools, curriculum.levels
+    return CurriculumTerms(
+        kind=curriculum.kind,
+        window=curriculum.window,
+        hard_up_to=pools.hard_up_to,
+        normal_up_to=pools.normal_up_to,
+        weights=(pools.unseen_weight, pools.hard_weight, pools.normal_weight, pools.easy_weight),
+        raise_at=levels.raise_at,
+        lower_at=levels.lower_at,
+        review=levels.review,
+    )
+
+
 def record_terms(terms: Terms) -> dict[str, str | int | float | None]:
-    """Returns the terms as the journal records them."""
-    return {name: str(value) if isinstance(value, OnLate) else value for name, value in asdict(terms).items()}
+    """Returns the terms as the journal records them: those that are records themselves as JSON."""
+    return {name: _record_value(getattr(terms, name)) for name in _NAMES}
 
 
 def apply_record(terms: Terms, record: TermsRecord) -> Terms:
-    """Returns `terms` with the values of the record in their place."""
-    known = {f.name: record[f.name] for f in fields(Terms) if f.name in record}
-    on_late = OnLate(str(known.pop("on_late", terms.on_late)))
-    return replace(terms, **known, on_late=on_late)  # type: ignore[arg-type]
+    """Returns `terms` with the values of the record in their place.
+
+    What a journal of before does not name is as it was then.
+    """
+    known: dict[str, Any] = {name: record[name] for name in _NAMES if name in record}
+    known["on_late"] = OnLate(str(known.pop("on_late", terms.on_late)))
+    known["sources"] = msgspec.json.decode(str(known.get("sources", "[]")), type=tuple[SourceTerms, ...])
+    known["curriculum"] = msgspec.json.decode(str(known.get("curriculum", "{}")), type=CurriculumTerms)
+    return replace(terms, **known)
+
+
+def _record_value(value: Any) -> str | int | float | None:
+    if isinstance(value, tuple | msgspec.Struct):
+        return msgspec.json.encode(value).decode()
+    return str(value) if isinstance(value, OnLate) else value
+
+
+_NAMES = tuple(field.name for field in fields(Terms))
 
 
 def check_terms(terms: Terms, record: TermsRecord) -> None:
@@ -110,11 +190,32 @@ def check_terms(terms: Terms, record: TermsRecord) -> None:
         for name, setting in FIXED_SETTINGS.items()
         if name in record and record[name] != now[name]
     ]
-    before = record.get("max_versions")
-    if isinstance(before, int) and terms.max_versions < before:
+    before = apply_record(terms, record)
+    problems += compare_sources(before.sources, terms.sources)
+    if before.curriculum.kind != terms.curriculum.kind:
         problems.append(
-            f"staleness.max_versions must be at least {before} "
+            f"curriculum.kind must stay {before.curriculum.kind} (the journal rests on it), "
+            f"got {terms.curriculum.kind}"
+        )
+    if terms.max_versions < before.max_versions:
+        problems.append(
+            f"staleness.max_versions must be at least {before.max_versions} "
             f"(groups of that staleness wait in the journal), got {terms.max_versions}"
         )
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def compare_sources(before: Sequence[SourceTerms], now: Sequence[SourceTerms]) -> list[str]:
+    """Returns a sentence for each source of prompts that is not as the journal has it."""
+    names = [one.name for one in before]
+    if names != [one.name for one in now]:
+        wanted, got = (", ".join(one.name for one in some) or "none" for some in (before, now))
+        return [f"the sources of prompts must stay {wanted} (the journal rests on them), got {got}"]
+    return [
+        f"{field} of the source {old.name!r} must stay {getattr(old, field)} (the journal rests on it), "
+        f"got {getattr(new, field)}"
+        for old, new in zip(before, now, strict=True)
+        for field in ("size", "weight", "level")
+        if getattr(old, field) != getattr(new, field)
+    ]

@@ -7,12 +7,12 @@ The room is bounded, and so is the share of one client in it.
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, assert_never
 
 from buffers import messages as m
 from buffers.announcements import Announcer
-from buffers.buffer import Buffer
+from buffers.buffer import Buffer, LeaseRoom
 from buffers.outbox import Outbox
 from buffers.parity_probe import ParityProbes
 from buffers.refusal import Refusal
@@ -43,28 +43,62 @@ class Waiter(Generic[R]):
     """The sender's public key; empty where there are no keys."""
 
 
-def deal_leases(
-    waiters: Sequence[Waiter[m.RequestLeases]], room: int, lease: Callable[[str], m.Lease | None]
-) -> list[list[m.Lease]]:
-    """Deals the leases that are to be had (`room` at most) evenly to all who wait.
+@dataclass(slots=True)
+class LeaseHand:
+    """The leases that one request is dealt."""
 
-    Returns the leases of each waiter, in their order: those who get nothing are the last. `lease` gives a
-    lease to the generator of this name, or None when there is no more.
-    """
+    request: m.RequestLeases
+    samples_per_group: int
+    leases: list[m.Lease] = field(default_factory=list)
+    num_groups: int = 0
+    num_evaluated: int = 0
+    """Samples of the evaluation prompts."""
+
+    @property
+    def room(self) -> LeaseRoom:
+        """The bounds of the next lease."""
+        asked, groups_left = self.request, self.request.count - self.num_groups
+        whole = asked.count * self.samples_per_group if asked.room is None else asked.room
+        left = max(0, whole - self.num_evaluated - self.num_groups * self.samples_per_group)
+        return LeaseRoom(
+            num_samples=left,
+            num_evaluated=max(0, min(left, asked.evaluation_room - self.num_evaluated)),
+            takes_groups=groups_left > 0 and (left >= self.samples_per_group or not self.leases),
+            held=asked.version,
+        )
+
+    def add_lease(self, lease: m.Lease) -> None:
+        self.leases.append(lease)
+        if lease.evaluation:
+            self.num_evaluated += lease.num_samples
+        else:
+            self.num_groups += 1
+
+
+GiveLease = Callable[[m.RequestLeases, LeaseRoom], m.Lease | None]
+"""Gives a lease to a request, within what there is room for. None: there is no more for it."""
+
+
+def deal_leases(
+    requests: Sequence[m.RequestLeases], room: int, samples_per_group: int, lease: GiveLease
+) -> list[list[m.Lease]]:
+    """Deals the leases that are to be had (`room` at most) evenly to all who wait. Returns the leases of each
+    request, in their order."""
     # A share is dealt in a row: groups that are leased together are stored together, and read together.
-    share = max(1, room // len(waiters))
-    hands: list[list[m.Lease]] = [[] for _ in waiters]
-    hungry = deque(zip(waiters, hands, strict=True))
-    while hungry:
-        waiter, hand = hungry.popleft()
-        wanted = max(1, waiter.request.count)
-        for _ in range(min(share, wanted - len(hand))):
-            if (given := lease(waiter.request.generator)) is None:
-                return hands
-            hand.append(given)
-        if len(hand) < wanted:
-            hungry.append((waiter, hand))
-    return hands
+    share = max(1, room // len(requests))
+    hands = [LeaseHand(request, samples_per_group) for request in requests]
+    hungry, num_dealt = deque(hands), 0
+    while hungry and num_dealt < room:
+        hand = hungry.popleft()
+        for _ in range(share):
+            given = lease(hand.request, hand.room)
+            if given is None:
+                break
+            hand.add_lease(given)
+            num_dealt += 1
+        else:
+            hungry.append(hand)
+    return [hand.leases for hand in hands]
 
 
 class WaitingRoom:
@@ -77,6 +111,7 @@ class WaitingRoom:
         self._probe_requests: list[Waiter[m.RequestParityProbe]] = []
         self._evaluation_requests: list[Waiter[m.AwaitEvaluations]] = []
         self._watch_requests: list[Waiter[m.WatchRun]] = []
+        self._fleet_requests: list[Waiter[m.WatchGenerators]] = []
         self._num_waiting: Counter[bytes] = Counter()
         """Waiting requests by sender."""
 
@@ -87,6 +122,7 @@ class WaitingRoom:
             self._probe_requests,
             self._evaluation_requests,
             self._watch_requests,
+            self._fleet_requests,
         )
 
     # ---- coming and going
@@ -102,7 +138,12 @@ class WaitingRoom:
                 "may wait for an answer",
             )
         if isinstance(request, m.RequestLeases):
-            self.end_lease_requests(request.generator, but=sender)
+            # A generator has one request: another one takes its place.
+            has_ended = self.end_lease_requests(request.generator)
+            if request.replaces and not has_ended:
+                grant = self._announcer.make_lease_grant(request.generator, [])
+                self._outbox.add_answer(sender, number, grant)
+                return
         self._num_waiting[sender] += 1
         deadline = now + min(request.wait_s, MAX_WAIT_S)
         match request:
@@ -116,20 +157,22 @@ class WaitingRoom:
                 self._evaluation_requests.append(Waiter(sender, number, request, deadline, user))
             case m.WatchRun():
                 self._watch_requests.append(Waiter(sender, number, request, deadline, user))
+            case m.WatchGenerators():
+                self._fleet_requests.append(Waiter(sender, number, request, deadline, user))
             case _:
                 assert_never(request)
 
-    def end_lease_requests(self, generator: str, but: bytes = b"") -> None:
+    def end_lease_requests(self, generator: str) -> bool:
         """Answers a generator's requests for leases with none: it has left, has begun a new life, or asks
-        over another connection (`but`) now. Nobody waits for those leases, but somebody may listen still."""
-        ended = [
-            one for one in self.lease_requests if one.request.generator == generator and one.sender != but
-        ]
+        anew. Nobody waits for those leases, but somebody may listen still. Returns whether there was one."""
+        ended = [one for one in self.lease_requests if one.request.generator == generator]
         if ended:
             gone = {id(one) for one in ended}
             self.drop_requests(lambda waiter: id(waiter) in gone)
         for waiter in ended:
-            self._outbox.add_answer(waiter.sender, waiter.number, self._announcer.make_lease_grant([]))
+            grant = self._announcer.make_lease_grant(waiter.request.generator, [])
+            self._outbox.add_answer(waiter.sender, waiter.number, grant)
+        return bool(ended)
 
     def drop_requests(self, is_unwanted: Callable[[Waiter[Any]], bool]) -> None:
         """Takes out requests without an answer."""
@@ -142,6 +185,7 @@ class WaitingRoom:
             self._probe_requests = [one for one in self._probe_requests if id(one) not in gone]
             self._evaluation_requests = [one for one in self._evaluation_requests if id(one) not in gone]
             self._watch_requests = [one for one in self._watch_requests if id(one) not in gone]
+            self._fleet_requests = [one for one in self._fleet_requests if id(one) not in gone]
 
     def _count_out(self, waiter: Waiter[Any]) -> None:
         self._num_waiting[waiter.sender] -= 1
@@ -153,14 +197,15 @@ class WaitingRoom:
     def answer_ready_requests(self, now: float, *, look_at_deadlines: bool) -> None:
         """Answers every request that can be answered, and those whose deadline has come.
 
-        `look_at_deadlines` is false in turns between two ticks: then requests for leases, of which there may
-        be thousands, are not searched for overdue ones.
+        `look_at_deadlines` is false in turns between two ticks: then requests for leases and those of fleets,
+        of which there may be thousands, are not searched for overdue ones.
         """
         self._deal_leases()
         if look_at_deadlines:
             for waiter in [one for one in self.lease_requests if now >= one.deadline]:
-                self._answer_waiter(waiter, self._announcer.make_lease_grant([]))
+                self._answer_leases(waiter, [])
             self.lease_requests = deque(one for one in self.lease_requests if now < one.deadline)
+            self._fleet_requests = [one for one in self._fleet_requests if not self._answer_fleet(one, now)]
         self._batch_requests = self._answer_queue(self._batch_requests, self._find_batch, now)
         self._probe_requests = self._answer_queue(self._probe_requests, self._find_probe, now)
         self._evaluation_requests = self._answer_queue(self._evaluation_requests, self._find_evaluations, now)
@@ -171,18 +216,39 @@ class WaitingRoom:
         self._count_out(waiter)
         self._outbox.add_answer(waiter.sender, waiter.number, reply, payload)
 
+    def _answer_leases(self, waiter: Waiter[m.RequestLeases], leases: list[m.Lease]) -> None:
+        self._answer_waiter(waiter, self._announcer.make_lease_grant(waiter.request.generator, leases))
+
     def _deal_leases(self) -> None:
-        """Deals leases to all who wait for some. Those who get nothing wait on, at the head of the queue."""
+        """Deals leases to all who wait for some. Those who get nothing wait on, in their order."""
         if self._buffer.stopping is not None:
             for waiter in self.lease_requests:
-                self._answer_waiter(waiter, self._announcer.make_lease_grant([]))
+                self._answer_leases(waiter, [])
             self.lease_requests.clear()
         if not self.lease_requests or not (room := self._buffer.count_openings()):
             return
-        for hand in deal_leases(self.lease_requests, room, self._buffer.lease_next):
-            if not hand:
-                break  # those who got something are the first
-            self._answer_waiter(self.lease_requests.popleft(), self._announcer.make_lease_grant(hand))
+        # There may be a thousand who wait for weights.
+        oldest = self._buffer.find_oldest_useful()
+        waiters = [
+            waiter
+            for waiter in self.lease_requests
+            if waiter.request.version is None or waiter.request.version >= oldest
+        ]
+        if not waiters:
+            return
+        hands = deal_leases(
+            [waiter.request for waiter in waiters],
+            room,
+            self._buffer.samples_per_group,
+            lambda request, room: self._buffer.lease_next(request.generator, room),
+        )
+        answered = set[int]()
+        for waiter, hand in zip(waiters, hands, strict=True):
+            if hand:
+                self._answer_leases(waiter, hand)
+                answered.add(id(waiter))
+        if answered:
+            self.lease_requests = deque(one for one in self.lease_requests if id(one) not in answered)
 
     def _answer_queue(
         self, queue: list[Waiter[R]], find_answer: Callable[[R], Found | None], now: float
@@ -230,13 +296,28 @@ class WaitingRoom:
     def _answer_watcher(self, waiter: Waiter[m.WatchRun], now: float) -> bool:
         """Sends the news if there are any or the deadline has come; returns whether it has."""
         progress, after = self._buffer.progress, waiter.request.after
-        has_news = progress.num_records > after or now >= waiter.deadline
+        has_news = progress.step_records.count > after or now >= waiter.deadline
         if not has_news or self._outbox.is_full:
             return False
-        first = max(0, after - (progress.num_records - len(progress.records)))
-        records = progress.records[first : first + MAX_RECORDS_PER_NEWS]
-        news = m.RunNews(
-            records=records, evaluations=self._buffer.evaluations.records, status=self.make_status()
+        records = progress.step_records.list_after(after, MAX_RECORDS_PER_NEWS)
+        seen = waiter.request.after_evaluation
+        evaluations = [one for one in self._buffer.evaluations.records if one.number > seen]
+        news = m.RunNews(records=records, evaluations=evaluations, status=self.make_status())
+        self._answer_waiter(waiter, news)
+        return True
+
+    def _answer_fleet(self, waiter: Waiter[m.WatchGenerators], now: float) -> bool:
+        """Says how its generators are if the deadline has come or the run has ended; returns whether it
+        has."""
+        has_ended = self._buffer.stopping is not None
+        if not has_ended and now < waiter.deadline:
+            return False
+        roles, names = self._buffer.roles, waiter.request.generators
+        news = m.GeneratorNews(
+            num_trained_steps=self._buffer.progress.next_step,
+            ended=has_ended,
+            versions=roles.find_versions(names),
+            activities=roles.find_activities(names),
         )
         self._answer_waiter(waiter, news)
         return True
@@ -248,8 +329,10 @@ class WaitingRoom:
 
     def describe_waits(self) -> str:
         """Says who waits for whom, in a sentence."""
+        evaluators = self._buffer.roles.evaluators
+        asking = [one.request for one in self.lease_requests if one.request.generator not in evaluators]
         return self._buffer.describe_waiting(
             learner_waits=bool(self._batch_requests or self._probe_requests),
             probes=bool(self._probe_requests),
-            num_asking=len(self.lease_requests),
+            num_asking=sum(request.count > 0 for request in asking),
         )

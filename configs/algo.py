@@ -12,7 +12,7 @@ from enum import StrEnum
 from configs.advantages import Advantage, CriticConfig, GaeConfig, PrimeConfig, VtraceConfig
 from configs.corrections import CORRECTION_RANGES, Correction, Proximal, RejectionConfig
 from configs.kl import KlConfig
-from configs.rewards import RewardConfig
+from configs.reward_shaping import RewardShapingConfig
 from configs.rules import NOT_NEGATIVE, POSITIVE, one_of
 from configs.setting import Condition, section, setting, show_value
 from configs.surrogates import SURROGATE_NAMES, SurrogateConfig, SurrogateSections
@@ -72,7 +72,7 @@ class AlgoConfig(SurrogateSections):
     """Coefficient μ of VAPO's imitation: of the mean −log π over the tokens of good samples."""
     imitation_above: float = setting(0.0)
     """Reward from the task above which a sample is good. For `imitation_coef` above 0 only."""
-    reward: RewardConfig = section(RewardConfig)
+    reward: RewardShapingConfig = section(RewardShapingConfig)
     dynamic_sampling: bool = setting(False)
     """Reject groups whose rewards are all equal, and lease a fresh group in their place (DAPO)."""
     critic: CriticConfig = section(CriticConfig)

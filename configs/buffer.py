@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from configs.addresses import TCP_OR_IPC_ADDRESS, is_beyond_loopback
-from configs.rules import POSITIVE, Rule
-from configs.setting import Condition, Section, setting
+from configs.addresses import TCP_OR_IPC_ADDRESS
+from configs.rules import NOT_NEGATIVE, POSITIVE, Rule
+from configs.setting import Section, setting
 
 
 class Durability(StrEnum):
@@ -43,11 +43,16 @@ class BufferConfig(Section):
     """Where a group stands when it is acknowledged."""
     lease_s: float = setting(30.0, POSITIVE)
     """Seconds after which a lease that is not renewed expires and is given out again."""
+    reconnect_s: float = setting(300.0, POSITIVE)
+    """Seconds for which generators, learner and driver go on without a word from the buffer before they end:
+    a link may be down, or the buffer is started again."""
+    max_restarts: int = setting(5, NOT_NEGATIVE)
+    """Deaths of the buffer's process after which the run stops. Before that it is started again at the same
+    address, and goes on from its journal."""
     max_attempts: int = setting(3, POSITIVE)
     """Failures of one group after which it is quarantined with its error. The run goes on."""
     max_quarantined: int = setting(100, POSITIVE)
-    """Groups quarantined in a row, with none accepted between, at which the run ends: then the prompts are
-    not the reason."""
+    """Groups quarantined in a row, with none accepted between, at which the run ends: it makes nothing."""
     segment_mb: int = setting(64, POSITIVE)
     """Size in MB at which a segment of the journal is closed."""
     retention: Retention = setting(Retention.all)
@@ -71,7 +76,8 @@ class BufferConfig(Section):
     """Port on the loopback interface where Prometheus finds the buffer's metrics. Null: nowhere."""
     keys: str | None = setting(None)
     """Folder of CURVE keys (`scripts/keys.sh` makes one). All sockets of the buffer are then encrypted, and
-    open to those keys only. Needed when `buffer.address` is beyond the loopback interface."""
+    open to those keys only. Null: a run with an address beyond the loopback interface makes keys in its own
+    folder; others who join it name theirs."""
     stalled_s: float = setting(600.0, POSITIVE)
     """Seconds without progress in its heartbeats after which a role counts as stalled. Others get the leases
     of such a generator; the watchdog does not wait for such a learner. Must be longer than an engine takes to
@@ -79,14 +85,3 @@ class BufferConfig(Section):
     watchdog_s: float = setting(120.0, POSITIVE)
     """Seconds in which nothing moves and no role is at work before the buffer reports who waits for whom.
     After twice as long the run ends. Work is a step, a load, a publication or a checkpoint."""
-
-    def conditions(self) -> list[Condition]:
-        return [
-            Condition(
-                not is_beyond_loopback(self.address) or self.keys is not None,
-                "buffer.keys",
-                "name a folder of keys when buffer.address is beyond the loopback interface (make one with "
-                "`scripts/keys.sh FOLDER`)",
-                f"none with {self.address!r}",
-            )
-        ]

@@ -56,6 +56,18 @@ def _engine_conditions(config: Config) -> list[Condition]:
             learner.ranks,
         ),
         Condition(
+            (config.data.max_prompt_tokens or 0) < generators.max_model_len,
+            "data.max_prompt_tokens",
+            "be below generators.max_model_len (the engine holds prompt and response)",
+            f"{config.data.max_prompt_tokens} and {generators.max_model_len}",
+        ),
+        Condition(
+            config.task.name != "dataset" or config.data.train is not None,
+            "data.train",
+            "name rows to train on (a file, a folder or sources) where task.name=dataset",
+            None,
+        ),
+        Condition(
             config.placement.critic is CriticPlace.with_actor or algo.needs_critic,
             "placement.critic",
             "be with_actor where the algorithm has no critic (algo=ppo, vapo and vtrace have one)",
@@ -77,10 +89,19 @@ def _engine_conditions(config: Config) -> list[Condition]:
             config.sync.transport,
         ),
         Condition(
-            config.role is Role.all or (generators.count > 0 and not config.buffer.address.endswith(":0")),
+            config.eval.generators == 0 or config.sync.transport.row.brings_older,
+            "sync.transport",
+            f"be one of {', '.join(one for one in Transport if one.row.brings_older)} when "
+            "eval.generators is above 0 (an evaluation may need a version that is not the newest any more)",
+            config.sync.transport,
+        ),
+        Condition(
+            config.role is Role.all
+            or (len(config.engine_names) > 0 and not config.buffer.address.endswith(":0")),
             "role=generators",
             "name the buffer to join and at least one generator",
-            f"buffer.address={config.buffer.address} and generators.count={generators.count}",
+            f"buffer.address={config.buffer.address}, generators.count={generators.count} and "
+            f"eval.generators={config.eval.generators}",
         ),
     ]
 
@@ -95,6 +116,15 @@ def _batch_conditions(config: Config) -> list[Condition]:
             "be below generators.max_model_len (the engine holds prompt and response)",
             f"{config.sampling.max_tokens} and {generators.max_model_len}",
         ),
+        *[
+            Condition(
+                one.max_tokens is None or one.max_tokens < generators.max_model_len,
+                f"eval.sets.{name}.max_tokens",
+                "be below generators.max_model_len (the engine holds prompt and response)",
+                f"{one.max_tokens} and {generators.max_model_len}",
+            )
+            for name, one in config.eval.sets.items()
+        ],
         Condition(
             generators.max_sequences >= config.samples_per_group,
             "generators.max_sequences",
@@ -178,11 +208,12 @@ def _address_conditions(config: Config) -> list[Condition]:
     serves_others = config.sync.transport.row.serves_hosts is not TransportUse.never
     return [
         Condition(
-            address is None or not is_beyond_loopback(address) or buffer.keys is not None,
+            # A run makes the keys that it lacks in its own folder.
+            config.role is Role.all or not is_beyond_loopback(buffer.address) or buffer.keys is not None,
             "buffer.keys",
-            "name a folder of keys when sync.address is beyond the loopback interface (make one with "
-            "`scripts/keys.sh FOLDER`)",
-            f"none with {address!r}",
+            "name a folder of keys when buffer.address is beyond the loopback interface (the run's own "
+            "folder has them in `keys`)",
+            f"none with {buffer.address!r}",
         ),
         Condition(
             address is not None or not names_no_host(buffer.address) or not serves_others,
@@ -198,10 +229,10 @@ def _address_conditions(config: Config) -> list[Condition]:
             f"none with {gateway.host!r}",
         ),
         Condition(
-            gateway.port == 0 or config.generators.count <= 1,
+            gateway.port == 0 or len(config.engine_names) <= 1,
             "episodes.gateway.port",
             "be 0 with several generators (each needs a port of its own)",
-            f"{gateway.port} with generators.count={config.generators.count}",
+            f"{gateway.port} with {', '.join(config.engine_names)}",
         ),
     ]
 
@@ -222,6 +253,11 @@ def find_warnings(config: Config) -> list[str]:
         warnings.append(
             f"learner.minibatches=1: the clip of algo.surrogate={algo.surrogate} never acts, because it "
             "begins where the policy is (4 in presets; algo=dppo acts in the first update)"
+        )
+    if not config.sync.in_flight and not config.eval.generators and (config.eval.prompts or config.eval.sets):
+        warnings.append(
+            "sync.in_flight=false: an engine takes up no version before it has ended all evaluation replies; "
+            "a step may wait for the longest (eval.generators=1 evaluates on a generator of its own)"
         )
     return warnings + _staleness_warnings(config)
 

@@ -1,4 +1,7 @@
-"""Whole writes, and a full disk that is named: where, how much was needed, how much is free."""
+"""Whole writes, and a full disk that is named: where, how much was needed, how much is free.
+
+And the cache, a folder of the user's for what could be made again.
+"""
 
 import errno
 import os
@@ -22,7 +25,38 @@ def disk_full(path: Path, needed_bytes: int) -> DiskFull:
     free = shutil.disk_usage(place).free
     return DiskFull(
         f"the disk of {path} must have room for {needed_bytes:,} bytes more, got {free:,} bytes free: "
-        "make room, then continue with run.resume"
+        "make room, then continue (a run with run.resume, an evaluation with the same command)"
+    )
+
+
+def find_cache(part: str) -> Path:
+    """Returns the folder of a part of the cache, which may not be there yet. Raises ValueError where nothing
+    says where the cache is."""
+    try:
+        root = os.environ.get("SLIPSTREAM_CACHE") or Path.home() / ".cache" / "slipstream"
+    except RuntimeError as error:
+        raise ValueError(
+            f"SLIPSTREAM_CACHE must name a folder where the user has no home, got none: {error}"
+        ) from error
+    return Path(root) / part
+
+
+def make_cache(folder: Path) -> None:
+    """Makes a folder of the cache where it is missing. Raises ValueError where it cannot be made or
+    written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    except OSError as error:
+        raise unwritable_cache(folder, error) from error
+
+
+def unwritable_cache(folder: Path, error: OSError) -> ValueError:
+    """Returns the error for a folder of the cache in which this user may not do what it must."""
+    return ValueError(
+        "SLIPSTREAM_CACHE must name a folder that can be written (default: ~/.cache/slipstream), got "
+        f"{folder.parent}: {error}"
     )
 
 

@@ -19,7 +19,8 @@ from typing import get_args, get_type_hints
 
 from omegaconf import OmegaConf
 
-from configs.load import FOLDER, find_nearest_names, list_defaults, load_config, to_yaml
+from configs.load import FOLDER, list_defaults, load_config, to_yaml
+from configs.overrides import find_nearest_names
 from configs.schema import Config
 from configs.setting import Section, show_value
 
@@ -92,15 +93,18 @@ def list_sections() -> tuple[SectionHelp, ...]:
         sections.append(SectionHelp(name, join_lines(kind.__doc__ or ""), keys))
         for field in dataclasses.fields(kind):  # type: ignore[arg-type]  # sections are dataclasses
             inner = types[field.name]
-            if isinstance(inner, type) and issubclass(inner, Section):
-                add_section(inner, f"{prefix}{field.name}")
-                continue
-            rule = field.metadata.get("rule")
             full_name = f"{prefix}{field.name}"
+            if isinstance(inner, type) and issubclass(inner, Section):
+                add_section(inner, full_name)
+                continue
+            for one in get_args(inner):
+                if isinstance(one, type) and issubclass(one, Section):
+                    add_section(one, f"{full_name}.NAME")
+            rule = field.metadata.get("rule")
             keys.append(
                 KeyHelp(
                     full_name,
-                    show_plainly(list_defaults()[full_name]),
+                    show_plainly(list_defaults().get(full_name, getattr(kind(), field.name))),
                     rule.text if rule else "",
                     list_choices(inner),
                     documentation.get(field.name, ""),

@@ -50,6 +50,9 @@ class LearnerConfig(Section):
     megatron: MegatronConfig = section(MegatronConfig)
     lora: LoraConfig = section(LoraConfig)
     moe: MoeConfig = section(MoeConfig)
+    interface: str | None = setting(None)
+    """Network interface over which ranks on several hosts talk (gloo, NCCL), such as `eth1`; each host must
+    have it. Null: on each host the one over which it reaches the first rank's host."""
     max_restarts: int = setting(3, NOT_NEGATIVE)
     """Lost ranks after which the run stops. Before that the learner goes on from its newest checkpoint."""
     groups_per_step: int = setting(64, POSITIVE)

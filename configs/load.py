@@ -1,33 +1,58 @@
 """From command-line overrides to a checked, typed `Config`. Hydra composes; past this module there is no
 DictConfig."""
 
-import difflib
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
+import xxhash
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, InterpolationResolutionError, OmegaConfBaseException
 
 from configs.checks import find_config_problems
+from configs.data import make_absolute
+from configs.eval import PROMPT_KEYS, EvalSetConfig
+from configs.overrides import (
+    EVAL_SETS,
+    OPEN_ENDED,
+    apply_overrides,
+    describe_benchmarks,
+    find_nearest_names,
+    names_eval_set,
+    parse_overrides,
+)
+from configs.reward import RewardConfig
 from configs.schema import Config, Mode
 
 FOLDER = Path(__file__).parent
-OPEN_ENDED = ("task.args", "buffer.sampler_args")
-"""Sections whose keys the schema cannot know: they are arguments of a class that the user names."""
+RECIPES = "experiment"
+"""Group of the recipes."""
+OWN_RECIPES = "experiment_file"
+"""Group of recipes in files that users name. A group of its own, so that they can build on those here."""
 FIXED_BY_JOURNAL = ("run.seed", "task.name", "learner.groups_per_step", "learner.samples_per_prompt")
 RETIRED_KEYS = {"generators.score_timeout_s": "episodes.score_timeout_s", "generators.score_threads": None}
 """Keys of older runs, and those that took their place."""
+WRONG_KINDS = {
+    r"Cannot convert '\w+' to string: (.*)": "a text",
+    r"Cannot assign (\w+) to Dict\[": "a mapping, {KEY: VALUE}",
+    r"Invalid value assigned: (\w+) is not a ListConfig": "a list, [VALUE, ...]",
+    r"Key (.*) is incompatible with \(str\)": "a text where a key stands",
+}
+"""Patterns of OmegaConf's complaints about a value of another kind, and what the value must be."""
 FIXED_BY_RECORD = ("learner.groups_per_step", "learner.samples_per_prompt", "model.path")
 
 
 def load_config(overrides: Sequence[str]) -> Config:
     """Composes `config.yaml` with the overrides. Raises ValueError with every problem, named by key, rule and
     value."""
+    overrides = [_take_up_recipe(_spell_out_task(override)) for override in overrides]
     return _check_overridden(_compose(tuple(overrides)), overrides)
 
 
@@ -61,6 +86,9 @@ def load_resumed_config(folder: Path, overrides: Sequence[str]) -> Config:
         raise ValueError(f"the overrides of a resumed run must be single keys, got {groups}")
     config = _check_overridden(_override_keys(_merge_saved(saved), overrides), overrides)
     _refuse_changes(saved, config, FIXED_BY_JOURNAL, "in a resumed run (its journal is made so)")
+    sets = OmegaConf.select(saved, EVAL_SETS) or {}
+    of_prompts = [f"{EVAL_SETS}.{name}.{key}" for name in sets for key in PROMPT_KEYS]
+    _refuse_changes(saved, config, of_prompts, "in a resumed run (name another set)")
     return config
 
 
@@ -95,9 +123,47 @@ def load_study_config(folder: Path, overrides: Sequence[str]) -> Config:
     return config
 
 
+def load_recorded_config(folder: Path, overrides: Sequence[str]) -> Config:
+    """Loads the configuration of the run in `folder`, with single keys on top, for commands that only read
+    the run."""
+    _refuse_unknown_keys(overrides)
+    saved = OmegaConf.create((folder / "config.yaml").read_text())
+    if groups := [override for override in overrides if not _is_single_key(override)]:
+        raise ValueError(f"overrides of a run's settings must be single keys, got {groups}")
+    return check_config(_override_keys(_merge_saved(saved), overrides))
+
+
+def find_named_sets(overrides: Sequence[str]) -> dict[str, set[str]]:
+    """Returns the evaluation sets that overrides name, and which of their keys they say."""
+    said = find_said_keys(overrides)
+    found: dict[str, set[str]] = {str(name): set() for name in said.get("eval.benchmarks") or []}
+    for key in said:
+        if key.startswith(f"{EVAL_SETS}."):
+            name, _, below = key.removeprefix(f"{EVAL_SETS}.").partition(".")
+            found.setdefault(name, set()).add(below.partition(".")[0])
+    return found
+
+
+def find_said_keys(overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns the full name of each key that overrides say, alone or within a section, and its value."""
+    said: dict[str, Any] = {}
+
+    def walk_value(key: str, value: Any) -> None:
+        said[key] = value
+        for name, below in value.items() if isinstance(value, dict) else ():
+            walk_value(f"{key}.{name}", below)
+
+    for override in parse_overrides([_take_up_recipe(one) for one in overrides]):
+        walk_value(str(override.key_or_group), override.value())
+    return said
+
+
 def check_config(composed: DictConfig | ListConfig) -> Config:
     """Turns a composed configuration into a typed one. Raises ValueError with every rule that it breaks."""
-    config = OmegaConf.to_object(composed)
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ValueError(_explain_error(error, [])) from error
     assert isinstance(config, Config)
     if problems := find_config_problems(config):
         raise ValueError("\n".join(problems))
@@ -105,7 +171,23 @@ def check_config(composed: DictConfig | ListConfig) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return dump_values(dataclasses.asdict(config))
+
+
+def dump_values(values: Mapping[str, Any]) -> str:
+    """Returns values as YAML, texts with `${` as they are."""
+    return OmegaConf.to_yaml(OmegaConf.create(_quote_values(dict(values))))
+
+
+def _quote_values(value: Any) -> Any:
+    """Returns a value in which OmegaConf finds no interpolation: `${` of a text is a part of the text."""
+    if isinstance(value, dict):
+        return {key: _quote_values(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_quote_values(one) for one in value]
+    if isinstance(value, Enum):
+        return value.name
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 @cache
@@ -125,23 +207,21 @@ def list_defaults() -> Mapping[str, object]:
     return defaults
 
 
-def find_nearest_names(name: str, known: Sequence[str]) -> str:
-    """Returns the known names that look like this one, in brackets; empty where none does."""
-    nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f" (nearest: {', '.join(nearest)})" if nearest else ""
-
-
 @lru_cache(maxsize=64)
 def _compose(overrides: tuple[str, ...]) -> DictConfig:
     """Composes once for the same overrides, because it takes a tenth of a second. Callers must not change the
     result."""
+    parse_overrides(overrides)
     _refuse_unknown_keys(overrides)
     _store_schema()
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
         try:
             # Hydra wants a `++` where the schema cannot know the key.
             prefixed = [f"++{one}" if one.startswith(OPEN_ENDED) else one for one in overrides]
-            return compose("config", overrides=prefixed)
+            sets = [one for one in prefixed if names_eval_set(one)]
+            composed = compose("config", overrides=[one for one in prefixed if one not in sets])
+            describe_benchmarks(composed)
+            return apply_overrides(composed, sets)
         except (HydraException, OmegaConfBaseException) as error:
             raise ValueError(_explain_error(error, overrides)) from error
 
@@ -174,15 +254,15 @@ def _load_preset(name: str) -> DictConfig:
     return merged
 
 
-def _override_keys(saved: DictConfig | ListConfig, overrides: Sequence[str]) -> DictConfig | ListConfig:
+def _override_keys(saved: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Puts single keys on top. Raises ValueError for a value that has not the type of its key."""
     try:
-        return OmegaConf.merge(saved, OmegaConf.from_dotlist(list(overrides)))
+        return apply_overrides(saved, overrides)
     except OmegaConfBaseException as error:
         raise ValueError(_explain_error(error, overrides)) from error
 
 
-def _merge_saved(saved: DictConfig | ListConfig) -> DictConfig | ListConfig:
+def _merge_saved(saved: DictConfig | ListConfig) -> DictConfig:
     """Puts the configuration that a run has written on the schema. Raises ValueError for a file of another
     version."""
     for old, new in RETIRED_KEYS.items():
@@ -193,12 +273,50 @@ def _merge_saved(saved: DictConfig | ListConfig) -> DictConfig | ListConfig:
             if new is not None:
                 OmegaConf.update(saved, new, value, force_add=True)
     try:
-        return OmegaConf.merge(OmegaConf.structured(Config), saved)
+        merged = OmegaConf.merge(OmegaConf.structured(Config), saved)
     except OmegaConfBaseException as error:
         raise ValueError(
             "a run's config.yaml must be of this version of Slipstream, got one with "
             f"{_explain_error(error, [])}"
         ) from error
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _spell_out_task(override: str) -> str:
+    """Returns `task.name=NAME` for its short form `task=NAME`, and any other override as it is."""
+    key, _, value = override.partition("=")
+    return f"task.name={value}" if key == "task" else override
+
+
+def _take_up_recipe(override: str) -> str:
+    """Returns the override with a name in place of a recipe's file: `+experiment=PATH.yaml`.
+
+    Hydra then finds the file's contents by that name, as it finds those of `configs/experiment/`. Raises
+    ValueError for a file that cannot be read.
+    """
+    key, _, value = override.partition("=")
+    path = Path(value.strip("'\"")).expanduser()
+    if key.lstrip("+") != RECIPES or path.suffix not in (".yaml", ".yml"):
+        return override
+    try:
+        recipe = OmegaConf.create(path.read_text())
+    # Of the file, its bytes, OmegaConf, or the YAML package, which is OmegaConf's and not ours.
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{RECIPES} must name a file with a recipe, got {value}: {reason}") from error
+    if not isinstance(recipe, DictConfig):
+        raise ValueError(f"{RECIPES} must name a file with sections and keys, got {value} with a list")
+    for section in [str(section) for section in recipe if section != "defaults"]:
+        try:
+            # Hydra would not say which key it is.
+            OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.masked_copy(recipe, [section]))
+        except OmegaConfBaseException as error:
+            raise ValueError(f"{value}: {_explain_error(error, [section])}") from error
+    contents = xxhash.xxh3_64_hexdigest(OmegaConf.to_yaml(recipe).encode())
+    name = re.sub(r"\W", "_", path.stem) + f"-{contents}"
+    ConfigStore.instance().store(group=OWN_RECIPES, name=name, node=recipe, package="_global_")
+    return f"+{OWN_RECIPES}='{name}'"
 
 
 def _is_single_key(override: str) -> bool:
@@ -208,10 +326,14 @@ def _is_single_key(override: str) -> bool:
 
 
 def _refuse_changes(saved: DictConfig | ListConfig, config: Config, keys: Sequence[str], reason: str) -> None:
-    """Raises ValueError for a key whose value is no longer the saved one."""
+    """Raises ValueError for a key whose value is no longer the saved one. Rows are those at the same place,
+    however their path is spelled."""
+    current = OmegaConf.create(to_yaml(config))
     for key in keys:
-        before, now = OmegaConf.select(saved, key), OmegaConf.select(OmegaConf.structured(config), key)
-        if before != now:
+        before, now = OmegaConf.select(saved, key), OmegaConf.select(current, key)
+        is_rows = key.startswith(f"{EVAL_SETS}.") and key.endswith(".data")
+        places = [make_absolute(one, Path.resolve) if is_rows else one for one in (before, now)]
+        if places[0] != places[1]:
             raise ValueError(f"{key} must stay {before} {reason}, got {now}")
 
 
@@ -221,11 +343,12 @@ def _refuse_unknown_keys(overrides: Sequence[str]) -> None:
     keys = list_defaults()
     sections = {key.rpartition(".")[0] for key in keys} - {""}
     groups = {path.parent.name for path in FOLDER.glob("*/*.yaml")}
-    known = {*keys, *sections, *groups}
+    known = {*keys, *sections, *groups, OWN_RECIPES}
+    open_ended = tuple(f"{section}." for section in (*OPEN_ENDED, EVAL_SETS))
     problems = []
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0].partition("@")[0]
-        if key not in known and not key.startswith(tuple(f"{section}." for section in OPEN_ENDED)):
+        if key not in known and not key.startswith(open_ended):
             hint = find_nearest_names(key, sorted(known))
             problems.append(f"{key} must be a configuration key{hint}, got {override!r}")
         elif key in groups and (problem := _find_missing_preset(key, override.partition("=")[2])):
@@ -239,7 +362,8 @@ def _find_missing_preset(group: str, name: str) -> str | None:
     presets = sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
     if not re.fullmatch(r"\w+", name) or name in presets:
         return None
-    return f"{group} must be one of {', '.join(presets)}, got {name!r}"
+    own = " (or PATH.yaml, a file of your own)" if group == RECIPES else ""
+    return f"{group} must be one of {', '.join(presets)}{own}, got {name!r}"
 
 
 def _explain_error(error: Exception, overrides: Sequence[str]) -> str:
@@ -255,12 +379,26 @@ def _explain_error(error: Exception, overrides: Sequence[str]) -> str:
     if found := re.match(r"Value '(.*)' of type '\w+' could not be converted to (Integer|Float)", reason):
         kind = {"Integer": "a whole number", "Float": "a number"}[found[2]]
         return f"{key} must be {kind}, got {found[1]!r}"
+    if isinstance(root, InterpolationResolutionError | GrammarParseError):
+        return f"{key} must have a backslash before a `${{` that is a part of the text, got: {reason}"
+    if found := re.match(r"Key '(.*)' not in '(\w+)'", reason):
+        if not str(key).startswith(f"{EVAL_SETS}."):
+            hint = find_nearest_names(str(key), list(list_defaults()))
+            return f"{key} must be a configuration key{hint}, got {found[1]!r}"
+        part = RewardConfig if found[2] == "RewardConfig" else EvalSetConfig
+        hint = find_nearest_names(found[1], [field.name for field in dataclasses.fields(part)])
+        return f"{key} must be a key of an evaluation set{hint}, got {found[1]!r}"
     if found := re.match(r"Value '(.*)' is not a valid bool", reason):
         return f"{key} must be true or false, got {found[1]!r}"
     if found := re.match(r"Invalid value '(.*)', expected one of \[(.*)\]", reason):
         return f"{key} must be one of {found[2]}, got {found[1]!r}"
+    for pattern, rule in WRONG_KINDS.items():
+        if found := re.match(pattern, reason):
+            return f"{key} must be {rule}, got {found[1]}"
     if re.match(r"field '.*' is not Optional", reason):
         return f"{key} must have a value, got null"
-    if found := re.match(r"Invalid type assigned: \w+ is not a subclass of \w+\. value: (.*)", reason):
+    if found := re.match(
+        r"(?:Invalid type assigned|Merge error): \w+ is not a subclass of \w+\. value: (.*)", reason
+    ):
         return f"{key} must be followed by a key of this section, got {found[1].strip()!r}"
     return f"{key}: {reason}"

@@ -1,4 +1,4 @@
-"""`placement`: the ranks that hold the critic."""
+"""`placement`: the nodes that hold the roles, and the ranks that hold the critic."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,10 +16,26 @@ class CriticPlace(StrEnum):
     """On ranks of its own. The two train at the same time."""
 
 
+class PlacementStrategy(StrEnum):
+    """The order in which engines fill the nodes of a Ray cluster, among places that are equally free."""
+
+    pack = "pack"
+    """One node after the other, the driver's first."""
+    spread = "spread"
+    """The node with the fewest engines first."""
+
+
 @dataclass(kw_only=True, slots=True)
 class PlacementConfig(Section):
-    """The ranks that hold the critic."""
+    """The nodes of a Ray cluster that hold the roles, and the ranks that hold the critic."""
 
+    learner: dict[str, str] = setting({})
+    """Labels (`ray start --labels=KEY=VALUE`) of the nodes that may hold ranks of the learner. Empty: any
+    node; all on one if it has room for them, the driver's before others."""
+    generators: dict[str, str] = setting({})
+    """Labels of the nodes that may hold generators and evaluators. Empty: any node."""
+    strategy: PlacementStrategy = setting(PlacementStrategy.pack)
+    """The order in which engines fill the nodes, among places that are equally free."""
     critic: CriticPlace = setting(CriticPlace.with_actor)
     """Where a critic lives."""
     critic_ranks: int = setting(1, POSITIVE)

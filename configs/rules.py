@@ -18,6 +18,7 @@ class Rule:
 
 POSITIVE = Rule("a finite number above 0", lambda value: math.isfinite(value) and value > 0)
 NOT_NEGATIVE = Rule("a finite number of at least 0", lambda value: math.isfinite(value) and value >= 0)
+FINITE = Rule("a finite number", math.isfinite)
 SHARE = Rule("in [0, 1]", lambda value: 0 <= value <= 1)
 """A part of a whole, both ends included."""
 

@@ -22,7 +22,9 @@ class RunConfig(Section):
     """Start anew in a folder that already holds a run. The old run is deleted."""
     resume: str | None = setting(None)
     """Folder of a run to continue. It goes on in that folder from its newest checkpoint, or from the
-    beginning where it has none. Keys that are named beside it are changed, also for later."""
+    beginning where it has none. Keys that are named beside it are changed, also for later. `auto`: the folder
+    of `run.name` where it holds a run, else a new run begins there; so the same command may be started again
+    and again."""
     steps: int = setting(320, POSITIVE)
     """Steps to train. Each step consumes `learner.groups_per_step` groups and publishes one new version."""
     seed: int = setting(0, NOT_NEGATIVE)

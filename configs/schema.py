@@ -6,25 +6,30 @@ across sections, and `configs/load.py` makes a checked `Config` from the command
 lists all keys.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from configs.addresses import host_of, is_loopback
 from configs.algo import AlgoConfig
 from configs.buffer import BufferConfig
 from configs.cluster import ClusterConfig
+from configs.curriculum import CurriculumConfig
+from configs.data import DataConfig
 from configs.episodes import EpisodesConfig
-from configs.eval import EvalConfig
+from configs.eval import EvalConfig, EvalSetConfig
 from configs.generators import GeneratorsConfig
 from configs.learner import LearnerConfig
 from configs.model import ModelConfig
 from configs.placement import CriticPlace, PlacementConfig
+from configs.reward import RewardConfig
 from configs.run import RunConfig
 from configs.sampling import SamplingConfig
 from configs.setting import Section, section, setting
 from configs.staleness import StalenessConfig
 from configs.sync import SyncConfig
 from configs.task import TaskConfig
+from configs.tracking import TrackingConfig
 from configs.transports import TransportUse
 
 Mode = StrEnum("Mode", {"async": "async", "on_policy": "on_policy"})
@@ -52,6 +57,9 @@ class Config(Section):
     run: RunConfig = section(RunConfig)
     model: ModelConfig = section(ModelConfig)
     task: TaskConfig = section(TaskConfig)
+    data: DataConfig = section(DataConfig)
+    reward: RewardConfig = section(RewardConfig)
+    curriculum: CurriculumConfig = section(CurriculumConfig)
     episodes: EpisodesConfig = section(EpisodesConfig)
     sampling: SamplingConfig = section(SamplingConfig)
     staleness: StalenessConfig = section(StalenessConfig)
@@ -62,7 +70,14 @@ class Config(Section):
     placement: PlacementConfig = section(PlacementConfig)
     sync: SyncConfig = section(SyncConfig)
     eval: EvalConfig = section(EvalConfig)
+    tracking: TrackingConfig = section(TrackingConfig)
     cluster: ClusterConfig = section(ClusterConfig)
+
+    @property
+    def task_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the task's class: `task.args`, and for `dataset` its two sections."""
+        sections = {"data": asdict(self.data), "reward": asdict(self.reward)}
+        return {**(sections if self.task.name == "dataset" else {}), **self.task.args}
 
     @property
     def max_versions(self) -> int:
@@ -80,6 +95,27 @@ class Config(Section):
         """Responses that an engine makes for one prompt: the samples, and a greedy one where it is the
         baseline."""
         return self.learner.samples_per_prompt + self.algo.needs_greedy_response
+
+    def for_evaluation(self, one: EvalSetConfig) -> "Config":
+        """Returns the configuration by which prompts of an evaluation set are made, answered and scored."""
+        rows = {key: getattr(one, key) for key in ("form", "prompt", "answer", "system_prompt", "prepared")}
+        has_reward = one.reward.function is not None or one.reward.parts or not one.has_files
+        return replace(
+            self,
+            task=TaskConfig(name=one.task, args=one.args),
+            data=DataConfig(eval=one.data, chat_template_kwargs=one.chat_template_kwargs, **rows),
+            reward=one.reward if has_reward else self.reward,
+            sampling=replace(self.sampling, max_tokens=one.max_tokens or self.sampling.max_tokens),
+            # Each gateway of a generator needs a port of its own.
+            episodes=replace(self.episodes, gateway=replace(self.episodes.gateway, port=0)),
+        )
+
+    @property
+    def engine_names(self) -> list[str]:
+        """Names of the engines that a command starts: those that train, then those that evaluate."""
+        return [f"generator-{number}" for number in range(self.generators.count)] + [
+            f"evaluator-{number}" for number in range(self.eval.generators)
+        ]
 
     @property
     def max_episodes(self) -> int:

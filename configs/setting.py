@@ -81,8 +81,10 @@ def find_key_problems(part: Section, prefix: str = "") -> list[str]:
     for field in dataclasses.fields(part):  # type: ignore[arg-type]  # sections are dataclasses
         value, name = getattr(part, field.name), f"{prefix}{field.name}"
         rule: Rule | None = field.metadata.get("rule")
-        if isinstance(value, Section):
-            problems += find_key_problems(value, f"{name}.")
+        for below, part_name in list_sections_below(value, name):
+            problems += find_key_problems(below, f"{part_name}.")
+        if isinstance(value, int) and abs(value) >= 1 << 63:
+            problems.append(f"{name} must be a number of 64 bits, got {value}")
         elif rule is not None and value is not None and not rule.holds(value):
             problems.append(f"{name} must be {rule.text}, got {show_value(value)}")
     return problems
@@ -92,7 +94,7 @@ def find_condition_problems(part: Section) -> list[str]:
     """Returns a sentence for each broken rule over several keys, of this section and those below it.
 
     A section is asked only when every key in it keeps its own rule: conditions may divide by what must not be
-    0.
+    0. A section that has others in a dict asks them itself, because it knows their names.
     """
     problems = []
     for field in dataclasses.fields(part):  # type: ignore[arg-type]  # sections are dataclasses
@@ -101,6 +103,15 @@ def find_condition_problems(part: Section) -> list[str]:
     if not find_key_problems(part):
         problems += [condition.problem for condition in part.conditions() if not condition.holds]
     return problems
+
+
+def list_sections_below(value: object, name: str) -> list[tuple[Section, str]]:
+    """Returns the sections that the value of the key `name` holds, with their names: itself, those of a dict
+    by name, or none."""
+    if isinstance(value, Section):
+        return [(value, name)]
+    parts = value.items() if isinstance(value, dict) else ()
+    return [(part, f"{name}.{key}") for key, part in parts if isinstance(part, Section)]
 
 
 def show_value(value: object) -> str:

@@ -27,6 +27,8 @@ class TransportRow:
     carries_adapters: bool = True
     """Adapters alone may travel, because each host has its base model and merges them
     (`learner.lora.publish=adapter`)."""
+    brings_older: bool = True
+    """Versions that are not the newest any more may be brought."""
     vllm_engine: str | None = None
     """vLLM's weight-transfer engine that a generator on a GPU starts."""
 
@@ -68,6 +70,7 @@ class Transport(StrEnum):
             module="sync.transports.nccl",
             serves_hosts=TransportUse.always,
             carries_adapters=False,
+            brings_older=False,
             vllm_engine="nccl",
         ),
     )

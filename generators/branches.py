@@ -83,6 +83,12 @@ class EpisodeBranches:
         branch, place = self._last_places[turn]
         return self.branches[branch].tokens[: place + 1]
 
+    def list_last_reply(self) -> list[int]:
+        """Returns the tokens that the turn with the highest number has sampled."""
+        number = max(self.turn_rewards)
+        branch = self.branches[self._last_places[number][0]]
+        return [token for token, turn in zip(branch.tokens, branch.turn, strict=True) if turn == number]
+
     def pay_last_turn(self, reward: float) -> None:
         """Adds a reward to that of the turn with the highest number."""
         self.turn_rewards[max(self.turn_rewards)] += reward

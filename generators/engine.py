@@ -22,6 +22,8 @@ class Sample:
     seed: int
     """The same prompt, seed and weights give the same tokens, whatever else the engine is doing."""
     greedy: bool = False
+    temperature: float | None = None
+    """None: that of the engine. Above 0 otherwise."""
     stop_tokens: frozenset[int] = frozenset()
     """Tokens that end this sample, beside the model's own ends."""
     forced: bool = False

@@ -67,6 +67,10 @@ class EpisodeRecord:
     components: Mapping[str, float]
     stop: str
     """Why it ended: `completed`, `max_turns`, `max_tokens`, `context_overflow` or `parse_error`."""
+    num_tokens: int = 0
+    """Tokens of its last reply."""
+    tokens: Sequence[int] = ()
+    """Those tokens, for a task with an attribute `needs_tokens` that is true."""
 
 
 class EnvironmentTask(Protocol):

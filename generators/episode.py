@@ -49,14 +49,19 @@ async def play_group(
     progress: GroupProgress,
     max_tokens: int,
     timeout_s: float,
+    temperature: float | None = None,
 ) -> list[PlayedEpisode]:
     """Plays a group's episodes side by side; returns them in order, scored.
 
-    `max_tokens`: the longest reply. Raises EpisodeTimedOut when an episode takes longer than `timeout_s`, and
-    whatever an episode raises. The other episodes are canceled then, and withdraw what they have asked for.
+    `max_tokens`: the longest reply. `temperature`: as `Player` has it. Raises EpisodeTimedOut when an episode
+    takes longer than `timeout_s`, and whatever an episode raises. The other episodes are canceled then, and
+    withdraw what they have asked for.
     """
     beginning = await episodes.begin_group(lease)
-    players = [Player(policy, lease, index, max_tokens, progress) for index in range(progress.num_samples)]
+    players = [
+        Player(policy, lease, index, max_tokens, progress, temperature)
+        for index in range(progress.num_samples)
+    ]
     played = await wait_for_all([_play_in_time(episodes, player, beginning, timeout_s) for player in players])
     scores = await episodes.score_group(beginning, played[: lease.num_samples])
     if scores is not None:

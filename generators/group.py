@@ -4,6 +4,7 @@ begin the group ─▶ play its episodes ─▶ score them beside one another, w
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,16 +13,21 @@ from typing import Any, Protocol, TypeVar
 
 import xxhash
 
-from buffers.messages import Lease
+from buffers.messages import Lease, SubmitEvaluation
 from buffers.trajectory import GREEDY, Trajectory
+from configs.eval import HELD_OUT
 from generators.branches import EpisodeBranches
 from generators.engine import Completion, Sample
-from generators.plain_values import check_number
+from generators.plain_values import check_number, describe_error
 from generators.policy import Policy, Watch
 from generators.score_checks import check_score
 from generators.task import Score
+from generators.user_code.errors import UserCodeError
 
 T = TypeVar("T")
+
+TRUNCATED = ("max_tokens", "context_overflow")
+"""Words for the end of an episode that had no tokens left."""
 
 
 class EpisodeTimedOut(Exception):
@@ -57,12 +63,21 @@ class Player:
     """One sample of a leased group, as it asks the policy turn by turn."""
 
     def __init__(
-        self, policy: Policy, lease: Lease, index: int, max_tokens: int, progress: GroupProgress
+        self,
+        policy: Policy,
+        lease: Lease,
+        index: int,
+        max_tokens: int,
+        progress: GroupProgress,
+        temperature: float | None = None,
     ) -> None:
-        """`max_tokens`: the longest reply."""
+        """`max_tokens`: the longest reply. `temperature`: 0 takes the likeliest token, None is the engine's
+        own."""
         self.lease, self.index = lease, index
         self.branches = EpisodeBranches()
         self._policy, self._max_tokens, self._progress = policy, max_tokens, progress
+        self._is_greedy = index == lease.num_samples or temperature == 0
+        self._temperature = temperature or None
         self.limit_time: Callable[[bool], None] = lambda is_limited: None
         """With False the time of the whole episode stops, with True it begins anew. An episode that waits for
         a worker has not begun."""
@@ -108,8 +123,11 @@ class Player:
             id=self.next_sample_id,
             prompt=prompt,
             max_tokens=self._max_tokens if max_tokens is None else max_tokens,
-            seed=make_sample_seed(self.lease.seed, self.lease.split, self.lease.group, self.index, number),
-            greedy=self.index == self.lease.num_samples,
+            seed=make_sample_seed(
+                self.lease.seed, name_split(self.lease), self.lease.group, self.index, number
+            ),
+            greedy=self._is_greedy,
+            temperature=self._temperature,
             stop_tokens=stop_tokens,
         )
         self._num_asked += 1
@@ -177,9 +195,15 @@ def make_sample_seed(run_seed: int, split: str, group: int, index: int, turn: in
     return xxhash.xxh32_intdigest(f"{run_seed}/{split}/{group}/{index}{later}".encode())
 
 
+def name_split(lease: Lease) -> str:
+    """Returns the split of a lease, with the name of its evaluation set: so no two sets draw alike."""
+    is_own = lease.evaluation in ("", HELD_OUT)
+    return lease.split if is_own else f"{lease.split}/{lease.evaluation}"
+
+
 def make_episode_seed(lease: Lease) -> int:
     """Returns the seed that an environment begins with: one for all episodes of a prompt."""
-    return xxhash.xxh32_intdigest(f"{lease.seed}/{lease.split}/{lease.index}".encode())
+    return xxhash.xxh32_intdigest(f"{lease.seed}/{name_split(lease)}/{lease.index}".encode())
 
 
 async def wait_for_all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -194,6 +218,44 @@ async def wait_for_all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+def log_failure(log: logging.Logger, lease: Lease, error: BaseException) -> str:
+    """Says in the log why a group could not be played: what the task's code said, and otherwise where our
+    own code was. Returns it in a sentence."""
+    if isinstance(error, UserCodeError):
+        said, detail = str(error), f"\n{error.detail}" if error.detail else ""
+    else:
+        said, detail = describe_error(error), ""
+    is_own = not isinstance(error, UserCodeError | ValueError | EpisodeTimedOut)
+    log.error(
+        "prompt %d of task %s failed: %s%s",
+        lease.index,
+        lease.task,
+        said,
+        detail,
+        exc_info=error if is_own else None,
+    )
+    return said
+
+
+def make_answer(
+    generator: str, lease: Lease, episodes: Sequence[PlayedEpisode], digest: str
+) -> SubmitEvaluation:
+    """Returns the answer to an evaluation prompt. `digest`: that of the version which began it."""
+    branches = [branch for episode in episodes for branch in episode.branches.branches]
+    versions = {version for branch in branches for version in branch.versions if version >= 0}
+    return SubmitEvaluation(
+        generator=generator,
+        lease=lease.id,
+        rewards=[episode.score.reward for episode in episodes],
+        num_tokens=sum(sum(branch.sampled) for branch in branches),
+        num_truncated=sum(episode.stop in TRUNCATED for episode in episodes),
+        # An agent may have asked for nothing.
+        oldest_version=min(versions, default=lease.min_version),
+        newest_version=max(versions, default=lease.min_version),
+        digest=digest,
+    )
 
 
 def make_rows(

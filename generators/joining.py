@@ -1,5 +1,6 @@
 """A generator joins a run: it asks the buffer for the run's configuration and builds its parts from that."""
 
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -8,16 +9,22 @@ from buffers.client import BufferClient
 from buffers.connections import watch_small_requests
 from buffers.keys import has_server_key, show_key, start_authenticator
 from buffers.parity_probe import probe_lengths
+from buffers.role_registry import STARTING
 from configs.generators import EngineKind
 from configs.load import parse_config
 from configs.schema import Config
 from generators.engine import Engine
 from generators.episode import Episodes, SimulatedEpisodes
+from generators.evaluation_episodes import EvaluationEpisodes
 from generators.plain_values import describe_error
+from generators.run_files import bring_files
+from generators.task_versions import compare_versions
 from generators.worker import Generator, start_heartbeat
 from sync.subscriber import Subscriber, open_subscriber
 from sync.transports.ends import SocketGuards
 from sync.transports.messages import MAX_UNREAD_BYTES
+
+log = logging.getLogger("slipstream.generator")
 
 
 def join_run(
@@ -27,23 +34,34 @@ def join_run(
     keys: str | None,
     gpu_memory: float | None = None,
     shares_gpu: bool = False,
+    *,
+    evaluates: bool = False,
 ) -> Generator:
-    """Returns a generator of the run whose buffer answers at `address`, ready to run.
+    """Returns a generator of the run whose buffer answers at `address`, ready to run. `evaluates`: it leases
+    evaluation prompts alone.
 
     The run's configuration decides model, task and sampling. Two things are matters of this host:
     `gpu_memory`, the share of its GPU that the engine may take, and `shares_gpu`, whether other processes are
-    on that GPU.
+    on that GPU. Files of the model and rows that the host lacks come from the buffer.
 
-    Heartbeats begin before the engine starts, because that takes long. When it fails the buffer hears why.
+    Heartbeats begin before that, because it and the engine's start take long. When it fails the buffer hears
+    why.
     """
     client = BufferClient(address, keys=keys)
-    welcome = client.call(m.JoinRun(generator=name), m.JoinedRun)
-    config, heart = parse_config(welcome.config), start_heartbeat(client.open_another(), name)
+    welcome = client.call(m.JoinRun(generator=name, evaluates=evaluates), m.JoinedRun)
+    config = parse_config(welcome.config)
+    heart = start_heartbeat(client.open_another(), name, evaluates=evaluates)
     config.generators.gpu_memory_fraction = gpu_memory
     try:
+        for warning in compare_versions(config.task.versions):
+            log.warning("%s", warning)
+        bring_files(config, client, heart.set_activity)
+        heart.set_activity(STARTING)
         engine, episodes = make_engine(config, seed, shares_gpu), make_episodes(config)
         subscriber = make_subscriber(config, address, keys)
-        return Generator(name, config, client, engine, episodes, subscriber, heart)
+        return Generator(
+            name, config, client, engine, episodes, subscriber, heart, run=welcome.run, evaluates=evaluates
+        )
     except BaseException as error:
         heart.close()
         client.send_request(m.LeaveRun(generator=name, error=describe_error(error)))
@@ -108,4 +126,5 @@ def make_episodes(config: Config) -> Episodes:
 
     from generators.task_episodes import TaskEpisodes
 
-    return TaskEpisodes(config, AutoTokenizer.from_pretrained(config.model.path))
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    return EvaluationEpisodes(config, lambda one: TaskEpisodes(one, tokenizer))

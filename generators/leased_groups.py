@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
 from buffers import messages as m
-from buffers.client import BufferClient, send_groups
+from buffers.client import BufferClient, send_evaluation, send_groups
 from buffers.run_status import GeneratorReport
 from buffers.trajectory import Trajectory, to_batch
 from configs.schema import Config
@@ -23,17 +23,17 @@ from generators.engine import Completion, Engine
 from generators.episode import Episodes, play_group
 from generators.episode_thread import EpisodeThread
 from generators.group import (
-    EpisodeTimedOut,
     GroupProgress,
     PlayedEpisode,
+    log_failure,
+    make_answer,
     make_rows,
     parse_lease_id,
     parse_sample_index,
 )
-from generators.plain_values import describe_error
 from generators.policy import EnginePolicy
 from generators.probe import PROBE_LEASE
-from generators.user_code.errors import UserCodeError, WorkerDied
+from generators.user_code.errors import WorkerDied
 
 log = logging.getLogger("slipstream.generator")
 
@@ -47,6 +47,8 @@ class LeasedGroup:
     started_at: float
     """Unix time in seconds."""
     played: "Future[list[PlayedEpisode]]"
+    digest: str = ""
+    """Digest of the weights that the engine held when the group began."""
 
 
 class LeasedGroups:
@@ -67,9 +69,8 @@ class LeasedGroups:
         Raises what `episodes.open` raises."""
         self._generator, self._client, self._engine, self._episodes = generator, client, engine, episodes
         self._policy, self._totals, self._wake_loop = policy, totals, wake_loop
-        self._max_tokens, self._timeout_s = config.sampling.max_tokens, config.episodes.timeout_s
+        self._config, self._timeout_s = config, config.episodes.timeout_s
         self._makes_baselines = config.algo.needs_greedy_response
-        self._samples_per_group = config.samples_per_group
         self._waiting: deque[m.Lease] = deque()
         self._playing: dict[int, LeasedGroup] = {}
         """By lease id."""
@@ -87,6 +88,11 @@ class LeasedGroups:
         return frozenset([lease.id for lease in self._waiting] + [*self._playing])
 
     @property
+    def waiting_ids(self) -> list[int]:
+        """Ids of the leases that are not begun: they wait for a newer version."""
+        return [lease.id for lease in self._waiting]
+
+    @property
     def is_playing(self) -> bool:
         return bool(self._playing)
 
@@ -100,10 +106,10 @@ class LeasedGroups:
     @property
     def awaited_version(self) -> int | None:
         """Oldest version that may begin the next lease; None when no lease waits."""
-        return self._waiting[0].min_version if self._waiting else None
+        return min((lease.min_version for lease in self._waiting), default=None)
 
-    def count_missing_leases(self) -> int:
-        """Returns how many more leases keep `episodes.max_concurrent` episodes under way. At most 0: they
+    def count_room(self) -> int:
+        """Returns how many more samples keep `episodes.max_concurrent` episodes under way. At most 0: they
         are.
 
         Groups that only wait for their scores count as well, beyond as many samples. So a generator whose
@@ -113,8 +119,29 @@ class LeasedGroups:
         num_playing = sum(group.progress.num_playing for group in groups)
         num_scoring = sum(group.progress.num_samples for group in groups) - num_playing
         backlog = max(0, num_scoring - self._max_concurrent)
-        num_used = num_playing + len(self._waiting) * self._samples_per_group + backlog
-        return (self._max_concurrent - num_used) // self._samples_per_group
+        num_waiting = sum(self._count_samples(lease) for lease in self._waiting)
+        num_used = num_playing + num_waiting + backlog
+        return self._max_concurrent - num_used
+
+    def count_evaluation_room(self) -> int:
+        """Returns how many more samples of evaluation prompts this generator takes while the run trains:
+        `eval.share` of its episodes, less those under way. At least one where none is: a prompt may have more
+        samples than the share."""
+        num_held = sum(lease.num_samples for lease in self._list_leases() if lease.evaluation)
+        return max(0, int(self._config.eval.share * self._max_concurrent) - num_held, int(not num_held))
+
+    @property
+    def is_evaluating(self) -> bool:
+        """True while this generator has an evaluation prompt."""
+        return any(lease.evaluation for lease in self._list_leases())
+
+    def _list_leases(self) -> list[m.Lease]:
+        return [*self._waiting, *(group.lease for group in self._playing.values())]
+
+    def _count_samples(self, lease: m.Lease) -> int:
+        """Returns the number of samples that a lease asks for. ReMax's greedy sample is scored and not
+        trained. Like evaluation, it stands outside the ledger."""
+        return lease.num_samples + (self._makes_baselines and not lease.evaluation)
 
     def count_tokens(self) -> dict[int, int]:
         """Returns the tokens sampled so far, by lease id."""
@@ -129,19 +156,28 @@ class LeasedGroups:
     def add_leases(self, leases: Iterable[m.Lease]) -> None:
         self._waiting.extend(leases)
 
-    def begin_groups(self, held_version: int) -> None:
-        """Begins leases in order, as far as `held_version`, the engine's, is at or above their floor."""
-        while self._waiting and self._waiting[0].min_version <= held_version:
-            lease = self._waiting.popleft()
-            # ReMax's greedy sample is scored and not trained. Like evaluation, it stands outside the ledger.
-            num_samples = lease.num_samples + (self._makes_baselines and lease.split == "train")
+    def begin_groups(self, held_version: int, digest: str = "") -> None:
+        """Begins the leases whose floor `held_version`, the engine's, has reached; others hold none of them
+        up. `digest` is that of the version's weights."""
+        ready = [lease for lease in self._waiting if lease.min_version <= held_version]
+        if ready:
+            self._waiting = deque(lease for lease in self._waiting if lease.min_version > held_version)
+        for lease in ready:
+            num_samples = self._count_samples(lease)
             progress = GroupProgress(num_samples, num_playing=num_samples)
+            named = self._config.eval.sets.get(lease.evaluation)
             playing = play_group(
-                self._episodes, self._policy, lease, progress, self._max_tokens, self._timeout_s
+                self._episodes,
+                self._policy,
+                lease,
+                progress,
+                (named and named.max_tokens) or self._config.sampling.max_tokens,
+                self._timeout_s,
+                None if named is None else named.temperature,
             )
             played = self._thread.start_coroutine(playing)
             played.add_done_callback(lambda _: self._wake_loop())
-            self._playing[lease.id] = LeasedGroup(lease, progress, time.time(), played)
+            self._playing[lease.id] = LeasedGroup(lease, progress, time.time(), played, digest)
 
     def exchange_samples(self, may_add: bool) -> None:
         """Gives the engine what the episodes ask for. `may_add=False`: it only aborts what they withdraw."""
@@ -213,11 +249,10 @@ class LeasedGroups:
         except (Exception, SystemExit, CancelledError) as error:
             self._report_failure(group, error)
             return None
-        if lease.split == "eval":
-            reward = played[0].score.reward
-            self._client.send_request(
-                m.SubmitEvaluation(generator=self._generator, lease=lease.id, reward=reward)
-            )
+        if lease.evaluation:
+            rows = make_rows(lease, played, self._generator, group.started_at)
+            answer = make_answer(self._generator, lease, played, group.digest)
+            send_evaluation(self._client, answer, to_batch(rows))
             return None
         rows = make_rows(lease, played, self._generator, group.started_at)
         kept = sum(sum(row.sampled) for row in rows)
@@ -225,23 +260,9 @@ class LeasedGroups:
         return rows
 
     def _report_failure(self, group: LeasedGroup, error: BaseException) -> None:
-        """Says in the log what the task's code said, and otherwise where our own code was."""
-        lease = group.lease
         self._totals.abandoned_scores += isinstance(error, WorkerDied)
-        if isinstance(error, UserCodeError):
-            said, detail = str(error), f"\n{error.detail}" if error.detail else ""
-        else:
-            said, detail = describe_error(error), ""
-        is_own = not isinstance(error, UserCodeError | ValueError | EpisodeTimedOut)
-        log.error(
-            "prompt %d of task %s failed: %s%s",
-            lease.index,
-            lease.task,
-            said,
-            detail,
-            exc_info=error if is_own else None,
-        )
-        self._fail_lease(lease.id, group.progress.num_tokens, said)
+        said = log_failure(log, group.lease, error)
+        self._fail_lease(group.lease.id, group.progress.num_tokens, said)
 
     def _fail_lease(self, lease_id: int, num_tokens: int, error: str, *, revoked: bool = False) -> None:
         self._client.send_request(

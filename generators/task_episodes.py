@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +24,12 @@ from generators.environment import Message, ToolSpec
 from generators.group import PlayedEpisode, Player, make_episode_seed
 from generators.rendering import choose_renderer
 from generators.rendering.endings import find_ends
+from generators.rendering.prompts import PromptEncoder
 from generators.rendering.renderer import Renderer
 from generators.score_checks import check_score, read_score, read_scores
-from generators.task import Score
+from generators.task import Prompt, Score
 from generators.turn_checks import check_turn, read_prompt
-from generators.user_code.errors import UserCodeError
+from generators.user_code.errors import TaskRefused, UserCodeError
 from generators.user_code.pool import UserCodePool
 from generators.user_code.task_kinds import TaskKind
 from generators.user_code.user_worker import UserWorker
@@ -48,8 +49,8 @@ class Beginning:
     lease: Lease
     prompt: list[int]
     """Tokens of a one-turn task's prompt; empty for an environment and for an agent."""
-    text: str
-    """The text of that prompt."""
+    messages: Sequence[Mapping[str, Any]]
+    """The messages of that prompt."""
     seed: int
     """Seed of the environments."""
 
@@ -64,6 +65,15 @@ class Conversation:
     stop: str | None = None
 
 
+def refuse_missing_code(refusal: TaskRefused) -> None:
+    """Raises ValueError, with the reason, for a refusal of code that this host lacks."""
+    if any(words in str(refusal) for words in ("No module named", "there is no file")):
+        raise ValueError(
+            f"{refusal}, on {os.uname().nodename} (code does not travel: the code and packages of tasks, "
+            "environments and rewards must be on each host that generates)"
+        ) from refusal
+
+
 class TaskEpisodes:
     """Episodes of the run's task. Everything belongs to the episode thread."""
 
@@ -71,6 +81,7 @@ class TaskEpisodes:
         self._config, self._tokenizer, self._limits = config, tokenizer, config.episodes
         self._pool: UserCodePool
         self._renderer: Renderer
+        self._encoder = PromptEncoder(tokenizer)
         self._agents: AgentEpisodes | None = None
         self._has_turns = self._scores_groups = False
         self._score_slots = asyncio.Semaphore(UNBOUNDED)
@@ -81,13 +92,24 @@ class TaskEpisodes:
         self._score_limit = self._limits.score_timeout_s, "episodes.score_timeout_s"
 
     async def open(self) -> None:
-        """Raises ValueError for a task that cannot be made, and for a chat template under which turns
-        cannot be exact."""
-        task = self._config.task
-        self._pool = await UserCodePool.open(task.name, task.args, WorkerLimits.from_config(self._config))
+        """Raises TaskRefused or ValueError for a task that cannot be made, and ValueError for a chat template
+        under which turns cannot be exact."""
+        try:
+            self._pool = await UserCodePool.open(
+                self._config.task.name, self._config.task_arguments, WorkerLimits.from_config(self._config)
+            )
+        except TaskRefused as refusal:
+            refuse_missing_code(refusal)
+            raise
         described = self._pool.description
         self._has_turns = described.kind in (TaskKind.environment, TaskKind.environments)
         self._scores_groups = described.has_group_scores
+        if self._scores_groups and self._config.algo.needs_greedy_response:
+            raise ValueError(
+                "algo.advantage must be another than remax where replies are scored as a group (the greedy "
+                f"reply of its baseline is in none), got remax with "
+                f"task.name={self._config.task.name}"
+            )
         self._score_slots = asyncio.Semaphore(described.max_scores or UNBOUNDED)
         if self._has_turns:
             self._renderer = choose_renderer(self._tokenizer, self._limits)
@@ -106,9 +128,11 @@ class TaskEpisodes:
 
     async def begin_group(self, lease: Lease) -> Beginning:
         makes_prompt = not self._has_turns and self._agents is None
-        text = await self._make_prompt(lease) if makes_prompt else ""
-        tokens = self._encode_prompt(text) if makes_prompt else []
-        return Beginning(lease, tokens, text, make_episode_seed(lease))
+        if not makes_prompt:
+            return Beginning(lease, [], (), make_episode_seed(lease))
+        prompt = await self._make_prompt(lease)
+        tokens = self._encoder.encode_prompt(prompt.messages, prompt.template_args)
+        return Beginning(lease, tokens, prompt.messages, make_episode_seed(lease))
 
     async def play_episode(self, player: Player, beginning: Beginning) -> PlayedEpisode:
         if self._agents is not None:
@@ -121,14 +145,17 @@ class TaskEpisodes:
     ) -> list[Score] | None:
         if not self._scores_groups:
             return None
+        replies = [episode.branches.list_last_reply() for episode in episodes]
         records = [
             {
                 "messages": list(episode.messages),
                 "reward": episode.score.reward,
                 "components": episode.score.components,
                 "stop": episode.stop,
+                "num_tokens": len(reply),
+                "tokens": reply if self._pool.description.needs_tokens else [],
             }
-            for episode in episodes
+            for episode, reply in zip(episodes, replies, strict=True)
         ]
         async with self._score_slots:
             found = await self._call_any_worker("score_group", beginning.lease, [records], self._score_limit)
@@ -136,17 +163,9 @@ class TaskEpisodes:
 
     # ---- one turn
 
-    async def _make_prompt(self, lease: Lease) -> str:
+    async def _make_prompt(self, lease: Lease) -> Prompt:
         limit = self._limits.reset_timeout_s, "episodes.reset_timeout_s"
         return read_prompt(await self._call_any_worker("make_prompt", lease, [], limit))
-
-    def _encode_prompt(self, text: str) -> list[int]:
-        if self._tokenizer.chat_template:
-            messages = [{"role": "user", "content": text}]
-            return list(
-                self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            )
-        return list(self._tokenizer.encode(text))
 
     async def _play_one_turn(self, player: Player, beginning: Beginning) -> PlayedEpisode:
         completion = await player.ask_policy(beginning.prompt, stop_tokens=self._ends)
@@ -157,7 +176,7 @@ class TaskEpisodes:
             found = await self._call_any_worker("score_response", beginning.lease, arguments, limit)
         score = read_score(found)
         player.branches.pay_last_turn(score.reward)
-        said = [{"role": "user", "content": beginning.text}, {"role": "assistant", "content": response}]
+        said = [*map(dict, beginning.messages), {"role": "assistant", "content": response}]
         stop = infer_stop(completion.finish_reason)
         return PlayedEpisode(branches=player.branches, score=score, stop=stop, messages=said)
 

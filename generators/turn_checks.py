@@ -10,7 +10,7 @@ import msgspec
 from generators.environment import Message, ToolSpec, Turn
 from generators.plain_values import is_text, make_plain, show_value
 from generators.score_checks import check_score
-from generators.task import Score
+from generators.task import Prompt, Score
 
 MAX_TURN = 4 << 20
 """Characters and values in the messages and tools of one turn."""
@@ -21,12 +21,23 @@ _ROLES = ("system", "developer", "user", "tool")
 _FIELDS = frozenset({"messages", "tools", "reward", "components", "done"})
 
 
-def read_prompt(value: Any) -> str:
-    """Returns the text of the prompt that a worker has sent. Raises ValueError for anything else."""
-    text = value.get("text") if isinstance(value, Mapping) else value
+def read_prompt(value: Any) -> Prompt:
+    """Returns the prompt that a worker has sent, with its messages. Raises ValueError for anything else."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"a prompt must be text, got {show_value(value)}")
+    text, template_args = value.get("text"), value.get("template_args", {})
     if not isinstance(text, str) or not is_text(text):
         raise ValueError(f"a prompt must be text, got {show_value(text)}")
-    return text
+    if not isinstance(template_args, dict):
+        raise ValueError(f"template_args must be a dict, got {show_value(template_args)}")
+    make_plain([value.get("messages", ()), template_args], "messages of a prompt", MAX_TURN)
+    messages = [
+        _check_message(message, f"messages[{index}]", (*_ROLES, "assistant"))
+        for index, message in enumerate(_check_list(value.get("messages", ()), "messages"))
+    ] or [{"role": "user", "content": text}]
+    if messages[-1]["role"] == "assistant":
+        raise ValueError("messages of a prompt must not end with the assistant's, got one")
+    return Prompt(text, messages=messages, template_args=template_args)
 
 
 def check_turn(value: Any, is_first: bool) -> Turn:
@@ -89,14 +100,14 @@ def _check_list(value: Any, path: str) -> Sequence[Any]:
     return value
 
 
-def _check_message(message: Any, path: str) -> Message:
+def _check_message(message: Any, path: str, roles: Sequence[str] = _ROLES) -> Message:
     if not isinstance(message, dict):
         raise ValueError(f"{path} must be a dict with role and content, got {show_value(message)}")
     role = message.get("role")
-    if role == "assistant":
+    if role == "assistant" and role not in roles:
         raise ValueError(f"{path}.role must not be assistant (the policy writes those), got {role!r}")
-    if role not in _ROLES:
-        raise ValueError(f"{path}.role must be one of {', '.join(_ROLES)}, got {show_value(role)}")
+    if role not in roles:
+        raise ValueError(f"{path}.role must be one of {', '.join(roles)}, got {show_value(role)}")
     content = message.get("content")
     if isinstance(content, list):
         for index, part in enumerate(content):

@@ -272,6 +272,8 @@ class VllmEngine:
         # A copy, because making parameters anew costs 30 times as much.
         parameters = copy(parameters)
         parameters.max_tokens = sample.max_tokens
+        if sample.temperature is not None:
+            parameters.temperature = sample.temperature
         parameters.seed = None if sample.greedy else sample.seed
         if sample.stop_tokens:
             own_stops = parameters.stop_token_ids or []

@@ -24,12 +24,16 @@ log = logging.getLogger("slipstream.generator")
 
 WAIT_S = 0.05
 """Seconds that an idle engine's loop waits for weights before it looks at anything else."""
+RETRY_S, MAX_RETRY_S = 0.5, 10.0
+"""Seconds until a version that could not be had is asked for again: at first, and at most. Each failure
+doubles them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
     """A version that the preparing thread fetches and verifies."""
 
+    version: int
     manifest_locator: str
     source: "Future[WeightSource]"
 
@@ -55,6 +59,8 @@ class WeightUpdates:
         self._newest_version, self._newest_locator = -1, ""
         self._newest_number = 0
         """Number of the publication or rewind that announced the newest version."""
+        self._missing_locator, self._num_failures, self._retry_at = "", 0, 0.0
+        """The version that could not be had, how often, and when it is asked for again."""
         self._preparing_thread = ThreadPoolExecutor(1, "weights")
         self._preparation: Preparation | None = None
         self._seen_bytes = 0
@@ -73,15 +79,21 @@ class WeightUpdates:
 
     @property
     def is_fetching(self) -> bool:
-        return self._preparation is not None and not self._is_current
+        return self._preparation is not None and not self.is_current
 
     @property
     def waits_for_idle_engine(self) -> bool:
         """True when a newer version may only be loaded once the engine has finished all samples."""
-        return not self._in_flight and not self._is_current
+        return not self._in_flight and not self.is_current and not self._is_missing
 
     @property
-    def _is_current(self) -> bool:
+    def _is_missing(self) -> bool:
+        """True while the announced version could not be had, and is not asked for again yet."""
+        return self._newest_locator == self._missing_locator and self._clock() < self._retry_at
+
+    @property
+    def is_current(self) -> bool:
+        """True when the engine holds the version that the buffer has announced."""
         return self._newest_locator == self.held_locator
 
     def note_announcement(self, version: int, manifest_locator: str, number: int) -> None:
@@ -98,7 +110,8 @@ class WeightUpdates:
     def describe_fetching(self) -> tuple[str, bool]:
         """Returns what is fetched, and whether bytes have come in since the last call."""
         before, self._seen_bytes = self._seen_bytes, self._subscriber.fetched_bytes
-        return f"fetching version {self._newest_version}", before != self._seen_bytes
+        version = self._newest_version if self._preparation is None else self._preparation.version
+        return f"fetching version {version}", before != self._seen_bytes
 
     def update_engine(self) -> int | None:
         """Loads the newest version if it is prepared; returns its number, or None when nothing was loaded.
@@ -107,7 +120,7 @@ class WeightUpdates:
         when a version mismatches twice, and whatever else preparing or loading raises.
         """
         is_busy = self._engine.num_unfinished > 0
-        if self._is_current or (is_busy and not self._in_flight):
+        if self.is_current or self._is_missing or (is_busy and not self._in_flight):
             return None
         self._preparation = preparation = self._choose_preparation(self._newest_locator)
         if not preparation.source.done() and not is_busy:
@@ -119,16 +132,25 @@ class WeightUpdates:
             manifest = self._load_or_fetch_again(preparation)
         except FileNotFoundError as error:
             # A newer version has replaced it, or it cannot be had for now.
-            log.info("%s cannot be taken up: %s", preparation.manifest_locator, error)
-            if self._newest_locator == preparation.manifest_locator:
-                # The answer to the next heartbeat says which version is newest then.
-                self._newest_version, self._newest_locator = self.held_version, self.held_locator
+            self._note_missing(preparation.manifest_locator, error)
             return None
         self.held_locator = preparation.manifest_locator
         self._totals.updates += 1
         self._totals.update_bytes += manifest.num_bytes
         self._preparing_thread.submit(self._prepare_for_next_version)
         return manifest.version
+
+    def _note_missing(self, manifest_locator: str, error: FileNotFoundError) -> None:
+        """Notes that a version could not be had. The log says so the 1st, 2nd, 4th, 8th time."""
+        is_again = manifest_locator == self._missing_locator
+        self._num_failures = self._num_failures + 1 if is_again else 1
+        self._missing_locator = manifest_locator
+        wait_s = min(MAX_RETRY_S, RETRY_S * 2 ** min(self._num_failures - 1, 10))
+        self._retry_at = self._clock() + wait_s
+        if self._num_failures & (self._num_failures - 1) == 0:
+            log.warning(
+                "%s cannot be taken up (%d times by now): %s", manifest_locator, self._num_failures, error
+            )
 
     def close(self) -> None:
         self._preparing_thread.shutdown(cancel_futures=True)
@@ -146,11 +168,13 @@ class WeightUpdates:
             was_waiting = preparation.source.cancel()
             if was_waiting or parse_life(preparation.manifest_locator) != parse_life(manifest_locator):
                 preparation = None
-        return self._start_preparation(manifest_locator) if preparation is None else preparation
+        if preparation is not None:
+            return preparation
+        return self._start_preparation(self._newest_version, manifest_locator)
 
-    def _start_preparation(self, manifest_locator: str, *, again: bool = False) -> Preparation:
+    def _start_preparation(self, version: int, manifest_locator: str, *, again: bool = False) -> Preparation:
         source = self._preparing_thread.submit(self._fetch_and_verify, manifest_locator, again)
-        return Preparation(manifest_locator, source)
+        return Preparation(version, manifest_locator, source)
 
     def _fetch_and_verify(self, manifest_locator: str, again: bool) -> WeightSource:
         """Runs in the preparing thread."""
@@ -178,7 +202,9 @@ class WeightUpdates:
         except DigestMismatch as error:
             self._totals.digest_mismatches += 1
             log.error("%s; pulling it again", error)
-        self._preparation = again = self._start_preparation(preparation.manifest_locator, again=True)
+        self._preparation = again = self._start_preparation(
+            preparation.version, preparation.manifest_locator, again=True
+        )
         # The loop waits here: the engine may hold what nobody published, so nothing may be sampled meanwhile.
         while not again.source.done():
             self._heart.set_activity(*self.describe_fetching())

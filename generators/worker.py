@@ -23,7 +23,9 @@ from functools import partial
 from msgspec import structs
 
 from buffers import messages as m
+from buffers.attempts import BEGIN_S
 from buffers.client import BufferClient, BufferGone
+from buffers.evaluation import read_digest
 from buffers.heartbeat import HEARTBEAT_S, HeartbeatThread
 from buffers.role_registry import STARTING
 from buffers.run_status import GeneratorReport
@@ -45,6 +47,18 @@ IDLE_S = 0.05
 do."""
 
 
+WAIT_BESIDE_EVALUATION_S = 0.25
+"""Seconds that a request for leases waits at the buffer while the generator plays evaluation prompts."""
+
+
+STAY_S = 5.0
+"""Seconds for which the buffer has to say that a generator has left before it joins again."""
+
+
+class RunReplaced(ValueError):
+    """Raised when another run answers at the buffer's address."""
+
+
 class Generator:
     def __init__(
         self,
@@ -56,25 +70,42 @@ class Generator:
         subscriber: Subscriber | None = None,
         heart: HeartbeatThread | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        run: str = "",
+        evaluates: bool = False,
     ) -> None:
         """`heart` is a heartbeat that has started already, because an engine takes its time to start. None
-        starts one."""
-        self.name, self._config, self._client = name, config, client
+        starts one. `run`: name of the run that it has joined (`JoinedRun.run`); empty: whichever answers.
+        `evaluates`: it has joined for evaluation alone."""
+        self.name, self._config, self._client, self._evaluates = name, config, client, evaluates
+        self._run = run
         self._engine, self._clock = engine, clock
-        self._heart = start_heartbeat(client.open_another(), name) if heart is None else heart
         self._totals = GeneratorReport()
         self._wake_loop = client.open_wake_up()
         policy = EnginePolicy(self._wake_loop)
         self._groups = LeasedGroups(
             name, config, client, engine, episodes, policy, self._totals, self._wake_loop
         )
+        # After the episodes are open: where they cannot be, no heart is left beating.
+        self._heart = heart or start_heartbeat(client.open_another(), name, evaluates=evaluates)
         subscriber = Subscriber() if subscriber is None else subscriber
         self._updates = WeightUpdates(config, engine, subscriber, self._heart, self._totals, clock)
         self._probe = ParityProbe(config, name)
         self._has_ended = False
         self._open_request: int | None = None
         """Number of the request for leases that has no answer yet."""
-        self._renewed_leases, self._renewed_at = frozenset[int](), float("-inf")
+        self._is_out_of_touch = False
+        """True while the buffer has been silent for longer than a lease lasts."""
+        self._asks_anew = False
+        """True when a version was loaded since the last request."""
+        self._asked_with = frozenset[int]()
+        """The leases with which the last request was sent."""
+        self._waiting_since: dict[int, float] = {}
+        """When each of the leases came that are not begun."""
+        self._left_since: float | None = None
+        """When the buffer first said that this generator has left; None while it is known there."""
+        self._renewed_leases: tuple[frozenset[int], list[int]] = (frozenset(), [])
+        self._renewed_at = float("-inf")
         """Leases that the heartbeats renew, and when the heartbeat was last told of them."""
         self._started_at = self._idleness_counted_at = clock()
         self._was_idle = True
@@ -83,10 +114,11 @@ class Generator:
         """Consumes leases and published weights; produces groups, scores and heartbeats.
 
         Waits for the buffer and for episodes, and only when the engine has nothing to do. Ends when the
-        buffer says that the run is over, with `BufferGone` when the buffer has been silent for as long as a
-        lease lasts (by then all leases are lost), or with the engine's own error.
+        buffer says that the run is over, with `BufferGone` when the buffer has been silent for
+        `buffer.reconnect_s`, with RunReplaced when another run answers in its place, or with the engine's
+        own error.
         """
-        error: str | None = "its process was stopped"
+        error: str | None = None  # nor is it one that the process is stopped, or that the run is another
         try:
             while not self._has_ended:
                 self._receive_answers()
@@ -94,12 +126,14 @@ class Generator:
                 self._update_weights()
                 self._ask_for_leases()
                 self._begin_groups()
+                self._tell_heartbeat()
                 self._exchange_samples()
                 self._count_idleness()
                 self._step_engine()
                 self._count_idleness()
                 self._groups.submit_played_groups()
-            error = None
+        except RunReplaced:
+            raise
         except Exception as raised:
             error = describe_error(raised)
             raise
@@ -122,11 +156,27 @@ class Generator:
         self._heart.set_activity(*self._describe_activity())
         is_busy = self._engine.num_unfinished > 0 or self._updates.is_fetching
         for answer in self._client.receive_answers(0.0 if is_busy else IDLE_S):
+            if answer.number == self._open_request:
+                self._open_request = None
             self._handle_reply(answer.reply)
         for standing in self._heart.take_standings():
             self._handle_reply(standing)
-        if (silent_s := self._heart.silent_s) > self._config.buffer.lease_s:
-            raise BufferGone(f"the buffer at {self._client.address} has been silent for {silent_s:.0f} s")
+            self._stay_in_run(standing)
+        self._bear_silence(self._heart.silent_s)
+
+    def _bear_silence(self, silent_s: float) -> None:
+        """Goes on without the buffer for a while: a link may be down, or the buffer is started again. The
+        groups under way are played to their end. When the buffer is back it says which leases are lost."""
+        said = f"the buffer at {self._client.address} has been silent for {silent_s:.0f} s"
+        if silent_s > self._config.buffer.reconnect_s:
+            raise BufferGone(said)
+        was_out_of_touch = self._is_out_of_touch
+        self._is_out_of_touch = silent_s > self._config.buffer.lease_s
+        if self._is_out_of_touch and not was_out_of_touch:
+            patience_s = self._config.buffer.reconnect_s
+            log.warning("%s; its leases are lost; waiting for it for %.0f s in all", said, patience_s)
+        elif was_out_of_touch and not self._is_out_of_touch:
+            log.warning("the buffer at %s answers again", self._client.address)
 
     def _describe_activity(self) -> tuple[str, bool]:
         """Returns what the loop does in this round, and whether it makes progress with that."""
@@ -141,9 +191,10 @@ class Generator:
         return "waiting for leases", True
 
     def _handle_reply(self, reply: m.Reply) -> None:
+        if isinstance(reply, m.LeaseGrant | m.GeneratorStanding | m.JoinedRun):
+            self._check_run(reply.run)
         match reply:
             case m.LeaseGrant():
-                self._open_request = None
                 self._groups.add_leases(reply.leases)
                 self._note_standing(reply)
             case m.GeneratorStanding():
@@ -152,10 +203,32 @@ class Generator:
                     self._groups.drop_lease(lease_id)
             case m.LeaseReceipt(verdicts=verdicts, leases=leases):
                 for lease_id, verdict in zip(leases, verdicts, strict=True):
-                    if verdict not in ("accepted", "zero_variance"):
+                    if verdict not in ("accepted", "zero_variance", "uninformative"):
                         log.info("lease %d: %s", lease_id, verdict)
             case m.RefusedRequest(reason=reason):
                 log.error("the buffer has refused a message: %s", reason)
+
+    def _check_run(self, run: str) -> None:
+        """Raises RunReplaced where another run answers: its prompts and its weights are not this engine's."""
+        if self._run and run != self._run:
+            raise RunReplaced(
+                f"the run that {self.name} has joined is over: another run, or the same one with other "
+                f"settings, answers at {self._client.address}"
+            )
+
+    def _stay_in_run(self, standing: m.GeneratorStanding) -> None:
+        """Joins again where the buffer has said for a while that this generator has left: somebody has said
+        so in its place, and it lives. One whose driver has said so in earnest ends within a second."""
+        now = self._clock()
+        if not standing.has_left or standing.ended:
+            self._left_since = None
+        elif self._left_since is None:
+            self._left_since = now
+        elif now - self._left_since > STAY_S:
+            self._left_since = None
+            log.warning("the buffer was told that %s has left: it joins again", self.name)
+            again = m.JoinRun(generator=self.name, evaluates=self._evaluates, again=True)
+            self._client.send_request(again)
 
     def _note_standing(self, reply: m.LeaseGrant | m.GeneratorStanding) -> None:
         self._has_ended = self._has_ended or reply.ended
@@ -163,15 +236,23 @@ class Generator:
 
     def _tell_heartbeat(self) -> None:
         """Tells the heartbeat which leases to renew. The loop does so before anything that may take long."""
-        now, leases = self._clock(), self._groups.lease_ids
+        now, leases = self._clock(), (self._groups.lease_ids, self._groups.waiting_ids)
         if leases == self._renewed_leases and now - self._renewed_at < HEARTBEAT_S:
             return
         self._renewed_leases, self._renewed_at = leases, now
         # A copy, because the heartbeat's thread reads it while this thread counts on.
         report = structs.replace(self._make_report())
-        progress = self._groups.count_tokens()
+        since = self._waiting_since
+        self._waiting_since = {one: since.get(one, now) for one in self._groups.waiting_ids}
         self._heart.set_composer(
-            partial(m.GeneratorHeartbeat, generator=self.name, progress=progress, report=report)
+            partial(
+                m.GeneratorHeartbeat,
+                generator=self.name,
+                progress=self._groups.count_tokens(),
+                overdue=[one for one, since in self._waiting_since.items() if now - since > BEGIN_S],
+                report=report,
+                evaluates=self._evaluates,
+            )
         )
 
     def _make_report(self) -> GeneratorReport:
@@ -186,20 +267,42 @@ class Generator:
     def _update_weights(self) -> None:
         """Loads the newest version if it is ready, and lets the parity probe sample from it."""
         version = self._updates.update_engine()
-        if version is not None:
+        self._asks_anew = self._asks_anew or version is not None
+        # The learner compares the newest version, which one that evaluates alone may not hold.
+        if version is not None and not self._evaluates:
             life = self._updates.held_life
             self._probe.begin_if_due(self._engine, self._updates.held_locator, life, version)
 
     def _ask_for_leases(self) -> None:
-        count = self._groups.count_missing_leases()
-        if self._open_request is None and count > 0:
+        room = max(0, self._groups.count_room())
+        # A request that was made with the version before gives way to another.
+        replaces = self._open_request is not None and self._asks_anew
+        is_waiting = self._open_request is not None and not replaces
+        if is_waiting or not room or self._updates.waits_for_idle_engine:
+            return
+        count = 0 if self._evaluates else room // self._config.samples_per_group
+        leases = self._groups.lease_ids
+        # Room for no whole group is for evaluation prompts, if there are some. The room for these grows with
+        # each sample that ends, so no request waits long meanwhile.
+        is_evaluating, may_wait = self._groups.is_evaluating, count > 0 or self._evaluates
+        if may_wait or (is_evaluating and leases != self._asked_with):
+            self._asked_with, self._asks_anew = leases, False
             self._open_request = self._client.send_request(
-                m.RequestLeases(generator=self.name, count=count, wait_s=5.0)
+                m.RequestLeases(
+                    generator=self.name,
+                    count=count,
+                    wait_s=5.0 if not is_evaluating else WAIT_BESIDE_EVALUATION_S if may_wait else 0.0,
+                    evaluation_room=self._groups.count_evaluation_room(),
+                    room=room,
+                    version=self._updates.held_version,
+                    replaces=replaces,
+                )
             )
 
     def _begin_groups(self) -> None:
-        if not self._updates.waits_for_idle_engine:
-            self._groups.begin_groups(self._updates.held_version)
+        may_begin = self._updates.is_current if self._evaluates else not self._updates.waits_for_idle_engine
+        if may_begin:
+            self._groups.begin_groups(self._updates.held_version, read_digest(self._updates.held_locator))
 
     def _exchange_samples(self) -> None:
         # With `sync.in_flight=false` the engine runs dry before it takes up a version, so nothing new may
@@ -225,7 +328,13 @@ class Generator:
         self._idleness_counted_at, self._was_idle = now, self._engine.num_unfinished == 0
 
 
-def start_heartbeat(client: BufferClient, generator: str) -> HeartbeatThread:
+def start_heartbeat(client: BufferClient, generator: str, *, evaluates: bool = False) -> HeartbeatThread:
     """Starts the heartbeat of a generator that has nothing to report yet."""
-    compose = partial(m.GeneratorHeartbeat, generator=generator, progress={}, report=GeneratorReport())
+    compose = partial(
+        m.GeneratorHeartbeat,
+        generator=generator,
+        progress={},
+        report=GeneratorReport(),
+        evaluates=evaluates,
+    )
     return HeartbeatThread(client, compose, STARTING)

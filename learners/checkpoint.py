@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,13 +21,12 @@ from configs.disk import DiskFull, disk_full
 if TYPE_CHECKING:  # the driver looks for checkpoints, and importing torch would take it seconds
     from learners.world import World
 
-StateWriter = Callable[[Path], None]
-"""Writes a copy of an engine's state into a folder."""
+StateWriter = Callable[[Path], list[Path]]
+"""Writes a rank's part of a copy of an engine's state into a folder; returns the files that it wrote."""
 
 CHUNK_BYTES = 1 << 24
 LOOK_S = 1.0
 """How often a wait looks whether the checkpoint under way has grown."""
-COMPLETE = b"complete"
 
 
 class LedgerTotals(msgspec.Struct, frozen=True):
@@ -42,6 +41,12 @@ class FileDigest(msgspec.Struct, frozen=True):
     num_bytes: int
     xxh3: str
     """xxh3-128 of the file's bytes, hex."""
+    rank: int = 0
+    """The rank that wrote it."""
+
+
+Digests = dict[str, FileDigest]
+"""Files of a checkpoint by their path in its folder."""
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True):
@@ -57,12 +62,24 @@ class CheckpointManifest(msgspec.Struct, frozen=True):
     """None for a learner that was trained from a recording, which has no ledger."""
     engine: str = "fsdp"
     """`learner.engine`: no other one reads its files."""
-    files: dict[str, FileDigest] = {}
+    files: Digests = {}
     """All files of the checkpoint but this manifest: models, optimizers and the ranks' random states."""
+    ranks: int = 0
+    """Number of ranks that wrote it; 0 where an older learner did, whose first rank digested all files."""
 
 
 class DamagedCheckpoint(ValueError):
     """A file of a checkpoint differs from what was written."""
+
+
+class PartOutcome(msgspec.Struct, frozen=True):
+    """Message of each rank to all: how its part of the work on a checkpoint has ended."""
+
+    host: str
+    files: Digests
+    """The files that it has written."""
+    error: str
+    """Empty where it has ended well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,89 +160,92 @@ class CheckpointWriter:
         self._temporary = temporary = self._folder / f".step_{manifest.step}.tmp"
         is_first, began = self._world.rank == 0, time.monotonic()
 
-        def make_folder() -> None:
+        def make_folder() -> Digests:
             if is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
                 _sync_folder(self._folder.parent)
+            return {}
+
+        def write_part() -> Digests:
+            """The rank that wrote a file reads it again: its host has the bytes still in memory."""
+            return digest_files(temporary, write(temporary), self._count_digested, self._world.rank)
+
+        def complete() -> Digests:
+            if is_first:
+                finish_checkpoint(self._folder, temporary, manifest, self._keep)
+            return {}
 
         try:
             self._run_on_all_ranks(make_folder)
-            self._run_on_all_ranks(lambda: write(temporary))
-            manifest = self._complete_checkpoint(manifest)
-        except BaseException as error:  # torch's CheckpointException is no Exception
+            files = self._run_on_all_ranks(write_part)
+            manifest = msgspec.structs.replace(manifest, files=files, ranks=self._world.size)
+            self._run_on_all_ranks(complete)
+        except BaseException:  # torch's CheckpointException is no Exception
             if is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
-            if _says_disk_full(str(error)):
-                raise _describe_full_disk(self._folder) from error
             raise
         self.last_write_s = time.monotonic() - began
-        return manifest
-
-    def _complete_checkpoint(self, manifest: CheckpointManifest) -> CheckpointManifest:
-        """The first rank reads all files again for their digests, and completes the checkpoint; the others
-        wait for it.
-
-        That may take longer than a collective waits. When it fails all ranks raise: the first one its error,
-        the others RuntimeError.
-        """
-        failed: BaseException | None = None
-
-        def complete() -> bytes:
-            nonlocal failed, manifest
-            try:
-                files = digest_files(self._temporary, self._count_digested)
-                manifest = msgspec.structs.replace(manifest, files=files)
-                finish_checkpoint(self._folder, self._temporary, manifest, self._keep)
-            except BaseException as error:
-                failed = error
-                return f"{type(error).__name__}: {error}".encode()
-            return COMPLETE
-
-        outcome = self._world.broadcast_message("checkpoint", complete)
-        if failed is not None:
-            raise failed
-        if outcome != COMPLETE:
-            raise RuntimeError(f"rank 0 could not complete the checkpoint: {outcome.decode()}")
         return manifest
 
     def _count_digested(self, num_bytes: int) -> None:
         self._num_digested += num_bytes
 
-    def _run_on_all_ranks(self, action: Callable[[], None]) -> None:
-        """Runs each rank's action. When one fails all ranks raise, so that nobody waits for it.
+    def _run_on_all_ranks(self, action: Callable[[], Digests]) -> Digests:
+        """Runs each rank's action, and returns what they return together. When one fails all ranks raise, so
+        that nobody waits for it.
 
-        A rank that failed raises its own error, the others RuntimeError with the text of that error.
+        A rank that failed raises its own error, the others RuntimeError with the text of that error; all
+        raise DiskFull where a rank found no room.
         """
-        failed = None
+        failed, digests = None, {}
         try:
-            action()
+            digests = action()
         except BaseException as error:
             failed = error
-        errors = self._world.gather_messages(
-            f"{type(failed).__name__}: {failed}".encode() if failed is not None else b""
-        )
+        host = os.uname().nodename
+        own = PartOutcome(host, digests, "" if failed is None else f"{type(failed).__name__}: {failed}")
+        outcomes = [
+            msgspec.json.decode(one, type=PartOutcome)
+            for one in self._world.gather_messages(msgspec.json.encode(own))
+        ]
+        for rank, outcome in enumerate(outcomes):
+            if _says_disk_full(outcome.error):
+                raise self._describe_full_disk(rank) from failed
         if failed is not None:
             raise failed
-        for rank, text in enumerate(errors):
-            if text:
-                raise RuntimeError(f"rank {rank} could not write its part of the checkpoint: {text.decode()}")
+        for rank, outcome in enumerate(outcomes):
+            if outcome.error:
+                raise RuntimeError(
+                    f"rank {rank} on {outcome.host} could not write its part of the checkpoint: "
+                    f"{outcome.error}"
+                )
+        return {name: digest for outcome in outcomes for name, digest in outcome.files.items()}
+
+    def _describe_full_disk(self, rank: int) -> DiskFull:
+        """Returns on all ranks the error that says how much room a checkpoint needs, as the rank that found
+        none sees the disk.
+
+        The remains are removed before, so what is free then was not enough. The checkpoint before tells more,
+        if there is one.
+        """
+        if self._world.rank == 0:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+        self._world.barrier()
+        text = ""
+        if self._world.rank == rank:
+            before = find_latest(self._folder)
+            needed = sum(file.num_bytes for file in before.manifest.files.values()) if before else 0
+            place = self._folder if self._folder.exists() else self._folder.parent
+            text = str(disk_full(self._folder, max(needed, shutil.disk_usage(place).free + 1)))
+            if self._world.size > 1:
+                text = f"on {os.uname().nodename}, {text}"
+        return DiskFull(self._world.gather_messages(text.encode())[rank].decode())
 
 
 def _says_disk_full(text: str) -> bool:
     """Returns whether an error's text says so. Libraries wrap the system's error, but quote its words."""
     return any(os.strerror(number) in text for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
-
-
-def _describe_full_disk(folder: Path) -> DiskFull:
-    """Returns the error that says how much room a checkpoint needs.
-
-    The remains are removed already, so what is free now was not enough. The checkpoint before tells more, if
-    there is one.
-    """
-    before = find_latest(folder)
-    needed = sum(file.num_bytes for file in before.manifest.files.values()) if before is not None else 0
-    return disk_full(folder, max(needed, shutil.disk_usage(folder).free + 1))
 
 
 def finish_checkpoint(folder: Path, temporary: Path, manifest: CheckpointManifest, keep: int) -> None:
@@ -256,43 +276,88 @@ def _sync_folder(folder: Path) -> None:
 
 
 def digest_files(
-    folder: Path, on_read: Callable[[int], None] = lambda num_bytes: None
-) -> dict[str, FileDigest]:
-    """Returns size and digest of each file in the folder, by relative path. The files are on the disk (fsync)
+    folder: Path,
+    paths: Iterable[Path],
+    on_read: Callable[[int], None] = lambda num_bytes: None,
+    rank: int = 0,
+) -> Digests:
+    """Returns size and digest of files in the folder, by relative path. The files are on the disk (fsync)
     afterwards.
 
-    `on_read` receives the size of each piece that was read.
+    `on_read` receives the size of each piece that was read. `rank` wrote the files.
     """
     digests = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    for path in paths:
         digest = xxhash.xxh3_128()
         with path.open("rb") as file:
             os.fsync(file.fileno())
             while chunk := file.read(CHUNK_BYTES):
                 digest.update(chunk)
                 on_read(len(chunk))
-        digests[str(path.relative_to(folder))] = FileDigest(path.stat().st_size, digest.hexdigest())
+        digests[str(path.relative_to(folder))] = FileDigest(path.stat().st_size, digest.hexdigest(), rank)
     return digests
 
 
 def verify_checkpoint(
-    folder: Path, on_read: Callable[[int], None] = lambda num_bytes: None
+    folder: Path,
+    world: "World | None" = None,
+    on_read: Callable[[int], None] = lambda num_bytes: None,
+    while_waiting: Callable[[], None] | None = None,
 ) -> CheckpointManifest:
     """Returns the manifest of the checkpoint in `folder`, after all its files were compared with it.
 
-    Raises DamagedCheckpoint, which names the first file that differs. `on_read` receives the size of each
-    piece that was read.
+    Collective: each rank of `world`, whose collectives must have time for it, reads a part of the files. All
+    raise DamagedCheckpoint, which names the first file that differs. `on_read` receives the size of each
+    piece that this rank has read; `while_waiting` is called now and then while it waits for the others.
     """
-    manifest = read_manifest(folder)
-    digests = digest_files(folder, on_read)
-    for name, wanted in manifest.files.items():
-        if digests.get(name) != wanted:
+    rank, size = (0, 1) if world is None else (world.rank, world.size)
+    manifest, damage = None, ""
+    try:
+        manifest = read_manifest(folder)
+        for name in choose_files(manifest, rank, size):
+            damage = damage or _find_damage(folder, name, manifest.files[name], on_read)
+    except (OSError, msgspec.DecodeError) as error:
+        damage = f"{folder} must be a whole checkpoint, got {error}"
+    damages = [damage]
+    if world is not None and size > 1:
+        told = f"{damage} (on {os.uname().nodename})" if damage else ""
+        damages = [one.decode() for one in world.gather_messages(told.encode(), while_waiting)]
+    for one in damages:
+        if one:
             raise DamagedCheckpoint(
-                f"{folder / name} must be the file that was written ({wanted.num_bytes} bytes, "
-                f"xxh3 {wanted.xxh3}), got {digests.get(name) or 'none'}; without the folder {folder} "
-                "the run goes on from an older checkpoint, if there is one"
+                f"{one}; without the folder {folder} the run goes on from an older checkpoint, "
+                "if there is one"
             )
+    assert manifest is not None, "it was read, or there is a damage"
     return manifest
+
+
+def choose_files(manifest: CheckpointManifest, rank: int, size: int) -> list[str]:
+    """Returns the names of the files that one of `size` ranks verifies: where as many wrote the checkpoint,
+    those that it wrote, which it will load; else an even part."""
+    if manifest.ranks == size:
+        return [name for name, file in manifest.files.items() if file.rank % size == rank]
+    chosen, loads = [], [0] * size
+    for name, file in sorted(manifest.files.items(), key=lambda item: (-item[1].num_bytes, item[0])):
+        least = loads.index(min(loads))
+        loads[least] += file.num_bytes + 1  # a file without bytes counts too
+        if least == rank:
+            chosen.append(name)
+    return chosen
+
+
+def _find_damage(folder: Path, name: str, wanted: FileDigest, on_read: Callable[[int], None]) -> str:
+    """Returns how a file differs from what was written; empty where it does not."""
+    found = None
+    with contextlib.suppress(FileNotFoundError):
+        found = digest_files(folder, [folder / name], on_read)[name]
+    if found is not None and (found.num_bytes, found.xxh3) == (wanted.num_bytes, wanted.xxh3):
+        return ""
+    got = "none" if found is None else f"{found.num_bytes} bytes, xxh3 {found.xxh3}"
+    return (
+        f"{folder / name} must be the file that was written ({wanted.num_bytes} bytes, xxh3 {wanted.xxh3}), "
+        f"got {got}"
+    )
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:

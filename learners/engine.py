@@ -120,7 +120,7 @@ class AbsentEngine:
         return iter(())
 
     def copy_state(self) -> StateWriter:
-        return lambda folder: None
+        return lambda folder: []
 
     def load_state(self, folder: Path) -> None:
         pass

@@ -14,8 +14,8 @@ import pyarrow.compute as pc
 
 from buffers import messages as m
 from buffers.client import TakenBatch
-from configs.host import boot_id
 from learners.packing import Batch, batch_from_arrow
+from learners.rank_hosts import identify_host
 from learners.world import World
 
 LARGEST_OFFSET = 2**31 - 1
@@ -48,12 +48,12 @@ class Feed:
     host fetches the batch."""
 
     def __init__(self, source: FeedSource, world: World, log: Callable[[str], None], host: str = "") -> None:
-        """Collective. `host` is a name that the ranks of one host have in common; empty: the boot id.
+        """Collective. `host` is a name that the ranks of one host have in common; empty: see `identify_host`.
 
         `log` is called every now and then while there is no batch, with what is waited for.
         """
         self._source, self._world, self._log = source, world, log
-        self._host = host or boot_id()
+        self._host = host or identify_host()
         hosts = [message.decode() for message in world.gather_messages(self._host.encode())]
         self._fetches = hosts.index(self._host) == world.rank
         self.waited_s = 0.0

@@ -35,7 +35,7 @@ from learners.heads import LogprobHead, ValueHead
 from learners.packing import Packed, pad_packed
 from learners.routing import ForwardPass, LoadBalance, check_replay, watch_routers
 from learners.shards import sharded_like
-from learners.world import wait_for_first_rank
+from learners.world import LONG_TIMEOUT, wait_for_first_rank
 from sync.stream import BUCKET_BYTES, TensorPart, stream_tensor, whole_parts
 
 
@@ -106,7 +106,7 @@ class FsdpEngine:
         compute_dtype = torch.bfloat16 if cuda and dtype is Dtype.bfloat16 else None
         self._shard_model(model, layers, compute_dtype, layout.cpu_offload)
         # A thread writes checkpoints, and its collectives must not mix with training's.
-        self._writers = dist.new_group(backend="gloo")
+        self._writers = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
         self._model = model
         self._named = dict(model.named_parameters())
         self._published_names = {name: self._find_published_name(name) for name in self._named}
@@ -358,14 +358,16 @@ class FsdpEngine:
 
     def copy_state(self) -> StateWriter:
         state = {name: _copy_to_host(tensor) for name, tensor in self._collect_state().items()}
-        random = self._read_random_state()
+        random, rank = self._read_random_state(), dist.get_rank()
 
-        def write(folder: Path) -> None:
+        def write(folder: Path) -> list[Path]:
             """Writes shards of plain safetensors, which a different number of ranks can load."""
-            (folder / "random").mkdir(parents=True, exist_ok=True)
+            own = folder / "random" / f"rank_{rank}.safetensors"
+            own.parent.mkdir(parents=True, exist_ok=True)
             writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
             dcp.save(state, storage_writer=writer, process_group=self._writers)
-            save_file(random, folder / "random" / f"rank_{dist.get_rank()}.safetensors")
+            save_file(random, own)
+            return [*folder.glob(f"shard-{rank + 1:05}-*"), own]
 
         return write
 

@@ -183,10 +183,11 @@ class Learner:
                 pass
             return
         manifest = self._publisher.publish_version(self.step, self._stream_weights())
-        self._source.call(
-            m.PublishVersion(version=self.step, manifest_locator=self._publisher.announce_version(manifest)),
-            m.Acknowledged,
+        announced = self._publisher.announce_version(manifest)
+        reply = self._source.call(
+            m.PublishVersion(version=self.step, manifest_locator=announced), m.PublishedVersion
         )
+        self._publisher.needed_versions = frozenset(reply.needed_versions)
 
     def _stream_weights(self) -> Iterator[TensorPart]:
         """Yields the policy's weights part by part; each part shows that the publication gets on."""

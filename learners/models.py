@@ -4,12 +4,10 @@ it."""
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from configs.learner import LearnerKind
 from configs.parallel import LoraConfig
@@ -19,7 +17,7 @@ from learners import lora as adapters
 from learners.checkpoint import StateWriter
 from learners.engine import AbsentEngine, Engine, ModelKind
 from learners.packing import PackingCost
-from learners.world import TIMEOUT, World, open_store
+from learners.rendezvous import Pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +39,8 @@ class Models:
         """
         writes = {name: engine.copy_state() for name, engine in self.trained_engines.items()}
 
-        def write(folder: Path) -> None:
-            for name, write_engine in writes.items():
-                write_engine(folder / name)
+        def write(folder: Path) -> list[Path]:
+            return [path for name, write_engine in writes.items() for path in write_engine(folder / name)]
 
         return write
 
@@ -67,55 +64,19 @@ class Models:
         return {name: engine for name, engine in named.items() if engine is not None}
 
 
-class Pool(StrEnum):
-    """Ranks that hold the same engines: all ranks, or those of the policy and those of a critic of its
-    own."""
-
-    all = "all"
-    policy = "policy"
-    critic = "critic"
-
-
-def make_models(config: Config, rank: int, rendezvous: str) -> tuple[Models, World, World]:
-    """Joins all ranks at `rendezvous`, and loads what the algorithm needs.
-
-    Returns the models, the world of all ranks, and another world for the thread that writes checkpoints.
-    Raises ValueError for a model or a setting that this machine cannot have.
-    """
-    if config.learner.engine is LearnerKind.simulated:
-        from learners.simulated import SimulatedTrainingEngine
-
-        policy = SimulatedTrainingEngine(config.generators.simulated.train_tokens_per_s)
-        return Models(policy=policy), World(), World()
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_per_process_memory_fraction(config.learner.gpu_memory_fraction or 1.0)
-    policy_ranks, total = config.learner.ranks, config.num_learner_ranks
-    # The first ranks hold the policy; those behind them, if any, a critic of its own.
-    if total == policy_ranks:
-        pool, pool_rank, pool_size = Pool.all, rank, total
-    elif rank < policy_ranks:
-        pool, pool_rank, pool_size = Pool.policy, rank, policy_ranks
-    else:
-        pool, pool_rank, pool_size = Pool.critic, rank - policy_ranks, total - policy_ranks
-    store = open_store(rendezvous, rank, total)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        store=dist.PrefixStore(str(pool), store),
-        rank=pool_rank,
-        world_size=pool_size,
-        timeout=TIMEOUT,
-    )
-    world, writers = (World(rank, total, dist.PrefixStore(name, store)) for name in ("world", "writers"))
-    return load_models(config, pool), world, writers
-
-
 def load_models(config: Config, pool: Pool = Pool.all) -> Models:
     """Loads the models that the algorithm needs, in the pool's process group, which exists already.
 
-    Ranks of another pool get an `AbsentEngine` in the place of a model.
+    Ranks of another pool get an `AbsentEngine` in the place of a model. Raises ValueError for a model or a
+    setting that this machine cannot have.
     """
     algo, learner = config.algo, config.learner
+    if learner.engine is LearnerKind.simulated:
+        from learners.simulated import SimulatedTrainingEngine
+
+        return Models(policy=SimulatedTrainingEngine(config.generators.simulated.train_tokens_per_s))
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(learner.gpu_memory_fraction or 1.0)
 
     def make_where_held(home: Pool, make: Callable[[], Engine]) -> Engine:
         return make() if pool in (home, Pool.all) else AbsentEngine()

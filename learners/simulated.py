@@ -37,7 +37,11 @@ class SimulatedTrainingEngine:
         yield TensorPart("simulated", (1,), torch.zeros(1))
 
     def copy_state(self) -> StateWriter:
-        return lambda folder: folder.mkdir(parents=True, exist_ok=True)
+        def write(folder: Path) -> list[Path]:
+            folder.mkdir(parents=True, exist_ok=True)
+            return []
+
+        return write
 
     def load_state(self, folder: Path) -> None:
         pass

@@ -11,14 +11,16 @@ import torch
 
 from buffers.connections import watch_small_requests
 from buffers.keys import start_authenticator
+from configs.addresses import is_beyond_loopback
 from configs.learner import LearnerKind
 from configs.schema import Config
 from learners import checkpoint
 from learners.learner import BatchSource, Learner, read_ledger
 from learners.memory import GIB, MemoryMeter, plan_memory
-from learners.models import make_models
+from learners.models import load_models
+from learners.rank_hosts import check_model_files, check_shared_folder
+from learners.rendezvous import join_ranks
 from learners.step import Trainer
-from learners.world import World
 from sync.publisher import Publisher, open_publisher
 from sync.transports.ends import SocketGuards
 from sync.transports.messages import MAX_UNREAD_BYTES
@@ -47,11 +49,22 @@ def start_learner(
     torch.manual_seed(config.run.seed)
     meter = MemoryMeter(cuda=torch.cuda.is_available())
     _log_memory_plan(config, rank)
-    models, world, writers = make_models(config, rank, rendezvous)
+    if config.num_learner_ranks > 1:
+        say(f"loading: meeting the other ranks at {rendezvous}")
+    joined = join_ranks(config, rank, rendezvous)
+    check_model_files(config, joined.pool, rank)
+    check_shared_folder(folder / "checkpoints", joined.world, say)
+    say("loading the model")
+    models, world = load_models(config, joined.pool), joined.world
     kl_coef = None
     if resume_step is not None:
         saved = folder / "checkpoints" / f"step_{resume_step}"
-        manifest = verify_on_first_rank(saved, world, say)
+        manifest = checkpoint.verify_checkpoint(
+            saved,
+            joined.writers,
+            lambda num_bytes: say(f"verifying {saved.name}"),
+            lambda: say(f"verifying {saved.name}: other ranks read their part"),
+        )
         say("loading the checkpoint")
         check_same_run(manifest, config, read_ledger(source) if rank == 0 else None)
         models.load_state(saved)
@@ -64,7 +77,7 @@ def start_learner(
         Trainer(config, models, world, kl_coef),
         make_publisher(config, folder, incarnation) if rank == 0 and publish else None,
         world,
-        writers,
+        joined.writers,
         meter,
         rank=rank,
         first_step=resume_step or 0,
@@ -92,25 +105,6 @@ def _log_memory_plan(config: Config, rank: int) -> None:
 
 
 # ---- the checkpoint that the run goes on from
-
-
-def verify_on_first_rank(
-    saved: Path, world: World, say: Callable[[str], None]
-) -> checkpoint.CheckpointManifest:
-    """Returns the checkpoint's manifest on every rank, after the first one has read all of its files. Raises
-    DamagedCheckpoint there.
-
-    Reading them may take longer than a collective waits.
-    """
-
-    def verify() -> bytes:
-        checkpoint.verify_checkpoint(saved, lambda num_bytes: say(f"verifying {saved.name}"))
-        return b""
-
-    if world.rank > 0:
-        say(f"waiting for the first rank, which verifies {saved.name}")
-    world.broadcast_message("verified checkpoint", verify)
-    return checkpoint.read_manifest(saved)
 
 
 def check_same_run(
@@ -141,7 +135,12 @@ def check_same_run(
 
 def make_publisher(config: Config, folder: Path, incarnation: str) -> Publisher:
     """Opens the publisher of the run in this folder, behind the keys that the run has."""
-    keys = config.buffer.keys
+    keys, address = config.buffer.keys, config.weights_address
+    if keys is None and address is not None and is_beyond_loopback(address):
+        raise ValueError(
+            "buffer.keys must name a folder of keys when weights are served beyond the loopback interface, "
+            f"got none with {address!r}"
+        )
     guards = SocketGuards(
         secure_server=None if keys is None else lambda socket: start_authenticator(socket, Path(keys)),
         watch=partial(watch_small_requests, encrypted=keys is not None, max_unread=MAX_UNREAD_BYTES),

@@ -3,7 +3,6 @@
 A run that finds the model there starts without torch, which takes seconds to import.
 """
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import xxhash
 
+from configs.disk import find_cache, make_cache
 from learners.text_game import TextGame
 from learners.tiny_seed import read_seed
 from sync.locks import hold_lock
@@ -67,12 +67,10 @@ def prepare_tiny_player(
 
 
 def _find_or_make(recipe: str, make: Callable[[Path], None], cache: Path | None) -> Path:
-    cache = (
-        cache or Path(os.environ.get("SLIPSTREAM_CACHE", Path.home() / ".cache" / "slipstream")) / "models"
-    )
+    cache = cache or find_cache("models")
     folder = cache / f"tiny-{xxhash.xxh3_64_hexdigest(recipe.encode())}"
     if not (folder / "config.json").exists():
-        cache.mkdir(parents=True, exist_ok=True)
+        make_cache(cache)
         with ExitStack() as lock:
             # The lock only spares work: without it, two processes make the same model.
             with suppress(OSError):

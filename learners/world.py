@@ -6,10 +6,10 @@ checkpoint while training goes on.
 """
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
-from urllib.parse import urlsplit
 
 import msgspec
 import torch
@@ -18,8 +18,13 @@ from torch import Tensor
 
 TIMEOUT = timedelta(minutes=10)
 """How long a collective waits for the other ranks before it fails."""
+LONG_TIMEOUT = timedelta(days=7)
+"""The same for collectives that wait while files are read or written, which takes as long as it takes. A rank
+that dies closes its connections, which ends every wait for it at once."""
 LOOK_S = 10.0
 """How often a rank that waits outside of collectives checks that the store is still there."""
+POLL_S = 0.1
+"""How often a rank that reports while it waits in a collective looks whether that is done."""
 
 Sums = dict[str, Tensor]
 
@@ -30,22 +35,32 @@ class World:
     Every method is collective: all ranks call it in the same order. With one rank each returns at once.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, store: dist.Store | None = None) -> None:
+    def __init__(
+        self, rank: int = 0, size: int = 1, store: dist.Store | None = None, timeout: timedelta | None = None
+    ) -> None:
+        """`timeout`: how long a collective waits for the other ranks; None: `TIMEOUT`."""
         self.rank, self.size = rank, size
         self._group = None
         self._num_sent: Counter[str] = Counter()
         """Messages that the first rank has broadcast, by topic."""
         if size > 1:
             assert store is not None, "several ranks need a store to meet at"
-            self._group = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
+            self._group = dist.ProcessGroupGloo(store, rank, size, timeout or TIMEOUT)
             # A connection of its own: a wait blocks its connection, and must not block another thread's
             # requests.
             self._store = store.clone()
 
-    def add_tensor(self, tensor: Tensor) -> Tensor:
-        """Replaces the tensor [any shape, CPU] by its sum over all ranks, and returns it."""
+    def add_tensor(self, tensor: Tensor, while_waiting: Callable[[], None] | None = None) -> Tensor:
+        """Replaces the tensor [any shape, CPU] by its sum over all ranks, and returns it.
+
+        `while_waiting` is called now and then until all ranks are there.
+        """
         if self._group is not None:
-            self._group.allreduce([tensor]).wait()
+            work = self._group.allreduce([tensor])
+            while while_waiting is not None and not work.is_completed():
+                while_waiting()
+                time.sleep(POLL_S)
+            work.wait()
         return tensor
 
     def add_named_tensors(self, sums: Sums) -> Sums:
@@ -66,13 +81,13 @@ class World:
         parts = flat.split([value.numel() for value in own])
         return {name: part.view(shapes[name]) for name, part in zip(names, parts, strict=True)}
 
-    def gather_messages(self, message: bytes) -> list[bytes]:
-        """Returns the messages of all ranks, by rank."""
+    def gather_messages(self, message: bytes, while_waiting: Callable[[], None] | None = None) -> list[bytes]:
+        """Returns the messages of all ranks, by rank; `while_waiting` as in `add_tensor`."""
         if self._group is None:
             return [message]
         sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.rank] = len(message)
-        ends = [0, *self.add_tensor(sizes).cumsum(0).tolist()]
+        ends = [0, *self.add_tensor(sizes, while_waiting).cumsum(0).tolist()]
         # Each rank fills its own span of one row of bytes, and the sum of the rows holds all messages.
         text = torch.zeros(ends[-1], dtype=torch.uint8)
         text[ends[self.rank] : ends[self.rank + 1]] = torch.tensor(list(message), dtype=torch.uint8)
@@ -143,14 +158,3 @@ def wait_for_first_rank() -> None:
         store.set(key, b"there")
     while not _wait_for_key(store, key, LOOK_S):
         pass
-
-
-def open_store(rendezvous: str, rank: int, size: int) -> dist.Store:
-    """Opens the ranks' store at `tcp://HOST:PORT`, which rank 0 keeps, or `file://PATH`."""
-    place = urlsplit(rendezvous)
-    if place.scheme == "file":
-        return dist.FileStore(place.path, size)
-    assert place.scheme == "tcp" and place.hostname is not None and place.port is not None, rendezvous
-    return dist.TCPStore(
-        place.hostname, place.port, is_master=rank == 0, timeout=TIMEOUT, wait_for_workers=False
-    )

@@ -1,11 +1,14 @@
-# Prepares the environment once, then gets out of the way. The other scripts source it and call `prepare EXTRA...`.
+# Prepares the environment once, then gets out of the way. The other scripts source it, and call `prepare EXTRA...`
+# or `run_program NAME ARGUMENT...`.
 #
 # With uv (installed into the environment) a cold start takes about a minute and a warm one a second. SLIPSTREAM_VENV names
-# another place for the environment; PYTHON another interpreter (3.11 or 3.12).
+# another place for the environment; PYTHON another interpreter (3.11 or 3.12); SLIPSTREAM_EXTRAS extras to install in any case;
+# SLIPSTREAM_BACKEND `cuda` or `cpu`, where this host does not show what the environment is for (images).
 root=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${SLIPSTREAM_VENV:-$root/.venv}
 
-if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then backend=cuda; else backend=cpu; fi
+backend=${SLIPSTREAM_BACKEND:-}
+if [ -n "$backend" ]; then :; elif nvidia-smi -L >/dev/null 2>&1; then backend=cuda; else backend=cpu; fi
 
 # Prints the path of the file that marks an environment with these extras of this project.
 stamp_of() {
@@ -29,6 +32,13 @@ prepare() {
   unset PYTHONDONTWRITEBYTECODE
 }
 
+# Runs a program that knows which extras its configuration needs (scripts/slipstream/extras.py). Where some are missing it
+# starts this script again, with their names in SLIPSTREAM_EXTRAS.
+run_program() {
+  prepare ${SLIPSTREAM_EXTRAS:-}
+  SLIPSTREAM_SCRIPT=$root/scripts/$(basename "$0") exec python -P -m "slipstream.$1" "${@:2}"
+}
+
 # uv does not read pip's configuration: with it, mirrors and local wheels work.
 hand_pip_settings_to_uv() {
   local links index
@@ -39,7 +49,9 @@ hand_pip_settings_to_uv() {
 }
 
 make_environment() {
-  local extras=$1 began=$SECONDS
+  local extras=$1 began=$SECONDS installed=$venv/.slipstream-extras
+  # When the project has changed, the extras that are there change with it.
+  [ ! -e "$installed" ] || extras=$(tr , '\n' <<<"$extras" | sort -u - "$installed" | paste -sd,)
   echo "Preparing the environment in $venv with [$extras]: once, 1 to 5 minutes ..." >&2
   local python
   for python in "${PYTHON:-}" python3.11 python3.12 python3; do
@@ -56,6 +68,7 @@ make_environment() {
     extra=(--extra-index-url https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match)
   fi
   "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "${extra[@]}" --editable "$root[$extras]" >&2 || return 1
-  touch "$(stamp_of "$extras")" "$(stamp_of "$backend")" # what has more is enough for those who need less
+  tr , '\n' <<<"$extras" | grep -vx "$backend" >"$installed" || true # another machine may need another backend
+  touch "$(stamp_of "$1")" "$(stamp_of "$extras")" "$(stamp_of "$backend")" # what has more is enough for those who need less
   echo "The environment is ready ($((SECONDS - began)) s)." >&2
 }

@@ -10,13 +10,4 @@
 #   scripts/launch.sh --help [KEY|SECTION]                 every key in a line, or all about one
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
-extras=()
-for argument in "$@"; do
-  case $argument in
-    learner.engine=megatron) extras+=(megatron) ;;
-    learner.lora.rank=[1-9]*) extras+=(lora) ;;
-    learner.fsdp.liger=true) extras+=(liger) ;;
-  esac
-done
-prepare ${extras[@]+"${extras[@]}"}
-exec python -P -m slipstream.train "$@"
+run_program train "$@"

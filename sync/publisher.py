@@ -17,7 +17,6 @@ import fcntl
 import logging
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -40,6 +39,7 @@ from sync.folders import (
 )
 from sync.locks import HeldLock, LockTimedOut, acquire_lock
 from sync.manifest import AdapterRecipe, Manifest
+from sync.model_files import copy_model_files
 from sync.snapshot import Snapshot
 from sync.snapshot_writer import SnapshotWriter
 from sync.spares import put_version, retire_version
@@ -94,6 +94,8 @@ class Publisher:
         """Seconds that training waited for the last publication."""
         self._keep, self._model, self._adapter = keep, model, adapter
         self._writer = SnapshotWriter()
+        self.needed_versions: frozenset[int] = frozenset()
+        """Versions that stay beyond the newest `keep`, because they are evaluated later."""
         self._published: list[Manifest] = []
         sweep_folders(self.folder.parent)
         self._lock = note_used_folder(self.folder, _claim_folder(self.folder))
@@ -102,8 +104,8 @@ class Publisher:
                 left.unlink()
 
     def publish_version(self, version: int, parts: Iterable[TensorPart]) -> Manifest:
-        """Writes one version, then deletes those that are older than the newest `keep`. The versions must
-        rise.
+        """Writes one version, then deletes those that are older than the newest `keep` and not needed. The
+        versions must rise.
 
         The caller waits for the copy and the digests of `parts` and for nobody else: not for slow generators,
         transfers under way or patches in the making.
@@ -119,8 +121,10 @@ class Publisher:
         for end in self.ends:
             end.offer_version(manifest)
         self._published.append(manifest)
-        while len(self._published) > self._keep:
-            retire_version(Path(self._published.pop(0).locator))
+        for old in self._published[: -self._keep]:
+            if old.version not in self.needed_versions:
+                retire_version(Path(old.locator))
+                self._published.remove(old)
         self.seconds = time.perf_counter() - began
         if len(self._published) == 1:
             log.info(
@@ -173,10 +177,7 @@ class Publisher:
         for left in self.folder.iterdir():
             if VERSION_FILE.fullmatch(left.name) or left.name == OWNER:
                 left.unlink()
-        for pattern in ("*.json", "*.jinja", "*.txt", "*.model"):
-            for described in model.glob(pattern):
-                if not described.name.endswith(".index.json"):
-                    shutil.copy(described, self.folder)
+        copy_model_files(model, self.folder)
 
 
 def open_publisher(config: Config, run: Path, incarnation: str, guards: SocketGuards) -> Publisher:

@@ -3,11 +3,13 @@ every role."""
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
 from buffers import messages as m
 from buffers.client import BufferClient, RefusedByBuffer, TakenBatch
+from buffers.evaluation_statistics import EvaluationResult
 from buffers.run_status import RunStatus
 from buffers.server import BufferServer, Stuck
 from buffers.trajectory import SCHEMA, SCHEMA_VERSION, Trajectory, encode_batch, to_batch
@@ -69,8 +71,19 @@ class BufferHarness:
     def publish(self, version: int) -> None:
         self.client.call(m.PublishVersion(version=version, manifest_locator=f"w{version}"), m.Acknowledged)
 
-    def ask(self, count: int = 100) -> list[m.Lease]:
-        return self.client.call(m.RequestLeases(generator="g", count=count, wait_s=0.2), m.LeaseGrant).leases
+    def ask(self, count: int = 100, generator: str = "g") -> list[m.Lease]:
+        request = m.RequestLeases(generator=generator, count=count, wait_s=0.2)
+        return self.client.call(request, m.LeaseGrant).leases
+
+    def answer(self, lease: m.Lease, *rewards: float, **changes: Any) -> str:
+        """Hands in the answer to an evaluation prompt and returns the verdict."""
+        fields = {"generator": "g", "lease": lease.id, "rewards": [*rewards], "num_tokens": 2 * len(rewards)}
+        fields |= {"oldest_version": lease.due, "newest_version": lease.due} | changes
+        return self.client.call(m.SubmitEvaluation(**fields), m.LeaseReceipt).verdicts[0]
+
+    def evaluations(self) -> list[EvaluationResult]:
+        news = self.client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
+        return [record.result for record in news.evaluations]
 
     def submit(self, lease: m.Lease, payload: pa.Buffer | None = None, num_rows: int = 0) -> str:
         """Hands in a group for a lease and returns the verdict. `num_rows` is for groups with branches."""
@@ -84,12 +97,12 @@ class BufferHarness:
         assert isinstance(receipt, m.LeaseReceipt)
         return receipt.verdicts[0]
 
-    def train(self, step: int) -> list[int]:
+    def train(self, step: int, metrics: dict[str, float] | None = None) -> list[int]:
         taken = self.client.take_batch(step, wait_s=1.0)
         assert isinstance(taken, TakenBatch), taken
         assert sorted(set(taken.table.column("group").to_pylist())) == taken.groups
         done = m.ReportTrainedStep(
-            step=step, num_trained=2 * taken.table.num_rows, idle_s=0, alive_s=1, metrics={}
+            step=step, num_trained=2 * taken.table.num_rows, idle_s=0, alive_s=1, metrics=metrics or {}
         )
         self.client.call(done, m.Acknowledged)
         return taken.groups

@@ -80,6 +80,8 @@ class EngineRow:
     """Tokens go to recorded experts, drawn at random"""
     branched: bool = False
     """Two sequences at a time are the branches of one episode"""
+    num_hosts: int = 1
+    """Hosts that the ranks are divided over"""
 
 
 BALANCE = 0.5

@@ -66,6 +66,7 @@ class LongestReplyTask(SlowTask):
     """One turn, whose replies are scored beside one another."""
 
     name = "longest"
+    needs_tokens = True
 
     def __init__(self) -> None:
         super().__init__(0.0)
@@ -73,7 +74,11 @@ class LongestReplyTask(SlowTask):
     def score_group(self, episodes: Any) -> list[Score]:
         assert all([m["role"] for m in one.messages] == ["user", "assistant"] for one in episodes)
         lengths = [float(len(one.messages[1]["content"])) for one in episodes]
-        return [Score(length, {"length": length}) for length in lengths]
+        assert all(len(one.tokens) == one.num_tokens > 0 for one in episodes)
+        return [
+            Score(length, {"length": length, "last_token": float(one.tokens[-1])})
+            for length, one in zip(lengths, episodes, strict=True)
+        ]
 
 
 class CountingEnvironment:
@@ -156,6 +161,7 @@ class BestOfGroupTask:
         return CountingEnvironment(turns=2)
 
     def score_group(self, episodes: Any) -> list[Score]:
+        assert all(one.num_tokens > 0 and not one.tokens for one in episodes)
         lengths = [
             sum(len(m["content"]) for m in one.messages if m["role"] == "assistant") for one in episodes
         ]

@@ -11,6 +11,7 @@ import torch
 
 from buffers import messages as m
 from buffers.client import BufferClient, TakenBatch
+from buffers.evaluation_statistics import EvaluationResult
 from buffers.run_status import RunStatus
 from buffers.server import BufferServer
 from buffers.trajectory import flatten_column
@@ -47,20 +48,27 @@ class GeneratorRun:
         count: int = 1,
         far: bool = False,
         engine: SimulatedEngine | None = None,
+        evaluator: SimulatedEngine | None = None,
     ) -> None:
         """`far`: the generators believe that the learner is on another host. `engine` is the one generator's;
-        without it each has a fast one of its own."""
+        without it each has a fast one of its own. `evaluator` is that of a further generator, which evaluates
+        alone."""
         self.folder, self.far = folder, far
         self.server = BufferServer(config, folder / "journal")
         self.threads = [threading.Thread(target=self.server.run)]
+        self.threads[0].start()
         self.client = BufferClient(self.server.address, timeout_s=60.0)
         server = SnapshotServer(folder / "weights") if far else None
         self.publisher = Publisher(folder / "weights", "life", ends=[] if server is None else [server])
         self.fetchers = []
         self.generators: list[Generator] = []
-        for number in range(count):
-            own = engine or make_fast_engine()
+        self.digests: dict[int, str] = {}
+        """Digests of the published versions."""
+        engines = [engine or make_fast_engine() for _ in range(count)]
+        for number, own in enumerate([*engines, evaluator] if evaluator else engines):
             client = BufferClient(self.server.address, timeout_s=60.0)
+            if evaluates := own is evaluator:
+                client.call(m.JoinRun(generator=f"g{number}", evaluates=True), m.JoinedRun)
             fetcher = Fetcher(folder / "fetched") if far else None
             self.fetchers.append(fetcher)
             generator = Generator(
@@ -70,10 +78,11 @@ class GeneratorRun:
                 own,
                 episodes,
                 Subscriber(None if fetcher is None else FetchingEnd(fetcher)),
+                evaluates=evaluates,
             )
             self.generators.append(generator)
             self.threads.append(threading.Thread(target=generator.run))
-        for thread in self.threads:
+        for thread in self.threads[1:]:
             thread.start()
 
     def publish_version(self, version: int) -> None:
@@ -81,7 +90,10 @@ class GeneratorRun:
         announced = self.publisher.announce_version(manifest)
         if self.far:
             announced = announced.replace(boot_id(), "another host")
-        self.client.call(m.PublishVersion(version=version, manifest_locator=announced), m.Acknowledged)
+        self.digests[version] = manifest.digest
+        request = m.PublishVersion(version=version, manifest_locator=announced)
+        reply = self.client.call(request, m.PublishedVersion)
+        self.publisher.needed_versions = frozenset(reply.needed_versions)
 
     def train_step(self, step: int) -> list[int]:
         """Takes the batch of a step, says that it is trained, and returns its groups."""
@@ -94,6 +106,10 @@ class GeneratorRun:
 
     def read_status(self) -> RunStatus:
         return self.client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status
+
+    def list_results(self) -> list[EvaluationResult]:
+        news = self.client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
+        return [record.result for record in news.evaluations]
 
     def wait_for(self, holds: Callable[[RunStatus], bool], timeout_s: float = 60.0) -> RunStatus:
         """Returns the first status that `holds`."""

@@ -35,6 +35,14 @@ algo.rejection.level=turn
     algo.rejection.level must be one of token, sequence_sum, .*, got 'turn'
 run.steps=1.5
     run.steps must be a whole number, got '1.5'
+task.name=[a]
+    task.name must be a text, got
+task.args=abc
+    task.args must be a mapping, \{KEY: VALUE\}, got
+curriculum.keep=abc
+    curriculum.keep must be a list, \[VALUE, ...\], got
+data.system_prompt={a:1}
+    data.system_prompt must be a text, got
 algo=nope
     algo must be one of aipo, .*, got 'nope'
 algo=reinforce_pp learner.samples_per_prompt=1 algo.dynamic_sampling=true
@@ -142,7 +150,9 @@ generators.engine=simulated learner.engine=simulated learner.ranks=2
 generators.engine=simulated
     must both be simulated or neither, got simulated and fsdp
 buffer.address=tcp://0.0.0.0:5555
-    buffer.keys must name a folder of keys .*0.0.0.0:5555
+    sync.address must be set when buffer.address names no host .*0.0.0.0:5555
+role=generators buffer.address=tcp://10.0.0.7:5555
+    buffer.keys must name a folder of keys .*10.0.0.7:5555
 buffer.address=nowhere
     buffer.address must be tcp://HOST:PORT or ipc://PATH, got 'nowhere'
 role=generators
@@ -153,8 +163,6 @@ sync.bucket_mb=0
     sync.bucket_mb must be a finite number above 0, got 0
 sync.address=tcp://0.0.0.0:5556
     sync.address must name a host
-sync.address=tcp://10.0.0.7:5556
-    buffer.keys must name a folder of keys when sync.address is .*10.0.0.7:5556
 sync.address=10.0.0.7
     sync.address must be tcp://HOST:PORT, got '10.0.0.7'
 run.name=a/b
@@ -257,6 +265,33 @@ algo.surrogate=gspo algo.ppo.dual_clip=null
     algo.ppo.dual_clip must not be set without algo.surrogate=ppo, got null with .*algo.surrogate=gspo
 algo.opmd.tau=2
     algo.opmd.tau must not be set without algo.surrogate=opmd, got 2.0
+curriculum.pools.easy_weight=2
+    curriculum.pools.easy_weight must not be set without curriculum.kind=pools, got 2.0 with
+    curriculum.kind=none
+curriculum.kind=pools curriculum.levels.review=0.5
+    curriculum.levels.review must not be set without curriculum.kind=levels, got 0.5 with .*kind=pools
+curriculum.kind=pools curriculum.pools.hard_up_to=0.9
+    curriculum.pools.hard_up_to must be below curriculum.pools.normal_up_to, got 0.9 and 0.75
+curriculum.kind=pools curriculum.pools.unseen_weight=0
+    curriculum.pools.unseen_weight must be a finite number above 0, got 0.0
+curriculum.kind=levels curriculum.levels.lower_at=0.9
+    curriculum.levels.lower_at must be below curriculum.levels.raise_at, got 0.9 and 0.8
+curriculum.kind=levels curriculum.levels.review=1
+    curriculum.levels.review must be in \[0, 0.9\], got 1.0
+curriculum.keep=[0.9,0.1]
+    curriculum.keep must be two numbers, the lower one first, got \[0.9, 0.1\]
+curriculum.keep=[0.5]
+    curriculum.keep must be two numbers, the lower one first, got \[0.5\]
+curriculum.kind=pools curriculum.pools.normal_up_to=inf
+    curriculum.pools.normal_up_to must be a finite number, got inf
+curriculum.kind=levels curriculum.levels.raise_at=nan
+    curriculum.levels.raise_at must be a finite number, got nan
+curriculum.max_refills=1000000000000000000000000000000
+    curriculum.max_refills must be a number of 64 bits, got 1000000000000000000000000000000
+eval.prompts=-1
+    eval.prompts must be a finite number of at least 0, got -1
+curriculum.window=0
+    curriculum.window must be a finite number above 0, got 0
 algo.critic.lr=1
     algo.critic.lr must not be set without algo.advantage=gae or vtrace, got 1.0 with algo.advantage=grpo
 algo.gae.lam=0.5

@@ -95,9 +95,26 @@ class StartedRun:
 
     def lose_a_rank(self, rank: int) -> None:
         """Kills the process that writes this rank's log, while it trains."""
-        log = str(self.folder / "logs" / f"learner-{rank}.log")
-        (process,) = [one for one in self.roles("LearnerRole") if os.readlink(f"/proc/{one.pid}/fd/1") == log]
+        process = self.find_process("LearnerRole", f"learner-{rank}")
+        assert process is not None
         process.kill()
+
+    def lose_buffer(self) -> None:
+        """Kills the process of the buffer, as soon as there is one."""
+        self.wait_for(lambda: self.find_process("BufferRole", "buffer") is not None, "process of the buffer")
+        process = self.find_process("BufferRole", "buffer")
+        assert process is not None
+        process.kill()
+        process.wait(60)
+
+    def find_process(self, role: str, name: str) -> psutil.Process | None:
+        """Returns the process of this class of role that writes this log; None while there is none."""
+        log = str(self.folder / "logs" / f"{name}.log")
+        for process in self.roles(role):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{process.pid}/fd/1") == log:
+                    return process
+        return None
 
     def rewinds(self) -> list[int]:
         """Returns the steps that the buffer has gone back to."""

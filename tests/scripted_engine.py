@@ -92,7 +92,7 @@ class ScriptedBuffer:
 
     def send_request(self, request: m.Request, payload: pa.Buffer | None = None) -> int:
         self.requests.append(request)
-        if payload is not None:
+        if isinstance(request, m.SubmitGroups) and payload is not None:
             self.groups.append(decode_batch(payload).to_pylist())
         return len(self.requests)
 

@@ -4,6 +4,7 @@ tools, crashes, damage, lag."""
 import itertools
 import random
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,8 +23,11 @@ from buffers.terms import Terms
 from configs.staleness import OnLate
 
 
-def submit_versions(book: Book, lease_id: int, versions: list[int]) -> str:
-    """Does what the buffer does with a whole group that comes in; returns the verdict."""
+def submit_versions(
+    book: Book, lease_id: int, versions: list[int], keep: tuple[float, float] | None = None
+) -> str:
+    """Does what the buffer does with a whole group that comes in; returns the verdict. Its mean reward is
+    a whim of its numbers, and is rejected outside `keep`."""
     held = book.leases.find_open_group(lease_id)
     if held is None:
         if book.leases.attempts.is_accepted(lease_id):
@@ -36,11 +40,13 @@ def submit_versions(book: Book, lease_id: int, versions: list[int]) -> str:
             lease_id, len(versions), "sampled by a newer version than the step it is for", counts=False
         )
         return "failed"
+    prompt = book.leases.open_groups[held[0]].prompt
+    reward_mean = (prompt * 37 + held[0] * 53) % 101 / 100
     book.leases.accept_group(
         Accepted(
             lease_id,
             *held,
-            prompt=0,
+            prompt=prompt,
             segment=0,
             offset=0,
             size=100,
@@ -50,12 +56,15 @@ def submit_versions(book: Book, lease_id: int, versions: list[int]) -> str:
             tokens=len(versions),
             oldest=min(versions),
             newest=max(versions),
-            reward_mean=0.5,
+            reward_mean=reward_mean,
             reward_std=0.5,
             at=0.0,
             versions=by_version,
         )
     )
+    if keep is not None and not keep[0] <= reward_mean <= keep[1]:
+        book.history.reject_group(held[0], "uninformative")
+        return "uninformative"
     return "accepted"
 
 
@@ -103,6 +112,10 @@ class StalenessWorld:
     num_generators: int = 3
     sampler: str = "fifo"
     obey_min_version: bool = True
+    keep: tuple[float, float] | None = None
+    bad: Mapping[int, str] = field(default_factory=dict)
+    """Prompts that never have a result: they `fail`, `hang` until they are cancelled, or are `silent` until
+    their leases expire."""
     now: float = 0.0
     history: list[WorldStep] = field(default_factory=list)
     expected: dict[int, Handout] = field(default_factory=dict)  # steps that were undone
@@ -200,6 +213,11 @@ class StalenessWorld:
         for work in list(generator.work.values()):
             if work.waits_until > self.now:
                 continue
+            if (trouble := self.bad.get(work.lease.index)) is not None:
+                if trouble == "fail":
+                    del generator.work[work.lease.id]
+                    self.book.leases.fail_lease(work.lease.id, len(work.versions), "the task raised")
+                continue
             work.versions.append(generator.version)
             if self.rng.random() < 0.2:
                 work.waits_until = self.now + self.rng.choice([0.5, 3, 20, 60])
@@ -207,7 +225,7 @@ class StalenessWorld:
             if len(work.versions) >= work.length:
                 del generator.work[work.lease.id]
                 generator.sent.append(work.lease.id)
-                if submit_versions(self.book, work.lease.id, work.versions) == "accepted":
+                if submit_versions(self.book, work.lease.id, work.versions, self.keep) == "accepted":
                     self.submitted[work.lease.group] = work.versions
 
     def pull_version(self, generator: FakeGenerator) -> None:
@@ -218,7 +236,11 @@ class StalenessWorld:
     def send_heartbeat(self, generator: FakeGenerator) -> None:
         if generator.stalled_until > self.now:
             return
-        progress = {lease_id: len(work.versions) for lease_id, work in generator.work.items()}
+        progress = {
+            lease_id: len(work.versions)
+            for lease_id, work in generator.work.items()
+            if self.bad.get(work.lease.index) != "silent"
+        }
         late = {
             lease_id: self.rng.randint(0, 5) for lease_id in generator.sent[-4:]
         }  # not heard yet that it was accepted

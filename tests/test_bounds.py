@@ -156,6 +156,8 @@ def test_no_number_overflows_the_status_or_the_log(
 def make_extreme_requests(lease: int, value: Any) -> list[dict[str, Any]]:
     """Returns requests in which one number has this value."""
     told = {"generator": "x", "progress": {}, "report": {}}
+    answered = {"generator": "x", "lease": lease, "rewards": [1.0], "num_tokens": 1}
+    answered |= {"oldest_version": 0, "newest_version": 0}
     return [
         {"type": "FailLease", "generator": "x", "lease": 5, "num_tokens": value, "error": "e"},
         {"type": "FailLease", "generator": "x", "lease": lease, "num_tokens": value, "error": "e"},
@@ -165,7 +167,9 @@ def make_extreme_requests(lease: int, value: Any) -> list[dict[str, Any]]:
         {"type": "ReportCheckpoint", "step": value, "oldest": value},
         {"type": "ReportCheckpoint", "step": 0, "oldest": value},
         {"type": "RewindToStep", "step": value},
-        {"type": "SubmitEvaluation", "generator": "x", "lease": lease, "reward": value},
+        {"type": "SubmitEvaluation", **answered, "rewards": [value]},
+        {"type": "SubmitEvaluation", **answered, "num_tokens": value},
+        {"type": "SubmitEvaluation", **answered, "oldest_version": value, "newest_version": value},
         {
             "type": "ReportTrainedStep",
             "step": 0,
@@ -303,8 +307,8 @@ def test_whoever_asks_without_end_is_refused_and_others_are_served(
 ) -> None:
     run = harness()
     greedy = BufferClient(run.server.address, timeout_s=5.0)
-    for _ in range(MAX_WAITERS_OF_CLIENT + 50):
-        greedy.send_request(m.RequestLeases(generator="greedy", count=1, wait_s=50.0))
+    for number in range(MAX_WAITERS_OF_CLIENT + 50):
+        greedy.send_request(m.RequestLeases(generator=f"greedy-{number}", count=1, wait_s=50.0))
     refused = 0
     while refused < 50:
         refused += sum(isinstance(answer.reply, m.RefusedRequest) for answer in greedy.receive_answers(5.0))
@@ -393,6 +397,37 @@ def test_a_client_that_takes_no_answers_loses_its_connection(
     assert psutil.Process().memory_info().rss - before < 150 << 20
     assert run.status().refused_requests["unread answers"] == 1
     deaf.close()
+
+
+def test_clients_that_take_no_answers_share_a_bound_and_an_honest_one_is_served(
+    harness: Callable[..., BufferHarness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffers.server.MAX_TOTAL_UNREAD_BYTES", 64 << 20)
+    run = harness()
+    huge = m.RefusedRequest(reason="x" * (1 << 20))
+    carry_out = ImmediateAnswers.carry_out
+
+    def answer(self: ImmediateAnswers, request: Any, payload: Any) -> Any:
+        return (huge, []) if isinstance(request, m.LocateJournal) else carry_out(self, request, payload)
+
+    monkeypatch.setattr(ImmediateAnswers, "carry_out", answer)
+    deaf = [open_raw_client(int(run.server.address.rpartition(":")[2])) for _ in range(6)]
+    body = m.encoder.encode(m.LocateJournal())
+    message = b"\x01\x01n\x00" + bytes([len(body)]) + body
+    before, deadline, ended = psutil.Process().memory_info().rss, time.monotonic() + 60, set[int]()
+    for _ in range(30):  # 30 MB each, far below what one of them may leave
+        for number, one in enumerate(deaf):
+            try:
+                one.sendall(message)
+            except OSError:
+                ended.add(number)
+        run.status()
+    while run.status().refused_requests.get("unread answers", 0) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert 3 <= run.status().refused_requests["unread answers"] <= 5, "the others stay"
+    assert psutil.Process().memory_info().rss - before < 250 << 20
+    for one in deaf:
+        one.close()
 
 
 # ---- the dead
@@ -572,13 +607,12 @@ def test_nobody_speaks_for_the_leases_of_another(harness: Callable[..., BufferHa
 def test_nobody_answers_the_evaluation_prompts_of_another(harness: Callable[..., BufferHarness]) -> None:
     run = harness("eval.prompts=1")
     run.publish(0)
-    (lease,) = run.ask(1)
-    assert lease.split == "eval"
+    lease = next(lease for lease in run.ask(3) if lease.split == "eval")
     with pytest.raises(RefusedByBuffer, match="is g's, got a score from stranger"):
-        run.client.call(m.SubmitEvaluation(generator="stranger", lease=lease.id, reward=9.0), m.LeaseReceipt)
-    run.client.call(m.SubmitEvaluation(generator="g", lease=lease.id, reward=3.4e38), m.LeaseReceipt)
-    (score,) = run.client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).evaluations
-    assert score.reward == 3.4e38, "as large as a score may be, and from whom it was asked"
+        run.answer(lease, 9.0, generator="stranger")
+    assert run.answer(lease, 3.4e38) == "accepted"
+    (score,) = run.evaluations()
+    assert score.avg == pytest.approx(3.4e38), "as large as a score may be, and from whom it was asked"
 
 
 def test_what_is_said_of_an_unknown_lease_is_not_worth_a_line_in_the_journal(
@@ -704,6 +738,20 @@ def test_the_vocabulary_is_as_large_as_the_model_says(tmp_path: Path) -> None:
     ):
         (tmp_path / "config.json").write_text(told)
         assert read_vocabulary(tmp_path) == size
+
+
+def test_a_generator_that_asks_anew_waits_once(harness: Callable[..., BufferHarness]) -> None:
+    run = harness()
+    asked = [
+        run.client.send_request(m.RequestLeases(generator="g", count=1, wait_s=20.0, version=version))
+        for version in (-1, 0, 1)
+    ]
+    answers = list[Any]()
+    while len(answers) < 2:
+        answers += run.client.receive_answers(1.0)
+    assert [(one.number, one.reply.leases) for one in answers] == [(asked[0], []), (asked[1], [])]
+    (waiter,) = run.server._waiting_room.lease_requests
+    assert waiter.request.version == 1
 
 
 def test_a_generator_that_connects_anew_is_served_once(harness: Callable[..., BufferHarness]) -> None:

@@ -382,18 +382,21 @@ def test_a_taken_port_is_refused_with_its_address(
         BufferServer(load_config([*SMALL_RUN, f"buffer.address={run.server.address}"]), tmp_path / "other")
 
 
-def test_evaluation_is_leased_first_averaged_and_kept_off_the_ledger(
+def test_evaluation_goes_before_later_steps_is_averaged_and_kept_off_the_ledger(
     harness: Callable[..., BufferHarness],
 ) -> None:
-    run = harness("eval.prompts=3", "staleness.max_versions=0")
+    run = harness("eval.prompts=3", "staleness.max_versions=1")
     run.publish(0)
-    leases = run.ask(count=4)
-    assert [lease.split for lease in leases] == ["eval"] * 3 + ["train"]
-    for lease, reward in zip(leases, (1.0, 0.0, 0.5), strict=False):
-        run.client.call(m.SubmitEvaluation(generator="g", lease=lease.id, reward=reward), m.LeaseReceipt)
-    news = run.client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews)
-    assert [(e.version, e.reward, e.num_prompts) for e in news.evaluations] == [(0, 0.5, 3)]
-    assert news.status.groups.total == 1
+    leases = run.ask(count=6)
+    assert [lease.split for lease in leases] == ["train"] * 2 + ["eval"] * 3 + ["train"] * 2
+    assert [lease.due for lease in leases if lease.split == "train"] == [0, 0, 1, 1], (
+        "12 samples are room for 11"
+    )
+    for lease, reward in zip(leases[2:5], (1.0, 0.0, 0.5), strict=True):
+        assert run.answer(lease, reward) == "accepted"
+    (found,) = run.evaluations()
+    assert (found.evaluation_set, found.version, found.avg, found.prompts) == ("held_out", 0, 0.5, 3)
+    assert run.status().groups.total == 4
 
 
 def test_a_generator_that_leaves_or_comes_back_frees_all_its_leases_at_once(
@@ -405,12 +408,52 @@ def test_a_generator_that_leaves_or_comes_back_frees_all_its_leases_at_once(
         (m.LeaveRun(generator="g"), m.Acknowledged),
         (m.JoinRun(generator="g"), m.JoinedRun),
     ):
+        for name in ("g", "h"):
+            run.client.call(m.JoinRun(generator=name), m.JoinedRun)
         before = run.ask()
         run.client.call(farewell, answer)
-        after = run.ask()
-        assert [(lease.split, lease.group) for lease in after] == [("eval", 0), ("train", 0), ("train", 1)]
+        after = run.ask(generator="h")
+        assert [(lease.split, lease.group) for lease in after] == [("train", 0), ("train", 1), ("eval", 0)]
         assert not {lease.id for lease in after} & {lease.id for lease in before}
-        run.client.call(m.LeaveRun(generator="g"), m.Acknowledged)
+        run.client.call(m.LeaveRun(generator="h"), m.Acknowledged)
+
+
+def test_a_generator_that_has_left_gets_no_lease_before_it_joins_again(
+    harness: Callable[..., BufferHarness],
+) -> None:
+    """Its farewell may overtake its requests: others say it in its place, over a connection of their own."""
+    run = harness()
+    run.publish(0)
+    assert run.ask(1)
+    run.client.call(m.LeaveRun(generator="g"), m.Acknowledged)
+    assert run.ask() == []
+    run.client.call(m.JoinRun(generator="g"), m.JoinedRun)
+    assert run.ask()
+
+
+def test_a_fleet_hears_of_its_own_generators_now_and_then_and_of_the_end_at_once(
+    harness: Callable[..., BufferHarness],
+) -> None:
+    run = harness()
+    for name in ("own", "gone", "anothers"):
+        run.client.call(m.JoinRun(generator=name), m.JoinedRun)
+        beat = m.GeneratorHeartbeat(
+            generator=name, progress={}, report=m.GeneratorReport(version=3), activity="scoring"
+        )
+        run.client.call(beat, m.GeneratorStanding)
+    run.client.call(m.LeaveRun(generator="gone"), m.Acknowledged)
+    watch = m.WatchGenerators(generators=["own", "gone", "never"], wait_s=0.1)
+    news = run.client.call(watch, m.GeneratorNews)
+    assert news.versions == {"own": 3, "gone": 3} and news.activities == {"own": "scoring"}
+    assert not news.ended and news.num_trained_steps == 0
+    watcher = run.client.open_another()
+    number = watcher.send_request(m.WatchGenerators(generators=["own"], wait_s=3600.0))
+    assert not run.status().ended
+    run.client.call(m.StopRun(reason="over"), m.Acknowledged)
+    while not (answers := list(watcher.receive_answers(30.0))):
+        pass
+    assert [(one.number, one.reply.ended) for one in answers] == [(number, True)]  # type: ignore[union-attr]
+    watcher.close()
 
 
 def test_a_restart_at_a_checkpoint_hands_out_the_same_groups_and_the_same_ledger(
@@ -437,7 +480,7 @@ def test_a_restart_at_a_checkpoint_hands_out_the_same_groups_and_the_same_ledger
         "4 is in the journal, 5 is leased, as it was before"
     )
     again.client.call(m.LeaveRun(generator="g"), m.Acknowledged)
-    assert [lease.group for lease in again.ask()] == [5, 6, 7]
+    assert [lease.group for lease in again.ask(generator="h")] == [5, 6, 7]
 
 
 def test_generators_hear_of_a_later_life_also_when_the_clock_was_set_back(

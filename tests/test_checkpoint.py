@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from engine_batches import draw_batch, negate_logprobs, save_small_qwen3
+from hypothesis import given
+from hypothesis import strategies as st
 from ranks import on_ranks
 from safetensors.torch import save_file
 from torch import Tensor
@@ -32,7 +36,7 @@ from learners import checkpoint
 from learners.fsdp import FsdpEngine
 from learners.packing import Packed, pack_share
 from learners.startup import check_same_run
-from learners.world import World
+from learners.world import LONG_TIMEOUT, World
 from sync.stream import collect_tensors
 
 LENGTHS = [5, 9, 2, 30, 7, 1, 12, 4]
@@ -42,9 +46,11 @@ def manifest(step: int) -> checkpoint.CheckpointManifest:
     return checkpoint.CheckpointManifest(step, "life", 0)
 
 
-def write(folder: Path) -> None:
-    (folder / "engine").mkdir()
-    (folder / "engine" / "weights").write_bytes(b"weights")
+def write(folder: Path) -> list[Path]:
+    path = folder / "engine" / "weights"
+    path.parent.mkdir()
+    path.write_bytes(b"weights")
+    return [path]
 
 
 def written(folder: Path, *steps: int, keep: int = 2) -> None:
@@ -68,11 +74,12 @@ def test_a_wait_for_a_checkpoint_shows_that_it_gets_on_and_only_then(
     monkeypatch.setattr(checkpoint, "LOOK_S", 0.01)
     grow, end, shown = threading.Semaphore(0), threading.Event(), threading.Semaphore(0)
 
-    def write_slowly(folder: Path) -> None:
-        write(folder)
+    def write_slowly(folder: Path) -> list[Path]:
+        paths = write(folder)
         while grow.acquire() and not end.is_set():
             with open(folder / "engine" / "weights", "ab") as file:
                 file.write(b"more")
+        return paths
 
     writer = checkpoint.CheckpointWriter(tmp_path, 2, World())
     writer.begin_checkpoint(manifest(1), write_slowly)
@@ -106,7 +113,7 @@ import os, signal, sys
 from pathlib import Path
 from configs.load import load_config
 from learners import checkpoint
-from learners.world import World
+from learners.world import LONG_TIMEOUT, World
 def write(folder):
     (folder / "engine").mkdir()
     (folder / "engine" / "weights").write_bytes(b"half of the w")
@@ -143,7 +150,7 @@ def test_a_file_that_is_not_what_was_written_is_named(harm: str, tmp_path: Path)
 
 
 def test_an_error_in_the_thread_reaches_the_loop(tmp_path: Path) -> None:
-    def fail(folder: Path) -> None:
+    def fail(folder: Path) -> list[Path]:
         raise OSError("no space left on device")
 
     writer = checkpoint.CheckpointWriter(tmp_path, 2, World())
@@ -158,11 +165,11 @@ def test_an_error_in_the_thread_reaches_the_loop(tmp_path: Path) -> None:
 def test_a_folder_that_vanishes_while_its_size_is_looked_at_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def come_and_go(folder: Path) -> None:
+    def come_and_go(folder: Path) -> list[Path]:
         for _ in range(1000):
             shutil.rmtree(folder)
             folder.mkdir()
-        write(folder)
+        return write(folder)
 
     monkeypatch.setattr(checkpoint, "LOOK_S", 0)
     writer = checkpoint.CheckpointWriter(tmp_path, 2, World())
@@ -173,9 +180,9 @@ def test_a_folder_that_vanishes_while_its_size_is_looked_at_is_no_error(
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     release = threading.Event()
 
-    def slow(folder: Path) -> None:
+    def slow(folder: Path) -> list[Path]:
         release.wait()
-        write(folder)
+        return write(folder)
 
     writer = checkpoint.CheckpointWriter(tmp_path, 2, World())
     assert writer.begin_checkpoint(manifest(1), slow) is None
@@ -261,20 +268,21 @@ def test_a_checkpoint_of_two_ranks_is_of_its_moment_and_goes_on_with_any_number(
 
 
 def checkpointed_slowly(world: World, folder: Path) -> list[int]:
-    """Two checkpoints one after the other, whose completion takes the first rank longer than a collective may
-    take."""
-    learners.world.TIMEOUT = timedelta(seconds=4)
+    """Two checkpoints one after the other, of which the second rank digests its part for longer than a
+    collective of training may take."""
+    learners.world.TIMEOUT = timedelta(seconds=2)
     digests = checkpoint.digest_files
 
-    def slow(*arguments: Any) -> dict[str, checkpoint.FileDigest]:
-        time.sleep(6)
+    def slow(*arguments: Any) -> checkpoint.Digests:
+        time.sleep(4 * world.rank)
         return digests(*arguments)
 
     checkpoint.digest_files = slow
-    writers = World(world.rank, world.size, dist.FileStore(str(folder / "writers"), world.size))
+    store = dist.FileStore(str(folder / "writers"), world.size)
+    writers = World(world.rank, world.size, store, LONG_TIMEOUT)
     writer, found = checkpoint.CheckpointWriter(folder / "checkpoints", 2, writers), []
     for step in (1, 2):
-        done = writer.begin_checkpoint(manifest(step), write if world.rank == 0 else lambda folder: None)
+        done = writer.begin_checkpoint(manifest(step), write if world.rank == 0 else lambda folder: [])
         found += [] if done is None else [done.step]
     last = writer.take_written(wait=True)
     return [*found, -1 if last is None else last.step]
@@ -286,12 +294,12 @@ def test_a_checkpoint_that_takes_longer_than_a_collective_may_is_waited_for(tmp_
 
 
 def failing_to_complete(world: World, folder: Path) -> str:
-    def fail(*arguments: Any) -> dict[str, checkpoint.FileDigest]:
+    def fail(*arguments: Any) -> None:
         raise OSError("the disk is gone")
 
-    checkpoint.digest_files = fail
+    checkpoint.finish_checkpoint = fail
     writer = checkpoint.CheckpointWriter(folder / "checkpoints", 2, world)
-    writer.begin_checkpoint(manifest(1), write if world.rank == 0 else lambda folder: None)
+    writer.begin_checkpoint(manifest(1), write if world.rank == 0 else lambda folder: [])
     try:
         writer.take_written(wait=True)
     except (OSError, RuntimeError) as error:
@@ -302,7 +310,11 @@ def failing_to_complete(world: World, folder: Path) -> str:
 def test_a_checkpoint_that_cannot_be_completed_is_told_on_every_rank(tmp_path: Path) -> None:
     first, second = on_ranks(2, failing_to_complete, tmp_path, tmp_path)
     assert first == "the disk is gone"
-    assert second == "rank 0 could not complete the checkpoint: OSError: the disk is gone"
+    assert second == (
+        f"rank 0 on {os.uname().nodename} could not write its part of the checkpoint: "
+        "OSError: the disk is gone"
+    )
+    assert not list((tmp_path / "checkpoints").iterdir()), "no remains are left"
 
 
 def test_a_full_disk_is_named_and_leaves_the_checkpoint_before_and_no_remains(tmp_path: Path) -> None:
@@ -315,26 +327,28 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before_and_no_remains(tm
     try:
         state = {"weights": torch.ones(1 << 18)}  # 1 MB
 
-        def save(folder: Path) -> None:
+        def save(folder: Path) -> list[Path]:
             (folder / "engine").mkdir()
             dcp.save(
                 state, storage_writer=HuggingFaceStorageWriter(str(folder / "engine"), save_distributed=True)
             )
             save_file(state, folder / "engine" / "random")
+            return list((folder / "engine").iterdir())
 
-        def fill(folder: Path) -> None:
+        def fill(folder: Path) -> list[Path]:
             (folder / "engine").mkdir()
             save_file(state | {"more": torch.ones(1 << 20)}, folder / "engine" / "random")
+            return []
 
-        def save_much(folder: Path) -> None:  # as torch says it
+        def save_much(folder: Path) -> list[Path]:  # as torch says it
             state["weights"] = torch.ones(1 << 20)
-            save(folder)
+            return save(folder)
 
         writer = checkpoint.CheckpointWriter(disk / "checkpoints", 2, World())
         writer.begin_checkpoint(manifest(1), save)
         for step, part in ((2, fill), (3, save_much)):
             writer.take_written(wait=True)
-            writer.begin_checkpoint(manifest(step), part)  # type: ignore[arg-type]
+            writer.begin_checkpoint(manifest(step), part)
             with pytest.raises(
                 DiskFull, match=rf"^the disk of {disk}/checkpoints must have room for [\d,]+ bytes more, got"
             ):
@@ -351,9 +365,10 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before_and_no_remains(tm
 def part_of_a_checkpoint(world: World, folder: Path) -> str:
     writer = checkpoint.CheckpointWriter(folder, 1, world)
 
-    def save(temporary: Path) -> None:
+    def save(temporary: Path) -> list[Path]:
         if world.rank == 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return []
 
     writer.begin_checkpoint(manifest(2), save)
     try:
@@ -369,5 +384,106 @@ def test_a_rank_without_room_does_not_leave_the_others_waiting(tmp_path: Path) -
         joined = pool.map(lambda rank: World(rank, 2, torch.distributed.FileStore(str(store), 2)), range(2))
         worlds = list(joined)
         told = list(pool.map(lambda world: part_of_a_checkpoint(world, tmp_path / "checkpoints"), worlds))
-    assert all(text.startswith(f"the disk of {tmp_path}/checkpoints must have room for") for text in told)
+    named = f"on {os.uname().nodename}, the disk of {tmp_path}/checkpoints must have room for"
+    assert all(text.startswith(named) for text in told)
     assert not list((tmp_path / "checkpoints").iterdir())
+
+
+# ---- each rank reads what it has written
+
+
+def write_part(rank: int, folder: Path) -> list[Path]:
+    (folder / "engine").mkdir(exist_ok=True)
+    path = folder / "engine" / f"part_{rank}"
+    path.write_bytes(bytes([rank]) * 1000)
+    return [path]
+
+
+def watched_reads(world: World, folder: Path, spoil: str) -> tuple[list[str], list[str], str]:
+    """Returns the files that a rank reads for a checkpoint, and to verify it; then what it raises."""
+    read: list[str] = []
+    digests = checkpoint.digest_files
+
+    def watch(folder: Path, paths: Iterable[Path], *more: Any) -> checkpoint.Digests:
+        found = digests(folder, paths, *more)
+        read.extend(found)
+        return found
+
+    checkpoint.digest_files = watch
+    writer = checkpoint.CheckpointWriter(folder, 2, world)
+    writer.begin_checkpoint(manifest(3), partial(write_part, world.rank))
+    assert writer.take_written(wait=True) is not None
+    own, read[:] = list(read), []
+    if spoil and world.rank == 0:
+        (folder / "step_3" / "engine" / spoil).write_bytes(b"spoiled")
+    world.barrier()
+    try:
+        checkpoint.verify_checkpoint(folder / "step_3", world)
+    except checkpoint.DamagedCheckpoint as error:
+        return own, read, str(error)
+    return own, read, ""
+
+
+@pytest.mark.parametrize("spoil", ["", "part_1"])
+def test_each_rank_digests_and_verifies_the_files_that_it_has_written(spoil: str, tmp_path: Path) -> None:
+    found = on_ranks(3, watched_reads, tmp_path / "ranks", tmp_path / "checkpoints", spoil)
+    for rank, (digested, verified, error) in enumerate(found):
+        assert digested == verified == [f"engine/part_{rank}"]
+        assert ("engine/part_1 must be the file that was written" in error) == bool(spoil)
+        assert (f"(on {os.uname().nodename})" in error) == bool(spoil)
+    (saved,) = checkpoint.find_checkpoints(tmp_path / "checkpoints")
+    assert saved.manifest.ranks == 3
+    assert {name: file.rank for name, file in saved.manifest.files.items()} == {
+        f"engine/part_{rank}": rank for rank in range(3)
+    }
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(0, 7)), max_size=20),
+    ranks=st.integers(0, 8),
+    size=st.integers(1, 8),
+)
+def test_every_file_is_verified_by_one_rank_whatever_number_of_ranks_there_is(
+    sizes: list[tuple[int, int]], ranks: int, size: int
+) -> None:
+    files = {f"{number}": checkpoint.FileDigest(size, "", rank) for number, (size, rank) in enumerate(sizes)}
+    held = msgspec.structs.replace(manifest(1), files=files, ranks=ranks)
+    chosen = [checkpoint.choose_files(held, rank, size) for rank in range(size)]
+    assert sorted(name for names in chosen for name in names) == sorted(files)
+    if ranks != size:
+        loads = [sum(files[name].num_bytes for name in names) for names in chosen]
+        largest = max((file.num_bytes for file in files.values()), default=0)
+        assert max(loads) - min(loads) <= largest + len(files)
+
+
+def test_a_checkpoint_of_an_older_learner_is_verified(tmp_path: Path) -> None:
+    written(tmp_path, 3)
+    path = tmp_path / "step_3" / "manifest.json"
+    told = msgspec.json.decode(path.read_bytes())
+    del told["ranks"], told["files"]["engine/weights"]["rank"]
+    path.write_bytes(msgspec.json.encode(told))
+    assert checkpoint.verify_checkpoint(tmp_path / "step_3").ranks == 0
+    (tmp_path / "step_3" / "engine" / "weights").write_bytes(b"weighty")
+    with pytest.raises(checkpoint.DamagedCheckpoint, match="weights must be the file that was written"):
+        checkpoint.verify_checkpoint(tmp_path / "step_3")
+
+
+def checkpointed_state(world: World, model: Path, folder: Path) -> list[str]:
+    """The files that the ranks of an engine claim to have written, and those that are there."""
+    write_it = FsdpEngine(model).copy_state()
+    claimed = [str(path.relative_to(folder)) for path in write_it(folder)]
+    return [
+        one
+        for told in world.gather_messages(msgspec.json.encode(claimed))
+        for one in msgspec.json.decode(told)
+    ]
+
+
+def test_an_engine_names_all_files_that_it_has_written(qwen3: Path, tmp_path: Path) -> None:
+    claimed = on_ranks(2, checkpointed_state, tmp_path / "ranks", qwen3, tmp_path / "engine")[0]
+    there = [
+        str(path.relative_to(tmp_path / "engine"))
+        for path in (tmp_path / "engine").rglob("*")
+        if path.is_file()
+    ]
+    assert sorted(claimed) == sorted(there) and len(there) == 4

@@ -392,7 +392,14 @@ def make_nonsense(rng: random.Random, leases: list[m.Lease]) -> list[bytes]:
             m.ReportTrainedStep(step=-3, num_trained=1, idle_s=0, alive_s=0, metrics={}),
             m.RequestBatch(step=-1, wait_s=float("inf")),
             m.WatchRun(after=-7, wait_s=float("nan")),
-            m.SubmitEvaluation(generator="s", lease=lease, reward=float("nan")),
+            m.SubmitEvaluation(
+                generator="s",
+                lease=lease,
+                rewards=[float("nan")],
+                num_tokens=0,
+                oldest_version=0,
+                newest_version=0,
+            ),
             m.ReportTrainedStep(step=10**9, num_trained=1, idle_s=0, alive_s=0, metrics={}),
             m.LeaveRun(generator="stranger"),
         ]

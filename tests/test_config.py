@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from refused_configs import ACCEPTED, NOT_COMPOSED, REFUSED, REFUSED_ALGORITHMS
 
 from configs.algo import AlgoConfig
 from configs.checks import find_config_problems, find_warnings
+from configs.eval import EvalSetConfig
 from configs.help import KeyHelp, format_help, format_page, list_sections
 from configs.load import (
     FOLDER,
@@ -24,8 +26,10 @@ from configs.load import (
     parse_config,
     to_yaml,
 )
+from configs.reward import RewardConfig
 from configs.schema import Config
 from configs.surrogates import SURROGATE_NAMES
+from slipstream.tracking.trackers import describe_run, list_texts
 
 ROOT = Path(__file__).parents[1]
 TASKS = sorted(
@@ -185,6 +189,25 @@ def test_a_resumed_run_keeps_what_its_journal_depends_on(tmp_path: Path) -> None
         load_resumed_config(tmp_path / "absent", [])
 
 
+def test_rows_of_a_set_are_the_same_however_a_resumed_run_spells_their_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    config = load_config([f"eval.sets.{name}.data={tmp_path}/{name}.jsonl" for name in "ab"])
+    sets = {**config.eval.sets, "b": dataclasses.replace(config.eval.sets["b"], data=[{"path": ["b.jsonl"]}])}
+    config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, sets=sets))
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    load_resumed_config(
+        tmp_path, ["eval.sets.a.data=../a.jsonl", "eval.sets.b.data=[{path: [../below/b.jsonl]}]"]
+    )
+    for rows in ("a.jsonl", "hf:a.jsonl", "[../b.jsonl]", "null"):
+        with pytest.raises(ValueError, match=r"eval\.sets\.a\.data must stay /.*/a.jsonl .* got "):
+            load_resumed_config(tmp_path, [f"eval.sets.a.data={rows}"])
+    monkeypatch.chdir(tmp_path)
+    load_resumed_config(tmp_path, ["eval.sets.a.data=a.jsonl"])
+
+
 def test_a_resumed_run_takes_what_suits_it_and_not_the_default_preset(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,6 +223,64 @@ def test_a_resumed_run_takes_what_suits_it_and_not_the_default_preset(
         load_resumed_config(tmp_path, ["run.stpes=3"])
     with pytest.raises(ValueError, match="^learner.lr must be a number, got 'abc'"):
         load_resumed_config(tmp_path, ["learner.lr=abc"])
+
+
+def test_overrides_of_a_run_that_goes_on_are_read_as_those_of_a_new_one(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(load_config([])))
+    said = ["tracking.args={path:b,on:yes}", "tracking.args.at=12:30:00", "data.system_prompt=Say: yes"]
+    new, resumed = load_config(said), load_resumed_config(tmp_path, said)
+    assert new.tracking.args == {"path": "b", "on": "yes", "at": "12:30:00"}
+    assert (resumed.tracking.args, resumed.data.system_prompt) == (new.tracking.args, "Say: yes")
+    with pytest.raises(ValueError, match=r"a list stands in brackets: \[tensorboard,wandb\]"):
+        load_resumed_config(tmp_path, ["tracking.trackers=tensorboard,wandb"])
+
+
+@pytest.mark.parametrize(
+    "text", ["costs ${x}", "${", r"as $${\boxed{x}}$$", r"\${x}", r"\\${", r"end\\", "${oc.env:HOME}"]
+)
+def test_a_text_with_a_dollar_and_a_brace_reads_back_as_it_was(text: str) -> None:
+    config = load_config([])
+    written = dataclasses.replace(config, data=dataclasses.replace(config.data, system_prompt=text))
+    assert parse_config(to_yaml(written)) == written
+    run = describe_run(written, Path("outputs/a"), 0)
+    assert OmegaConf.create(textwrap.dedent(list_texts(run)["config"])).data.system_prompt == text
+    with pytest.raises(ValueError, match="^data.system_prompt must have a backslash before"):
+        load_config(["data.system_prompt='costs ${x}'"])
+
+
+def test_a_recipe_of_ones_own_is_a_file_and_may_build_on_another(tmp_path: Path) -> None:
+    path = tmp_path / "my own.yaml"
+    path.write_text(
+        "defaults: [{/experiment: gsm8k_ppo_0p5b}, _self_]\n"
+        "learner: {lr: 3.0e-6}\neval: {sets: {gsm8k: {samples: 3}}}\ngenerators: {max_model_len: 2048}\n"
+    )
+    config = load_config([f"+experiment={path}", "run.steps=9"])
+    assert (config.algo.name, config.learner.lr, config.run.steps) == ("ppo", 3e-6, 9)
+    assert (config.eval.sets["gsm8k"].samples, config.eval.sets["gsm8k"].form) == (3, "gsm8k")
+    path.write_text("learner: {lr: 4.0e-6}\n")
+    assert load_config([f"+experiment={path}"]).learner.lr == 4e-6
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("learner: {lrr: 1}", r"my.yaml: learner.lrr must be a configuration key \(nearest: learner.lr,"),
+        ("learner: {lr: abc}", "my.yaml: learner.lr must be a number, got 'abc'"),
+        ("task: dataset", "my.yaml: task must be followed by a key of this section, got 'dataset'"),
+        ("eval: {sets: {a: {smaples: 4}}}", "eval.sets.a.smaples must be a key of an evaluation set"),
+        ("eval: {sets: {a: {benchmark: gsm9k}}}", "eval.sets.a.benchmark must be of gsm8k"),
+        ("- 1", "experiment must name a file with sections and keys"),
+        ("learner: [1", "experiment must name a file with a recipe"),
+    ],
+)
+def test_a_wrong_recipe_of_ones_own_is_refused_by_file_and_key(
+    tmp_path: Path, text: str, problem: str
+) -> None:
+    (tmp_path / "my.yaml").write_text(text)
+    with pytest.raises(ValueError, match=problem):
+        load_config([f"+experiment={tmp_path}/my.yaml"])
+    with pytest.raises(ValueError, match="experiment must name a file with a recipe, got .*absent.yaml"):
+        load_config([f"+experiment={tmp_path}/absent.yaml"])
 
 
 @pytest.mark.parametrize(
@@ -303,8 +384,18 @@ def list_keys() -> list[KeyHelp]:
     return [key for section in list_sections() for key in section.keys]
 
 
+def list_all_names() -> set[str]:
+    """Returns every key, and those of an evaluation set: a user's sets have names of their own."""
+    return set(list_defaults()) | {f"eval.sets.NAME.{name}" for name in list_evaluation_set_keys()}
+
+
+def list_evaluation_set_keys() -> list[str]:
+    reward = [f"reward.{field.name}" for field in dataclasses.fields(RewardConfig)]
+    return [field.name for field in dataclasses.fields(EvalSetConfig) if field.name != "reward"] + reward
+
+
 def test_every_key_section_and_choice_says_what_it_is() -> None:
-    assert {key.name for key in list_keys()} == set(list_defaults())
+    assert {key.name for key in list_keys()} == list_all_names()
     assert not [section.name for section in list_sections() if not section.text.endswith(".")]
     assert not [key.name for key in list_keys() if not key.text.endswith(".")]
     choices = [
@@ -333,9 +424,8 @@ def test_a_default_keeps_its_rule_and_the_rule_stands_in_the_help() -> None:
 def test_the_overview_names_every_key_below_its_section() -> None:
     lines = format_help([]).splitlines()
     assert max(map(len, lines)) <= 110
-    assert {line.split("=")[0].strip() for line in lines if re.match(r"  [a-z]", line)} == set(
-        list_defaults()
-    )
+    named = {line.split("=")[0].strip() for line in lines if re.match(r"  [a-z]", line)}
+    assert named == list_all_names()
     assert lines.index("learner.fsdp: The engine `learner.engine=fsdp`.") > 0
 
 
@@ -406,6 +496,7 @@ def test_a_configuration_of_another_version_is_refused_by_its_key(tmp_path: Path
         lambda: load_study_config(tmp_path, []),
     ):
         with pytest.raises(
-            ValueError, match="config.yaml must be of this version of Slipstream, got one with gone: .*not in"
+            ValueError,
+            match="config.yaml must be .* got one with gone must be a configuration key",
         ):
             read()

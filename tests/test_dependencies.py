@@ -11,7 +11,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = [ROOT / name for name in PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]]
-NOT_HERE = {"flash_attn": "flash-attn", "liger_kernel": "liger-kernel", "vllm": "vllm", "peft": "peft"}
+NOT_HERE = {
+    "flash_attn": "flash-attn",
+    "liger_kernel": "liger-kernel",
+    "mlflow": "mlflow-skinny",
+    "peft": "peft",
+    "vllm": "vllm",
+}
 """Distributions of packages that not every machine has."""
 
 

@@ -146,7 +146,7 @@ def test_rows_are_the_same_everywhere_and_training_and_evaluation_share_none(shi
 def test_no_two_shipped_tasks_have_one_name() -> None:
     stems = [path.stem for folder in FOLDERS for path in (ROOT / "generators" / folder).glob("[a-z]*.py")]
     assert sorted(stems) == sorted(list_tasks())
-    assert set(SHIPPED) == {"calculator", "guess_number", "gym_lock"}
+    assert set(SHIPPED) == {"alphabet_sort", "calculator", "countdown", "guess_number", "gym_lock", "wordle"}
 
 
 @pytest.mark.parametrize(
@@ -156,6 +156,14 @@ def test_no_two_shipped_tasks_have_one_name() -> None:
         ("guess_number", {"tries": 0}, "tries must be at least 1, got 0"),
         ("calculator", {"turns": 0}, "turns must be at least 1, got 0"),
         ("gym_lock", {"difficulty": 0}, "difficulty must be at least 1, got 0"),
+        ("wordle", {"words": "/nowhere"}, "words must be a file of words, got /nowhere"),
+        ("alphabet_sort", {"min_turns": 4}, "min_turns must be from 1 to max_turns, got 4 and 3"),
+        (
+            "alphabet_sort",
+            {"max_turns": 20},
+            "max_turns × .* must be at most [0-9]+ .*, got 20 × 5",
+        ),
+        ("countdown", {"min_numbers": 1}, "min_numbers must be from 2 to .*, got 1 and 4"),
     ],
 )
 def test_arguments_out_of_range_are_refused(name: str, args: dict[str, int], message: str) -> None:

@@ -47,7 +47,7 @@ def test_each_game_of_a_run_is_the_one_that_its_environment_plays_token_for_toke
     events = EventAccumulator(str(run.folder / "tensorboard"))
     events.Reload()
     assert len(events.Scalars("reward/mean")) == NUM_STEPS
-    assert len(events.Scalars("eval/reward")) == 3
+    assert len(events.Scalars("eval/held_out/avg")) == 3
 
 
 def replay_game(task: Any, renderer: Any, row: dict[str, Any]) -> None:

@@ -323,8 +323,17 @@ def test_the_replies_of_one_turn_are_scored_beside_one_another_too(tmp_path: Pat
     run.train_steps(1)
     run.close()
     lengths = [dict(row["rewards"])["length"] for row in run.list_rows()]
+    assert all(dict(row["rewards"])["last_token"] == row["tokens"][-1] for row in run.list_rows())
     assert lengths == [float(sum(row["sampled"])) for row in run.list_rows()] and all(lengths)
     assert [row["reward"] for row in run.list_rows()] == lengths
+
+
+def test_a_greedy_baseline_is_refused_where_replies_are_scored_beside_one_another(tmp_path: Path) -> None:
+    config = make_config("LongestReplyTask", "algo=remax")
+    with pytest.raises(
+        ValueError, match="algo.advantage must be another than remax where replies are scored"
+    ):
+        EpisodeRun(config, tmp_path, RecordingEngine())
 
 
 def test_tools_that_no_reply_can_call_or_see_are_named_in_the_log_once(

@@ -96,7 +96,7 @@ class BrokenEpisodes(SimulatedEpisodes):
 
 
 def test_a_task_that_always_fails_ends_the_run_with_its_error(tmp_path: Path) -> None:
-    config = load_config([*OVERRIDES, "buffer.max_quarantined=5", "buffer.lease_s=2"])
+    config = load_config([*OVERRIDES, "buffer.max_quarantined=5", "buffer.reconnect_s=2"])
     server = BufferServer(config, tmp_path / "journal")
     client = BufferClient(server.address, timeout_s=10.0)
     engine = SimulatedEngine(tokens_per_s=5000, slots=16, mean_tokens=2, cv=0.5)
@@ -124,10 +124,8 @@ def test_a_task_that_always_fails_ends_the_run_with_its_error(tmp_path: Path) ->
     publisher.close()
 
 
-def test_a_generator_leaves_when_its_buffer_has_been_silent_for_as_long_as_a_lease_lasts(
-    tmp_path: Path,
-) -> None:
-    config = load_config([*OVERRIDES, "buffer.lease_s=0.4"])
+def test_a_generator_leaves_when_its_buffer_has_been_silent_for_too_long(tmp_path: Path) -> None:
+    config = load_config([*OVERRIDES, "buffer.lease_s=0.2", "buffer.reconnect_s=0.4"])
     server = BufferServer(config, tmp_path)
     client = BufferClient(server.address, timeout_s=10.0)
     with pytest.raises(BufferGone, match=f"{server.address} has been silent for"):
@@ -318,6 +316,7 @@ def test_the_greedy_sample_of_remax_is_scored_and_counted_nowhere_and_evaluation
             due=0,
             min_version=0,
             num_samples=samples,
+            evaluation="" if split == "train" else "held_out",
         )
 
     work = m.LeaseGrant(
@@ -349,8 +348,8 @@ def test_the_greedy_sample_of_remax_is_scored_and_counted_nowhere_and_evaluation
         "9/0/0",
         "9/1/0",
     ]
-    assert [request.count for request in client.requests if isinstance(request, m.RequestLeases)] == [1], (
-        "four of three leave room for one of 16"
+    assert [request.count for request in client.requests if isinstance(request, m.RequestLeases)] == [2], (
+        "three groups of three and a prompt of one leave room for two groups of 16 samples"
     )
     assert client.progress[0] == {6: 0, 7: 0, 8: 0, 9: 0}
     assert {6: 1, 7: 3, 8: 3, 9: 3} in client.progress
@@ -369,7 +368,7 @@ def test_the_greedy_sample_of_remax_is_scored_and_counted_nowhere_and_evaluation
         2.0,
     ]
     assert first["rewards"] == second["rewards"] == [(GREEDY, 100.0)]
-    assert [request.reward for request in client.requests if isinstance(request, m.SubmitEvaluation)] == [1.0]
+    assert [one.rewards for one in client.requests if isinstance(one, m.SubmitEvaluation)] == [[1.0]]
 
 
 def test_versions_that_come_faster_than_they_can_be_brought_are_taken_up_all_the_same(
@@ -400,3 +399,18 @@ def test_versions_that_come_faster_than_they_can_be_brought_are_taken_up_all_the
             time.sleep(0.01)
     go_on.release(100)
     run.close()
+
+
+def test_a_generator_that_cannot_open_its_episodes_leaves_no_heart_beating(tmp_path: Path) -> None:
+    class ClosedEpisodes(SimulatedEpisodes):
+        async def open(self) -> None:
+            raise ValueError("no such task")
+
+    config = load_config(OVERRIDES)
+    server, before = BufferServer(config, tmp_path), set(threading.enumerate())
+    client = BufferClient(server.address, timeout_s=10.0)
+    with pytest.raises(ValueError, match="no such task"):
+        Generator("g", config, client, make_fast_engine(), ClosedEpisodes())
+    assert not [one for one in set(threading.enumerate()) - before if one.name == "heartbeat"]
+    client.close()
+    server.close()

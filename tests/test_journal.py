@@ -415,6 +415,8 @@ def test_a_bit_that_rots_in_a_closed_segment_is_found_when_the_group_is_read(
 
 def test_every_event_survives_the_log() -> None:
     from buffers import events as e
+    from buffers.evaluation_statistics import PromptSamples, summarize_samples
+    from buffers.message_fields import GroupSlice
 
     events: list[AnyEvent] = [
         e.Leased(1, 2, 3, "g", 4.0),
@@ -425,8 +427,14 @@ def test_every_event_survives_the_log() -> None:
         e.Handed(1, [2], [0.5]),
         e.Retired([1]),
         e.Trained(0, [1], [2], [3], {0: 2}, [0.5], 1.0),
+        e.Reported(
+            0, 1.5, {"a": 0.5, "b": "nan"}, [GroupSlice(segment=1, offset=2, size=3, xxh3=4, row=5, rows=6)]
+        ),
         e.Published(1, "w", 2.0),
-        e.Evaluated(1, 0.5, 3, 4.0),
+        e.Evaluated(1, 4.0),
+        e.Evaluated(
+            1, 4.0, summarize_samples("s", [PromptSamples(rewards=[0.5], num_tokens=2)], num_failed=1, k=[1])
+        ),
         e.Rewound(1),
         e.Checkpointed(2, 1),
         e.Dropped([0]),

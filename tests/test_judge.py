@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from dataset_rows import make_arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stub_server import (
@@ -280,7 +281,7 @@ def test_the_key_reaches_the_server_and_no_message(monkeypatch: pytest.MonkeyPat
 )
 def test_a_wrong_argument_is_refused_when_the_task_is_made(arguments: dict, sentence: str) -> None:
     judge = {"use": "judge", "url": "http://127.0.0.1:1/v1", "model": "m", "prompt": "{response}"}
-    with pytest.raises(ValueError, match=rf"task\.args\.rewards{sentence}"):
+    with pytest.raises(ValueError, match=rf"reward\.parts{sentence}"):
         make_parts([judge | arguments])
 
 
@@ -298,8 +299,8 @@ def test_the_workers_of_a_generator_share_the_bound_on_requests() -> None:
 
     async def score_all(url: str) -> list[float]:
         judge = {"use": "judge", "url": url, "model": "m", "prompt": "{response}", "max_concurrent": 2}
-        args = {"rows": {"task": "sorting"}, "rewards": [judge | {"timeout_s": 100}]}
-        pool = await UserCodePool.open("rewarded", args, WorkerLimits(max_workers=6))
+        args = make_arguments({"task": "sorting"}, judge | {"timeout_s": 100})
+        pool = await UserCodePool.open("dataset", args, WorkerLimits(max_workers=6))
         try:
             workers = [await pool.take_worker() for _ in range(6)]
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -90,8 +91,12 @@ REQUESTS: list[m.Request] = [
     m.RequestLeases(generator="g", count=1, wait_s=0.0),
     m.GeneratorHeartbeat(generator="g", progress={}, report=GeneratorReport()),
     m.SubmitGroups(generator="g", leases=[1], rows=[1], schema=1),
-    m.SubmitEvaluation(generator="g", lease=1, reward=0.0),
+    m.SubmitEvaluation(
+        generator="g", lease=1, rewards=[0.0], num_tokens=0, oldest_version=0, newest_version=0
+    ),
     m.FailLease(generator="g", lease=1, num_tokens=0, error="e"),
+    m.ListParcels(),
+    m.ReadParcelPart(parcel="model", file=0, offset=0, size=0),
     m.LocateJournal(),
     m.RequestBatch(step=0, wait_s=0.0),
     m.ReadBatchPart(segment=0, offset=0, size=0),
@@ -104,6 +109,7 @@ REQUESTS: list[m.Request] = [
     m.RequestParityProbe(wait_s=0.0),
     m.AwaitEvaluations(wait_s=0.0),
     m.WatchRun(after=0, wait_s=0.0),
+    m.WatchGenerators(generators=["g"], wait_s=0.0),
     m.StopRun(reason="r"),
 ]
 
@@ -282,7 +288,11 @@ def test_generators_whose_buffer_refuses_them_end_with_a_sentence(
     fleet_class = generator_fleet.GeneratorFleet
     monkeypatch.setattr(generator_fleet, "wait_for_results", wait_for_results)
     monkeypatch.setattr(generator_fleet, "run_cluster", lambda config: contextlib.nullcontext())
-    monkeypatch.setattr(fleet_class, "_launch_generators", lambda self: {"a reference": self._names[0]})
+    places = SimpleNamespace(read_log_end=str, end_roles=lambda: None)
+    monkeypatch.setattr(generator_fleet, "RolePlaces", lambda *_: places)
+    monkeypatch.setattr(
+        fleet_class, "_launch_generators", lambda self, places: {"a reference": self._names[0]}
+    )
     overrides = [
         f"buffer.address={served.server.address}",
         f"buffer.keys={folder}",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from runs import is_alive
 
 from slipstream import newborn
 from slipstream.nursery import Stage, run_nursery
@@ -107,7 +108,7 @@ def test_who_asks_lives_as_long_as_the_worker(stages: None, folder: Path) -> Non
     worker.kill()
     asking.communicate(timeout=60)
     psutil.wait_procs([worker], timeout=60)
-    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+    assert not is_alive(worker)
 
 
 def test_where_a_stage_has_ended_ray_starts_its_own_worker(stages: None, folder: Path) -> None:

@@ -117,6 +117,7 @@ def run_blocks(blocks: list[CodeBlock], folder: Path, environment: dict[str, str
 
 
 @pytest.mark.whole_run
+@pytest.mark.timeout(1800)  # five runs
 def test_the_tutorial_works_from_its_first_line_to_its_last(tmp_path: Path) -> None:
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     environment = {name: value for name, value in os.environ.items() if name != FOLDER}
@@ -153,7 +154,7 @@ def test_what_contributing_tells_to_do_works(section: str, tmp_path: Path) -> No
 @pytest.mark.whole_run
 def test_a_reward_made_of_parts_is_trained_and_its_parts_are_figures(tmp_path: Path) -> None:
     project, environment = copy_project(tmp_path)
-    text = read_section("docs/environments.md", "Rewards").partition("\n### ")[0]
+    text = read_section("docs/rewards.md", "Functions").partition("\n### ")[0]
     printed = run_blocks(read_blocks(text), project, environment)
     assert "finished. Summary" in printed, printed
     (folder,) = (project / "outputs").glob("*/tensorboard")
@@ -174,20 +175,20 @@ def test_the_agent_of_the_page_is_trained_through_the_gateway(tmp_path: Path) ->
 
 
 def test_the_judge_of_the_page_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = read_section("docs/environments.md", "Rewards").partition("\n### Judge\n")[2]
+    text = read_section("docs/rewards.md", "Judge")
     (block,) = [block for block in read_blocks(text) if block.language == "yaml"]
     with pytest.raises(
         ValueError, match="key_env must name an environment variable that is set, got 'JUDGE_KEY'"
     ):
-        make_parts(yaml.safe_load(block.code)["task"]["args"]["rewards"])
+        make_parts(yaml.safe_load(block.code)["reward"]["parts"])
     monkeypatch.setenv("JUDGE_KEY", "sk")
-    (part,) = make_parts(yaml.safe_load(block.code)["task"]["args"]["rewards"]).parts
+    (part,) = make_parts(yaml.safe_load(block.code)["reward"]["parts"]).parts
     assert part.weight == 0.1 and isinstance(part.part, JudgePart)
     assert part.part.read_grade("Half of it is right. Grade: 5") == 5.0
 
 
 def test_the_page_lists_all_parts_and_their_arguments() -> None:
-    text = read_section("docs/environments.md", "Rewards")
+    text = read_section("docs/rewards.md", "Parts").partition("\n**only_if")[0]
     rows = {row.split("|")[1].strip(" `"): row for row in text.splitlines() if row.startswith("| `")}
     for name, place in PARTS.items():
         module, _, class_name = place.partition(":")

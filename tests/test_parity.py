@@ -21,7 +21,7 @@ from training_steps import STEP, configure_step, draw_responses, make_step_batch
 
 from buffers import messages as m
 from buffers.client import RefusedByBuffer
-from buffers.parity_probe import MAX_SAMPLED, count_sampled, probe_lengths
+from buffers.parity_probe import MAX_SAMPLED, ParityProbes, count_sampled, probe_lengths
 from buffers.trajectory import Trajectory, decode_batch, encode_batch, to_batch
 from configs.load import load_config
 from configs.model import Dtype
@@ -284,6 +284,8 @@ def test_a_probe_reaches_the_learner_off_the_ledger_and_only_that_of_the_newest_
     )
     assert [len(row["tokens"]) for row in rows] == probe_lengths(run.server._config)
     assert all(set(row["versions"]) == {-1, 0} for row in rows)
+    again = ParityProbes(run.server._config, run.server.buffer.journal.folder)
+    assert again.find_rows("w0") == bytes(answer.payload[0]), "another life of the buffer has it"
     run.publish(1)
     assert isinstance(next_probe(run), m.NotReadyYet), "what version 0 has sampled says nothing of version 1"
     status = run.status()

@@ -3,25 +3,24 @@
 import asyncio
 import json
 import math
+import multiprocessing
+import os
 import signal
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from dataset_rows import make_arguments, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.load import load_config
-from generators.rewards.composition import PartFailed, WeightedPart, WeightedParts, make_parts
-from generators.rewards.mathematics import MathPart
+from generators.rewards import math_process
+from generators.rewards.composition import PartFailed, WeightedPart, WeightedParts, make_parts, make_reward
+from generators.rewards.mathematics import MathPart, cut_reply
 from generators.rewards.part import Rating
-from generators.task import Prompt
-from generators.tasks import load_task
-from generators.user_code.errors import WorkerDied
 from generators.user_code.pool import UserCodePool, WorkerLimits
 
 HERE = __name__
@@ -82,6 +81,7 @@ def test_the_reward_is_the_weighted_sum_and_the_record_has_each_number_and_its_s
     assert all(value >= 0 for value in seconds.values())
     assert {name: value for name, value in score.components.items() if name not in seconds} == {
         "brief": 1.0, "later": 0.5, "later/acc": 1.0, "later/length": 1.0, "verl": 1.0, "math": 1.0,
+            "math/out_of_time": 0.0,
     }  # fmt: skip
 
 
@@ -152,38 +152,54 @@ def test_async_parts_run_at_the_same_time_and_one_that_fails_ends_the_others() -
 def test_a_reply_can_be_rated_beside_a_loop_that_runs_already() -> None:
     parts = make_parts([{"name": "later", "use": f"{HERE}:rate_later"}])
 
-    async def rate_inside() -> float:
-        return parts.rate_reply(ROW, "2").reward
+    async def rate_inside() -> list[float]:
+        return [parts.rate_reply(ROW, "2").reward for _ in range(2)]
 
-    assert asyncio.run(rate_inside()) == 0.5
+    assert asyncio.run(rate_inside()) == [0.5, 0.5]
+
+
+def test_what_an_async_function_keeps_for_its_loop_lasts_from_reply_to_reply(tmp_path: Path) -> None:
+    """A client or a semaphore of a module belongs to the loop of its first use."""
+    file = tmp_path / "asks.py"
+    file.write_text(
+        "import asyncio\nturn = asyncio.Semaphore(1)\n"
+        "async def wait():\n    async with turn:\n        await asyncio.sleep(0)\n"
+        "async def ask(row, reply):\n    await asyncio.gather(wait(), wait())\n    return 1.0\n"
+        "async def leave(row, reply):\n    raise SystemExit(3)\n"
+    )
+    parts = make_parts([{"use": f"{file}:ask"}])
+    assert [parts.rate_reply(ROW, "").reward for _ in range(3)] == [1.0] * 3
+    with pytest.raises(PartFailed, match="reward part 'leave': SystemExit: 3"):
+        make_parts([{"use": f"{file}:leave"}]).rate_reply(ROW, "")
+    assert parts.rate_reply(ROW, "").reward == 1.0
 
 
 @pytest.mark.parametrize(
     ("rewards", "sentence"),
     [
-        ([], r"task\.args\.rewards must be a list of 1 to 32 parts, got \[\]"),
-        ("math", r"task\.args\.rewards must be a list"),
+        ([], r"reward\.parts must be a list of 1 to 32 parts, got \[\]"),
+        ("math", r"reward\.parts must be a list"),
         ([{"use": "math"}] * 33, r"must be a list of 1 to 32 parts"),
-        (["math"], r"task\.args\.rewards\[0\] must have the keys name, use and weight, got 'math'"),
-        ([{"name": "a"}], r"rewards\[0\]\.use must be one of \['code', .*\], module:function .* got None"),
-        ([{"use": "poetry"}], r"rewards\[0\]\.use must be one of .* got 'poetry'"),
-        ([{"use": "task"}], r"rewards\[0\]\.use must be one of .* got 'task'"),
+        (["math"], r"reward\.parts\[0\] must have the keys name, use and weight, got 'math'"),
+        ([{"name": "a"}], r"parts\[0\]\.use must be one of \['code', .*\], module:function .* got None"),
+        ([{"use": "poetry"}], r"reward\.parts\[0\]\.use must be one of .* got 'poetry'"),
+        ([{"use": "task"}], r"reward\.parts\[0\]\.use must be one of .* got 'task'"),
         ([{"use": "math"}, {"use": "math"}], r"\[1\]\.name must be another than those before, got 'math'"),
-        ([{"use": "math", "weight": math.nan}], r"rewards\[0\]\.weight must be a finite number, got nan"),
-        ([{"use": "math", "weight": "1"}], r"rewards\[0\]\.weight must be a finite number, got '1'"),
-        ([{"use": "math", "weight": True}], r"rewards\[0\]\.weight must be a finite number, got True"),
-        ([{"use": "math", "name": "a b"}], r"rewards\[0\]\.name must be up to 60 letters.* got 'a b'"),
-        ([{"use": "math", "name": "mean"}], r"rewards\[0\]\.name must be .* other than mean, std, seconds"),
-        ([{"use": "math", "colour": 1}], r"\[0\] must have arguments of math: reference, got 'colour'"),
+        ([{"use": "math", "weight": math.nan}], r"\[0\]\.weight must be a finite number, got nan"),
+        ([{"use": "math", "weight": "1"}], r"\[0\]\.weight must be a finite number, got '1'"),
+        ([{"use": "math", "weight": True}], r"\[0\]\.weight must be a finite number, got True"),
+        ([{"use": "math", "name": "a b"}], r"reward\.parts\[0\]\.name must be up to 60 letters.* got 'a b'"),
+        ([{"use": "math", "name": "mean"}], r"\[0\]\.name must be .* other than mean, std, seconds"),
+        ([{"use": "math", "colour": 1}], r"\[0\] must have arguments of math: reference, .*, got 'colour'"),
         ([{"use": "math", "reference": 3}], r"\[0\]\.reference must be a text that is not empty, got 3"),
         ([{"use": "judge", "model": "m", "prompt": "{response}"}], r"\[0\]\.url must be given for judge"),
-        ([{"use": "reward_model"}], r"rewards\[0\]\.url must be given for reward_model, got nothing"),
-        ([{"use": f"{HERE}:nothing", "name": "a"}], r"\[0\]\.use must name a function that can be"),
+        ([{"use": "reward_model"}], r"reward\.parts\[0\]\.url must be given for reward_model, got nothing"),
+        ([{"use": f"{HERE}:nothing", "name": "a"}], r"a function of .*test_rewards.*, got .nothing"),
         ([{"use": "nowhere:f", "name": "a"}], r"got 'nowhere:f': ModuleNotFoundError"),
-        ([{"use": "/nowhere/f.py:f", "name": "a"}], r"got '/nowhere/f.py:f': FileNotFoundError"),
+        ([{"use": "/nowhere/f.py:f", "name": "a"}], r"got '/nowhere/f.py:f': ImportError: there is no file"),
         ([{"use": f"{HERE}:ROW", "name": "a"}], r"use must name a function, got .*, which is a dict"),
         ([{"use": f"{HERE}:is_brief", "name": "a", "least": 1}], r"takes the arguments \['least'\], got"),
-        ([{"use": "os:getpid", "name": "a"}], r"must name a function of \(row, reply\) or of \(data_source"),
+        ([{"use": "os:getpid", "name": "a"}], r"a function of \(row, reply\), of verl's \(data_source"),
     ],
 )  # fmt: skip
 def test_a_wrong_part_is_refused_when_the_task_is_made(rewards: Any, sentence: str) -> None:
@@ -191,152 +207,62 @@ def test_a_wrong_part_is_refused_when_the_task_is_made(rewards: Any, sentence: s
         make_parts(rewards)
 
 
+@pytest.mark.parametrize(
+    ("section", "reward", "name"),
+    [
+        ({"function": f"{HERE}:is_brief", "args": {"most": 1}}, 1.0, "is_brief"),
+        ({"function": f"{HERE}:compute_score"}, 1.0, "compute_score"),
+        ({"function": "math"}, 1.0, "math"),
+        ({"parts": [{"use": f"{HERE}:is_brief", "weight": 3}, {"use": "math"}]}, 4.0, "is_brief"),
+    ],
+)
+def test_a_section_names_a_function_or_parts(section: dict, reward: float, name: str) -> None:
+    score = make_reward({"function": None, "args": {}, "parts": []} | section).rate_reply(ROW, "2")
+    assert score.reward == reward and score.components[name] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("section", "sentence"),
+    [
+        ({}, r"^reward\.function must name a reward for these rows: one of \['code', .*\], .* got null"),
+        ({"function": "math", "parts": [{"use": "math"}]}, r"^reward\.parts must be empty where reward\.fun"),
+        ({"args": {"most": 3}}, r"^reward\.args must be empty without reward\.function, got \{'most': 3\}"),
+        ({"function": "poetry"}, r"^reward\.function must be one of \['code', .* got 'poetry'"),
+        ({"function": "task"}, r"^reward\.function must be one of \['code', .* got 'task'"),
+        ({"function": "math", "args": {"answer": "a"}}, r"^reward\.args must have arguments of math: ref"),
+        ({"function": "math", "args": {"reference": 3}}, r"^reward\.args\.reference must be a text that"),
+        ({"function": "/nowhere.py:f"}, r"^reward\.function must name a function that can be imported, got"),
+        ({"function": f"{HERE}:is_brief", "args": {"least": 1}}, r"^reward\.function .* \['least'\], got"),
+        ({"parts": [{"use": "poetry"}]}, r"^reward\.parts\[0\]\.use must be one of"),
+    ],
+)
+def test_a_wrong_section_is_refused_by_its_key(section: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make_reward(section)
+
+
 def test_a_function_of_a_file_is_loaded_once_and_may_import_what_it_likes(tmp_path: Path) -> None:
     file = tmp_path / "my rewards.py"
     file.write_text(
-        "import dataclasses, math\nloads = []\nloads.append(1)\n"
+        "import dataclasses, math\nfrom beside_it import LOADS as loads\nloads.append(1)\n"
         "@dataclasses.dataclass\nclass Seen:\n    n: int = 0\n"
         "def count_loads(row, reply):\n    return len(loads)\n"
     )
+    file.with_name("beside_it.py").write_text("LOADS = []")
     for _ in range(2):
         parts = make_parts([{"name": "loads", "use": f"{file}:count_loads"}])
     assert parts.rate_reply(ROW, "").reward == 1.0
     file.with_name("broken.py").write_text("raise SystemError('broken')")
     with pytest.raises(ValueError, match="SystemError: broken"):
         make_parts([{"name": "broken", "use": f"{tmp_path}/broken.py:f"}])
-
-
-# ---- rows and the task
-
-
-def write_lines(path: Path, rows: Sequence[Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def test_files_of_both_kinds_and_of_verls_layout_give_the_same_prompts_and_rewards(tmp_path: Path) -> None:
-    rows = [
-        {
-            "data_source": "sums",
-            "prompt": [{"role": "user", "content": f"{i} + 1?"}],
-            "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
-            "extra_info": {"index": 7},
-        }
-        for i in range(40)
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    files = [write_lines(tmp_path / "rows.jsonl", rows), str(tmp_path / "rows.parquet")]
-    rewards = [
-        {"name": "verl", "use": f"{HERE}:compute_score"},
-        {"name": "math", "use": "math", "weight": 0.5},
-    ]
-    one, other = (load_task("rewarded", {"rows": file, "rewards": rewards}) for file in files)
-    assert one.num_prompts == other.num_prompts and 25 <= one.num_prompts < 40
-    for split in ("train", "eval"):
-        for index in range(50):
-            prompt = one.make_prompt(split, index, 0)
-            assert prompt == other.make_prompt(split, index, 1)
-            answer = str(int(prompt.text.split()[0]) + 1)
-            assert one.score_response(prompt, answer).reward == 1.5
-            assert other.score_response(prompt, "-7").reward == 0.0
-    train = {one.make_prompt("train", i, 0).text for i in range(one.num_prompts)}
-    held_out = {one.make_prompt("eval", i, 0).text for i in range(40)}
-    assert len(train) == one.num_prompts and not train & held_out and len(train | held_out) == 40
-
-
-@pytest.mark.parametrize("num_prompts", range(2, 12))
-def test_a_file_of_any_size_is_divided_and_a_prompt_that_is_there_twice_is_on_one_side(
-    num_prompts: int, tmp_path: Path
-) -> None:
-    rows = write_lines(
-        tmp_path / "rows.jsonl", [{"prompt": f"{i % num_prompts}?"} for i in range(2 * num_prompts)]
-    )
-    task = load_task("rewarded", {"rows": rows, "rewards": [{"use": "math"}]})
-    train, held_out = ({task.make_prompt(split, i, 0).text for i in range(30)} for split in ("train", "eval"))
-    assert train and held_out and not train & held_out and len(train | held_out) == num_prompts
-
-
-def test_another_tasks_own_reward_is_a_part() -> None:
-    args = {
-        "rows": {"task": "sorting", "args": {"numbers": 2}},
-        "rewards": [
-            {"name": "sorted", "use": "task"},
-            {"use": f"{HERE}:is_brief", "name": "brief", "weight": 0.5},
-        ],
-    }
-    task, sorting = load_task("rewarded", args), load_task("sorting", {"numbers": 2})
-    prompt = task.make_prompt("train", 5, 0)
-    assert prompt.text == sorting.make_prompt("train", 5, 0).text
-    question, answer = next(task.solved_examples("train", 0))
-    assert (question, answer) == next(sorting.solved_examples("train", 0))
-    assert not hasattr(task, "num_prompts")
-    score = task.score_response(prompt, "no numbers at all")
-    assert score.reward == 0.0 and "sorted/correct" in score.components
-
-
-def test_a_command_line_can_name_the_parts(tmp_path: Path) -> None:
-    rows = write_lines(tmp_path / "rows.jsonl", [{"prompt": f"{i}?", "answer": i} for i in range(9)])
-    config = load_config(
-        [
-            "task.name=rewarded",
-            f"task.args.rows={rows}",
-            f"task.args.rewards=[{{name: a, use: '{HERE}:is_brief', weight: 0.2, most: 3}}, {{use: math}}]",
-        ]
-    )
-    task = load_task(config.task.name, config.task.args)
-    prompt = task.make_prompt("train", 0, 0)
-    assert task.score_response(prompt, prompt.text.strip("?")).reward == pytest.approx(1.2)
-
-
-@pytest.mark.parametrize(
-    ("lines", "sentence"),
-    [
-        ([], r"task\.args\.rows must have a row, got .* which has none"),
-        (
-            [{"question": "1?"}],
-            r"task\.args\.rows must have rows with a prompt, got row 0: prompt must be a text",
-        ),
-        ([{"prompt": "a"}, ["b"]], r"got row 1: a line must be a JSON object"),
-        ([{"prompt": []}], r"got row 0: prompt must be a text or a list of messages, got \[\]"),
-        ([{"prompt": [{"role": "user"}]}], r"messages must have a role and a content"),
-        (
-            [{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}],
-            r"prompt must not end with a message of the assistant",
-        ),
-    ],
-)
-def test_a_file_with_a_wrong_row_is_refused_by_its_number(lines: list, sentence: str, tmp_path: Path) -> None:
-    rows = write_lines(tmp_path / "rows.jsonl", lines)
-    with pytest.raises(ValueError, match=sentence):
-        load_task("rewarded", {"rows": rows, "rewards": [{"use": "math"}]})
-
-
-def test_a_source_that_is_none_is_refused(tmp_path: Path) -> None:
-    rows = write_lines(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
-    same = write_lines(tmp_path / "same.jsonl", [{"prompt": "c"}, {"prompt": "b"}])
-    single = write_lines(tmp_path / "single.jsonl", [{"prompt": "a"}, {"prompt": "a"}])
-    (tmp_path / "broken.parquet").write_bytes(b"PAR1 nonsense")
-    (tmp_path / "broken.jsonl").write_text("{")
-    cases = {
-        r"rows must be a file \.jsonl or \.parquet, got 'rows.csv'": {"rows": "rows.csv"},
-        r"rows must be a file that can be read, got '/nowhere\.jsonl'": {"rows": "/nowhere.jsonl"},
-        r"must be a file that can be read, got .*broken\.parquet": {"rows": f"{tmp_path}/broken.parquet"},
-        r"rows must have rows with a prompt, got row 0": {"rows": f"{tmp_path}/broken.jsonl"},
-        r"must have no prompt of task\.args\.rows, got 1 .* row 1: 'b'": {"rows": rows, "eval_rows": same},
-        r"rows must be a file or \{task: NAME, args: \{\.\.\.\}\}, got": {"rows": {"tasks": "sorting"}},
-        r"task\.name must be one of": {"rows": {"task": "poetry"}},
-        r"rows must have two prompts or more where task\.args\.eval_rows is null": {"rows": single},
-        r"eval_rows must be null where rows name a task": {"rows": {"task": "sorting"}, "eval_rows": rows},
-    }  # fmt: skip
-    for sentence, args in cases.items():
-        with pytest.raises(ValueError, match=sentence):
-            load_task("rewarded", args | {"rewards": [{"use": "math"}]})
+    file.with_name("script.py").write_text("raise SystemExit(2)")
+    with pytest.raises(ValueError, match="must name a function that can be imported, .* SystemExit: 2"):
+        make_parts([{"name": "script", "use": f"{tmp_path}/script.py:f"}])
+    assert str(tmp_path) not in sys.path
 
 
 def test_a_row_without_a_right_answer_fails_by_name() -> None:
-    with pytest.raises(
-        PartFailed, match=r"'math': ValueError: a row must have a right answer at one of reward_"
-    ):
+    with pytest.raises(PartFailed, match=r"'math': ValueError: a row must have a right answer at one of"):
         make_parts([{"use": "math"}]).rate_reply({"prompt": "1?", "result": 1}, "1")
     with pytest.raises(PartFailed, match=r"a row must have a right answer at extra\.value, got the columns"):
         make_parts([{"use": "math", "reference": "extra.value"}]).rate_reply(ROW, "1")
@@ -357,6 +283,12 @@ def test_a_row_without_a_right_answer_fails_by_name() -> None:
         ("He ate 3 apples a day, 6 days: 18. #### 18", [r"\boxed{18}", "So it is 18"], ["6"]),
         ("1,234", ["1234", r"\boxed{1,234}"], ["1.234"]),
         (7, ["7"], ["8"]),
+        (r"\$18.90", [r"\boxed{18.90}", r"\boxed{\$18.90}", "It costs $18.90."], [r"\boxed{18.09}"]),
+        (r"50\%", [r"\boxed{50\%}", r"\boxed{50%}", r"\boxed{50}", "It is 50%."], [r"\boxed{5\%}", "40%"]),
+        ("50%", [r"\boxed{50\%}", r"$50\%$", "50 percent", r"\boxed{0.5}"], [r"\boxed{51\%}"]),
+        ("$5", [r"\boxed{5}"], ["6"]),
+        (r"\text{Evelyn}", [r"\boxed{\text{Evelyn}}"], [r"\boxed{\text{Ann}}"]),
+        (["1", "2"], ["1", "2"], ["3"]),
     ],
 )
 def test_mathematics_counts_as_equal_however_it_is_written(wanted: Any, right: list, wrong: list) -> None:
@@ -379,55 +311,89 @@ def test_mathematics_sets_no_alarm_and_works_in_any_thread() -> None:
     assert values == [1.0] and signal.getsignal(signal.SIGALRM) is before
 
 
-def test_an_expression_without_end_costs_its_worker_and_no_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "reply",
+    [
+        r"\boxed{9^{9^{9^{9}}}}",
+        r"\boxed{99999999!}",
+        "1 " * 50_000,
+        "$ " * 50_000,
+        r"\[ \boxed{" * 10_000,
+        "The answer is " * 10_000,
+    ],
+)
+def test_a_reply_that_takes_too_long_is_wrong_and_the_next_is_rated(reply: str) -> None:
+    part = MathPart(timeout_s=0.5)
+    assert part.rate_reply({"answer": "5"}, reply).value == 0.0
+    assert part.rate_reply({"answer": "5"}, "It is 5.").value == 1.0
+
+
+def test_replies_out_of_time_are_counted_and_leave_no_process() -> None:
+    part = MathPart(timeout_s=0.2)
+    for _ in range(3):
+        rating = part.rate_reply({"answer": "7"}, r"\boxed{99999999!}")
+        assert (rating.value, rating.details) == (0.0, {"out_of_time": 1.0})
+    assert part.rate_reply({"answer": "7"}, "7").details == {"out_of_time": 0.0}
+    alive = [one for one in multiprocessing.active_children() if one.name.startswith("math")]
+    assert len(alive) == 1
+    # Something else may end the process between two replies.
+    alive[0].kill()
+    alive[0].join()
+    assert part.rate_reply({"answer": "7"}, "7").value == 1.0
+
+
+def test_a_process_that_something_else_ends_is_a_failure_and_no_wrong_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def die(rights: object, reply: str) -> bool:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    part = MathPart()
+    with monkeypatch.context() as patched:
+        patched.setattr(math_process, "is_right", die)
+        with pytest.raises(ChildProcessError, match="must live, got status -9"):
+            part.rate_reply({"answer": "7"}, "7")
+    assert part.rate_reply({"answer": "7"}, "7").value == 1.0
+
+
+def test_a_right_answer_that_takes_too_long_is_an_error_of_its_row() -> None:
+    part = MathPart(timeout_s=0.2)
+    for wanted in ("99999999!", "9^{9^{9^{9}}}"):
+        with pytest.raises(ValueError, match=r"must be compared within 0.2 s .* \(timeout_s\), got no end"):
+            part.rate_reply({"answer": wanted}, "7")
+    assert part.rate_reply({"answer": "7"}, "7").value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reply", "value"),
+    [
+        ("So \\boxed{5}.\n" + "I check that. " * 1000, 1.0),
+        ("x " * 9000 + "so $\\boxed{5}$. " + "I check that. " * 1000, 1.0),
+        ("\\boxed{4}" + "\nI check that: 4." * 1000 + "\nSo \\boxed{5}.", 1.0),
+        ("\\boxed{5}" + "\nI check that: 5." * 1000 + "\nSo \\boxed{4}.", 0.0),
+        ("a formula $x^2$ here\n" * 1000 + "so it is $5$.", 1.0),
+        ("The answer is 5.\n" + "Some more words.\n" * 1000, 0.0),
+    ],
+)
+def test_of_a_long_reply_the_last_box_and_the_end_count(reply: str, value: float) -> None:
+    assert MathPart().rate_reply({"answer": "5"}, reply).value == value
+    assert len(cut_reply(reply)) < 4000
+
+
+def test_an_expression_without_end_costs_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
     rows = write_lines(tmp_path / "rows.jsonl", [{"prompt": f"{i}?", "answer": 7} for i in range(9)])
-    args = {"rows": rows, "rewards": [{"use": "math"}]}
+    args = make_arguments(rows, {"use": "math", "timeout_s": 0.5})
 
     async def score_both() -> None:
-        pool = await UserCodePool.open("rewarded", args, WorkerLimits(max_workers=2))
+        pool = await UserCodePool.open("dataset", args, WorkerLimits(max_workers=2))
         try:
             worker = await pool.take_worker()
-            with pytest.raises(WorkerDied, match="episodes.score_timeout_s"):
-                reply = ["train", 0, 0, r"\boxed{99999999!}"]
-                await worker.call("score_response", reply, 2.0, "episodes.score_timeout_s")
-            other = await pool.take_worker()
-            score = await other.call("score_response", ["train", 0, 0, "It is 7."], 60.0, "score")
-            assert score["reward"] == 1.0
+            for reply, reward in ((r"\boxed{99999999!}", 0.0), ("It is 7.", 1.0)):
+                score = await worker.call("score_response", ["train", 0, 0, reply], 60.0, "score")
+                assert score["reward"] == reward
         finally:
             await pool.close()
 
     asyncio.run(score_both())
-
-
-def test_a_chat_of_several_messages_is_played_by_its_environment(tmp_path: Path) -> None:
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
-    rows = write_lines(tmp_path / "rows.jsonl", [{"prompt": chat, "answer": "2"}])
-    evals = write_lines(tmp_path / "evals.jsonl", [{"prompt": "2?", "answer": "2"}])
-    args = {"rows": rows, "eval_rows": evals, "rewards": [{"use": "math", "weight": 2}]}
-
-    async def play() -> list[dict]:
-        pool = await UserCodePool.open("rewarded_chat", args, WorkerLimits(max_workers=1))
-        try:
-            worker, turns = await pool.take_worker(), []
-            for split in ("train", "eval"):
-                turns.append(await worker.call("reset", [split, 0, 0, 0], 60.0, "reset"))
-                turns.append(await worker.call("step", [{"role": "assistant", "content": "2"}], 60.0, "step"))
-            return turns
-        finally:
-            await pool.close()
-
-    train, paid, held_out, _ = asyncio.run(play())
-    assert train["messages"] == chat and not train["done"]
-    assert paid["reward"] == 2.0 and paid["components"]["math"] == 1.0 and paid["done"]
-    assert held_out["messages"] == [{"role": "user", "content": "2?"}]
-
-
-def test_a_chat_of_several_messages_is_refused_by_the_task_of_one(tmp_path: Path) -> None:
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
-    rows = write_lines(tmp_path / "rows.jsonl", [{"prompt": chat} for _ in range(2)])
-    evals = write_lines(tmp_path / "evals.jsonl", [{"prompt": "2?"}])
-    args = {"rows": rows, "eval_rows": evals, "rewards": [{"use": "math"}]}
-    task = load_task("rewarded", args)
-    assert task.make_prompt("eval", 3, 0) == Prompt("2?", {"prompt": "2?"})
-    with pytest.raises(ValueError, match="must have prompts of one message of the user .*, got 2 messages"):
-        task.make_prompt("train", 0, 0)

@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from configs.load import load_config
-from slipstream.role_placement import GpuDivision, RolePlace, RoleWishes, divide_gpus, read_wishes
+from configs.placement import PlacementConfig, PlacementStrategy
+from slipstream.role_placement import NodeRoom, RoleDivision, RolePlace, RoleWishes, divide_roles, read_wishes
 
 GPUS = (0, 1, 2, 3, 4, 7, 8, 16)
 SHARES = (
@@ -28,11 +30,20 @@ SHARES = (
     {"rank_gpus": 2 / 3, "engine_memory": 0.3},
 )
 CASES = [
-    (num_gpus, elsewhere, RoleWishes(ranks=ranks, engines=engines, **shares))
-    for num_gpus, elsewhere, ranks, engines, shares in itertools.product(
-        GPUS, (0, 8), (0, 1, 2, 4, 8), (0, 1, 2, 3, 8, 17), SHARES
+    (gpus, RoleWishes(ranks=ranks, engines=engines, placement=PlacementConfig(strategy=strategy), **shares))
+    for gpus, ranks, engines, strategy, shares in itertools.product(
+        ((0,), (1,), (2,), (3,), (4,), (8,), (0, 8), (1, 1), (2, 3), (4, 0, 4), (8, 8)),
+        (0, 1, 2, 4, 8),
+        (0, 1, 2, 3, 8, 17),
+        PlacementStrategy,
+        SHARES,
     )
 ]
+
+
+def divide(gpus: Sequence[int], wanted: RoleWishes, *, num_cpus: int = 1000) -> RoleDivision:
+    nodes = [NodeRoom(f"node{number}", num_cpus, each) for number, each in enumerate(gpus)]
+    return divide_roles(nodes, wanted)
 
 
 def count_room(wanted: RoleWishes, *ranks: float | None, rank_memory: tuple[float | None, ...] = ()) -> int:
@@ -49,58 +60,66 @@ def count_room(wanted: RoleWishes, *ranks: float | None, rank_memory: tuple[floa
     return next(engines for engines in itertools.count() if not fits(engines + 1))
 
 
-def is_possible(num_gpus: int, elsewhere: int, wanted: RoleWishes) -> bool:
+def is_possible(gpus: Sequence[int], wanted: RoleWishes) -> bool:
     """Does any division exist? By counting, without making one."""
     ranks, engines = wanted.ranks * (wanted.rank_gpus != 0), wanted.engines * (wanted.engine_gpus != 0)
     if not ranks and not engines:
         return True
-    if not num_gpus:
-        explicit = (ranks and wanted.rank_gpus) or (engines and wanted.engine_gpus)
-        return not elsewhere and not explicit
-    if ranks > num_gpus:
+    if not sum(gpus):
+        return not ((ranks and wanted.rank_gpus) or (engines and wanted.engine_gpus))
+    if ranks > sum(gpus):
         return False
-    if (wanted.engine_gpus or 0) > 1:
-        return engines * int(wanted.engine_gpus or 0) <= num_gpus - ranks
+    if (each := int(wanted.engine_gpus or 0)) > 1:
+        # Ranks are on the first node that has room for all, else on those with the most.
+        left, on_one = list(gpus), next((n for n, each in enumerate(gpus) if each >= ranks), None)
+        order = [on_one] if on_one is not None else sorted(range(len(gpus)), key=lambda n: -gpus[n])
+        for number in order:
+            taken = min(ranks, left[number])
+            left[number], ranks = left[number] - taken, ranks - taken
+        return engines <= sum(free // each for free in left)
     beside = count_room(wanted, wanted.rank_gpus, rank_memory=(wanted.rank_memory,))
-    return engines <= ranks * beside + (num_gpus - ranks) * count_room(wanted)
+    return engines <= ranks * beside + (sum(gpus) - ranks) * count_room(wanted)
 
 
-def check_division(num_gpus: int, wanted: RoleWishes, division: GpuDivision) -> None:
+def check_division(gpus: Sequence[int], wanted: RoleWishes, division: RoleDivision) -> None:
     assert (len(division.ranks), len(division.engines)) == (wanted.ranks, wanted.engines), (
         "every process has a place"
     )
     share, memory, together = defaultdict(float), defaultdict(float), defaultdict(set)
     for place in division.places:
-        assert all(0 <= gpu < num_gpus for gpu in place.gpus) and len(set(place.gpus)) == len(place.gpus)
+        number = int(place.node.removeprefix("node"))
+        assert all(0 <= gpu < gpus[number] for gpu in place.gpus) and len(set(place.gpus)) == len(place.gpus)
         assert bool(place.gpus) == bool(place.share) == (place.memory is not None)
         assert math.isclose(place.share * 10_000, round(place.share * 10_000)), "as Ray counts"
         assert place.share == 1 or len(place.gpus) <= 1, "no part of several"
         others = [
             other
             for other in division.places
-            if other is not place and place.gpus and other.gpus == place.gpus
+            if other is not place and place.gpus and other.bundle == place.bundle
         ]
         assert place.is_shared == (len(others) > 0)
         assert (
             place.beside_rank == any(other in division.ranks for other in others) or place in division.ranks
         )
         for gpu in place.gpus:
-            share[gpu] += place.share
-            memory[gpu] += place.memory or 0
-            together[gpu].add(place.gpus)
+            share[number, gpu] += place.share
+            memory[number, gpu] += place.memory or 0
+            together[number, gpu].add(place.gpus)
     assert all(total <= 1 + 1e-9 for total in (*share.values(), *memory.values()))
     assert all(len(bundles) == 1 for bundles in together.values()), "a GPU is in one bundle"
-    of_ranks = [gpu for place in division.ranks for gpu in place.gpus]
+    of_ranks = [(place.node, gpu) for place in division.ranks for gpu in place.gpus]
     assert len(of_ranks) == len(set(of_ranks)), "no two ranks on one GPU"
     assert len({place.memory for place in division.ranks}) <= 1, "ranks need alike"
+    if any(room >= wanted.ranks for room in gpus) and of_ranks:
+        assert len({place.node for place in division.ranks}) == 1, "one node has room for all ranks"
     assert sum(division.bundles.values()) == len(division.places)
     wished = (
         (division.ranks, wanted.rank_gpus, wanted.rank_memory),
         (division.engines, wanted.engine_gpus, wanted.engine_memory),
     )
-    for places, gpus, fraction in wished:
+    for places, each, fraction in wished:
         for place in places:
-            assert gpus is None or num_gpus == 0 or abs(len(place.gpus) * place.share - gpus) < 1e-3
+            assert each is None or not sum(gpus) or abs(len(place.gpus) * place.share - each) < 1e-3
             assert fraction is None or not place.gpus or place.memory == pytest.approx(fraction, abs=1e-3)
     for places in (division.ranks, division.engines):
         assert len({bool(place.gpus) for place in places}) <= 1, "all on GPUs, or none"
@@ -108,28 +127,28 @@ def check_division(num_gpus: int, wanted: RoleWishes, division: GpuDivision) -> 
 
 def test_every_process_has_a_place_no_gpu_is_taken_beyond_one_and_only_the_impossible_is_refused() -> None:
     placed = 0
-    for num_gpus, elsewhere, wanted in CASES:
-        case = f"{num_gpus} GPUs here, {elsewhere} elsewhere, {wanted}"
+    for gpus, wanted in CASES:
+        case = f"{gpus} GPUs, {wanted}"
         try:
-            division = divide_gpus({"here": num_gpus, "there": elsewhere}, "here", wanted)
+            division = divide(gpus, wanted)
         except ValueError as error:
-            assert not is_possible(num_gpus, elsewhere, wanted), f"{case}: {error}"
+            assert not is_possible(gpus, wanted), f"{case}: {error}"
             assert ", got " in str(error)
             continue
-        assert is_possible(num_gpus, elsewhere, wanted), case
-        check_division(num_gpus, wanted, division)
+        assert is_possible(gpus, wanted), case
+        check_division(gpus, wanted, division)
         placed += 1
     assert placed > 1000 and len(CASES) - placed > 1000
 
 
 def show_division(num_gpus: int, *overrides: str) -> str:
-    return str(divide_gpus({"here": num_gpus}, "here", read_wishes(load_config(list(overrides)))))
+    return divide([num_gpus], read_wishes(load_config(list(overrides)))).describe_gpus("node0")
 
 
 @pytest.mark.parametrize("num_gpus", GPUS)
 def test_the_defaults_work_with_any_number_of_gpus(num_gpus: int) -> None:
     wanted = read_wishes(load_config([]))
-    check_division(num_gpus, wanted, divide_gpus({"here": num_gpus}, "here", wanted))
+    check_division([num_gpus], wanted, divide([num_gpus], wanted))
 
 
 @pytest.mark.parametrize(
@@ -216,31 +235,79 @@ def test_the_division_is_the_one_that_was_drawn_by_hand(num_gpus: int, overrides
         (
             {"here": 4},
             "generators.gpus=2",
-            r"generators.count × generators.gpus must be at most 3 .* got 2 × 2",
+            r"generators.count × generators.gpus must be at most 2 .* less 1 for the ranks.* got 2 × 2",
         ),
-        ({"here": 0}, "learner.gpus=1", r"got 1.0 and None with 0 GPUs here and none elsewhere"),
-        ({"here": 0, "there": 8}, "", r"got None and None with 0 GPUs here and 8 on node there"),
+        ({"here": 0}, "learner.gpus=1", r"learner.gpus must be 0 or null where .* got 1.0 \(no node"),
+        ({"here": 0, "there": 8}, "placement.learner.pool=big", r"placement.learner must be labels .* got"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_arithmetic(
     gpus: dict[str, int], overrides: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        divide_gpus(gpus, "here", read_wishes(load_config(overrides.split())))
+        divide(list(gpus.values()), read_wishes(load_config(overrides.split())))
 
 
-def test_gpus_of_other_nodes_do_not_count() -> None:
-    wanted = RoleWishes(ranks=1, engines=1)
-    assert divide_gpus({"here": 1, "there": 8}, "here", wanted) == divide_gpus({"here": 1}, "here", wanted)
-    assert divide_gpus(
-        {"here": 0, "there": 8}, "here", RoleWishes(ranks=1, engines=1, rank_gpus=0, engine_gpus=0)
-    ).ranks == (RolePlace(),)
+def test_processes_beyond_the_processors_of_the_nodes_are_refused() -> None:
+    run, fleet = RoleWishes(ranks=2, engines=2), RoleWishes(ranks=0, engines=6)
+    divide([0], run, num_cpus=4)
+    divide([0, 0], run, num_cpus=2)
+    with pytest.raises(ValueError, match=r"^generators.count and .* at most 1 .* 2 of the learner .* got 2$"):
+        divide([0], run, num_cpus=3)
+    with pytest.raises(ValueError, match=r"^learner.ranks and .* at most 1 \(the CPUs .* got 2$"):
+        divide([0], run, num_cpus=1)
+    with pytest.raises(ValueError, match=r"^generators.count and eval.generators .* at most 4 .* got 6$"):
+        divide([0, 0], fleet, num_cpus=2)
+    # GPUs do not help where a node has no processor left.
+    with pytest.raises(ValueError, match=r"at most 4 .* got 6$"):
+        divide([8, 8], fleet, num_cpus=2)
+
+
+POOLS = [
+    NodeRoom("head", 4),
+    NodeRoom("train", 8, 4, {"pool": "train"}),
+    NodeRoom("serve1", 8, 2, {"pool": "serve"}),
+    NodeRoom("serve2", 8, 2, {"pool": "serve"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "engines"),
+    [
+        ("generators.count=2", "train0", "train1 train2"),
+        ("generators.count=2 placement.strategy=spread", "train0", "train1 serve10"),
+        ("generators.count=2 placement.generators.pool=serve", "train0", "serve10 serve11"),
+        (
+            "generators.count=3 placement.generators.pool=serve placement.strategy=spread",
+            "train0",
+            "serve10 serve20 serve11",
+        ),
+        ("generators.count=1 generators.gpus=2 placement.learner.pool=serve", "serve10", "train0,1"),
+        ("learner.ranks=6 generators.count=1", "train0 train1 train2 train3 serve10 serve11", "serve20"),
+        ("generators.count=2 learner.gpus=0 generators.gpus=0", "head", "head head"),
+        (
+            "generators.count=3 learner.gpus=0 generators.gpus=0 placement.strategy=spread",
+            "head",
+            "head train serve1",
+        ),
+        ("generators.count=5 learner.gpus=0 generators.gpus=0", "head", "head head head train train"),
+    ],
+)
+def test_labels_and_strategy_choose_the_nodes(overrides: str, ranks: str, engines: str) -> None:
+    division = divide_roles(POOLS, read_wishes(load_config(overrides.split())))
+
+    def show(places: tuple[RolePlace, ...]) -> str:
+        return " ".join(f"{place.node}{','.join(map(str, place.gpus))}" for place in places)
+
+    assert (show(division.ranks), show(division.engines)) == (ranks, engines)
 
 
 FAKE = """
-import os, sys, time, ray
+import os, sys, ray
+from pathlib import Path
 from configs.load import load_config
 from slipstream.cluster import start_node
+from slipstream.node_agents import NodeAgent
 from slipstream.nursery import Stage, run_nursery
 from slipstream.role_failures import RoleFailed
 from slipstream.role_places import RolePlaces
@@ -248,6 +315,10 @@ from slipstream.stop_signals import StopSignals
 
 class Probe:
     def visible(self): return os.environ.get("CUDA_VISIBLE_DEVICES")
+    def node(self): return ray.get_runtime_context().get_node_id()
+
+def place(*overrides, **more):
+    return RolePlaces(load_config(list(overrides)), Path("logs"), StopSignals(), **more)
 
 def probe(places, place):
     return ray.remote(Probe).options(**places.actor_options("learner", place)).remote()
@@ -259,25 +330,35 @@ with run_nursery({"learner": Stage([], ["ray._private.workers.default_worker"])}
     nodes = [start_node(num_cpus=5, num_gpus=2)]
     nodes.append(start_node(num_cpus=8, num_gpus=8, address=nodes[0].gcs_address))
     ray.init(address=nodes[0].gcs_address, log_to_driver=False, logging_level="ERROR")
-    three = load_config(["learner.ranks=2", "generators.count=1", "learner.gpus=0.3333"])
-    places = RolePlaces(three, StopSignals())
+    places = place("learner.ranks=2", "generators.count=1", "learner.gpus=0.3333")
     actors = [probe(places, place) for place in places.division.places]
     print(*visible(*actors))
     ray.kill(actors[0])
     print(*visible(probe(places, places.division.ranks[0])))
     try:
-        RolePlaces(load_config(["generators.count=1"]), StopSignals(), patience_s=1.0)
+        place("generators.count=1", say=print, patience_s=1.0)
     except RoleFailed as error:
         print(error)
-    on_cpu = RolePlaces(load_config(["learner.gpus=0", "generators.count=0"]), StopSignals())
+    try:
+        place("generators.count=5", "generators.gpus=0")
+    except ValueError as error:
+        print(error)
+    on_cpu = place("learner.gpus=0", "generators.count=0")
     print(repr(*visible(probe(on_cpu, on_cpu.division.ranks[0]))))
+    # The second node has no nursery, as in a cluster that others have started.
+    wide = place("cluster.address=auto", "learner.gpus=0", "generators.count=1", "generators.gpus=4")
+    (far,) = wide.division.engines
+    engine = ray.remote(Probe).options(**wide.actor_options("none", far)).remote()
+    print(*visible(engine), ray.get(engine.node.remote()) == far.node != wide.driver_node)
+    print(wide.find_node("learner-0").name == wide.driver_node, wide.spans_nodes, places.spans_nodes)
+    print(wide.agents.ask(far.node, NodeAgent.is_alive, os.getpid()))
     ray.shutdown()
     for node in reversed(nodes):
         node.kill_all_processes(check_alive=False, allow_graceful=True)
 """
 
 
-def test_ray_puts_every_process_on_its_gpu_of_the_drivers_node_and_what_finds_no_place_there_is_named(
+def test_ray_puts_every_process_on_its_gpu_and_what_finds_no_place_is_named(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "fake.py").write_text(FAKE)
@@ -290,11 +371,12 @@ def test_ray_puts_every_process_on_its_gpu_of_the_drivers_node_and_what_finds_no
     with (tmp_path / "errors").open("w") as errors:  # a file, whose end no agent of Ray's holds up
         ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert ran.returncode == 0, (tmp_path / "errors").read_text()
-    first_life, second_life, unplaced, on_cpu = ran.stdout.splitlines()
+    first_life, second_life, waiting, unplaced, too_many, on_cpu, *far = ran.stdout.splitlines()
     of_rank_0, of_rank_1, of_engine = first_life.split()
     assert {of_rank_0, of_rank_1} == {"0", "1"} and of_engine == of_rank_0 == second_life
-    assert (
-        "learner-0, generator-0 must be placed within 1 s, and wait for 2 CPUs (2 free) and 2 GPUs (0 free)"
-        in unplaced
-    )
+    assert "learner-0, generator-0 wait for 2 CPUs (2 free) and 2 GPUs (0 free) on node" in waiting
+    assert waiting.endswith("(for 1 s at most)") and unplaced.endswith("they must be placed within 1 s")
+    assert "together at most 4 (the CPUs for engines beside 1 of the learner of the node" in too_many
+    assert too_many.endswith("got 5")
     assert on_cpu == "''", "it sees no GPU"
+    assert far == ["0,1,2,3 True", "True True False", "True"]

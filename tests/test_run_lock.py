@@ -9,6 +9,7 @@ from runs import SIMULATED
 
 from buffers.journal import lock_journal
 from configs.load import load_config, load_resumed_config, to_yaml
+from generators.tasks import sorting
 from slipstream import preparation
 
 
@@ -76,6 +77,47 @@ def test_what_a_resumed_run_has_changed_holds_when_it_is_resumed_once_more(run: 
     assert (again.run.steps, again.learner.lr) == (77, 3e-4) and again == changed
     assert load_resumed_config(run, []).run.resume is None, "the folder can be moved"
     assert (run / "config.until_step_0.yaml").read_bytes() == first
+
+
+def begin(folder: Path, *settings: str) -> Path:
+    """Leaves the configuration of a run of a task with sources, and returns the run's folder."""
+    (folder / "journal/log").mkdir(parents=True)
+    config, _ = preparation.resolve_config(load_config([*settings, f"model.path={folder}"]))
+    (folder / "config.yaml").write_text(to_yaml(config))
+    return folder
+
+
+def test_a_resumed_run_whose_task_makes_other_prompts_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    same = "task.args.datasets=[{name:gcd,weight:3},{name:lcm}]"
+    run = begin(tmp_path, "task=reasoning_gym", same)
+    kept = load_resumed_config(run, [f"run.resume={run}", same])
+    assert preparation.prepare_run(kept) == (kept, run, 0)
+    changes = {
+        "{name:gcd,weight:3},{name:lcm},{name:chain_sum}": "must stay gcd, lcm .*, got gcd, lcm, chain_sum",
+        "{name:lcm},{name:gcd,weight:3}": "sources of prompts must stay gcd, lcm .*, got lcm, gcd",
+        "{name:gcd},{name:lcm}": "weight of the source 'gcd' must stay 3.0 .*, got 1.0",
+        "{name:gcd,weight:3,size:9},{name:lcm}": "size of the source 'gcd' must stay None .*, got 9",
+        "{name:gcd,weight:3,settings:{max_value:7}},{name:lcm}": "task.args must make the source 'gcd' of "
+        'gcd with {} in a resumed run, got gcd with {"max_value": 7}',
+        "{name:gcd,weight:3},{name:products,label:lcm}": "task.args must make the source 'lcm' of lcm with "
+        "{} in a resumed run, got products with {}",
+    }
+    for datasets, problem in changes.items():
+        (run / ".lock").unlink()  # this process holds it
+        changed = load_resumed_config(run, [f"run.resume={run}", f"task.args.datasets=[{datasets}]"])
+        with pytest.raises(ValueError, match=problem):
+            preparation.prepare_run(changed)
+
+
+def test_a_resumed_run_has_no_more_held_out_prompts_than_its_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    run = begin(tmp_path, "task=sorting")
+    monkeypatch.setattr(sorting.Task, "num_eval_prompts", 5, raising=False)
+    config = load_resumed_config(run, [f"run.resume={run}", "eval.prompts=9"])
+    assert preparation.prepare_run(config)[0].eval.prompts == 5
 
 
 def test_a_folder_that_is_no_runs_is_not_deleted(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ The reference is Hugging Face's eager attention in float32, one sequence at a ti
 clipping.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -38,6 +38,7 @@ from transformers import (
 from configs.parallel import Accumulate
 from learners.packing import Packed, pack_rows
 from learners.world import World
+from slipstream_bench.network_hosts import NetworkHosts, find_obstacle
 from sync.stream import collect_tensors
 
 ENGINE_ROWS = {
@@ -67,6 +68,9 @@ ENGINE_ROWS = {
     "megatron TP2 x PP2": EngineRow("megatron", 4, "qwen3", {"tensor_parallel": 2, "pipeline_parallel": 2}),
     "megatron EP2": EngineRow("megatron", 2, "qwen3_moe", {"expert_parallel": 2}),
     "megatron TP2 x EP2": EngineRow("megatron", 4, "qwen3_moe", {"tensor_parallel": 2, "expert_parallel": 2}),
+    "fsdp 2, two hosts": EngineRow("fsdp", 2, num_hosts=2),
+    "megatron TP2, two hosts": EngineRow("megatron", 2, "qwen3", {"tensor_parallel": 2}, num_hosts=2),
+    "megatron PP2, two hosts": EngineRow("megatron", 2, "llama", {"pipeline_parallel": 2}, num_hosts=2),
     "fsdp 2, branches": EngineRow("fsdp", 2, branched=True),
     "ulysses 2, branches": EngineRow("fsdp", 2, "qwen3", {"sequence_parallel": 2}, branched=True),
     "megatron TP2, branches": EngineRow("megatron", 2, "qwen3", {"tensor_parallel": 2}, branched=True),
@@ -230,9 +234,21 @@ def references(folder: Path) -> Callable[[str, float, bool], EngineOutcome]:
     return cache(lambda model, balance, replay: train_reference(save_model(model, folder), balance, replay))
 
 
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[NetworkHosts]:
+    if obstacle := find_obstacle():
+        pytest.skip(obstacle)
+    with NetworkHosts(2) as hosts:
+        yield hosts
+
+
 @pytest.mark.parametrize("name", ENGINE_ROWS)
 def test_a_step_gives_the_same_loss_gradient_norm_and_weights(
-    name: str, folder: Path, references: Callable[[str, float, bool], EngineOutcome], tmp_path: Path
+    name: str,
+    folder: Path,
+    references: Callable[[str, float, bool], EngineOutcome],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Log-probabilities within 2e-6, loss and gradient norm within 1e-5 of their size; weights within 2 % of
     a step of AdamW.
@@ -243,7 +259,9 @@ def test_a_step_gives_the_same_loss_gradient_norm_and_weights(
     row = ENGINE_ROWS[name]
     expected = references(row.model, row.balance, row.replay)
     assert expected.grad_norm > 2 * MAX_GRAD_NORM, "gradients must be clipped"
-    ranks = on_ranks(row.ranks, train_steps, tmp_path / "ranks", row, save_model(row.model, folder))
+    model = save_model(row.model, folder)
+    places = request.getfixturevalue("hosts") if row.num_hosts > 1 else ()
+    ranks = on_ranks(row.ranks, train_steps, tmp_path / "ranks", row, model, hosts=places)
     for first, found in zip(ranks[0], [outcome for rank in ranks for outcome in rank], strict=False):
         assert first.grad_norm == found.grad_norm, "every rank knows the gradient norm"
     for found in ranks[0]:

@@ -1,6 +1,7 @@
 """Code that nobody has read: what it cannot do in the sandbox, and how its tests are counted."""
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from dataset_rows import make_arguments, write_lines
 
 from generators.rewards.code_tests import CodePart, find_code, read_tests
 from generators.rewards.composition import make_parts
@@ -320,9 +322,11 @@ def test_a_sandbox_that_does_not_start_is_an_error_and_no_wrong_answer(
 
 ADD = "Here:\n```python\ndef add(a, b):\n    print('noise')\n    return a + b\n```\nDone."
 SUM = "```\nprint(sum(map(int, input().split())))\n```"
+SUMS = "```\nimport sys\nfor line in sys.stdin:\n    print(sum(map(int, line.split())))\n```"
 PASSES: list[tuple[str, object]] = [
     (SUM, [{"input": "1 2\n", "output": "3\n"}, {"input": "4", "output": "4"}]),
     (SUM, json.dumps({"inputs": ["1 2\n", "5 5"], "outputs": ["3\n", "10"]})),
+    (SUMS, {"inputs": [["1 2", "3 4"], ["5"]], "outputs": [["3", 7], ["5"]]}),
     (ADD, [{"call": "add", "arguments": [1, 2], "expected": 3}]),
     (ADD, [{"call": "add", "arguments": [0.1, 0.2], "expected": 0.3}]),
     (ADD, [{"call": "add", "arguments": [[1], [2]], "expected": [1, 2]}]),
@@ -475,19 +479,23 @@ def test_the_last_block_of_code_counts(reply: str, code: str) -> None:
 
 
 @with_sandbox
-def test_a_worker_that_is_killed_takes_its_sandbox_along(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "Code!", "tests": ["assert True"]}) + "\n")
-    evals = tmp_path / "evals.jsonl"
-    evals.write_text(json.dumps({"prompt": "More code!", "tests": ["assert True"]}) + "\n")
-    args = {"rows": str(rows), "eval_rows": str(evals), "rewards": [{"use": "code", "timeout_s": 1000}]}
+def test_a_worker_that_is_killed_takes_its_sandbox_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    coding = [{"prompt": f"Code {i}!", "tests": ["assert True"]} for i in range(2)]
+    rows = write_lines(tmp_path / "rows.jsonl", coding)
+    args = make_arguments(rows, {"use": "code", "timeout_s": 1000})
 
     def list_sandboxes() -> list[int]:
-        below = psutil.Process().children(recursive=True)
-        return [one.pid for one in below if one.is_running() and one.name() == "bwrap"]
+        found = []
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += [process.pid] if process.name() == "bwrap" else []
+        return found
 
     async def score_endless_code() -> None:
-        pool = await UserCodePool.open("rewarded", args, WorkerLimits(max_workers=1))
+        pool = await UserCodePool.open("dataset", args, WorkerLimits(max_workers=1))
         try:
             worker = await pool.take_worker()
             call = worker.call("score_response", ["train", 0, 0, "while True: pass"], 20.0, "score")

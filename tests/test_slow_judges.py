@@ -11,9 +11,11 @@ from generators.user_code.pool import UserCodePool, WorkerLimits
 from slipstream_bench.slow_judge import serve_judge
 
 
-@pytest.mark.parametrize("task", ["rewarded", "rewarded_chat"])
-def test_replies_wait_for_a_slow_judge_without_a_deadline_of_their_own(task: str, tmp_path: Path) -> None:
+def test_replies_wait_for_a_slow_judge_without_a_deadline_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sixteen replies at a time, four a second: the last waits longer than the judge's own deadline."""
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"prompt": "question {index}"}}\n' for index in range(64)))
     with serve_judge(0.25) as url:
@@ -21,7 +23,7 @@ def test_replies_wait_for_a_slow_judge_without_a_deadline_of_their_own(task: str
             f"{{use: judge, url: '{url}', model: m, prompt: '{{response}}', max_concurrent: 1, timeout_s: 2"
         )
         config = make_config(
-            "", f"task.name={task}", f"task.args={{rows: {rows}, rewards: [{judge}, attempt_timeout_s: 2}}]}}"
+            "", "task=dataset", f"data.train={rows}", f"reward.parts=[{judge}, attempt_timeout_s: 2}}]"
         )
         run = EpisodeRun(config, tmp_path)
         trained = run.train_steps(2)

@@ -17,6 +17,7 @@ from buffers.groups import Handout
 from buffers.prompts import PromptOrder
 from buffers.samplers import SAMPLERS
 from buffers.staleness import count_trainable, mask_trainable, min_version
+from buffers.terms import SourceTerms
 from configs.staleness import OnLate
 
 seeds = st.integers(0, 2**32).map(random.Random)
@@ -203,13 +204,13 @@ def test_a_straggler_is_cancelled_only_after_holding_its_step_and_is_refilled() 
 
 @pytest.mark.parametrize("size", [1, 7, 20])
 def test_an_epoch_leases_every_prompt_once_in_an_order_of_its_own(size: int) -> None:
-    order = PromptOrder(size, seed=3)
+    order = PromptOrder([SourceTerms("", size)], seed=3)
     epochs = [
         [order.prompt_index(group) for group in range(epoch * size, (epoch + 1) * size)] for epoch in range(3)
     ]
     assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
     assert size == 1 or epochs[0] != epochs[1]
-    again = PromptOrder(size, seed=3)
+    again = PromptOrder([SourceTerms("", size)], seed=3)
     assert [again.prompt_index(group) for group in range(2 * size, 3 * size)] == epochs[2], (
         "whatever was asked for before"
     )

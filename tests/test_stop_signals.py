@@ -40,6 +40,21 @@ def test_the_first_signal_is_noted_and_the_second_is_raised_once_at_a_safe_point
     assert signals.received == "SIGTERM"
 
 
+def test_several_sigterms_within_a_moment_are_one_request() -> None:
+    times = iter([0.0, 0.1, 1.9, 30.0])
+    signals = StopSignals(lambda: next(times))
+    for _ in range(3):  # of a scheduler, and of two programs that hand it on
+        signals._note_signal(signal.SIGTERM, None)
+        signals.raise_if_hurried()
+    assert signals.received == "SIGTERM" and not signals.was_hurried
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    signals._note_signal(signal.SIGTERM, None)
+    for number, handler in zip(STOP_SIGNALS, before, strict=True):
+        signal.signal(number, handler)
+    with pytest.raises(Interrupted):
+        signals.raise_if_hurried()
+
+
 def test_an_interruptible_wait_ends_at_the_second_signal(signals: StopSignals) -> None:
     def press_twice() -> None:
         for _ in range(2):
@@ -79,7 +94,7 @@ def test_an_interruption_that_a_destructor_swallows_is_raised_at_the_end_of_the_
 
 
 WITH_RAY = """
-import os, signal, threading, time, ray
+import itertools, os, signal, threading, time, ray
 from configs.load import load_config
 from slipstream.answers import FirstAnswers
 from slipstream.cluster import run_cluster
@@ -107,7 +122,7 @@ def time_wait(name, wait):
     except Interrupted:
         print(name, round(time.monotonic() - began - 1.0, 2))
 
-signals = StopSignals()
+signals = StopSignals(itertools.count(0, 60).__next__)  # a minute between two signals
 signals.install_handlers()
 start_ray = ray.init
 def start_and_be_stopped(**options):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs.load import load_config
-from generators.task import Prompt, Score
+from generators.task import Prompt, PromptSource, Score
 from generators.tasks import load_task
 from generators.tasks.sorting import Task
+from generators.user_code.task_kinds import read_sources
 from learners import tiny, tiny_cache
 from slipstream import preparation
 
@@ -105,7 +107,7 @@ def test_a_task_may_live_anywhere() -> None:
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("nope", {}, r"task.name must be one of \['arithmetic', .*'sorting'\].* got 'nope'"),
+        ("nope", {}, r"task.name must be one of .*'arithmetic', .*'sorting'.*\].* got 'nope'"),
         (
             "no.such.module:Task",
             {},
@@ -219,3 +221,24 @@ def test_the_second_call_finds_the_model_in_the_cache(tiny_model: Path) -> None:
     began = time.monotonic()
     assert tiny_cache.prepare_tiny_model(Task().solved_examples("train", seed=0)) == tiny_model
     assert time.monotonic() - began < 5
+
+
+def test_the_sources_of_a_task_are_read_and_wrong_ones_are_named() -> None:
+    def read(*sources: Any) -> list[PromptSource]:
+        return read_sources(SimpleNamespace(sources=sources))
+
+    assert read_sources(SimpleNamespace()) == []
+    good = [PromptSource("a", 3, 2.0), PromptSource("b", None, 1, level=4)]
+    assert read(*good) == good
+    for sources, complaint in [
+        ((PromptSource("a"), PromptSource("a")), r"sources\[1\].name must be a text that no other"),
+        ((PromptSource("a", weight=0),), r"sources\[0\].weight must be a finite number above 0, got 0"),
+        ((PromptSource("a", weight=float("nan")),), r"sources\[0\].weight must .* got nan"),
+        ((PromptSource("a", size=0),), r"sources\[0\].size must be a whole number above 0"),
+        ((PromptSource("a\nb"),), r"sources\[0\].name must have 1 to 200 printable .*, got 'a\\nb'"),
+        ((PromptSource("a" * 201),), r"sources\[0\].name must have 1 to 200 printable characters"),
+        ((PromptSource("a", made_of=1),), r"made_of must be a text, got 1"),  # type: ignore[arg-type]
+        (({"name": "a"},), r"must be a list of generators.task.PromptSource"),
+    ]:
+        with pytest.raises(ValueError, match=complaint):
+            read(*sources)

@@ -33,7 +33,8 @@ from sync.stream import whole_parts
 from sync.subscriber import Subscriber
 from sync.transports import messages, server
 from sync.transports.fetcher import Fetcher
-from sync.transports.messages import Chunk, GetChunk
+from sync.transports.messages import Chunk, FileGone, GetChunk
+from sync.transports.puller import Puller
 from sync.transports.server import SnapshotServer
 from sync.transports.tcp import FetchingEnd
 from sync.weight_source import WeightSource
@@ -743,3 +744,20 @@ def test_a_patch_is_lossless_and_idempotent_for_any_bits(
             apply_patches(msgspec.structs.replace(new, path=str(into)), [made])
     finally:
         publisher.close()
+
+
+def test_a_file_that_is_gone_is_served_to_its_end_however_slowly_it_is_asked_for(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "IDLE_S", 0.0)
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
+    name, size = Path(manifest.path).name, manifest.num_bytes // 2 + 1
+    asking, address = Puller(), server_of(publisher).address
+    assert isinstance(asking.ask_server(address, GetChunk(name, 0, size), 5.0), Chunk)
+    os.unlink(manifest.path)
+    time.sleep(3 * server.TICK_S)
+    assert isinstance(asking.ask_server(address, GetChunk(name, size, size), 5.0), Chunk)
+    while server_of(publisher)._files:
+        time.sleep(0.01)
+    assert isinstance(asking.ask_server(address, GetChunk(name, 0, size), 5.0), FileGone)
+    asking.close()

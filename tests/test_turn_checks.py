@@ -127,7 +127,8 @@ def test_anything_else_is_no_turn(value: Any) -> None:
 
 
 def test_a_prompt_is_text() -> None:
-    assert read_prompt({"text": "7 + 4"}) == "7 + 4"
+    prompt = read_prompt({"text": "7 + 4"})
+    assert (prompt.text, prompt.messages) == ("7 + 4", [{"role": "user", "content": "7 + 4"}])
     for value in ({"text": None}, {}, None, {"text": "\ud800"}):
         with pytest.raises(ValueError, match="a prompt must be text, got"):
             read_prompt(value)

@@ -24,7 +24,8 @@ from generators.user_code.task_host import TaskHost
 def test_a_task_of_one_turn_makes_prompts_and_scores_responses() -> None:
     async def play(pool: UserCodePool) -> None:
         worker = await pool.take_worker()
-        assert await worker.call("make_prompt", ["train", 3, 0], 60, "s") == {"text": "train 3 0"}
+        prompt = await worker.call("make_prompt", ["train", 3, 0], 60, "s")
+        assert prompt == {"text": "train 3 0", "messages": [], "template_args": {}}
         score = await worker.call("score_response", ["train", 3, 0, "four"], 60, "s")
         assert score == {"reward": 4.0, "components": {"pid": float(worker.pid)}}
         assert pool.description.kind == "one_turn" and pool.description.name == "misbehaving"

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from runs import is_alive
 from worker_pools import run_with_pool
 
 from generators.user_code import process_tree
@@ -40,13 +41,9 @@ def list_descendants(pid: int) -> list[psutil.Process]:
         return []
 
 
-def is_running(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-
-
 def wait_until_gone(processes: list[psutil.Process]) -> None:
     deadline = time.monotonic() + 60
-    while left := [process for process in processes if is_running(process)]:
+    while left := [process for process in processes if is_alive(process)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.01)
 
@@ -156,7 +153,7 @@ def test_a_deadline_kills_plain_children_children_with_sessions_and_daemons() ->
         with pytest.raises(asyncio.CancelledError):
             await call
         await worker.kill()
-        assert not [process for process in descendants if is_running(process)]
+        assert not [process for process in descendants if is_alive(process)]
 
     run_with_pool(play)
 
@@ -169,10 +166,10 @@ def test_children_live_on_between_calls_and_die_with_their_worker() -> None:
         descendants = list_descendants(worker.pid)
         assert len(descendants) == 2
         await score(worker, "four")
-        assert all(is_running(process) for process in descendants)
+        assert all(is_alive(process) for process in descendants)
         with pytest.raises(WorkerDied, match="exited with code 5"):
             await score(worker, "exit 5")
-        assert not [process for process in descendants if is_running(process)]
+        assert not [process for process in descendants if is_alive(process)]
 
     run_with_pool(play)
 

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import psutil
+from runs import is_alive
 from worker_pools import run_with_pool
 
 from generators.user_code.pool import UserCodePool
@@ -17,10 +18,6 @@ LONG_S = 120.0
 
 async def score(worker: Any, response: str) -> Any:
     return await worker.call("score_response", ["train", 0, 0, response], LONG_S, "a.setting")
-
-
-def is_running(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def find_guard(worker: Any) -> psutil.Process:
@@ -60,7 +57,7 @@ def test_a_guard_that_is_killed_leaves_no_child_of_a_worker() -> None:
         guard.kill()
         deadline = time.monotonic() + LONG_S
         # Whatever the bomb has started meanwhile is below the keeper, which ends when nothing is left.
-        while left := [one for one in (keeper, guard, *below) if is_running(one)]:
+        while left := [one for one in (keeper, guard, *below) if is_alive(one)]:
             assert time.monotonic() < deadline, left
             await asyncio.sleep(0.01)
         assert (await score(await pool.take_worker(), "four"))["reward"] == 4.0

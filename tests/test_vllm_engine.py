@@ -405,6 +405,31 @@ def test_a_sample_is_the_same_alone_and_in_a_crowd_to_the_last_bit(rig: VllmRig)
         assert done[sample.id].finish_reason == reference.finish_reason
 
 
+def test_samples_at_another_temperature_change_no_bit_of_the_others_and_have_their_own(
+    recompute: VllmRig,
+) -> None:
+    """Evaluation at a temperature of its own runs beside training samples. That of the rig is 0.7."""
+    recompute.load_model(0)
+    prompts = make_prompts(6)
+    first = [recompute.add_sample(prompt, 20, seed=i) for i, prompt in enumerate(prompts)]
+    alone = recompute.finish_samples()
+    again = [recompute.add_sample(prompt, 20, seed=i) for i, prompt in enumerate(prompts)]
+    hotter = [replace(sample, id=f"hot-{sample.id}", temperature=1.5) for sample in again]
+    for sample in hotter:
+        recompute.engine.add_sample(sample)
+    recompute.add_sample(prompts[0], 20, seed=0, greedy=True)
+    beside = recompute.finish_samples()
+    for before, after in zip(first, again, strict=True):
+        assert replace(alone[before.id], id="") == replace(beside[after.id], id="")
+    for sample in hotter:
+        completion = beside[sample.id]
+        logits = recompute.compute_logprobs(0, sample.prompt + completion.tokens)
+        expected = (logits * 0.7 / 1.5).log_softmax(-1)
+        begin, end = len(sample.prompt) - 1, len(sample.prompt) + len(completion.tokens) - 1
+        chosen = expected[begin:end].gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0]
+        assert (chosen - torch.tensor(completion.logprobs)).abs().max() < TOLERANCE
+
+
 def test_different_seeds_give_different_samples(tied: VllmRig) -> None:
     tied.load_model(0)
     samples = [tied.add_sample(make_prompts(1)[0], 20, seed) for seed in range(16)]

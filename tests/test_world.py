@@ -32,8 +32,9 @@ from buffers.trajectory import Trajectory, to_batch
 from configs.schema import Config
 from learners.engine import AbsentEngine
 from learners.feed import Feed
-from learners.models import load_models, make_models
+from learners.models import load_models
 from learners.packing import Batch, batch_from_arrow
+from learners.rendezvous import join_ranks
 from learners.step import Trainer
 from learners.world import World
 
@@ -237,7 +238,8 @@ def train_pools(
 ) -> tuple[StepOutcome, list[str]]:
     """A step; then a checkpoint, which is loaded and gives what it was made of."""
     dist.destroy_process_group()
-    models, both, _ = make_models(config, world.rank, f"file://{folder}/pools")
+    joined = join_ranks(config, world.rank, f"file://{folder}/pools")
+    models, both = load_models(config, joined.pool), joined.world
     trainer = Trainer(config, models, both)
     metrics, num_trained = trainer.train(batch, STEP)
     here = {

@@ -1,6 +1,7 @@
 """Text to tokens: the special tokens of a template are special, the same words in a message are text."""
 
 import copy
+import json
 import logging
 import re
 import secrets
@@ -69,6 +70,8 @@ class TextEncoder:
             for number, token in specials.items()
         }
         """The special token's id by that of its other name."""
+        self._has_bound, self._normalizes = has_byte_bound(backend)
+        self._num_put_around = int(backend.num_special_tokens_to_add(False))
         self.guards = self._check_guard()
         """False where the tokenizer reads the other names otherwise; then nothing is broken up."""
         if not self.guards:
@@ -88,6 +91,22 @@ class TextEncoder:
         """Encodes text in which special tokens are ordinary characters. `add_special_tokens` puts in what the
         tokenizer begins or ends a text with."""
         return _encode(self._literal, text, add_special_tokens)
+
+    def bound_tokens(self, text: str) -> int | None:
+        """Returns a number of tokens that the text cannot exceed, special tokens put around it included; None
+        where none is known. Far cheaper than encoding.
+
+        BPE begins with the bytes or characters of the normalized text and only merges them, and an added
+        token stands for its own characters. So no token stands for less than a byte, unless a normalizer or a
+        pre-tokenizer puts something in.
+        """
+        if not self._has_bound or (self._normalizes and not text.isascii()):
+            return None
+        return len(text.encode()) + self._num_put_around
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encodes texts whose special tokens are meant, on all processors."""
+        return [encoding.ids for encoding in self._structured.encode_batch_fast(list(texts), False)]
 
     def guard_text(self, value: Any) -> tuple[Any, str]:
         """Breaks up special tokens in all strings of messages or tools. Returns the same structure, and the
@@ -127,6 +146,22 @@ class TextEncoder:
             if len(special) > 1 and self._encode_named(whole, PRIVATE[0]) != self.encode_text(whole):
                 return False
         return True
+
+
+def has_byte_bound(backend: Any) -> tuple[bool, bool]:
+    """Returns whether a tokenizer makes no more tokens than the text has bytes, and whether that holds of
+    ASCII alone: a composing normalizer leaves that as it is, and may lengthen other text."""
+    rules = json.loads(backend.to_str())
+    normalizer = (rules.get("normalizer") or {}).get("type")
+    steps = rules.get("pre_tokenizer") or {}
+    steps = steps.get("pretokenizers", [steps])
+    puts_in_nothing = all(
+        step.get("type") in (None, "Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit")
+        or (step.get("type") == "ByteLevel" and not step.get("add_prefix_space"))
+        for step in steps
+    )
+    is_known = rules["model"].get("type") == "BPE" and normalizer in (None, "NFC", "NFKC")
+    return is_known and puts_in_nothing, normalizer is not None
 
 
 def _encode(backend: Any, text: str, add_special_tokens: bool) -> list[int]:

@@ -16,11 +16,11 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from generators.data.rows import read_reference
 from generators.environment import Row
 from generators.rewards.arguments import check_count, check_flag, check_number, check_text
 from generators.rewards.code_assertions import hold_assertions, read_assertions
 from generators.rewards.part import Rating
-from generators.rewards.rows import read_reference
 from generators.rewards.sandbox import Sandbox, SandboxLimits, SandboxMissing, SandboxResult
 
 FENCE = re.compile(r"```[ \t]*+(?:python3?|py)?[ \t]*+\r?\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
@@ -200,18 +200,22 @@ def read_test(test: Any) -> CodeTest:
 
 def list_apps_tests(value: Mapping[str, Any]) -> list[CodeTest]:
     """Returns the tests of APPS's form. With `fn_name`, an input is a list of arguments or lines of JSON, and
-    an output is the result, or a list with it at the front."""
+    an output is the result, or a list with it at the front. Without it, both are texts or lists of lines."""
     inputs, outputs, name = value.get("inputs"), value.get("outputs"), value.get("fn_name")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise ValueError(f"tests must have as many inputs as outputs, got {str(value)[:200]}")
     pairs = list(zip(inputs, outputs, strict=True))
     if name is None:
-        return [{"input": str(given), "output": str(wanted)} for given, wanted in pairs]
+        return [{"input": join_lines(given), "output": join_lines(wanted)} for given, wanted in pairs]
     tests: list[CodeTest] = []
     for given, wanted in ((read_lines(given), read_lines(wanted)) for given, wanted in pairs):
         first = wanted[:1] if isinstance(wanted, list) else []
         tests.append({"call": name, "arguments": given, "expected": wanted, "or_expected": first})
     return tests
+
+
+def join_lines(given: Any) -> str:
+    return "\n".join(map(str, given)) if isinstance(given, list) else str(given)
 
 
 def read_lines(given: Any) -> Any:

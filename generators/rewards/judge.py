@@ -14,10 +14,10 @@ from typing import Any
 
 import xxhash
 
+from generators.data.rows import read_reference, write_prompt
 from generators.environment import Row
 from generators.rewards.arguments import check_count, check_number, check_text
 from generators.rewards.part import Rating
-from generators.rewards.rows import read_reference, write_prompt
 from generators.rewards.servers import RequestFailed, check_server
 from generators.rewards.slots import SharedSlots
 

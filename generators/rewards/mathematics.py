@@ -1,27 +1,20 @@
 """Mathematics: 1 where a reply's answer equals the row's, as numbers, LaTeX, sets or intervals; else 0.
 
-`math-verify` parses both and compares them with sympy. Its own time limits are signals, which work in the
-main thread only and hide a failure as a wrong answer, so they are off: an expression that takes for ever
-meets the deadline of the worker process.
+`math-verify` parses both and compares them with sympy, in a process that ends when a reply takes too long
+(`math_process.py`). Such a reply is a bad one.
 """
 
-import logging
-from functools import lru_cache
-from typing import Any
-
-import math_verify
-
 from generators.environment import Row
-from generators.rewards.arguments import check_text
+from generators.rewards.answers import find_conclusion, list_references
+from generators.rewards.arguments import check_flag, check_number, check_text
+from generators.rewards.math_process import MathProcess, OutOfTime, is_right, parse_answer
 from generators.rewards.part import Rating
-from generators.rewards.rows import read_reference
-
-# It warns that there is no time limit; there is one, outside.
-for module in ("parser", "grader"):
-    logging.getLogger(f"math_verify.{module}").setLevel(logging.CRITICAL)
 
 WARM_UP = ("1", "-1.5", r"\frac{1}{2}", r"\{1, 2\}", "(0, 1]", r"\sqrt{2}", "x^2+2x+1", "x=3")
 """Answers of usual forms."""
+BOX = r"\boxed"
+LONGEST = 2000
+"""Characters at the end of a reply that are read. The parser takes seconds for ten times as many."""
 
 
 class MathPart:
@@ -29,31 +22,38 @@ class MathPart:
 
     is_async = False
 
-    def __init__(self, reference: str | None = None) -> None:
-        """`reference`: column of the right answer, with dots for columns within columns."""
+    def __init__(
+        self, reference: str | None = None, after_thinking: bool = False, timeout_s: float = 5.0
+    ) -> None:
+        """`reference`: column of the right answer or of several, with dots for columns within columns.
+        `after_thinking`: only the text behind the last `</think>` counts. `timeout_s`: processor time for a
+        reply, which else counts as wrong."""
         self._reference = None if reference is None else check_text("reference", reference)
-        # The parser learns its grammar as it goes; workers are forked from here, and need not learn it again.
+        self._after_thinking = check_flag("after_thinking", after_thinking)
+        self._process = MathProcess(check_number("timeout_s", timeout_s, above=0))
+        # The parser learns its grammar as it goes; processes that are forked from here know it.
         for answer in WARM_UP:
-            compare_answers(answer, f"It is ${answer}$.")
+            is_right([parse_answer(answer)], f"It is ${answer}$.")
 
     def rate_reply(self, row: Row, reply: str) -> Rating:
         """Raises ValueError where the row's right answer is no mathematics."""
-        return Rating(compare_answers(str(read_reference(row, self._reference)), reply))
+        text = find_conclusion(reply) if self._after_thinking else reply
+        rights = [str(right) for right in list_references(row, self._reference)]
+        try:
+            return Rating(self._process.compare_reply(rights, cut_reply(text)), {"out_of_time": 0.0})
+        except OutOfTime:
+            return Rating(0.0, {"out_of_time": 1.0})
 
 
-def compare_answers(wanted: str, reply: str) -> float:
-    """Returns 1 where the reply's answer equals the right one, else 0."""
-    right, given = list(parse_answer(wanted)), math_verify.parse(reply, parsing_timeout=None)
-    return float(math_verify.verify(right, given, timeout_seconds=None))
-
-
-@lru_cache(maxsize=1024)
-def parse_answer(text: str) -> tuple[Any, ...]:
-    """Returns what math-verify reads in a right answer; it is the part behind `####` where there is one
-    (GSM8K). Raises ValueError for text that is no mathematics."""
-    answer = text.rpartition("####")[2].strip()
-    marked = answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}"
-    parsed = tuple(math_verify.parse(marked, parsing_timeout=None))
-    if not parsed:
-        raise ValueError(f"the right answer must be a number, an expression or a set, got {text[:200]!r}")
-    return parsed
+def cut_reply(reply: str) -> str:
+    """Returns the end of a long reply, from the beginning of a line, below what stands around the last box
+    before that."""
+    if len(reply) <= LONGEST:
+        return reply
+    line = reply.find("\n", -LONGEST) + 1
+    begin = line or len(reply) - LONGEST
+    box = reply.rfind(BOX)
+    if not 0 <= box < begin:
+        return reply[begin:]
+    first = max(reply.rfind("\n", 0, box) + 1, box - LONGEST // 4)
+    return f"{reply[first : min(begin, box + LONGEST // 2)]}\n{reply[begin:]}"

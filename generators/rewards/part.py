@@ -1,6 +1,6 @@
-"""The protocol of a reward part, which rates a reply. `composition.py` adds the parts up."""
+"""The protocols of reward parts, which rate replies. `composition.py` adds the parts up."""
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +17,17 @@ class Rating:
     """Further numbers for the record, by name."""
 
 
+@dataclass(frozen=True, slots=True)
+class GroupReply:
+    """A reply of a group, as a part that sees the whole group gets it."""
+
+    text: str
+    num_tokens: int = 0
+    """Sampled tokens, the one that ends the reply included."""
+    tokens: Sequence[int] = ()
+    """The sampled tokens themselves, for a part that has `needs_tokens`."""
+
+
 class RewardPart(Protocol):
     """Rates a reply by the row that its prompt was made from.
 
@@ -31,3 +42,18 @@ class RewardPart(Protocol):
     """True when `rate_reply` is a coroutine function. Such parts run at the same time."""
 
     def rate_reply(self, row: Row, reply: str) -> Rating | Awaitable[Rating]: ...
+
+
+class GroupPart(Protocol):
+    """Rates all replies to a row beside one another, after the parts that rate each reply alone."""
+
+    is_async: bool
+    """True when `rate_group` is a coroutine function."""
+    needs_tokens: bool
+    """True when it reads the tokens of replies."""
+
+    def rate_group(
+        self, row: Row, replies: Sequence[GroupReply]
+    ) -> Sequence[Rating | None] | Awaitable[Sequence[Rating | None]]:
+        """Returns a rating for each reply; None where the part has nothing to say about it."""
+        ...

@@ -2,10 +2,10 @@
 
 import time
 
+from generators.data.rows import read_messages
 from generators.environment import Row
 from generators.rewards.arguments import check_count
 from generators.rewards.part import Rating
-from generators.rewards.rows import read_messages
 from generators.rewards.servers import RequestFailed, check_server
 from generators.rewards.slots import SharedSlots
 

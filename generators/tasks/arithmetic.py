@@ -12,6 +12,7 @@ from generators.tasks._questions import draw_entry
 
 class Task:
     name = "arithmetic"
+    packages = ("reasoning-gym",)
 
     def __init__(self, terms: int = 3, digits: int = 1, operators: tuple[str, ...] = ("+",)) -> None:
         config = BasicArithmeticDatasetConfig(

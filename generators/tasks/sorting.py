@@ -17,6 +17,7 @@ from generators.tasks._questions import draw_entry
 
 class Task:
     name = "sorting"
+    packages = ("reasoning-gym",)
 
     def __init__(self, numbers: int = 6, low: int = 0, high: int = 9, longest: int | None = None) -> None:
         """Asks for `numbers` whole numbers from `low` to `high`, both included.

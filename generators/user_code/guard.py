@@ -9,7 +9,6 @@ A pid that the guard signals is always that of a child it has not reaped, so it 
 The guard's parent, the keeper, does nothing but kill what is left when something kills the guard itself.
 """
 
-import itertools
 import os
 import selectors
 import signal
@@ -18,7 +17,9 @@ import struct
 
 from generators.user_code.own_process import GUARD_IGNORES
 from generators.user_code.process_control import (
+    PATIENCE,
     become_subreaper,
+    kill_all_children,
     kill_child,
     list_children,
     name_process,
@@ -40,9 +41,6 @@ from generators.user_code.process_orders import (
     send_order,
 )
 from generators.user_code.template import run_template
-
-PATIENCE = 3
-"""Rounds in which orphans are only killed. After those they are stopped first, whoever is below them too."""
 
 
 class Guard:
@@ -220,22 +218,6 @@ class Guard:
             self._workers.discard(pid)
             self._ended.append(ProcessEnded(pid=pid, status=status))
         return True
-
-
-def kill_all_children() -> None:
-    """Kills and reaps until no child is left, those that become children meanwhile included."""
-    for num_rounds in itertools.count():
-        children = list_children()
-        if num_rounds > PATIENCE:
-            stop_descendants(children)
-        for pid in children:
-            kill_child(pid)
-        try:
-            os.waitpid(-1, 0)
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
 
 
 def _watch_peer(control: socket.socket) -> int | None:

@@ -28,11 +28,13 @@ _START = (
 )
 """The guard's program. It is no child of the generator for long, because Ray kills an actor's children before
 they could clean up."""
-_ONE_THREAD = dict.fromkeys(
-    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1"
-)
+_ENVIRONMENT = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1"),
+    "PYTHONHASHSEED": "0",
+}
 """Workers share the host's cores, and threads of a library that is imported are lost when a worker is forked.
-What the generator's environment says goes before."""
+The order of a set of texts is the same in every process, so that a task which draws from one makes the same
+prompt everywhere. What the generator's environment says goes before."""
 _START_S = 120.0
 """Seconds that the guard may take to start: it imports little, from a disk that may be slow."""
 _END_S = 30.0
@@ -64,7 +66,7 @@ class GuardLink:
                 pass_fds=[guard_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**_ONE_THREAD, **os.environ},
+                env={**_ENVIRONMENT, **os.environ},
                 start_new_session=True,
             )
         link = cls(connection, take_notice)

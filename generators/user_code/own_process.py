@@ -29,6 +29,8 @@ def begin_process(name: str, guard: int, output: int) -> None:
     for number in (*GUARD_IGNORES, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Ray blocks some of them in its processes, and what the task starts could not be told to end.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GUARD_IGNORES)
     (nothing,) = move_descriptors([os.open(os.devnull, os.O_RDONLY)])
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)

@@ -33,6 +33,8 @@ class TaskDescription(msgspec.Struct, frozen=True):
     """Calls of `score_response`, `step` or `score_group` that may be under way at a time."""
     has_group_scores: bool
     """True when it has `score_group`."""
+    needs_tokens: bool
+    """True when `score_group` reads the tokens of the replies."""
 
 
 class UserCodePool:

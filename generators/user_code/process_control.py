@@ -2,12 +2,15 @@
 
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+PATIENCE = 3
+"""Rounds in which orphans are only killed. After those they are stopped first, whoever is below them too."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
@@ -134,6 +137,22 @@ def kill_child(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         pass
+
+
+def kill_all_children() -> None:
+    """Kills and reaps until no child is left, those that become children meanwhile included."""
+    for num_rounds in itertools.count():
+        children = list_children()
+        if num_rounds > PATIENCE:
+            stop_descendants(children)
+        for pid in children:
+            kill_child(pid)
+        try:
+            os.waitpid(-1, 0)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
 
 
 def describe_status(status: int) -> str:

@@ -79,6 +79,7 @@ class TaskHost:
             "num_prompts": read_num_prompts(self._task),
             "max_scores": getattr(self._task, "max_scores", None),
             "has_group_scores": callable(getattr(self._task, "score_group", None)),
+            "needs_tokens": bool(getattr(self._task, "needs_tokens", False)),
         }
 
     def make_prompt(self, split: str, index: int, seed: int) -> dict[str, Any]:
@@ -88,7 +89,11 @@ class TaskHost:
         self._prompts[split, index, seed] = prompt
         while len(self._prompts) > MAX_PROMPTS:
             self._prompts.popitem(last=False)
-        return {"text": make_plain(prompt.text, "text of the prompt")}
+        return {
+            "text": make_plain(prompt.text, "text of the prompt"),
+            "messages": make_plain(prompt.messages, "messages of the prompt"),
+            "template_args": make_plain(prompt.template_args, "template_args of the prompt"),
+        }
 
     def score_response(self, split: str, index: int, seed: int, response: str) -> dict[str, Any]:
         if (split, index, seed) not in self._prompts:

@@ -55,11 +55,13 @@ class OptimizerSlice:
     """False where another rank writes the same range."""
 
 
-def write_rank_file(folder: Path, rank: int, header: RankHeader, tensors: dict[str, Tensor]) -> None:
-    """Writes one rank's file into the folder, which it makes."""
+def write_rank_file(folder: Path, rank: int, header: RankHeader, tensors: dict[str, Tensor]) -> list[Path]:
+    """Writes one rank's file into the folder, which it makes; returns the file's path."""
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"header": msgspec.json.encode(header).decode()}
-    save_file(tensors, folder / f"rank_{rank}.safetensors", metadata)
+    path = folder / f"rank_{rank}.safetensors"
+    save_file(tensors, path, metadata)
+    return [path]
 
 
 class SavedState:

@@ -201,8 +201,9 @@ def measure_run(case: BenchmarkCase, seed: int, outputs: Path) -> Result:
         generators_share=turns.measured_share if turns else None,
         curve=list(zip(seconds, averaged, strict=True)),
         held_out=[
-            (found["version"], seconds[found["version"] - 1] if found["version"] else 0.0, found["reward"])
+            (found["version"], seconds[found["version"] - 1] if found["version"] else 0.0, found["avg"])
             for found in summary["evaluations"]
+            if found["set"] == "held_out"
         ],
     )
 

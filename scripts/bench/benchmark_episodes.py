@@ -12,7 +12,7 @@ Each ratio is of two runs in this process, one after the other. 1 means that not
     tool waits       1,000 episodes side by side whose tool takes 1 s, over as many whose tool takes no time;
                      simulated engine whose slots are the bottleneck
     waiting scores   a score that takes 2 s, over one that takes no time; simulated engine, enough episodes
-    slow judge       a judge that takes 20 s a call (`rewarded`, over HTTP), over one that answers at once;
+    slow judge       a judge that takes 20 s a call (`dataset`, over HTTP), over one that answers at once;
                      simulated engine with 8 slots, 160 episodes
     hanging score    one prompt whose score never ends, over a run without it; simulated engine
     gateway          milliseconds that a call through the gateway adds, over a call of the same handler
@@ -67,9 +67,9 @@ def make_config(task: str, args: dict[str, Any], *overrides: str) -> Config:
 def play_groups(engine: Engine, config: Config, num_groups: int, max_episodes: int) -> EpisodeCost:
     """Plays groups of the configured task. A first round, which starts all workers, is left out."""
     episodes = TaskEpisodes(config, make_byte_tokenizer())
-    with open_driver(engine, episodes, config.sampling.max_tokens) as driver:
-        driver.play_groups(max_episodes // SAMPLES, SAMPLES, max_episodes)
-        return driver.play_groups(num_groups, SAMPLES, max_episodes)
+    with open_driver(engine, episodes, config.sampling.max_tokens, max_episodes) as driver:
+        driver.play_groups(max_episodes // SAMPLES, SAMPLES)
+        return driver.play_groups(num_groups, SAMPLES)
 
 
 # ---- vLLM: turns
@@ -204,14 +204,16 @@ def measure_judge(wait_s: float = 20.0, num_groups: int = 60) -> dict[str, float
             config = make_config(
                 "WaitingTask",
                 {},
-                "task.name=rewarded",
+                "task.name=dataset",
                 f"episodes.score_timeout_s={wait_s + 10}",
-                f"task.args={{rows: {{task: '{TASKS}:WaitingTask'}}, rewards: {rewards}}}",
+                "task.args={}",
+                f"data.train={{task: '{TASKS}:WaitingTask'}}",
+                f"reward.parts={rewards}",
                 "episodes.max_concurrent=160",
             )
             engine, episodes = make_simulated(10, slots=8), TaskEpisodes(config, make_byte_tokenizer())
-            with open_driver(engine, episodes, config.sampling.max_tokens) as driver:
-                costs.append(driver.play_groups(num_groups, SAMPLES, 160))
+            with open_driver(engine, episodes, config.sampling.max_tokens, 160) as driver:
+                costs.append(driver.play_groups(num_groups, SAMPLES))
     return compare_costs(costs)
 
 

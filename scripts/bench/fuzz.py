@@ -152,7 +152,17 @@ def exercise_buffer(address: str, keys: Path | None, done: Counter[str]) -> Iter
         )
         for lease in leases:
             if lease.split == "eval":
-                client.call(m.SubmitEvaluation(generator=name, lease=lease.id, reward=1.0), m.LeaseReceipt)
+                client.call(
+                    m.SubmitEvaluation(
+                        generator=name,
+                        lease=lease.id,
+                        rewards=[1.0] * lease.num_samples,
+                        num_tokens=1,
+                        oldest_version=lease.due,
+                        newest_version=lease.due,
+                    ),
+                    m.LeaseReceipt,
+                )
             else:
                 rows = make_rows(lease, lease.min_version)
                 rows = branch_off(rows) if lease.group % 3 == 0 else rows

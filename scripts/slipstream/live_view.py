@@ -1,7 +1,7 @@
 """The live view of a run: on a terminal one picture that is redrawn, elsewhere a line now and then."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -15,18 +15,22 @@ from rich.table import Table
 from rich.text import Text
 
 from buffers import messages as m
-from buffers.role_registry import MAX_NAMED, SILENT_S
+from buffers.role_registry import MAX_NAMED, SILENT_S, name_some
 from buffers.run_status import LedgerAccount, RunStatus
 from configs.checks import find_warnings
 from configs.schema import Config
 from configs.staleness import Controller
 from learners.memory import GIB, format_bytes
+from slipstream.evaluation_report import describe_change, describe_entry, make_entry
+from slipstream.generator_presence import GeneratorPresence
 
 LINE_EVERY_S = 2.0
 STILL_S = 5.0
-"""Seconds without any movement after which the line says who waits for whom."""
+"""Seconds without a step after which the line says who waits for whom, and comes so seldom."""
 TOOK = {"training": "time/train_s", "copying": "time/checkpoint_s", "writing": "time/checkpoint_s"}
 """First word of a learner's activity -> metric with the seconds that it took last time."""
+MAX_SHOWN = 12
+"""Roles that a row of the picture names."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -40,12 +44,17 @@ class LiveView:
             Live(console=self._rich, refresh_per_second=4, transient=True) if self._rich.is_terminal else None
         )
         self._began = time.monotonic()
-        self._last_line = 0.0
+        self._last_line = self._presence_at = 0.0
+        self._presence = GeneratorPresence(config.engine_names)
+        self._progress, self._progress_at = (-1, -1), self._began
+        """Version and number of trained steps, and since when they are so."""
         self._rewards: dict[int, float] = {}
         """Mean reward by step."""
-        self._num_restarts = 0
-        self._evaluated: set[int] = set()
-        """Versions whose evaluation was printed."""
+        self._num_restarts = self._num_buffer_restarts = 0
+        self._evaluated: set[tuple[str, int]] = set()
+        """Sets and versions whose evaluation was printed."""
+        self._num_skipped = 0
+        """Evaluations that were given up, as far as that was printed."""
         self._metrics: dict[str, float] = {}
         """Metrics of the last step."""
         self._said_what_stops = float("-inf")
@@ -86,18 +95,35 @@ class LiveView:
             if "reward/mean" in record.metrics
         }
         for evaluation in news.evaluations:
-            if evaluation.version not in self._evaluated:
-                self._evaluated.add(evaluation.version)
-                self.print_line(
-                    f"version {evaluation.version}: held-out reward {evaluation.reward:.3f} "
-                    f"({evaluation.num_prompts} prompts)"
-                )
+            version = evaluation.result.version
+            key = (evaluation.result.evaluation_set, version)
+            if key not in self._evaluated and version >= self._first_step:
+                self._evaluated.add(key)
+                self.print_line(describe_entry(make_entry(evaluation)))
+        if (num_skipped := news.status.skipped_evaluations) > self._num_skipped:
+            self.print_line(
+                f"{num_skipped - self._num_skipped} evaluations were given up, because a newer version was "
+                "due before they had begun, or the learner went back (logs/buffer.log names them)"
+            )
+            self._num_skipped = num_skipped
+        self._show_status(news.status)
+
+    def _show_status(self, status: RunStatus) -> None:
+        now, progress = time.monotonic(), (status.version, status.num_trained_steps)
+        if progress != self._progress:
+            self._progress, self._progress_at = progress, now
+        if now - self._presence_at > LINE_EVERY_S and not status.ended:
+            self._presence_at = now
+            for line in self._presence.describe_changes(status, now):
+                self.print_line(line)
         if self._live is not None:
-            self._live.update(self._draw_picture(news.status))
-        elif time.monotonic() - self._last_line > LINE_EVERY_S:
-            self._last_line = time.monotonic()
-            self._rich.print(
-                f"{self._format_clock()}  {self._format_line(news.status)}", soft_wrap=True, markup=False
+            self._live.update(self._draw_picture(status))
+            return
+        still_s = max(status.standstill_s, now - self._progress_at)
+        if now - self._last_line > (STILL_S if still_s > STILL_S else LINE_EVERY_S):
+            self._last_line = now
+            self.print_line(
+                self._format_standstill(status, still_s) if still_s > STILL_S else self._format_line(status)
             )
 
     def print_what_stops(self, status: RunStatus) -> None:
@@ -128,7 +154,12 @@ class LiveView:
         """Forgets steps from `step` on: the learner was lost, and trains them again."""
         self._num_restarts += 1
         self._rewards = {trained: reward for trained, reward in self._rewards.items() if trained < step}
-        self._evaluated = {version for version in self._evaluated if version < step}
+        self._evaluated = {key for key in self._evaluated if key[1] < step}
+
+    def note_buffer_restart(self) -> None:
+        """Expects the generators that were there: they join nothing when the buffer comes back."""
+        self._num_buffer_restarts += 1
+        self._presence.expect_again()
 
     def print_conclusion(
         self, status: str, news: m.RunNews | None, evaluations: Sequence[dict[str, Any]] = ()
@@ -138,17 +169,10 @@ class LiveView:
             # So that `show_news` prints no line: the one that follows is the last.
             self._last_line = time.monotonic()
             self.show_news(news)
-            self._rich.print(
-                f"{self._format_clock()}  {self._format_line(news.status)}", soft_wrap=True, markup=False
-            )
-        if evaluations:
-            told = [
-                f"{one['reward']:.3f} ± {one['ci95'][1] - one['reward']:.3f} (version {one['version']})"
-                for one in (evaluations[0], evaluations[-1])[: len(evaluations)]
-            ]
-            self.print_line(f"held-out reward {' → '.join(told)}, of {evaluations[-1]['n']} prompts")
-        n = self._num_restarts
-        restarts = f" after {n} restart{'s' * (n > 1)} of the learner" if n else ""
+            self.print_line(self._format_line(news.status))
+        for line in describe_change(evaluations):
+            self.print_line(line)
+        restarts = describe_restarts(learner=self._num_restarts, buffer=self._num_buffer_restarts)
         self._rich.print(
             f"{self._format_clock()}  {status}{restarts}. Summary, curves, journal, checkpoints, TensorBoard "
             "and logs: "
@@ -184,10 +208,7 @@ class LiveView:
     def _format_line(self, status: RunStatus) -> str:
         if status.version < 0:
             return f"starting: {status.waiting_for}"
-        failed = ""
-        if status.quarantined:
-            group, error = next(reversed(status.quarantined.items()))
-            failed = f"  {status.num_quarantined} groups quarantined, the last ({group}) with {error}"
+        failed = _describe_quarantine(status)
         if not self._rewards:
             return status.waiting_for + failed
         reward = _average_recent(list(self._rewards.values()))
@@ -201,19 +222,17 @@ class LiveView:
             f"tok/s {status.tokens.total / seconds:,.0f} generated "
             f"{status.tokens.trained / seconds:,.0f} trained  "
             f"idle learner {status.learner_idle_share:.0%} generators {status.generator_idle_share:.0%}  "
-            f"left {self._estimate_left(status)}{failed}{self._describe_waiting(status)}"
+            f"left {self._estimate_left(status)}{failed}{_describe_silence(status)}"
         )
 
-    def _describe_waiting(self, status: RunStatus) -> str:
-        """Says who waits for whom where nothing has moved for long; else only who has not been heard of."""
-        if status.standstill_s > STILL_S:
-            return f"  waiting for {status.standstill_s:.0f} s: {status.waiting_for}"
-        silent = [
-            f"{name} not heard of for {role.last_heard_s:.0f} s"
-            for name, role in status.roles.items()
-            if role.last_heard_s > SILENT_S
-        ]
-        return "".join(f"  {words}" for words in silent[:MAX_NAMED])
+    def _format_standstill(self, status: RunStatus, still_s: float) -> str:
+        """Says who waits for whom: all figures are as they were."""
+        if status.version < 0:
+            return self._format_line(status)
+        return (
+            f"step {status.num_trained_steps}/{self._config.run.steps}  v{status.version}  waiting for "
+            f"{still_s:.0f} s: {status.waiting_for}{_describe_quarantine(status)}"
+        )
 
     def _draw_picture(self, status: RunStatus) -> Panel:
         rewards, seconds = list(self._rewards.values()), max(status.elapsed_s, 1e-9)
@@ -236,15 +255,15 @@ class LiveView:
             "weights": f"{status.weight_updates} updates, {status.weight_bytes / 1e6:,.1f} MB, "
             f"pause {status.pause_s_mean * 1e3:.1f} ms, {status.digest_checks} digest checks, "
             f"{status.digest_mismatches} mismatches",
-            "generators": "  ".join(
+            "generators": _list_some(
                 f"{name} v{report.version}"
                 if report.version >= 0
                 else f"{name} {status.roles[name].activity}"
                 for name, report in status.generators.items()
-                if report.version >= 0 or name in status.roles
+                if name in status.roles
             )
             or "not here yet",
-            "doing": "  ".join(f"{name} {role.activity}" for name, role in status.roles.items()) or "–",
+            "doing": _list_some(f"{name} {role.activity}" for name, role in status.roles.items()) or "–",
             "waiting": status.waiting_for,
         }
         if status.quarantined:
@@ -259,6 +278,32 @@ class LiveView:
             table.add_row(name, Text(value))
         table.add_row("", ProgressBar(total=self._config.run.steps, completed=status.num_trained_steps))
         return Panel(table, title=f"{self._folder.name} {self._format_clock().strip()}", title_align="left")
+
+
+def _describe_quarantine(status: RunStatus) -> str:
+    if not status.quarantined:
+        return ""
+    group, error = next(reversed(status.quarantined.items()))
+    return f"  {status.num_quarantined} groups quarantined, the last ({group}) with {error}"
+
+
+def _describe_silence(status: RunStatus) -> str:
+    silent = [
+        f"{name} not heard of for {role.last_heard_s:.0f} s"
+        for name, role in status.roles.items()
+        if role.last_heard_s > SILENT_S
+    ]
+    return "".join(f"  {words}" for words in silent[:MAX_NAMED])
+
+
+def describe_restarts(**nums: int) -> str:
+    """Returns words for the roles that were started again, with how often; empty where none was."""
+    some = [f"{n} restart{'s' * (n > 1)} of the {role}" for role, n in nums.items() if n]
+    return f" after {' and '.join(some)}" if some else ""
+
+
+def _list_some(words: Iterable[str]) -> str:
+    return name_some(list(words), "  ", MAX_SHOWN)
 
 
 def _average_recent(rewards: list[float]) -> float:

@@ -1,6 +1,7 @@
 """How a role fails, how its process reports it, and how the driver tells it.
 
 ValueError         the user's configuration or code: one sentence, and the run ends
+BufferGone         the run is gone, or out of reach: one sentence
 device error       the GPU has failed: the process dies, and Ray starts a generator again
 anything else      a traceback; a learner's rank is started again where that may help (`supervisor.py`)
 """
@@ -10,22 +11,29 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
 
+from buffers.client import BufferGone, RefusedByBuffer
 from buffers.watchdog import Stuck
-from slipstream.role_logs import read_log_end
 
 DEVICE_ERRORS = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "NCCL error", "Triton Error [CUDA]")
 """Texts of the RuntimeErrors with which libraries other than torch say that the GPU has failed."""
 
 
+TOLD_IN_A_SENTENCE = (ValueError, Stuck, BufferGone, RefusedByBuffer)
+"""Errors of roles whose message says all that a user needs to know."""
+
+
 class RoleFailed(RuntimeError):
     """A role has ended that should not have."""
+
+
+class RoleDied(RoleFailed):
+    """Its process has died, and has not said why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +60,21 @@ def describe_failure(error: Exception) -> RankFailure:
     return RankFailure(line, report, final=not isinstance(error, RuntimeError | OSError), at=at)
 
 
-def get_result(ref: Any, name: str, logs: Path) -> Any:
-    """Returns the result of a role's method. Raises RoleFailed, with the traceback or the end of the role's
-    log."""
+def get_result(ref: Any, name: str, read_log_end: Callable[[str], str]) -> Any:
+    """Returns the result of a role's method. Raises RoleFailed with the traceback, or RoleDied with the end
+    of the role's log, which `read_log_end` returns for the role's name."""
     try:
         return ray.get(ref)
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ValueError | Stuck):
+        if isinstance(error.cause, TOLD_IN_A_SENTENCE):
             raise RoleFailed(f"{name}: {error.cause}") from error
         raise RoleFailed(f"{name} has failed:\n{error}") from error
     except ray.exceptions.RayError as error:
-        raise RoleFailed(describe_death(name, logs)) from error
+        raise RoleDied(describe_death(name, read_log_end)) from error
 
 
-def describe_death(name: str, logs: Path) -> str:
-    return f"{name} has died. The end of its log:\n{read_log_end(name, logs)}"
+def describe_death(name: str, read_log_end: Callable[[str], str]) -> str:
+    return f"{name} has died. The end of its log:\n{read_log_end(name)}"
 
 
 def is_device_error(error: RuntimeError) -> bool:

@@ -1,21 +1,24 @@
-"""Divides a host's GPUs between the ranks of the learner and the engines. This is arithmetic alone;
+"""Divides nodes and their GPUs between the ranks of the learner and the engines. This is arithmetic alone;
 `role_places.py` asks Ray for the result.
 
     4 GPUs, 1 rank, 2 engines      │ rank 0 │ engine 0          │ engine 1 │        │
     2 GPUs, 1 rank, 2 engines      │ rank 0 │ engine 0 engine 1 │
     1 GPU,  1 rank, 1 engine       │ rank 0 engine 0 │
 
+All ranks are on one node where one has room for them, the driver's before others; else on as few as can be.
 A rank has a GPU of its own as long as the engines fit on the others; else engines join the ranks. Two ranks
-never share a GPU: NCCL refuses that. All roles of a run stay on the driver's host, so the GPUs of other hosts
-do not count.
+never share a GPU: NCCL refuses that. Engines go where the fewest processes share a GPU; among equal places
+`placement.strategy` decides. A process without a GPU takes a processor, whose order is the nodes'.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from configs.generators import EngineKind
 from configs.learner import LearnerKind
+from configs.placement import PlacementConfig, PlacementStrategy
 from configs.rules import LEAST_GPU_SHARE
 from configs.schema import Config, Role
 
@@ -28,6 +31,20 @@ RESOLUTION = 10_000
 """Parts of a GPU in which Ray counts."""
 
 
+@dataclass(frozen=True, slots=True)
+class NodeRoom:
+    """A node of the cluster: its processors, GPUs and labels."""
+
+    name: str
+    """Ray's id of the node."""
+    num_cpus: int
+    num_gpus: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def has_labels(self, wanted: Mapping[str, str]) -> bool:
+        return all(self.labels.get(key) == value for key, value in wanted.items())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleWishes:
     """The processes that a command starts, and their shares. A share of None means an even part of what is
@@ -36,6 +53,7 @@ class RoleWishes:
     ranks: int
     """Ranks of the policy, and of a critic of its own."""
     engines: int
+    """Those that train, then those that evaluate alone."""
     rank_gpus: float | None = None
     """GPUs of each rank: a part of one, or 1; 0 runs it on the CPU."""
     engine_gpus: float | None = None
@@ -43,12 +61,17 @@ class RoleWishes:
     rank_memory: float | None = None
     """Part of its GPU's memory, from 0 to 1."""
     engine_memory: float | None = None
+    evaluators: int = 0
+    """So many of the engines evaluate alone."""
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
 
 
 @dataclass(frozen=True, slots=True)
 class RolePlace:
     """The place of one process. Without GPUs it runs on the CPU, and sees none."""
 
+    node: str = ""
+    """Ray's id of the node."""
     gpus: tuple[int, ...] = ()
     """Numbers from 0. Ray decides which device a number is."""
     share: float = 0.0
@@ -60,42 +83,69 @@ class RolePlace:
     beside_rank: bool = False
     """True when a rank of the learner is one of those."""
 
+    @property
+    def bundle(self) -> "Bundle":
+        return (self.node, self.gpus)
+
+
+Bundle = tuple[str, tuple[int, ...]]
+"""A node, and GPUs of it that are taken together. `(node, ())` has the processes without a GPU."""
+
 
 @dataclass(frozen=True, slots=True)
-class GpuDivision:
-    """A place for every process, all on one node."""
+class RoleDivision:
+    """A place for every process."""
 
-    node: str
     ranks: tuple[RolePlace, ...]
     engines: tuple[RolePlace, ...]
+    num_evaluators: int = 0
+    """So many of the engines, the last ones, evaluate alone."""
 
     @property
-    def bundles(self) -> dict[tuple[int, ...], int]:
-        """GPUs that are taken together -> number of processes on them. `()` has the processes without a
-        GPU."""
-        return {
-            gpus: sum(p.gpus == gpus for p in self.places) for gpus in sorted({p.gpus for p in self.places})
-        }
+    def bundles(self) -> dict[Bundle, int]:
+        """GPUs that are taken together -> number of processes on them."""
+        return dict(sorted(Counter(place.bundle for place in self.places).items()))
 
     @property
     def places(self) -> tuple[RolePlace, ...]:
         return self.ranks + self.engines
 
     @property
+    def nodes(self) -> list[str]:
+        """Nodes that hold a process, in the order of `places`."""
+        return list(dict.fromkeys(place.node for place in self.places))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the roles, in the order of `places`."""
+        num_training = len(self.engines) - self.num_evaluators
+        return [
+            *(f"learner-{rank}" for rank in range(len(self.ranks))),
+            *(f"generator-{number}" for number in range(num_training)),
+            *(f"evaluator-{number}" for number in range(self.num_evaluators)),
+        ]
+
+    @property
     def rank_memory(self) -> float | None:
         """The part of its GPU's memory that each rank may take; None on the CPU."""
         return self.ranks[0].memory if self.ranks else None
 
-    def __str__(self) -> str:
-        """A line for people; empty where there is no GPU."""
-        named = [(f"learner-{n}", p) for n, p in enumerate(self.ranks)]
-        named += [(f"generator-{n}", p) for n, p in enumerate(self.engines)]
+    def list_roles(self, node: str) -> list[tuple[str, RolePlace]]:
+        """Returns name and place of each process on a node."""
+        named = zip(self.names, self.places, strict=True)
+        return [(name, place) for name, place in named if place.node == node]
+
+    def describe_gpus(self, node: str) -> str:
+        """Returns a line for people about the GPUs of a node; empty where nobody has one."""
+        roles = self.list_roles(node)
         return "; ".join(
             f"GPU {' and '.join(map(str, gpus))}: "
             + ", ".join(
-                f"{name} ({100 * (p.memory or 0):.0f} % of memory)" for name, p in named if p.gpus == gpus
+                f"{name} ({100 * (place.memory or 0):.0f} % of memory)"
+                for name, place in roles
+                if place.gpus == gpus
             )
-            for gpus in self.bundles
+            for gpus in sorted({place.gpus for _, place in roles})
             if gpus
         )
 
@@ -110,100 +160,226 @@ def read_wishes(config: Config) -> RoleWishes:
     is_engine_simulated = generators.engine is EngineKind.simulated
     return RoleWishes(
         ranks=config.num_learner_ranks if config.role is Role.all else 0,
-        engines=generators.count,
+        engines=len(config.engine_names),
+        evaluators=config.eval.generators,
         rank_gpus=0.0 if learner.gpus is None and is_learner_simulated else learner.gpus,
         engine_gpus=0.0 if generators.gpus is None and is_engine_simulated else generators.gpus,
         rank_memory=learner.gpu_memory_fraction,
         engine_memory=generators.gpu_memory_fraction,
+        placement=config.placement,
     )
 
 
-def divide_gpus(gpus: Mapping[str, int], here: str, wanted: RoleWishes) -> GpuDivision:
-    """Gives every process its place. `gpus` is the number of GPUs by node, `here` the driver's node.
+def divide_roles(nodes: Sequence[NodeRoom], wanted: RoleWishes) -> RoleDivision:
+    """Gives every process its place. The driver's node comes first.
 
     Raises ValueError, with the arithmetic, for wishes that do not fit.
     """
-    num_gpus = gpus.get(here, 0)
-    ranks = wanted.ranks if wanted.rank_gpus != 0 else 0
-    engines = wanted.engines if wanted.engine_gpus != 0 else 0
-    elsewhere = {node: number for node, number in sorted(gpus.items()) if number and node != here}
-    asks_for_gpus = bool((ranks and wanted.rank_gpus) or (engines and wanted.engine_gpus))
-    # Without a GPU anywhere, whoever does not ask for one runs on the CPU. With GPUs elsewhere, that would
-    # surprise.
-    if not num_gpus and not elsewhere and not asks_for_gpus:
-        ranks = engines = 0
-    if not ranks and not engines:
-        return GpuDivision(here, (RolePlace(),) * wanted.ranks, (RolePlace(),) * wanted.engines)
-    if not num_gpus:
-        found = (
-            ", ".join(f"{number} on node {node}" for node, number in elsewhere.items()) or "none elsewhere"
-        )
-        raise ValueError(
-            "learner.gpus and generators.gpus must be 0 or null where the driver's node has no GPU, and 0 "
-            "where only "
-            "others have (all roles of a run stay on its node), got "
-            f"{wanted.rank_gpus} and {wanted.engine_gpus} with 0 GPUs here and {found}"
-        )
-    if ranks > num_gpus:
-        raise ValueError(
-            f"learner.ranks and placement.critic_ranks must be together at most {num_gpus} (the GPUs of the "
-            "driver's "
-            f"node; NCCL refuses two ranks on one GPU), got {ranks}"
-        )
-    if (wanted.engine_gpus or 0) > 1:
-        members = _place_on_whole_gpus(num_gpus, ranks, engines, round(wanted.engine_gpus or 0))
+    for_ranks = _select_nodes(nodes, wanted.placement.learner, "learner", wanted.ranks)
+    for_engines = _select_nodes(nodes, wanted.placement.generators, "generators", wanted.engines)
+    any_gpu = any(node.num_gpus for node in nodes)
+    ranks_on_gpus = _takes_gpus(for_ranks, wanted.ranks, wanted.rank_gpus, any_gpu, "learner")
+    engines_on_gpus = _takes_gpus(for_engines, wanted.engines, wanted.engine_gpus, any_gpu, "generators")
+    places = _Division(nodes, wanted)
+    places.place_ranks(for_ranks, ranks_on_gpus)
+    if not engines_on_gpus:
+        places.place_engines_on_cpus(for_engines)
+    elif (wanted.engine_gpus or 0) > 1:
+        places.place_engines_on_whole_gpus(for_engines)
     else:
-        members = _place_on_shared_gpus(num_gpus, ranks, engines, wanted)
-    return _make_division(here, members, wanted)
+        places.place_engines_on_shared_gpus(for_engines)
+    return places.finish()
 
 
-Members = dict[tuple[int, ...], tuple[list[int], list[int]]]
-"""GPUs -> numbers of the ranks and of the engines on them."""
-
-
-def _place_on_whole_gpus(num_gpus: int, ranks: int, engines: int, each: int) -> Members:
-    """Places engines of several GPUs each. They share none."""
-    if engines * each > num_gpus - ranks:
+def _select_nodes(
+    nodes: Sequence[NodeRoom], labels: Mapping[str, str], section: str, number: int
+) -> list[NodeRoom]:
+    """Returns the nodes with these labels. Raises ValueError where there is none for `number` processes."""
+    found = [node for node in nodes if node.has_labels(labels)]
+    if number and not found:
+        seen = sorted({f"{key}={value}" for node in nodes for key, value in node.labels.items()})
         raise ValueError(
-            f"generators.count × generators.gpus must be at most {num_gpus - ranks} ({num_gpus} GPUs of the "
-            "driver's node "
-            f"less {ranks} for the learner's ranks: an engine with more than one GPU shares none), got "
-            f"{engines} × {each}"
+            f"placement.{section} must be labels that a node of the cluster has (`ray start "
+            f"--labels=KEY=VALUE`), got {dict(labels)} with {', '.join(seen) or 'no label'} on "
+            f"{len(nodes)} nodes"
         )
-    members: Members = {(rank,): ([rank], []) for rank in range(ranks)}
-    for engine in range(engines):
-        first = ranks + engine * each
-        members[tuple(range(first, first + each))] = ([], [engine])
-    return members
+    return found
 
 
-def _place_on_shared_gpus(num_gpus: int, ranks: int, engines: int, wanted: RoleWishes) -> Members:
-    """Places engines of at most one GPU: each where the fewest are. A GPU with a rank comes last, unless the
-    configuration leaves room beside the ranks on purpose."""
-    room = [_count_room(wanted, has_rank=gpu < ranks) if engines else 0 for gpu in range(num_gpus)]
-    if engines > sum(room):
+def _takes_gpus(
+    nodes: Sequence[NodeRoom], number: int, gpus: float | None, any_gpu: bool, section: str
+) -> bool:
+    """Tells whether processes run on GPUs. Without a GPU anywhere, whoever does not ask for one runs on the
+    CPU. Raises ValueError where only nodes that these processes may not use have one."""
+    if not number or gpus == 0:
+        return False
+    if any(node.num_gpus for node in nodes):
+        return True
+    if any_gpu or gpus:
+        elsewhere = "others have some" if any_gpu else "no node of the cluster has one"
+        raise ValueError(
+            f"{section}.gpus must be 0{'' if any_gpu else ' or null'} where the nodes of "
+            f"placement.{section} have no GPU, got {gpus} ({elsewhere})"
+        )
+    return False
+
+
+Gpu = tuple[NodeRoom, int]
+"""A GPU by its node and its number there."""
+
+
+class _Division:
+    """Places processes one after the other, and keeps what is left of each node."""
+
+    def __init__(self, nodes: Sequence[NodeRoom], wanted: RoleWishes) -> None:
+        self._order, self._wanted = {node.name: number for number, node in enumerate(nodes)}, wanted
+        self._free_cpus = {node.name: node.num_cpus for node in nodes}
+        self._num_engines = dict.fromkeys(self._free_cpus, 0)
+        self._ranks: list[RolePlace] = []
+        self._engines: list[RolePlace] = []
+        self._members: dict[Bundle, tuple[list[int], list[int]]] = {}
+        """GPUs -> numbers of the ranks and of the engines on them."""
+
+    # ---- ranks
+
+    def place_ranks(self, nodes: Sequence[NodeRoom], on_gpus: bool) -> None:
+        """Places all ranks on one node where one has room for them, else on as few as can be."""
+        left = self._wanted.ranks
+        room = {
+            node.name: min(self._free_cpus[node.name], node.num_gpus if on_gpus else node.num_cpus)
+            for node in nodes
+        }
+        if left > sum(room.values()):
+            raise ValueError(_describe_lack_for_ranks(self._wanted, nodes, sum(room.values()), on_gpus))
+        whole = [node for node in nodes if room[node.name] >= left]
+        for node in whole or sorted(nodes, key=lambda one: -room[one.name]):
+            for number in range(min(left, room[node.name])):
+                gpus = (number,) if on_gpus else ()
+                if on_gpus:
+                    self._members[(node.name, gpus)] = ([len(self._ranks)], [])
+                self._ranks.append(RolePlace(node.name, gpus))
+                self._free_cpus[node.name] -= 1
+                left -= 1
+
+    # ---- engines
+
+    def place_engines_on_cpus(self, nodes: Sequence[NodeRoom]) -> None:
+        self._check_cpus(nodes)
+        for _ in range(self._wanted.engines):
+            free = [node for node in nodes if self._free_cpus[node.name]]
+            self._add_engine(min(free, key=self._prefer_node), ())
+
+    def place_engines_on_whole_gpus(self, nodes: Sequence[NodeRoom]) -> None:
+        """Places engines of several GPUs each. They share none."""
+        wanted, each = self._wanted, round(self._wanted.engine_gpus or 0)
+        free = {node.name: self._list_gpus_without_rank(node) for node in nodes}
+        if wanted.engines > sum(len(gpus) // each for gpus in free.values()):
+            most = sum(len(gpus) // each * each for gpus in free.values())
+            raise ValueError(
+                f"generators.count × generators.gpus must be at most {most} (the GPUs of nodes that may hold "
+                f"engines, in parts of {each} on one node, less {len(self._members)} for the ranks: "
+                "an engine with more than one GPU shares none), got "
+                f"{_count_engines(wanted)} × {each}"
+            )
+        self._check_cpus(nodes)
+        for _ in range(wanted.engines):
+            able = [one for one in nodes if len(free[one.name]) >= each and self._free_cpus[one.name]]
+            if not able:
+                raise ValueError(_describe_lack_of_cpus(wanted, nodes, len(self._engines)))
+            node = min(able, key=self._prefer_node)
+            gpus, free[node.name] = tuple(free[node.name][:each]), free[node.name][each:]
+            self._add_engine(node, gpus)
+
+    def place_engines_on_shared_gpus(self, nodes: Sequence[NodeRoom]) -> None:
+        """Places engines of at most one GPU: each where the fewest are. A GPU with a rank comes last, unless
+        the configuration leaves room beside the ranks on purpose."""
+        wanted = self._wanted
+        gpus: list[Gpu] = [(node, number) for node in nodes for number in range(node.num_gpus)]
         beside, alone = _count_room(wanted, has_rank=True), _count_room(wanted, has_rank=False)
-        raise ValueError(
-            f"generators.count must be at most {sum(room)} = {ranks} × {beside} (GPUs with a rank of the "
-            "learner, each "
-            f"with room for {beside} engines) + {num_gpus - ranks} × {alone} (GPUs without), got {engines}: "
-            f"{_describe_rule(wanted)}"
-        )
-    leaves_room = (wanted.rank_gpus or 1) < 1
-    held: list[list[int]] = [[] for _ in range(num_gpus)]
+        num_beside = sum(self._has_rank(gpu) for gpu in gpus)
+        most = num_beside * beside + (len(gpus) - num_beside) * alone
+        if wanted.engines > most:
+            raise ValueError(
+                f"generators.count must be at most {most} = {num_beside} × {beside} (GPUs with a rank of the "
+                f"learner, each with room for {beside} engines) + {len(gpus) - num_beside} × {alone} (GPUs "
+                f"without), got {_count_engines(wanted)}: {_describe_rule(wanted)}"
+            )
+        self._check_cpus(nodes)
+        leaves_room = (wanted.rank_gpus or 1) < 1
+        held = [0] * len(gpus)
 
-    def measure_burden(gpu: int) -> tuple[bool, int, bool]:
-        has_rank = gpu < ranks
-        return has_rank and not leaves_room, has_rank + len(held[gpu]), has_rank
+        def measure_burden(number: int) -> tuple[bool, int, bool, tuple[int, int], int]:
+            node, gpu = gpus[number]
+            has_rank = self._has_rank(gpus[number])
+            return (
+                has_rank and not leaves_room,
+                has_rank + held[number],
+                has_rank,
+                self._prefer_node(node),
+                gpu,
+            )
 
-    for engine in range(engines):
-        free = [gpu for gpu in range(num_gpus) if len(held[gpu]) < room[gpu]]
-        held[min(free, key=measure_burden)].append(engine)
-    return {
-        (gpu,): ([gpu] if gpu < ranks else [], held[gpu])
-        for gpu in range(num_gpus)
-        if gpu < ranks or held[gpu]
-    }
+        for _ in range(wanted.engines):
+            free = [
+                number
+                for number, gpu in enumerate(gpus)
+                if held[number] < (beside if self._has_rank(gpu) else alone) and self._free_cpus[gpu[0].name]
+            ]
+            if not free:
+                raise ValueError(_describe_lack_of_cpus(wanted, nodes, len(self._engines)))
+            best = min(free, key=measure_burden)
+            held[best] += 1
+            self._add_engine(gpus[best][0], (gpus[best][1],))
+
+    def _add_engine(self, node: NodeRoom, gpus: tuple[int, ...]) -> None:
+        if gpus:
+            self._members.setdefault((node.name, gpus), ([], []))[1].append(len(self._engines))
+        self._engines.append(RolePlace(node.name, gpus))
+        self._free_cpus[node.name] -= 1
+        self._num_engines[node.name] += 1
+
+    def _prefer_node(self, node: NodeRoom) -> tuple[int, int]:
+        """Orders nodes that are equal otherwise: the least comes first."""
+        spreads = self._wanted.placement.strategy is PlacementStrategy.spread
+        return (self._num_engines[node.name] if spreads else 0, self._order[node.name])
+
+    def _has_rank(self, gpu: Gpu) -> bool:
+        return bool(self._members.get((gpu[0].name, (gpu[1],)), ([], []))[0])
+
+    def _list_gpus_without_rank(self, node: NodeRoom) -> list[int]:
+        return [number for number in range(node.num_gpus) if not self._has_rank((node, number))]
+
+    def _check_cpus(self, nodes: Sequence[NodeRoom]) -> None:
+        """Raises ValueError where nodes have fewer processors than processes: Ray would leave the others
+        waiting for ever."""
+        if self._wanted.engines > (free := sum(self._free_cpus[node.name] for node in nodes)):
+            raise ValueError(_describe_lack_of_cpus(self._wanted, nodes, free))
+
+    # ---- shares
+
+    def finish(self) -> RoleDivision:
+        """Divides each GPU between those on it."""
+        ranks, engines, wanted = self._ranks, self._engines, self._wanted
+        for (_, gpus), (some_ranks, some_engines) in self._members.items():
+            num_ranks, num_engines = len(some_ranks), len(some_engines)
+            is_alone = num_ranks + num_engines == 1
+            memory = [wanted.rank_memory] * num_ranks + [wanted.engine_memory] * num_engines
+            engine_share = wanted.engine_gpus if len(gpus) == 1 else 1.0
+            shares = _fill_shares([wanted.rank_gpus] * num_ranks + [engine_share] * num_engines, 1.0)
+            own = RANK_MEMORY if some_ranks else ENGINE_MEMORY
+            memories = _fill_shares(memory, own if is_alone else SHARED_MEMORY)
+            both = list(zip(shares, memories, strict=True))
+            for rank, (share, part) in zip(some_ranks, both, strict=False):
+                ranks[rank] = replace(ranks[rank], share=share, memory=part, is_shared=not is_alone)
+            for engine, (share, part) in zip(some_engines, both[num_ranks:], strict=True):
+                engines[engine] = replace(
+                    engines[engine], share=share, memory=part, is_shared=not is_alone,
+                    beside_rank=num_ranks > 0,
+                )  # fmt: skip
+        # All ranks need the same memory, so the tightest place decides for all.
+        tightest = min((place.memory for place in ranks if place.memory is not None), default=None)
+        limited = tuple(replace(place, memory=tightest) for place in ranks)
+        return RoleDivision(limited, tuple(engines), wanted.evaluators)
 
 
 def _count_room(wanted: RoleWishes, *, has_rank: bool) -> int:
@@ -219,6 +395,52 @@ def _or_least(share: float | None) -> float:
     return LEAST_GPU_SHARE if share is None else share
 
 
+def _fill_shares(shares: Sequence[float | None], total: float) -> list[float]:
+    """Returns the shares, rounded down, with an even part of what is left of `total` for each None."""
+    said = [share for share in shares if share is not None]
+    even = (total - sum(said)) / max(1, len(shares) - len(said))
+    return [_round_down(max(LEAST_GPU_SHARE, even) if share is None else share) for share in shares]
+
+
+def _round_down(share: float) -> float:
+    """Rounds as Ray counts, and never up: many shares that are rounded up together no longer fit."""
+    return math.floor(share * RESOLUTION + 1e-6) / RESOLUTION
+
+
+# ---- what does not fit
+
+
+def _describe_lack_for_ranks(wanted: RoleWishes, nodes: Sequence[NodeRoom], most: int, on_gpus: bool) -> str:
+    kind = "GPUs" if on_gpus else "CPUs"
+    reason = "NCCL refuses two ranks on one GPU" if on_gpus else "of which each rank takes one"
+    return (
+        f"learner.ranks and placement.critic_ranks must be together at most {most} (the {kind} of "
+        f"{_count_nodes(nodes)} that may hold ranks; {reason}), got {wanted.ranks}"
+    )
+
+
+def _describe_lack_of_cpus(wanted: RoleWishes, nodes: Sequence[NodeRoom], most: int) -> str:
+    beside = f" beside {wanted.ranks} of the learner" if wanted.ranks else ""
+    return (
+        f"generators.count and eval.generators must be together at most {most} (the CPUs for "
+        f"engines{beside} of {_count_nodes(nodes)} in the Ray cluster, of which each takes one), got "
+        f"{wanted.engines}"
+    )
+
+
+def _count_nodes(nodes: Sequence[NodeRoom]) -> str:
+    return "the node" if len(nodes) == 1 else f"the {len(nodes)} nodes"
+
+
+def _count_engines(wanted: RoleWishes) -> str:
+    """Returns the number of engines, and says how many of them evaluate alone."""
+    return (
+        f"{wanted.engines} with eval.generators={wanted.evaluators}"
+        if wanted.evaluators
+        else str(wanted.engines)
+    )
+
+
 def _describe_rule(wanted: RoleWishes) -> str:
     """States the rule that an engine did not satisfy, with its values."""
     shares = {
@@ -232,38 +454,3 @@ def _describe_rule(wanted: RoleWishes) -> str:
         for name, share in shares.items()
     )
     return f"shares of a GPU, and of its memory, add up to at most 1 where {values}"
-
-
-def _make_division(node: str, members: Members, wanted: RoleWishes) -> GpuDivision:
-    ranks, engines = [RolePlace()] * wanted.ranks, [RolePlace()] * wanted.engines
-    for gpus, (some_ranks, some_engines) in members.items():
-        num_ranks, num_engines = len(some_ranks), len(some_engines)
-        is_alone = num_ranks + num_engines == 1
-        memory = [wanted.rank_memory] * num_ranks + [wanted.engine_memory] * num_engines
-        share = [wanted.rank_gpus] * num_ranks + [wanted.engine_gpus if len(gpus) == 1 else 1.0] * num_engines
-        shares = _fill_shares(share, 1.0)
-        memories = _fill_shares(
-            memory, (RANK_MEMORY if some_ranks else ENGINE_MEMORY) if is_alone else SHARED_MEMORY
-        )
-        places = [
-            RolePlace(gpus, *both, is_shared=not is_alone) for both in zip(shares, memories, strict=True)
-        ]
-        for rank in some_ranks:
-            ranks[rank] = places[0]
-        for engine, place in zip(some_engines, places[num_ranks:], strict=True):
-            engines[engine] = replace(place, beside_rank=num_ranks > 0)
-    # All ranks need the same memory, so the tightest place decides for all.
-    tightest = min((place.memory for place in ranks if place.memory is not None), default=None)
-    return GpuDivision(node, tuple(replace(place, memory=tightest) for place in ranks), tuple(engines))
-
-
-def _fill_shares(shares: Sequence[float | None], total: float) -> list[float]:
-    """Returns the shares, rounded down, with an even part of what is left of `total` for each None."""
-    said = [share for share in shares if share is not None]
-    even = (total - sum(said)) / max(1, len(shares) - len(said))
-    return [_round_down(max(LEAST_GPU_SHARE, even) if share is None else share) for share in shares]
-
-
-def _round_down(share: float) -> float:
-    """Rounds as Ray counts, and never up: many shares that are rounded up together no longer fit."""
-    return math.floor(share * RESOLUTION + 1e-6) / RESOLUTION

@@ -1,93 +1,262 @@
-"""Where Ray puts the roles: one reservation for all of them, as `role_placement.py` has divided the GPUs."""
+"""Where Ray puts the roles: one reservation a node for all of them, as `role_placement.py` has divided the
+nodes."""
 
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from configs.schema import Config
 from slipstream.cluster import stage_options
+from slipstream.cluster_nodes import ClusterNode, list_nodes
+from slipstream.node_agents import NodeAgent, NodeAgents
 from slipstream.ray_waits import wait_for_results
 from slipstream.role_failures import RoleFailed
-from slipstream.role_placement import RolePlace, divide_gpus, read_wishes
+from slipstream.role_placement import (
+    Bundle,
+    RoleDivision,
+    RolePlace,
+    RoleWishes,
+    divide_roles,
+    read_wishes,
+)
 from slipstream.roles import BufferRole, GeneratorRole, LearnerRole
 from slipstream.stop_signals import StopSignals
 
 PLACED_S = 60.0
 """Seconds that Ray may take to set aside what a run needs: another run may hold it."""
+GONE_S, LISTENING_S = 15.0, 2.0
+"""Seconds that roles may take to be gone at the end, and after which those that still live are killed."""
+NAMED_S = 3.0
+"""Seconds after which the console says what the roles wait for."""
 
 
 class RolePlaces:
-    """Actor classes of the roles, each bound to the place that the division has given it."""
+    """Starts the roles' actors, each at the place that the division has given it."""
 
-    def __init__(self, config: Config, signals: StopSignals, patience_s: float = PLACED_S) -> None:
+    def __init__(
+        self,
+        config: Config,
+        logs: Path,
+        signals: StopSignals,
+        say: Callable[[str], None] = print,
+        prefix: str = "",
+        patience_s: float = PLACED_S,
+    ) -> None:
         """Sets aside the processors and GPUs of all roles at once: no role can stay pending, and one that
-        starts again finds its place free.
+        starts again finds its place free. `logs` is the folder of the roles' logs on every node; `say` prints
+        a line about what they wait for; `prefix` begins the names of this command's roles.
 
-        Raises ValueError when the configuration asks for more than the node has, RoleFailed when it is not
+        Raises ValueError when the configuration asks for more than the nodes have, RoleFailed when it is not
         free within `patience_s`, and Interrupted.
         """
-        num_gpus, here = count_gpus_by_node(), ray.get_runtime_context().get_node_id()
-        self.division = divide_gpus(num_gpus, here, read_wishes(config))
-        self._has_gpus = num_gpus[here] > 0
-        self._max_restarts = config.generators.max_restarts
-        # Bundles hold whole GPUs: of two bundles with fractions, Ray may put both on one GPU.
-        self._bundles = list(self.division.bundles)
-        bundles = [
-            {"CPU": num_processes} | ({"GPU": len(gpus)} if gpus else {})
-            for gpus, num_processes in self.division.bundles.items()
-        ]
-        on_this_node = [{"ray.io/node-id": here}] * len(bundles)
-        self._group = placement_group(bundles, bundle_label_selector=on_this_node) if bundles else None
-        if self._group is not None and not wait_for_results([self._group.ready()], 1, patience_s, signals):
-            remove_placement_group(self._group)
-            raise RoleFailed(self._describe_missing_place(bundles, patience_s))
-
-    def buffer_class(self) -> Any:
-        here = NodeAffinitySchedulingStrategy(self.division.node, soft=False)
-        return ray.remote(max_concurrency=2, num_cpus=0)(BufferRole).options(scheduling_strategy=here)
-
-    def learner_class(self, rank: int) -> Any:
-        return ray.remote(LearnerRole).options(**self.actor_options("learner", self.division.ranks[rank]))
-
-    def generator_class(self, number: int) -> Any:
-        return ray.remote(GeneratorRole).options(
-            max_restarts=self._max_restarts,
-            max_task_retries=self._max_restarts,
-            **self.actor_options("generator", self.division.engines[number]),
+        self._config, self._logs, self._signals, self.say = config, logs, signals, say
+        self._prefix, self._patience_s = prefix, patience_s
+        nodes = list_nodes() if config.cluster.address is not None else list_nodes()[:1]
+        self.driver_node = nodes[0].name
+        self.division = divide_roles([node.room for node in nodes], read_wishes(config))
+        self._has_gpus = {node.name: node.room.num_gpus > 0 for node in nodes}
+        self._groups: dict[Bundle, tuple[PlacementGroup, int]] = {}
+        """The reservation that holds a bundle, and the bundle's number in it."""
+        self._actors: list[Any] = []
+        """All that were started. Ray ends an actor whose last handle is gone."""
+        self._reserve(self.division)
+        used = {self.driver_node, *self.division.nodes}
+        self.agents = NodeAgents(
+            [node for node in nodes if node.name in used],
+            self.driver_node,
+            signals,
+            own_cluster=config.cluster.address is None,
         )
+
+    def _reserve(self, division: RoleDivision) -> None:
+        """Sets aside the bundles of a division: a reservation for each node, so that the loss of one node
+        touches no other's."""
+        groups: list[PlacementGroup] = []
+        for node in division.nodes:
+            # Bundles hold whole GPUs: of two bundles with fractions, Ray may put both on one GPU.
+            held = {bundle: number for bundle, number in division.bundles.items() if bundle[0] == node}
+            wants = [
+                {"CPU": num_processes} | ({"GPU": len(gpus)} if gpus else {})
+                for (_, gpus), num_processes in held.items()
+            ]
+            group = placement_group(wants, bundle_label_selector=[{"ray.io/node-id": node}] * len(wants))
+            groups.append(group)
+            self._groups |= {bundle: (group, number) for number, bundle in enumerate(held)}
+        ready = [group.ready() for group in groups]
+        if len(wait_for_results(ready, len(ready), min(NAMED_S, self._patience_s), self._signals)) == len(
+            groups
+        ):
+            return
+        self.say(f"{describe_wait(division)} (for {self._patience_s:g} s at most)")
+        left_s = self._patience_s - NAMED_S
+        if len(wait_for_results(ready, len(ready), left_s, self._signals)) < len(groups):
+            for group in groups:
+                remove_placement_group(group)
+            raise RoleFailed(f"{describe_wait(division)}; they must be placed within {self._patience_s:g} s")
+
+    # ---- actors
+
+    def start_buffer(self) -> Any:
+        here = NodeAffinitySchedulingStrategy(self.driver_node, soft=False)
+        buffer = ray.remote(max_concurrency=2, num_cpus=0)(BufferRole).options(scheduling_strategy=here)
+        return self._keep(buffer.remote("buffer", *self._process_arguments(self.driver_node)))
+
+    def start_rank(self, rank: int) -> Any:
+        place = self.division.ranks[rank]
+        learner = ray.remote(LearnerRole).options(**self.actor_options("learner", place))
+        return self._keep(learner.remote(f"learner-{rank}", *self._process_arguments(place.node)))
+
+    def start_generator(self, number: int, name: str) -> Any:
+        place, max_restarts = self.division.engines[number], self._config.generators.max_restarts
+        generator = ray.remote(GeneratorRole).options(
+            max_restarts=max_restarts,
+            max_task_retries=max_restarts,
+            **self.actor_options("generator", place),
+        )
+        return self._keep(generator.remote(name, *self._process_arguments(place.node)))
+
+    def _keep(self, actor: Any) -> Any:
+        self._actors.append(actor)
+        return actor
+
+    def end_roles(self) -> None:
+        """Ends what is left of the roles in a cluster that others have started: the next run finds their GPUs
+        free. Waits for that up to `GONE_S`. Raises Interrupted."""
+        if self._config.cluster.address is None:
+            return
+        known = [ray._private.state.actors(actor._actor_id.hex()) for actor in self._actors]
+        for actor in self._actors:
+            ray.kill(actor)
+        alive = [(found["Address"]["NodeID"], found["Pid"]) for found in known if found["State"] == "ALIVE"]
+        began = time.monotonic()
+        while alive and (waited_s := time.monotonic() - began) < GONE_S:
+            time.sleep(0.1)
+            look = NodeAgent.kill_process if waited_s > LISTENING_S else NodeAgent.is_alive
+            with contextlib.suppress(RoleFailed):
+                alive = [one for one in alive if self.agents.ask(one[0], look, one[1]) is not False]
+        self.agents.sweep()
+
+    def _process_arguments(self, node: str) -> tuple[Path, int | None, bool]:
+        """Returns what a role's process has to know besides its name: see `RoleProcess`."""
+        driver = os.getpid() if node == self.driver_node else None
+        return self._logs, driver, self._config.cluster.address is None
 
     def actor_options(self, stage: str, place: RolePlace) -> dict[str, Any]:
         """Returns Ray's options for an actor at this place, forked from this stage of the nursery."""
         options = stage_options(stage)
         # Ray hides no GPU from an actor that has asked for none.
-        if self._has_gpus and not place.gpus:
+        if self._has_gpus.get(place.node) and not place.gpus:
             variables = options.get("runtime_env", {}).get("env_vars", {})
             options = {"runtime_env": {"env_vars": variables | {"CUDA_VISIBLE_DEVICES": ""}}}
+        group, number = self._groups[place.bundle]
         return options | {
             "num_cpus": 1,
             "num_gpus": len(place.gpus) * place.share,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=self._bundles.index(place.gpus)
+                group, placement_group_bundle_index=number
             ),
         }
 
-    def _describe_missing_place(self, bundles: list[dict[str, int]], patience_s: float) -> str:
-        """Names the roles, the resources that they wait for, and how much of those is free."""
-        free = ray._private.state.available_resources_per_node().get(self.division.node, {})
-        names = [f"learner-{rank}" for rank in range(len(self.division.ranks))]
-        names += [f"generator-{number}" for number in range(len(self.division.engines))]
-        needs = [(kind, sum(bundle.get(kind, 0) for bundle in bundles)) for kind in ("CPU", "GPU")]
+    # ---- nodes
+
+    def find_node(self, name: str) -> ClusterNode:
+        """Returns the node of a role."""
+        if name == "buffer":
+            return self.agents.nodes[self.driver_node]
+        places = dict(zip(self.division.names, self.division.places, strict=True))
+        return self.agents.nodes[places[name.removeprefix(self._prefix)].node]
+
+    def is_on_driver_node(self, name: str) -> bool:
+        return self.find_node(name).name == self.driver_node
+
+    @property
+    def spans_nodes(self) -> bool:
+        """True when a role is on another node than the driver, and than the buffer with it."""
+        return len(self.agents.nodes) > 1
+
+    def read_log_end(self, name: str) -> str:
+        """Returns the last lines of a role's log, or where to find it."""
+        node = self.find_node(name)
+        try:
+            return self.agents.ask(node.name, NodeAgent.read_log_end, name, self._logs)
+        except RoleFailed as error:
+            return f"{self._logs}/{name}.log on {node}, which cannot be read from here ({error})\n"
+
+    def find_lost_nodes(self) -> list[ClusterNode]:
+        """Returns the nodes of ranks that Ray has given up."""
+        alive = {node.name for node in list_nodes()}
+        of_ranks = dict.fromkeys(place.node for place in self.division.ranks)
+        return [self.agents.nodes[name] for name in of_ranks if name not in alive]
+
+    def replace_lost_ranks(self, given_up: Collection[str] = ()) -> list[str]:
+        """Gives the ranks of lost nodes places on the nodes that are left; the others stay where they are.
+        `given_up`: names of nodes that are lost although Ray still counts on them.
+
+        Returns a line about each rank that moves. Raises RoleFailed where what is left is not enough, and
+        Interrupted.
+        """
+        gone = {node.name for node in self.find_lost_nodes()} | set(given_up)
+        numbers = [rank for rank, place in enumerate(self.division.ranks) if place.node in gone]
+        if not numbers:
+            return []
+        lost = [self.agents.nodes[name] for name in gone]
+        nodes = [node for node in list_nodes() if node.name not in gone]
+        wanted = dataclasses.replace(read_wishes(self._config), ranks=len(numbers), engines=0, evaluators=0)
+        found = self._find_free_places(nodes, wanted, f"{' and '.join(map(str, lost))} is gone")
+        self._reserve(found)
+        ranks = list(self.division.ranks)
+        for number, place in zip(numbers, found.ranks, strict=True):
+            ranks[number] = dataclasses.replace(place, memory=ranks[number].memory)
+        self.division = dataclasses.replace(self.division, ranks=tuple(ranks))
+        new = [node for node in nodes if node.name in found.nodes and node.name not in self.agents.nodes]
+        self._has_gpus |= {node.name: node.room.num_gpus > 0 for node in new}
+        self.agents.add_nodes(new)
+        return [f"learner-{number} moves to {self.find_node(f'learner-{number}')}" for number in numbers]
+
+    def _find_free_places(self, nodes: list[ClusterNode], wanted: RoleWishes, why: str) -> RoleDivision:
+        free = ray._private.state.available_resources_per_node()
+        rooms = [
+            dataclasses.replace(
+                node.room,
+                num_cpus=int(free.get(node.name, {}).get("CPU", 0)),
+                num_gpus=int(free.get(node.name, {}).get("GPU", 0)),
+            )
+            for node in nodes
+        ]
+        try:
+            return divide_roles(rooms, wanted)
+        except ValueError as error:
+            raise RoleFailed(f"{why}, and what is free on the others is not enough: {error}") from None
+
+
+def describe_wait(division: RoleDivision) -> str:
+    """Names the roles, the resources that they wait for, and how much of those is free on each node."""
+    free = ray._private.state.available_resources_per_node()
+    addresses = {node.name: str(node) for node in list_nodes()}
+    parts = []
+    for node in division.nodes:
+        bundles = {bundle: number for bundle, number in division.bundles.items() if bundle[0] == node}
+        needs = {
+            "CPU": sum(bundles.values()),
+            "GPU": sum(len(gpus) for _, gpus in bundles),
+        }
         waits = " and ".join(
-            f"{number} {kind}s ({free.get(kind, 0):g} free)" for kind, number in needs if number
+            f"{number} {kind}s ({_count_free(free, node, kind):g} free)"
+            for kind, number in needs.items()
+            if number
         )
-        return (
-            f"{', '.join(names)} must be placed within {patience_s:g} s, and wait for {waits} on the "
-            "driver's node "
-            f"{self.division.node}: something else in the Ray cluster holds what is not free"
-        )
+        names = ", ".join(name for name, _ in division.list_roles(node))
+        parts.append(f"{names} wait for {waits} on node {addresses.get(node, node)}")
+    return f"{'; '.join(parts)}: something else in the Ray cluster holds what is not free"
 
 
-def count_gpus_by_node() -> dict[str, int]:
-    return {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}
+def _count_free(free: Mapping[str, Mapping[str, float]], node: str, kind: str) -> float:
+    return free.get(node, {}).get(kind, 0)

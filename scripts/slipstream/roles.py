@@ -15,6 +15,7 @@ from buffers import messages as m
 from buffers.client import BufferClient
 from buffers.heartbeat import HeartbeatThread
 from buffers.keys import KeyRole
+from buffers.parcels import PARCELS
 from configs.load import to_yaml
 from configs.schema import Config
 from learners.memory import explain_shortage
@@ -37,23 +38,26 @@ LEAVING_S = 0.5
 class RoleProcess:
     """The start of every role's process. The constructor runs before anything else there."""
 
-    def __init__(self, name: str, logs: Path, driver_pid: int, own_cluster: bool) -> None:
-        """Set `own_cluster` when the driver has started the Ray cluster, so that the cluster ends with it."""
+    def __init__(self, name: str, logs: Path, driver_pid: int | None, own_cluster: bool) -> None:
+        """`driver_pid` is None on another node than the driver's: the role ends with its node's raylet there,
+        which ends it when the driver has ended.
+
+        Set `own_cluster` when the driver has started the Ray cluster, so that the cluster ends with it."""
         raylet = psutil.Process(int(os.environ["RAY_RAYLET_PID"]))
-        end_with_driver(driver_pid, raylet if own_cluster else None)
+        end_with_process(raylet.pid if driver_pid is None else driver_pid, raylet if own_cluster else None)
         log_into_file(logs / f"{name}.log")
 
     def get_pid(self) -> int:
         return os.getpid()
 
 
-def end_with_driver(driver_pid: int, raylet: psutil.Process | None) -> None:
-    """Ends this process as soon as the driver (on this host) has ended, however it ended.
+def end_with_process(pid: int, raylet: psutil.Process | None) -> None:
+    """Ends this process as soon as another of this host has ended: the driver, or the raylet far from it.
 
     With it end the raylet that the driver has started, and all its children: Ray's agents outlive a killed
     driver for long.
     """
-    driver = os.pidfd_open(driver_pid)
+    watched = os.pidfd_open(pid)
 
     def wait_for_end() -> None:
         others: list[psutil.Process] = []
@@ -62,7 +66,7 @@ def end_with_driver(driver_pid: int, raylet: psutil.Process | None) -> None:
         while not ended:
             with contextlib.suppress(psutil.NoSuchProcess):
                 others = others if raylet is None else [raylet, *raylet.children()]
-            ended = bool(select.select([driver], [], [], REFRESH_S)[0])
+            ended = bool(select.select([watched], [], [], REFRESH_S)[0])
         leave_all_folders()
         time.sleep(LEAVING_S)
         for process in others:
@@ -88,11 +92,18 @@ def send_heartbeats(client: BufferClient, name: str) -> Iterator[HeartbeatThread
 
 
 class BufferRole(RoleProcess):
-    def start(self, config: Config, folder: Path, resume_step: int | None) -> str:
-        """Binds the buffer; returns its address."""
+    def start(self, config: Config, folder: Path, resume_step: int | None, address: str) -> str:
+        """Binds the buffer of the run in `folder`, at this address; returns it with its port."""
         from buffers.server import BufferServer
 
-        self.server = BufferServer(config, folder, config_text=to_yaml(config), resume_step=resume_step)
+        self.server = BufferServer(
+            config,
+            folder / "journal",
+            address=address,
+            config_text=to_yaml(config),
+            parcels=folder / PARCELS,
+            resume_step=resume_step,
+        )
         return self.server.address
 
     def run(self) -> None:
@@ -104,12 +115,16 @@ class BufferRole(RoleProcess):
 
 
 class GeneratorRole(RoleProcess):
-    def run(self, address: str, name: str, seed: int, keys: str | None, place: RolePlace) -> None:
+    def run(
+        self, address: str, name: str, seed: int, keys: str | None, place: RolePlace, evaluates: bool
+    ) -> None:
         from generators.joining import join_run
 
         with die_of_device_error(), log_what_ends_role(), explain_engine_shortage():
             # An attribute, because the destructor of an engine computes for two seconds.
-            self.generator = join_run(address, name, seed, keys, place.memory, place.is_shared)
+            self.generator = join_run(
+                address, name, seed, keys, place.memory, place.is_shared, evaluates=evaluates
+            )
             self.generator.run()
 
 
@@ -124,11 +139,19 @@ class LearnerRole(RoleProcess):
         """
         try:
             with log_what_ends_role():
-                client = BufferClient(address, keys=config.buffer.keys, role=KeyRole.learner)
+                # A buffer that has died is started again: nothing is lost by waiting for it.
+                patience_s = config.buffer.reconnect_s
+                client = BufferClient(
+                    address, timeout_s=patience_s, keys=config.buffer.keys, role=KeyRole.learner
+                )
                 with send_heartbeats(client.open_another(), f"learner-{rank}") as heart:
                     # After the first heartbeat: importing torch takes seconds.
+                    from generators.run_files import bring_model
+                    from learners.rank_hosts import reads_weights
                     from learners.startup import start_learner
 
+                    if not reads_weights(config, rank):
+                        bring_model(config, client, partial(_say_loading, heart))
                     with explain_shortage(config):
                         start_learner(
                             config, folder, client, rank, rendezvous, resume_step, say=heart.set_activity
@@ -136,3 +159,8 @@ class LearnerRole(RoleProcess):
         except Exception as error:
             return describe_failure(error)
         return None
+
+
+def _say_loading(heart: HeartbeatThread, activity: str, moved: bool) -> None:
+    """Says what a rank does before it loads the model."""
+    heart.set_activity(f"loading: {activity}", moved)

@@ -1,4 +1,4 @@
-"""The files that a run leaves behind: `summary.json`, rewritten at every step, and TensorBoard's event files.
+"""The record that a run leaves behind: `summary.json`, rewritten at every step, and what its trackers show.
 
 Definitions: `wall_s` is the driver's time; rates divide by the seconds since version 0 was published;
 `reward.first` and `reward.last` are means over the first and the last (up to) five steps; `idle.learner` is
@@ -6,58 +6,81 @@ the share of its life that the learner waited for batches, `idle.generators` the
 together, in which engines had nothing to do. `weights`: docs/weights.md.
 """
 
-import contextlib
 import json
-import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from buffers import messages as m
 from buffers.files import replace_file
-from buffers.run_status import EvaluationRecord, RunStatus
-from configs.disk import disk_full, is_disk_full
+from buffers.role_registry import SILENT_S
+from buffers.run_status import RunStatus, SourceReport
+from configs.disk import DiskFull
 from configs.schema import Config
+from slipstream.evaluation_report import Entry, list_metrics, make_entry, sort_entries, upgrade_entry
+from slipstream.stop_signals import StopSignals
+from slipstream.tracking.trackers import Trackers
 
 NUM_AVERAGED = 5
-EVENT_BYTES = 1 << 16
-"""Bytes that TensorBoard writes from one flush to the next, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class LagAccount:
+    """How far a generator was behind the newest version."""
+
+    num_steps: int = 0
+    total: int = 0
+    """Sum over the steps, in versions."""
+    most: int = 0
+
+    def add_step(self, lag: int) -> "LagAccount":
+        return LagAccount(self.num_steps + 1, self.total + lag, max(self.most, lag))
 
 
 class RunRecord:
-    """Writes `summary.json` and TensorBoard's files into one run's folder.
+    """Writes `summary.json` into one run's folder, and hands what it records to the trackers.
 
-    Call `record_news` with all news as they come, and `close` with how the run ended. Both raise DiskFull.
+    Call `start_trackers` once, `record_news` with all news as they come, `close` with how the run ended, and
+    `close_trackers` when nothing more is written. `record_news` and `close` raise DiskFull.
     """
 
-    def __init__(self, config: Config, folder: Path, resume_step: int | None) -> None:
+    def __init__(
+        self, config: Config, folder: Path, resume_step: int | None, say: Callable[[str], None] = print
+    ) -> None:
+        """`say` is called with a line for the user."""
         self._config, self._folder, self._first_step = config, folder, resume_step or 0
         self._began = time.monotonic()
         self._command_began = psutil.Process().create_time()
         self._start_s: dict[str, float] = {}
-        self._writer: EventFileWriter | None = None
         self._rewards: dict[int, float] = {}
         """Mean reward by step."""
         self._publish_s: list[float] = []
-        self._lags: dict[str, list[int]] = {}
-        """Generator -> versions that it was behind at each recorded step, as far as it had reported."""
-        self._purge_step, self._num_restarts = self._first_step, 0
+        self._lags: dict[str, LagAccount] = {}
+        """By generator, over the recorded steps at which it was heard of."""
+        self._num_restarts = self._num_buffer_restarts = 0
         self._status: RunStatus | None = None
         self._before = self._read_before() if resume_step is not None else {}
-        self._evaluations: dict[int, dict[str, Any]] = {
-            one["version"]: one
-            for one in self._before.get("evaluations", [])
+        self._evaluations: dict[tuple[str, int], Entry] = {
+            (one["set"], one["version"]): one
+            for one in map(upgrade_entry, self._before.get("evaluations", []))
             if one["version"] < self._first_step
         }
-        """Summary entries by version, of all lives of the run."""
+        """Summary entries by set and version, of all lives of the run."""
+        self.last_evaluation = 0
+        """Number of the newest evaluation record."""
         self.num_steps = 0
         """Number of step records so far."""
+        self._trackers = Trackers(
+            config, folder, self._first_step, say, before=self._before.get("trackers", {})
+        )
+
+    def start_trackers(self) -> None:
+        self._trackers.start()
 
     def note_milestone(self, what: str) -> None:
         """Notes the time at which this part of the start was done."""
@@ -67,12 +90,13 @@ class RunRecord:
     def start_s(self) -> dict[str, float]:
         """Seconds from the command until each part of the run had started. Parts start side by side."""
         reached = {} if self._status is None else self._status.milestones
-        return self._start_s | {what: round(at - self._command_began, 3) for what, at in reached.items()}
+        new = {what: at for what, at in reached.items() if what not in self._start_s}
+        return self._start_s | {what: round(at - self._command_began, 3) for what, at in new.items()}
 
     @property
-    def evaluations(self) -> list[dict[str, Any]]:
+    def evaluations(self) -> list[Entry]:
         """All evaluations so far as in the summary, in the order of their versions."""
-        return [self._evaluations[version] for version in sorted(self._evaluations)]
+        return sort_entries(self._evaluations.values())
 
     def _read_before(self) -> dict[str, Any]:
         path = self._folder / "summary.json"
@@ -84,68 +108,55 @@ class RunRecord:
             self.num_steps += 1
             if (reward := record.metrics.get("reward/mean")) is not None:
                 self._rewards[record.step] = reward
-            self._log_metrics(record.step, record.metrics | {"time/seconds": record.time})
+            metrics = record.metrics | {"time/seconds": record.time}
+            if record is news.records[-1]:
+                metrics |= list_status_metrics(news.status)
+            self._trackers.log_metrics(record.step, metrics)
+            self._trackers.log_samples(record.step, record.samples)
         for evaluation in news.evaluations:
-            if evaluation.version not in self._evaluations:
-                self._evaluations[evaluation.version] = summarize_evaluation(evaluation)
-                self._log_metrics(evaluation.version, {"eval/reward": evaluation.reward})
+            self.last_evaluation = max(self.last_evaluation, evaluation.number)
+            entry = make_entry(evaluation)
+            if (entry["set"], entry["version"]) not in self._evaluations:
+                self._evaluations[entry["set"], entry["version"]] = entry
+                self._trackers.log_metrics(entry["version"], list_metrics(entry), is_evaluation=True)
         self._publish_s += [
             seconds
             for record in news.records
             if (seconds := record.metrics.get("weights/publish_s")) is not None
         ]
         if news.records:
-            for name, report in news.status.generators.items():
-                if report.version >= 0:
-                    self._lags.setdefault(name, []).append(max(0, news.status.version - report.version))
-            self._log_metrics(news.records[-1].step, list_status_metrics(news.status))
+            for name, lag in measure_lags(news.status).items():
+                self._lags[name] = self._lags.get(name, LagAccount()).add_step(lag)
             # Before the summary: a driver that is killed has recorded every step that its summary knows.
-            with self._name_full_disk():
-                self._writer.flush()  # type: ignore[union-attr]
+            self._trackers.flush_files()
             self._write_summary("running")
 
     def rewind_to_step(self, step: int) -> None:
         """Voids the records of steps from `step` on: the learner was lost, and trains them again."""
         self._num_restarts += 1
         self._rewards = {trained: reward for trained, reward in self._rewards.items() if trained < step}
-        self._evaluations = {version: one for version, one in self._evaluations.items() if version < step}
-        self._close_writer()
-        self._purge_step = step
+        self._evaluations = {key: one for key, one in self._evaluations.items() if key[1] < step}
+        self._trackers.rewind_to_step(step)
+
+    def note_buffer_restart(self) -> None:
+        """Keeps the milestones of the start: another life of the buffer has its own."""
+        self._num_buffer_restarts += 1
+        self._start_s = self.start_s
 
     def close(self, status: str) -> None:
         try:
             if self._status is not None:
                 self._write_summary(status)
         finally:
-            self._close_writer()
+            self._trackers.close_files()
 
-    def _close_writer(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            with self._name_full_disk():
-                writer.close()
-
-    @contextlib.contextmanager
-    def _name_full_disk(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if is_disk_full(error):
-                raise disk_full(self._folder / "tensorboard", EVENT_BYTES) from error
-            raise
-
-    def _log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        if self._writer is None:
-            with self._name_full_disk():
-                self._writer = EventFileWriter(str(self._folder / "tensorboard"), flush_secs=10)
-            # Readers drop the events that older files have of this step and later ones.
-            if self._purge_step is not None:
-                start = SessionLog(status=SessionLog.START)
-                self._writer.add_event(Event(wall_time=time.time(), step=self._purge_step, session_log=start))
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        # An error of the writer's own thread is raised here.
-        with self._name_full_disk():
-            self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+    def close_trackers(self, status: str, signals: StopSignals) -> list[str]:
+        """Lets the trackers flush, for a bounded time. Returns a line for each that lacks something."""
+        self._trackers.finish(status, signals)
+        if self._status is not None and self._config.tracking.trackers:
+            with suppress(DiskFull):  # `close` has named it
+                self._write_summary(status)
+        return self._trackers.describe_losses()
 
     def _write_summary(self, status: str) -> None:
         assert self._status is not None
@@ -153,7 +164,6 @@ class RunRecord:
         replace_file(self._folder / "summary.json", summary.encode(), sync=False)
 
     def make_summary(self, news: RunStatus, status: str) -> dict[str, Any]:
-        rewards = list(self._rewards.values())
         tokens, groups = news.tokens, news.groups
         seconds = max(news.elapsed_s, 1e-9)
         return {
@@ -163,13 +173,16 @@ class RunRecord:
             "version": news.version,
             "wall_s": round(time.monotonic() - self._began + self._before.get("wall_s", 0.0), 3),
             "start_s": self.start_s,
-            "restarts": {"learner": self._before.get("restarts", {}).get("learner", 0) + self._num_restarts},
+            "restarts": {
+                "learner": self._before.get("restarts", {}).get("learner", 0) + self._num_restarts,
+                "buffer": self._before.get("restarts", {}).get("buffer", 0) + self._num_buffer_restarts,
+            },
             "reward": {
-                "first": self._before.get("reward", {}).get("first")
-                or average_or_none(rewards[:NUM_AVERAGED]),
-                "last": average_or_none(rewards[-NUM_AVERAGED:]),
+                "first": self._average_first_rewards(),
+                "last": average_or_none(self._list_rewards()[-NUM_AVERAGED:]),
             },
             "evaluations": self.evaluations,
+            "skipped_evaluations": self._before.get("skipped_evaluations", 0) + news.skipped_evaluations,
             "tokens": {
                 "generated": tokens.total,
                 "trained": tokens.trained,
@@ -184,6 +197,7 @@ class RunRecord:
                 "in_flight": groups.in_flight,
                 "trained_twice": news.trained_twice,
             },
+            "data": {name: summarize_source(report) for name, report in news.sources.items()},
             "staleness": self._summarize_staleness(news),
             "throughput": {
                 "generated_tokens_per_s": tokens.total / seconds,
@@ -192,7 +206,19 @@ class RunRecord:
             },
             "idle": {"learner": news.learner_idle_share, "generators": news.generator_idle_share},
             "weights": self._summarize_weights(news),
+            "trackers": self._trackers.describe_each(),
         }
+
+    def _average_first_rewards(self) -> float | None:
+        """Returns the mean over the run's first steps: those that earlier lives have recorded, then those of
+        this life."""
+        known = self._before.get("reward", {}).get("first")
+        num_known = 0 if known is None else min(self._before.get("steps", NUM_AVERAGED), NUM_AVERAGED)
+        new = self._list_rewards(from_step=num_known)
+        return average_or_none([known] * num_known + new[: NUM_AVERAGED - num_known])
+
+    def _list_rewards(self, from_step: int = 0) -> list[float]:
+        return [reward for step, reward in sorted(self._rewards.items()) if step >= from_step]
 
     def _summarize_staleness(self, news: RunStatus) -> dict[str, Any]:
         count = sum(news.staleness_histogram.values())
@@ -216,27 +242,25 @@ class RunRecord:
             "pause_s_mean": news.pause_s_mean,
             "publish_s_mean": average_or_none(self._publish_s),
             "lag": {
-                name: {"mean": average_or_none(lags), "max": max(lags)} for name, lags in self._lags.items()
+                name: {"mean": lags.total / lags.num_steps, "max": lags.most}
+                for name, lags in self._lags.items()
             },
             "digest_checks": news.digest_checks,
             "digest_mismatches": news.digest_mismatches,
         }
 
 
-def summarize_evaluation(evaluation: EvaluationRecord) -> dict[str, Any]:
-    """Returns an evaluation with the 95 % interval of its mean (normal approximation)."""
-    arm = 1.96 * evaluation.std / math.sqrt(evaluation.num_prompts)
-    interval = [round(evaluation.reward - arm, 4), round(evaluation.reward + arm, 4)]
+def summarize_source(report: SourceReport) -> dict[str, Any]:
+    """Returns the account of a source of prompts."""
     return {
-        "version": evaluation.version,
-        "reward": round(evaluation.reward, 4),
-        "n": evaluation.num_prompts,
-        "ci95": interval,
+        "groups": {"leased": report.leased, "trained": report.trained, "rejected": report.rejected},
+        "reward": report.reward_mean,
+        "epochs": report.epochs,
     }
 
 
 def list_status_metrics(status: RunStatus) -> dict[str, float]:
-    """Lists the buffer's side of a step, for TensorBoard."""
+    """Lists the buffer's side of a step, for the trackers."""
     seconds = max(status.elapsed_s, 1e-9)
     metrics = {
         "throughput/generated_tokens_per_s": status.tokens.total / seconds,
@@ -255,18 +279,29 @@ def list_status_metrics(status: RunStatus) -> dict[str, float]:
         "ledger/masked": status.tokens.masked,
         "ledger/in_flight": status.tokens.in_flight,
     }
+    for name, report in status.sources.items():
+        figures = {"groups": report.leased, "reward_mean": report.reward_mean, "epoch": report.epochs}
+        metrics |= {f"data/{name}/{key}": value for key, value in figures.items() if value is not None}
+    metrics |= {f"curriculum/{name}": value for name, value in status.curriculum.items()}
     metrics |= {f"ledger/rejected_{reason}": count for reason, count in status.tokens.rejected.items()}
     metrics["scoring/abandoned"] = status.abandoned_scores
     metrics["episode/discarded_tokens"] = status.discarded_tokens
     metrics |= {
         f"refused/{reason.replace(' ', '_')}": count for reason, count in status.refused_requests.items()
     }
-    metrics |= {
-        f"weights/lag_{name}": max(0, status.version - report.version)
-        for name, report in status.generators.items()
-        if report.version >= 0
-    }
+    metrics |= {f"weights/lag_{name}": lag for name, lag in measure_lags(status).items()}
     return {name: float(value) for name, value in metrics.items()}
+
+
+def measure_lags(status: RunStatus) -> dict[str, int]:
+    """Returns how many versions each generator is behind the newest. One that has left, that is not heard of,
+    that evaluates alone or that has no weights yet has no lag."""
+    heard = {name for name, role in status.roles.items() if role.last_heard_s <= SILENT_S}
+    return {
+        name: max(0, status.version - report.version)
+        for name, report in status.generators.items()
+        if report.version >= 0 and name in heard and name not in status.evaluators
+    }
 
 
 def compute_gb_per_s(status: RunStatus) -> float:

@@ -5,14 +5,20 @@ A signal handler that raises can strike anywhere: inside Ray's compiled code, wh
 signal. `Interrupted` is raised at safe points alone: where the main thread calls `raise_if_hurried`, and
 inside a `with interruptible():` block, which holds waits that know how to be interrupted (sockets, sleeps,
 pure Python) and no call of Ray.
+
+Schedulers end a job by a SIGTERM to all of its processes, and those that have started the driver hand theirs
+on to it. So a SIGTERM that follows one within a moment is the same request.
 """
 
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ECHO_S = 2.0
+"""Seconds in which several SIGTERMs are one request."""
 KILLED = 130
 """Exit status of a command that a signal has ended."""
 
@@ -25,9 +31,14 @@ class Interrupted(BaseException):
 class StopSignals:
     """Notes requests to stop, and raises `Interrupted` once for the second of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._terminated_at: float | None = None
+        """When the last SIGTERM came."""
         self.received: str | None = None
         """Name of the first signal; None before it."""
+        self.was_hurried = False
+        """True once there was a second signal."""
         self._is_hurried = False
         """True from the second signal until `Interrupted` has been raised at a safe point."""
         self._may_raise = False
@@ -42,13 +53,22 @@ class StopSignals:
             signal.signal(number, signal.SIG_IGN)
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            before, self._terminated_at = self._terminated_at, self._clock()
+            if before is not None and self._terminated_at - before < ECHO_S:
+                return
         if self.received is None:
             self.received = signal.Signals(number).name
             return
         self.ignore_further_signals()
-        self._is_hurried = True
+        self._is_hurried = self.was_hurried = True
         if self._may_raise:
             # Still hurried: a destructor that the signal happened to meet would swallow the exception.
+            raise Interrupted
+
+    def raise_if_received(self) -> None:
+        """Raises Interrupted when a signal has come: for work that ends at once, before the run begins."""
+        if self.received is not None:
             raise Interrupted
 
     def raise_if_hurried(self) -> None:

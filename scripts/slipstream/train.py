@@ -11,9 +11,9 @@
 
 Ray starts the processes, divides the GPUs and restarts generators that die; trajectories, weights and control
 go over ZeroMQ and shared memory. A learner that loses a rank is started again from its newest checkpoint
-(`supervisor.py`). The learner is the only finite loop: any other role that ends before it has failed, and
-ends the run. With `role=generators` the command starts generators that join another command's run
-(`generator_fleet.py`).
+(`supervisor.py`), a buffer that dies from its journal (`buffer_keeper.py`). The learner is the only finite
+loop: any other role that ends before it has failed, and ends the run. With `role=generators` the command
+starts generators that join another command's run (`generator_fleet.py`).
 
     scripts/launch.sh [key=value ...]
     scripts/launch.sh --help [KEY|SECTION]        explains keys
@@ -33,16 +33,22 @@ from typing import Any
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, RefusedByBuffer
-from buffers.keys import KeyRole
 from buffers.run_status import RunStatus
+from configs.buffer import Durability
 from configs.disk import DiskFull, is_disk_full
 from configs.help import format_help
 from configs.load import find_resumed_folder, load_config, load_resumed_config, to_yaml
 from configs.schema import Config, Role
+from configs.tracking import TENSORBOARD
 from learners import families
 from learners.memory import plan_memory
 from slipstream.answers import FirstAnswers
+from slipstream.buffer_keeper import BufferKeeper
+from slipstream.buffer_silence import BufferSilence
 from slipstream.cluster import import_ahead, run_cluster
+from slipstream.cluster_check import check_cluster
+from slipstream.continuation import AlreadyFinished, continue_run
+from slipstream.extras import require_extras, run_program
 from slipstream.generator_fleet import GeneratorFleet
 from slipstream.live_view import LiveView
 from slipstream.preparation import prepare_run
@@ -51,15 +57,16 @@ from slipstream.role_failures import RoleFailed, get_result
 from slipstream.role_logs import show_stacks_of_driver
 from slipstream.role_placement import RolePlace
 from slipstream.role_places import RolePlaces
+from slipstream.run_network import RunNetwork, describe_places
 from slipstream.run_record import RunRecord
 from slipstream.stop_signals import KILLED, Interrupted, StopSignals
-from slipstream.supervisor import LearnerRanks, LostRank
-from sync.folders import sweep_folders
+from slipstream.supervisor import LearnerRanks
+from sync.folders import SHARED_MEMORY, sweep_folders
 
 STARTING = ("loading", "verifying")
 """First words of a learner's activities before its first step."""
-REWIND_S = 30.0
-"""Seconds that the buffer may take to go back to a checkpoint."""
+NEWS_S = 0.25
+"""Seconds that the buffer waits for news before it answers without any."""
 LEAVE_S = 3.0
 """Seconds that generators have to leave when the run is over; then they are killed with the cluster."""
 
@@ -75,8 +82,9 @@ def main(arguments: list[str]) -> int:
     threading.excepthook = quiet_full_disk
     if "--help" in arguments or "-h" in arguments:
         return print_help([argument for argument in arguments if argument not in ("--help", "-h")])
-    overrides = [argument for argument in arguments if argument != "--cfg"]
+    given = [argument for argument in arguments if argument != "--cfg"]
     try:
+        overrides = continue_run(given)
         resumed = find_resumed_folder(overrides)
         config = load_config(overrides) if resumed is None else load_resumed_config(resumed, overrides)
         if resumed is None and config.run.resume is not None:
@@ -84,20 +92,26 @@ def main(arguments: list[str]) -> int:
         if "--cfg" in arguments:
             print(to_yaml(config), end="")
             return 0
+        require_extras(config)
         signals = StopSignals()
         signals.install_handlers()
         try:
+            if config.cluster.address is not None:
+                check_cluster(config.cluster.address, signals)
             with import_ahead(config):
                 if config.role is Role.generators:
                     return GeneratorFleet(config, signals).drive()
                 with signals.interruptible():
-                    config, folder, step = prepare_run(config)
+                    config, folder, step = prepare_run(config, signals.raise_if_received, given)
                 return Run(config, folder, step, signals).drive()
         finally:
             signals.ignore_further_signals()
     except Interrupted:
         print("interrupted before the run has begun", file=sys.stderr)
         return KILLED
+    except AlreadyFinished as finished:
+        print(finished)
+        return 0
     except ValueError as error:
         print(f"Slipstream cannot start:\n{error}", file=sys.stderr)
         return 2
@@ -125,8 +139,8 @@ class Run:
         self._folder = folder.resolve()
         self._logs = self._folder / "logs"
         show_stacks_of_driver(self._logs)
-        self._record = RunRecord(config, self._folder, resume_step)
         self._view = LiveView(config, self._folder, resume_step)
+        self._record = RunRecord(config, self._folder, resume_step, self._view.print_line)
         self._record.note_milestone("imports")
         self._role_ends: dict[Any, str] = {}
         """Result of each role's `run` -> name of the role. Ranks of the learner are not among them:
@@ -137,7 +151,7 @@ class Run:
         at the same time."""
 
     def drive(self) -> int:
-        """Consumes the buffer's news, produces the live view, `summary.json` and TensorBoard.
+        """Consumes the buffer's news, produces the live view, `summary.json` and what trackers show.
 
         Waits for the roles. Ends when the learner has ended, a role has failed, or the user has asked for it;
         returns the exit status.
@@ -146,17 +160,15 @@ class Run:
         try:
             with run_cluster(self._config), self._view:
                 self._record.note_milestone("cluster")
+                self._record.start_trackers()
                 self._view.print_line("starting the buffer, the learner and the generators")
-                address, learner, stop_buffer = self._launch_roles()
+                buffer, learner = self._launch_roles()
                 self._record.note_milestone("buffer")
-                self._view.print_line(f"the buffer answers at {address}")
-                client = BufferClient(
-                    address, timeout_s=2.0, keys=self._config.buffer.keys, role=KeyRole.operator
-                )
+                self._view.print_line(f"the buffer answers at {buffer.address}")
                 try:
-                    status, news = self._watch_run(client, learner)
+                    status, news = self._watch_run(buffer, learner)
                 finally:
-                    self._wind_up(client, stop_buffer)
+                    self._wind_up(buffer)
         except Interrupted:
             status = "interrupted"
         except (RoleFailed, BufferGone, RefusedByBuffer, ValueError) as error:
@@ -164,53 +176,56 @@ class Run:
         finally:
             status = self._close_record(status)
             # A learner that was killed leaves its versions in shared memory.
-            sweep_folders(Path("/dev/shm"))
+            sweep_folders(SHARED_MEMORY)
         self._draw_curves()
+        losses = self._record.close_trackers(status, self._signals)
         self._view.print_conclusion(status, news, self._record.evaluations)
+        for line in losses:
+            self._view.print_line(line)
         return {"finished": 0, "interrupted": KILLED}.get(status, 1)
 
-    def _launch_roles(self) -> tuple[str, LearnerRanks, Any]:
-        """Starts all roles. Returns the buffer's address, the learner's ranks, and the call that stops the
-        buffer."""
-        config, places = self._config, RolePlaces(self._config, self._signals)
-        learner_config = self._plan_memory(places)
-        common = (self._logs, os.getpid(), config.cluster.address is None)
-        names = [f"generator-{number}" for number in range(config.generators.count)]
+    def _launch_roles(self) -> tuple[BufferKeeper, LearnerRanks]:
+        """Starts all roles."""
+        say, names = self._view.print_line, self._config.engine_names
+        places = self._places = RolePlaces(self._config, self._logs, self._signals, say)
+        network = RunNetwork(self._config, self._folder, places)
+        config = network.config
+        learner_config = self._plan_memory(config, places)
+        for line in describe_places(places, network):
+            say(line)
         # All processes are started at once: they import what they need while the buffer binds.
-        buffer = places.buffer_class().remote("buffer", *common)
-        generators = [
-            places.generator_class(number).remote(name, *common) for number, name in enumerate(names)
-        ]
-        for name, actor in zip(["buffer", *names], [buffer, *generators], strict=True):
+        buffer = BufferKeeper(
+            config,
+            self._folder,
+            places.start_buffer,
+            self._answers,
+            self._signals,
+            say,
+            self._note_buffer_restart,
+        )
+        generators = [places.start_generator(number, name) for number, name in enumerate(names)]
+        for name, actor in zip(names, generators, strict=True):
             self._answers.expect_answer(name, actor)
-        address = self._answers.wait_for_result(
-            buffer.start.remote(config, self._folder / "journal", self._resume_step),
-            lambda ref: get_result(ref, "buffer", self._logs),
-        )
-        self._role_ends[buffer.run.remote()] = "buffer"
-        learner = LearnerRanks(
-            learner_config, self._folder, address, places.learner_class, common, self._signals
-        )
+        buffer.start(self._resume_step)
+        address = network.reach_buffer(buffer.address)
+        learner = LearnerRanks(learner_config, self._folder, address, places, network, self._signals)
         # Step 0 is the start of the run, of which there is no checkpoint.
         learner.start(self._resume_step or None, self._answers)
         for number, (name, generator) in enumerate(zip(names, generators, strict=True)):
             place = places.division.engines[number]
             seed = config.run.seed + 1000 + number
-            start = partial(self._start_generator, generator, address, name, seed, place)
+            evaluates, keys = number >= config.generators.count, network.keys.find_folder(name)
+            start = partial(self._start_generator, generator, address, name, seed, keys, place, evaluates)
             if place.beside_rank:
                 self._starts_after_learner.append(start)
             else:
                 start()
-        # Ray ends an actor whose last handle is gone.
-        self._buffer = buffer
-        return address, learner, buffer.stop.remote
+        return buffer, learner
 
-    def _plan_memory(self, places: RolePlaces) -> Config:
+    def _plan_memory(self, config: Config, places: RolePlaces) -> Config:
         """Says how GPUs and memory are divided. Returns the configuration of the learner, with its part of a
         GPU's memory."""
-        config, division = self._config, places.division
-        if str(division):
-            self._view.print_line(str(division))
+        division = places.division
         limited = dataclasses.replace(config.learner, gpu_memory_fraction=division.rank_memory)
         learner_config = dataclasses.replace(config, learner=limited)
         if (memory := plan_memory(learner_config, cuda=division.rank_memory is not None)) is not None:
@@ -219,8 +234,17 @@ class Run:
             self._view.print_line(untested)
         return learner_config
 
-    def _start_generator(self, generator: Any, address: str, name: str, seed: int, place: RolePlace) -> None:
-        self._role_ends[generator.run.remote(address, name, seed, self._config.buffer.keys, place)] = name
+    def _start_generator(
+        self,
+        generator: Any,
+        address: str,
+        name: str,
+        seed: int,
+        keys: str | None,
+        place: RolePlace,
+        evaluates: bool,
+    ) -> None:
+        self._role_ends[generator.run.remote(address, name, seed, keys, place, evaluates)] = name
 
     def _start_generators_beside_learner(self, status: RunStatus) -> None:
         """Starts them once the learner has loaded; until its first batch it waits for no generator."""
@@ -229,53 +253,61 @@ class Run:
             while self._starts_after_learner:
                 self._starts_after_learner.pop(0)()
 
-    def _watch_run(self, client: BufferClient, learner: LearnerRanks) -> tuple[str, m.RunNews | None]:
+    def _watch_run(self, buffer: BufferKeeper, learner: LearnerRanks) -> tuple[str, m.RunNews | None]:
         """Shows and records the run until it ends. Returns how it ended, and the last news.
 
         Raises Interrupted at the second Ctrl-C.
         """
         news: m.RunNews | None = None
+        silence = BufferSilence(buffer.address, self._view.print_line, "it may only be busy")
         is_stopping = False
         while not learner.has_finished():
             self._answers.check_silent_roles()
             ended = self._collect_ended_roles()
             if ended and not is_stopping:
                 raise RoleFailed(f"{ended[0]} ended before the learner did")
+            if buffer.check_process() and self._config.buffer.durability is Durability.none:
+                why = "the buffer has come back without its last answers (buffer.durability=none)"
+                news = self._restart_learner(learner, why, buffer, news)
             if (lost := learner.find_lost_rank()) is not None:
                 if self._signals.received:
                     self._view.print_line(f"{lost}, and is not started again: the run was told to stop")
                     return "interrupted", news
-                news = self._restart_learner(learner, lost, client)
+                news = self._restart_learner(learner, str(lost), buffer, news)
             if self._signals.received and not is_stopping:
                 self._view.print_line(
                     f"{self._signals.received}: stopping after the step under way and its checkpoint "
                     "(again: at once)"
                 )
-                client.send_request(m.StopRun(reason=self._signals.received))
+                buffer.stop_run(self._signals.received)
                 is_stopping = True
             if is_stopping and (news is None or not has_learner_begun(news.status)):
                 # No step was trained that a checkpoint would save.
                 return "interrupted", news
             try:
-                news = self._fetch_news(client, wait_s=0.25)
+                news = self._fetch_news(buffer.client)
             except BufferGone:
-                # The buffer's role has ended, which the next round finds, or it is only busy and will answer
-                # again.
+                # The buffer's process has died, which the next round finds, or it is only busy and will
+                # answer again.
+                silence.note_silence(buffer.client.silent_s)
                 continue
+            silence.note_answer()
+            learner.note_heartbeats(news.status.roles)
             self._take_news(news, is_stopping)
-        news = self._fetch_news(client)
+        news = buffer.call(self._ask_news(), m.RunNews)
         self._record.record_news(news)
         return ("interrupted" if self._signals.received else "finished"), news
 
-    def _fetch_news(self, client: BufferClient, wait_s: float = 0.0, patience_s: float = 0.0) -> m.RunNews:
-        """The buffer answers when there is a step that is not recorded yet, or after `wait_s`.
+    def _ask_news(self, wait_s: float = 0.0) -> m.WatchRun:
+        """Returns a request that the buffer answers when a step is not recorded yet, or after `wait_s`."""
+        return m.WatchRun(
+            after=self._record.num_steps, wait_s=wait_s, after_evaluation=self._record.last_evaluation
+        )
 
-        Raises BufferGone when there is no answer for `patience_s` longer than usual, and Interrupted.
-        """
+    def _fetch_news(self, client: BufferClient) -> m.RunNews:
+        """Returns what is not recorded yet. Raises BufferGone without an answer in time, and Interrupted."""
         with self._signals.interruptible():
-            return client.call(
-                m.WatchRun(after=self._record.num_steps, wait_s=wait_s), m.RunNews, wait_s=patience_s
-            )
+            return client.call(self._ask_news(NEWS_S), m.RunNews)
 
     def _take_news(self, news: m.RunNews, is_stopping: bool) -> None:
         is_first = news.records and not self._record.num_steps
@@ -287,22 +319,18 @@ class Run:
         if is_first:
             self._view.print_start_times(self._record.start_s)
 
-    def _restart_learner(self, learner: LearnerRanks, lost: LostRank, client: BufferClient) -> m.RunNews:
+    def _restart_learner(
+        self, learner: LearnerRanks, why: str, buffer: BufferKeeper, last: m.RunNews | None
+    ) -> m.RunNews:
         """Takes the learner and the buffer back to the newest checkpoint. Generators notice no more than a
         longer step."""
         learner.kill()
-        step = learner.find_newest_step()
+        step = learner.find_newest_step(0 if last is None else last.status.oldest_checkpoint)
         whence = "from the beginning: there is no checkpoint yet" if step is None else f"from step {step}"
         times = f"restart {learner.num_restarts + 1} of {self._config.learner.max_restarts}"
-        self._view.print_line(f"{lost}: the learner goes on {whence} ({times})")
-        try:
-            with self._signals.interruptible():
-                client.call(m.RewindToStep(step=step or 0), m.Acknowledged, wait_s=REWIND_S)
-        except BufferGone:
-            # Raises the buffer's own failure where it has ended: that is why the learner was lost.
-            self._collect_ended_roles()
-            raise
-        news = self._fetch_news(client, patience_s=REWIND_S)
+        self._view.print_line(f"{why}: the learner goes on {whence} ({times})")
+        buffer.call(m.RewindToStep(step=step or 0), m.Acknowledged)
+        news = buffer.call(self._ask_news(), m.RunNews)
         # The last steps of the lost life, most of which are trained again.
         self._record.record_news(news)
         self._record.rewind_to_step(step or 0)
@@ -317,25 +345,28 @@ class Run:
         names = []
         for ref in [ref for ref in self._role_ends if is_ready(ref)]:
             name = self._role_ends.pop(ref)
-            get_result(ref, name, self._logs)
+            get_result(ref, name, self._places.read_log_end)
             names.append(name)
         return names
 
-    def _wind_up(self, client: BufferClient, stop_buffer: Any) -> None:
+    def _wind_up(self, buffer: BufferKeeper) -> None:
         """Lets the generators leave by themselves, then the buffer. The end of the cluster kills a role that
         is too slow."""
-        client.send_request(m.StopRun(reason="the run is over"))
+        buffer.stop_run("the run is over")
         deadline = time.monotonic() + LEAVE_S
-        generators = [ref for ref, name in self._role_ends.items() if name.startswith("generator")]
+        generators = [ref for ref, name in self._role_ends.items() if name in self._config.engine_names]
         wait_for_results(generators, len(generators), LEAVE_S, self._signals)
-        buffers = [ref for ref, name in self._role_ends.items() if name == "buffer"]
-        if buffers and not is_ready(buffers[0]):
+        if not buffer.has_ended():
             # Steps may have been trained since the driver has looked.
             with suppress(BufferGone, RefusedByBuffer, DiskFull):
-                self._record.record_news(self._fetch_news(client))
-        stop_buffer()
-        wait_for_results(buffers, 1, max(0.5, deadline - time.monotonic()), self._signals)
-        client.close()
+                self._record.record_news(self._fetch_news(buffer.client))
+        buffer.stop(max(0.5, deadline - time.monotonic()))
+        buffer.close()
+        self._places.end_roles()
+
+    def _note_buffer_restart(self) -> None:
+        self._record.note_buffer_restart()
+        self._view.note_buffer_restart()
 
     def _close_record(self, status: str) -> str:
         """Writes the last summary. Returns how the run has ended: `failed` when there is no room for the
@@ -352,7 +383,7 @@ class Run:
     def _draw_curves(self) -> None:
         """Draws the picture of the run. A picture that cannot be drawn does not change how the run has
         ended."""
-        if not self._record.num_steps:
+        if not self._record.num_steps or TENSORBOARD not in self._config.tracking.trackers:
             return
         try:
             # Here, because the library takes a second to import.
@@ -377,7 +408,7 @@ def has_learner_begun(status: RunStatus) -> bool:
 
 def run_command() -> None:
     """Runs as the `slipstream` command."""
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)
 
 
 if __name__ == "__main__":

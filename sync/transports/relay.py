@@ -18,8 +18,11 @@ class HostRelay:
     """Sees to it that some process of this host serves the fetcher's folder: this one, if it is the first to
     lock it."""
 
-    def __init__(self, fetcher: Fetcher, open_server: OpenServer) -> None:
+    def __init__(self, fetcher: Fetcher, open_server: OpenServer, ports: range | None = None) -> None:
+        """`ports`: those at which it may serve; None: any."""
         self._fetcher, self._open_server = fetcher, open_server
+        # From the last one down: the run itself takes its own from the first one up.
+        self._ports = [0] if ports is None else list(reversed(ports))
         self.server: SnapshotServer | None = None
         """The server in this process, if it is the one that serves."""
         self.served: Path | None = None
@@ -30,7 +33,8 @@ class HostRelay:
         """Starts to serve what comes from the publisher at this address, unless some process of this host
         does so already.
 
-        Raises RuntimeError, with the traceback, when the thread that serves in this process has died.
+        Raises RuntimeError, with the traceback, when the thread that serves in this process has died, and
+        ValueError where no port is free.
         """
         folder = self._fetcher.open_folder()
         if self.server is not None:
@@ -49,9 +53,20 @@ class HostRelay:
             self._fetcher.serve_at = record.read_text()
             return
         self._lock = lock
-        self.server = self._open_server(folder, f"tcp://{_find_own_address(publisher)}:0")
+        self.server = self._open_at_free_port(folder, _find_own_address(publisher))
         record.write_text(self.server.address)
         self._fetcher.serve_at = self.server.address
+
+    def _open_at_free_port(self, folder: Path, host: str) -> SnapshotServer:
+        for port in self._ports:
+            try:
+                return self._open_server(folder, f"tcp://{host}:{port}")
+            except ValueError as error:
+                taken = error
+        raise ValueError(
+            f"cluster.ports must have a free port for the relay of {socket.gethostname()}, got "
+            f"{self._ports[-1]}-{self._ports[0]}"
+        ) from taken
 
     def close(self) -> None:
         self._stop_serving()

@@ -33,6 +33,8 @@ class ServedFile:
         finally:
             os.close(file)
         self.used_at = time.monotonic()
+        self.is_asked_to_end = False
+        """True when the last bytes that were asked for are the last of the file."""
 
     def __del__(self) -> None:
         # The attribute is missing where the constructor has raised.

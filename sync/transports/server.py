@@ -42,8 +42,9 @@ log = logging.getLogger("slipstream.weights")
 
 KEEP_MAPPED = 4
 """Number of files that stay mapped."""
-IDLE_S = 5.0
-"""Seconds after which a file that nobody has asked about is unmapped."""
+IDLE_S, UNFINISHED_S = 5.0, 15.0
+"""Seconds after which a file that nobody has asked about is unmapped, and one that nobody has asked for to
+its end: longer than a host waits for a chunk, which may be that slow."""
 PARKED_S = 0.5
 """Seconds that a request waits for bytes that are not there yet, before it is answered with `ChunkPending`.
 """
@@ -158,13 +159,18 @@ class SnapshotServer(LearnerEnd):
                     looked_at = time.monotonic()
                     self._end_connections(self._watch, drained=not has_come)
                 self._parked = [one for one in self._parked if not self._answer_request(*one)]
-                while self._files and time.monotonic() - next(iter(self._files.values())).used_at > IDLE_S:
-                    self._files.popitem(last=False)
+                self._unmap_idle_files()
         except BaseException as error:
             log.exception("the thread that serves weights at %s has died", self.address)
             self._died = error
         finally:
             self._close_socket()
+
+    def _unmap_idle_files(self) -> None:
+        now = time.monotonic()
+        for name, file in list(self._files.items()):
+            if now - file.used_at > (IDLE_S if file.is_asked_to_end else UNFINISHED_S):
+                del self._files[name]
 
     def _end_connections(self, watch: ConnectionWatch, *, drained: bool) -> None:
         """Ends connections that send without end, do not read what they have asked for, or are too many."""
@@ -256,6 +262,7 @@ class SnapshotServer(LearnerEnd):
         end = min(request.offset + request.size, file.end_from(request.offset))
         if end == request.offset:
             return None, []
+        file.is_asked_to_end = end == total
         return Chunk(request.name, request.offset, total), [memoryview(file.mapped)[request.offset : end]]
 
     def _start_broadcast(self, request: RequestBroadcast) -> Rendezvous:

@@ -17,11 +17,13 @@ class FetchingEnd:
     """Reads versions in the learner's folder where that is at hand, and fetches them to a folder of this host
     elsewhere."""
 
-    def __init__(self, fetcher: Fetcher, open_server: OpenServer | None = None) -> None:
-        """`open_server` opens a server of the fetched files, for other hosts; one process of a host does so.
-        None: none does."""
+    def __init__(
+        self, fetcher: Fetcher, open_server: OpenServer | None = None, ports: range | None = None
+    ) -> None:
+        """`open_server` opens a server of the fetched files, for other hosts, at one of the ports (None:
+        any); one process of a host does so. None: none does."""
         self.fetcher = fetcher
-        self.relay = None if open_server is None else HostRelay(fetcher, open_server)
+        self.relay = None if open_server is None else HostRelay(fetcher, open_server, ports)
 
     @property
     def fetched_bytes(self) -> int:
@@ -62,4 +64,5 @@ def open_generator_end(config: Config, folder: Path, guards: SocketGuards) -> Ge
         return SnapshotServer(served, address, secure=guards.secure_server, watch=guards.watch)
 
     relays = config.sync.relays and guards.may_serve
-    return FetchingEnd(Fetcher(folder, secure=guards.secure_client), open_server if relays else None)
+    fetcher = Fetcher(folder, secure=guards.secure_client)
+    return FetchingEnd(fetcher, open_server if relays else None, config.cluster.port_range)

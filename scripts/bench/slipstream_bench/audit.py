@@ -19,6 +19,7 @@ from buffers.event_log import read_events
 from buffers.prompts import PromptOrder
 from buffers.run_status import RunStatus
 from buffers.segments import Reader
+from buffers.terms import SourceTerms
 from buffers.trajectory import flatten_column
 from configs.schema import Config
 from configs.staleness import OnLate
@@ -42,6 +43,8 @@ class LogRecords:
     accepted: dict[int, e.Accepted] = field(default_factory=dict)
     group_of_lease: dict[int, int] = field(default_factory=dict)
     """The group of each lease, by lease."""
+    prompt_of_group: dict[int, int] = field(default_factory=dict)
+    """The prompt that each group was leased with, by group."""
     handed_out: dict[int, list[int]] = field(default_factory=dict)
     """The groups that the buffer handed out, by step."""
     trained: dict[int, e.Trained] = field(default_factory=dict)
@@ -107,6 +110,8 @@ def _read_log(journal: Path, found: AuditReport) -> LogRecords:
                 if event.lease in records.group_of_lease:
                     found.problems.append(f"lease {event.lease} was granted twice")
                 records.group_of_lease[event.lease] = event.group
+                if records.prompt_of_group.setdefault(event.group, event.prompt) != event.prompt:
+                    found.problems.append(f"group {event.group} was leased again with another prompt")
             case e.Accepted():
                 if event.group in records.accepted:
                     found.problems.append(f"group {event.group} was accepted twice")
@@ -114,6 +119,8 @@ def _read_log(journal: Path, found: AuditReport) -> LogRecords:
                     found.problems.append(
                         f"group {event.group} was accepted under lease {event.lease}, which is not its own"
                     )
+                if records.prompt_of_group.setdefault(event.group, event.prompt) != event.prompt:
+                    found.problems.append(f"group {event.group} was accepted with another prompt")
                 records.accepted[event.group] = event
             case e.Handed():
                 if event.step in records.reopened_steps:
@@ -292,7 +299,7 @@ def _check_epochs(config: Config, records: LogRecords, found: AuditReport) -> No
     prompts: dict[int, Counter[int]] = {}
     for group, event in records.accepted.items():
         prompts.setdefault(group // size, Counter())[event.prompt] += 1
-    order = PromptOrder(size, config.run.seed)
+    order = PromptOrder([SourceTerms("", size)], config.run.seed)
     for group in sorted(records.cancelled_groups):
         prompts.setdefault(group // size, Counter())[order.prompt_index(group)] += 1
     for epoch, counts in sorted(prompts.items()):

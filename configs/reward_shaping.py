@@ -7,7 +7,7 @@ from configs.setting import Section, setting
 
 
 @dataclass(kw_only=True, slots=True)
-class RewardConfig(Section):
+class RewardShapingConfig(Section):
     """The changes of rewards before they become advantages."""
 
     overlong_share: float | None = setting(None, above_up_to(0, 1))

@@ -1,0 +1,56 @@
+"""The messages by which drivers, or whoever watches, follow a run and end it."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from buffers.message_fields import MAX_INT63, BoundedText, RoleName, Seconds, WireRecord
+from buffers.run_status import EvaluationRecord, RunStatus, StepRecord
+
+
+class WatchRun(WireRecord):
+    """-> RunNews as soon as there are step records after `after`, else after `wait_s`. Any role may
+    watch."""
+
+    after: Annotated[int, Meta(ge=0, le=MAX_INT63)]
+    """Number of records that the sender has already; 2^63 - 1 asks for the status alone."""
+    wait_s: Seconds
+    after_evaluation: Annotated[int, Meta(ge=0, le=MAX_INT63)] = 0
+    """Number of the newest evaluation record that the sender has already."""
+
+
+class RunNews(WireRecord):
+    """Carries the step records that a watcher lacks (the first few hundred of them) and the state of the
+    run."""
+
+    records: list[StepRecord]
+    evaluations: list[EvaluationRecord]
+    """Evaluations after the one that the watcher has named, of all lives of the run."""
+    status: RunStatus
+
+
+class WatchGenerators(WireRecord):
+    """-> GeneratorNews as soon as the run is told to end, else after `wait_s`. A command asks for its own
+    generators. There may be a thousand such commands, so the answer has no more than they need."""
+
+    generators: Annotated[list[RoleName], Meta(max_length=1000)]
+    wait_s: Seconds
+
+
+class GeneratorNews(WireRecord):
+    """Says how far some generators and the run are."""
+
+    num_trained_steps: int
+    ended: bool
+    """As in `RunStatus`."""
+    versions: dict[str, int]
+    """Version that each of them holds, -1 before the first; without those that have not been heard of."""
+    activities: dict[str, str]
+    """Activity of each of them; without those that have left."""
+
+
+class StopRun(WireRecord):
+    """-> Acknowledged. The driver ends the run: from now on the buffer answers requests for leases with
+    `ended` and requests for batches with `RunStopped`."""
+
+    reason: BoundedText

@@ -1,0 +1,170 @@
+"""The driver's hands on each node that holds a role: they find free ports, bring keys, look at
+checkpoints and logs, and clean up.
+
+    driver ── calls ──▶ NodeAgent (an actor, on each other node) ── pipe ──▶ slipstream.sweeper
+
+On its own node the driver calls the same methods directly. An agent takes no processor from Ray. When the
+driver dies Ray kills the agents and the roles, and the sweeper of each node removes what they have left in
+shared memory.
+"""
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from buffers.files import replace_file
+from learners import checkpoint
+from slipstream.cluster_nodes import ClusterNode
+from slipstream.ray_waits import wait_for_results
+from slipstream.role_failures import RoleFailed
+from slipstream.role_logs import read_log_end
+from slipstream.stop_signals import StopSignals
+from slipstream.sweeper import start_sweeper
+from sync.folders import SHARED_MEMORY, sweep_folders
+
+P = ParamSpec("P")
+T = TypeVar("T")
+STARTED_S = 60.0
+"""Seconds that an agent's process may take to answer for the first time."""
+ANSWERED_S = 20.0
+"""Seconds that an answer may take afterwards: a slow file system is looked at."""
+
+
+class NodeAgent:
+    """Does on its node what the driver cannot do from afar."""
+
+    def __init__(self, *, sweeps: bool = True) -> None:
+        """`sweeps`: a process of its own cleans up once this one has ended."""
+        self._sweeper = start_sweeper() if sweeps else None
+
+    def find_free_ports(self, host: str, ports: range | None, count: int) -> list[int]:
+        """Returns ports at which nobody listens, of `ports` if that is not None. Raises ValueError."""
+        probes: list[socket.socket] = []
+        try:
+            for port in [0] * count if ports is None else ports:
+                probe = socket.socket()
+                try:
+                    probe.bind((host, port))
+                except OSError as error:
+                    probe.close()
+                    if ports is None:
+                        raise ValueError(
+                            f"cluster.address must name nodes by addresses that they have, got {host} for "
+                            f"{socket.gethostname()}: {error.strerror}"
+                        ) from None
+                    continue
+                probes.append(probe)
+                if len(probes) == count:
+                    return [int(one.getsockname()[1]) for one in probes]
+        finally:
+            for probe in probes:
+                probe.close()
+        assert ports is not None, "the system has found ports otherwise"
+        raise ValueError(
+            f"cluster.ports must have {count} free ports on {socket.gethostname()}, got "
+            f"{ports[0]}-{ports[-1]} with {len(probes)}"
+        )
+
+    def bring_keys(self, folder: Path, files: Mapping[str, bytes]) -> str:
+        """Writes key files [relative path -> bytes] that only their owner can read; returns the folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        os.chmod(folder, stat.S_IRWXU)
+        for name, text in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists() and path.read_bytes() == text:
+                os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)
+                continue
+            before = os.umask(0o077)
+            try:
+                replace_file(path, text)
+            finally:
+                os.umask(before)
+        return str(folder)
+
+    def find_newest_step(self, checkpoints: Path) -> int | None:
+        """Returns the step of the newest checkpoint in the folder, as this node sees it."""
+        newest = checkpoint.find_latest(checkpoints)
+        return None if newest is None else newest.manifest.step
+
+    def read_log_end(self, name: str, logs: Path) -> str:
+        return read_log_end(name, logs)
+
+    def is_alive(self, pid: int) -> bool:
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    def kill_process(self, pid: int) -> bool:
+        """Kills a process; returns whether it still was alive."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).kill()
+        return self.is_alive(pid)
+
+    def sweep(self) -> None:
+        """Removes what roles that have ended have left in shared memory."""
+        sweep_folders(SHARED_MEMORY)
+
+
+class NodeAgents:
+    """The nodes of a command, by name, and what the driver asks of them."""
+
+    def __init__(
+        self, nodes: Sequence[ClusterNode], driver: str, signals: StopSignals, *, own_cluster: bool
+    ) -> None:
+        """As `add_nodes`. `driver` is the name of the driver's node, which needs no agent. `own_cluster`: the
+        driver ends the cluster, and cleans up on its own node afterwards."""
+        self._driver, self._signals = driver, signals
+        self._here = NodeAgent(sweeps=not own_cluster)
+        self._agents: dict[str, Any] = {}
+        self.nodes: dict[str, ClusterNode] = {}
+        self.add_nodes(nodes)
+
+    def add_nodes(self, nodes: Sequence[ClusterNode]) -> None:
+        """Starts an agent on each node but the driver's. Raises RoleFailed where one does not come up, and
+        Interrupted."""
+        self.nodes |= {node.name: node for node in nodes}
+        others = [node.name for node in nodes if node.name != self._driver]
+        for name in others:
+            there = NodeAffinitySchedulingStrategy(name, soft=False)
+            self._agents[name] = ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=there).remote()
+        for name in others:
+            self.ask(name, NodeAgent.is_alive, 1, answered_s=STARTED_S)
+
+    def ask(
+        self,
+        node: str,
+        method: Callable[Concatenate[NodeAgent, P], T],
+        *arguments: Any,
+        answered_s: float = ANSWERED_S,
+    ) -> T:
+        """Returns what a method of the node's agent returns. Raises what it raises, and RoleFailed where the
+        node does not answer; Interrupted."""
+        if node == self._driver:
+            own: Callable[..., T] = method
+            return own(self._here, *arguments)
+        ref = getattr(self._agents[node], method.__name__).remote(*arguments)
+        if not wait_for_results([ref], 1, answered_s, self._signals):
+            raise RoleFailed(f"{self.nodes[node]} has not answered within {answered_s:g} s")
+        try:
+            found: T = ray.get(ref)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except ray.exceptions.RayError as error:
+            reason = str(error).partition("\n")[0]
+            raise RoleFailed(f"{self.nodes[node]} does not answer: {reason}") from None
+        return found
+
+    def sweep(self) -> None:
+        """Cleans up on all other nodes, as far as they answer."""
+        refs = [agent.sweep.remote() for agent in self._agents.values()]
+        wait_for_results(refs, len(refs), ANSWERED_S, self._signals)

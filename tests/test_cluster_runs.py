@@ -1,0 +1,81 @@
+"""A run over the nodes of a Ray cluster: every role has a place, sockets have keys, and nothing is left."""
+
+import json
+import signal
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from host_runs import RayOnHosts
+from runs import SIMULATED, assert_accounts_close
+
+from slipstream_bench.network_hosts import NetworkHosts, find_obstacle
+
+pytestmark = [pytest.mark.whole_run, pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())]
+SMALL = [
+    "generators.max_sequences=8", "generators.max_model_len=64", "eval.prompts=0",
+    "sampling.max_tokens=8", "learner.groups_per_step=2", "learner.samples_per_prompt=2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayOnHosts]:
+    folder = tmp_path_factory.mktemp("cluster")
+    with NetworkHosts(3) as hosts, RayOnHosts(hosts, folder) as cluster:
+        yield cluster
+
+
+def test_a_run_has_its_learner_on_one_host_and_its_generators_on_others(
+    cluster: RayOnHosts, tiny_model: Path
+) -> None:
+    run = cluster.launch(
+        "main", "run.name=main", *SMALL, f"model.path={tiny_model}", "run.steps=4", "generators.count=2",
+        "placement.strategy=spread", "placement.generators.pool=workers", "cluster.ports=7000-7020",
+    )  # fmt: skip
+    assert run.finish(300) == 0, run.said
+    folder = cluster.folder / "main"
+    for place in (
+        "host-1 (10.77.0.1): driver, buffer at tcp://10.77.0.1:7000; learner-0",
+        "host-2 (10.77.0.2): generator-0",
+        "host-3 (10.77.0.3): generator-1",
+    ):
+        assert place in run.said
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["groups"]["trained"]) == ("finished", 4, 8)
+    assert_accounts_close(summary)
+    assert "weights are served at tcp://10.77.0.1:70" in (folder / "logs" / "learner-0.log").read_text()
+    for host, name in (("host-2", "generator-0"), ("host-3", "generator-1")):
+        assert f" on {host} begins" in (folder / "logs" / f"{name}.log").read_text()
+    cluster.wait_until_clean()
+    # Keys were made, for their owner alone, and stand in nothing that was written or printed.
+    secrets = [path for path in (folder / "keys").rglob("*") if path.name.endswith("_secret")]
+    assert stat.S_IMODE((folder / "keys").stat().st_mode) == 0o700 and len(secrets) == 5
+    for path in secrets:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        secret = path.read_text().rpartition("secret-key = ")[2].strip().strip('"')
+        assert len(secret) == 40
+        for text in [run.output, folder / "config.yaml", *(folder / "logs").iterdir()]:
+            assert secret not in text.read_text(errors="replace"), text
+
+
+def test_a_killed_driver_leaves_nothing_on_any_host_and_the_run_goes_on_elsewhere(
+    cluster: RayOnHosts,
+) -> None:
+    words = [*SIMULATED, "run.steps=100000", "learner.checkpoint_every=5"]
+    places = ["placement.learner.host=host-2", "placement.generators.host=host-3"]
+    run = cluster.launch("killed", "run.name=killed", *words, *places)
+    checkpoints = cluster.folder / "killed" / "checkpoints"
+    run.wait_for(lambda: list(checkpoints.glob("step_*")), "checkpoint")
+    run.started.send_signal(signal.SIGKILL)
+    run.finish()
+    cluster.wait_until_clean()
+    again = cluster.launch(
+        "again", f"run.resume={cluster.folder / 'killed'}", "placement.generators.host=host-2"
+    )
+    again.wait_for(lambda: "step " in again.said, "step")
+    again.interrupt()
+    assert again.finish() == 130, again.said
+    cluster.wait_until_clean()
+    summary = json.loads((cluster.folder / "killed" / "summary.json").read_text())
+    assert_accounts_close(summary)

@@ -1,0 +1,53 @@
+"""A fleet's console says what becomes of the buffer, and how its generators have failed, in sentences."""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from buffers.client import BufferClient, BufferGone, RefusedByBuffer
+from buffers.server import BufferServer
+from configs.load import load_config
+from slipstream import buffer_silence, role_failures
+from slipstream.generator_fleet import FleetWatch
+
+
+def test_a_buffer_that_does_not_answer_is_named_once_and_once_more_when_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: 100.0)
+    monkeypatch.setattr(buffer_silence, "time", clock)
+    monkeypatch.setattr(buffer_silence, "UNANSWERED_S", 0.3)
+    server = BufferServer(load_config([]), tmp_path / "journal")  # it listens, and does not run yet
+    client, said = BufferClient(server.address), []
+    watch = FleetWatch(client, ["a"], said.append)
+    while not said:
+        assert watch.wait_for_news(0.1) is None
+    for _ in range(5):
+        assert watch.wait_for_news(0.1) is None
+    assert len(said) == 1 and f"{server.address} has not answered for 0 s: the generators keep" in said[0]
+    clock.monotonic = lambda: 138.0
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while (news := watch.wait_for_news(60.0)) is None:
+            pass
+    finally:
+        server.stop()
+        thread.join(60)
+        client.close()
+    assert not news.ended and said[1:] == [f"{server.address} answers again, after 38 s"]
+
+
+@pytest.mark.parametrize("error", [BufferGone("no answer from the buffer"), RefusedByBuffer("not welcome")])
+def test_a_generator_that_finds_no_buffer_has_failed_in_a_sentence(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(ref: object) -> object:
+        raise ray.exceptions.RayTaskError("run", "a long traceback", error)
+
+    monkeypatch.setattr(role_failures, "ray", SimpleNamespace(get=get, exceptions=ray.exceptions))
+    with pytest.raises(role_failures.RoleFailed, match=f"^far-1: {error}$"):
+        role_failures.get_result(object(), "far-1", str)

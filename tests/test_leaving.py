@@ -1,0 +1,123 @@
+"""A generator that leaves a run says so, also when it was killed: others get its leases at once."""
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from generator_run import OVERRIDES, GeneratorRun
+from runs import ROOT
+
+from buffers import messages as m
+from buffers.client import BufferClient
+from buffers.keys import KeyRole, make_keys
+from buffers.run_status import RunStatus
+from buffers.server import BufferServer
+from configs.load import load_config, to_yaml
+from generators.engine import Completion
+from generators.episode import SimulatedEpisodes
+from generators.simulated_engine import SimulatedEngine
+
+DRIVER = """
+import sys, time
+from slipstream.farewell import say_farewell
+with say_farewell(*sys.argv[1:3], sys.argv[3:]):
+    time.sleep(3600)
+"""
+
+
+@contextmanager
+def serve_buffer(folder: Path, *overrides: str) -> Iterator[BufferServer]:
+    config = load_config([*OVERRIDES, *overrides])
+    server = BufferServer(config, folder / "journal", config_text=to_yaml(config))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join(30)
+
+
+def fetch_status(client: BufferClient) -> RunStatus:
+    return client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status
+
+
+def wait_for(find: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 60
+    while not (found := find()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+def ignores_sigterm(process: psutil.Process) -> bool:
+    (ignored,) = re.findall(r"SigIgn:\s+(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+    return bool(int(ignored, 16) >> signal.SIGTERM - 1 & 1)
+
+
+def test_a_driver_that_was_killed_leaves_somebody_who_says_farewell_for_its_generators(
+    tmp_path: Path,
+) -> None:
+    """One of them has joined, the other one has not. A signal to all processes of a job changes nothing."""
+    keys = tmp_path / "keys"
+    make_keys(keys, list(KeyRole))
+    with serve_buffer(tmp_path, f"buffer.keys={keys}") as server:
+        driver = subprocess.Popen([sys.executable, "-c", DRIVER, server.address, keys, "joined", "never"])
+        client = BufferClient(server.address, keys=str(keys))
+        client.call(m.JoinRun(generator="joined"), m.JoinedRun)
+        client.call(m.JoinRun(generator="other"), m.JoinedRun)
+        (farewell,) = wait_for(lambda: psutil.Process(driver.pid).children())
+        wait_for(lambda: ignores_sigterm(farewell))
+        farewell.send_signal(signal.SIGTERM)
+        driver.kill()
+        driver.wait()
+        wait_for(lambda: list(fetch_status(client).roles) == ["other"])
+        wait_for(lambda: not farewell.is_running())
+        client.close()
+
+
+class StoppedEngine(SimulatedEngine):
+    """Its process is told to end when it has sampled, as Ray tells it: with SystemExit."""
+
+    def step(self) -> list[Completion]:
+        if sum(self.count_sampled_tokens().values()) > 20:
+            raise SystemExit("The process receives a SIGTERM.")
+        return super().step()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_groups_of_a_generator_that_is_told_to_stop_do_not_count_as_failed(tmp_path: Path) -> None:
+    engine = StoppedEngine(tokens_per_s=500, slots=16, mean_tokens=100, cv=0.1)
+    config = load_config([*OVERRIDES, "buffer.max_attempts=1"])
+    run = GeneratorRun(config, tmp_path, SimulatedEpisodes(), engine=engine)
+    run.publish_version(0)
+    run.threads[1].join(60)
+    status = run.close()
+    assert status.groups.rejected["failed"] == 0 and not status.quarantined
+    assert status.groups.rejected["returned"] > 0, "they are to be had again"
+
+
+def test_a_fleet_hears_of_the_end_of_the_run_while_it_starts(tmp_path: Path) -> None:
+    with serve_buffer(tmp_path) as server:
+        command = ["scripts/launch.sh", "role=generators", f"buffer.address={server.address}"]
+        command += [f"run.outputs={tmp_path}"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        fleet = subprocess.Popen(command, cwd=ROOT, **pipes)
+        first = fleet.stdout.readline()
+        client = BufferClient(server.address)
+        client.call(m.StopRun(reason="over"), m.Acknowledged)
+        out, _ = fleet.communicate(timeout=300)
+        assert "is at step 0; starting 2 generators" in first and out == "the run is over\n"
+        assert fleet.returncode == 0
+        late = subprocess.run(command, cwd=ROOT, timeout=300, **pipes)
+        assert (late.returncode, late.stdout) == (0, "the run is over\n"), "and it starts none afterwards"
+        client.close()

@@ -1,0 +1,225 @@
+"""Roles on several nodes: sockets are where other nodes reach them, behind keys; ranks out of reach are
+lost."""
+
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from zmq import auth
+
+from buffers.keys import make_keys, start_authenticator
+from buffers.run_status import RoleState
+from configs.load import load_config
+from slipstream import run_network, supervisor
+from slipstream.cluster_nodes import ClusterNode
+from slipstream.node_agents import NodeAgent
+from slipstream.role_failures import RoleFailed
+from slipstream.role_placement import NodeRoom, RoleDivision, RolePlace
+from slipstream.run_network import KEYS, RunNetwork
+from slipstream.stop_signals import StopSignals
+from slipstream.supervisor import LearnerRanks, RankProcess
+
+HERE, THERE = "127.0.0.2", "127.0.0.3"
+"""Addresses of two nodes, which these tests take for addresses of a network: they open nothing to others."""
+
+
+class TwoNodes:
+    """The places of a learner and a generator, on the driver's node or another."""
+
+    def __init__(self, learner: str = "here", generator: str = "here") -> None:
+        self.driver_node = "here"
+        self.division = RoleDivision((RolePlace(learner),), (RolePlace(generator),))
+        nodes = [("here", HERE), ("there", THERE)]
+        self.nodes = {
+            name: ClusterNode(name, address, f"host-{name}", NodeRoom(name, 4)) for name, address in nodes
+        }
+        self.spans_nodes = "there" in (learner, generator)
+        self.agents = self
+        self.agent = NodeAgent(sweeps=False)
+        self.asked: list[tuple[str, str]] = []
+        self.moved = False
+
+    def find_node(self, name: str) -> ClusterNode:
+        if name == "buffer":
+            return self.nodes["here"]
+        return self.nodes[dict(zip(self.division.names, self.division.places, strict=True))[name].node]
+
+    def is_on_driver_node(self, name: str) -> bool:
+        return self.find_node(name).name == "here"
+
+    def ask(self, node: str, method: Any, *arguments: Any, answered_s: float = 0.0) -> Any:
+        self.asked.append((node, method.__name__))
+        return method(self.agent, *arguments)
+
+
+@pytest.fixture(autouse=True)
+def _treat_two_nodes_as_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        run_network, "is_beyond_loopback", lambda address: HERE in address or THERE in address
+    )
+
+
+def make_network(folder: Path, places: TwoNodes, *overrides: str) -> RunNetwork:
+    config = load_config(list(overrides))
+    given: Any = places
+    return RunNetwork(config, folder, given)
+
+
+def test_sockets_are_at_their_own_nodes_within_the_ports_and_behind_new_keys(tmp_path: Path) -> None:
+    places = TwoNodes(learner="there")
+    with socket.socket() as taken:
+        taken.bind((HERE, 7990))
+        network = make_network(tmp_path, places, "cluster.ports=7990-7999", f"run.outputs={tmp_path}")
+    buffer = network.config.buffer
+    assert buffer.address == f"tcp://{HERE}:7991" and buffer.keys == str(tmp_path / KEYS)
+    placed, meeting = network.place_learner(network.config)
+    assert placed.sync.address == f"tcp://{THERE}:7991" and meeting == "tcp://127.0.0.1:7990"
+    assert ("there", "find_free_ports") in places.asked
+    assert network.reach_buffer("tcp://0.0.0.0:7991") == f"tcp://{HERE}:7991"
+    for path in (tmp_path / KEYS).rglob("*_secret"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / KEYS).stat().st_mode) == 0o700
+
+
+def test_other_nodes_get_the_keys_of_their_roles_and_those_of_nobody_else(tmp_path: Path) -> None:
+    make_keys(tmp_path / "own", ["generator", "learner", "operator", "watcher", "generator:machine7"])
+    places = TwoNodes(generator="there")
+    network = make_network(tmp_path / "run", places, f"buffer.keys={tmp_path / 'own'}")
+    assert network.keys.find_folder("learner-0") == str(tmp_path / "own")
+    (tmp_path / "run" / KEYS).mkdir(parents=True, mode=0o755)
+    stale = tmp_path / "run" / KEYS / "generator.key_secret"
+    stale.write_text("of another run")
+    os.chmod(stale, 0o644)
+    found = network.keys.find_folder("generator-0")
+    assert found == str(tmp_path / "run" / KEYS)
+    names = {path.name for path in Path(found).iterdir()}
+    assert names == {
+        "allowed", "generator.key", "generator.key_secret", "learner.key", "learner.key_secret",
+        "server.key", "server.key_secret",
+    }  # fmt: skip
+    assert stale.read_bytes() == (tmp_path / "own" / "generator.key_secret").read_bytes()
+    assert stat.S_IMODE(stale.stat().st_mode) == 0o600
+    assert stat.S_IMODE(Path(found).stat().st_mode) == 0o700
+    assert (Path(found) / "allowed/generator/machine7.key").exists(), "a relay lets in whom the buffer does"
+    places.asked.clear()
+    assert network.keys.find_folder("generator-0") == found and not places.asked, "once a node"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        start_authenticator(server, Path(found)).close()
+    assert auth.load_certificate(Path(found) / "server.key_secret")[1] is not None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["buffer.address=ipc:///tmp/x"],
+            r"^buffer.address must be left alone, .* generator-0 on host-there",
+        ),
+        (["cluster.ports=7990-7993"], r"^cluster.ports must have 1 free ports on .* got 7990-7993 with 0$"),
+    ],
+)
+def test_an_address_that_other_nodes_do_not_reach_and_ports_that_are_taken_are_refused(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    taken = [socket.socket() for _ in range(4)]
+    try:
+        for number, one in enumerate(taken):
+            one.bind((HERE, 7990 + number))
+        with pytest.raises(ValueError, match=message):
+            make_network(tmp_path, TwoNodes(generator="there"), *overrides)
+    finally:
+        for one in taken:
+            one.close()
+
+
+def test_on_one_node_nothing_changes(tmp_path: Path) -> None:
+    config, places = load_config([]), TwoNodes()
+    network = make_network(tmp_path, places)
+    placed, meeting = network.place_learner(network.config)
+    assert network.config == placed == config and meeting.startswith("tcp://127.0.0.1:")
+    assert network.keys.find_folder("generator-0") is None and list(tmp_path.iterdir()) == []
+
+
+# ---- ranks out of reach
+
+
+class Clock:
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(supervisor, "time", clock)
+    monkeypatch.setattr(supervisor, "is_ready", lambda ref: False)
+    return clock
+
+
+def make_ranks(places: TwoNodes, clock: Clock) -> LearnerRanks:
+    given: Any = places
+    ranks = LearnerRanks(load_config([]), Path("run"), "nowhere", given, given, StopSignals())
+    ranks._ranks = [RankProcess("learner-0", None, None, None, is_near=False)]
+    ranks._started_at, ranks.num_restarts = clock.now, 0
+    return ranks
+
+
+def hear(ranks: LearnerRanks, last_heard_s: float) -> None:
+    state = RoleState(last_heard_s=last_heard_s, activity="training", activity_s=1.0)
+    ranks.note_heartbeats({"learner-0": state})
+
+
+def test_a_far_rank_is_lost_once_it_was_silent_for_long_in_this_life(clock: Clock) -> None:
+    places = TwoNodes(learner="there")
+    ranks = make_ranks(places, clock)
+    for _ in range(100):  # the heartbeats of its last life; this one still imports
+        clock.now += 1
+        hear(ranks, last_heard_s=50 + clock.now - 1000)
+        assert ranks.find_lost_rank() is None
+    hear(ranks, last_heard_s=0.5)
+    for silent_s in range(1, 31):
+        clock.now += 1
+        hear(ranks, last_heard_s=silent_s)
+        assert ranks.find_lost_rank() is None
+    clock.now += 1
+    hear(ranks, last_heard_s=31.6)
+    assert ranks.find_lost_rank() is None, "the buffer may have stood still itself"
+    clock.now += 6
+    hear(ranks, last_heard_s=37.6)
+    lost = ranks.find_lost_rank()
+    assert lost is not None and str(lost) == "learner-0 has not been heard of for 38 s"
+
+
+def test_a_far_rank_that_is_heard_again_is_not_lost(clock: Clock) -> None:
+    ranks = make_ranks(TwoNodes(learner="there"), clock)
+    clock.now += 10
+    hear(ranks, last_heard_s=0.1)
+    clock.now += 40
+    hear(ranks, last_heard_s=40.0)
+    clock.now += 1
+    hear(ranks, last_heard_s=0.2)
+    clock.now += 30
+    assert ranks.find_lost_rank() is None
+
+
+def test_checkpoints_that_are_gone_with_their_host_end_the_run_in_a_sentence(
+    clock: Clock, tmp_path: Path
+) -> None:
+    places = TwoNodes(learner="there")
+    places.replace_lost_ranks = lambda lost: []  # type: ignore[attr-defined]
+    ranks = make_ranks(places, clock)
+    ranks._folder = tmp_path
+    assert ranks.find_newest_step(0) is None
+    with pytest.raises(
+        RoleFailed, match=r"^the learner's checkpoints \(of step 8 .* on host-there .* got none"
+    ):
+        ranks.find_newest_step(8)
