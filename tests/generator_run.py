@@ -53,7 +53,7 @@ class GeneratorRun:
         """`far`: the generators believe that the learner is on another host. `engine` is the one generator's;
         without it each has a fast one of its own. `evaluator` is that of a further generator, which evaluates
         alone."""
-        self.folder, self.far = folder, far
+        self.folder, self.far, self._max_versions = folder, far, config.staleness.max_versions
         self.server = BufferServer(config, folder / "journal")
         self.threads = [threading.Thread(target=self.server.run)]
         self.threads[0].start()
@@ -99,7 +99,9 @@ class GeneratorRun:
         """Takes the batch of a step, says that it is trained, and returns its groups."""
         taken = self.client.take_batch(step, wait_s=50.0)
         assert isinstance(taken, TakenBatch), taken
-        trained = int(np.count_nonzero(flatten_column(taken.table, "sampled")))
+        oldest = step - self._max_versions
+        versions = flatten_column(taken.table, "versions")[flatten_column(taken.table, "sampled")]
+        trained = int(np.count_nonzero(versions >= oldest))  # a busy machine makes some too late
         done = m.ReportTrainedStep(step=step, num_trained=trained, idle_s=0.0, alive_s=1.0, metrics={})
         self.client.call(done, m.Acknowledged)
         return taken.groups

@@ -7,7 +7,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import psutil
 from runs import ROOT
 
 from slipstream.nursery import FOLDER
-from slipstream_bench.network_hosts import HostProcess, NetworkHost
+from slipstream_bench.network_hosts import HostProcess, NetworkHost, NetworkHosts
 
 PORT, RAY_PORT = 5555, 6390
 ASK = """
@@ -88,7 +88,7 @@ def ask_status(host: NetworkHost, keys: Path) -> dict[str, Any]:
 class RayOnHosts:
     """A Ray cluster with a node on each of several hosts, for a `with` block. The first host has the head."""
 
-    def __init__(self, hosts: Sequence[NetworkHost], folder: Path, num_cpus: int = 4) -> None:
+    def __init__(self, hosts: NetworkHosts, folder: Path, num_cpus: int = 4) -> None:
         """Each node has the label `host`, its host's name, and `pool`, `head` or `workers`. What Ray prints
         goes to `folder`."""
         self.hosts, self.folder, self._num_cpus = hosts, folder, num_cpus

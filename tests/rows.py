@@ -95,7 +95,7 @@ def start_row(name: str, arguments: list[str], outputs: Path, prints: bool) -> i
         out = os.open(outputs / name, os.O_WRONLY | os.O_CREAT)
         os.dup2(out, 1)
         os.dup2(out, 2)
-    end_row(pytest.main([*QUIET, "-o", f"cache_dir={outputs / name}.cache", *arguments]))
+    end_row(pytest.main([*QUIET, "-rs", "-o", f"cache_dir={outputs / name}.cache", *arguments]))
 
 
 def list_failed_tests(name: str, outputs: Path) -> list[str]:

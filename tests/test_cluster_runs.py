@@ -19,6 +19,10 @@ SMALL = [
 ]  # fmt: skip
 
 
+def find_newest_step(checkpoints: Path) -> int:
+    return max((int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_*")), default=0)
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayOnHosts]:
     folder = tmp_path_factory.mktemp("cluster")
@@ -78,4 +82,36 @@ def test_a_killed_driver_leaves_nothing_on_any_host_and_the_run_goes_on_elsewher
     assert again.finish() == 130, again.said
     cluster.wait_until_clean()
     summary = json.loads((cluster.folder / "killed" / "summary.json").read_text())
+    assert_accounts_close(summary)
+
+
+def test_a_learner_on_a_host_that_is_lost_goes_on_from_its_checkpoint_on_another(
+    cluster: RayOnHosts,
+) -> None:
+    run = cluster.launch(
+        "moved", *SIMULATED, "run.name=moved", "run.steps=100000", "learner.checkpoint_every=5",
+        "placement.learner.pool=workers", "placement.generators.pool=head",
+    )  # fmt: skip
+    checkpoints = cluster.folder / "moved" / "checkpoints"
+    run.wait_for(lambda: list(checkpoints.glob("step_*")), "checkpoint")
+    # A rank on another node that dies: Ray tells.
+    second, third = cluster.hosts[1:]
+    cluster.list_roles(second)["LearnerRole"].kill()
+    run.wait_for(lambda: "restart 1 of" in run.said, "second life of the learner")
+    assert "learner-0 has died: the learner goes on from step" in run.said
+    run.wait_for(lambda: "LearnerRole" in cluster.list_roles(second), "learner on its host")
+    newest = find_newest_step(checkpoints)
+    run.wait_for(lambda: find_newest_step(checkpoints) > newest, "checkpoint of the second life")
+    # Its host is out of reach, and nobody is told.
+    cluster.hosts.cut_link(second)
+    run.wait_for(lambda: "restart 2 of" in run.said, "third life of the learner")
+    assert "learner-0 moves to host-3 (10.77.0.3)" in run.said
+    newest = find_newest_step(checkpoints)
+    run.wait_for(lambda: find_newest_step(checkpoints) > newest, "checkpoint from the other host")
+    assert "LearnerRole" in cluster.list_roles(third)
+    cluster.hosts.mend_link(second)
+    run.interrupt()
+    assert run.finish() == 130, run.said
+    cluster.wait_until_clean()
+    summary = json.loads((cluster.folder / "moved" / "summary.json").read_text())
     assert_accounts_close(summary)
