@@ -4,10 +4,8 @@ import contextlib
 import json
 import os
 import secrets
-import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,8 @@ import psutil
 from runs import ROOT
 
 from slipstream.nursery import FOLDER
-from slipstream_bench.network_hosts import HostProcess, NetworkHost, NetworkHosts
+from slipstream_bench.host_commands import PYTHONPATH, CommandOnHost
+from slipstream_bench.network_hosts import NetworkHost, NetworkHosts
 
 PORT, RAY_PORT = 5555, 6390
 ASK = """
@@ -28,53 +27,6 @@ client = BufferClient(sys.argv[1], keys=sys.argv[2], role=KeyRole.operator, time
 request = m.WatchRun(after=sys.maxsize, wait_s=0.0, after_evaluation=sys.maxsize)
 print(msgspec.json.encode(client.call(request, m.RunNews).status).decode())
 """
-
-
-class CommandOnHost:
-    """`scripts/launch.sh` on a host, less the preparation of its environment."""
-
-    def __init__(
-        self,
-        host: NetworkHost,
-        folder: Path,
-        name: str,
-        *overrides: str,
-        cache: Path | None = None,
-        environment: Mapping[str, str] = os.environ,
-    ) -> None:
-        """Its output goes to a file `name`.txt in `folder`, which is the folder of all runs too. `cache`: the
-        host's own, in the place of this machine's."""
-        self.host, self.output = host, folder / f"{name}.txt"
-        environment = dict(environment) | {
-            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "scripts", ROOT / "scripts/bench"))),
-            "PYTHONUNBUFFERED": "1",
-        }
-        environment.pop(FOLDER, None)  # the tests' nursery is on no host
-        if cache is not None:
-            environment["SLIPSTREAM_CACHE"] = str(cache)
-        command = [sys.executable, "-P", "-m", "slipstream.train", f"run.outputs={folder}", *overrides]
-        with open(self.output, "w") as output:
-            self.started: HostProcess = host.start_program(
-                *command, environment=environment, output=output, folder=ROOT
-            )
-
-    @property
-    def said(self) -> str:
-        return self.output.read_text()
-
-    def wait_for(self, holds: Callable[[], Any], what: str, timeout_s: float = 300) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not holds():
-            assert self.started.popen.poll() is None, f"it ended before {what}:\n{self.said}"
-            assert time.monotonic() < deadline, f"no {what} within {timeout_s} s:\n{self.said}"
-            time.sleep(0.1)
-
-    def interrupt(self) -> None:
-        self.started.send_signal(signal.SIGINT)
-
-    def finish(self, timeout_s: float = 120) -> int:
-        """Returns the exit status."""
-        return self.started.popen.wait(timeout_s)
 
 
 def ask_status(host: NetworkHost, keys: Path) -> dict[str, Any]:
@@ -95,7 +47,7 @@ class RayOnHosts:
         kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
         kept.pop(FOLDER, None)  # the tests' nursery is on no host
         self.environment = kept | {
-            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "scripts", ROOT / "scripts/bench"))),
+            "PYTHONPATH": PYTHONPATH,
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(20),
             "RAY_USAGE_STATS_ENABLED": "0",

@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
-from host_runs import PORT, CommandOnHost, ask_status
+from host_runs import PORT, ask_status
 from runs import SIMULATED, assert_accounts_close
 
 from buffers.keys import KeyRole, make_keys
+from slipstream_bench.host_commands import CommandOnHost
 from slipstream_bench.network_hosts import NetworkHosts, find_obstacle
 
 pytestmark = [pytest.mark.whole_run, pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())]

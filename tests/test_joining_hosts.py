@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 from dataset_rows import write_lines
-from host_runs import PORT, CommandOnHost
+from host_runs import PORT
 
 from buffers.keys import KeyRole, make_keys
+from slipstream_bench.host_commands import CommandOnHost
 from slipstream_bench.network_hosts import NetworkHosts, find_obstacle
 
 pytestmark = [pytest.mark.whole_run, pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())]

@@ -5,12 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from host_runs import PORT, CommandOnHost
+from host_runs import PORT
 from runs import SIMULATED, assert_accounts_close
 
 from buffers import events as e
 from buffers.event_log import read_events
 from buffers.keys import KeyRole, make_keys
+from slipstream_bench.host_commands import CommandOnHost
 from slipstream_bench.network_hosts import NetworkHosts, find_obstacle
 
 pytestmark = [pytest.mark.whole_run, pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())]

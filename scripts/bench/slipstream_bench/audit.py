@@ -1,4 +1,5 @@
-"""The audit of `chaos.py`: it compares a journal, its log, and the records of the producers and the consumer.
+"""The audits of `chaos.py` and `chaos_run.py`: they compare a journal, its log, and the records of the
+producers and the consumer.
 
 The producers and the consumer write their own files, so these files can contradict the journal and the log.
 """
@@ -9,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -79,6 +81,34 @@ def audit_run(
     _check_epochs(config, records, found)
     _check_ledger(folder, config, records, status, found)
     return found
+
+
+def audit_whole_run(folder: Path, witnesses: Path, config: Config, summary: dict[str, Any]) -> AuditReport:
+    """Audits a whole run in `folder` that has ended, with the last `summary` that it wrote. `witnesses` has
+    what its generators wrote down."""
+    found = AuditReport()
+    records = _read_log(folder / "journal", found)
+    batches = _read_groups(folder / "journal", records, found)
+    _check_acknowledged(witnesses, records, batches, found)
+    _check_training(config, records, batches, found)
+    _check_ledger(folder, config, records, None, found)
+    found.problems += [f"the summary does not add up: {text}" for text in find_open_accounts(summary)]
+    return found
+
+
+def find_open_accounts(summary: dict[str, Any]) -> list[str]:
+    """Returns the equations of a run's summary that do not hold."""
+    tokens, groups, staleness = summary["tokens"], summary["groups"], summary["staleness"]
+    rest = sum(tokens["rejected"].values()) + tokens["in_flight"]
+    held = groups["trained"] + sum(groups["rejected"].values()) + groups["in_flight"]
+    equations = {
+        "tokens generated": (tokens["generated"], tokens["trained"] + tokens["masked"] + rest),
+        "groups leased": (groups["leased"], held),
+        "groups trained twice": (groups["trained_twice"], 0),
+        "tokens by staleness": (sum(staleness["histogram"].values()), tokens["trained"]),
+        "tokens beyond the bound": (max(staleness["max"] - staleness["max_versions"], 0), 0),
+    }
+    return [f"{name}: {left} and {right}" for name, (left, right) in equations.items() if left != right]
 
 
 def restore_journal(folder: Path) -> None:

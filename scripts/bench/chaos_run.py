@@ -1,0 +1,305 @@
+"""Disturbs whole runs at random, then audits what is left: real roles, a network, a journal and a learner.
+
+    scripts/chaos.sh --run [--faults 300] [--seed 0] [--folder DIR] [--alone] [--only TEXT] [--json FILE]
+
+A run has three hosts, which are namespaces of this machine (`slipstream_bench/network_hosts.py`, needs root):
+driver, buffer and learner on the first, a fleet of generators on each other. The learner trains the tiny
+model; the generators sample from it (`slipstream_bench/small_engine.py`). Each host gets one fault after the
+other, drawn by the seed (`slipstream_bench/run_faults.py`), while the others get theirs; `--alone`: one fault
+at a time. A recovery lasts from a death, or from the end of a disturbance, until a group that was leased
+afterwards, to a generator of the host, is accepted, and a step is trained after that. Settings that matter
+(the staleness bound, what is done with late groups, durability, leases, checkpoints) differ from run to run.
+
+The audit: nothing that the buffer acknowledged to a generator is lost, no group is trained twice, no token
+beyond the staleness bound, the ledger closes, no process and no shared memory is left, no command ended by
+itself, and `scripts/replay.sh` trains the journal to the bits of the run's checkpoints. The exit status is 1
+when any of this does not hold.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from configs.load import load_study_config
+from slipstream_bench.audit import AuditReport, audit_whole_run
+from slipstream_bench.host_clocks import find_compiler
+from slipstream_bench.network_hosts import NetworkHosts, find_obstacle
+from slipstream_bench.run_faults import FAULTS_OF_FLEET, FAULTS_OF_RUN, FaultMethod, HostFaults
+from slipstream_bench.run_on_hosts import ChaosFailure, HarnessStopped, RunOnHosts, tail
+
+FAULTS_A_RUN = 75
+SAME = "bit for bit the same as the run"
+
+
+@dataclass(frozen=True)
+class BorneFault:
+    """A fault that the run has got over."""
+
+    kind: str
+    host: str
+    run: int
+    at_s: float
+    """Seconds from the start of the run's faults to the end of the recovery."""
+    recovery_s: float
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Settings that differ from run to run."""
+
+    overrides: list[str]
+    lease_s: float
+    num_generators: int
+    """Generators of one fleet."""
+
+
+@dataclass
+class ChaosOfRun:
+    """The faults of one run, from its start to its audit."""
+
+    folder: Path
+    number: int
+    seed: int
+    num_faults: int
+    kinds_of_run: dict[str, FaultMethod]
+    kinds_of_fleet: dict[str, FaultMethod]
+    alone: bool
+    say: Callable[[str], None]
+    recoveries: list[BorneFault] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    figures: dict[str, int | str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.settings = draw_settings(random.Random(f"{self.seed} {self.number}"))
+        self._left, self._lock = self.num_faults, threading.Lock()
+        self._turn = threading.Lock() if self.alone else nullcontext()
+
+    def disturb_and_audit(self) -> None:
+        with NetworkHosts(3) as hosts:
+            run = RunOnHosts(
+                self.folder, hosts, self.settings.overrides, self.settings.num_generators, self.problems
+            )
+            try:
+                run.start()
+                self._began = time.monotonic()
+                self._disturb_hosts(run)
+                if not run.stopped:
+                    run.finish()
+            except ChaosFailure as failure:
+                self.problems.append(str(failure))
+            finally:
+                run.stopped = True
+                run.keep_folder()
+        self._audit()
+
+    def _disturb_hosts(self, run: RunOnHosts) -> None:
+        """Disturbs every host in a thread of its own, until there were enough faults or one was too much."""
+        threads = []
+        for host in run.hosts:
+            kinds = self.kinds_of_run if host is run.first else self.kinds_of_fleet
+            if kinds:
+                rng = random.Random(f"{self.seed} {self.number} {host.name}")
+                faults = HostFaults(run, host, self.settings.lease_s, rng)
+                threads.append(threading.Thread(target=self._disturb_host, args=(faults, kinds)))
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(0.2)
+        except KeyboardInterrupt:
+            run.stopped = True
+            for thread in threads:
+                thread.join()
+            raise
+
+    def _disturb_host(self, faults: HostFaults, kinds: dict[str, FaultMethod]) -> None:
+        deck: list[str] = []
+        while self._take_fault():
+            if not deck:
+                deck = faults.random.sample(sorted(kinds), len(kinds))
+            kind = deck.pop()
+            try:
+                with self._turn, faults.run.disturb(faults.host):
+                    self._recover(faults, kind, kinds[kind])
+            except HarnessStopped:
+                return
+            except Exception as error:
+                self.problems.append(f"{kind} ({faults.host.name}): {type(error).__name__}: {error}")
+                faults.run.stopped = True
+                return
+
+    def _recover(self, faults: HostFaults, kind: str, method: FaultMethod) -> None:
+        while True:
+            try:
+                began = method(faults)
+                break
+            except psutil.NoSuchProcess:
+                continue  # it has just ended, by another host's fault
+        faults.run.await_work(faults.host)
+        now = time.monotonic()
+        with self._lock:
+            self.recoveries.append(
+                BorneFault(kind, faults.host.name, self.number, now - self._began, now - began)
+            )
+            done = len(self.recoveries)
+        self.say(
+            f"run {self.number}, fault {done} of {self.num_faults}, {faults.host.name}: {kind}; back after "
+            f"{now - began:.1f} s, at step {faults.run.count_steps()}"
+        )
+
+    def _take_fault(self) -> bool:
+        with self._lock:
+            self._left -= 1
+            return self._left >= 0
+
+    # ---- the audit
+
+    def _audit(self) -> None:
+        run = self.folder / "kept" / "run"
+        if not (run / "summary.json").exists():
+            self.problems.append(f"the run has left no summary in {run}")
+            return
+        self._replay(run)
+        summary = json.loads((run / "summary.json").read_text())
+        found: AuditReport = audit_whole_run(run, self.folder, load_study_config(run, []), summary)
+        self.problems += found.problems
+        self.figures |= found.figures
+
+    def _replay(self, run: Path) -> None:
+        began = time.monotonic()
+        command = [sys.executable, "-P", "-m", "slipstream.replay", str(run)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode or SAME not in done.stdout:
+            self.problems.append(f"the replay is not the run: {tail(done.stdout + done.stderr)}")
+        same = next((line for line in done.stdout.splitlines() if SAME in line), "no")
+        self.figures["replayed"] = f"{same} ({time.monotonic() - began:.0f} s)"
+
+
+def draw_settings(rng: random.Random) -> RunSettings:
+    late = rng.choice([["wait"], ["mask"], ["cancel", "staleness.straggler_timeout_s=15"]])
+    lease_s = rng.choice([4.0, 7.0, 12.0])
+    groups = rng.choice([2, 4])
+    return RunSettings(
+        [
+            f"staleness.max_versions={rng.choice([1, 2, 4])}",
+            f"staleness.on_late={late[0]}",
+            *late[1:],
+            f"buffer.durability={rng.choice(['os', 'fsync'])}",
+            f"buffer.lease_s={lease_s}",
+            f"learner.checkpoint_every={rng.choice([5, 10, 25])}",
+            f"learner.groups_per_step={groups}",
+            f"learner.samples_per_prompt={rng.choice([2, 4])}",
+        ],
+        lease_s,
+        rng.choice([1, 2]),
+    )
+
+
+# ---- the report
+
+
+def print_report(runs: list[ChaosOfRun], console: Console) -> None:
+    recoveries = [one for run in runs for one in run.recoveries]
+    table = Table(title=f"{len(recoveries)} faults in {len(runs)} runs", title_justify="left")
+    for title in ("fault", "times", "median s", "worst s"):
+        table.add_column(title, justify="left" if title == "fault" else "right")
+    for kind in sorted({one.kind for one in recoveries}):
+        seconds = [one.recovery_s for one in recoveries if one.kind == kind]
+        table.add_row(kind, str(len(seconds)), f"{median(seconds):.1f}", f"{max(seconds):.1f}")
+    console.print(table)
+    for run in runs:
+        console.print(f"run {run.number}: {' '.join(run.settings.overrides)}", highlight=False)
+        for name, value in run.figures.items():
+            console.print(f"  {name}: {value}", highlight=False)
+        for text in run.problems:
+            console.print(f"  [red]wrong:[/] {text}", highlight=False)
+    wrong = sum(len(run.problems) for run in runs)
+    console.print(f"[red]{wrong} things are wrong[/]" if wrong else "everything adds up")
+
+
+def write_json(runs: list[ChaosOfRun], seed: int, path: Path) -> None:
+    told = [
+        {
+            "settings": run.settings.overrides,
+            "faults": [asdict(one) for one in run.recoveries],
+            "figures": run.figures,
+            "problems": run.problems,
+        }
+        for run in runs
+    ]
+    path.write_text(json.dumps({"seed": seed, "runs": told}, indent=1))
+
+
+def choose_kinds(kinds: dict[str, FaultMethod], only: str) -> dict[str, FaultMethod]:
+    """Returns the faults whose name holds `only`. No clock can be set without a compiler."""
+    return {
+        name: method
+        for name, method in kinds.items()
+        if only in name and (find_compiler() is not None or "clock" not in name)
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/chaos.sh --run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--faults", type=int, default=300, help="over all runs (default: 300)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="new folder, which is kept (default: a temporary one)")
+    parser.add_argument("--alone", action="store_true", help="one fault at a time, on whichever host")
+    parser.add_argument("--only", default="", metavar="TEXT", help="faults whose name holds this text")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="writes all that is known of each fault")
+    options = parser.parse_args()
+    console, say_line = Console(), partial(Console(stderr=True).print, highlight=False)
+    of_run, of_fleet = (choose_kinds(kinds, options.only) for kinds in (FAULTS_OF_RUN, FAULTS_OF_FLEET))
+    if obstacle := find_obstacle():
+        parser.error(obstacle)
+    if not of_run and not of_fleet:
+        names = ", ".join([*FAULTS_OF_RUN, *FAULTS_OF_FLEET])
+        parser.error(f"--only must be part of a fault's name ({names}), got {options.only!r}")
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="slipstream-chaos-"))
+    num_runs = -(-options.faults // FAULTS_A_RUN)
+    runs: list[ChaosOfRun] = []
+    try:
+        for number in range(num_runs):
+            count = options.faults // num_runs + (number < options.faults % num_runs)
+            place = folder / f"run-{number}"
+            runs.append(
+                ChaosOfRun(place, number, options.seed, count, of_run, of_fleet, options.alone, say_line)
+            )
+            runs[-1].disturb_and_audit()
+    except KeyboardInterrupt:
+        say_line("interrupted: the run under way is thrown away")
+        runs = runs[:-1]
+    print_report(runs, console)
+    if options.json is not None:
+        write_json(runs, options.seed, options.json)
+    wrong = any(run.problems for run in runs)
+    if options.folder is None and not wrong:
+        shutil.rmtree(folder)
+    elif wrong:
+        console.print(f"see {folder}", highlight=False)
+    return 1 if wrong or len(runs) < num_runs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

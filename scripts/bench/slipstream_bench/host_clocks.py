@@ -1,0 +1,34 @@
+"""Clocks of hosts that may be set: a small library (`clock.c`) that programs load before the C library."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("clock.c")
+
+
+def find_compiler() -> str | None:
+    return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+
+
+class HostClock:
+    """The time of day on one host, as its Python programs see it. Monotonic clocks and times of files are the
+    machine's."""
+
+    def __init__(self, folder: Path, host: str) -> None:
+        """Compiles the library into `folder`. Without a compiler the clock cannot be set."""
+        self._file, library, compiler = folder / f"{host}.clock", folder / "clock.so", find_compiler()
+        self._file.write_bytes(bytes(8))
+        self.environment: dict[str, str] = {}
+        """Environment that a program of the host needs; empty where the clock cannot be set."""
+        if compiler is not None:
+            if not library.exists():
+                subprocess.run(
+                    [compiler, "-O2", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True
+                )
+            self.environment = {"LD_PRELOAD": str(library), "SLIPSTREAM_CLOCK": str(self._file)}
+
+    def set_ahead(self, seconds: float) -> None:
+        """Sets the clock to the machine's time and `seconds` more, or less."""
+        with open(self._file, "r+b", buffering=0) as file:
+            file.write(int(seconds * 1e9).to_bytes(8, "little", signed=True))

@@ -1,0 +1,200 @@
+"""The faults of `chaos_run.py`: each disturbs one host of a run, and returns when the run has got over it."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+
+from slipstream_bench.network_hosts import NetworkHost
+from slipstream_bench.run_on_hosts import ChaosFailure, RunOnHosts, free_bytes, tail
+
+PREEMPTED_S = 30.0
+"""Seconds between the warning of a host that is taken away, and its end."""
+
+
+@dataclass
+class HostFaults:
+    """The faults of one host. Each method returns the moment from which its recovery counts: that of a death,
+    or of the end of a disturbance."""
+
+    run: RunOnHosts
+    host: NetworkHost
+    lease_s: float
+    random: random.Random
+
+    # ---- on the host of the run
+
+    def kill_buffer(self) -> float:
+        return kill_process(self.run.find_role(self.host, "BufferRole"))
+
+    def kill_learner(self) -> float:
+        return kill_process(self.run.find_role(self.host, "LearnerRole"))
+
+    def stop_buffer_briefly(self) -> float:
+        return self.stop_process("BufferRole", self.draw_short())
+
+    def stop_buffer_for_longer_than_a_lease(self) -> float:
+        return self.stop_process("BufferRole", self.draw_long())
+
+    def stop_learner(self) -> float:
+        return self.stop_process("LearnerRole", self.random.choice([self.draw_short(), self.draw_long()]))
+
+    def kill_driver(self) -> float:
+        began = kill_process(self.run.commands[self.host.name].started.process)
+        self.run.end_command(self.host)
+        return self.resume(began, "the death of the driver")
+
+    def kill_raylet(self) -> float:
+        """Kills Ray's own process on the host: the driver must end by itself, and leave nothing."""
+        found = [one for one in self.host.list_processes() if one.name() == "raylet"]
+        if not found:
+            raise ChaosFailure(f"there is no raylet on {self.host.name}")
+        began = kill_process(found[0])
+        if self.run.end_command(self.host) is None:
+            raise ChaosFailure(f"the driver goes on without its raylet: {self.run.describe()}")
+        return self.resume(began, "the death of the raylet")
+
+    def fill_disk(self) -> float:
+        """Leaves a few hundred kilobytes: the run must end with a sentence, and go on once there is room."""
+        filler = self.run.outside / "filler"
+        began = time.monotonic()
+        with open(filler, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, free_bytes(self.run.outside) - (200 << 10))
+        try:
+            status = self.run.end_command(self.host)
+        finally:
+            filler.unlink()
+        said = self.run.commands[self.host.name].said
+        if status is None:
+            raise ChaosFailure(f"the run goes on with a full disk: {self.run.describe()}")
+        if status != 1 or "must have room for" not in said:
+            self.run.problems.append(f"a full disk ended the run with status {status}: {tail(said)}")
+        return self.resume(began, "a full disk")
+
+    def resume(self, began: float, what: str) -> float:
+        self.run.await_end(self.host, what)
+        self.run.resume_run()
+        return began
+
+    # ---- on the host of a fleet
+
+    def kill_generator(self) -> float:
+        self.run.find_role(self.host, "GeneratorRole")
+        return kill_process(self.random.choice(self.run.find_roles(self.host, "GeneratorRole")))
+
+    def stop_generator_briefly(self) -> float:
+        return self.stop_process("GeneratorRole", self.draw_short())
+
+    def stop_generator_for_longer_than_a_lease(self) -> float:
+        return self.stop_process("GeneratorRole", self.draw_long())
+
+    def kill_fleet(self) -> float:
+        began = kill_process(self.run.commands[self.host.name].started.process)
+        self.run.end_command(self.host)
+        self.run.await_end(self.host, "the death of the fleet's driver")
+        self.run.start_fleet(self.host)
+        return began
+
+    def preempt_fleet(self) -> float:
+        """SIGTERM, and SIGKILL half a minute later: the fleet must have left by then."""
+        command, began = self.run.commands[self.host.name], time.monotonic()
+        command.started.send_signal(signal.SIGTERM)
+        status = self.run.end_command(self.host, within_s=PREEMPTED_S)
+        if status != 130:
+            self.run.problems.append(f"SIGTERM ended a fleet with status {status}: {tail(command.said)}")
+            command.started.send_signal(signal.SIGKILL)
+            self.run.end_command(self.host)
+        self.run.await_end(self.host, "a preemption")
+        self.run.start_fleet(self.host)
+        return began
+
+    def cut_link_briefly(self) -> float:
+        return self.cut_link(self.draw_short())
+
+    def cut_link_for_longer_than_a_lease(self) -> float:
+        return self.cut_link(self.draw_long())
+
+    def cut_link_for_half_a_minute(self) -> float:
+        return self.cut_link(self.random.uniform(31, 38))
+
+    def slow_link_to_a_megabit(self) -> float:
+        return self.slow_link(1_000_000)
+
+    def slow_link_to_100_kilobits(self) -> float:
+        return self.slow_link(100_000)
+
+    # ---- on any host
+
+    def step_clock(self) -> float:
+        self.run.clocks[self.host.name].set_ahead(self.random.uniform(-3600, 3600))
+        return time.monotonic()
+
+    # ---- what they are made of
+
+    def draw_short(self) -> float:
+        return self.random.uniform(0.5, 0.7 * self.lease_s)
+
+    def draw_long(self) -> float:
+        return self.random.uniform(1.2, 1.7) * self.lease_s
+
+    def stop_process(self, role: str, seconds: float) -> float:
+        process = self.run.find_role(self.host, role)
+        process.suspend()
+        try:
+            self.run.sleep(seconds)
+        finally:
+            process.resume()
+        return time.monotonic()
+
+    def cut_link(self, seconds: float) -> float:
+        self.run.hosts.cut_link(self.host)
+        try:
+            self.run.sleep(seconds)
+        finally:
+            self.run.hosts.mend_link(self.host)
+        return time.monotonic()
+
+    def slow_link(self, bits_per_s: int) -> float:
+        self.run.hosts.limit_link(self.host, bits_per_s)
+        try:
+            self.run.sleep(self.random.uniform(5, 15))
+        finally:
+            self.run.hosts.limit_link(self.host, None)
+        return time.monotonic()
+
+
+FaultMethod = Callable[[HostFaults], float]
+FAULTS_OF_RUN: dict[str, FaultMethod] = {
+    "buffer: SIGKILL": HostFaults.kill_buffer,
+    "buffer: SIGSTOP, shorter than a lease": HostFaults.stop_buffer_briefly,
+    "buffer: SIGSTOP, longer than a lease": HostFaults.stop_buffer_for_longer_than_a_lease,
+    "learner: SIGKILL": HostFaults.kill_learner,
+    "learner: SIGSTOP": HostFaults.stop_learner,
+    "driver: SIGKILL, then run.resume": HostFaults.kill_driver,
+    "raylet of the driver's host: SIGKILL, then run.resume": HostFaults.kill_raylet,
+    "full disk, then run.resume": HostFaults.fill_disk,
+    "run's host: clock set up to an hour off": HostFaults.step_clock,
+}
+FAULTS_OF_FLEET: dict[str, FaultMethod] = {
+    "generator: SIGKILL": HostFaults.kill_generator,
+    "generator: SIGSTOP, shorter than a lease": HostFaults.stop_generator_briefly,
+    "generator: SIGSTOP, longer than a lease": HostFaults.stop_generator_for_longer_than_a_lease,
+    "fleet's driver: SIGKILL, then started again": HostFaults.kill_fleet,
+    "spot preemption of a fleet, then started again": HostFaults.preempt_fleet,
+    "link down, shorter than a lease": HostFaults.cut_link_briefly,
+    "link down, longer than a lease": HostFaults.cut_link_for_longer_than_a_lease,
+    "link down for more than 30 s": HostFaults.cut_link_for_half_a_minute,
+    "link at 1 Mbit/s": HostFaults.slow_link_to_a_megabit,
+    "link at 100 kbit/s": HostFaults.slow_link_to_100_kilobits,
+    "fleet's host: clock set up to an hour off": HostFaults.step_clock,
+}
+
+
+def kill_process(process: psutil.Process) -> float:
+    """Kills a process; returns when that was."""
+    process.kill()
+    return time.monotonic()

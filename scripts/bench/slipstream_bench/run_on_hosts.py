@@ -1,0 +1,312 @@
+"""A whole run over hosts of this machine: driver, buffer and learner on the first, a fleet on each other.
+
+    host-1  driver, buffer, learner     its run's folder is on a small disk of its own
+    host-2  a fleet of generators  ┐
+    host-3  a fleet of generators  ┘ each with its own Ray, joined by keys, weights over tcp
+
+`chaos_run.py` kills and disturbs what is here. Commands that end are started again, as a cluster's manager
+does; one that ends for no reason that this module knows is a problem.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from buffers import events as e
+from buffers.keys import KeyRole, make_keys
+from slipstream.nursery import FOLDER
+from slipstream_bench.chaos_log import ChaosLog
+from slipstream_bench.host_clocks import HostClock
+from slipstream_bench.host_commands import PYTHONPATH, CommandOnHost, leave_out_nursery
+from slipstream_bench.leftovers import FOLDER_MARK
+from slipstream_bench.network_hosts import HostProcess, NetworkHost, NetworkHosts
+
+PORT = 5555
+DISK_MB = 1000
+PATIENCE_S = 240.0
+"""Seconds that anything may take before the harness gives up. It is far more than anything takes."""
+NO_BUFFER = "buffer.address must be a running buffer's"
+"""Words of a fleet that is started while there is no buffer: it is started again."""
+SMALL = [
+    "generators.max_sequences=8", "generators.max_model_len=64", "sampling.max_tokens=8", "eval.prompts=0",
+    "run.steps=1000000", "learner.lr=1e-5", "learner.keep_checkpoints=4", "buffer.segment_mb=1",
+    "generators.count=0", "sync.transport=tcp", "buffer.max_restarts=100000", "learner.max_restarts=100000",
+    "buffer.max_attempts=1000",
+]  # fmt: skip
+"""Settings of every run. Numbers of deaths that end a run are out of reach."""
+
+
+class ChaosFailure(RuntimeError):
+    """Raised when the run does not get over a fault."""
+
+
+class HarnessStopped(Exception):
+    """Raised in a harness that was told to stop."""
+
+
+@dataclass
+class RunOnHosts:
+    """One run in `folder`. `settings` are overrides of its configuration; a fleet has `num_generators`."""
+
+    folder: Path
+    hosts: NetworkHosts
+    settings: Sequence[str]
+    num_generators: int = 1
+    problems: list[str] = field(default_factory=list)
+    """Everything that went wrong, in words."""
+    stopped: bool = False
+    """True when everybody who waits is to stop waiting."""
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True)
+        self.disk = self.folder / "disk"
+        self.disk.mkdir()
+        self.first = self.hosts[0]
+        self.first.run("mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "none", self.disk)
+        self.outside = Path(f"/proc/{self.first.pid}/root{self.disk}")
+        """The disk as this process sees it."""
+        self.log = ChaosLog(self.outside / "run")
+        make_keys(self.folder / "keys", list(KeyRole))
+        self.joining = [
+            f"buffer.keys={self.folder / 'keys'}", f"buffer.address=tcp://{self.first.address}:{PORT}",
+        ]  # fmt: skip
+        self.clocks = {host.name: HostClock(self.folder, host.name) for host in self.hosts}
+        self.commands: dict[str, CommandOnHost] = {}
+        """The driver and the fleets, by host."""
+        self.disturbed: set[str] = set()
+        """Hosts with a fault under way. Whoever disturbs one tends it alone."""
+        self._tending = threading.RLock()
+        self._num_commands = 0
+        self._nurseries = {host.name: self._start_nursery(host) for host in self.hosts}
+
+    # ---- commands
+
+    def _environment_of(self, host: NetworkHost) -> dict[str, str]:
+        return (
+            leave_out_nursery()
+            | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", FOLDER_MARK: str(self.folder)}
+            | self.clocks[host.name].environment
+        )
+
+    def _start_nursery(self, host: NetworkHost) -> tuple[HostProcess, str]:
+        """Returns the program, and the folder in which it listens."""
+        command = [sys.executable, "-P", "-m", "slipstream_bench.chaos_nursery"]
+        started = host.start_program(*command, environment=self._environment_of(host))
+        assert started.popen.stdout is not None, "it is a pipe"
+        if not (folder := started.popen.stdout.readline().strip()).startswith("/"):
+            raise ChaosFailure(f"the nursery of {host.name} does not start: {folder}")
+        return started, folder
+
+    def _start_command(self, host: NetworkHost, name: str, *overrides: str) -> None:
+        self._num_commands += 1
+        _, nursery = self._nurseries[host.name]
+        self.commands[host.name] = CommandOnHost(
+            host,
+            self.folder,
+            f"{self._num_commands:03d}-{host.name}-{name}",
+            *overrides,
+            outputs=self.disk if host is self.first else self.folder,
+            environment=self._environment_of(host) | {FOLDER: nursery},
+        )
+
+    def start_run(self) -> None:
+        self._start_command(self.first, "run", "run.name=run", *SMALL, *self.joining, *self.settings)
+
+    def resume_run(self) -> None:
+        self._start_command(self.first, "again", f"run.resume={self.disk / 'run'}")
+
+    def start_fleet(self, host: NetworkHost) -> None:
+        more = [f"generators.count={self.num_generators}", "generators.max_restarts=100000"]
+        self._start_command(host, "fleet", "role=generators", *self.joining, *more)
+
+    def start(self) -> None:
+        """Starts everything, and returns when steps are trained from groups of every fleet."""
+        self.start_run()
+        run = self.commands[self.first.name]
+        self.wait_for(self.first, lambda: "the buffer answers at" in run.said, "buffer")
+        for host in self.hosts[1:]:
+            self.start_fleet(host)
+        for host in self.hosts[1:]:
+            self.await_work(host)
+
+    @contextlib.contextmanager
+    def disturb(self, host: NetworkHost) -> Iterator[None]:
+        """Lets nobody else tend the host while the block lasts."""
+        with self._tending:
+            self.disturbed.add(host.name)
+        try:
+            yield
+        finally:
+            with self._tending:
+                self.disturbed.discard(host.name)
+
+    def tend(self, host: NetworkHost) -> None:
+        """Starts commands again that have ended, on this host and on those that nobody disturbs."""
+        with self._tending:
+            for one in self.hosts:
+                if one.name in self.commands and (one is host or one.name not in self.disturbed):
+                    self._tend_command(one)
+
+    def _tend_command(self, host: NetworkHost) -> None:
+        """Notes why the command has ended, unless nothing else could be."""
+        command = self.commands[host.name]
+        if (status := command.started.popen.poll()) is None:
+            return
+        if host is self.first:
+            self.problems.append(f"the run ended by itself with status {status}: {tail(command.said)}")
+            self.resume_run()
+            return
+        if NO_BUFFER not in command.said:
+            self.problems.append(
+                f"the fleet of {host.name} ended by itself with status {status}: {tail(command.said)}"
+            )
+        self.start_fleet(host)
+
+    def end_command(self, host: NetworkHost, *, within_s: float = PATIENCE_S) -> int | None:
+        """Waits until the host's command has ended; returns its exit status, None where it has not ended."""
+        deadline = time.monotonic() + within_s
+        popen = self.commands[host.name].started.popen
+        while popen.poll() is None and time.monotonic() < deadline:
+            self.sleep(0.05)
+        return popen.returncode
+
+    # ---- processes
+
+    def find_roles(self, host: NetworkHost, role: str) -> list[psutil.Process]:
+        """Returns the processes of a class of roles on a host, the oldest first."""
+        found = [one for one in host.list_processes() if is_named(one, f"ray::{role}")]
+        return sorted(found, key=lambda process: process.pid)
+
+    def find_role(self, host: NetworkHost, role: str) -> psutil.Process:
+        """Returns a process of the role as soon as there is one."""
+        found: list[psutil.Process] = []
+
+        def look() -> bool:
+            found[:] = self.find_roles(host, role)
+            return bool(found)
+
+        self.wait_for(host, look, f"{role} on {host.name}")
+        return found[0]
+
+    def list_left(self, host: NetworkHost) -> list[str]:
+        """Returns what the run has on a host: processes but for the nursery's, and shared memory."""
+        nursery, _ = self._nurseries[host.name]
+        left = [f"/dev/shm/{name}" for name in host.list_shared_memory()]
+        for process in host.list_processes():
+            with contextlib.suppress(psutil.Error):
+                line = " ".join(process.cmdline())
+                if "slipstream_bench.chaos_nursery" not in line and "slipstream.nursery" not in line:
+                    left.append(f"{process.pid} {line[:100]}")
+        return left
+
+    def await_end(self, host: NetworkHost, what: str, within_s: float = 60.0) -> None:
+        """Waits until nothing of the run is left on a host; what stays is a problem."""
+        deadline = time.monotonic() + within_s
+        while (left := self.list_left(host)) and time.monotonic() < deadline:
+            self.sleep(0.2)
+        if left:
+            self.problems.append(f"left on {host.name} {within_s:.0f} s after {what}: {left}")
+
+    # ---- waiting
+
+    def sleep(self, seconds: float) -> None:
+        """Sleeps. Raises HarnessStopped when the harness was told to stop meanwhile."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            if self.stopped:
+                raise HarnessStopped
+            time.sleep(min(left, 0.2))
+
+    def wait_for(self, host: NetworkHost, holds: Callable[[], object], what: str) -> None:
+        """Waits, and tends the host meanwhile. Raises ChaosFailure when it takes too long."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds():
+            self.tend(host)
+            if time.monotonic() > deadline:
+                raise ChaosFailure(f"no {what} within {PATIENCE_S:.0f} s: {self.describe()}")
+            self.sleep(0.05)
+
+    def await_work(self, host: NetworkHost) -> None:
+        """Returns when a group that was leased from now on, to a generator of this host (of any, for the
+        first host), has been accepted, and a step was trained after that."""
+        place = self.find_log_end()
+        prefix = "" if host is self.first else f"{host.name}-"
+        leases, is_accepted, is_trained = set[int](), False, False
+
+        def look() -> bool:
+            nonlocal place, is_accepted, is_trained
+            found, place = self.log.read_since(place)
+            for event in found:
+                match event:
+                    case e.Leased(lease=lease, generator=name) if name.startswith(prefix):
+                        leases.add(lease)
+                    case e.Accepted(lease=lease):
+                        is_accepted = is_accepted or lease in leases
+                    case e.Trained():
+                        is_trained = is_trained or is_accepted
+            return is_trained
+
+        self.wait_for(host, look, f"step with a group of {host.name}")
+
+    def find_log_end(self) -> tuple[int, int]:
+        return self.log.read_since((max(self.log.find_files(), default=0), 0))[1]
+
+    def describe(self) -> str:
+        """Returns the last words of every command."""
+        ends = (f"{name} ({one.output}): {tail(one.said, 300)}" for name, one in self.commands.items())
+        return "; ".join(ends)
+
+    # ---- the end
+
+    def finish(self) -> None:
+        """Ends the run as Ctrl-C does, and notes what is left. The run's folder is then in `folder`."""
+        self.commands[self.first.name].interrupt()
+        if (status := self.end_command(self.first)) != 130:
+            self.problems.append(
+                f"Ctrl-C ended the run with status {status}: {tail(self.commands[self.first.name].said)}"
+            )
+        for host in self.hosts[1:]:
+            # One that has not joined by now finds no buffer.
+            if (status := self.end_command(host)) != 0 and NO_BUFFER not in self.commands[host.name].said:
+                self.problems.append(
+                    f"the fleet of {host.name} ended with status {status} after the run: "
+                    f"{tail(self.commands[host.name].said)}"
+                )
+        for nursery, _ in self._nurseries.values():
+            nursery.send_signal(signal.SIGTERM)
+        for host in self.hosts:
+            self.await_end(host, "the end of the run")
+
+    def keep_folder(self) -> None:
+        """Copies the run's folder from its disk, which ends with its host."""
+        subprocess.run(["cp", "-a", f"{self.outside}/.", str(self.folder / "kept")], check=False)
+
+    def count_steps(self) -> int:
+        return self.log.count_trained_steps()
+
+
+def is_named(process: psutil.Process, title: str) -> bool:
+    try:
+        return " ".join(process.cmdline()).startswith(title)
+    except psutil.Error:
+        return False
+
+
+def tail(said: str, length: int = 600) -> str:
+    """Returns the end of what a command has printed, without colours and in one line."""
+    return " | ".join(re.sub(r"\x1b\[[0-9;?]*\w", "", said).split("\n"))[-length:].strip(" |")
+
+
+def free_bytes(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
