@@ -97,3 +97,21 @@ def test_a_run_that_fills_its_disk_says_where_and_goes_on_when_there_is_room(
     assert status == 0, said
     assert_accounts_close(again.summary())
     assert again.summary()["steps"] == steps + 5
+
+
+def test_a_run_whose_raylet_dies_ends_with_a_sentence_leaves_nothing_and_is_resumed(
+    start: Callable[..., StartedRun],
+) -> None:
+    """Workers that a nursery has forked are no children of the raylet, and would go on without it."""
+    run = start(*SIMULATED, "run.steps=100000", "learner.checkpoint_every=1")
+    run.wait_for(lambda: run.steps() >= 2, "second step")
+    (raylet,) = [one for one in run.descendants() if one.name() == "raylet"]
+    raylet.kill()
+    status, said = run.finish()
+    assert status == 1, said
+    assert "\nRay's own process on this host (raylet) has died: no role can be started again\n" in said, said
+    run.assert_nothing_left()
+    again = start(f"run.resume={run.folder}", f"run.steps={run.steps() + 3}")
+    status, said = again.finish()
+    assert status == 0, said
+    assert_accounts_close(again.summary())

@@ -148,11 +148,11 @@ class ChaosOfRun:
     def _recover(self, faults: HostFaults, kind: str, method: FaultMethod) -> None:
         while True:
             try:
-                began = method(faults)
+                began = faults.disturb(method)
                 break
             except psutil.NoSuchProcess:
-                continue  # it has just ended, by another host's fault
-        faults.run.await_work(faults.host)
+                continue  # the process had just ended
+        faults.run.await_work(faults.host, faults.victim)
         now = time.monotonic()
         with self._lock:
             self.recoveries.append(
@@ -224,12 +224,15 @@ def print_report(runs: list[ChaosOfRun], console: Console) -> None:
         seconds = [one.recovery_s for one in recoveries if one.kind == kind]
         table.add_row(kind, str(len(seconds)), f"{median(seconds):.1f}", f"{max(seconds):.1f}")
     console.print(table)
+    say_line = partial(console.print, highlight=False, soft_wrap=True)
     for run in runs:
-        console.print(f"run {run.number}: {' '.join(run.settings.overrides)}", highlight=False)
+        console.print(
+            f"run {run.number}: {' '.join(run.settings.overrides)}", highlight=False, soft_wrap=True
+        )
         for name, value in run.figures.items():
-            console.print(f"  {name}: {value}", highlight=False)
+            say_line(f"  {name}: {value}")
         for text in run.problems:
-            console.print(f"  [red]wrong:[/] {text}", highlight=False)
+            say_line(f"  wrong: {text}", markup=False)
     wrong = sum(len(run.problems) for run in runs)
     console.print(f"[red]{wrong} things are wrong[/]" if wrong else "everything adds up")
 
@@ -269,7 +272,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="faults whose name holds this text")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes all that is known of each fault")
     options = parser.parse_args()
-    console, say_line = Console(), partial(Console(stderr=True).print, highlight=False)
+    console, say_line = Console(), partial(Console(stderr=True).print, highlight=False, soft_wrap=True)
     of_run, of_fleet = (choose_kinds(kinds, options.only) for kinds in (FAULTS_OF_RUN, FAULTS_OF_FLEET))
     if obstacle := find_obstacle():
         parser.error(obstacle)

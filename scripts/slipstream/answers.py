@@ -55,7 +55,8 @@ class FirstAnswers:
 
     def check_silent_roles(self) -> None:
         """Names roles that are silent for too long, and what each waits for. Raises RoleFailed after
-        `given_up_s`."""
+        `given_up_s`, and as soon as no role can be started here any more."""
+        check_this_node()
         if not self._silent:
             return
         # An error is an answer too: whoever waits for the role's method meets it.
@@ -81,6 +82,13 @@ class FirstAnswers:
         while not wait_for_results([ref], 1, CHECKED_EVERY_S, self._signals):
             self.check_silent_roles()
         return get(ref)
+
+
+def check_this_node() -> None:
+    """Raises RoleFailed when Ray has given up this host: it starts no process here again."""
+    here = ray.get_runtime_context().get_node_id()
+    if not any(found["NodeID"] == here and found["Alive"] for found in ray.nodes()):
+        raise RoleFailed("Ray's own process on this host (raylet) has died: no role can be started again")
 
 
 def describe_wait(actor: Any) -> str:

@@ -44,20 +44,22 @@ class RoleProcess:
 
         Set `own_cluster` when the driver has started the Ray cluster, so that the cluster ends with it."""
         raylet = psutil.Process(int(os.environ["RAY_RAYLET_PID"]))
-        end_with_process(raylet.pid if driver_pid is None else driver_pid, raylet if own_cluster else None)
+        end_with_driver(driver_pid, raylet, own_cluster)
         log_into_file(logs / f"{name}.log")
 
     def get_pid(self) -> int:
         return os.getpid()
 
 
-def end_with_process(pid: int, raylet: psutil.Process | None) -> None:
-    """Ends this process as soon as another of this host has ended: the driver, or the raylet far from it.
+def end_with_driver(driver_pid: int | None, raylet: psutil.Process, own_cluster: bool) -> None:
+    """Ends this process as soon as the driver has ended, if it is on this host, or the raylet has: a worker
+    that the nursery has forked would outlive it.
 
     With it end the raylet that the driver has started, and all its children: Ray's agents outlive a killed
     driver for long.
     """
-    watched = os.pidfd_open(pid)
+    pids = [raylet.pid] if driver_pid is None else [driver_pid, raylet.pid]
+    watched = [os.pidfd_open(pid) for pid in pids]
 
     def wait_for_end() -> None:
         others: list[psutil.Process] = []
@@ -65,8 +67,8 @@ def end_with_process(pid: int, raylet: psutil.Process | None) -> None:
         # Again and again: an agent may start after this role, and the raylet may end before it.
         while not ended:
             with contextlib.suppress(psutil.NoSuchProcess):
-                others = others if raylet is None else [raylet, *raylet.children()]
-            ended = bool(select.select([watched], [], [], REFRESH_S)[0])
+                others = [raylet, *raylet.children()] if own_cluster else others
+            ended = bool(select.select(watched, [], [], REFRESH_S)[0])
         leave_all_folders()
         time.sleep(LEAVING_S)
         for process in others:

@@ -1,11 +1,13 @@
 """The faults of `chaos_run.py`: each disturbs one host of a run, and returns when the run has got over it."""
 
+import contextlib
 import os
 import random
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -25,6 +27,13 @@ class HostFaults:
     host: NetworkHost
     lease_s: float
     random: random.Random
+    victim: str = ""
+    """Beginning of the names of the generators whose work shows the recovery; empty: any."""
+
+    def disturb(self, method: "FaultMethod") -> float:
+        """Returns the moment from which the recovery counts."""
+        self.victim = "" if self.host is self.run.first else f"{self.host.name}-"
+        return method(self)
 
     # ---- on the host of the run
 
@@ -35,13 +44,14 @@ class HostFaults:
         return kill_process(self.run.find_role(self.host, "LearnerRole"))
 
     def stop_buffer_briefly(self) -> float:
-        return self.stop_process("BufferRole", self.draw_short())
+        return self.stop_process(self.run.find_role(self.host, "BufferRole"), self.draw_short())
 
     def stop_buffer_for_longer_than_a_lease(self) -> float:
-        return self.stop_process("BufferRole", self.draw_long())
+        return self.stop_process(self.run.find_role(self.host, "BufferRole"), self.draw_long())
 
     def stop_learner(self) -> float:
-        return self.stop_process("LearnerRole", self.random.choice([self.draw_short(), self.draw_long()]))
+        learner = self.run.find_role(self.host, "LearnerRole")
+        return self.stop_process(learner, self.random.choice([self.draw_short, self.draw_long])())
 
     def kill_driver(self) -> float:
         began = kill_process(self.run.commands[self.host.name].started.process)
@@ -83,14 +93,13 @@ class HostFaults:
     # ---- on the host of a fleet
 
     def kill_generator(self) -> float:
-        self.run.find_role(self.host, "GeneratorRole")
-        return kill_process(self.random.choice(self.run.find_roles(self.host, "GeneratorRole")))
+        return kill_process(self.choose_generator())
 
     def stop_generator_briefly(self) -> float:
-        return self.stop_process("GeneratorRole", self.draw_short())
+        return self.stop_process(self.choose_generator(), self.draw_short())
 
     def stop_generator_for_longer_than_a_lease(self) -> float:
-        return self.stop_process("GeneratorRole", self.draw_long())
+        return self.stop_process(self.choose_generator(), self.draw_long())
 
     def kill_fleet(self) -> float:
         began = kill_process(self.run.commands[self.host.name].started.process)
@@ -141,8 +150,21 @@ class HostFaults:
     def draw_long(self) -> float:
         return self.random.uniform(1.2, 1.7) * self.lease_s
 
-    def stop_process(self, role: str, seconds: float) -> float:
-        process = self.run.find_role(self.host, role)
+    def choose_generator(self) -> psutil.Process:
+        """Chooses a generator of the host's fleet, which must be at work again itself."""
+        found: dict[str, psutil.Process] = {}
+
+        def look() -> bool:
+            roles = self.run.find_roles(self.host, "GeneratorRole")
+            # Until it writes its own log, a process has no name.
+            found.update({name: one for one in roles if (name := name_role(one)).startswith(self.victim)})
+            return bool(found)
+
+        self.run.wait_for(self.host, look, f"generator on {self.host.name}")
+        self.victim = self.random.choice(sorted(found))
+        return found[self.victim]
+
+    def stop_process(self, process: psutil.Process, seconds: float) -> float:
         process.suspend()
         try:
             self.run.sleep(seconds)
@@ -192,6 +214,13 @@ FAULTS_OF_FLEET: dict[str, FaultMethod] = {
     "link at 100 kbit/s": HostFaults.slow_link_to_100_kilobits,
     "fleet's host: clock set up to an hour off": HostFaults.step_clock,
 }
+
+
+def name_role(process: psutil.Process) -> str:
+    """Returns the name of a role, by the log file that its process writes; empty for one that has ended."""
+    with contextlib.suppress(OSError):
+        return Path(os.readlink(f"/proc/{process.pid}/fd/1")).stem
+    return ""
 
 
 def kill_process(process: psutil.Process) -> float:

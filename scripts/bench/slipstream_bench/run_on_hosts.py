@@ -137,7 +137,7 @@ class RunOnHosts:
         for host in self.hosts[1:]:
             self.start_fleet(host)
         for host in self.hosts[1:]:
-            self.await_work(host)
+            self.await_work(host, f"{host.name}-")
 
     @contextlib.contextmanager
     def disturb(self, host: NetworkHost) -> Iterator[None]:
@@ -236,11 +236,10 @@ class RunOnHosts:
                 raise ChaosFailure(f"no {what} within {PATIENCE_S:.0f} s: {self.describe()}")
             self.sleep(0.05)
 
-    def await_work(self, host: NetworkHost) -> None:
-        """Returns when a group that was leased from now on, to a generator of this host (of any, for the
-        first host), has been accepted, and a step was trained after that."""
+    def await_work(self, host: NetworkHost, generator: str) -> None:
+        """Returns when a group that was leased from now on, to a generator whose name begins so, has been
+        accepted, and a step was trained after that. The host is tended meanwhile."""
         place = self.find_log_end()
-        prefix = "" if host is self.first else f"{host.name}-"
         leases, is_accepted, is_trained = set[int](), False, False
 
         def look() -> bool:
@@ -248,7 +247,7 @@ class RunOnHosts:
             found, place = self.log.read_since(place)
             for event in found:
                 match event:
-                    case e.Leased(lease=lease, generator=name) if name.startswith(prefix):
+                    case e.Leased(lease=lease, generator=name) if name.startswith(generator):
                         leases.add(lease)
                     case e.Accepted(lease=lease):
                         is_accepted = is_accepted or lease in leases
@@ -256,7 +255,7 @@ class RunOnHosts:
                         is_trained = is_trained or is_accepted
             return is_trained
 
-        self.wait_for(host, look, f"step with a group of {host.name}")
+        self.wait_for(host, look, f"step with a group of {generator or 'any generator'}")
 
     def find_log_end(self) -> tuple[int, int]:
         return self.log.read_since((max(self.log.find_files(), default=0), 0))[1]
