@@ -13,7 +13,7 @@ from slipstream_bench.network_hosts import find_obstacle
 from slipstream_bench.run_faults import FAULTS_OF_FLEET, FAULTS_OF_RUN
 
 pytestmark = [pytest.mark.whole_run, pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())]
-OF_RUN = ["buffer: SIGKILL", "learner: SIGKILL", "driver: SIGKILL, then run.resume"]
+OF_RUN = ["buffer: SIGKILL", "learner: SIGKILL", "run's driver: SIGKILL, then run.resume"]
 OF_FLEET = ["generator: SIGKILL", "fleet's driver: SIGKILL, then started again"]
 
 

@@ -53,21 +53,6 @@ class HostFaults:
         learner = self.run.find_role(self.host, "LearnerRole")
         return self.stop_process(learner, self.random.choice([self.draw_short, self.draw_long])())
 
-    def kill_driver(self) -> float:
-        began = kill_process(self.run.commands[self.host.name].started.process)
-        self.run.end_command(self.host)
-        return self.resume(began, "the death of the driver")
-
-    def kill_raylet(self) -> float:
-        """Kills Ray's own process on the host: the driver must end by itself, and leave nothing."""
-        found = [one for one in self.host.list_processes() if one.name() == "raylet"]
-        if not found:
-            raise ChaosFailure(f"there is no raylet on {self.host.name}")
-        began = kill_process(found[0])
-        if self.run.end_command(self.host) is None:
-            raise ChaosFailure(f"the driver goes on without its raylet: {self.run.describe()}")
-        return self.resume(began, "the death of the raylet")
-
     def fill_disk(self) -> float:
         """Leaves a few hundred kilobytes: the run must end with a sentence, and go on once there is room."""
         filler = self.run.outside / "filler"
@@ -75,19 +60,10 @@ class HostFaults:
         with open(filler, "wb") as file:
             os.posix_fallocate(file.fileno(), 0, free_bytes(self.run.outside) - (200 << 10))
         try:
-            status = self.run.end_command(self.host)
+            self.await_failure("a full disk", "must have room for")
         finally:
             filler.unlink()
-        said = self.run.commands[self.host.name].said
-        if status is None:
-            raise ChaosFailure(f"the run goes on with a full disk: {self.run.describe()}")
-        if status != 1 or "must have room for" not in said:
-            self.run.problems.append(f"a full disk ended the run with status {status}: {tail(said)}")
-        return self.resume(began, "a full disk")
-
-    def resume(self, began: float, what: str) -> float:
-        self.run.await_end(self.host, what)
-        self.run.resume_run()
+        self.start_again("a full disk")
         return began
 
     # ---- on the host of a fleet
@@ -101,13 +77,6 @@ class HostFaults:
     def stop_generator_for_longer_than_a_lease(self) -> float:
         return self.stop_process(self.choose_generator(), self.draw_long())
 
-    def kill_fleet(self) -> float:
-        began = kill_process(self.run.commands[self.host.name].started.process)
-        self.run.end_command(self.host)
-        self.run.await_end(self.host, "the death of the fleet's driver")
-        self.run.start_fleet(self.host)
-        return began
-
     def preempt_fleet(self) -> float:
         """SIGTERM, and SIGKILL half a minute later: the fleet must have left by then."""
         command, began = self.run.commands[self.host.name], time.monotonic()
@@ -117,8 +86,7 @@ class HostFaults:
             self.run.problems.append(f"SIGTERM ended a fleet with status {status}: {tail(command.said)}")
             command.started.send_signal(signal.SIGKILL)
             self.run.end_command(self.host)
-        self.run.await_end(self.host, "a preemption")
-        self.run.start_fleet(self.host)
+        self.start_again("a preemption")
         return began
 
     def cut_link_briefly(self) -> float:
@@ -138,11 +106,43 @@ class HostFaults:
 
     # ---- on any host
 
-    def step_clock(self) -> float:
+    def set_clock(self) -> float:
         self.run.clocks[self.host.name].set_ahead(self.random.uniform(-3600, 3600))
         return time.monotonic()
 
+    def kill_driver(self) -> float:
+        began = kill_process(self.run.commands[self.host.name].started.process)
+        self.run.end_command(self.host)
+        self.start_again("the death of the driver")
+        return began
+
+    def kill_raylet(self) -> float:
+        """Kills Ray's own process on the host: the driver must end by itself, with a sentence."""
+        raylets = [one for one in self.host.list_processes() if one.name() == "raylet"]
+        if not raylets:
+            raise ChaosFailure(f"there is no raylet on {self.host.name}: {self.run.describe()}")
+        began = kill_process(raylets[0])
+        self.await_failure("the death of the raylet", "(raylet) has died")
+        self.start_again("the death of the raylet")
+        return began
+
     # ---- what they are made of
+
+    def await_failure(self, what: str, sentence: str) -> None:
+        """Waits until the host's command has ended; it must have failed, and must have said why."""
+        status, said = self.run.end_command(self.host), self.run.commands[self.host.name].said
+        if status is None:
+            raise ChaosFailure(f"{self.host.name} goes on after {what}: {self.run.describe()}")
+        if status != 1 or sentence not in said:
+            self.run.problems.append(f"{what} ended {self.host.name} with status {status}: {tail(said)}")
+
+    def start_again(self, what: str) -> None:
+        """Starts the host's command again, once nothing of it is left."""
+        self.run.await_end(self.host, what)
+        if self.host is self.run.first:
+            self.run.resume_run()
+        else:
+            self.run.start_fleet(self.host)
 
     def draw_short(self) -> float:
         return self.random.uniform(0.5, 0.7 * self.lease_s)
@@ -196,23 +196,24 @@ FAULTS_OF_RUN: dict[str, FaultMethod] = {
     "buffer: SIGSTOP, longer than a lease": HostFaults.stop_buffer_for_longer_than_a_lease,
     "learner: SIGKILL": HostFaults.kill_learner,
     "learner: SIGSTOP": HostFaults.stop_learner,
-    "driver: SIGKILL, then run.resume": HostFaults.kill_driver,
-    "raylet of the driver's host: SIGKILL, then run.resume": HostFaults.kill_raylet,
-    "full disk, then run.resume": HostFaults.fill_disk,
-    "run's host: clock set up to an hour off": HostFaults.step_clock,
+    "run's driver: SIGKILL, then run.resume": HostFaults.kill_driver,
+    "run's raylet: SIGKILL, then run.resume": HostFaults.kill_raylet,
+    "run's disk full, then run.resume": HostFaults.fill_disk,
+    "run's host: clock set, up to an hour off": HostFaults.set_clock,
 }
 FAULTS_OF_FLEET: dict[str, FaultMethod] = {
     "generator: SIGKILL": HostFaults.kill_generator,
     "generator: SIGSTOP, shorter than a lease": HostFaults.stop_generator_briefly,
     "generator: SIGSTOP, longer than a lease": HostFaults.stop_generator_for_longer_than_a_lease,
-    "fleet's driver: SIGKILL, then started again": HostFaults.kill_fleet,
-    "spot preemption of a fleet, then started again": HostFaults.preempt_fleet,
-    "link down, shorter than a lease": HostFaults.cut_link_briefly,
-    "link down, longer than a lease": HostFaults.cut_link_for_longer_than_a_lease,
-    "link down for more than 30 s": HostFaults.cut_link_for_half_a_minute,
-    "link at 1 Mbit/s": HostFaults.slow_link_to_a_megabit,
-    "link at 100 kbit/s": HostFaults.slow_link_to_100_kilobits,
-    "fleet's host: clock set up to an hour off": HostFaults.step_clock,
+    "fleet's driver: SIGKILL, then started again": HostFaults.kill_driver,
+    "fleet's raylet: SIGKILL, then started again": HostFaults.kill_raylet,
+    "fleet preempted (SIGTERM, 30 s, SIGKILL), then started again": HostFaults.preempt_fleet,
+    "fleet's link down, shorter than a lease": HostFaults.cut_link_briefly,
+    "fleet's link down, longer than a lease": HostFaults.cut_link_for_longer_than_a_lease,
+    "fleet's link down for more than 30 s": HostFaults.cut_link_for_half_a_minute,
+    "fleet's link at 1 Mbit/s": HostFaults.slow_link_to_a_megabit,
+    "fleet's link at 100 kbit/s": HostFaults.slow_link_to_100_kilobits,
+    "fleet's host: clock set, up to an hour off": HostFaults.set_clock,
 }
 
 
