@@ -198,6 +198,10 @@ class BufferClient:
         """Seconds for which the buffer has sent nothing while requests were open; 0 while none is."""
         return time.monotonic() - self._heard_at if self._unanswered else 0.0
 
+    def awaits_answers(self, besides: int | None) -> bool:
+        """True while requests have no answer yet, beside the one of this number."""
+        return bool(self._unanswered.keys() - {besides})
+
     def send_request(self, request: m.Request, payload: pa.Buffer | None = None) -> int:
         """Sends a request without waiting; returns its number. `receive_answers` yields the answer under that
         number.

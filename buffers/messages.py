@@ -229,7 +229,7 @@ class SubmitEvaluation(WireRecord):
 
 
 class FailLease(WireRecord):
-    """-> LeaseReceipt. A generator could not make the group, or was told to stop (`revoked`)."""
+    """-> LeaseReceipt. A generator could not make the group, or does not make it (`revoked`)."""
 
     generator: RoleName
     lease: LeaseId
@@ -237,7 +237,8 @@ class FailLease(WireRecord):
     """Tokens that it had sampled."""
     error: BoundedText
     revoked: bool = False
-    """True when the buffer had revoked the lease. Then it is no failure of the group."""
+    """True when the buffer had revoked the lease, or the generator leaves. Then it is no failure of the
+    group."""
 
 
 class LeaseReceipt(WireRecord):

@@ -52,6 +52,9 @@ class GeneratorsConfig(Section):
     version's KV."""
     max_restarts: int = setting(5, NOT_NEGATIVE)
     """Crashes of one generator after which the run stops. Before that it is started again."""
+    grace_s: float = setting(20.0, NOT_NEGATIVE)
+    """Seconds that a generator has after SIGTERM to hand in the groups that it has begun. The others are
+    leased again at once. 0: it leaves at once. Spot hosts mostly give 30 s."""
     gpus: float | None = setting(None, gpu_share(most=1024))
     """GPUs of one engine. Null divides those of the driver's host between generators and learner
     (docs/learner.md). 0: the CPU."""

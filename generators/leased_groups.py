@@ -3,7 +3,8 @@
     waiting (leased, not begun) ──▶ playing (episodes beside the engine) ──▶ SubmitGroups or SubmitEvaluation
                                       └── on an error ──▶ FailLease
 
-The buffer may revoke a lease in each of these states. Environments and scores are user code: whatever they do
+The buffer may revoke a lease in each of these states. A generator that leaves gives back those that wait.
+Environments and scores are user code: whatever they do
 fails their own group.
 """
 
@@ -178,6 +179,11 @@ class LeasedGroups:
             played = self._thread.start_coroutine(playing)
             played.add_done_callback(lambda _: self._wake_loop())
             self._playing[lease.id] = LeasedGroup(lease, progress, time.time(), played, digest)
+
+    def return_waiting_leases(self) -> None:
+        """Gives back the leases that are not begun: others get them at once."""
+        while self._waiting:
+            self._fail_lease(self._waiting.popleft().id, 0, f"{self._generator} leaves", revoked=True)
 
     def exchange_samples(self, may_add: bool) -> None:
         """Gives the engine what the episodes ask for. `may_add=False`: it only aborts what they withdraw."""

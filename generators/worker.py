@@ -104,23 +104,32 @@ class Generator:
         """When each of the leases came that are not begun."""
         self._left_since: float | None = None
         """When the buffer first said that this generator has left; None while it is known there."""
+        self._leave_by: float | None = None
+        """When this generator leaves at the latest; None until it is told to leave."""
         self._renewed_leases: tuple[frozenset[int], list[int]] = (frozenset(), [])
         self._renewed_at = float("-inf")
         """Leases that the heartbeats renew, and when the heartbeat was last told of them."""
         self._started_at = self._idleness_counted_at = clock()
         self._was_idle = True
 
-    def run(self) -> None:
+    def leave_within(self, grace_s: float) -> None:
+        """Makes the loop leave the run. It gives back the leases that are not begun, hands in the groups that
+        are, and gives back what is left after `grace_s`. The first call counts; a signal handler may make
+        it."""
+        if self._leave_by is None:
+            self._leave_by = self._clock() + grace_s
+
+    def run(self) -> bool:
         """Consumes leases and published weights; produces groups, scores and heartbeats.
 
         Waits for the buffer and for episodes, and only when the engine has nothing to do. Ends when the
-        buffer says that the run is over, with `BufferGone` when the buffer has been silent for
-        `buffer.reconnect_s`, with RunReplaced when another run answers in its place, or with the engine's
-        own error.
+        buffer says that the run is over, when it was told to leave (returns True then), with `BufferGone`
+        when the buffer has been silent for `buffer.reconnect_s`, with RunReplaced when another run answers
+        in its place, or with the engine's own error.
         """
         error: str | None = None  # nor is it one that the process is stopped, or that the run is another
         try:
-            while not self._has_ended:
+            while not self._has_ended and not self._may_leave():
                 self._receive_answers()
                 self._tell_heartbeat()
                 self._update_weights()
@@ -132,6 +141,7 @@ class Generator:
                 self._step_engine()
                 self._count_idleness()
                 self._groups.submit_played_groups()
+            return not self._has_ended
         except RunReplaced:
             raise
         except Exception as raised:
@@ -150,6 +160,14 @@ class Generator:
             self._updates.close()
             self._client.close()
             # The engine ends with the process, because vLLM computes for two seconds when it is shut down.
+
+    def _may_leave(self) -> bool:
+        """True once a generator that was told to leave holds nothing, and the buffer has all that it has
+        made; or when its time is over."""
+        if self._leave_by is None:
+            return False
+        is_empty = not self._groups.lease_ids and not self._client.awaits_answers(besides=self._open_request)
+        return is_empty or self._clock() >= self._leave_by
 
     def _receive_answers(self) -> None:
         self._count_idleness()
@@ -188,6 +206,8 @@ class Generator:
             return self._groups.activity, True
         if (version := self._groups.awaited_version) is not None:
             return f"waiting for version {version}", True
+        if self._leave_by is not None:
+            return "leaving", True
         return "waiting for leases", True
 
     def _handle_reply(self, reply: m.Reply) -> None:
@@ -278,7 +298,7 @@ class Generator:
         # A request that was made with the version before gives way to another.
         replaces = self._open_request is not None and self._asks_anew
         is_waiting = self._open_request is not None and not replaces
-        if is_waiting or not room or self._updates.waits_for_idle_engine:
+        if self._leave_by is not None or is_waiting or not room or self._updates.waits_for_idle_engine:
             return
         count = 0 if self._evaluates else room // self._config.samples_per_group
         leases = self._groups.lease_ids
@@ -300,6 +320,8 @@ class Generator:
             )
 
     def _begin_groups(self) -> None:
+        if self._leave_by is not None:
+            self._groups.return_waiting_leases()
         may_begin = self._updates.is_current if self._evaluates else not self._updates.waits_for_idle_engine
         if may_begin:
             self._groups.begin_groups(self._updates.held_version, read_digest(self._updates.held_locator))

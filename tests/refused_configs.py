@@ -117,6 +117,10 @@ learner.engine=megatron learner.ranks=2 learner.megatron.tensor_parallel=2 learn
     learner.megatron.expert_parallel must divide the data-parallel ranks .* got 2 and 1
 learner.gpus=2
     learner.gpus must be 0, in \[0.05, 1\], got 2.0
+generators.grace_s=-1
+    generators.grace_s must be a finite number of at least 0, got -1
+generators.grace_s=inf
+    generators.grace_s must be a finite number of at least 0, got inf
 generators.gpus=1.5
     generators.gpus must be 0, in \[0.05, 1\] or a whole number, got 1.5
 generators.gpu_memory_fraction=1.1

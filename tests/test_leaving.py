@@ -1,5 +1,6 @@
 """A generator that leaves a run says so, also when it was killed: others get its leases at once."""
 
+import asyncio
 import re
 import signal
 import subprocess
@@ -22,9 +23,11 @@ from buffers.keys import KeyRole, make_keys
 from buffers.run_status import RunStatus
 from buffers.server import BufferServer
 from configs.load import load_config, to_yaml
+from generators import worker
 from generators.engine import Completion
-from generators.episode import SimulatedEpisodes
+from generators.episode import SimulatedEpisodes, SimulatedPrompt
 from generators.simulated_engine import SimulatedEngine
+from generators.task import Score
 
 DRIVER = """
 import sys, time
@@ -104,6 +107,84 @@ def test_groups_of_a_generator_that_is_told_to_stop_do_not_count_as_failed(tmp_p
     status = run.close()
     assert status.groups.rejected["failed"] == 0 and not status.quarantined
     assert status.groups.rejected["returned"] > 0, "they are to be had again"
+
+
+class GatedEngine(SimulatedEngine):
+    """Finishes nothing before its gate opens."""
+
+    def __init__(self) -> None:
+        super().__init__(tokens_per_s=2000, slots=64, mean_tokens=6, cv=0.5)
+        self.gate = threading.Event()
+
+    def step(self) -> list[Completion]:
+        if not self.gate.wait(0.005):
+            return []
+        return super().step()
+
+
+class WaitingEpisodes(SimulatedEpisodes):
+    """Their tool never answers."""
+
+    async def score_tokens(self, prompt: SimulatedPrompt, tokens: list[int]) -> Score:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+
+def hold_leases(run: GeneratorRun, num_begun: int) -> None:
+    """Waits until the generator has begun so many groups."""
+    groups = run.generators[0]._groups
+    wait_for(lambda: len(groups.lease_ids) - len(groups.waiting_ids) == num_begun)
+
+
+def test_a_generator_that_is_told_to_leave_hands_in_what_it_has_begun_and_returns_the_rest_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "BEGIN_S", 1e9)  # it would return them for that, too
+    config = load_config([*OVERRIDES, "staleness.max_versions=1", "generators.max_sequences=24"])
+    engine = GatedEngine()
+    run = GeneratorRun(config, tmp_path, SimulatedEpisodes(), engine=engine)
+    run.publish_version(0)
+    hold_leases(run, 8)
+    run.client.call(m.PublishVersion(version=1, manifest_locator="nowhere"), m.Acknowledged)
+    wait_for(lambda: len(run.generators[0]._groups.waiting_ids) == 4)
+    run.generators[0].leave_within(600)
+    status = run.wait_for(lambda status: status.groups.rejected.get("returned") == 4)
+    assert status.groups.in_flight == 8 and run.threads[1].is_alive()
+    engine.gate.set()
+    run.threads[1].join(60)
+    status = run.wait_for(lambda status: not status.generators or "g0" not in status.roles)
+    assert len(run.train_step(0)) == 4
+    status = run.close()
+    assert (status.groups.total, status.groups.trained, status.groups.in_flight) == (12, 4, 4)
+    assert {reason for reason, number in status.groups.rejected.items() if number} == {"returned"}
+    assert status.tokens.total == status.tokens.trained + status.tokens.in_flight
+
+
+@pytest.mark.parametrize("holdup", ["engine", "tool", "buffer"])
+def test_a_generator_leaves_when_its_grace_is_over_whatever_holds_it_up(tmp_path: Path, holdup: str) -> None:
+    engine, episodes = GatedEngine(), WaitingEpisodes() if holdup == "tool" else SimulatedEpisodes()
+    run = GeneratorRun(load_config(OVERRIDES), tmp_path, episodes, engine=engine)
+    run.publish_version(0)
+    hold_leases(run, 8)
+    if holdup == "tool":
+        engine.gate.set()
+        wait_for(lambda: not engine.num_unfinished)
+    elif holdup == "buffer":
+        run.server.stop()
+        run.threads[0].join(60)
+        engine.gate.set()
+    began = time.monotonic()
+    run.generators[0].leave_within(0.5)
+    run.threads[1].join(60)
+    assert not run.threads[1].is_alive() and time.monotonic() - began >= 0.5
+    if holdup != "buffer":
+        run.wait_for(lambda status: "g0" not in status.roles)
+        groups = run.read_status().groups
+        assert groups.rejected["returned"] == groups.total == 8, "all are to be had again"
+        run.server.stop()
+    run.threads[0].join(60)
+    run.client.close()
+    run.publisher.close()
 
 
 def test_a_fleet_hears_of_the_end_of_the_run_while_it_starts(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 import os
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -26,7 +27,7 @@ from slipstream.role_failures import RoleFailed, get_result
 from slipstream.role_logs import show_stacks_of_driver
 from slipstream.role_places import RolePlaces
 from slipstream.run_network import NodeKeys
-from slipstream.stop_signals import KILLED, StopSignals
+from slipstream.stop_signals import KILLED, Interrupted, StopSignals
 from sync.folders import SHARED_MEMORY, sweep_folders
 
 LOOK_EVERY_S = 1.0
@@ -38,7 +39,8 @@ NEWS_EVERY_S = 3.0
 TELL_EVERY_S = 10.0
 """Seconds between two lines about files that this host fetches."""
 LEAVE_S = 3.0
-"""Seconds that generators have to leave when the run is over; then they are killed with the cluster."""
+"""Seconds that generators have to leave when the run is over, or their grace is; then they are killed with
+the cluster."""
 
 
 class FleetWatch:
@@ -153,20 +155,40 @@ class GeneratorFleet:
         while ends and not self._signals.received:
             with self._signals.interruptible():
                 news = watch.wait_for_news(LOOK_EVERY_S)
-            if news is not None and news.ended:
+            is_over = news is not None and news.ended
+            for end in [] if is_over else wait_for_results(list(ends), 1, 0.0, self._signals):
+                name = ends.pop(end)
+                if get_result(end, name, places.read_log_end):
+                    self._say(f"{name} was told to leave (SIGTERM), and has left")
+                    places.end_generator(name)
+                else:
+                    is_over = True
+            if is_over:
                 # Those that have joined hear it too; those that still start an engine need not finish that.
                 wait_for_results(list(ends), len(ends), LEAVE_S, self._signals)
                 return self._tell_end()
             self._answers.check_silent_roles()
-            for end in wait_for_results(list(ends), 1, 0.0, self._signals):
-                get_result(end, ends.pop(end), places.read_log_end)
             if news is not None:
                 self._note_joined(news.versions)
                 self._tell_fetching(news.activities)
-        if not ends:
-            return self._tell_end()
-        self._say(f"{self._signals.received}: the generators have left")
+        if self._signals.received == signal.SIGTERM.name and self._config.generators.grace_s:
+            self._drain_generators(places, ends)
+        self._say(f"{self._signals.received or 'all told to leave'}: the generators have left")
         return KILLED
+
+    def _drain_generators(self, places: RolePlaces, ends: Mapping[Any, str]) -> None:
+        """Lets the generators hand in what they have begun, until a second signal."""
+        grace_s = self._config.generators.grace_s
+        self._say(
+            f"SIGTERM: the generators hand in the groups that they have begun, within {grace_s:g} s "
+            "(again: at once)"
+        )
+        try:
+            for name in ends.values():
+                places.ask_to_leave(name)
+            wait_for_results(list(ends), len(ends), grace_s + LEAVE_S, self._signals)
+        except Interrupted:
+            self._say("a second signal: the generators leave at once")
 
     def _note_joined(self, versions: Mapping[str, int]) -> None:
         for name, version in versions.items():

@@ -104,6 +104,11 @@ class NodeAgent:
         except psutil.NoSuchProcess:
             return False
 
+    def terminate_process(self, pid: int) -> None:
+        """Sends SIGTERM to a process, if it still is alive."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).terminate()
+
     def kill_process(self, pid: int) -> bool:
         """Kills a process; returns whether it still was alive."""
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -67,6 +67,8 @@ class RolePlaces:
         """The reservation that holds a bundle, and the bundle's number in it."""
         self._actors: list[Any] = []
         """All that were started. Ray ends an actor whose last handle is gone."""
+        self._generators: dict[str, Any] = {}
+        """Those of them that generate, by name."""
         self._reserve(self.division)
         used = {self.driver_node, *self.division.nodes}
         self.agents = NodeAgents(
@@ -121,7 +123,26 @@ class RolePlaces:
             max_task_retries=max_restarts,
             **self.actor_options("generator", place),
         )
-        return self._keep(generator.remote(name, *self._process_arguments(place.node)))
+        grace_s = self._config.generators.grace_s
+        actor = self._keep(generator.remote(name, *self._process_arguments(place.node), grace_s))
+        self._generators[name] = actor
+        return actor
+
+    def ask_to_leave(self, name: str) -> None:
+        """Sends SIGTERM to a generator's process. One that has no process yet is ended: it holds nothing."""
+        actor = self._generators[name]
+        found = ray._private.state.actors(actor._actor_id.hex())
+        if found.get("State") != "ALIVE":
+            ray.kill(actor)
+            return
+        with contextlib.suppress(RoleFailed):  # the node does not answer
+            self.agents.ask(found["Address"]["NodeID"], NodeAgent.terminate_process, found["Pid"])
+
+    def end_generator(self, name: str) -> None:
+        """Ends the process of a generator that has left. Ray starts none in its place."""
+        actor = self._generators.pop(name)
+        self._actors.remove(actor)
+        ray.kill(actor)
 
     def _keep(self, actor: Any) -> Any:
         self._actors.append(actor)

@@ -1,13 +1,17 @@
 """The roles as Ray actors: a process each, with its own log file, that never outlives the driver."""
 
 import contextlib
+import logging
 import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -28,6 +32,11 @@ from slipstream.role_failures import (
 from slipstream.role_logs import log_into_file, log_what_ends_role
 from slipstream.role_placement import RolePlace
 from sync.folders import leave_all_folders
+
+if TYPE_CHECKING:
+    from generators.worker import Generator
+
+log = logging.getLogger("slipstream")
 
 REFRESH_S = 1.0
 """Seconds after which the watch over the driver looks again which processes there are to end with it."""
@@ -116,18 +125,66 @@ class BufferRole(RoleProcess):
         self.server.stop()
 
 
+class ToldToLeave(BaseException):
+    """Raised in a generator's process that is told to leave before it generates. Not an `Exception`: no
+    library that starts an engine may end it."""
+
+
 class GeneratorRole(RoleProcess):
+    """SIGTERM asks its generator to leave, whoever sends it."""
+
+    def __init__(
+        self, name: str, logs: Path, driver_pid: int | None, own_cluster: bool, grace_s: float
+    ) -> None:
+        """`grace_s`: seconds that it has then for the groups that it has begun."""
+        super().__init__(name, logs, driver_pid, own_cluster)
+        self._grace_s, self._joins = grace_s, False
+        self._is_leaving = False
+        # An attribute, because the destructor of an engine computes for two seconds.
+        self._generator: Generator | None = None
+        # In the place of Ray's, which ends the process.
+        signal.signal(signal.SIGTERM, self._note_sigterm)
+
     def run(
         self, address: str, name: str, seed: int, keys: str | None, place: RolePlace, evaluates: bool
+    ) -> bool:
+        """Generates until the run ends. Returns True when it has left before, because of a SIGTERM."""
+        try:
+            with die_of_device_error(), log_what_ends_role(), explain_engine_shortage():
+                self._join_run(address, name, seed, keys, place, evaluates)
+                assert self._generator is not None, "it has joined"
+                has_left = self._generator.run()
+        except ToldToLeave:
+            has_left = True
+        if has_left:
+            log.info("%s has left: SIGTERM", name)
+        return has_left
+
+    def _join_run(
+        self, address: str, name: str, seed: int, keys: str | None, place: RolePlace, evaluates: bool
     ) -> None:
+        """Raises ToldToLeave."""
+        self._joins = True
+        if self._is_leaving:
+            raise ToldToLeave
+        # It imports the engine.
         from generators.joining import join_run
 
-        with die_of_device_error(), log_what_ends_role(), explain_engine_shortage():
-            # An attribute, because the destructor of an engine computes for two seconds.
-            self.generator = join_run(
-                address, name, seed, keys, place.memory, place.is_shared, evaluates=evaluates
-            )
-            self.generator.run()
+        self._generator = join_run(
+            address, name, seed, keys, place.memory, place.is_shared, evaluates=evaluates
+        )
+        self._joins = False
+
+    def _note_sigterm(self, number: int, frame: FrameType | None) -> None:
+        """The first one counts: the driver hands on a signal that a scheduler may have sent to all
+        processes."""
+        if self._is_leaving:
+            return
+        self._is_leaving = True
+        if self._generator is not None:
+            self._generator.leave_within(self._grace_s)
+        elif self._joins:
+            raise ToldToLeave
 
 
 class LearnerRole(RoleProcess):

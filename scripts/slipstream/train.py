@@ -345,8 +345,11 @@ class Run:
         names = []
         for ref in [ref for ref in self._role_ends if is_ready(ref)]:
             name = self._role_ends.pop(ref)
-            get_result(ref, name, self._places.read_log_end)
-            names.append(name)
+            if get_result(ref, name, self._places.read_log_end):
+                self._view.print_line(f"{name} was told to leave (SIGTERM): the run goes on without it")
+                self._places.end_generator(name)
+            else:
+                names.append(name)
         return names
 
     def _wind_up(self, buffer: BufferKeeper) -> None:
