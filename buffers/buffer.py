@@ -32,7 +32,7 @@ from buffers.progress import Progress
 from buffers.recovery import find_damaged_groups, rebuild_book
 from buffers.refusal import Refusal, RefusalCounts
 from buffers.role_registry import STARTING, RoleRegistry
-from buffers.run_status import RunStatus
+from buffers.run_status import RunStatus, Scaling
 from buffers.samplers import load_sampler
 from buffers.segments import Reader
 from buffers.state import State
@@ -97,6 +97,8 @@ class Buffer:
         self.roles = RoleRegistry(len(config.engine_names), self.milestones)
         self.stopping: str | None = None
         """Why the run is being stopped; None while it is not."""
+        self.scaling: Scaling | None = None
+        """The last change of the number of generators that this life of the buffer has heard of."""
         self._unheard_leases: defaultdict[str, set[int]] = defaultdict(set)
         """By generator: leases of an earlier life of the buffer that no heartbeat has named in this one."""
         self._recovered_at = clock()
@@ -194,6 +196,26 @@ class Buffer:
     def stop(self, reason: str) -> None:
         """Gives out no more leases. The first reason stays."""
         self.stopping = self.stopping or reason
+
+    def order_scaling(self, order: str, count: int) -> None:
+        """Notes an order for the driver. Raises Refusal while another change is under way, and at the end of
+        the run."""
+        if self.stopping is not None:
+            raise Refusal("too late", f"the run is told to stop: {self.stopping}")
+        known = self.scaling
+        if known is not None and known.order == order:
+            return
+        if known is not None and not known.ended:
+            raise Refusal(
+                "scaling", f"another change is under way, to {known.count} generators: {known.progress}"
+            )
+        self.scaling = Scaling(order=order, count=count)
+
+    def note_scaling(self, scaling: Scaling) -> None:
+        """The driver says how far it is with a change."""
+        self.scaling = scaling
+        if scaling.ended and not scaling.failed:
+            self.roles.num_wanted = scaling.count + self._config.eval.generators
 
     def refuse_message(self, reason: str, detail: str) -> m.RefusedRequest:
         """Counts a message that is not taken in and returns the answer to it."""
@@ -438,6 +460,7 @@ class Buffer:
             skipped_evaluations=self.evaluations.num_skipped,
             oldest_checkpoint=history.oldest_checkpoint,
             ended=self.stopping is not None,
+            scaling=self.scaling,
             **self.roles.summarize(self._clock()),
         )
 

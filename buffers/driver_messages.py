@@ -4,8 +4,15 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from buffers.message_fields import MAX_INT63, BoundedText, RoleName, Seconds, WireRecord
-from buffers.run_status import EvaluationRecord, RunStatus, StepRecord
+from buffers.message_fields import (
+    MAX_INT63,
+    BoundedText,
+    GeneratorCount,
+    RoleName,
+    Seconds,
+    WireRecord,
+)
+from buffers.run_status import EvaluationRecord, RunStatus, Scaling, StepRecord
 
 
 class WatchRun(WireRecord):
@@ -47,6 +54,22 @@ class GeneratorNews(WireRecord):
     """Version that each of them holds, -1 before the first; without those that have not been heard of."""
     activities: dict[str, str]
     """Activity of each of them; without those that have left."""
+
+
+class ScaleGenerators(WireRecord):
+    """-> Acknowledged. An operator wants another number of generators for training, of those that the run's
+    driver starts. `RunStatus.scaling` says how far the driver is. Idempotent by `order`."""
+
+    order: RoleName
+    """Name of the change, as in `Scaling`."""
+    count: GeneratorCount
+
+
+class ReportScaling(WireRecord):
+    """-> Acknowledged. The driver says how far it is with a change. A buffer that was started again learns of
+    the change by it."""
+
+    scaling: Scaling
 
 
 class StopRun(WireRecord):

@@ -70,6 +70,10 @@ class ImmediateAnswers:
                 except ValueError as error:
                     raise Refusal("wrong step", str(error)) from error
                 self._announcer.count_change()
+            case m.ScaleGenerators():
+                buffer.order_scaling(request.order, request.count)
+            case m.ReportScaling():
+                buffer.note_scaling(request.scaling)
             case m.StopRun():
                 buffer.stop(request.reason)
             case _:

@@ -68,6 +68,8 @@ REQUEST_ROLES: dict[type[WireRecord], frozenset[KeyRole]] = {
     m.ReportCheckpoint: _LEARNER,
     m.AwaitEvaluations: _LEARNER,
     m.RewindToStep: _LEARNER | _OPERATOR,
+    m.ScaleGenerators: _OPERATOR,
+    m.ReportScaling: _OPERATOR,
     m.StopRun: _OPERATOR,
     m.WatchRun: _ANYBODY,
     m.WatchGenerators: _ANYBODY,

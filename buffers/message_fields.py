@@ -19,6 +19,8 @@ MAX_METRICS = 4096
 """Metrics that a learner reports for one step."""
 MAX_GROUPS = 1 << 16
 """Groups in one request."""
+MAX_GENERATORS = 1000
+"""Generators that one command starts."""
 MAX_FLOAT32 = 3.4028234663852886e38
 """Largest finite float32."""
 MAX_INT63 = 2**63 - 1
@@ -37,6 +39,8 @@ HeldVersion = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 """Version that a generator holds; -1 before the first."""
 TokenCount = Annotated[int, Meta(ge=0, le=2**40)]
 """Tokens of one lease or of one step. A sum of a million such numbers stays below 2^63."""
+GeneratorCount = Annotated[int, Meta(ge=0, le=MAX_GENERATORS)]
+"""Generators of one command."""
 RowCount = Annotated[int, Meta(ge=1, le=2**20)]
 """Rows of one group."""
 SampleCount = Annotated[int, Meta(ge=0, le=2**20)]

@@ -14,7 +14,15 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from buffers.driver_messages import GeneratorNews, RunNews, StopRun, WatchGenerators, WatchRun
+from buffers.driver_messages import (
+    GeneratorNews,
+    ReportScaling,
+    RunNews,
+    ScaleGenerators,
+    StopRun,
+    WatchGenerators,
+    WatchRun,
+)
 from buffers.message_fields import (
     MAX_GROUPS,
     MAX_LEASES,
@@ -442,6 +450,8 @@ ImmediateRequest = (
     | ReportTrainedStep
     | ReportCheckpoint
     | RewindToStep
+    | ScaleGenerators
+    | ReportScaling
     | StopRun
 )
 """All requests that the buffer answers in the turn in which they come."""

@@ -60,6 +60,8 @@ class RoleRegistry:
         """`num_expected`: how many generators the run starts itself. `milestones`: where to note when their
         engines run (`RunStatus.milestones`)."""
         self._num_expected, self._milestones = num_expected, {} if milestones is None else milestones
+        self.num_wanted = num_expected
+        """How many there are to be now: `scripts/scale.sh` changes the number."""
         self._ready: set[str] = set()
         """The first `num_expected` generators whose engines ran."""
         self.evaluators: set[str] = set()
@@ -223,7 +225,7 @@ class RoleRegistry:
         if states and num_ready == len(states):
             return ""
         fetching = len(states) - num_ready - len(starting) - len(joined)
-        num_total = max(self._num_expected, len(states))
+        num_total = max(self.num_wanted, len(states))
         words = [f"{num_ready} of {num_total} generators ready"]
         if starting:
             longest_s = max(state.activity_s for state in starting)

@@ -2,7 +2,16 @@
 from."""
 
 from buffers.evaluation_statistics import EvaluationResult
-from buffers.message_fields import GroupSlice, HeldVersion, RunTotal, Seconds, WireRecord
+from buffers.message_fields import (
+    BoundedText,
+    GeneratorCount,
+    GroupSlice,
+    HeldVersion,
+    RoleName,
+    RunTotal,
+    Seconds,
+    WireRecord,
+)
 
 
 class GeneratorReport(WireRecord):
@@ -93,6 +102,20 @@ class SourceReport(WireRecord):
     """Groups leased, over the source's prompts; None for a source without end."""
 
 
+class Scaling(WireRecord):
+    """A change of the number of generators that a run's driver has started, and how far it is."""
+
+    order: RoleName
+    """Names the change: whoever asks for it makes the name up."""
+    count: GeneratorCount
+    """Generators for training that there are to be."""
+    progress: BoundedText = "the run's driver has not heard of it yet"
+    """What has happened so far, in words."""
+    ended: bool = False
+    failed: bool = False
+    """True when it has ended otherwise than asked for."""
+
+
 class RunStatus(WireRecord):
     """The state of the run: its progress, its ledger, and who waits for whom."""
 
@@ -160,3 +183,5 @@ class RunStatus(WireRecord):
     """Step of the oldest checkpoint that the learner keeps: the earliest step that it can go back to."""
     ended: bool = False
     """True once the run was told to end: the buffer gives out no more leases."""
+    scaling: Scaling | None = None
+    """The last change of the number of generators, or the one under way."""

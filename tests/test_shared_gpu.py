@@ -9,8 +9,8 @@ from runs import SIMULATED, StartedRun, assert_accounts_close
 
 from configs.sizes import count_sizes
 from generators.shared_gpu import OVERHEAD_BYTES, compute_kv_cache_bytes
-from slipstream import train
 from slipstream.cluster import start_node
+from slipstream.own_generators import OwnGenerators
 
 QWEN3_8B: dict[str, Any] = dict(
     hidden_size=4096,
@@ -55,11 +55,11 @@ def test_what_shares_the_learners_gpu_waits_until_it_has_loaded(
     activity: str | None, version: int, starts: bool
 ) -> None:
     roles = {} if activity is None else {"learner-0": SimpleNamespace(activity=activity)}
-    run: Any = object.__new__(train.Run)
-    run._view, begun = SimpleNamespace(print_line=lambda text: None), []
-    run._starts_after_learner = [lambda: begun.append(0), lambda: begun.append(1)]
+    generators: Any = object.__new__(OwnGenerators)
+    generators._say, begun = lambda text: None, []
+    generators._starts_after_learner = [lambda: begun.append(0), lambda: begun.append(1)]
     for _ in range(2):
-        run._start_generators_beside_learner(SimpleNamespace(version=version, roles=roles))
+        generators.start_beside_learner(SimpleNamespace(version=version, roles=roles))
     assert begun == ([0, 1] if starts else [])
 
 

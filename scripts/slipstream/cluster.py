@@ -90,7 +90,9 @@ def run_cluster(config: Config) -> Iterator[None]:
     os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
 
-    node: Any = None if config.cluster.address else start_node(num_roles)
+    # Ray counts a processor for each role. As many more may join as the host has (`scripts/scale.sh`).
+    room = num_roles + (os.cpu_count() or 1)
+    node: Any = None if config.cluster.address else start_node(room)
     try:
         with keep_sigterm_handler():
             ray.init(

@@ -140,8 +140,8 @@ class GeneratorFleet:
         ends = {}
         keys_of_nodes = NodeKeys(self._config.buffer.keys, self._logs.parent, places)
         for number, name in enumerate(self._names):
-            seed, place = xxhash.xxh32_intdigest(name.encode()), places.division.engines[number]
-            role = places.start_generator(number, name)
+            seed, place = xxhash.xxh32_intdigest(name.encode()), places.find_place(name)
+            role = places.start_generator(name)
             self._answers.expect_answer(name, role)
             evaluates = number >= self._config.generators.count
             address, keys = self._config.buffer.address, keys_of_nodes.find_folder(name)

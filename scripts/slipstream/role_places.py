@@ -5,7 +5,8 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from slipstream.ray_waits import wait_for_results
 from slipstream.role_failures import RoleFailed
 from slipstream.role_placement import (
     Bundle,
+    NodeRoom,
     RoleDivision,
     RolePlace,
     RoleWishes,
@@ -30,12 +32,25 @@ from slipstream.role_placement import (
 from slipstream.roles import BufferRole, GeneratorRole, LearnerRole
 from slipstream.stop_signals import StopSignals
 
-PLACED_S = 60.0
-"""Seconds that Ray may take to set aside what a run needs: another run may hold it."""
+PLACED_S, EXTRA_S = 60.0, 5.0
+"""Seconds that Ray may take to set aside what a run needs, because another run may hold it; and what one more
+engine needs, which is free."""
 GONE_S, LISTENING_S = 15.0, 2.0
 """Seconds that roles may take to be gone at the end, and after which those that still live are killed."""
 NAMED_S = 3.0
 """Seconds after which the console says what the roles wait for."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSeat:
+    """What is set aside for one engine."""
+
+    place: RolePlace
+    group: PlacementGroup
+    bundle: int
+    """Number of the bundle in the reservation `group`."""
+    is_extra: bool = False
+    """True where the seat was added while the run went on: it is given back when its engine leaves."""
 
 
 class RolePlaces:
@@ -58,7 +73,6 @@ class RolePlaces:
         free within `patience_s`, and Interrupted.
         """
         self._config, self._logs, self._signals, self.say = config, logs, signals, say
-        self._prefix, self._patience_s = prefix, patience_s
         nodes = list_nodes() if config.cluster.address is not None else list_nodes()[:1]
         self.driver_node = nodes[0].name
         self.division = divide_roles([node.room for node in nodes], read_wishes(config))
@@ -69,7 +83,15 @@ class RolePlaces:
         """All that were started. Ray ends an actor whose last handle is gone."""
         self._generators: dict[str, Any] = {}
         """Those of them that generate, by name."""
-        self._reserve(self.division)
+        self._groups |= self._reserve(self.division, patience_s)
+        engines = self.division.names[len(self.division.ranks) :]
+        self._seats = {
+            f"{prefix}{name}": EngineSeat(place, *self._groups[place.bundle])
+            for name, place in zip(engines, self.division.engines, strict=True)
+        }
+        """By name of the engine."""
+        self._free_seats: list[EngineSeat] = []
+        """Those whose engine has left, set aside for another."""
         used = {self.driver_node, *self.division.nodes}
         self.agents = NodeAgents(
             [node for node in nodes if node.name in used],
@@ -78,10 +100,13 @@ class RolePlaces:
             own_cluster=config.cluster.address is None,
         )
 
-    def _reserve(self, division: RoleDivision) -> None:
+    def _reserve(
+        self, division: RoleDivision, patience_s: float = PLACED_S
+    ) -> dict[Bundle, tuple[PlacementGroup, int]]:
         """Sets aside the bundles of a division: a reservation for each node, so that the loss of one node
-        touches no other's."""
+        touches no other's. Returns the reservation that holds each bundle, and the bundle's number in it."""
         groups: list[PlacementGroup] = []
+        found: dict[Bundle, tuple[PlacementGroup, int]] = {}
         for node in division.nodes:
             # Bundles hold whole GPUs: of two bundles with fractions, Ray may put both on one GPU.
             held = {bundle: number for bundle, number in division.bundles.items() if bundle[0] == node}
@@ -91,18 +116,17 @@ class RolePlaces:
             ]
             group = placement_group(wants, bundle_label_selector=[{"ray.io/node-id": node}] * len(wants))
             groups.append(group)
-            self._groups |= {bundle: (group, number) for number, bundle in enumerate(held)}
+            found |= {bundle: (group, number) for number, bundle in enumerate(held)}
         ready = [group.ready() for group in groups]
-        if len(wait_for_results(ready, len(ready), min(NAMED_S, self._patience_s), self._signals)) == len(
-            groups
-        ):
-            return
-        self.say(f"{describe_wait(division)} (for {self._patience_s:g} s at most)")
-        left_s = self._patience_s - NAMED_S
+        if len(wait_for_results(ready, len(ready), min(NAMED_S, patience_s), self._signals)) == len(groups):
+            return found
+        self.say(f"{describe_wait(division)} (for {patience_s:g} s at most)")
+        left_s = patience_s - NAMED_S
         if len(wait_for_results(ready, len(ready), left_s, self._signals)) < len(groups):
             for group in groups:
                 remove_placement_group(group)
-            raise RoleFailed(f"{describe_wait(division)}; they must be placed within {self._patience_s:g} s")
+            raise RoleFailed(f"{describe_wait(division)}; they must be placed within {patience_s:g} s")
+        return found
 
     # ---- actors
 
@@ -116,17 +140,21 @@ class RolePlaces:
         learner = ray.remote(LearnerRole).options(**self.actor_options("learner", place))
         return self._keep(learner.remote(f"learner-{rank}", *self._process_arguments(place.node)))
 
-    def start_generator(self, number: int, name: str) -> Any:
-        place, max_restarts = self.division.engines[number], self._config.generators.max_restarts
+    def start_generator(self, name: str) -> Any:
+        seat, max_restarts = self._seats[name], self._config.generators.max_restarts
         generator = ray.remote(GeneratorRole).options(
             max_restarts=max_restarts,
             max_task_retries=max_restarts,
-            **self.actor_options("generator", place),
+            **self._seat_options("generator", seat.place, seat.group, seat.bundle),
         )
         grace_s = self._config.generators.grace_s
-        actor = self._keep(generator.remote(name, *self._process_arguments(place.node), grace_s))
+        actor = self._keep(generator.remote(name, *self._process_arguments(seat.place.node), grace_s))
         self._generators[name] = actor
         return actor
+
+    def find_place(self, name: str) -> RolePlace:
+        """Returns the place of an engine."""
+        return self._seats[name].place
 
     def ask_to_leave(self, name: str) -> None:
         """Sends SIGTERM to a generator's process. One that has no process yet is ended: it holds nothing."""
@@ -140,9 +168,13 @@ class RolePlaces:
 
     def end_generator(self, name: str) -> None:
         """Ends the process of a generator that has left. Ray starts none in its place."""
-        actor = self._generators.pop(name)
+        actor, seat = self._generators.pop(name), self._seats.pop(name)
         self._actors.remove(actor)
         ray.kill(actor)
+        if not seat.is_extra:
+            self._free_seats.append(seat)
+        elif all(seat.group != other.group for other in self._seats.values()):
+            remove_placement_group(seat.group)
 
     def _keep(self, actor: Any) -> Any:
         self._actors.append(actor)
@@ -172,17 +204,21 @@ class RolePlaces:
 
     def actor_options(self, stage: str, place: RolePlace) -> dict[str, Any]:
         """Returns Ray's options for an actor at this place, forked from this stage of the nursery."""
+        return self._seat_options(stage, place, *self._groups[place.bundle])
+
+    def _seat_options(
+        self, stage: str, place: RolePlace, group: PlacementGroup, bundle: int
+    ) -> dict[str, Any]:
         options = stage_options(stage)
         # Ray hides no GPU from an actor that has asked for none.
         if self._has_gpus.get(place.node) and not place.gpus:
             variables = options.get("runtime_env", {}).get("env_vars", {})
             options = {"runtime_env": {"env_vars": variables | {"CUDA_VISIBLE_DEVICES": ""}}}
-        group, number = self._groups[place.bundle]
         return options | {
             "num_cpus": 1,
             "num_gpus": len(place.gpus) * place.share,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=number
+                group, placement_group_bundle_index=bundle
             ),
         }
 
@@ -192,8 +228,10 @@ class RolePlaces:
         """Returns the node of a role."""
         if name == "buffer":
             return self.agents.nodes[self.driver_node]
+        if name in self._seats:
+            return self.agents.nodes[self._seats[name].place.node]
         places = dict(zip(self.division.names, self.division.places, strict=True))
-        return self.agents.nodes[places[name.removeprefix(self._prefix)].node]
+        return self.agents.nodes[places[name].node]
 
     def is_on_driver_node(self, name: str) -> bool:
         return self.find_node(name).name == self.driver_node
@@ -232,30 +270,83 @@ class RolePlaces:
         nodes = [node for node in list_nodes() if node.name not in gone]
         wanted = dataclasses.replace(read_wishes(self._config), ranks=len(numbers), engines=0, evaluators=0)
         found = self._find_free_places(nodes, wanted, f"{' and '.join(map(str, lost))} is gone")
-        self._reserve(found)
+        self._groups |= self._reserve(found)
         ranks = list(self.division.ranks)
         for number, place in zip(numbers, found.ranks, strict=True):
             ranks[number] = dataclasses.replace(place, memory=ranks[number].memory)
         self.division = dataclasses.replace(self.division, ranks=tuple(ranks))
-        new = [node for node in nodes if node.name in found.nodes and node.name not in self.agents.nodes]
-        self._has_gpus |= {node.name: node.room.num_gpus > 0 for node in new}
-        self.agents.add_nodes(new)
+        self._add_nodes([node for node in nodes if node.name in found.nodes])
         return [f"learner-{number} moves to {self.find_node(f'learner-{number}')}" for number in numbers]
 
     def _find_free_places(self, nodes: list[ClusterNode], wanted: RoleWishes, why: str) -> RoleDivision:
-        free = ray._private.state.available_resources_per_node()
-        rooms = [
-            dataclasses.replace(
-                node.room,
-                num_cpus=int(free.get(node.name, {}).get("CPU", 0)),
-                num_gpus=int(free.get(node.name, {}).get("GPU", 0)),
-            )
-            for node in nodes
-        ]
         try:
-            return divide_roles(rooms, wanted)
+            return divide_roles(read_free_rooms(nodes), wanted)
         except ValueError as error:
             raise RoleFailed(f"{why}, and what is free on the others is not enough: {error}") from None
+
+    def _add_nodes(self, nodes: Sequence[ClusterNode]) -> None:
+        """Takes nodes that may be new. Raises RoleFailed where one does not answer, and Interrupted."""
+        new = [node for node in nodes if node.name not in self.agents.nodes]
+        self._has_gpus |= {node.name: node.room.num_gpus > 0 for node in new}
+        self.agents.add_nodes(new)
+
+    # ---- more generators
+
+    def add_seats(self, names: Sequence[str], *, on_all_nodes: bool) -> None:
+        """Sets aside what more engines need: first what others have left, then what is free.
+        `on_all_nodes`: other nodes than the driver's may be among those.
+
+        Raises ValueError, with the arithmetic, or RoleFailed where not all of them have room, and
+        Interrupted.
+        """
+        alive = {node.name for node in list_nodes()}
+        kept = [seat for seat in self._free_seats if seat.place.node in alive][: len(names)]
+        more = self._reserve_extra_seats(len(names) - len(kept), on_all_nodes)
+        self._free_seats = [seat for seat in self._free_seats if seat not in kept]
+        self._seats |= dict(zip(names, [*kept, *more], strict=True))
+
+    def _reserve_extra_seats(self, number: int, on_all_nodes: bool) -> list[EngineSeat]:
+        if not number:
+            return []
+        nodes = [node for node in list_nodes() if on_all_nodes or node.name == self.driver_node]
+        wanted = dataclasses.replace(read_wishes(self._config), ranks=0, engines=number, evaluators=0)
+        rooms = read_free_rooms(nodes)
+        # Where there are GPUs, an engine that finds all of them taken would else run on a CPU.
+        if wanted.engine_gpus is None and any(node.room.num_gpus for node in nodes):
+            rooms = [room for room in rooms if room.num_gpus]
+            if not rooms:
+                raise ValueError("no GPU is free")
+        found = divide_roles(rooms, wanted)
+        self._add_nodes([node for node in nodes if node.name in found.nodes])
+        seats: list[EngineSeat] = []
+        groups: dict[Bundle, PlacementGroup] = {}
+        try:
+            for place in found.engines:
+                # A reservation for the engines that share GPUs, and for each without one: each is given back
+                # by itself.
+                if not place.gpus or place.bundle not in groups:
+                    sharing = [one for one in found.engines if one.bundle == place.bundle]
+                    part = dataclasses.replace(found, engines=tuple(sharing if place.gpus else [place]))
+                    groups[place.bundle] = self._reserve(part, EXTRA_S)[place.bundle][0]
+                seats.append(EngineSeat(place, groups[place.bundle], 0, is_extra=True))
+        except BaseException:
+            for seat in seats:
+                remove_placement_group(seat.group)
+            raise
+        return seats
+
+
+def read_free_rooms(nodes: Sequence[ClusterNode]) -> list[NodeRoom]:
+    """Returns what nobody has set aside of each node."""
+    free = ray._private.state.available_resources_per_node()
+    return [
+        dataclasses.replace(
+            node.room,
+            num_cpus=int(free.get(node.name, {}).get("CPU", 0)),
+            num_gpus=int(free.get(node.name, {}).get("GPU", 0)),
+        )
+        for node in nodes
+    ]
 
 
 def describe_wait(division: RoleDivision) -> str:

@@ -80,6 +80,11 @@ class RunNetwork:
         )
         return f"tcp://{host}:{port}"
 
+    @property
+    def reaches_all_nodes(self) -> bool:
+        """True where the buffer listens for other nodes than the driver's."""
+        return self._is_open or self._places.spans_nodes
+
     def reach_buffer(self, bound: str) -> str:
         """Returns the address at which all roles reach the buffer, which listens at `bound`."""
         if not names_no_host(bound) or not self._places.spans_nodes:

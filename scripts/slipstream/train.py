@@ -25,15 +25,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, RefusedByBuffer
-from buffers.run_status import RunStatus
 from configs.buffer import Durability
 from configs.disk import DiskFull, is_disk_full
 from configs.help import format_help
@@ -51,20 +47,20 @@ from slipstream.continuation import AlreadyFinished, continue_run
 from slipstream.extras import require_extras, run_program
 from slipstream.generator_fleet import GeneratorFleet
 from slipstream.live_view import LiveView
+from slipstream.own_generators import OwnGenerators, has_learner_begun
 from slipstream.preparation import prepare_run
-from slipstream.ray_waits import is_ready, wait_for_results
-from slipstream.role_failures import RoleFailed, get_result
+from slipstream.ray_waits import wait_for_results
+from slipstream.role_failures import RoleFailed
 from slipstream.role_logs import show_stacks_of_driver
-from slipstream.role_placement import RolePlace
 from slipstream.role_places import RolePlaces
+from slipstream.run_address import remove_address, write_address
 from slipstream.run_network import RunNetwork, describe_places
 from slipstream.run_record import RunRecord
+from slipstream.scaling import GeneratorScaling
 from slipstream.stop_signals import KILLED, Interrupted, StopSignals
 from slipstream.supervisor import LearnerRanks
 from sync.folders import SHARED_MEMORY, sweep_folders
 
-STARTING = ("loading", "verifying")
-"""First words of a learner's activities before its first step."""
 NEWS_S = 0.25
 """Seconds that the buffer waits for news before it answers without any."""
 LEAVE_S = 3.0
@@ -142,13 +138,7 @@ class Run:
         self._view = LiveView(config, self._folder, resume_step)
         self._record = RunRecord(config, self._folder, resume_step, self._view.print_line)
         self._record.note_milestone("imports")
-        self._role_ends: dict[Any, str] = {}
-        """Result of each role's `run` -> name of the role. Ranks of the learner are not among them:
-        `LearnerRanks` has them."""
         self._answers = FirstAnswers(self._view.print_line, signals)
-        self._starts_after_learner: list[Callable[[], None]] = []
-        """Starts of the generators that share a GPU with a rank. The rank loads first: both would take memory
-        at the same time."""
 
     def drive(self) -> int:
         """Consumes the buffer's news, produces the live view, `summary.json` and what trackers show.
@@ -165,6 +155,8 @@ class Run:
                 buffer, learner = self._launch_roles()
                 self._record.note_milestone("buffer")
                 self._view.print_line(f"the buffer answers at {buffer.address}")
+                send = buffer.client.send_request
+                self._scaling = GeneratorScaling(self._generators, send, self._view.print_line)
                 try:
                     status, news = self._watch_run(buffer, learner)
                 finally:
@@ -174,6 +166,7 @@ class Run:
         except (RoleFailed, BufferGone, RefusedByBuffer, ValueError) as error:
             self._print_failure(error)
         finally:
+            remove_address(self._folder)
             status = self._close_record(status)
             # A learner that was killed leaves its versions in shared memory.
             sweep_folders(SHARED_MEMORY)
@@ -186,7 +179,7 @@ class Run:
 
     def _launch_roles(self) -> tuple[BufferKeeper, LearnerRanks]:
         """Starts all roles."""
-        say, names = self._view.print_line, self._config.engine_names
+        say = self._view.print_line
         places = self._places = RolePlaces(self._config, self._logs, self._signals, say)
         network = RunNetwork(self._config, self._folder, places)
         config = network.config
@@ -203,23 +196,14 @@ class Run:
             say,
             self._note_buffer_restart,
         )
-        generators = [places.start_generator(number, name) for number, name in enumerate(names)]
-        for name, actor in zip(names, generators, strict=True):
-            self._answers.expect_answer(name, actor)
+        generators = self._generators = OwnGenerators(config, places, network, self._answers, say)
         buffer.start(self._resume_step)
         address = network.reach_buffer(buffer.address)
         learner = LearnerRanks(learner_config, self._folder, address, places, network, self._signals)
         # Step 0 is the start of the run, of which there is no checkpoint.
         learner.start(self._resume_step or None, self._answers)
-        for number, (name, generator) in enumerate(zip(names, generators, strict=True)):
-            place = places.division.engines[number]
-            seed = config.run.seed + 1000 + number
-            evaluates, keys = number >= config.generators.count, network.keys.find_folder(name)
-            start = partial(self._start_generator, generator, address, name, seed, keys, place, evaluates)
-            if place.beside_rank:
-                self._starts_after_learner.append(start)
-            else:
-                start()
+        generators.join_run(address)
+        write_address(self._folder, address, config.buffer.keys)
         return buffer, learner
 
     def _plan_memory(self, config: Config, places: RolePlaces) -> Config:
@@ -234,25 +218,6 @@ class Run:
             self._view.print_line(untested)
         return learner_config
 
-    def _start_generator(
-        self,
-        generator: Any,
-        address: str,
-        name: str,
-        seed: int,
-        keys: str | None,
-        place: RolePlace,
-        evaluates: bool,
-    ) -> None:
-        self._role_ends[generator.run.remote(address, name, seed, keys, place, evaluates)] = name
-
-    def _start_generators_beside_learner(self, status: RunStatus) -> None:
-        """Starts them once the learner has loaded; until its first batch it waits for no generator."""
-        if self._starts_after_learner and has_learner_begun(status):
-            self._view.print_line("the learner has loaded: the generators that share its GPU start")
-            while self._starts_after_learner:
-                self._starts_after_learner.pop(0)()
-
     def _watch_run(self, buffer: BufferKeeper, learner: LearnerRanks) -> tuple[str, m.RunNews | None]:
         """Shows and records the run until it ends. Returns how it ended, and the last news.
 
@@ -263,9 +228,8 @@ class Run:
         is_stopping = False
         while not learner.has_finished():
             self._answers.check_silent_roles()
-            ended = self._collect_ended_roles()
-            if ended and not is_stopping:
-                raise RoleFailed(f"{ended[0]} ended before the learner did")
+            for name in self._generators.collect_ended(is_stopping):
+                buffer.client.send_request(m.LeaveRun(generator=name))
             if buffer.check_process() and self._config.buffer.durability is Durability.none:
                 why = "the buffer has come back without its last answers (buffer.durability=none)"
                 news = self._restart_learner(learner, why, buffer, news)
@@ -313,7 +277,8 @@ class Run:
         is_first = news.records and not self._record.num_steps
         self._record.record_news(news)
         self._view.show_news(news)
-        self._start_generators_beside_learner(news.status)
+        self._generators.start_beside_learner(news.status)
+        self._scaling.follow(news.status)
         if is_stopping:
             self._view.print_what_stops(news.status)
         if is_first:
@@ -339,25 +304,12 @@ class Run:
         learner.start(step, self._answers)
         return news
 
-    def _collect_ended_roles(self) -> list[str]:
-        """Returns the names of roles that have ended well since the last call. Raises RoleFailed for one that
-        has not."""
-        names = []
-        for ref in [ref for ref in self._role_ends if is_ready(ref)]:
-            name = self._role_ends.pop(ref)
-            if get_result(ref, name, self._places.read_log_end):
-                self._view.print_line(f"{name} was told to leave (SIGTERM): the run goes on without it")
-                self._places.end_generator(name)
-            else:
-                names.append(name)
-        return names
-
     def _wind_up(self, buffer: BufferKeeper) -> None:
         """Lets the generators leave by themselves, then the buffer. The end of the cluster kills a role that
         is too slow."""
         buffer.stop_run("the run is over")
         deadline = time.monotonic() + LEAVE_S
-        generators = [ref for ref, name in self._role_ends.items() if name in self._config.engine_names]
+        generators = self._generators.ends
         wait_for_results(generators, len(generators), LEAVE_S, self._signals)
         if not buffer.has_ended():
             # Steps may have been trained since the driver has looked.
@@ -401,12 +353,6 @@ class Run:
 
     def _print_failure(self, error: Exception) -> None:
         print(f"\n{error}\nThe run has failed. Logs: {self._logs}", file=sys.stderr)
-
-
-def has_learner_begun(status: RunStatus) -> bool:
-    """True when the learner of this life is past its start, and may hold steps that are in no checkpoint."""
-    learner = status.roles.get("learner-0")
-    return status.version >= 0 and learner is not None and not learner.activity.startswith(STARTING)
 
 
 def run_command() -> None:

@@ -26,6 +26,8 @@ PRIVILEGED_REQUESTS = (
     | m.ReportTrainedStep
     | m.ReportCheckpoint
     | m.RewindToStep
+    | m.ScaleGenerators
+    | m.ReportScaling
     | m.StopRun
     | m.AwaitEvaluations
     | m.RequestBatch
