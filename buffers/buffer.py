@@ -207,7 +207,9 @@ class Buffer:
             return
         if known is not None and not known.ended:
             raise Refusal(
-                "scaling", f"another change is under way, to {known.count} generators: {known.progress}"
+                "scaling",
+                f"another change must have ended, got one to {known.count} generators under way "
+                f"({known.progress or 'not begun'})",
             )
         self.scaling = Scaling(order=order, count=count)
 

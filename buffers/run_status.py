@@ -109,8 +109,8 @@ class Scaling(WireRecord):
     """Names the change: whoever asks for it makes the name up."""
     count: GeneratorCount
     """Generators for training that there are to be."""
-    progress: BoundedText = "the run's driver has not heard of it yet"
-    """What has happened so far, in words."""
+    progress: BoundedText = ""
+    """The state of the change, in words; empty before the driver has heard of it."""
     ended: bool = False
     failed: bool = False
     """True when it has ended otherwise than asked for."""

@@ -52,7 +52,7 @@ class GeneratorScaling:
 
     def _begin(self, asked: Scaling, status: RunStatus) -> None:
         generators, running = self._generators, len(self._generators.training)
-        self._order = structs.replace(asked, progress=f"{running} generators run")
+        self._order = structs.replace(asked, progress=self._count())
         generators.failure = ""
         if generators.waits_for_learner:
             self._order = None  # they are started first
@@ -67,7 +67,7 @@ class GeneratorScaling:
         elif asked.count > running:
             self._add(asked.count - running)
         else:
-            self._end(f"{running} generators run already")
+            self._end(self._count())
 
     def _add(self, number: int) -> None:
         running = len(self._generators.training)
@@ -87,13 +87,16 @@ class GeneratorScaling:
             if name not in status.generators and self._clock() - since > GIVEN_UP_S:
                 generators.give_up(name, f"{name} has not joined the run within {GIVEN_UP_S:.0f} s")
         if generators.newcomers:
-            self._tell(f"starting {name_some([*generators.newcomers])}")
+            self._tell(f"starting: {name_some([*generators.newcomers])}")
         elif generators.leaving:
-            self._tell(f"{name_some(generators.leaving)} hand in what they have begun, and leave")
+            self._tell(f"handing in what they have begun: {name_some(generators.leaving)}")
         elif generators.failure:
-            self._end(f"{len(generators.training)} generators run: {generators.failure}", failed=True)
+            self._end(f"{self._count()}; {generators.failure}", failed=True)
         else:
-            self._end(f"{len(generators.training)} generators run")
+            self._end(self._count())
+
+    def _count(self) -> str:
+        return f"generators of the run: {len(self._generators.training)}"
 
     def _tell(self, progress: str) -> None:
         assert self._order is not None, "an order is under way"
@@ -103,7 +106,7 @@ class GeneratorScaling:
     def _end(self, progress: str, *, failed: bool = False) -> None:
         assert self._order is not None, "an order is under way"
         self._order = structs.replace(self._order, progress=shorten(progress), ended=True, failed=failed)
-        self._say(f"scaled to {self._order.count}: {progress}")
+        self._say(f"scripts/scale.sh {self._order.count}: {progress}")
 
 
 def find_others(status: RunStatus, generators: OwnGenerators) -> list[str]:
