@@ -42,6 +42,13 @@ def read_address(folder: Path) -> RunAddress:
         facts = json.loads((folder / ADDRESS_FILE).read_text())
     except FileNotFoundError:
         raise ValueError(f"the run in {folder} has ended, or its buffer does not answer yet") from None
-    if facts["host"] == socket.gethostname() and not psutil.pid_exists(facts["pid"]):
+    if facts["host"] == socket.gethostname() and not _is_alive(facts["pid"]):
         raise ValueError(f"the run in {folder} has ended: its driver, process {facts['pid']}, is gone")
     return RunAddress(facts["buffer"], facts["keys"])
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -12,19 +12,21 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, KeysRefused, RefusedByBuffer
 from buffers.keys import KeyRole
-from buffers.message_fields import MAX_GENERATORS, MAX_INT63
-from buffers.run_status import Scaling
+from buffers.message_fields import MAX_GENERATORS, MAX_INT63, WireRecord
 from configs.addresses import is_tcp_address
 from slipstream.run_address import RunAddress, read_address
 
 LOOK_EVERY_S = 0.5
-ANSWER_S = 10.0
-"""Seconds that the buffer may take for an answer: one that has died is started again meanwhile."""
+ANSWER_S, PATIENCE_S = 2.0, 20.0
+"""Seconds after which the buffer is asked again, and after which the run is given up: a buffer that has died
+is started again meanwhile."""
 KEYS = "buffer.keys="
+R = TypeVar("R", bound=WireRecord)
 
 
 class Gone(RuntimeError):
@@ -36,13 +38,13 @@ def main(arguments: Sequence[str]) -> int:
         print(__doc__.strip())
         return 0 if arguments else 2
     try:
-        address, count = read_arguments(arguments)
-        client = BufferClient(address.buffer, timeout_s=ANSWER_S, keys=address.keys, role=KeyRole.operator)
+        run, count, keys = read_arguments(arguments)
+        door = RunDoor(run, keys)
     except ValueError as error:
         print(f"Slipstream cannot scale:\n{error}", file=sys.stderr)
         return 2
     try:
-        return follow_order(client, count)
+        return follow_order(door, count)
     except (Gone, RefusedByBuffer, KeysRefused) as error:
         print(error, file=sys.stderr)
         return 1
@@ -50,11 +52,41 @@ def main(arguments: Sequence[str]) -> int:
         print("the run goes on with the change, if it has heard of it", file=sys.stderr)
         return 130
     finally:
-        client.close()
+        door.client.close()
 
 
-def read_arguments(arguments: Sequence[str]) -> tuple[RunAddress, int]:
-    """Returns where the run answers, and the number. Raises ValueError."""
+class RunDoor:
+    """A run that goes on, as a command reaches it: by its folder, or by its buffer's address."""
+
+    def __init__(self, run: str, keys: str | None) -> None:
+        """Raises ValueError where the folder holds no run that goes on, or keys are missing."""
+        self._folder = None if is_tcp_address(run) or run.startswith("ipc://") else Path(run)
+        found = RunAddress(run, None) if self._folder is None else read_address(self._folder)
+        keys = keys or found.keys
+        self.client = BufferClient(found.buffer, timeout_s=ANSWER_S, keys=keys, role=KeyRole.operator)
+
+    def ask(self, request: m.Request, expect: type[R]) -> R:
+        """Returns the buffer's answer, whichever life of the buffer gives it. Raises Gone, RefusedByBuffer,
+        KeysRefused."""
+        began = time.monotonic()
+        while True:
+            try:
+                return self.client.call(request, expect)
+            except BufferGone as error:
+                self._check_driver()
+                if time.monotonic() - began > PATIENCE_S:
+                    raise Gone(f"no run answers at {self.client.address}: {error}") from None
+
+    def _check_driver(self) -> None:
+        if self._folder is not None:
+            try:
+                read_address(self._folder)
+            except ValueError as error:
+                raise Gone(str(error)) from None
+
+
+def read_arguments(arguments: Sequence[str]) -> tuple[str, int, str | None]:
+    """Returns RUN, the number, and the folder of keys. Raises ValueError."""
     keys = [one.removeprefix(KEYS) for one in arguments if one.startswith(KEYS)]
     words = [one for one in arguments if not one.startswith(KEYS)]
     if len(words) != 2:
@@ -62,44 +94,29 @@ def read_arguments(arguments: Sequence[str]) -> tuple[RunAddress, int]:
     run, number = words
     if not number.isdecimal() or int(number) > MAX_GENERATORS:
         raise ValueError(f"the number must be a whole number from 0 to {MAX_GENERATORS}, got {number}")
-    is_address = is_tcp_address(run) or run.startswith("ipc://")
-    address = RunAddress(run, None) if is_address else read_address(Path(run))
-    return address._replace(keys=keys[-1] if keys else address.keys), int(number)
+    return run, int(number), keys[-1] if keys else None
 
 
-def follow_order(client: BufferClient, count: int) -> int:
+def follow_order(run: RunDoor, count: int) -> int:
     """Orders the number, and prints what becomes of that. Returns the exit status. Raises Gone,
     RefusedByBuffer, KeysRefused."""
-    order, shown = secrets.token_hex(8), ""
-    send_order(client, order, count)
+    order, shown = m.ScaleGenerators(order=secrets.token_hex(8), count=count), ""
+    run.ask(order, m.Acknowledged)
     while True:
-        scaling = fetch_scaling(client)
-        if scaling is None or scaling.order != order:
+        status = run.ask(m.WatchRun(after=MAX_INT63, wait_s=0.0), m.RunNews).status
+        scaling = status.scaling
+        if status.ended:
+            raise Gone("the run ends, and the change with it")
+        if scaling is None or scaling.order != order.order:
             # The buffer was started again before the driver had heard of the order.
-            send_order(client, order, count)
-        elif scaling.progress != shown:
+            run.ask(order, m.Acknowledged)
+            continue
+        if scaling.progress != shown:
             shown = scaling.progress
             print(shown, flush=True, file=sys.stderr if scaling.failed else sys.stdout)
-        if scaling is not None and scaling.order == order and scaling.ended:
+        if scaling.ended:
             return int(scaling.failed)
         time.sleep(LOOK_EVERY_S)
-
-
-def send_order(client: BufferClient, order: str, count: int) -> None:
-    try:
-        client.call(m.ScaleGenerators(order=order, count=count), m.Acknowledged)
-    except BufferGone as error:
-        raise Gone(f"no run answers at {client.address}: {error}") from None
-
-
-def fetch_scaling(client: BufferClient) -> Scaling | None:
-    try:
-        status = client.call(m.WatchRun(after=MAX_INT63, wait_s=0.0), m.RunNews).status
-    except BufferGone as error:
-        raise Gone(f"the run has ended, or is out of reach: {error}") from None
-    if status.ended:
-        raise Gone("the run ends, and the change with it")
-    return status.scaling
 
 
 if __name__ == "__main__":

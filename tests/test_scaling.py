@@ -1,0 +1,125 @@
+"""`scripts/scale.sh` changes the number of a run's generators, and whatever dies meanwhile leaves nothing
+behind."""
+
+import json
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from buffer_harness import SMALL_RUN, BufferHarness
+from runs import ROOT, SIMULATED, StartedRun, assert_accounts_close
+
+from buffers import messages as m
+from buffers.client import RefusedByBuffer
+from buffers.run_status import Scaling
+from configs.load import load_config
+from slipstream.run_address import remove_address, write_address
+from slipstream.scale import main
+
+
+def start_scaling(run: str | Path, *arguments: object) -> subprocess.Popen[str]:
+    command = ["scripts/scale.sh", str(run), *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def scale(run: str | Path, *arguments: object) -> tuple[int, str]:
+    process = start_scaling(run, *arguments)
+    said, _ = process.communicate(timeout=300)
+    return process.returncode, said
+
+
+@pytest.mark.whole_run
+def test_generators_come_and_go_while_the_run_goes_on(tmp_path: Path) -> None:
+    """One more, although the buffer dies meanwhile; a fleet that is preempted; fewer; and a driver that is
+    killed in the middle."""
+    run = StartedRun(tmp_path, *SIMULATED, "run.steps=100000")
+    fleet = None
+    try:
+        run.wait_for(lambda: run.steps() > 0, "step")
+        growing = start_scaling(run.folder, 2)
+        run.lose_buffer()
+        said, _ = growing.communicate(timeout=300)
+        assert growing.returncode == 0 and said.endswith("generators of the run: 2\n"), said
+        status, said = scale(run.folder, 900)
+        assert status == 1 and "900 generators are 898 more than run" in said and "at most" in said, said
+        status, said = scale(run.folder, 0)
+        assert status == 1 and "must be at least 1 as long as no other command's generator" in said, said
+
+        address = json.loads((run.folder / "address.json").read_text())["buffer"]
+        fleet = StartedRun(tmp_path / "fleet", *SIMULATED, "role=generators", f"buffer.address={address}")
+        assert fleet.process.stdout is not None
+        while "generates with version" not in (line := fleet.process.stdout.readline()):
+            assert line, "the fleet has ended"
+        assert scale(address, 0)[0] == 0
+        told = run.steps()
+        run.wait_for(lambda: run.steps() > told + 2, "step by the fleet alone")
+        assert scale(address, 1)[0] == 0
+        fleet.process.send_signal(signal.SIGTERM)
+        status, said = fleet.finish()
+        assert status == 130 and said.endswith("SIGTERM: the generators have left\n"), said
+        fleet.assert_nothing_left()
+        # The first has left, and nobody takes its name.
+        assert (run.folder / "logs" / "generator-2.log").exists()
+        told = run.steps()
+        run.wait_for(lambda: run.steps() > told + 2, "step by the new generator")
+        summary = run.summary()
+        assert_accounts_close(summary)
+        assert summary["groups"]["rejected"]["failed"] == 0, "those that leave hand in, or return"
+
+        growing = start_scaling(run.folder, 2)
+        assert growing.stdout is not None and "starting: generator-3" in growing.stdout.readline()
+        run.process.kill()
+        said, _ = growing.communicate(timeout=300)
+        assert growing.returncode == 1 and "has ended: its driver, process" in said, said
+        run.assert_nothing_left()
+        status, said = scale(run.folder, 2)
+        assert status == 2 and "has ended: its driver, process" in said, said
+    finally:
+        for started in (fleet, run):
+            if started is not None and started.process.poll() is None:
+                started.kill()
+
+
+def test_the_buffer_keeps_one_order_at_a_time_and_learns_of_it_again_from_the_driver(tmp_path: Path) -> None:
+    run = BufferHarness(load_config(SMALL_RUN), tmp_path)
+    try:
+        for _ in range(2):  # the command may ask again
+            run.client.call(m.ScaleGenerators(order="a", count=3), m.Acknowledged)
+        assert run.status().scaling == Scaling(order="a", count=3)
+        with pytest.raises(RefusedByBuffer, match=r"must have ended, got one to 3 .*\(not begun\)"):
+            run.client.call(m.ScaleGenerators(order="b", count=4), m.Acknowledged)
+        done = Scaling(order="a", count=3, progress="so many", ended=True)
+        run.client.call(m.ReportScaling(scaling=done), m.Acknowledged)
+        assert run.status().scaling == done
+        run.client.call(m.ScaleGenerators(order="b", count=4), m.Acknowledged)
+        assert run.status().scaling == Scaling(order="b", count=4)
+        run.client.call(m.StopRun(reason="enough"), m.Acknowledged)
+        with pytest.raises(RefusedByBuffer, match="told to stop: enough"):
+            run.client.call(m.ScaleGenerators(order="c", count=4), m.Acknowledged)
+    finally:
+        run.close()
+
+
+def test_what_cannot_be_scaled_is_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    run = str(tmp_path / "run")
+    for arguments, why in (
+        ([run], "the arguments must be RUN and a number"),
+        ([run, "-1"], "a whole number from 0 to 1000, got -1"),
+        ([run, "two"], "a whole number from 0 to 1000, got two"),
+        ([run, "1001"], "a whole number from 0 to 1000, got 1001"),
+        ([str(tmp_path), "2"], f"RUN must be the folder of a run that goes on, .* got {tmp_path}"),
+        ([run, "2"], f"the run in {run} has ended, or"),
+        ([run, "2", f"buffer.keys={tmp_path}/none"], f"the run in {run} has ended, or"),
+        (["tcp://127.0.0.1:9", "2", f"buffer.keys={tmp_path}/none"], "buffer.keys must be a folder"),
+    ):
+        assert main(arguments) == 2
+        assert re.search(why, capsys.readouterr().err), why
+    write_address(Path(run), "tcp://127.0.0.1:9", None)
+    remove_address(Path(run))
+    assert main([run, "2"]) == 2
