@@ -43,7 +43,7 @@ NAMED_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class EngineSeat:
-    """What is set aside for one engine."""
+    """The reservation of one engine."""
 
     place: RolePlace
     group: PlacementGroup
