@@ -131,7 +131,7 @@ class Buffer:
             self.book, self.evaluations, found, self._terms, now, self.progress.step_records
         )
         if resume_step is not None:
-            self.book.history.check_rewind(resume_step)
+            self._check_resume_step(resume_step)
             self.progress.step_records = StepRecords()
         self.progress.adopt_records()
         damaged = find_damaged_groups(self.book, found, Reader(self.journal.folder))
@@ -155,6 +155,17 @@ class Buffer:
                 self.progress.next_step,
                 len(self.book.pool.groups),
             )
+
+    def _check_resume_step(self, step: int) -> None:
+        """Raises ValueError where the journal cannot go back to the newest checkpoint that was found."""
+        try:
+            self.book.history.check_rewind(step)
+        except ValueError as error:
+            found = f"step {step} at most" if step else "none"
+            raise ValueError(
+                "run.resume must be a folder with the checkpoints that its journal knows of (they are on the "
+                f"host of the learner that wrote them: docs/cluster.md), got {found}: {error}"
+            ) from None
 
     def _export_state(self) -> State:
         return State(

@@ -483,6 +483,22 @@ def test_a_restart_at_a_checkpoint_hands_out_the_same_groups_and_the_same_ledger
     assert [lease.group for lease in again.ask(generator="h")] == [5, 6, 7]
 
 
+def test_a_resumed_run_whose_checkpoints_are_elsewhere_is_refused_and_does_not_begin_anew(
+    harness: Callable[..., BufferHarness],
+) -> None:
+    run = harness("staleness.max_versions=1")
+    run.publish(0)
+    for lease in run.ask():
+        run.submit(lease)
+    run.train(0)
+    run.client.call(m.ReportCheckpoint(step=1, oldest=1), m.Acknowledged)
+    run.close()
+    with pytest.raises(ValueError, match=r"^run.resume must .*checkpoints.* got none: step must be in 1..1 "):
+        harness("staleness.max_versions=1", resume_step=0)
+    again = harness("staleness.max_versions=1", resume_step=1)
+    assert again.status().oldest_checkpoint == 1, "the refusal has changed nothing"
+
+
 def test_generators_hear_of_a_later_life_also_when_the_clock_was_set_back(
     harness: Callable[..., BufferHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:

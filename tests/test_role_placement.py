@@ -380,3 +380,70 @@ def test_ray_puts_every_process_on_its_gpu_and_what_finds_no_place_is_named(
     assert too_many.endswith("got 5")
     assert on_cpu == "''", "it sees no GPU"
     assert far == ["0,1,2,3 True", "True True False", "True"]
+
+
+MOVED = """
+import os, ray
+from pathlib import Path
+from configs.load import load_config
+from slipstream import node_facts, role_places
+from slipstream.cluster import start_node
+from slipstream.role_failures import RoleFailed, get_result
+from slipstream.role_places import RolePlaces
+from slipstream.stop_signals import StopSignals
+
+def place(*overrides, logs="logs"):
+    return RolePlaces(load_config(["cluster.address=auto", *overrides]), Path(logs), StopSignals())
+
+class Rank:
+    def __init__(self, *arguments): pass
+    def place(self): return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
+
+role_places.LearnerRole = Rank
+nodes = [start_node(num_cpus=2, num_gpus=1)]
+far = {"address": nodes[0].gcs_address, "labels": {"pool": "far"}}
+nodes += [start_node(num_cpus=3, num_gpus=2, **far) for _ in range(2)]
+ray.init(address=nodes[0].gcs_address, log_to_driver=False, logging_level="ERROR")
+places = place("learner.ranks=3", "generators.count=0")
+first, kept = places.division.ranks[0].node, places.division.ranks[2].node
+names = {places.driver_node: "driver", first: "lost", kept: "kept"}
+for given_up in ([], [first]):
+    places.replace_lost_ranks(given_up)
+    ranks = [places.start_rank(rank) for rank in range(3)]
+    found = ray.get([rank.place.remote() for rank in ranks], timeout=90)
+    print(*(f"{names[node]}:{gpus}" for node, gpus in found))
+    for rank in ranks:
+        ray.kill(rank)
+fleet = ["role=generators", "buffer.address=tcp://127.0.0.1:9", "generators.count=1", "generators.gpus=0"]
+try:
+    broken = place(*fleet, logs=f"{__file__}/logs")
+    get_result(broken.start_buffer().get_pid.remote(), "buffer", str)
+except RoleFailed as error:
+    print(error)
+node_facts.digest_code = lambda: "of other code"  # in this process alone
+try:
+    place(*fleet, "placement.generators.pool=far")
+except RoleFailed as error:
+    print(error)
+ray.shutdown()
+for node in reversed(nodes):
+    node.kill_all_processes(check_alive=False, allow_graceful=True)
+"""
+
+
+def test_a_rank_that_moves_has_a_place_beside_others_and_a_node_where_roles_cannot_begin_says_why(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "moved.py").write_text(MOVED)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    command = [sys.executable, str(tmp_path / "moved.py")]
+    with (tmp_path / "errors").open("w") as errors:  # a file, whose end no agent of Ray's holds up
+        ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+    assert ran.returncode == 0, (tmp_path / "errors").read_text()
+    before, after, no_logs, other_code = ran.stdout.splitlines()
+    assert before == "lost:0 lost:1 kept:0"
+    assert after.split()[0] == "driver:0"
+    assert {after.split()[1], after.split()[2]} == {"kept:0", "kept:1"}
+    assert other_code.startswith("the code of Slipstream must be the same on every node, got other code on ")
+    assert no_logs.startswith("buffer cannot begin: NotADirectoryError: ") and "moved.py/logs" in no_logs

@@ -9,10 +9,11 @@ shared memory.
 """
 
 import contextlib
+import errno
 import os
 import socket
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -24,7 +25,7 @@ from buffers.files import replace_file
 from learners import checkpoint
 from slipstream.cluster_nodes import ClusterNode
 from slipstream.ray_waits import wait_for_results
-from slipstream.role_failures import RoleFailed
+from slipstream.role_failures import RoleFailed, explain_lost_actor
 from slipstream.role_logs import read_log_end
 from slipstream.stop_signals import StopSignals
 from slipstream.sweeper import start_sweeper
@@ -44,39 +45,33 @@ class NodeAgent:
     def __init__(self, *, sweeps: bool = True) -> None:
         """`sweeps`: a process of its own cleans up once this one has ended."""
         self._sweeper = start_sweeper() if sweeps else None
+        self._kept: dict[tuple[str, str], socket.socket] = {}
+        """Sockets that keep ports, by their host and what listens there."""
 
-    def find_free_ports(self, host: str, ports: range | None, count: int) -> list[int]:
-        """Returns ports at which nobody listens, of `ports` if that is not None. Raises ValueError."""
-        probes: list[socket.socket] = []
-        try:
-            for port in [0] * count if ports is None else ports:
-                probe = socket.socket()
-                try:
-                    probe.bind((host, port))
-                except OSError as error:
-                    probe.close()
-                    if ports is None:
-                        raise ValueError(
-                            f"cluster.address must name nodes by addresses that they have, got {host} for "
-                            f"{socket.gethostname()}: {error.strerror}"
-                        ) from None
-                    continue
-                probes.append(probe)
-                if len(probes) == count:
-                    return [int(one.getsockname()[1]) for one in probes]
-        finally:
-            for probe in probes:
-                probe.close()
-        assert ports is not None, "the system has found ports otherwise"
-        raise ValueError(
-            f"cluster.ports must have {count} free ports on {socket.gethostname()}, got "
-            f"{ports[0]}-{ports[-1]} with {len(probes)}"
-        )
+    def keep_port(self, host: str, ports: range | None, what: str, anew: bool = False) -> int:
+        """Returns a port that is free, of `ports` if that is not None. Raises ValueError.
+
+        It is kept for `what` as long as this agent lives, or until another one is asked for (`anew`): nobody
+        else gets it before its server listens there, nor between two lives of the server.
+        """
+        before = self._kept.get((host, what))
+        if before is None or anew:
+            own = {kept.getsockname()[1] for kept in self._kept.values()}
+            self._kept[host, what] = _bind_free_port(host, ports, own)
+            if before is not None:
+                before.close()
+        return int(self._kept[host, what].getsockname()[1])
 
     def bring_keys(self, folder: Path, files: Mapping[str, bytes]) -> str:
-        """Writes key files [relative path -> bytes] that only their owner can read; returns the folder."""
+        """Writes key files [relative path -> bytes] that only their owner can read; returns the folder.
+
+        Keys that were let in and are not among the files are let in no more.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         os.chmod(folder, stat.S_IRWXU)
+        for path in folder.glob("allowed/*/*.key"):
+            if str(path.relative_to(folder)) not in files:
+                path.unlink(missing_ok=True)
         for name, text in files.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,6 +84,12 @@ class NodeAgent:
             finally:
                 os.umask(before)
         return str(folder)
+
+    def digest_code(self) -> str:
+        """Returns a digest of this project's code, as the node imports it."""
+        from slipstream.node_facts import digest_code  # a run on one host needs none of it
+
+        return digest_code()
 
     def find_newest_step(self, checkpoints: Path) -> int | None:
         """Returns the step of the newest checkpoint in the folder, as this node sees it."""
@@ -120,6 +121,47 @@ class NodeAgent:
         sweep_folders(SHARED_MEMORY)
 
 
+def _bind_free_port(host: str, ports: range | None, own: Collection[int]) -> socket.socket:
+    """Returns a socket that is bound to a free port and does not listen: a server may listen beside it
+    (`buffer_keeper.reserve_port`). `own`: ports that are kept already. Raises ValueError."""
+    for port in [0] if ports is None else ports:
+        if (found := _bind(host, port)) is not None:
+            return found
+    # The next best: connections of an ended server still fade away there, and hinder no server.
+    fading = set() if ports is None else _list_fading_ports() - set(own)
+    for port in sorted(fading.intersection(ports or ())):
+        if (found := _bind(host, port, beside=True)) is not None:
+            return found
+    assert ports is not None, "the system has found a port otherwise"
+    raise ValueError(
+        f"cluster.ports must have a free port on {socket.gethostname()} for each role that listens there, "
+        f"got {ports[0]}-{ports[-1]}, which are taken"
+    )
+
+
+def _bind(host: str, port: int, *, beside: bool = False) -> socket.socket | None:
+    """Returns a socket at this port; None where it is taken. `beside`: other sockets may be bound to it."""
+    bound = socket.socket()
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, beside)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise ValueError(
+            f"cluster.address must name nodes by addresses that they have, got {host} for "
+            f"{socket.gethostname()}: {error.strerror}"
+        ) from None
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, True)
+    return bound
+
+
+def _list_fading_ports() -> set[int]:
+    connections = psutil.net_connections("tcp4")
+    return {one.laddr.port for one in connections if one.status == psutil.CONN_TIME_WAIT}
+
+
 class NodeAgents:
     """The nodes of a command, by name, and what the driver asks of them."""
 
@@ -135,15 +177,20 @@ class NodeAgents:
         self.add_nodes(nodes)
 
     def add_nodes(self, nodes: Sequence[ClusterNode]) -> None:
-        """Starts an agent on each node but the driver's. Raises RoleFailed where one does not come up, and
-        Interrupted."""
+        """Starts an agent on each node but the driver's. Raises RoleFailed where one does not come up, or has
+        other code of this project; and Interrupted."""
         self.nodes |= {node.name: node for node in nodes}
         others = [node.name for node in nodes if node.name != self._driver]
         for name in others:
             there = NodeAffinitySchedulingStrategy(name, soft=False)
             self._agents[name] = ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=there).remote()
         for name in others:
-            self.ask(name, NodeAgent.is_alive, 1, answered_s=STARTED_S)
+            if self.ask(name, NodeAgent.digest_code, answered_s=STARTED_S) != self._here.digest_code():
+                raise RoleFailed(
+                    f"the code of Slipstream must be the same on every node, got other code on "
+                    f"{self.nodes[name]} than on {self.nodes[self._driver]} (`scripts/check.sh "
+                    "cluster.address=auto` compares all that nodes have)"
+                )
 
     def ask(
         self,
@@ -163,10 +210,12 @@ class NodeAgents:
         try:
             found: T = ray.get(ref)
         except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
+            if isinstance(error.cause, ValueError):
+                raise error.cause from None
+            what = f": {error.cause}" if isinstance(error.cause, OSError) else f" has failed:\n{error}"
+            raise RoleFailed(f"{self.nodes[node]}{what}") from None
         except ray.exceptions.RayError as error:
-            reason = str(error).partition("\n")[0]
-            raise RoleFailed(f"{self.nodes[node]} does not answer: {reason}") from None
+            raise RoleFailed(f"{self.nodes[node]} does not answer: {explain_lost_actor(error)}") from None
         return found
 
     def sweep(self) -> None:

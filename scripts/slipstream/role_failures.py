@@ -70,7 +70,20 @@ def get_result(ref: Any, name: str, read_log_end: Callable[[str], str]) -> Any:
             raise RoleFailed(f"{name}: {error.cause}") from error
         raise RoleFailed(f"{name} has failed:\n{error}") from error
     except ray.exceptions.RayError as error:
+        if has_not_begun(error):
+            raise RoleDied(f"{name} cannot begin: {explain_lost_actor(error)}") from error
         raise RoleDied(describe_death(name, read_log_end)) from error
+
+
+def has_not_begun(error: ray.exceptions.RayError) -> bool:
+    """True where the actor's object could not be made: the error says why."""
+    return isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed
+
+
+def explain_lost_actor(error: ray.exceptions.RayError) -> str:
+    """Returns why an actor does not answer, in a line."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1 if has_not_begun(error) else 0].strip()
 
 
 def describe_death(name: str, read_log_end: Callable[[str], str]) -> str:

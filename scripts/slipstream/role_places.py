@@ -77,13 +77,14 @@ class RolePlaces:
         self.driver_node = nodes[0].name
         self.division = divide_roles([node.room for node in nodes], read_wishes(config))
         self._has_gpus = {node.name: node.room.num_gpus > 0 for node in nodes}
-        self._groups: dict[Bundle, tuple[PlacementGroup, int]] = {}
-        """The reservation that holds a bundle, and the bundle's number in it."""
         self._actors: list[Any] = []
         """All that were started. Ray ends an actor whose last handle is gone."""
         self._generators: dict[str, Any] = {}
         """Those of them that generate, by name."""
-        self._groups |= self._reserve(self.division, patience_s)
+        self._groups = self._reserve(self.division, patience_s)
+        """The reservation that holds a bundle, and the bundle's number in it."""
+        self._groups_of_ranks = [self._groups[place.bundle] for place in self.division.ranks]
+        """The same by rank: one that has moved to a node has a reservation beside those that are there."""
         engines = self.division.names[len(self.division.ranks) :]
         self._seats = {
             f"{prefix}{name}": EngineSeat(place, *self._groups[place.bundle])
@@ -137,7 +138,8 @@ class RolePlaces:
 
     def start_rank(self, rank: int) -> Any:
         place = self.division.ranks[rank]
-        learner = ray.remote(LearnerRole).options(**self.actor_options("learner", place))
+        options = self._seat_options("learner", place, *self._groups_of_ranks[rank])
+        learner = ray.remote(LearnerRole).options(**options)
         return self._keep(learner.remote(f"learner-{rank}", *self._process_arguments(place.node)))
 
     def start_generator(self, name: str) -> Any:
@@ -270,9 +272,10 @@ class RolePlaces:
         nodes = [node for node in list_nodes() if node.name not in gone]
         wanted = dataclasses.replace(read_wishes(self._config), ranks=len(numbers), engines=0, evaluators=0)
         found = self._find_free_places(nodes, wanted, f"{' and '.join(map(str, lost))} is gone")
-        self._groups |= self._reserve(found)
+        groups = self._reserve(found)
         ranks = list(self.division.ranks)
         for number, place in zip(numbers, found.ranks, strict=True):
+            self._groups_of_ranks[number] = groups[place.bundle]
             ranks[number] = dataclasses.replace(place, memory=ranks[number].memory)
         self.division = dataclasses.replace(self.division, ranks=tuple(ranks))
         self._add_nodes([node for node in nodes if node.name in found.nodes])

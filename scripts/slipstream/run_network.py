@@ -13,6 +13,7 @@ from buffers.keys import KeyRole, make_keys
 from configs.addresses import host_of, is_beyond_loopback, names_no_host
 from configs.buffer import BufferConfig
 from configs.schema import Config
+from slipstream.cluster_nodes import ClusterNode
 from slipstream.node_agents import NodeAgent
 from slipstream.role_places import RolePlaces
 
@@ -29,7 +30,9 @@ class NodeKeys:
     def __init__(self, keys: str | None, folder: Path, places: RolePlaces) -> None:
         """`keys`: the folder on the driver's node; None where sockets have no keys. `folder`: the command's
         own, on every node."""
-        self._keys, self._folder, self._places = keys, folder, places
+        # Processes that another has started than this one work in another folder.
+        self._keys = None if keys is None else str(Path(keys).absolute())
+        self._folder, self._places = folder, places
         self._brought: dict[str, str] = {}
 
     def find_folder(self, name: str) -> str | None:
@@ -57,14 +60,16 @@ class RunNetwork:
         self._places, buffer = places, config.buffer
         if places.spans_nodes and not is_beyond_loopback(buffer.address):
             buffer = dataclasses.replace(buffer, address=self._choose_buffer_address(config))
+        self._check_weights_address(config)
         addresses = (buffer.address, config.sync.address)
         self._is_open = any(one is not None and is_beyond_loopback(one) for one in addresses)
         if self._is_open and buffer.keys is None:
             make_keys(folder / KEYS, list(KeyRole))
             buffer = dataclasses.replace(buffer, keys=str(folder / KEYS))
+        self.keys = NodeKeys(buffer.keys, folder, places)
+        buffer = dataclasses.replace(buffer, keys=self.keys.find_folder("buffer"))
         self.config = dataclasses.replace(config, buffer=buffer)
         """The configuration of the buffer, and of all who join by it."""
-        self.keys = NodeKeys(buffer.keys, folder, places)
 
     def _choose_buffer_address(self, config: Config) -> str:
         places = self._places
@@ -74,11 +79,27 @@ class RunNetwork:
                 "buffer.address must be left alone, or be an address of the driver's node that other nodes "
                 f"reach, got {config.buffer.address} with {far} on {places.find_node(far)}"
             )
-        host = places.find_node("buffer").address
-        (port,) = places.agents.ask(
-            places.driver_node, NodeAgent.find_free_ports, host, config.cluster.port_range, 1
-        )
-        return f"tcp://{host}:{port}"
+        node = places.find_node("buffer")
+        return f"tcp://{node.address}:{self._keep_port(node, 'buffer', config.cluster.port_range)}"
+
+    def _check_weights_address(self, config: Config) -> None:
+        places, address = self._places, config.sync.address
+        if address is None or is_beyond_loopback(address) or not places.division.ranks:
+            return
+        node = places.find_node("learner-0")
+        for name in places.division.names:
+            if (other := places.find_node(name)) != node and not name.startswith("learner"):
+                raise ValueError(
+                    f"sync.address must be left alone, or be an address of {node}, the learner's node, that "
+                    f"other nodes reach, got {address} with {name} on {other}"
+                )
+
+    def _keep_port(
+        self, node: ClusterNode, what: str, ports: range | None, host: str | None = None, anew: bool = False
+    ) -> int:
+        """Returns a port that is kept for `what`, at the node's own address or at `host`."""
+        asked = (host or node.address, ports, what, anew)
+        return self._places.agents.ask(node.name, NodeAgent.keep_port, *asked)
 
     @property
     def reaches_all_nodes(self) -> bool:
@@ -95,23 +116,30 @@ class RunNetwork:
         """Returns the learner's configuration, with the address of the weights, and the URL at which its
         ranks meet, for the places that they have now."""
         places, node = self._places, self._places.find_node("learner-0")
-        meets_far = len({place.node for place in places.division.ranks}) > 1
-        serves_far = self._is_open and (places.spans_nodes or config.cluster.ports is not None)
-        ports = config.cluster.port_range if meets_far or serves_far else None
-        host = node.address if meets_far or serves_far else LOOPBACK
-        meeting, weights = places.agents.ask(node.name, NodeAgent.find_free_ports, host, ports, 2)
-        sync, address = config.sync, config.buffer.address
-        if serves_far and sync.address is None:
+        sync, address, ports = config.sync, config.buffer.address, config.cluster.port_range
+        if self._is_open and sync.address is None and (places.spans_nodes or ports is not None):
             is_named = node.name == places.driver_node and not names_no_host(address)
             at = host_of(address) if is_named else node.address
-            sync = dataclasses.replace(sync, address=f"tcp://{at}:{weights}")
-        placed = dataclasses.replace(config, sync=sync)
-        return placed, f"tcp://{node.address if meets_far else LOOPBACK}:{meeting}"
+            sync = dataclasses.replace(sync, address=f"tcp://{at}:{self._keep_port(node, 'weights', ports)}")
+        # A rank of the life before that is out of reach must not meet those of this one.
+        if len({place.node for place in places.division.ranks}) > 1:
+            meeting = f"{node.address}:{self._keep_port(node, 'ranks', ports, anew=True)}"
+        else:
+            meeting = f"{LOOPBACK}:{self._keep_port(node, 'ranks', None, LOOPBACK, anew=True)}"
+        return dataclasses.replace(config, sync=sync), f"tcp://{meeting}"
 
     def configure_rank(self, config: Config, rank: int) -> Config:
         """Returns the learner's configuration with the folder of keys on the node of a rank."""
         keys = self.keys.find_folder(f"learner-{rank}")
         return dataclasses.replace(config, buffer=dataclasses.replace(config.buffer, keys=keys))
+
+
+def describe_learner(placed: Config, meeting: str) -> str:
+    """Returns a line that says where a learner listens that `RunNetwork.place_learner` has placed."""
+    parts = [] if placed.weights_address is None else [f"weights at {placed.weights_address}"]
+    if placed.num_learner_ranks > 1:
+        parts.append(f"the ranks meet at {meeting}")
+    return f"learner-0: {', '.join(parts)}"
 
 
 def describe_places(places: RolePlaces, network: RunNetwork) -> list[str]:

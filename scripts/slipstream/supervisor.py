@@ -28,9 +28,15 @@ from configs.schema import Config
 from slipstream.answers import FirstAnswers
 from slipstream.node_agents import NodeAgent
 from slipstream.ray_waits import is_ready
-from slipstream.role_failures import RankFailure, RoleFailed, describe_death
+from slipstream.role_failures import (
+    RankFailure,
+    RoleFailed,
+    describe_death,
+    explain_lost_actor,
+    has_not_begun,
+)
 from slipstream.role_places import RolePlaces
-from slipstream.run_network import RunNetwork
+from slipstream.run_network import RunNetwork, describe_learner
 from slipstream.stop_signals import StopSignals
 
 SETTLE_S = 1.0
@@ -99,7 +105,10 @@ class RankProcess:
             failure = ray.get(self.end)
         except ray.exceptions.RayTaskError as error:
             raise RoleFailed(f"{self.name} has failed:\n{error}") from error
-        except ray.exceptions.RayError:
+        except ray.exceptions.RayError as error:
+            if has_not_begun(error):
+                why = explain_lost_actor(error)
+                return LostRank(self.name, RankFailure(why, f" cannot begin: {why}", False, time.time()))
             return LostRank(self.name, None)
         return None if failure is None else LostRank(self.name, failure)
 
@@ -157,6 +166,8 @@ class LearnerRanks:
         `answers` will name ranks that do not come up. Raises RoleFailed where a node does not answer.
         """
         placed, rendezvous = self._network.place_learner(self._config)
+        if self._places.spans_nodes:
+            self._places.say(describe_learner(placed, rendezvous))
         self.num_restarts += 1
         self._ranks, self._started_at = [], time.monotonic()
         self._last_heard, self._silent_since = {}, {}
