@@ -300,10 +300,13 @@ class Buffer:
         return held >= min(version, self.book.leases.find_last_follower(now))
 
     def find_oldest_useful(self) -> int:
-        """Returns the oldest version with which a generator may get any of the leases that are to be had."""
-        version, leases = self.evaluations.next_version, self.book.leases
-        floor = leases.next_floor if version is None else min(version, leases.next_floor)
-        return min(floor, leases.find_last_follower(self._clock()))
+        """Returns the oldest version with which a generator that trains may get any of the leases that are to
+        be had; a version that nobody holds where there are none for it."""
+        leases, prompts = self.book.leases, self.evaluations
+        floors = [leases.next_floor] if leases.has_opening else []
+        if prompts.next_version is not None and not prompts.has_own_generators:
+            floors.append(prompts.next_version)
+        return min(*floors, leases.find_last_follower(self._clock())) if floors else self.progress.version + 1
 
     def take_heartbeat(self, beat: m.GeneratorHeartbeat) -> list[int]:
         """Renews leases, unless the generator's loop stands still, and takes back those that it could not

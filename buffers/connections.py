@@ -47,6 +47,9 @@ GONE_S = 1.0
 end."""
 TRIMS = 20
 """Looks after the end of a connection at which freed memory is given back."""
+MAX_LOOKS = 200
+"""Connections that the kernel is asked about at a time. Where there are more, they take turns: asking about
+two thousand of them at each tick takes a third of the thread."""
 UNREAD_S, UNREAD_BYTES = 60.0, 1 << 20
 """A client that has taken nothing of more than so many bytes of answers for so many seconds loses its
 connection."""
@@ -57,6 +60,9 @@ KEEPALIVE = {
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
 """The kernel asks a connection that is silent for 15 s, three times, whether there is another side."""
+BACKLOG = 4096
+"""Connections that the kernel keeps until they are accepted. ZeroMQ's own 100 are full when a thousand hosts
+come at once, and those beyond try again after seconds."""
 
 _numbers = itertools.count()
 
@@ -75,6 +81,8 @@ class Connection:
     """Bytes on the wire of the messages sent to it."""
     look: "Look | None" = None
     """The look that the next one is compared with."""
+    unread: int = 0
+    """Bytes that had come from it by the last look and were in no message that was read."""
     unfinished: int = 0
     """Bytes known to belong to a message that has not come whole."""
     num_acked: int = 0
@@ -135,9 +143,11 @@ class Connections:
         self._overhead = CURVE_BYTES if encrypted else 0
         self._open: dict[int, Connection] = {}
         """Open connections by file descriptor."""
+        self._round: list[int] = []
+        """Connections that are still to be looked at before it is the first one's turn again."""
         self._server = server
         self._borrowed = BorrowedDescriptor()
-        for option, value in KEEPALIVE.items():
+        for option, value in (KEEPALIVE | {zmq.BACKLOG: BACKLOG}).items():
             server.setsockopt(option, value)
         address = f"inproc://connections-{next(_numbers)}"
         server.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -226,22 +236,44 @@ class Connections:
         """
         self._read_events()
         self._free_memory()
-        unread = {fd: self._count_unfinished(fd, one, drained) for fd, one in self._open.items()}
+        self._round = self._round or list(self._open)
+        turn, self._round = self._round[:MAX_LOOKS], self._round[MAX_LOOKS:]
+        self._look_at(turn, drained)
+        if self._num_unfinished > self._max_total and self._round:
+            self._look_at(list(self._open), drained)  # some of them were looked at a while ago
         most_unfinished = self._max_message + SLACK_BYTES
         most = most_unfinished + self._max_message * self._max_waiting
-        total, found = sum(one.unfinished for one in self._open.values()), []
+        total, found = self._num_unfinished, []
+        holding = [item for item in self._open.items() if item[1].unfinished or item[1].unread > most]
         # The largest go first, so that few go when all of them together hold too much.
-        for descriptor, one in sorted(self._open.items(), key=lambda item: -item[1].unfinished):
-            if unread[descriptor] > most or one.unfinished > most_unfinished or total > self._max_total:
+        for descriptor, one in sorted(holding, key=lambda item: -item[1].unfinished):
+            if one.unread > most or one.unfinished > most_unfinished or total > self._max_total:
                 total -= one.unfinished
                 self.shut_down(descriptor)
-                found.append(unread[descriptor])
+                found.append(one.unread)
         return found
 
-    def _count_unfinished(self, descriptor: int, connection: Connection, drained: bool) -> int:
-        """Updates the bytes of a connection that are known to be unfinished; returns its bytes that were not
-        read."""
-        left = max(0, self._borrowed.ask_kernel(descriptor, connection)[1] - connection.num_read)
+    @property
+    def _num_unfinished(self) -> int:
+        """Bytes of all connections that are known to be unfinished."""
+        return sum(one.unfinished for one in self._open.values())
+
+    def _look_at(self, descriptors: Sequence[int], drained: bool) -> None:
+        """Asks the kernel what connections have taken and sent. Those that have ended are passed over."""
+        for descriptor in descriptors:
+            if (one := self._open.get(descriptor)) is not None:
+                self._count_unfinished(one, self._ask_kernel(descriptor, one), drained)
+
+    def _ask_kernel(self, descriptor: int, connection: Connection) -> int:
+        """Notes how many bytes a connection has taken; returns how many have come from it."""
+        acked, received = self._borrowed.ask_kernel(descriptor, connection)
+        if acked != connection.num_acked or connection.num_sent - acked < UNREAD_BYTES:
+            connection.num_acked, connection.acked_at = acked, self._clock()
+        return received
+
+    def _count_unfinished(self, connection: Connection, num_received: int, drained: bool) -> None:
+        """Updates the bytes of a connection that are not read, and those that are known to be unfinished."""
+        connection.unread = left = max(0, num_received - connection.num_read)
         look = connection.look
         if drained:
             connection.unfinished = left
@@ -252,31 +284,37 @@ class Connections:
         elif self._num_read - look.at > self._turn_length:
             connection.unfinished = look.unread
         else:
-            return left
+            return
         connection.look = Look(self._num_read, connection.num_read, left)
-        return left
 
     def shut_down_deaf(self) -> list[int]:
         """Ends the connections that do not take their answers; returns the bytes that waited for each.
 
         That is: too many bytes wait for it, or it has taken nothing for long. Where too many wait for all
-        connections together, those go for which most wait.
+        connections together, those go for which most wait. Who seems to be deaf is asked about once more,
+        because it may have taken much since `shut_down_unfinished` has looked.
         """
-        found, waiting, now = {}, {}, self._clock()
+        is_over = sum(one.num_sent - one.num_acked for one in self._open.values()) > self._max_total_unread
         for descriptor, one in self._open.items():
-            if one.num_sent:
-                acked = self._borrowed.ask_kernel(descriptor, one)[0]
-                if acked != one.num_acked or one.num_sent - acked < UNREAD_BYTES:
-                    one.num_acked, one.acked_at = acked, now
-                waiting[descriptor] = left = one.num_sent - acked
-                if left > self._max_unread or now - one.acked_at > UNREAD_S:
-                    found[descriptor] = left
+            if is_over or self._is_deaf(one):
+                self._ask_kernel(descriptor, one)
+        waiting = {descriptor: one.num_sent - one.num_acked for descriptor, one in self._open.items()}
+        found = {
+            descriptor: waiting[descriptor] for descriptor, one in self._open.items() if self._is_deaf(one)
+        }
         total = sum(waiting.values()) - sum(found.values())
-        for descriptor in sorted(waiting.keys() - found.keys(), key=waiting.__getitem__, reverse=True):
-            if total > self._max_total_unread:
-                total -= waiting[descriptor]
-                found[descriptor] = waiting[descriptor]
+        if total > self._max_total_unread:
+            for descriptor in sorted(waiting.keys() - found.keys(), key=waiting.__getitem__, reverse=True):
+                if total > self._max_total_unread:
+                    total -= waiting[descriptor]
+                    found[descriptor] = waiting[descriptor]
         return [left for descriptor, left in found.items() if self.shut_down(descriptor)]
+
+    def _is_deaf(self, connection: Connection) -> bool:
+        left = connection.num_sent - connection.num_acked
+        return left > self._max_unread or (
+            left >= UNREAD_BYTES and self._clock() - connection.acked_at > UNREAD_S
+        )
 
     def shut_down_surplus(self) -> int:
         """Ends connections where there are too many; returns how many.

@@ -87,11 +87,11 @@ class ImmediateAnswers:
                 if request.again:
                     buffer.roles.readmit_generator(name)
                 else:
-                    self._waiting_room.end_lease_requests(name)
+                    self._waiting_room.end_lease_request(name)
                     buffer.join_generator(name, evaluates=request.evaluates)
                 return m.JoinedRun(config=self._config_text, run=self._announcer.run)
             case m.LeaveRun():
-                self._waiting_room.end_lease_requests(name)
+                self._waiting_room.end_lease_request(name)
                 buffer.remove_generator(name, request.error)
                 return m.Acknowledged()
             case m.GeneratorHeartbeat():

@@ -218,6 +218,15 @@ class Leases:
         """Number of complete groups and of attempts under way, which `buffer.max_groups` bounds."""
         return len(self._pool.groups) + len(self.attempts.under_way)
 
+    @property
+    def has_opening(self) -> bool:
+        """True when `lease_next` has a lease for a generator that can begin it."""
+        due, _ = self._next_opening()
+        is_held_back = due > self._history.next_step and self.name_reached_budget() is not None
+        if is_held_back or not self.count_openings():
+            return False
+        return not self.attempts.under_way or not self._lacks_prompt()
+
     def name_reached_budget(self) -> str | None:
         """Returns words for the budget that holds new leases back; None when none does.
 

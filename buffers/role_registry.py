@@ -29,7 +29,7 @@ starts."""
 FETCHING = FETCHING_MODEL, FETCHING_ROWS = "fetching the model's files", "fetching rows"
 """Beginnings of activities before that, on a host that lacks them."""
 UNREADY = (JOINED, STARTING, *FETCHING)
-MAX_GENERATORS = 1000
+MAX_GENERATORS = 4000
 """Names kept. Beyond it, the generator that has been silent for longest counts as ended."""
 MAX_ROLES = 2 * MAX_GENERATORS
 """Roles kept, the learner's ranks among them."""

@@ -58,6 +58,8 @@ RECEIVE_HIGH_WATER_MARK = 4
 """Messages of one connection that wait in ZeroMQ. Few: a message that waits for long has left the processor's
 cache."""
 TICK_S = 0.05
+METRICS_S = 1.0
+"""Seconds after which Prometheus is shown another status. It describes each of perhaps a thousand roles."""
 
 
 class BufferServer:
@@ -82,9 +84,10 @@ class BufferServer:
         """
         self._config, self._clock = config, clock
         self._learners = LearnerConnections()
-        self._ticked_at = float("-inf")
+        self._ticked_at = self._shown_at = float("-inf")
         self._deadlines_due = False
-        """True when a tick has come since the waiting room last looked for overdue requests."""
+        """True when the waiting room must look for overdue requests: a tick has come, or a request that does
+        not wait for the next one."""
         self._running = True
         keep_freed_memory()
         randomize_peer_names()
@@ -202,7 +205,7 @@ class BufferServer:
             request, user = self._read_request(sender, frames)
             if isinstance(request, m.WaitingRequest):
                 self._waiting_room.add_request(sender, number, request, user, self._clock())
-                self._ticked_at = float("-inf")  # the request may have to be answered at once
+                self._deadlines_due |= request.wait_s < TICK_S
                 return
             payload = [frame.buffer for frame in frames[3:]]
             self._outbox.add_answer(sender, number, *self._immediate_answers.carry_out(request, payload))
@@ -267,7 +270,8 @@ class BufferServer:
         self._ticked_at = now
         self._check_connections()
         self.buffer.check_time()
-        if self._metrics.is_served:
+        if self._metrics.is_served and now - self._shown_at >= METRICS_S:
+            self._shown_at = now
             self._metrics.update(self.status())
         self._deadlines_due = True
 

@@ -83,13 +83,18 @@ def deal_leases(
     requests: Sequence[m.RequestLeases], room: int, samples_per_group: int, lease: GiveLease
 ) -> list[list[m.Lease]]:
     """Deals the leases that are to be had (`room` at most) evenly to all who wait. Returns the leases of each
-    request, in their order."""
+    request, in their order, without the last ones where nothing was left for them."""
     # A share is dealt in a row: groups that are leased together are stored together, and read together.
     share = max(1, room // len(requests))
-    hands = [LeaseHand(request, samples_per_group) for request in requests]
-    hungry, num_dealt = deque(hands), 0
-    while hungry and num_dealt < room:
-        hand = hungry.popleft()
+    waiting, hands, hungry = iter(requests), list[LeaseHand](), deque[LeaseHand]()
+    num_dealt = 0
+    while num_dealt < room:
+        if (request := next(waiting, None)) is not None:
+            hands.append(hand := LeaseHand(request, samples_per_group))
+        elif hungry:
+            hand = hungry.popleft()
+        else:
+            break
         for _ in range(share):
             given = lease(hand.request, hand.room)
             if given is None:
@@ -106,7 +111,8 @@ class WaitingRoom:
 
     def __init__(self, buffer: Buffer, probes: ParityProbes, announcer: Announcer, outbox: Outbox) -> None:
         self._buffer, self._probes, self._announcer, self._outbox = buffer, probes, announcer, outbox
-        self.lease_requests: deque[Waiter[m.RequestLeases]] = deque()
+        self.lease_requests: dict[str, Waiter[m.RequestLeases]] = {}
+        """By generator, which has one at most; those that wait for longest come first."""
         self._batch_requests: list[Waiter[m.RequestBatch]] = []
         self._probe_requests: list[Waiter[m.RequestParityProbe]] = []
         self._evaluation_requests: list[Waiter[m.AwaitEvaluations]] = []
@@ -117,7 +123,7 @@ class WaitingRoom:
 
     def __iter__(self) -> Iterator[Waiter[Any]]:
         return itertools.chain(
-            self.lease_requests,
+            self.lease_requests.values(),
             self._batch_requests,
             self._probe_requests,
             self._evaluation_requests,
@@ -139,7 +145,7 @@ class WaitingRoom:
             )
         if isinstance(request, m.RequestLeases):
             # A generator has one request: another one takes its place.
-            has_ended = self.end_lease_requests(request.generator)
+            has_ended = self.end_lease_request(request.generator)
             if request.replaces and not has_ended:
                 grant = self._announcer.make_lease_grant(request.generator, [])
                 self._outbox.add_answer(sender, number, grant)
@@ -148,7 +154,8 @@ class WaitingRoom:
         deadline = now + min(request.wait_s, MAX_WAIT_S)
         match request:
             case m.RequestLeases():
-                self.lease_requests.append(Waiter(sender, number, request, deadline, user))
+                waiter = Waiter(sender, number, request, deadline, user)
+                self.lease_requests[request.generator] = waiter
             case m.RequestBatch():
                 self._batch_requests.append(Waiter(sender, number, request, deadline, user))
             case m.RequestParityProbe():
@@ -162,17 +169,13 @@ class WaitingRoom:
             case _:
                 assert_never(request)
 
-    def end_lease_requests(self, generator: str) -> bool:
-        """Answers a generator's requests for leases with none: it has left, has begun a new life, or asks
+    def end_lease_request(self, generator: str) -> bool:
+        """Answers a generator's request for leases with none: it has left, has begun a new life, or asks
         anew. Nobody waits for those leases, but somebody may listen still. Returns whether there was one."""
-        ended = [one for one in self.lease_requests if one.request.generator == generator]
-        if ended:
-            gone = {id(one) for one in ended}
-            self.drop_requests(lambda waiter: id(waiter) in gone)
-        for waiter in ended:
-            grant = self._announcer.make_lease_grant(waiter.request.generator, [])
-            self._outbox.add_answer(waiter.sender, waiter.number, grant)
-        return bool(ended)
+        if (waiter := self.lease_requests.pop(generator, None)) is None:
+            return False
+        self._answer_leases(waiter, [])
+        return True
 
     def drop_requests(self, is_unwanted: Callable[[Waiter[Any]], bool]) -> None:
         """Takes out requests without an answer."""
@@ -180,7 +183,9 @@ class WaitingRoom:
         for waiter in gone.values():
             self._count_out(waiter)
         if gone:
-            self.lease_requests = deque(one for one in self.lease_requests if id(one) not in gone)
+            self.lease_requests = {
+                name: one for name, one in self.lease_requests.items() if id(one) not in gone
+            }
             self._batch_requests = [one for one in self._batch_requests if id(one) not in gone]
             self._probe_requests = [one for one in self._probe_requests if id(one) not in gone]
             self._evaluation_requests = [one for one in self._evaluation_requests if id(one) not in gone]
@@ -202,9 +207,8 @@ class WaitingRoom:
         """
         self._deal_leases()
         if look_at_deadlines:
-            for waiter in [one for one in self.lease_requests if now >= one.deadline]:
-                self._answer_leases(waiter, [])
-            self.lease_requests = deque(one for one in self.lease_requests if now < one.deadline)
+            for name in [name for name, one in self.lease_requests.items() if now >= one.deadline]:
+                self.end_lease_request(name)
             self._fleet_requests = [one for one in self._fleet_requests if not self._answer_fleet(one, now)]
         self._batch_requests = self._answer_queue(self._batch_requests, self._find_batch, now)
         self._probe_requests = self._answer_queue(self._probe_requests, self._find_probe, now)
@@ -222,33 +226,32 @@ class WaitingRoom:
     def _deal_leases(self) -> None:
         """Deals leases to all who wait for some. Those who get nothing wait on, in their order."""
         if self._buffer.stopping is not None:
-            for waiter in self.lease_requests:
-                self._answer_leases(waiter, [])
-            self.lease_requests.clear()
+            for name in list(self.lease_requests):
+                self.end_lease_request(name)
         if not self.lease_requests or not (room := self._buffer.count_openings()):
             return
-        # There may be a thousand who wait for weights.
-        oldest = self._buffer.find_oldest_useful()
-        waiters = [
-            waiter
-            for waiter in self.lease_requests
-            if waiter.request.version is None or waiter.request.version >= oldest
-        ]
+        # There may be a thousand who wait for weights, or for the next step: they are not tried one by one.
+        oldest, evaluators = self._buffer.find_oldest_useful(), self._buffer.roles.evaluators
+
+        def may_get_some(request: m.RequestLeases) -> bool:
+            return request.version is None or request.version >= oldest or request.generator in evaluators
+
+        def give_lease(request: m.RequestLeases, room: LeaseRoom) -> m.Lease | None:
+            nonlocal oldest
+            lease = self._buffer.lease_next(request.generator, room) if may_get_some(request) else None
+            if lease is not None:
+                oldest = self._buffer.find_oldest_useful()
+            return lease
+
+        waiters = [waiter for waiter in self.lease_requests.values() if may_get_some(waiter.request)]
         if not waiters:
             return
-        hands = deal_leases(
-            [waiter.request for waiter in waiters],
-            room,
-            self._buffer.samples_per_group,
-            lambda request, room: self._buffer.lease_next(request.generator, room),
-        )
-        answered = set[int]()
-        for waiter, hand in zip(waiters, hands, strict=True):
+        requests = [waiter.request for waiter in waiters]
+        hands = deal_leases(requests, room, self._buffer.samples_per_group, give_lease)
+        for waiter, hand in zip(waiters, hands, strict=False):
             if hand:
+                del self.lease_requests[waiter.request.generator]
                 self._answer_leases(waiter, hand)
-                answered.add(id(waiter))
-        if answered:
-            self.lease_requests = deque(one for one in self.lease_requests if id(one) not in answered)
 
     def _answer_queue(
         self, queue: list[Waiter[R]], find_answer: Callable[[R], Found | None], now: float
@@ -330,7 +333,7 @@ class WaitingRoom:
     def describe_waits(self) -> str:
         """Says who waits for whom, in a sentence."""
         evaluators = self._buffer.roles.evaluators
-        asking = [one.request for one in self.lease_requests if one.request.generator not in evaluators]
+        asking = [one.request for name, one in self.lease_requests.items() if name not in evaluators]
         return self._buffer.describe_waiting(
             learner_waits=bool(self._batch_requests or self._probe_requests),
             probes=bool(self._probe_requests),

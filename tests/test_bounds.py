@@ -5,6 +5,7 @@ import random
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -19,6 +20,7 @@ from raw_clients import open_raw_client
 
 from buffers import client as buffer_client
 from buffers import messages as m
+from buffers.buffer import LeaseRoom
 from buffers.client import BufferClient, RefusedByBuffer, TooLarge, send_groups
 from buffers.connections import BorrowedDescriptor
 from buffers.immediate_answers import ImmediateAnswers
@@ -750,8 +752,69 @@ def test_a_generator_that_asks_anew_waits_once(harness: Callable[..., BufferHarn
     while len(answers) < 2:
         answers += run.client.receive_answers(1.0)
     assert [(one.number, one.reply.leases) for one in answers] == [(asked[0], []), (asked[1], [])]
-    (waiter,) = run.server._waiting_room.lease_requests
+    (waiter,) = run.server._waiting_room.lease_requests.values()
     assert waiter.request.version == 1
+
+
+def test_requests_bring_no_work_of_the_clock_forward(tmp_path: Path) -> None:
+    """The clock stands still: after the first tick there is no other, however many requests come. One that
+    may not wait is answered all the same."""
+    server = BufferServer(load_config(SMALL_RUN), tmp_path, clock=lambda: 0.0)
+    looks = list[bool]()
+    check_connections = server._check_connections
+    server._check_connections = lambda: (looks.append(True), check_connections())  # type: ignore[assignment]
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    client = BufferClient(server.address, timeout_s=20.0)
+    try:
+        for number in range(50):
+            client.send_request(m.RequestLeases(generator=f"g{number}", count=1, wait_s=5.0))
+            client.call(m.RequestLeases(generator="hasty", count=1, wait_s=0.0), m.LeaseGrant)
+    finally:
+        client.close()
+        server.stop()
+        thread.join()
+    assert len(looks) == 1
+
+
+@pytest.mark.parametrize("held_back_by", ["buffer.max_groups=2", "eval.generators=1"])
+def test_those_who_wait_cost_nothing_while_there_is_nothing_for_them(
+    held_back_by: str, harness: Callable[..., BufferHarness]
+) -> None:
+    """A budget is reached, or all that is to be had are prompts for others. There may be a thousand of them
+    in each turn of the loop."""
+    for_others = ["eval.prompts=64", "staleness.max_versions=0"] if held_back_by.startswith("eval") else []
+    run = harness(held_back_by, "staleness.max_versions=3", *for_others)
+    run.publish(0)
+    mine = run.ask(2)
+    assert len(mine) == 2
+    tried = Counter[str]()
+    lease_next = run.server.buffer.lease_next
+
+    def count_tries(generator: str, room: LeaseRoom) -> m.Lease | None:
+        tried[generator] += 1
+        return lease_next(generator, room)
+
+    run.server.buffer.lease_next = count_tries  # type: ignore[assignment, method-assign]
+    for number in range(100):
+        request = m.RequestLeases(generator=f"g{number}", count=1, wait_s=60.0, version=0)
+        run.client.send_request(request)
+    wait_for_requests(run, 100)
+    run.status()
+    assert not tried
+    for lease in mine:
+        run.submit(lease)
+    run.train(0)
+    run.publish(1)
+    wait_for_requests(run, 98)
+    assert sum(tried.values()) <= 4, "as many as get something, and the ends of their hands"
+
+
+def wait_for_requests(run: BufferHarness, count: int) -> None:
+    deadline = time.monotonic() + 30.0
+    while len(run.server._waiting_room.lease_requests) != count:
+        assert time.monotonic() < deadline, len(run.server._waiting_room.lease_requests)
+        time.sleep(0.01)
 
 
 def test_a_generator_that_connects_anew_is_served_once(harness: Callable[..., BufferHarness]) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -164,6 +165,78 @@ def test_more_connections_than_a_process_may_have_do_not_stop_the_buffer(tmp_pat
             one.close()
         server.kill()
         server.wait()
+
+
+def test_many_who_come_at_once_need_not_try_twice(tmp_path: Path) -> None:
+    """The server stands still meanwhile: the kernel lets them in, until the server accepts them."""
+    allowed = int(Path("/proc/sys/net/core/somaxconn").read_text())
+    command = [sys.executable, "-c", LIMITED, str(tmp_path / "journal"), *SMALL_RUN]
+    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    crowd: list[socket.socket] = []
+    try:
+        port = int(server.stdout.readline().strip().rpartition(":")[2])
+        server.send_signal(signal.SIGSTOP)
+        for _ in range(min(500, allowed)):
+            crowd.append(socket.create_connection(("127.0.0.1", port), timeout=20.0))
+    finally:
+        for one in crowd:
+            one.close()
+        server.kill()
+        server.wait()
+
+
+def test_the_kernel_is_asked_about_a_few_connections_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take turns, and none is left out."""
+    monkeypatch.setattr("buffers.connections.MAX_LOOKS", 3)
+    context = zmq.Context()
+    server = context.socket(zmq.ROUTER)
+    connections = watch_small_requests(server, encrypted=False, max_unread=1 << 30)
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+    crowd = [open_raw_client(port) for _ in range(8)]
+    asked = list[int]()
+    ask_kernel = connections._borrowed.ask_kernel
+    monkeypatch.setattr(
+        connections._borrowed, "ask_kernel", lambda fd, one: (asked.append(fd), ask_kernel(fd, one))[1]
+    )
+    connections._read_events()
+    wait_until(lambda: (connections._read_events(), len(connections._open))[1] == 8, "all are accepted")
+    for num_asked in (3, 6, 8, 11):
+        assert not connections.shut_down_unfinished(drained=True) and not connections.shut_down_deaf()
+        assert len(asked) == num_asked
+    assert set(asked[:8]) == set(connections._open)
+    crowd[-1].sendall(b"\x03" + (1 << 20).to_bytes(8, "big") + bytes(64 << 10))
+    wait_until(
+        lambda: connections.shut_down_unfinished(drained=True) or connections._num_unfinished > 60 << 10,
+        "what the last one leaves unfinished is counted",
+    )
+    for one in crowd:
+        one.close()
+    connections.close()
+    context.destroy(linger=0)
+
+
+def test_who_has_taken_its_answers_since_the_last_look_is_not_ended() -> None:
+    context = zmq.Context()
+    server, client = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    connections = watch_small_requests(server, encrypted=False, max_unread=1000)
+    client.connect(f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}")
+    client.send(b"question")
+    asked = server.recv_multipart(copy=False)
+    connections.count(asked)
+    connections.shut_down_unfinished(drained=True)
+    answer = [asked[0].bytes, bytes(5000)]
+    server.send_multipart(answer)
+    connections.count_sent(answer)
+    client.recv()
+    ((descriptor, connection),) = connections._open.items()
+    wait_until(
+        lambda: connections._borrowed.ask_kernel(descriptor, connection)[0] >= 5000, "the answer is taken"
+    )
+    assert connection.num_sent - connection.num_acked > 1000, "what the last look has seen"
+    assert not connections.shut_down_deaf() and connections._open
+    connections.close()
+    context.destroy(linger=0)
 
 
 def test_a_connection_is_ended_when_the_process_has_no_file_descriptor_left() -> None:

@@ -204,7 +204,8 @@ def test_leases_are_dealt_within_each_requests_count_and_room(
         for number, (count, room) in enumerate(wishes)
     ]
     hands = deal_leases(requests, groups + prompts, 2, give)
-    for request, hand in zip(requests, hands, strict=True):
+    assert len(hands) == len(wishes) or not (left or training), "who is not reached has nothing left"
+    for request, hand in zip(requests, hands, strict=False):
         evaluated = sum(lease.num_samples for lease in hand if lease.evaluation)
         size, num_prompts = (
             sum(lease.num_samples for lease in hand),
