@@ -1,6 +1,7 @@
 """Measures how many groups a second go from producers through the buffer to a consumer.
 
     scripts/benchmark_buffer.sh [--seconds 6] [--only large|small] [--peers] [--long] [--json FILE]
+    scripts/benchmark_buffer.sh --fleet 1000 [--seconds 6] [--json FILE]
 
 The same is measured for what else could carry groups. A group is 8 trajectories of 2,048 tokens (`large`) or
 of 64 (`small`). Producers and consumer are processes of their own. The consumer adds up all tokens that it
@@ -11,13 +12,14 @@ it and accounts for it.
 `--peers` also measures Ray's object store with a queue actor, and TransferQueue (`pip install
 TransferQueue`). `--long` sends a million trajectories through the buffer while it watches memory and speed,
 and connects 1,000 producers instead of 10.
+
+`--fleet` measures instead what so many generators cost the buffer, with the heartbeats and requests of real
+ones, and what happens when all of them come, leave, or lose the buffer at once
+(`slipstream_bench.fleet_figures`).
 """
 
 import argparse
 import json
-import logging
-import multiprocessing
-import os
 import platform
 import resource
 import shutil
@@ -26,7 +28,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -41,61 +42,25 @@ from rich.table import Table
 
 from buffers import messages as m
 from buffers.client import BufferClient, TakenBatch
-from buffers.server import BufferServer
-from buffers.trajectory import SCHEMA, SCHEMA_VERSION, Trajectory, encode_batch, to_batch
+from buffers.trajectory import SCHEMA, SCHEMA_VERSION, encode_batch
 from configs.load import load_config
 from configs.schema import Config
 from slipstream_bench.buffer_peers import PEERS, measure_peer
+from slipstream_bench.carried_groups import (
+    SAMPLES,
+    GroupSize,
+    add_up_tokens,
+    make_template,
+    measure_disk,
+    running_processes,
+    serve_buffer,
+)
+from slipstream_bench.fleet_figures import print_fleet_rows
 
-SAMPLES = 8
-# Spawned, so that no process begins with the memory of this one.
-spawn = multiprocessing.get_context("spawn")
 say = Console(stderr=True)
 
 
-@dataclass(frozen=True)
-class GroupSize:
-    name: str
-    num_tokens: int
-    per_message: int
-    """Groups in one submission."""
-    groups_per_step: int
-    num_producers: int
-    """Producer processes."""
-
-
 SIZES = {"large": GroupSize("large", 2048, 8, 128, 3), "small": GroupSize("small", 64, 32, 1024, 2)}
-
-
-def make_template(size: GroupSize) -> pa.RecordBatch:
-    rng, n = np.random.default_rng(0), size.num_tokens
-    prompt = n // 4
-    rows = [
-        Trajectory(
-            group=0,
-            sample=i,
-            due=0,
-            prompt_id=0,
-            task="arithmetic",
-            tokens=rng.integers(0, 1000, n).tolist(),
-            sampled=[j >= prompt for j in range(n)],
-            logprobs=[-0.5 * (j >= prompt) for j in range(n)],
-            versions=[0 if j >= prompt else -1 for j in range(n)],
-            reward=float(i % 2),
-            rewards={"correct": 1.0},
-            finish_reason="stop",
-            generator="producer",
-            started_at=0.0,
-            finished_at=1.0,
-        )
-        for i in range(SAMPLES)
-    ]
-    return to_batch(rows)
-
-
-def add_up_tokens(table: pa.Table | pa.RecordBatch) -> int:
-    column = table.column("tokens")
-    return sum(int(chunk.flatten().to_numpy().sum()) for chunk in getattr(column, "chunks", [column]))
 
 
 # ---- raw pyzmq
@@ -124,28 +89,6 @@ def push_groups(size: GroupSize, address: str) -> None:
         socket.send(data, copy=False)
 
 
-def measure_disk(size: GroupSize, seconds: float, folder: Path) -> float:
-    """Returns groups a second that one process writes and syncs.
-
-    It syncs every 4 MB and deletes files of 64 MB, as the buffer does.
-    """
-    data = encode_batch(pa.concat_batches([make_template(size)] * size.per_message)).to_pybytes()
-    per_sync = max(1, (4 << 20) // len(data))
-    files: list[Path] = []
-    began, num = time.perf_counter(), 0
-    while time.perf_counter() - began < seconds:
-        files.append(folder / f"{num}.bytes")
-        with open(files[-1], "wb", buffering=0) as file:
-            while file.tell() < 64 << 20 and time.perf_counter() - began < seconds:
-                for _ in range(per_sync):
-                    file.write(data)
-                os.fdatasync(file)
-                num += per_sync * size.per_message
-        if len(files) > 6:
-            files.pop(0).unlink()
-    return num / seconds
-
-
 # ---- the buffer
 
 
@@ -167,13 +110,6 @@ def make_config(size: GroupSize, address: str, durability: str) -> Config:
             "buffer.retention=checkpoints",
         ]
     )
-
-
-def serve_buffer(config: Config, folder: Path) -> None:
-    logging.disable()
-    server = BufferServer(config, folder)
-    signal.signal(signal.SIGTERM, lambda *_: server.stop())
-    server.run()
 
 
 class Producer:
@@ -335,22 +271,6 @@ def measure_buffer(
     return BufferThroughput(total, latencies, rates, [mark[2] for mark in tenths])
 
 
-@contextmanager
-def running_processes(work: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> Iterator[list[int]]:
-    running = [spawn.Process(target=function, args=arguments, daemon=True) for function, arguments in work]
-    for process in running:
-        process.start()
-    try:
-        yield [process.pid or 0 for process in running]
-    finally:
-        # The server stands first and ends last.
-        for process in reversed(running):
-            process.terminate()
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
-
-
 # ---- the run
 
 
@@ -426,11 +346,15 @@ def main() -> int:
     parser.add_argument(
         "--long", action="store_true", help="also measures a million trajectories, and 1,000 producers"
     )
+    parser.add_argument("--fleet", type=int, metavar="N", help="measures a fleet of N generators instead")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     # /var/tmp lies on a disk; /tmp may lie in memory.
     folder = Path(tempfile.mkdtemp(prefix="slipstream-", dir="/var/tmp"))
     try:
+        if options.fleet:
+            print_fleet_rows(options.fleet, options.seconds, folder, options.json)
+            return 0
         found = measure_sizes(options, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
