@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 
 from slipstream_bench.network_hosts import NetworkHost
-from slipstream_bench.run_on_hosts import ChaosFailure, RunOnHosts, free_bytes, tail
+from slipstream_bench.run_on_hosts import ChaosFailure, RunOnHosts, tail
 
+PAGE = 4096
 PREEMPTED_S = 30.0
 """Seconds between the warning of a host that is taken away, and its end."""
 
@@ -54,12 +55,11 @@ class HostFaults:
         return self.stop_process(learner, self.random.choice([self.draw_short, self.draw_long])())
 
     def fill_disk(self) -> float:
-        """Leaves a few hundred kilobytes: the run must end with a sentence, and go on once there is room."""
+        """Leaves no room: the run must end with a sentence, and go on once there is some."""
         filler = self.run.outside / "filler"
         began = time.monotonic()
-        with open(filler, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, free_bytes(self.run.outside) - (200 << 10))
         try:
+            fill_with(filler)
             self.await_failure("a full disk", "must have room for")
         finally:
             filler.unlink()
@@ -215,6 +215,18 @@ FAULTS_OF_FLEET: dict[str, FaultMethod] = {
     "fleet's link at 100 kbit/s": HostFaults.slow_link_to_100_kilobits,
     "fleet's host: clock set, up to an hour off": HostFaults.set_clock,
 }
+
+
+def fill_with(filler: Path) -> None:
+    """Makes a file that takes what is left of its disk."""
+    size, place = 64 << 20, 0
+    with open(filler, "wb") as file:
+        while size >= PAGE:
+            try:
+                os.posix_fallocate(file.fileno(), place, size)
+                place += size
+            except OSError:
+                size //= 2
 
 
 def name_role(process: psutil.Process) -> str:

@@ -9,7 +9,6 @@ does; one that ends for no reason that this module knows is a problem.
 """
 
 import contextlib
-import os
 import re
 import signal
 import subprocess
@@ -32,11 +31,14 @@ from slipstream_bench.leftovers import FOLDER_MARK
 from slipstream_bench.network_hosts import HostProcess, NetworkHost, NetworkHosts
 
 PORT = 5555
-DISK_MB = 1000
-PATIENCE_S = 240.0
+DISK_MB = 300
+PATIENCE_S = 400.0
 """Seconds that anything may take before the harness gives up. It is far more than anything takes."""
 NO_BUFFER = "buffer.address must be a running buffer's"
 """Words of a fleet that is started while there is no buffer: it is started again."""
+IS_OVER = "the run is over"
+"""Words of a fleet whose run has ended, as one does that fails: it is started again for the run that goes
+on."""
 SMALL = [
     "generators.max_sequences=8", "generators.max_model_len=64", "sampling.max_tokens=8", "eval.prompts=0",
     "run.steps=1000000", "learner.lr=1e-5", "learner.keep_checkpoints=4", "buffer.segment_mb=1",
@@ -166,7 +168,7 @@ class RunOnHosts:
             self.problems.append(f"the run ended by itself with status {status}: {tail(command.said)}")
             self.resume_run()
             return
-        if NO_BUFFER not in command.said:
+        if NO_BUFFER not in command.said and not (status == 0 and IS_OVER in command.said):
             self.problems.append(
                 f"the fleet of {host.name} ended by itself with status {status}: {tail(command.said)}"
             )
@@ -238,12 +240,15 @@ class RunOnHosts:
 
     def await_work(self, host: NetworkHost, generator: str) -> None:
         """Returns when a group that was leased from now on, to a generator whose name begins so, has been
-        accepted, and a step was trained after that. The host is tended meanwhile."""
-        place = self.find_log_end()
+        accepted, and a step was trained after that. The host is tended meanwhile; where its fleet is started
+        again, any generator of the new one counts."""
+        place, fleet = self.find_log_end(), self.commands[host.name]
         leases, is_accepted, is_trained = set[int](), False, False
 
         def look() -> bool:
-            nonlocal place, is_accepted, is_trained
+            nonlocal generator, place, is_accepted, is_trained
+            if self.commands[host.name] is not fleet and host is not self.first:
+                generator = f"{host.name}-"
             found, place = self.log.read_since(place)
             for event in found:
                 match event:
@@ -304,8 +309,3 @@ def is_named(process: psutil.Process, title: str) -> bool:
 def tail(said: str, length: int = 600) -> str:
     """Returns the end of what a command has printed, without colours and in one line."""
     return " | ".join(re.sub(r"\x1b\[[0-9;?]*\w", "", said).split("\n"))[-length:].strip(" |")
-
-
-def free_bytes(folder: Path) -> int:
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
