@@ -23,7 +23,7 @@ def test_a_run_whose_roles_are_killed_on_every_host_loses_nothing_and_is_what_it
     of_run = {name: FAULTS_OF_RUN[name] for name in OF_RUN}
     of_fleet = {name: FAULTS_OF_FLEET[name] for name in OF_FLEET}
     said: list[str] = []
-    chaos = ChaosOfRun(tmp_path / "chaos", 0, 1, 6, of_run, of_fleet, False, said.append)
+    chaos = ChaosOfRun(tmp_path / "chaos", 0, 1, 6, 2, of_run, of_fleet, False, said.append)
     chaos.disturb_and_audit()
     assert chaos.problems == []
     assert len(chaos.recoveries) == len(said) == 6

@@ -1,8 +1,8 @@
 """Disturbs whole runs at random, then audits what is left: real roles, a network, a journal and a learner.
 
-    scripts/chaos.sh --run [--faults 300] [--seed 0] [--folder DIR] [--alone] [--only TEXT] [--json FILE]
+    scripts/chaos.sh --run [--faults 300] [--seed 0] [--fleets 2] [--folder DIR] [--alone] [--only TEXT]
 
-A run has three hosts, which are namespaces of this machine (`slipstream_bench/network_hosts.py`, needs root):
+The hosts of a run are namespaces of this machine (`slipstream_bench/network_hosts.py`, needs root):
 driver, buffer and learner on the first, a fleet of generators on each other. The learner trains the tiny
 model; the generators sample from it (`slipstream_bench/small_engine.py`). Each host gets one fault after the
 other, drawn by the seed (`slipstream_bench/run_faults.py`), while the others get theirs; `--alone`: one fault
@@ -77,6 +77,7 @@ class ChaosOfRun:
     number: int
     seed: int
     num_faults: int
+    num_fleets: int
     kinds_of_run: dict[str, FaultMethod]
     kinds_of_fleet: dict[str, FaultMethod]
     alone: bool
@@ -91,7 +92,7 @@ class ChaosOfRun:
         self._turn = threading.Lock() if self.alone else nullcontext()
 
     def disturb_and_audit(self) -> None:
-        with NetworkHosts(3) as hosts:
+        with NetworkHosts(1 + self.num_fleets) as hosts:
             run = RunOnHosts(
                 self.folder, hosts, self.settings.overrides, self.settings.num_generators, self.problems
             )
@@ -267,6 +268,7 @@ def main() -> int:
     )
     parser.add_argument("--faults", type=int, default=300, help="over all runs (default: 300)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fleets", type=int, default=2, help="hosts with a fleet (default: 2)")
     parser.add_argument("--folder", type=Path, help="new folder, which is kept (default: a temporary one)")
     parser.add_argument("--alone", action="store_true", help="one fault at a time, on whichever host")
     parser.add_argument("--only", default="", metavar="TEXT", help="faults whose name holds this text")
@@ -286,13 +288,16 @@ def main() -> int:
         for number in range(num_runs):
             count = options.faults // num_runs + (number < options.faults % num_runs)
             place = folder / f"run-{number}"
+            kinds = (of_run, of_fleet)
             runs.append(
-                ChaosOfRun(place, number, options.seed, count, of_run, of_fleet, options.alone, say_line)
+                ChaosOfRun(
+                    place, number, options.seed, count, options.fleets, *kinds, options.alone, say_line
+                )
             )
             runs[-1].disturb_and_audit()
     except KeyboardInterrupt:
-        say_line("interrupted")
-        return 130
+        say_line("interrupted: the run under way does not count")
+        runs = runs[:-1]
     print_report(runs, console)
     if options.json is not None:
         write_json(runs, options.seed, options.json)
@@ -301,7 +306,7 @@ def main() -> int:
         shutil.rmtree(folder)
     elif wrong:
         console.print(f"see {folder}", highlight=False)
-    return 1 if wrong else 0
+    return 1 if wrong else 0 if len(runs) == num_runs else 130
 
 
 if __name__ == "__main__":
