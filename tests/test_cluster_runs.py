@@ -1,8 +1,10 @@
 """A run over the nodes of a Ray cluster: every role has a place, sockets have keys, and nothing is left."""
 
 import json
+import re
 import signal
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from host_runs import RayOnHosts
 from runs import SIMULATED, assert_accounts_close
 
+from slipstream_bench.host_commands import PYTHONPATH
 from slipstream_bench.network_hosts import NetworkHosts, find_obstacle
 
 pytestmark = [pytest.mark.whole_run, pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())]
@@ -115,3 +118,30 @@ def test_a_learner_on_a_host_that_is_lost_goes_on_from_its_checkpoint_on_another
     cluster.wait_until_clean()
     summary = json.loads((cluster.folder / "moved" / "summary.json").read_text())
     assert_accounts_close(summary)
+
+
+def test_more_generators_start_on_other_hosts_and_fewer_leave(cluster: RayOnHosts) -> None:
+    run = cluster.launch(
+        "scaled", "run.name=scaled", *SIMULATED, "run.steps=100000", "placement.strategy=spread",
+        "placement.learner.host=host-1", "placement.generators.pool=workers",
+    )  # fmt: skip
+    folder = cluster.folder / "scaled"
+    run.wait_for(lambda: "step " in run.said, "step")
+    assert scale_on_host(cluster, folder, 3).endswith("generators of the run: 3\n")
+    begun = [(folder / "logs" / f"generator-{number}.log").read_text() for number in (1, 2)]
+    assert sorted(re.findall(r" on (\S+) begins", "".join(begun))) == ["host-2", "host-3"]
+    assert "at most 5" in scale_on_host(cluster, folder, 9), "the nodes have four processors each"
+    assert scale_on_host(cluster, folder, 1).endswith("generators of the run: 1\n")
+    assert [name for name in cluster.list_roles(cluster.hosts[2])] == []
+    run.interrupt()
+    assert run.finish() == 130, run.said
+    cluster.wait_until_clean()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert_accounts_close(summary)
+    assert summary["groups"]["rejected"]["failed"] == 0
+
+
+def scale_on_host(cluster: RayOnHosts, folder: Path, number: int) -> str:
+    """Runs `scripts/scale.sh` on the run's host; returns what it has printed."""
+    command = f"{sys.executable} -P -m slipstream.scale {folder} {number} 2>&1 || true"
+    return cluster.hosts[0].run("env", f"PYTHONPATH={PYTHONPATH}", "bash", "-c", command, timeout_s=120)

@@ -6,6 +6,8 @@ import re
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from buffer_harness import SMALL_RUN, BufferHarness
@@ -13,10 +15,11 @@ from runs import ROOT, SIMULATED, StartedRun, assert_accounts_close
 
 from buffers import messages as m
 from buffers.client import RefusedByBuffer
-from buffers.run_status import Scaling
+from buffers.run_status import RunStatus, Scaling
 from configs.load import load_config
 from slipstream.run_address import remove_address, write_address
 from slipstream.scale import main
+from slipstream.scaling import GeneratorScaling
 
 
 def start_scaling(run: str | Path, *arguments: object) -> subprocess.Popen[str]:
@@ -100,6 +103,94 @@ def test_the_buffer_keeps_one_order_at_a_time_and_learns_of_it_again_from_the_dr
             run.client.call(m.ScaleGenerators(order="c", count=4), m.Acknowledged)
     finally:
         run.close()
+
+
+class RecordedGenerators:
+    """Notes what it is asked for. Newcomers generate, and others leave, when the test says so."""
+
+    def __init__(self) -> None:
+        self.training, self.newcomers, self.leaving = ["generator-0"], dict[str, float](), list[str]()
+        self.failure, self.waits_for_learner = "", False
+
+    def add(self, number: int) -> None:
+        if number > 5:
+            raise ValueError("room for five")
+        names = [f"generator-{1 + more}" for more in range(number)]
+        self.training += names
+        self.newcomers |= dict.fromkeys(names, 0.0)
+
+    def let_newest_leave(self, number: int) -> None:
+        self.leaving = self.training[-number:]
+        self.training = self.training[:-number]
+
+    def note_versions(self, status: RunStatus) -> None: ...
+
+    def give_up(self, name: str, why: str) -> None:
+        del self.newcomers[name]
+        self.training.remove(name)
+        self.failure = why
+
+
+class ScalingDriver:
+    """A driver's side of the changes, and the buffer's memory of them."""
+
+    def __init__(self) -> None:
+        self.generators, self.now = RecordedGenerators(), 0.0
+        self.known: Scaling | None = None
+        generators: Any = self.generators
+        self.scaling = GeneratorScaling(generators, self.take_report, lambda line: None, lambda: self.now)
+
+    def take_report(self, request: m.Request) -> None:
+        assert isinstance(request, m.ReportScaling)
+        self.known = request.scaling
+
+    def look(self, *others: str) -> Scaling | None:
+        roles = dict.fromkeys(others)
+        status: Any = SimpleNamespace(scaling=self.known, generators=roles, roles=roles, evaluators=[])
+        self.scaling.follow(status)
+        return self.known
+
+    def order(self, order: str, count: int, *others: str) -> Scaling | None:
+        self.known = Scaling(order=order, count=count)
+        return self.look(*others)
+
+
+def test_the_driver_tells_a_buffer_that_was_started_again_of_the_change_under_way_and_of_its_end() -> None:
+    driver = ScalingDriver()
+    under_way = driver.order("a", 3)
+    assert under_way == Scaling(order="a", count=3, progress="starting: generator-1, generator-2")
+    driver.known = None
+    assert driver.look() == under_way
+    driver.known = Scaling(order="b", count=9)  # asked of the new buffer, which knew of no other
+    assert driver.look() == under_way
+    driver.generators.newcomers.clear()
+    ended = Scaling(order="a", count=3, progress="generators of the run: 3", ended=True)
+    assert driver.look() == ended
+    driver.known = None
+    assert driver.look() == ended
+    assert driver.order("a", 3) == ended, "asked again by a command that has not heard of the end"
+    assert len(driver.generators.training) == 3
+
+
+def test_a_change_that_fails_says_why_and_the_next_one_begins_anew() -> None:
+    driver = ScalingDriver()
+    refused = driver.order("a", 9)
+    assert refused is not None and refused.failed and refused.progress.endswith("for these: room for five")
+    refused = driver.order("b", 0)
+    assert refused is not None and refused.failed and "must be at least 1" in refused.progress
+    driver.order("c", 2)
+    driver.now = 301.0
+    failed = driver.look()
+    assert failed is not None and failed.failed and failed.ended
+    assert failed.progress == "generators of the run: 1; generator-1 has not joined the run within 300 s"
+    driver.generators.waits_for_learner = True
+    assert driver.order("d", 0, "far-0") == Scaling(order="d", count=0), "not before the learner has loaded"
+    driver.generators.waits_for_learner = False
+    leaving = driver.look("far-0")
+    assert leaving is not None and leaving.progress == "handing in what they have begun: generator-0"
+    driver.generators.leaving = []
+    ended = driver.look("far-0")
+    assert ended is not None and ended.ended and not ended.failed
 
 
 def test_what_cannot_be_scaled_is_refused_in_a_sentence(

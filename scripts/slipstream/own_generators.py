@@ -113,6 +113,13 @@ class OwnGenerators:
         names = [f"generator-{self._next_number + more}" for more in range(number)]
         self._places.add_seats(names, on_all_nodes=self._network.reaches_all_nodes)
         self._next_number += number
+        try:
+            for name in names:
+                self._network.keys.find_folder(name)  # a node that does not answer is found now
+        except RoleFailed:
+            for name in names:
+                self._places.give_back_seat(name)
+            raise
         for name in names:
             self._start(name, self._places.start_generator(name), evaluates=False)
             self.training.append(name)

@@ -170,9 +170,14 @@ class RolePlaces:
 
     def end_generator(self, name: str) -> None:
         """Ends the process of a generator that has left. Ray starts none in its place."""
-        actor, seat = self._generators.pop(name), self._seats.pop(name)
+        actor = self._generators.pop(name)
         self._actors.remove(actor)
         ray.kill(actor)
+        self.give_back_seat(name)
+
+    def give_back_seat(self, name: str) -> None:
+        """Frees what is set aside for an engine without a process."""
+        seat = self._seats.pop(name)
         if not seat.is_extra:
             self._free_seats.append(seat)
         elif all(seat.group != other.group for other in self._seats.values()):
