@@ -34,11 +34,14 @@ PORT = 5555
 DISK_MB = 300
 PATIENCE_S = 400.0
 """Seconds that anything may take before the harness gives up. It is far more than anything takes."""
-NO_BUFFER = "buffer.address must be a running buffer's"
-"""Words of a fleet that is started while there is no buffer: it is started again."""
-IS_OVER = "the run is over"
-"""Words of a fleet whose run has ended, as one does that fails: it is started again for the run that goes
-on."""
+RIGHTLY_ENDED = {
+    # its run has failed, and goes on when it is resumed
+    "the run is over": 0,
+    # there was no buffer when it began, nor within a minute after that
+    "buffer.address must be a running buffer's": 2,
+    "to JoinRun in": 1,
+}
+"""Words of a fleet that ends as the pages say, and its exit status: it is started again."""
 SMALL = [
     "generators.max_sequences=8", "generators.max_model_len=64", "sampling.max_tokens=8", "eval.prompts=0",
     "run.steps=1000000", "learner.lr=1e-5", "learner.keep_checkpoints=4", "buffer.segment_mb=1",
@@ -168,7 +171,7 @@ class RunOnHosts:
             self.problems.append(f"the run ended by itself with status {status}: {tail(command.said)}")
             self.resume_run()
             return
-        if NO_BUFFER not in command.said and not (status == 0 and IS_OVER in command.said):
+        if not has_rightly_ended(command):
             self.problems.append(
                 f"the fleet of {host.name} ended by itself with status {status}: {tail(command.said)}"
             )
@@ -280,10 +283,9 @@ class RunOnHosts:
                 f"Ctrl-C ended the run with status {status}: {tail(self.commands[self.first.name].said)}"
             )
         for host in self.hosts[1:]:
-            # One that has not joined by now finds no buffer.
-            if (status := self.end_command(host)) != 0 and NO_BUFFER not in self.commands[host.name].said:
+            if self.end_command(host) is None or not has_rightly_ended(self.commands[host.name]):
                 self.problems.append(
-                    f"the fleet of {host.name} ended with status {status} after the run: "
+                    f"the fleet of {host.name} outlives the run, or ends wrongly: "
                     f"{tail(self.commands[host.name].said)}"
                 )
         for nursery, _ in self._nurseries.values():
@@ -297,6 +299,11 @@ class RunOnHosts:
 
     def count_steps(self) -> int:
         return self.log.count_trained_steps()
+
+
+def has_rightly_ended(fleet: CommandOnHost) -> bool:
+    status, said = fleet.started.popen.returncode, fleet.said
+    return any(words in said and status == expected for words, expected in RIGHTLY_ENDED.items())
 
 
 def is_named(process: psutil.Process, title: str) -> bool:
