@@ -145,3 +145,26 @@ def scale_on_host(cluster: RayOnHosts, folder: Path, number: int) -> str:
     """Runs `scripts/scale.sh` on the run's host; returns what it has printed."""
     command = f"{sys.executable} -P -m slipstream.scale {folder} {number} 2>&1 || true"
     return cluster.hosts[0].run("env", f"PYTHONPATH={PYTHONPATH}", "bash", "-c", command, timeout_s=120)
+
+
+def test_a_generator_whose_host_is_lost_is_replaced_as_soon_as_a_node_has_room(cluster: RayOnHosts) -> None:
+    run = cluster.launch(
+        "replaced", *SIMULATED, "run.name=replaced", "run.steps=100000", "learner.checkpoint_every=5",
+        "placement.generators.host=host-3", "generators.max_restarts=0",
+    )  # fmt: skip
+    checkpoints, third = cluster.folder / "replaced" / "checkpoints", cluster.hosts[2]
+    run.wait_for(lambda: list(checkpoints.glob("step_*")), "checkpoint")
+    for process in third.list_processes():
+        if process.name() == "raylet":
+            process.kill()
+    run.wait_for(lambda: "generator-0 is lost with host-3 (10.77.0.3)" in run.said, "word of the loss")
+    cluster.start_node(third)
+    run.wait_for(lambda: "generators joined: generator-1" in run.said, "another generator")
+    assert "generator-1 starts on host-3 (10.77.0.3)" in run.said
+    newest = find_newest_step(checkpoints)
+    run.wait_for(lambda: find_newest_step(checkpoints) > newest + 10, "steps with it")
+    run.interrupt()
+    assert run.finish() == 130, run.said
+    cluster.wait_until_clean()
+    summary = json.loads((cluster.folder / "replaced" / "summary.json").read_text())
+    assert_accounts_close(summary)

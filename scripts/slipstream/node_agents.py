@@ -27,6 +27,7 @@ from slipstream.cluster_nodes import ClusterNode
 from slipstream.ray_waits import wait_for_results
 from slipstream.role_failures import RoleFailed, explain_lost_actor
 from slipstream.role_logs import read_log_end
+from slipstream.roles import end_with_driver
 from slipstream.stop_signals import StopSignals
 from slipstream.sweeper import start_sweeper
 from sync.folders import SHARED_MEMORY, sweep_folders
@@ -42,9 +43,13 @@ ANSWERED_S = 20.0
 class NodeAgent:
     """Does on its node what the driver cannot do from afar."""
 
-    def __init__(self, *, sweeps: bool = True) -> None:
-        """`sweeps`: a process of its own cleans up once this one has ended."""
+    def __init__(self, *, sweeps: bool = True, is_actor: bool = False) -> None:
+        """`sweeps`: a process of its own cleans up once this one has ended. `is_actor`: this process is a
+        worker of Ray's, and ends with its node's raylet."""
         self._sweeper = start_sweeper() if sweeps else None
+        self._raylet_pid = int(os.environ["RAY_RAYLET_PID"]) if is_actor else os.getpid()
+        if is_actor:
+            end_with_driver(None, psutil.Process(self._raylet_pid), own_cluster=False)
         self._kept: dict[tuple[str, str], socket.socket] = {}
         """Sockets that keep ports, by their host and what listens there."""
 
@@ -109,6 +114,10 @@ class NodeAgent:
         """Sends SIGTERM to a process, if it still is alive."""
         with contextlib.suppress(psutil.NoSuchProcess):
             psutil.Process(pid).terminate()
+
+    def has_raylet(self) -> bool:
+        """True as long as Ray lives on the node: Ray itself notices its end after some seconds."""
+        return self.is_alive(self._raylet_pid)
 
     def kill_process(self, pid: int) -> bool:
         """Kills a process; returns whether it still was alive."""
@@ -183,7 +192,8 @@ class NodeAgents:
         others = [node.name for node in nodes if node.name != self._driver]
         for name in others:
             there = NodeAffinitySchedulingStrategy(name, soft=False)
-            self._agents[name] = ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=there).remote()
+            agent = ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=there)
+            self._agents[name] = agent.remote(is_actor=True)
         for name in others:
             if self.ask(name, NodeAgent.digest_code, answered_s=STARTED_S) != self._here.digest_code():
                 raise RoleFailed(

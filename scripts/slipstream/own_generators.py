@@ -23,6 +23,9 @@ from slipstream.run_network import RunNetwork
 
 STARTING = ("loading", "verifying")
 """First words of a learner's activities before its first step."""
+LOOK_EVERY_S = 5.0
+"""Seconds after which the driver looks again which generators are lost with their nodes, and whether there is
+room for others."""
 LEAVE_S = 3.0
 """Seconds that a generator may take to leave once its grace is over; then its process is killed."""
 
@@ -58,6 +61,10 @@ class OwnGenerators:
         one fails, the run goes on."""
         self.failure = ""
         """Why a newcomer has failed last."""
+        self.num_lost = 0
+        """Those that were lost with their nodes, and in whose places none has started yet."""
+        self._looked_at = float("-inf")
+        """Time of the clock at which lost ones were looked for."""
         self._actors = {name: places.start_generator(name) for name in config.engine_names}
         for name, actor in self._actors.items():
             answers.expect_answer(name, actor)
@@ -110,6 +117,11 @@ class OwnGenerators:
     def add(self, number: int) -> None:
         """Starts so many more for training. Raises ValueError, with the arithmetic, or
         RoleFailed where they have no room, and Interrupted."""
+        for name in self._start_more(number):
+            self.newcomers[name] = time.monotonic()
+
+    def _start_more(self, number: int) -> list[str]:
+        """Does what `add` does; returns their names."""
         names = [f"generator-{self._next_number + more}" for more in range(number)]
         self._places.add_seats(names, on_all_nodes=self._network.reaches_all_nodes)
         self._next_number += number
@@ -123,7 +135,7 @@ class OwnGenerators:
         for name in names:
             self._start(name, self._places.start_generator(name), evaluates=False)
             self.training.append(name)
-            self.newcomers[name] = time.monotonic()
+        return names
 
     def let_newest_leave(self, number: int) -> None:
         """Asks so many of those that train to leave, the newest first."""
@@ -145,6 +157,10 @@ class OwnGenerators:
         Raises RoleFailed for one that has ended otherwise. A newcomer that fails is given up instead.
         """
         now, silent = time.monotonic(), []
+        if now - self._looked_at > LOOK_EVERY_S and not is_stopping:
+            self._looked_at = now
+            silent = self._lose_with_nodes()
+            self._replace_lost()
         for end, name in list(self._ends.items()):
             is_late = now > self._deadlines.get(name, now)
             if is_ready(end):
@@ -164,6 +180,8 @@ class OwnGenerators:
         except RoleFailed as error:
             if name in self.newcomers:
                 self.failure = str(error)
+            elif name in self.training and self._places.is_out_of_reach(name):
+                self._note_lost(name)
             elif name not in self._deadlines:
                 raise
             return False
@@ -172,6 +190,34 @@ class OwnGenerators:
         if has_left and name not in self._deadlines:
             self._say(f"{name} was told to leave (SIGTERM): the run goes on without it")
         return True
+
+    # ---- lost with their nodes
+
+    def _lose_with_nodes(self) -> list[str]:
+        """Gives up the generators whose nodes Ray has given up, and returns their names. Ray would start them
+        on the same node only, and a node that comes back is another one to Ray."""
+        gone = set(self._places.find_lost_engines()).intersection(self.training)
+        ends = [(end, name) for end, name in self._ends.items() if name in gone]
+        for end, name in ends:
+            self._note_lost(name)
+            self._drop(end, name)
+        return [name for _, name in ends]
+
+    def _note_lost(self, name: str) -> None:
+        self.num_lost += 1
+        node = self._places.find_node(name)
+        self._say(f"{name} is lost with {node}: another starts as soon as a node has room")
+
+    def _replace_lost(self) -> None:
+        """Starts others in the places of those that are lost, as far as there is room now. Raises
+        Interrupted."""
+        while self.num_lost:
+            try:
+                (name,) = self._start_more(1)
+            except (ValueError, RoleFailed):
+                return
+            self.num_lost -= 1
+            self._say(f"{name} starts on {self._places.find_node(name)}")
 
     def _drop(self, end: Any, name: str) -> None:
         """Forgets a generator that has ended, or is given up."""

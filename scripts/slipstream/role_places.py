@@ -93,6 +93,8 @@ class RolePlaces:
         """By name of the engine."""
         self._free_seats: list[EngineSeat] = []
         """Those whose engine has left, set aside for another."""
+        self._out_of_reach: set[str] = set()
+        """Nodes that are lost, whether Ray still counts on them or not."""
         used = {self.driver_node, *self.division.nodes}
         self.agents = NodeAgents(
             [node for node in nodes if node.name in used],
@@ -256,6 +258,24 @@ class RolePlaces:
         except RoleFailed as error:
             return f"{self._logs}/{name}.log on {node}, which cannot be read from here ({error})\n"
 
+    def is_out_of_reach(self, name: str) -> bool:
+        """True where the node of a role is not the driver's, and Ray has ended there or nobody answers."""
+        node = self.find_node(name)
+        if node.name == self.driver_node:
+            return False
+        with contextlib.suppress(RoleFailed):
+            if self.agents.ask(node.name, NodeAgent.has_raylet, answered_s=LISTENING_S):
+                return False
+        self._out_of_reach.add(node.name)
+        return True
+
+    def find_lost_engines(self) -> list[str]:
+        """Returns the names of engines on nodes that Ray has given up."""
+        if not self.spans_nodes:
+            return []
+        alive = {node.name for node in list_nodes()}
+        return [name for name, seat in self._seats.items() if seat.place.node not in alive]
+
     def find_lost_nodes(self) -> list[ClusterNode]:
         """Returns the nodes of ranks that Ray has given up."""
         alive = {node.name for node in list_nodes()}
@@ -307,7 +327,7 @@ class RolePlaces:
         Raises ValueError, with the arithmetic, or RoleFailed where not all of them have room, and
         Interrupted.
         """
-        alive = {node.name for node in list_nodes()}
+        alive = {node.name for node in list_nodes()} - self._out_of_reach
         kept = [seat for seat in self._free_seats if seat.place.node in alive][: len(names)]
         more = self._reserve_extra_seats(len(names) - len(kept), on_all_nodes)
         self._free_seats = [seat for seat in self._free_seats if seat not in kept]
@@ -316,7 +336,11 @@ class RolePlaces:
     def _reserve_extra_seats(self, number: int, on_all_nodes: bool) -> list[EngineSeat]:
         if not number:
             return []
-        nodes = [node for node in list_nodes() if on_all_nodes or node.name == self.driver_node]
+        nodes = [
+            node
+            for node in list_nodes()
+            if node.name == self.driver_node or (on_all_nodes and node.name not in self._out_of_reach)
+        ]
         wanted = dataclasses.replace(read_wishes(self._config), ranks=0, engines=number, evaluators=0)
         rooms = read_free_rooms(nodes)
         # Where there are GPUs, an engine that finds all of them taken would else run on a CPU.
