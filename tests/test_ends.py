@@ -99,17 +99,18 @@ def test_a_run_that_fills_its_disk_says_where_and_goes_on_when_there_is_room(
     assert again.summary()["steps"] == steps + 5
 
 
-def test_a_run_whose_raylet_dies_ends_with_a_sentence_leaves_nothing_and_is_resumed(
-    start: Callable[..., StartedRun],
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_run_whose_ray_dies_ends_with_a_sentence_leaves_nothing_and_is_resumed(
+    start: Callable[..., StartedRun], name: str
 ) -> None:
     """Workers that a nursery has forked are no children of the raylet, and would go on without it."""
     run = start(*SIMULATED, "run.steps=100000", "learner.checkpoint_every=1")
     run.wait_for(lambda: run.steps() >= 2, "second step")
-    (raylet,) = [one for one in run.descendants() if one.name() == "raylet"]
-    raylet.kill()
+    (control,) = [one for one in run.descendants() if one.name() == name]
+    control.kill()
     status, said = run.finish()
     assert status == 1, said
-    assert "\nRay's own process on this host (raylet) has died: no role can be started again\n" in said, said
+    assert f"\nRay's own process on this host ({name}) has died: no role can be started again\n" in said, said
     run.assert_nothing_left()
     again = start(f"run.resume={run.folder}", f"run.steps={run.steps() + 3}")
     status, said = again.finish()

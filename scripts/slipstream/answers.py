@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from slipstream.cluster import has_own_cluster, list_dead_processes
 from slipstream.ray_waits import wait_for_results
 from slipstream.role_failures import RoleFailed
 from slipstream.stop_signals import StopSignals
@@ -85,10 +86,14 @@ class FirstAnswers:
 
 
 def check_this_node() -> None:
-    """Raises RoleFailed when Ray has given up this host: it starts no process here again."""
-    here = ray.get_runtime_context().get_node_id()
-    if not any(found["NodeID"] == here and found["Alive"] for found in ray.nodes()):
-        raise RoleFailed("Ray's own process on this host (raylet) has died: no role can be started again")
+    """Raises RoleFailed when Ray's processes here have died, or Ray has given up this host: it starts no
+    process here again."""
+    died = list_dead_processes()
+    if not has_own_cluster():
+        here = ray.get_runtime_context().get_node_id()
+        died = [] if any(found["NodeID"] == here and found["Alive"] for found in ray.nodes()) else ["raylet"]
+    if died:
+        raise RoleFailed(f"Ray's own process on this host ({died[0]}) has died: no role can be started again")
 
 
 def describe_wait(actor: Any) -> str:

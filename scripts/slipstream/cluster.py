@@ -28,6 +28,9 @@ LATE_IN_VLLM = [
 ]
 """Modules that an engine imports when it is made."""
 
+_own_node: Any = None
+"""The node of the cluster that `run_cluster` has started, while its block lasts."""
+
 
 def import_ahead(config: Config) -> AbstractContextManager[None]:
     """Starts to import the modules of the roles, in a nursery that lives as long as the block.
@@ -92,7 +95,9 @@ def run_cluster(config: Config) -> Iterator[None]:
 
     # Ray counts a processor for each role. As many more may join as the host has (`scripts/scale.sh`).
     room = num_roles + (os.cpu_count() or 1)
+    global _own_node
     node: Any = None if config.cluster.address else start_node(room)
+    _own_node = node
     try:
         with keep_sigterm_handler():
             ray.init(
@@ -100,9 +105,21 @@ def run_cluster(config: Config) -> Iterator[None]:
             )
         yield
     finally:
-        ray.shutdown()
+        # Without its control processes, Ray would wait for them for a minute, and then abort this process.
+        if not list_dead_processes():
+            ray.shutdown()
         if node is not None:
             node.kill_all_processes(check_alive=False, allow_graceful=True)
+        _own_node = None
+
+
+def has_own_cluster() -> bool:
+    return _own_node is not None
+
+
+def list_dead_processes() -> list[str]:
+    """Returns the names of Ray's own processes that have died, of those that this process has started."""
+    return [] if _own_node is None else [name for name, _ in _own_node.dead_processes()]
 
 
 @contextmanager

@@ -227,7 +227,14 @@ class Run:
         silence = BufferSilence(buffer.address, self._view.print_line, "it may only be busy")
         is_stopping = False
         while not learner.has_finished():
-            self._answers.check_silent_roles()
+            try:
+                self._answers.check_silent_roles()
+            except RoleFailed as failed:
+                if not self._signals.received:
+                    raise
+                # A signal to all processes of a job ends Ray's too.
+                self._view.print_line(f"{failed}, and the run was told to stop")
+                return "interrupted", news
             for name in self._generators.collect_ended(is_stopping):
                 buffer.client.send_request(m.LeaveRun(generator=name))
             if buffer.check_process() and self._config.buffer.durability is Durability.none:
