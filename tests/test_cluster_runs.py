@@ -88,6 +88,36 @@ def test_a_killed_driver_leaves_nothing_on_any_host_and_the_run_goes_on_elsewher
     assert_accounts_close(summary)
 
 
+def test_more_generators_start_on_other_hosts_and_fewer_leave(cluster: RayOnHosts) -> None:
+    run = cluster.launch(
+        "scaled", "run.name=scaled", *SIMULATED, "run.steps=100000", "placement.strategy=spread",
+        "placement.learner.host=host-1", "placement.generators.pool=workers",
+    )  # fmt: skip
+    folder = cluster.folder / "scaled"
+    run.wait_for(lambda: "step " in run.said, "step")
+    assert scale_on_host(cluster, folder, 3).endswith("generators of the run: 3\n")
+    begun = [(folder / "logs" / f"generator-{number}.log").read_text() for number in (1, 2)]
+    assert sorted(re.findall(r" on (\S+) begins", "".join(begun))) == ["host-2", "host-3"]
+    assert "at most 5" in scale_on_host(cluster, folder, 9), "the nodes have four processors each"
+    assert scale_on_host(cluster, folder, 1).endswith("generators of the run: 1\n")
+    assert [name for name in cluster.list_roles(cluster.hosts[2])] == []
+    run.interrupt()
+    assert run.finish() == 130, run.said
+    cluster.wait_until_clean()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert_accounts_close(summary)
+    assert summary["groups"]["rejected"]["failed"] == 0
+
+
+def scale_on_host(cluster: RayOnHosts, folder: Path, number: int) -> str:
+    """Runs `scripts/scale.sh` on the run's host; returns what it has printed."""
+    command = f"{sys.executable} -P -m slipstream.scale {folder} {number} 2>&1 || true"
+    return cluster.hosts[0].run("env", f"PYTHONPATH={PYTHONPATH}", "bash", "-c", command, timeout_s=120)
+
+
+# The tests from here on take nodes from the cluster.
+
+
 def test_a_learner_on_a_host_that_is_lost_goes_on_from_its_checkpoint_on_another(
     cluster: RayOnHosts,
 ) -> None:
@@ -118,33 +148,6 @@ def test_a_learner_on_a_host_that_is_lost_goes_on_from_its_checkpoint_on_another
     cluster.wait_until_clean()
     summary = json.loads((cluster.folder / "moved" / "summary.json").read_text())
     assert_accounts_close(summary)
-
-
-def test_more_generators_start_on_other_hosts_and_fewer_leave(cluster: RayOnHosts) -> None:
-    run = cluster.launch(
-        "scaled", "run.name=scaled", *SIMULATED, "run.steps=100000", "placement.strategy=spread",
-        "placement.learner.host=host-1", "placement.generators.pool=workers",
-    )  # fmt: skip
-    folder = cluster.folder / "scaled"
-    run.wait_for(lambda: "step " in run.said, "step")
-    assert scale_on_host(cluster, folder, 3).endswith("generators of the run: 3\n")
-    begun = [(folder / "logs" / f"generator-{number}.log").read_text() for number in (1, 2)]
-    assert sorted(re.findall(r" on (\S+) begins", "".join(begun))) == ["host-2", "host-3"]
-    assert "at most 5" in scale_on_host(cluster, folder, 9), "the nodes have four processors each"
-    assert scale_on_host(cluster, folder, 1).endswith("generators of the run: 1\n")
-    assert [name for name in cluster.list_roles(cluster.hosts[2])] == []
-    run.interrupt()
-    assert run.finish() == 130, run.said
-    cluster.wait_until_clean()
-    summary = json.loads((folder / "summary.json").read_text())
-    assert_accounts_close(summary)
-    assert summary["groups"]["rejected"]["failed"] == 0
-
-
-def scale_on_host(cluster: RayOnHosts, folder: Path, number: int) -> str:
-    """Runs `scripts/scale.sh` on the run's host; returns what it has printed."""
-    command = f"{sys.executable} -P -m slipstream.scale {folder} {number} 2>&1 || true"
-    return cluster.hosts[0].run("env", f"PYTHONPATH={PYTHONPATH}", "bash", "-c", command, timeout_s=120)
 
 
 def test_a_generator_whose_host_is_lost_is_replaced_as_soon_as_a_node_has_room(cluster: RayOnHosts) -> None:
