@@ -51,6 +51,7 @@ class RayOnHosts:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(20),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_raylet_start_wait_time_s": "300",  # on a busy machine its 30 s are too few
         }
 
     def __enter__(self) -> "RayOnHosts":
