@@ -122,7 +122,7 @@ class HostFaults:
         if not raylets:
             raise ChaosFailure(f"there is no raylet on {self.host.name}: {self.run.describe()}")
         began = kill_process(raylets[0])
-        self.await_failure("the death of the raylet", "(raylet) has died")
+        self.await_failure("the death of the raylet", "has died")
         self.start_again("the death of the raylet")
         return began
 
