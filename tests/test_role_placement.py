@@ -352,6 +352,9 @@ with run_nursery({"learner": Stage([], ["ray._private.workers.default_worker"])}
     print(*visible(engine), ray.get(engine.node.remote()) == far.node != wide.driver_node)
     print(wide.find_node("learner-0").name == wide.driver_node, wide.spans_nodes, places.spans_nodes)
     print(wide.agents.ask(far.node, NodeAgent.is_alive, os.getpid()))
+    # The driver's node is full by now: another run has its learner on the other one.
+    beside = place("cluster.address=auto", "learner.gpus=0", "generators.count=1", "generators.gpus=0")
+    print({place.node for place in beside.division.places} == {far.node})
     ray.shutdown()
     for node in reversed(nodes):
         node.kill_all_processes(check_alive=False, allow_graceful=True)
@@ -379,7 +382,7 @@ def test_ray_puts_every_process_on_its_gpu_and_what_finds_no_place_is_named(
     assert "together at most 4 (the CPUs for engines beside 1 of the learner of the node" in too_many
     assert too_many.endswith("got 5")
     assert on_cpu == "''", "it sees no GPU"
-    assert far == ["0,1,2,3 True", "True True False", "True"]
+    assert far == ["0,1,2,3 True", "True True False", "True", "True"]
 
 
 MOVED = """

@@ -115,6 +115,14 @@ class RoleDivision:
         """Nodes that hold a process, in the order of `places`."""
         return list(dict.fromkeys(place.node for place in self.places))
 
+    def count_processors(self, node: str) -> int:
+        """Returns the number of processes on a node: each takes a processor."""
+        return sum(place.node == node for place in self.places)
+
+    def count_gpus(self, node: str) -> int:
+        """Returns the number of a node's GPUs that processes are on."""
+        return len({gpu for place in self.places if place.node == node for gpu in place.gpus})
+
     @property
     def names(self) -> list[str]:
         """Names of the roles, in the order of `places`."""

@@ -75,7 +75,7 @@ class RolePlaces:
         self._config, self._logs, self._signals, self.say = config, logs, signals, say
         nodes = list_nodes() if config.cluster.address is not None else list_nodes()[:1]
         self.driver_node = nodes[0].name
-        self.division = divide_roles([node.room for node in nodes], read_wishes(config))
+        self.division = divide_nodes(nodes, read_wishes(config))
         self._has_gpus = {node.name: node.room.num_gpus > 0 for node in nodes}
         self._actors: list[Any] = []
         """All that were started. Ray ends an actor whose last handle is gone."""
@@ -366,6 +366,22 @@ class RolePlaces:
                 remove_placement_group(seat.group)
             raise
         return seats
+
+
+def divide_nodes(nodes: Sequence[ClusterNode], wanted: RoleWishes) -> RoleDivision:
+    """Divides the nodes, but for what others hold, where that leaves as many GPUs for the roles. Else the
+    roles have to wait for it. Raises ValueError when the nodes do not have what is wanted."""
+    division = divide_roles([node.room for node in nodes], wanted)
+    free = {room.name: room for room in read_free_rooms(nodes)}
+    if all(division.count_processors(name) <= free[name].num_cpus for name in division.nodes) and all(
+        division.count_gpus(name) <= free[name].num_gpus for name in division.nodes
+    ):
+        return division
+    with contextlib.suppress(ValueError):
+        other = divide_roles(list(free.values()), wanted)
+        if sum(map(other.count_gpus, other.nodes)) == sum(map(division.count_gpus, division.nodes)):
+            return other
+    return division
 
 
 def read_free_rooms(nodes: Sequence[ClusterNode]) -> list[NodeRoom]:
