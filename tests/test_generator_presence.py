@@ -18,6 +18,7 @@ from slipstream import live_view
 from slipstream.generator_presence import GeneratorPresence
 from slipstream.live_view import LiveView
 from slipstream.run_record import RunRecord, list_status_metrics
+from slipstream.throughput import TokenRates
 
 
 class WatchedRegistry:
@@ -141,8 +142,9 @@ def test_the_lag_counts_neither_the_silent_nor_those_who_have_left_and_keeps_wha
     beat(harness, "here", version=1)
     news = fetch_news(harness, "silent")
     record.record_news(news)
-    assert list_status_metrics(news.status)["weights/lag_here"] == 1.0
-    assert not {"weights/lag_silent", "weights/lag_gone"} & set(list_status_metrics(news.status))
+    metrics = list_status_metrics(news.status, TokenRates(1.0, 1.0))
+    assert metrics["weights/lag_here"] == 1.0
+    assert not {"weights/lag_silent", "weights/lag_gone"} & set(metrics)
     record.close("finished")
     lag = json.loads((tmp_path / "summary.json").read_text())["weights"]["lag"]
     assert lag == {

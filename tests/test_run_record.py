@@ -54,6 +54,24 @@ def test_the_first_reward_of_a_resumed_run_is_that_of_its_first_five_steps(
     assert reward == {"first": pytest.approx(first), "last": 1.0}
 
 
+@pytest.mark.parametrize(("resumed_at", "rates"), [(None, (450.0, 350.0)), (3, (50.0, 40.0))])
+def test_tokens_a_second_are_those_of_this_command(
+    tmp_path: Path, resumed_at: int | None, rates: tuple[float, float]
+) -> None:
+    record = RunRecord(load_config([]), tmp_path, resumed_at)
+
+    def tell(total: int, trained: int, elapsed_s: float) -> Any:
+        status = make_news(3)
+        account = SimpleNamespace(total=total, trained=trained, masked=0, rejected={}, in_flight=0)
+        status.tokens, status.elapsed_s = account, elapsed_s
+        record.record_news(SimpleNamespace(status=status, records=[], evaluations=[]))
+        return status
+
+    tell(800, 620, 0.0)  # version 0 of this command is not published yet
+    throughput = record.make_summary(tell(900, 700, 2.0), "running")["throughput"]
+    assert (throughput["generated_tokens_per_s"], throughput["trained_tokens_per_s"]) == rates
+
+
 def test_curves_are_those_that_tensorboard_shows_after_restarts_and_a_record_that_was_cut_short(
     tmp_path: Path,
 ) -> None:

@@ -23,6 +23,7 @@ from configs.staleness import Controller
 from learners.memory import GIB, format_bytes
 from slipstream.evaluation_report import describe_change, describe_entry, make_entry
 from slipstream.generator_presence import GeneratorPresence
+from slipstream.throughput import Throughput
 
 LINE_EVERY_S = 2.0
 STILL_S = 5.0
@@ -39,6 +40,7 @@ class LiveView:
 
     def __init__(self, config: Config, folder: Path, resume_step: int | None) -> None:
         self._config, self._folder, self._first_step = config, folder, resume_step or 0
+        self._throughput = Throughput(is_resumed=resume_step is not None)
         self._rich = Rich(highlight=False)
         self._live = (
             Live(console=self._rich, refresh_per_second=4, transient=True) if self._rich.is_terminal else None
@@ -80,6 +82,7 @@ class LiveView:
         self._rich.print(f"{self._format_clock()}  {text}", soft_wrap=True, markup=False)
 
     def show_news(self, news: m.RunNews) -> None:
+        self._throughput.note_status(news.status)
         if (
             news.records
             and not self._rewards
@@ -212,15 +215,14 @@ class LiveView:
         if not self._rewards:
             return status.waiting_for + failed
         reward = _average_recent(list(self._rewards.values()))
-        staleness, seconds = status.staleness_histogram, max(status.elapsed_s, 1e-9)
+        staleness, rates = status.staleness_histogram, self._throughput.measure(status)
         mean = sum(k * n for k, n in staleness.items()) / max(1, sum(staleness.values()))
         return (
             f"step {status.num_trained_steps}/{self._config.run.steps}  v{status.version}  reward "
             f"{reward:.3f}  "
             f"staleness {mean:.2f} (max {max(staleness, default=0)} of {self._config.max_versions}"
             f"{self._describe_admission(status)})  "
-            f"tok/s {status.tokens.total / seconds:,.0f} generated "
-            f"{status.tokens.trained / seconds:,.0f} trained  "
+            f"tok/s {rates.generated:,.0f} generated {rates.trained:,.0f} trained  "
             f"idle learner {status.learner_idle_share:.0%} generators {status.generator_idle_share:.0%}  "
             f"left {self._estimate_left(status)}{failed}{_describe_silence(status)}"
         )
@@ -235,7 +237,7 @@ class LiveView:
         )
 
     def _draw_picture(self, status: RunStatus) -> Panel:
-        rewards, seconds = list(self._rewards.values()), max(status.elapsed_s, 1e-9)
+        rewards, rates = list(self._rewards.values()), self._throughput.measure(status)
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")
         table.add_column()
@@ -247,8 +249,7 @@ class LiveView:
                 f"{k}: {share:.0%}" for k, share in _compute_shares(status.staleness_histogram).items()
             )
             + f"   (at most {self._config.max_versions}{self._describe_admission(status)})",
-            "tokens/s": f"{status.tokens.total / seconds:,.0f} generated, "
-            f"{status.tokens.trained / seconds:,.0f} trained",
+            "tokens/s": f"{rates.generated:,.0f} generated, {rates.trained:,.0f} trained",
             "idle": f"learner {status.learner_idle_share:.0%}, generators {status.generator_idle_share:.0%}",
             "tokens": _format_account(status.tokens),
             "groups": _format_account(status.groups),

@@ -24,6 +24,7 @@ from configs.disk import DiskFull
 from configs.schema import Config
 from slipstream.evaluation_report import Entry, list_metrics, make_entry, sort_entries, upgrade_entry
 from slipstream.stop_signals import StopSignals
+from slipstream.throughput import Throughput, TokenRates
 from slipstream.tracking.trackers import Trackers
 
 NUM_AVERAGED = 5
@@ -64,6 +65,7 @@ class RunRecord:
         """By generator, over the recorded steps at which it was heard of."""
         self._num_restarts = self._num_buffer_restarts = 0
         self._status: RunStatus | None = None
+        self._throughput = Throughput(is_resumed=resume_step is not None)
         self._before = self._read_before() if resume_step is not None else {}
         self._evaluations: dict[tuple[str, int], Entry] = {
             (one["set"], one["version"]): one
@@ -104,13 +106,14 @@ class RunRecord:
 
     def record_news(self, news: m.RunNews) -> None:
         self._status = news.status
+        self._throughput.note_status(news.status)
         for record in news.records:
             self.num_steps += 1
             if (reward := record.metrics.get("reward/mean")) is not None:
                 self._rewards[record.step] = reward
             metrics = record.metrics | {"time/seconds": record.time}
             if record is news.records[-1]:
-                metrics |= list_status_metrics(news.status)
+                metrics |= list_status_metrics(news.status, self._throughput.measure(news.status))
             self._trackers.log_metrics(record.step, metrics)
             self._trackers.log_samples(record.step, record.samples)
         for evaluation in news.evaluations:
@@ -165,7 +168,7 @@ class RunRecord:
 
     def make_summary(self, news: RunStatus, status: str) -> dict[str, Any]:
         tokens, groups = news.tokens, news.groups
-        seconds = max(news.elapsed_s, 1e-9)
+        rates, seconds = self._throughput.measure(news), max(news.elapsed_s, 1e-9)
         return {
             "mode": str(self._config.mode),
             "status": status,
@@ -200,8 +203,8 @@ class RunRecord:
             "data": {name: summarize_source(report) for name, report in news.sources.items()},
             "staleness": self._summarize_staleness(news),
             "throughput": {
-                "generated_tokens_per_s": tokens.total / seconds,
-                "trained_tokens_per_s": tokens.trained / seconds,
+                "generated_tokens_per_s": rates.generated,
+                "trained_tokens_per_s": rates.trained,
                 "steps_per_s": (news.num_trained_steps - self._first_step) / seconds,
             },
             "idle": {"learner": news.learner_idle_share, "generators": news.generator_idle_share},
@@ -259,12 +262,11 @@ def summarize_source(report: SourceReport) -> dict[str, Any]:
     }
 
 
-def list_status_metrics(status: RunStatus) -> dict[str, float]:
+def list_status_metrics(status: RunStatus, rates: TokenRates) -> dict[str, float]:
     """Lists the buffer's side of a step, for the trackers."""
-    seconds = max(status.elapsed_s, 1e-9)
     metrics = {
-        "throughput/generated_tokens_per_s": status.tokens.total / seconds,
-        "throughput/trained_tokens_per_s": status.tokens.trained / seconds,
+        "throughput/generated_tokens_per_s": rates.generated,
+        "throughput/trained_tokens_per_s": rates.trained,
         "idle/learner": status.learner_idle_share,
         "idle/generators": status.generator_idle_share,
         "weights/bytes": status.weight_bytes,
