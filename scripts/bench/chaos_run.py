@@ -20,6 +20,7 @@ import argparse
 import json
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -216,7 +217,16 @@ def draw_settings(rng: random.Random) -> RunSettings:
 # ---- the report
 
 
-def print_report(runs: list[ChaosOfRun], console: Console) -> None:
+def print_audit(run: ChaosOfRun, console: Console) -> None:
+    say_line = partial(console.print, highlight=False, soft_wrap=True)
+    say_line(f"run {run.number}: {' '.join(run.settings.overrides)}")
+    for name, value in run.figures.items():
+        say_line(f"  {name}: {value}")
+    for text in run.problems:
+        say_line(f"  wrong: {text}", markup=False)
+
+
+def print_recoveries(runs: list[ChaosOfRun], console: Console) -> None:
     recoveries = [one for run in runs for one in run.recoveries]
     table = Table(title=f"{len(recoveries)} faults in {len(runs)} runs", title_justify="left")
     for title in ("fault", "times", "median s", "worst s"):
@@ -225,15 +235,6 @@ def print_report(runs: list[ChaosOfRun], console: Console) -> None:
         seconds = [one.recovery_s for one in recoveries if one.kind == kind]
         table.add_row(kind, str(len(seconds)), f"{median(seconds):.1f}", f"{max(seconds):.1f}")
     console.print(table)
-    say_line = partial(console.print, highlight=False, soft_wrap=True)
-    for run in runs:
-        console.print(
-            f"run {run.number}: {' '.join(run.settings.overrides)}", highlight=False, soft_wrap=True
-        )
-        for name, value in run.figures.items():
-            say_line(f"  {name}: {value}")
-        for text in run.problems:
-            say_line(f"  wrong: {text}", markup=False)
     wrong = sum(len(run.problems) for run in runs)
     console.print(f"[red]{wrong} things are wrong[/]" if wrong else "everything adds up")
 
@@ -284,6 +285,8 @@ def main() -> int:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="slipstream-chaos-"))
     num_runs = -(-options.faults // FAULTS_A_RUN)
     runs: list[ChaosOfRun] = []
+    for ending in (signal.SIGINT, signal.SIGTERM):  # a shell starts what is in the background without SIGINT
+        signal.signal(ending, signal.default_int_handler)
     try:
         for number in range(num_runs):
             count = options.faults // num_runs + (number < options.faults % num_runs)
@@ -295,10 +298,11 @@ def main() -> int:
                 )
             )
             runs[-1].disturb_and_audit()
+            print_audit(runs[-1], console)
     except KeyboardInterrupt:
         say_line("interrupted: the run under way does not count")
         runs = runs[:-1]
-    print_report(runs, console)
+    print_recoveries(runs, console)
     if options.json is not None:
         write_json(runs, options.seed, options.json)
     wrong = any(run.problems for run in runs)
