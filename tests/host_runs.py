@@ -77,7 +77,7 @@ class RayOnHosts:
                 f"--labels=host={host.name},pool={pool}", "--object-store-memory=100000000",
                 "--disable-usage-stats", environment=self.environment, output=file,
             )  # fmt: skip
-            assert started.popen.wait(120) == 0, output.read_text()
+            assert started.popen.wait(330) == 0, output.read_text()
 
     def launch(self, name: str, *overrides: str) -> CommandOnHost:
         """Starts a run on the head's host, in the cluster."""

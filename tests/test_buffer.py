@@ -290,15 +290,15 @@ def test_a_stopped_run_tells_everyone_that_it_is_over(harness: Callable[..., Buf
 
 
 def test_a_wait_without_end_is_named_and_ends_the_run(harness: Callable[..., BufferHarness]) -> None:
-    run = harness("buffer.watchdog_s=0.2", "staleness.max_versions=0")
+    run = harness("buffer.watchdog_s=1", "staleness.max_versions=0")
     run.publish(0)
     run.ask(count=1)
     waiting, _ = run.client.exchange(m.RequestBatch(step=0, wait_s=0.1))
     assert waiting == m.NotReadyYet(
         waiting_for="the learner waits: step 0 has 0 of 2 groups; leased to g (1), the oldest is group 0"
     )
-    run.client.send_request(m.RequestBatch(step=0, wait_s=5.0))
-    run.thread.join(timeout=5)
+    run.client.send_request(m.RequestBatch(step=0, wait_s=30.0))
+    run.thread.join(timeout=30)
     assert isinstance(run.error, Stuck) and "leased to g (1)" in str(run.error)
 
 
