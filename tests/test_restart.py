@@ -167,6 +167,7 @@ class Play:
         places: Any = SimpleNamespace(
             start_rank=lambda rank: ray.remote(ScriptedRole).remote(f"learner-{rank}"),
             is_on_driver_node=lambda name: True,
+            spans_nodes=False,
             read_log_end=lambda name: read_log_end(name, folder / "logs"),
         )
         network: Any = SimpleNamespace(
