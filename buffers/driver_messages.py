@@ -14,6 +14,9 @@ from buffers.message_fields import (
 )
 from buffers.run_status import EvaluationRecord, RunStatus, Scaling, StepRecord
 
+RUN_OVER = "the run is over"
+"""Why a run is stopped that has trained all its steps."""
+
 
 class WatchRun(WireRecord):
     """-> RunNews as soon as there are step records after `after`, else after `wait_s`. Any role may
@@ -48,8 +51,9 @@ class GeneratorNews(WireRecord):
     """Says how far some generators and the run are."""
 
     num_trained_steps: int
-    ended: bool
-    """As in `RunStatus`."""
+    end: str | None
+    """Why the run was told to end: `RUN_OVER`, or what stopped it before its last step. None while it goes
+    on."""
     versions: dict[str, int]
     """Version that each of them holds, -1 before the first; without those that have not been heard of."""
     activities: dict[str, str]

@@ -312,13 +312,13 @@ class WaitingRoom:
     def _answer_fleet(self, waiter: Waiter[m.WatchGenerators], now: float) -> bool:
         """Says how its generators are if the deadline has come or the run has ended; returns whether it
         has."""
-        has_ended = self._buffer.stopping is not None
-        if not has_ended and now < waiter.deadline:
+        end = self._buffer.stopping
+        if end is None and now < waiter.deadline:
             return False
         roles, names = self._buffer.roles, waiter.request.generators
         news = m.GeneratorNews(
             num_trained_steps=self._buffer.progress.next_step,
-            ended=has_ended,
+            end=end,
             versions=roles.find_versions(names),
             activities=roles.find_activities(names),
         )

@@ -445,14 +445,14 @@ def test_a_fleet_hears_of_its_own_generators_now_and_then_and_of_the_end_at_once
     watch = m.WatchGenerators(generators=["own", "gone", "never"], wait_s=0.1)
     news = run.client.call(watch, m.GeneratorNews)
     assert news.versions == {"own": 3, "gone": 3} and news.activities == {"own": "scoring"}
-    assert not news.ended and news.num_trained_steps == 0
+    assert news.end is None and news.num_trained_steps == 0
     watcher = run.client.open_another()
     number = watcher.send_request(m.WatchGenerators(generators=["own"], wait_s=3600.0))
     assert not run.status().ended
     run.client.call(m.StopRun(reason="over"), m.Acknowledged)
     while not (answers := list(watcher.receive_answers(30.0))):
         pass
-    assert [(one.number, one.reply.ended) for one in answers] == [(number, True)]  # type: ignore[union-attr]
+    assert [(one.number, one.reply.end) for one in answers] == [(number, "over")]  # type: ignore[union-attr]
     watcher.close()
 
 

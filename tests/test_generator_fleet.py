@@ -38,7 +38,7 @@ def test_a_buffer_that_does_not_answer_is_named_once_and_once_more_when_it_does(
         server.stop()
         thread.join(60)
         client.close()
-    assert not news.ended and said[1:] == [f"{server.address} answers again, after 38 s"]
+    assert news.end is None and said[1:] == [f"{server.address} answers again, after 38 s"]
 
 
 @pytest.mark.parametrize("error", [BufferGone("no answer from the buffer"), RefusedByBuffer("not welcome")])

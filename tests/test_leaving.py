@@ -19,6 +19,7 @@ from runs import ROOT
 
 from buffers import messages as m
 from buffers.client import BufferClient
+from buffers.driver_messages import RUN_OVER
 from buffers.keys import KeyRole, make_keys
 from buffers.run_status import RunStatus
 from buffers.server import BufferServer
@@ -195,10 +196,12 @@ def test_a_fleet_hears_of_the_end_of_the_run_while_it_starts(tmp_path: Path) -> 
         fleet = subprocess.Popen(command, cwd=ROOT, **pipes)
         first = fleet.stdout.readline()
         client = BufferClient(server.address)
-        client.call(m.StopRun(reason="over"), m.Acknowledged)
+        client.call(m.StopRun(reason="SIGTERM"), m.Acknowledged)
         out, _ = fleet.communicate(timeout=300)
-        assert "is at step 0; starting 2 generators" in first and out == "the run is over\n"
-        assert fleet.returncode == 0
+        assert "is at step 0; starting 2 generators" in first
+        sentence = "the run has ended before its last step (SIGTERM): start this again when it is resumed\n"
+        assert (fleet.returncode, out) == (1, sentence), "so that it is started again"
+        server.buffer.stopping = RUN_OVER
         late = subprocess.run(command, cwd=ROOT, timeout=300, **pipes)
         assert (late.returncode, late.stdout) == (0, "the run is over\n"), "and it starts none afterwards"
         client.close()

@@ -16,6 +16,7 @@ import xxhash
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, KeysRefused, RefusedByBuffer
+from buffers.driver_messages import RUN_OVER
 from buffers.role_registry import FETCHING
 from configs.schema import Config
 from slipstream.answers import FirstAnswers
@@ -107,8 +108,8 @@ class GeneratorFleet:
             news = self._fetch_first_news(client)
         except (BufferGone, RefusedByBuffer) as error:
             raise ValueError(f"buffer.address must be a running buffer's, got {address}: {error}") from error
-        if news.ended:
-            return self._tell_end()
+        if news.end is not None:
+            return self._tell_end(news)
         self._say(f"{address} is at step {news.num_trained_steps}; starting {len(self._names)} generators")
         show_stacks_of_driver(self._logs)
         try:
@@ -155,7 +156,7 @@ class GeneratorFleet:
         while ends and not self._signals.received:
             with self._signals.interruptible():
                 news = watch.wait_for_news(LOOK_EVERY_S)
-            is_over = news is not None and news.ended
+            is_over = news is not None and news.end is not None
             for end in [] if is_over else wait_for_results(list(ends), 1, 0.0, self._signals):
                 name = ends.pop(end)
                 if get_result(end, name, places.read_log_end):
@@ -166,7 +167,7 @@ class GeneratorFleet:
             if is_over:
                 # Those that have joined hear it too; those that still start an engine need not finish that.
                 wait_for_results(list(ends), len(ends), LEAVE_S, self._signals)
-                return self._tell_end()
+                return self._tell_end(news or watch.wait_for_news(LEAVE_S))
             self._answers.check_silent_roles()
             if news is not None:
                 self._note_joined(news.versions)
@@ -204,6 +205,12 @@ class GeneratorFleet:
             self._told_at = time.monotonic()
             self._say(next((one for one in fetching if one.endswith("%")), fetching[0]))
 
-    def _tell_end(self) -> int:
-        self._say("the run is over")
-        return 0
+    def _tell_end(self, news: m.GeneratorNews | None) -> int:
+        """Says how the run has ended. Returns the exit status, by which whoever started this command knows
+        whether the run may go on."""
+        end = "its buffer is gone" if news is None else news.end
+        if end == RUN_OVER:
+            self._say(RUN_OVER)
+            return 0
+        self._say(f"the run has ended before its last step ({end}): start this again when it is resumed")
+        return 1

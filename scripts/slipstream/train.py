@@ -30,6 +30,7 @@ from pathlib import Path
 
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, RefusedByBuffer
+from buffers.driver_messages import RUN_OVER
 from configs.buffer import Durability
 from configs.disk import DiskFull, is_disk_full
 from configs.help import format_help
@@ -160,7 +161,7 @@ class Run:
                 try:
                     status, news = self._watch_run(buffer, learner)
                 finally:
-                    self._wind_up(buffer)
+                    self._wind_up(buffer, RUN_OVER if status == "finished" else "it has failed")
         except Interrupted:
             status = "interrupted"
         except (RoleFailed, BufferGone, RefusedByBuffer, ValueError) as error:
@@ -311,10 +312,10 @@ class Run:
         learner.start(step, self._answers)
         return news
 
-    def _wind_up(self, buffer: BufferKeeper) -> None:
-        """Lets the generators leave by themselves, then the buffer. The end of the cluster kills a role that
-        is too slow."""
-        buffer.stop_run("the run is over")
+    def _wind_up(self, buffer: BufferKeeper, why: str) -> None:
+        """Tells the generators `why` the run ends and lets them leave by themselves, then the buffer. The end
+        of the cluster kills a role that is too slow."""
+        buffer.stop_run(why)
         deadline = time.monotonic() + LEAVE_S
         generators = self._generators.ends
         wait_for_results(generators, len(generators), LEAVE_S, self._signals)

@@ -36,7 +36,7 @@ PATIENCE_S = 400.0
 """Seconds that anything may take before the harness gives up. It is far more than anything takes."""
 RIGHTLY_ENDED = {
     # its run has failed, and goes on when it is resumed
-    "the run is over": 0,
+    "the run has ended before its last step": 1,
     # there was no buffer when it began, nor within a minute after that
     "buffer.address must be a running buffer's": 2,
     "to JoinRun in": 1,
