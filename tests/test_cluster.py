@@ -4,8 +4,11 @@ import os
 import time
 
 import psutil
+import pytest
+from ray._private import services
 
 from slipstream.cluster import AGENT, start_node
+from slipstream.role_failures import RoleFailed
 
 
 def test_agents_end_with_a_raylet_that_is_killed() -> None:
@@ -23,3 +26,17 @@ def test_agents_end_with_a_raylet_that_is_killed() -> None:
         assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
     finally:
         node.kill_all_processes(check_alive=False, allow_graceful=True)
+
+
+def test_a_ray_that_does_not_start_is_told_in_a_sentence_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = {process.pid for process in psutil.Process().children(recursive=True)}
+    monkeypatch.setattr(services, "RAYLET_EXECUTABLE", "/bin/false")
+    with pytest.raises(
+        RoleFailed, match="^Ray must start on this host within 120 s, and its raylet has died$"
+    ):
+        start_node(num_cpus=1)
+    left = [one for one in psutil.Process().children(recursive=True) if one.pid not in own]
+    _, alive = psutil.wait_procs(left, timeout=60)
+    assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]

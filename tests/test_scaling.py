@@ -125,6 +125,8 @@ class RecordedGenerators:
 
     def note_versions(self, status: RunStatus) -> None: ...
 
+    def forget_lost(self) -> None: ...
+
     def give_up(self, name: str, why: str) -> None:
         del self.newcomers[name]
         self.training.remove(name)

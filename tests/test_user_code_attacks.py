@@ -22,6 +22,7 @@ from generators.user_code import process_tree
 from generators.user_code.errors import CallFailed, TaskRefused, UserCodeError, WorkerDied
 from generators.user_code.pool import UserCodePool, WorkerLimits
 from generators.user_code.process_control import find_children, list_children
+from generators.user_code.process_orders import Notice, WorkerStarted
 from generators.user_code.user_worker import UserWorker
 from generators.user_code.worker_limits import raise_descriptor_limit
 
@@ -406,6 +407,10 @@ def test_more_workers_than_the_host_has_open_files_for_are_refused(monkeypatch: 
 def test_cancelled_takes_lose_no_worker_and_no_place() -> None:
     async def play(pool: UserCodePool) -> None:
         rng = random.Random(0)
+        first = await pool.take_worker()
+        guard = psutil.Process(first.pid).parent()
+        assert guard is not None
+        pool.return_worker(first)
 
         async def take_for_a_while() -> None:
             worker = await pool.take_worker()
@@ -427,13 +432,36 @@ def test_cancelled_takes_lose_no_worker_and_no_place() -> None:
         workers = await asyncio.gather(*(pool.take_worker() for _ in range(4)))
         scores = await asyncio.gather(*(score(worker, "four") for worker in workers))
         assert {one["components"]["pid"] for one in scores} == {worker.pid for worker in workers}
-        guard = psutil.Process(workers[0].pid).parent()
-        assert guard is not None
-        for worker in workers:
+        for worker in workers:  # one in which much has hopped may be gone already
             await worker.kill()
         assert [process.name() for process in guard.children(recursive=True)] == ["slip-template"]
 
     run_with_pool(play, max_workers=4)
+
+
+def test_a_take_that_is_cancelled_as_its_worker_begins_keeps_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cancelled: list[asyncio.Task[UserWorker]] = []
+    take_notice = process_tree.ProcessTree._take_notice
+
+    def take_and_cancel(tree: process_tree.ProcessTree, notice: Notice | None) -> None:
+        take_notice(tree, notice)
+        if isinstance(notice, WorkerStarted) and cancelled:
+            cancelled[0].cancel()
+
+    async def play(pool: UserCodePool) -> None:
+        held = await pool.take_worker()
+        cancelled.append(asyncio.create_task(pool.take_worker()))
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled[0]
+        async with asyncio.timeout(60):
+            while pool.num_workers > 1:
+                await asyncio.sleep(0.01)
+        assert held.is_alive and pool.counts.kills == 1
+
+    monkeypatch.setattr(process_tree.ProcessTree, "_take_notice", take_and_cancel)
+    run_with_pool(play, max_workers=2)
 
 
 HOSTILE_MODULES = {

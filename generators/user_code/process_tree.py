@@ -139,6 +139,10 @@ class ProcessTree:
         try:
             async with asyncio.timeout(_FORK_S):
                 error = await forked
+        except asyncio.CancelledError:
+            if worker.pid is not None:  # it was forked at the very moment
+                worker.begin_kill()
+            raise
         except TimeoutError:
             self._kill_template()
             raise WorkerDied(

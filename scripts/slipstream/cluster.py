@@ -4,6 +4,7 @@ at `cluster.address`."""
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -16,6 +17,10 @@ from generators import tasks
 from slipstream import agent, newborn
 from slipstream.nursery import FOLDER, Stage, run_nursery
 
+START_S = 120.0
+"""Seconds that Ray's own processes may take to start, each."""
+LOOK_S = 0.02
+"""Seconds after which they are looked at again."""
 WORKER = Path(newborn.__file__)
 AGENT = Path(agent.__file__)
 DASHBOARD_AGENT, OTHER_AGENT = "--dashboard_agent_command=", "--runtime_env_agent_command="
@@ -95,6 +100,8 @@ def run_cluster(config: Config) -> Iterator[None]:
 
     # Ray counts a processor for each role. As many more may join as the host has (`scripts/scale.sh`).
     room = num_roles + (os.cpu_count() or 1)
+    # A busy host needs longer than Ray's 30 s.
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", f"{START_S:.0f}")
     global _own_node
     node: Any = None if config.cluster.address else start_node(room)
     _own_node = node
@@ -149,14 +156,34 @@ def start_node(
 
     It is the node that `ray.init(address="local")` starts, less the dashboard and its agent, the log monitor
     and the autoscaler's monitor: they cost 5 s of a processor, and none of them has anything to do here.
+
+    Raises RoleFailed where it does not start within `START_S`.
     """
     from ray._private import services
     from ray._private.node import Node
     from ray._private.parameter import RayParams
+    from ray._private.state import GlobalState
+
+    from slipstream.role_failures import RoleFailed
 
     class QuietNode(Node):
         def start_api_server(self, **options: Any) -> None:
             pass
+
+        def start_ray_processes(self) -> None:
+            super().start_ray_processes()
+            dead, deadline = list[str](), time.monotonic() + START_S
+            state = GlobalState()
+            state._initialize_global_state(services._get_gcs_client_options(self.gcs_address))
+            # Ray itself waits for 30 s, and does not see that its raylet has died.
+            while not dead and time.monotonic() < deadline:
+                if any(node["NodeID"] == self._node_id for node in state.node_table()):
+                    return
+                time.sleep(LOOK_S)
+                dead = [name for name, _ in self.dead_processes()]
+            self.kill_all_processes(check_alive=False, allow_graceful=False)
+            why = f"its {' and '.join(dead)} has died" if dead else "it has not"
+            raise RoleFailed(f"Ray must start on this host within {START_S:.0f} s, and {why}")
 
         def start_raylet(self, *arguments: Any, **options: Any) -> None:
             own = f"{sys.executable} -S {AGENT} {self._session_dir} {self._node_id}"

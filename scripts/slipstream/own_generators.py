@@ -52,17 +52,18 @@ class OwnGenerators:
         same time."""
         self._deadlines: dict[str, float] = {}
         """Time of the clock at which each generator that is to leave is killed."""
-        self._next_number = config.generators.count
+        self._next_numbers = {"generator": config.generators.count, "evaluator": config.eval.generators}
         self._num_started = 0
         self.training: list[str] = []
         """Names of those that train and are not to leave, the newest last."""
+        self.evaluating: list[str] = []
         self.newcomers: dict[str, float] = {}
         """Those that were added and have not loaded a version yet -> time of the clock at which they were. If
         one fails, the run goes on."""
         self.failure = ""
         """Why a newcomer has failed last."""
-        self.num_lost = 0
-        """Those that were lost with their nodes, and in whose places none has started yet."""
+        self._num_lost = {"generator": 0, "evaluator": 0}
+        """By kind, those that were lost with their nodes, and in whose places none has started yet."""
         self._looked_at = float("-inf")
         """Time of the clock at which lost ones were looked for."""
         self._actors = {name: places.start_generator(name) for name in config.engine_names}
@@ -88,8 +89,7 @@ class OwnGenerators:
         self._address = address
         for number, (name, actor) in enumerate(self._actors.items()):
             evaluates = number >= self._config.generators.count
-            if not evaluates:
-                self.training.append(name)
+            (self.evaluating if evaluates else self.training).append(name)
             start = partial(self._start, name, actor, evaluates)
             if self._places.find_place(name).beside_rank:
                 self._starts_after_learner.append(start)
@@ -117,14 +117,14 @@ class OwnGenerators:
     def add(self, number: int) -> None:
         """Starts so many more for training. Raises ValueError, with the arithmetic, or
         RoleFailed where they have no room, and Interrupted."""
-        for name in self._start_more(number):
+        for name in self._start_more("generator", number):
             self.newcomers[name] = time.monotonic()
 
-    def _start_more(self, number: int) -> list[str]:
-        """Does what `add` does; returns their names."""
-        names = [f"generator-{self._next_number + more}" for more in range(number)]
+    def _start_more(self, kind: str, number: int) -> list[str]:
+        """Starts so many more of a kind, `generator` or `evaluator`, as `add` does; returns their names."""
+        names = [f"{kind}-{self._next_numbers[kind] + more}" for more in range(number)]
         self._places.add_seats(names, on_all_nodes=self._network.reaches_all_nodes)
-        self._next_number += number
+        self._next_numbers[kind] += number
         try:
             for name in names:
                 self._network.keys.find_folder(name)  # a node that does not answer is found now
@@ -133,8 +133,8 @@ class OwnGenerators:
                 self._places.give_back_seat(name)
             raise
         for name in names:
-            self._start(name, self._places.start_generator(name), evaluates=False)
-            self.training.append(name)
+            self._start(name, self._places.start_generator(name), evaluates=kind == "evaluator")
+        (self.evaluating if kind == "evaluator" else self.training).extend(names)
         return names
 
     def let_newest_leave(self, number: int) -> None:
@@ -180,7 +180,7 @@ class OwnGenerators:
         except RoleFailed as error:
             if name in self.newcomers:
                 self.failure = str(error)
-            elif name in self.training and self._places.is_out_of_reach(name):
+            elif name in [*self.training, *self.evaluating] and self._places.is_out_of_reach(name):
                 self._note_lost(name)
             elif name not in self._deadlines:
                 raise
@@ -196,7 +196,7 @@ class OwnGenerators:
     def _lose_with_nodes(self) -> list[str]:
         """Gives up the generators whose nodes Ray has given up, and returns their names. Ray would start them
         on the same node only, and a node that comes back is another one to Ray."""
-        gone = set(self._places.find_lost_engines()).intersection(self.training)
+        gone = set(self._places.find_lost_engines()).intersection([*self.training, *self.evaluating])
         ends = [(end, name) for end, name in self._ends.items() if name in gone]
         for end, name in ends:
             self._note_lost(name)
@@ -204,28 +204,35 @@ class OwnGenerators:
         return [name for _, name in ends]
 
     def _note_lost(self, name: str) -> None:
-        self.num_lost += 1
+        self._num_lost["evaluator" if name in self.evaluating else "generator"] += 1
         node = self._places.find_node(name)
         self._say(f"{name} is lost with {node}: another starts as soon as a node has room")
 
     def _replace_lost(self) -> None:
         """Starts others in the places of those that are lost, as far as there is room now. Raises
         Interrupted."""
-        while self.num_lost:
-            try:
-                (name,) = self._start_more(1)
-            except (ValueError, RoleFailed):
-                return
-            self.num_lost -= 1
-            self._say(f"{name} starts on {self._places.find_node(name)}")
+        for kind in self._num_lost:
+            while self._num_lost[kind]:
+                try:
+                    (name,) = self._start_more(kind, 1)
+                except (ValueError, RoleFailed):
+                    return
+                self._num_lost[kind] -= 1
+                self._say(f"{name} starts on {self._places.find_node(name)}")
+
+    def forget_lost(self) -> None:
+        """Starts no others in the places of those that train and are lost: an order says how many there are
+        to be."""
+        self._num_lost["generator"] = 0
 
     def _drop(self, end: Any, name: str) -> None:
         """Forgets a generator that has ended, or is given up."""
         del self._ends[end]
         self._deadlines.pop(name, None)
         self.newcomers.pop(name, None)
-        if name in self.training:
-            self.training.remove(name)
+        for names in (self.training, self.evaluating):
+            if name in names:
+                names.remove(name)
         self._places.end_generator(name)
 
     def give_up(self, name: str, why: str) -> None:

@@ -53,7 +53,8 @@ class GeneratorScaling:
     def _begin(self, asked: Scaling, status: RunStatus) -> None:
         generators, running = self._generators, len(self._generators.training)
         self._order = structs.replace(asked, progress=self._count())
-        generators.failure, generators.num_lost = "", 0
+        generators.failure = ""
+        generators.forget_lost()
         if generators.waits_for_learner:
             self._order = None  # they are started first
         elif asked.count == 0 and not find_others(status, generators):
