@@ -193,6 +193,18 @@ def test_on_one_node_nothing_changes(tmp_path: Path) -> None:
     assert network.keys.find_folder("generator-0") is None and list(tmp_path.iterdir()) == []
 
 
+def test_on_one_node_that_others_reach_all_lives_of_the_learner_serve_at_one_port(tmp_path: Path) -> None:
+    network = make_network(tmp_path, TwoNodes(), f"buffer.address=tcp://{HERE}:7980", "sync.transport=tcp")
+    addresses = set[str | None]()
+    for _ in range(2):
+        placed, _ = network.place_learner(network.config)
+        addresses.add(placed.weights_address)
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as weights:
+            weights.bind(placed.weights_address or "")
+    (address,) = addresses
+    assert address is not None and address.startswith(f"tcp://{HERE}:") and not address.endswith(":0")
+
+
 # ---- ranks out of reach
 
 

@@ -7,12 +7,14 @@ other node that holds roles gets a copy of what its roles need.
 """
 
 import dataclasses
+import socket
 from pathlib import Path
 
 from buffers.keys import KeyRole, make_keys
 from configs.addresses import host_of, is_beyond_loopback, names_no_host
 from configs.buffer import BufferConfig
 from configs.schema import Config
+from slipstream.buffer_keeper import reserve_port
 from slipstream.cluster_nodes import ClusterNode
 from slipstream.node_agents import NodeAgent
 from slipstream.role_places import RolePlaces
@@ -70,6 +72,9 @@ class RunNetwork:
         buffer = dataclasses.replace(buffer, keys=self.keys.find_folder("buffer"))
         self.config = dataclasses.replace(config, buffer=buffer)
         """The configuration of the buffer, and of all who join by it."""
+        self._weights: tuple[str, socket.socket | None] | None = None
+        """Where the weights are served for all lives of a learner beside the driver, and what keeps the
+        port."""
 
     def _choose_buffer_address(self, config: Config) -> str:
         places = self._places
@@ -121,6 +126,10 @@ class RunNetwork:
             is_named = node.name == places.driver_node and not names_no_host(address)
             at = host_of(address) if is_named else node.address
             sync = dataclasses.replace(sync, address=f"tcp://{at}:{self._keep_port(node, 'weights', ports)}")
+        elif self._is_open and not places.spans_nodes and config.weights_address is not None:
+            # Fetches that are under way when the learner dies go on with its next life.
+            self._weights = self._weights or reserve_port(config.weights_address)
+            sync = dataclasses.replace(sync, address=self._weights[0])
         # A rank of the life before that is out of reach must not meet those of this one.
         if len({place.node for place in places.division.ranks}) > 1:
             meeting = f"{node.address}:{self._keep_port(node, 'ranks', ports, anew=True)}"
