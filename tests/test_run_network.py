@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import zmq
+from runs import SIMULATED
 from zmq import auth
 
 from buffers.keys import make_keys, start_authenticator
 from buffers.run_status import RoleState
 from configs.load import load_config
-from slipstream import run_network, supervisor
+from slipstream import preparation, run_network, supervisor
 from slipstream.cluster_nodes import ClusterNode
 from slipstream.node_agents import NodeAgent
 from slipstream.role_failures import RoleFailed
@@ -183,6 +184,16 @@ def test_all_lives_of_a_learner_find_ports_in_the_smallest_range_and_no_other_ru
         assert placed.sync.address == f"tcp://{HERE}:{first + 1}", "the same in all lives"
         seen.append(meeting)
     assert seen == [f"tcp://{HERE}:{first + number}" for number in (2, 3, 2, 3)]
+
+
+def test_folders_are_where_the_command_was_given_on_nodes_whose_roles_work_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders = ["sync.transport=disk", "sync.folder=weights"]
+    config, _, _ = preparation.prepare_run(load_config([*SIMULATED, *folders, "run.name=run"]))
+    placed = preparation._place_folders(load_config(["algo=ppo", "algo.critic.path=critic"]))
+    assert config.sync.folder == f"{tmp_path}/weights" and placed.algo.critic.path == f"{tmp_path}/critic"
 
 
 def test_on_one_node_nothing_changes(tmp_path: Path) -> None:

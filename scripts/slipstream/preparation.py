@@ -63,6 +63,7 @@ def prepare_run(
     configuration, for what cannot be.
     """
     check_own_trackers(config)
+    config = _place_folders(config)
     if config.run.resume is not None:
         folder = Path(config.run.resume)
         step = _find_resume_step(config, folder)
@@ -185,6 +186,18 @@ def _make_absolute(config: Config) -> Config:
         config.data, train=make_absolute(config.data.train), eval=make_absolute(config.data.eval)
     )
     return dataclasses.replace(config, data=data, reward=place_functions(config.reward))
+
+
+def _place_folders(config: Config) -> Config:
+    """Returns the configuration with absolute folders of the critic and of snapshots: on a cluster, roles
+    work where the node's Ray was started."""
+    algo, sync = config.algo, config.sync
+    if algo.critic.path is not None:
+        path = str(Path(algo.critic.path).absolute())
+        algo = dataclasses.replace(algo, critic=dataclasses.replace(algo.critic, path=path))
+    if sync.folder is not None:
+        sync = dataclasses.replace(sync, folder=str(Path(sync.folder).absolute()))
+    return dataclasses.replace(config, algo=algo, sync=sync)
 
 
 def _check_reward(config: Config) -> None:
