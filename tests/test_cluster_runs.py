@@ -150,20 +150,26 @@ def test_a_learner_on_a_host_that_is_lost_goes_on_from_its_checkpoint_on_another
     assert_accounts_close(summary)
 
 
-def test_a_generator_whose_host_is_lost_is_replaced_as_soon_as_a_node_has_room(cluster: RayOnHosts) -> None:
+def test_generators_whose_host_is_lost_are_replaced_as_soon_as_a_node_has_room(cluster: RayOnHosts) -> None:
     run = cluster.launch(
         "replaced", *SIMULATED, "run.name=replaced", "run.steps=100000", "learner.checkpoint_every=5",
         "placement.generators.host=host-3", "generators.max_restarts=0",
+        "eval.prompts=4", "eval.every=5", "eval.generators=1",
     )  # fmt: skip
     checkpoints, third = cluster.folder / "replaced" / "checkpoints", cluster.hosts[2]
     run.wait_for(lambda: list(checkpoints.glob("step_*")), "checkpoint")
     for process in third.list_processes():
         if process.name() == "raylet":
             process.kill()
-    run.wait_for(lambda: "generator-0 is lost with host-3 (10.77.0.3)" in run.said, "word of the loss")
+    for name in ("generator-0", "evaluator-0"):
+        run.wait_for(
+            lambda name=name: f"{name} is lost with host-3 (10.77.0.3)" in run.said, "word of a loss"
+        )
     cluster.start_node(third)
-    run.wait_for(lambda: "generators joined: generator-1" in run.said, "another generator")
-    assert "generator-1 starts on host-3 (10.77.0.3)" in run.said
+    for name in ("generator-1", "evaluator-1"):
+        joined = re.compile(f"generators joined: .*{name}")
+        run.wait_for(lambda joined=joined: joined.search(run.said), f"word of {name}")
+        assert f"{name} starts on host-3 (10.77.0.3)" in run.said
     newest = find_newest_step(checkpoints)
     run.wait_for(lambda: find_newest_step(checkpoints) > newest + 10, "steps with it")
     run.interrupt()
@@ -171,3 +177,4 @@ def test_a_generator_whose_host_is_lost_is_replaced_as_soon_as_a_node_has_room(c
     cluster.wait_until_clean()
     summary = json.loads((cluster.folder / "replaced" / "summary.json").read_text())
     assert_accounts_close(summary)
+    assert max(one["version"] for one in summary["evaluations"]) > newest, "by the other evaluator"
