@@ -8,16 +8,17 @@ from configs.rules import Rule
 def is_tcp_address(address: str) -> bool:
     scheme, _, place = address.partition("://")
     host, _, port = place.rpartition(":")
-    return scheme == "tcp" and bool(host) and port.isdigit() and int(port) <= 65535
+    return scheme == "tcp" and bool(host) and ":" not in host and port.isdigit() and int(port) <= 65535
 
 
 def is_ipc_address(address: str) -> bool:
     return address.startswith("ipc://") and len(address) > len("ipc://")
 
 
-TCP_ADDRESS = Rule("tcp://HOST:PORT", is_tcp_address)
+TCP_ADDRESS = Rule("tcp://HOST:PORT (HOST: a name or an IPv4 address)", is_tcp_address)
 TCP_OR_IPC_ADDRESS = Rule(
-    "tcp://HOST:PORT or ipc://PATH", lambda address: is_tcp_address(address) or is_ipc_address(address)
+    "tcp://HOST:PORT (HOST: a name or an IPv4 address) or ipc://PATH",
+    lambda address: is_tcp_address(address) or is_ipc_address(address),
 )
 
 

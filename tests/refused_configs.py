@@ -158,7 +158,9 @@ buffer.address=tcp://0.0.0.0:5555
 role=generators buffer.address=tcp://10.0.0.7:5555
     buffer.keys must name a folder of keys .*10.0.0.7:5555
 buffer.address=nowhere
-    buffer.address must be tcp://HOST:PORT or ipc://PATH, got 'nowhere'
+    buffer.address must be tcp://HOST:PORT .* or ipc://PATH, got 'nowhere'
+buffer.address=tcp://fd00::1:5555
+    buffer.address must be tcp://HOST:PORT .* an IPv4 address\) or ipc://PATH, got 'tcp://fd00::1:5555'
 role=generators
     role=generators must name the buffer to join
 sync.folder=/tmp/w
@@ -168,7 +170,7 @@ sync.bucket_mb=0
 sync.address=tcp://0.0.0.0:5556
     sync.address must name a host
 sync.address=10.0.0.7
-    sync.address must be tcp://HOST:PORT, got '10.0.0.7'
+    sync.address must be tcp://HOST:PORT .*, got '10.0.0.7'
 run.name=a/b
     run.name must be a plain folder name, got 'a/b'
 """)

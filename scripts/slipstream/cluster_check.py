@@ -72,7 +72,12 @@ def join_cluster(address: str) -> None:
     except OSError as error:
         raise ConnectionError(f"{found} cannot be reached: {error.strerror or error}") from None
     ray.init(address=found, log_to_driver=False, logging_level="CRITICAL")
+    addresses = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
     ray.shutdown()
+    if longer := [address for address in addresses if ":" in address]:
+        raise ValueError(
+            f"its nodes must have IPv4 addresses (`ray start --node-ip-address=...`), got {', '.join(longer)}"
+        )
 
 
 def find_first_cause(error: BaseException) -> BaseException:
