@@ -253,7 +253,7 @@ class Buffer:
     def remove_generator(self, generator: str, error: str | None) -> None:
         """A generator has left; `error` is None when it left in good order."""
         self._release_generator(generator, error)
-        self.roles.remove_generator(generator)
+        self.roles.remove_generator(generator, self._clock())
 
     def _release_generator(self, generator: str, error: str | None) -> None:
         for group, outcome in self.book.leases.release_generator(generator, error):
@@ -403,6 +403,7 @@ class Buffer:
         `curriculum.max_refills` have taught nothing.
         """
         now = self._clock()
+        self.roles.forget_generators(now)
         for group, outcome in self.book.leases.expire_leases(now):
             self.intake.note_lost(group, outcome, "lease expired")
         self.evaluations.expire_leases(now)

@@ -5,6 +5,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -21,6 +22,9 @@ MAX_NAMED = 4
 """Roles that a sentence of the status names."""
 GONE_S = 10.0
 """A role that has not been heard of for longer is not at work, whatever it said last."""
+FORGOTTEN_S = 600.0
+"""A generator that has left, or has not been heard of, for longer is in the status no more, because thousands
+of hosts may come and go in a week. Its totals stay."""
 IDLE_ACTIVITIES = ("waiting", "sampling")
 """Beginnings of activities that are no work of their own. Sampled tokens are counted instead."""
 JOINED, STARTING = "joined", "starting the engine"
@@ -75,9 +79,9 @@ class RoleRegistry:
         goes on."""
         self._heartbeats: OrderedDict[str, LastHeartbeat] = OrderedDict()
         """By role. The role that was heard last is last."""
-        self._left: OrderedDict[str, None] = OrderedDict()
-        """Generators that have left. Their last heartbeats travel over another connection than their farewell
-        and may come after it."""
+        self._left: OrderedDict[str, float] = OrderedDict()
+        """Generators that have left, and when. Their last heartbeats travel over another connection than
+        their farewell and may come after it."""
 
     def begin_life(self, generator: str, now: float, *, evaluates: bool = False) -> None:
         """A generator has joined."""
@@ -117,12 +121,21 @@ class RoleRegistry:
         while len(self._heartbeats) > MAX_ROLES:
             self._heartbeats.popitem(last=False)
 
-    def remove_generator(self, generator: str) -> None:
+    def remove_generator(self, generator: str, now: float) -> None:
         """A generator has left. It is not heard of again before it joins again."""
         self.remove_role(generator)
-        self._left[generator] = None
+        self._left.pop(generator, None)
+        self._left[generator] = now
         while len(self._left) > MAX_GENERATORS:
             self._left.popitem(last=False)
+
+    def forget_generators(self, now: float) -> None:
+        """Forgets the generators that have left, or have not been heard of, for `FORGOTTEN_S`."""
+        left = takewhile(lambda item: now - item[1] > FORGOTTEN_S, self._left.items())
+        silent = takewhile(lambda item: now - item[1].at > FORGOTTEN_S, self._heartbeats.items())
+        # A rank of the learner stays: the run waits for it.
+        for name in [name for name, _ in (*left, *silent) if name in self._lives]:
+            self._presume_ended(name)
 
     def readmit_generator(self, generator: str) -> None:
         """A generator says that it has not left: its life goes on."""
@@ -168,9 +181,14 @@ class RoleRegistry:
         if (counted := self._presumed_ended.pop(generator, None)) is not None:
             self._add_totals(counted, -1)  # it goes on, and its next report holds these totals again
         while len(self._lives) > MAX_GENERATORS:
-            silent = next(iter(self._lives))
-            self._presumed_ended[silent] = self._lives[silent]
-            self._end_life(silent)
+            self._presume_ended(next(iter(self._lives)))
+
+    def _presume_ended(self, generator: str) -> None:
+        """A generator is forgotten. It is counted on if it goes on after all."""
+        self._presumed_ended[generator] = self._lives[generator]
+        self._end_life(generator)
+        self._left.pop(generator, None)
+        self._heartbeats.pop(generator, None)
         while len(self._presumed_ended) > 10 * MAX_GENERATORS:
             self._presumed_ended.popitem(last=False)
 
@@ -268,7 +286,7 @@ def describe_long_waits(states: dict[str, RoleState], told: str = "waiting") -> 
     }
     words = [
         f"{name}: not heard of for {state.last_heard_s:.0f} s (then: {state.activity})"
-        for name, state in sorted(silent.items(), key=lambda item: -item[1].last_heard_s)
+        for name, state in sorted(silent.items(), key=lambda item: item[1].last_heard_s)
     ] + [
         f"{name}: {state.activity} for {state.activity_s:.0f} s"
         for name, state in sorted(busy.items(), key=lambda item: -item[1].activity_s)

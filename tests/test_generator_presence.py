@@ -56,7 +56,7 @@ def test_whoever_falls_silent_comes_back_leaves_or_joins_is_named_once() -> None
         if 20 <= second < 30:
             run.beat("far-2")
         if second == 30:
-            run.registry.remove_generator("far-2")
+            run.registry.remove_generator("far-2", run.now)
         said += [(second, line) for line in run.hear()]
     assert said == [
         (0, "generators joined: far-1"),
@@ -90,9 +90,42 @@ def test_a_thousand_generators_take_a_line_together() -> None:
     (silent,) = run.hear()
     assert silent.endswith("996 more") and run.hear() == []
     for name in names:
-        run.registry.remove_generator(name)
+        run.registry.remove_generator(name, run.now)
     assert run.hear() == ["generators left: far-0000, far-0001, far-0002, far-0003, 996 more"]
     assert run.hear() == [] and not run.presence._seen
+
+
+def test_a_week_of_hosts_that_come_and_go_leaves_neither_names_nor_silence_behind() -> None:
+    """One comes each minute; every second one leaves an hour later, the others vanish."""
+    run = WatchedRegistry("generator-0")
+    run.registry.note_role("learner-0", m.RoleHeartbeat(role="learner-0", activity="training"), 0.0)
+    said: list[str] = []
+    for minute in range(2000):
+        run.now = 60.0 * minute
+        run.registry.begin_life(f"spot-{minute}", run.now)
+        for number in range(max(0, minute - 60), minute + 1):
+            run.beat(f"spot-{number}", alive_s=1.0)
+        if minute > 60 and minute % 2:
+            run.registry.remove_generator(f"spot-{minute - 60}", run.now)
+        run.registry.forget_generators(run.now)
+        said += run.hear()
+    status = run.make_status()
+    assert len(status.generators) < 90 and len(status.roles) < 90 and "learner-0" in status.roles
+    assert len(run.presence._seen) < 90
+    assert status.generator_idle_share == 0.0 and run.registry._ended_totals.alive_s > 1800
+    assert "generators given up: spot-1000" in said and "generators left: spot-1001" in said
+    run.registry.note_role(
+        "generator-0", m.RoleHeartbeat(role="generator-0", activity="sampling"), run.now - 3
+    )
+    assert run.registry.describe_long_waits(run.now).startswith("generator-0: not heard of for 3 s")
+    before = status.weight_updates
+    for _ in range(2):  # one that was given up goes on: it is counted once
+        report = GeneratorReport(updates=7)
+        beat = m.GeneratorHeartbeat(generator="spot-1998", progress={}, report=report, activity="sampling")
+        run.registry.note_generator(beat, run.now)
+        run.now += 700
+        run.registry.forget_generators(run.now)
+        assert run.make_status().weight_updates == before + 7
 
 
 @pytest.fixture
@@ -151,6 +184,41 @@ def test_the_lag_counts_neither_the_silent_nor_those_who_have_left_and_keeps_wha
         "here": {"mean": 1.0, "max": 1},
         "silent": {"mean": 1.0, "max": 1},
         "gone": {"mean": 1.0, "max": 1},
+    }
+
+
+def test_the_lags_of_thousands_who_are_gone_are_added_up_and_trackers_see_their_mean(
+    harness: BufferHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.run_record.MAX_LAGS", 3)
+    monkeypatch.setattr("slipstream.run_record.MAX_LAG_FIGURES", 2)
+    record = RunRecord(load_config(SMALL_RUN), tmp_path, None)
+    harness.publish(0)
+    for step in range(3):
+        for number in (0, 1):
+            beat(harness, f"spot-{2 * step + number}", version=number * step)
+        train_step(harness, step)
+        news = fetch_news(harness)
+        record.record_news(news)
+        for number in (0, 1):
+            harness.client.call(m.LeaveRun(generator=f"spot-{2 * step + number}"), m.Acknowledged)
+    metrics = list_status_metrics(news.status, TokenRates(1.0, 1.0))
+    assert (metrics["weights/lag_mean"], metrics["weights/lag_max"]) == (2.0, 3.0)
+    assert "weights/lag_spot-4" in metrics
+    news.status.generators["third"] = news.status.generators["spot-4"]
+    news.status.roles["third"] = news.status.roles["spot-4"]
+    assert not [
+        name
+        for name in list_status_metrics(news.status, TokenRates(1.0, 1.0))
+        if name.startswith("weights/lag_spot")
+    ]
+    record.close("finished")
+    lag = json.loads((tmp_path / "summary.json").read_text())["weights"]["lag"]
+    assert lag == {
+        "spot-3": {"mean": 1.0, "max": 1},
+        "spot-4": {"mean": 3.0, "max": 3},
+        "spot-5": {"mean": 1.0, "max": 1},
+        "others": {"mean": 4 / 3, "max": 2},
     }
 
 

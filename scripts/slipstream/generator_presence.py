@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from buffers.role_registry import name_some
+from buffers.role_registry import FORGOTTEN_S, name_some
 from buffers.run_status import RunStatus
 
 MISSING_S = 5.0
@@ -59,5 +59,6 @@ class GeneratorPresence:
                 changes["heard of again"].append(f"{name} (after {seen.heard_at - known.heard_at:.0f} s)")
             elif seen.alive_s < known.alive_s:
                 changes["started again"].append(name)
-        changes["left"] += before
+        for name, seen in before.items():
+            changes["given up" if now - seen.heard_at > FORGOTTEN_S else "left"].append(name)
         return [f"generators {what}: {name_some(names)}" for what, names in changes.items() if names]

@@ -289,12 +289,9 @@ def _describe_quarantine(status: RunStatus) -> str:
 
 
 def _describe_silence(status: RunStatus) -> str:
-    silent = [
-        f"{name} not heard of for {role.last_heard_s:.0f} s"
-        for name, role in status.roles.items()
-        if role.last_heard_s > SILENT_S
-    ]
-    return "".join(f"  {words}" for words in silent[:MAX_NAMED])
+    silent = sorted((role.last_heard_s, name) for name, role in status.roles.items())
+    words = [f"{name} not heard of for {s:.0f} s" for s, name in silent if s > SILENT_S]
+    return "".join(f"  {one}" for one in words[:MAX_NAMED])
 
 
 def describe_restarts(**nums: int) -> str:

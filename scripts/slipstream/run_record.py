@@ -28,6 +28,10 @@ from slipstream.throughput import Throughput, TokenRates
 from slipstream.tracking.trackers import Trackers
 
 NUM_AVERAGED = 5
+MAX_LAGS = 1000
+"""Generators whose lags the summary lists. Beyond that, those that are gone are added up as `others`."""
+MAX_LAG_FIGURES = 32
+"""Generators at most for each of which trackers have a figure of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +43,13 @@ class LagAccount:
     """Sum over the steps, in versions."""
     most: int = 0
 
-    def add_step(self, lag: int) -> "LagAccount":
-        return LagAccount(self.num_steps + 1, self.total + lag, max(self.most, lag))
+    def add(self, other: "LagAccount") -> "LagAccount":
+        return LagAccount(
+            self.num_steps + other.num_steps, self.total + other.total, max(self.most, other.most)
+        )
+
+    def summarize(self) -> dict[str, float]:
+        return {"mean": self.total / self.num_steps, "max": self.most}
 
 
 class RunRecord:
@@ -63,6 +72,8 @@ class RunRecord:
         self._publish_s: list[float] = []
         self._lags: dict[str, LagAccount] = {}
         """By generator, over the recorded steps at which it was heard of."""
+        self._other_lags = LagAccount()
+        """The sum of those that are gone and are not listed any more."""
         self._num_restarts = self._num_buffer_restarts = 0
         self._status: RunStatus | None = None
         self._throughput = Throughput(is_resumed=resume_step is not None)
@@ -128,11 +139,21 @@ class RunRecord:
             if (seconds := record.metrics.get("weights/publish_s")) is not None
         ]
         if news.records:
-            for name, lag in measure_lags(news.status).items():
-                self._lags[name] = self._lags.get(name, LagAccount()).add_step(lag)
+            self._note_lags(measure_lags(news.status))
             # Before the summary: a driver that is killed has recorded every step that its summary knows.
             self._trackers.flush_files()
             self._write_summary("running")
+
+    def _note_lags(self, lags: dict[str, int]) -> None:
+        for name, lag in lags.items():
+            self._lags[name] = self._lags.get(name, LagAccount()).add(LagAccount(1, lag, lag))
+        num_over = max(0, len(self._lags) - MAX_LAGS)
+        for name in [name for name in self._lags if name not in lags][:num_over]:
+            self._other_lags = self._other_lags.add(self._lags.pop(name))
+
+    def _summarize_lags(self) -> dict[str, dict[str, float]]:
+        others = {"others": self._other_lags} if self._other_lags.num_steps else {}
+        return {name: lags.summarize() for name, lags in (self._lags | others).items()}
 
     def rewind_to_step(self, step: int) -> None:
         """Voids the records of steps from `step` on: the learner was lost, and trains them again."""
@@ -244,10 +265,7 @@ class RunRecord:
             "prepare_s_mean": news.prepare_s_mean,
             "pause_s_mean": news.pause_s_mean,
             "publish_s_mean": average_or_none(self._publish_s),
-            "lag": {
-                name: {"mean": lags.total / lags.num_steps, "max": lags.most}
-                for name, lags in self._lags.items()
-            },
+            "lag": self._summarize_lags(),
             "digest_checks": news.digest_checks,
             "digest_mismatches": news.digest_mismatches,
         }
@@ -291,7 +309,10 @@ def list_status_metrics(status: RunStatus, rates: TokenRates) -> dict[str, float
     metrics |= {
         f"refused/{reason.replace(' ', '_')}": count for reason, count in status.refused_requests.items()
     }
-    metrics |= {f"weights/lag_{name}": lag for name, lag in measure_lags(status).items()}
+    if lags := measure_lags(status):
+        metrics |= {"weights/lag_mean": sum(lags.values()) / len(lags), "weights/lag_max": max(lags.values())}
+        if len(lags) <= MAX_LAG_FIGURES:
+            metrics |= {f"weights/lag_{name}": lag for name, lag in lags.items()}
     return {name: float(value) for name, value in metrics.items()}
 
 
