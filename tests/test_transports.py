@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,6 +36,7 @@ from sync.transports import messages, server
 from sync.transports.fetcher import Fetcher
 from sync.transports.messages import Chunk, FileGone, GetChunk
 from sync.transports.puller import Puller
+from sync.transports.relay import HostRelay
 from sync.transports.server import SnapshotServer
 from sync.transports.tcp import FetchingEnd
 from sync.weight_source import WeightSource
@@ -308,9 +310,41 @@ def test_a_relay_that_is_gone_or_wrong_is_passed_over(publisher: Publisher, host
     )
 
 
+class ThrottledServer(SnapshotServer):
+    bytes_per_s = 0.0
+
+    def _make_reply(self, request: Any) -> Any:
+        reply, payload = super()._make_reply(request)
+        time.sleep(sum(map(len, payload)) / self.bytes_per_s)
+        return reply, payload
+
+
+@pytest.mark.parametrize("is_publisher_fast", [True, False])
+def test_a_slow_relay_is_left_where_the_publisher_is_far_faster_and_only_there(
+    is_publisher_fast: bool, tmp_path: Path, host: MakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ThrottledServer, "bytes_per_s", 1e5 if is_publisher_fast else 1e6)
+    folder = tmp_path / "weights"
+    server = (SnapshotServer if is_publisher_fast else ThrottledServer)(folder)
+    publisher, weights = Publisher(folder, "life", ends=[server]), {"a": torch.randn(300_000)}
+    try:
+        manifest = publisher.publish_version(0, whole_parts(weights))
+        first, last = host(), host(relay=True, timeout_s=1.0 if is_publisher_fast else 0.2)
+        fetching_end(first.subscriber).relay = HostRelay(first.fetcher, ThrottledServer)
+        announced = announce_elsewhere(publisher, manifest)
+        first.subscriber.prepare_version(announced)
+        assert are_equal(read_tensors(last.subscriber.prepare_version(announced)), weights)
+        chain = server.chains.relays_of(Path(manifest.path).name)
+        assert len(chain) == (1 if is_publisher_fast else 2), "a relay that was left is in it no more"
+        assert not last.fetcher.silent_relays, "the next file is asked of it again"
+    finally:
+        publisher.close()
+
+
 SERVE = """
 import sys, time
 from pathlib import Path
+from typing import Any
 from sync.transports.server import SnapshotServer
 class SlowServer(SnapshotServer):
     def _make_reply(self, request):
@@ -323,6 +357,7 @@ time.sleep(60)
 FETCH = """
 import sys
 from pathlib import Path
+from typing import Any
 from sync.transports import fetcher, messages
 messages.CHUNK_BYTES = 1 << 16
 print(fetcher.Fetcher(Path(sys.argv[1])).fetch_version(sys.argv[2], sys.argv[3]))

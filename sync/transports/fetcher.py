@@ -26,15 +26,22 @@ from sync.spares import (
     retire_version,
 )
 from sync.transports.ends import SecureSocket
-from sync.transports.messages import FILE_NAME, EnlistRelay, GetPatchRoute, PatchRoute, RelayParent
-from sync.transports.puller import ByteRange, KeepBytes, Puller, SilentServer
+from sync.transports.messages import (
+    CHUNK_BYTES,
+    FILE_NAME,
+    EnlistRelay,
+    GetPatchRoute,
+    PatchRoute,
+    RelayParent,
+)
+from sync.transports.puller import FIRST_BYTES, ByteRange, KeepBytes, Puller, SilentServer
 
 log = logging.getLogger("slipstream.weights")
 
 PASSING = (".part", ".chunks", ".patch", ".patching", ".settled", ".unfinished")
 """Endings of files that are needed for a while only."""
-RELAYED_S = 3600.0
-"""Most seconds that a relay may need for the rest of a file; a slower one is passed over."""
+OUTPACED = 4
+"""A relay that would need long is passed over when the publisher sends so many times as fast at present."""
 MAX_PARENTS = 4
 """Most relays that are asked for a file before the publisher itself is."""
 SILENT_S = 600.0
@@ -267,9 +274,10 @@ class Fetcher:
                     self._pull_from_relays(
                         address, name, lambda: arrived.missing_ranges(num_bytes), keep_bytes
                     )
-                patience = {"silence_s": self._timeout_s, "stall_s": self._timeout_s}
-                missing = arrived.missing_ranges(num_bytes)
-                self._puller.pull_ranges(address, name, missing, keep_bytes, **patience)
+                missing, patience_s = arrived.missing_ranges(num_bytes), self._timeout_s
+                self._puller.pull_ranges(
+                    address, name, missing, keep_bytes, silence_s=patience_s, stall_s=patience_s
+                )
         except OSError as error:
             if is_disk_full(error):
                 num_missing = sum(end - begin for begin, end in arrived.missing_ranges(num_bytes))
@@ -289,15 +297,45 @@ class Fetcher:
             if not parent or not find_missing():
                 return
             try:
-                missing = find_missing()
-                least = sum(end - begin for begin, end in missing) * self._timeout_s / RELAYED_S
-                patience = {"silence_s": self._patience_s, "stall_s": self._timeout_s, "least_bytes": least}
-                self._puller.pull_ranges(parent, name, missing, keep, **patience)
+                self._puller.pull_ranges(
+                    parent,
+                    name,
+                    find_missing(),
+                    keep,
+                    silence_s=self._patience_s,
+                    stall_s=self._timeout_s,
+                    is_outpaced=lambda rate: self._is_outpaced(rate, address, name, find_missing(), keep),
+                )
             except TransferFailed as error:
                 log.info("%s; another one is asked", error)
                 if isinstance(error, SilentServer):
                     self.silent_relays[parent] = time.monotonic()
                 parent = self._ask_for_parent(address, name, parent)
+
+    def _is_outpaced(
+        self, rate: float, address: str, name: str, missing: list[ByteRange], keep: KeepBytes
+    ) -> bool:
+        """True for a relay that sends `rate` bytes a second and would need long for the rest, when a piece of
+        that comes from the publisher in less than the `OUTPACED`th part of the time."""
+        if sum(end - begin for begin, end in missing) < rate * self._timeout_s:
+            return False
+        begin, end = missing[-1]
+        piece = max(begin, end - int(min(CHUNK_BYTES, max(FIRST_BYTES, rate)))), end
+        patience_s = min(self._timeout_s, (piece[1] - piece[0]) / rate / OUTPACED)
+        began = time.monotonic()
+        try:
+            self._puller.pull_ranges(
+                address,
+                name,
+                [piece],
+                keep,
+                silence_s=patience_s,
+                stall_s=patience_s,
+                is_outpaced=lambda _: True,
+            )
+        except TransferFailed:
+            return False  # the publisher is slow, too, or has the file no more
+        return time.monotonic() - began < patience_s
 
 
 def _write_at(file: int, data: memoryview, offset: int) -> None:

@@ -6,6 +6,7 @@ arrive slowly. So a chunk arrives every now and then on any link, and a silence 
 """
 
 import contextlib
+import random
 import time
 from collections import deque
 from collections.abc import Callable
@@ -99,18 +100,20 @@ class Puller:
         *,
         silence_s: float,
         stall_s: float,
-        least_bytes: float = 0,
+        is_outpaced: Callable[[float], bool] | None = None,
     ) -> None:
         """Asks for ranges of a file in order, a window of chunks at a time, and hands what arrives to `keep`.
 
         Raises TransferFailed when the file is gone, when nothing at all has been heard for `silence_s`, or
-        when no byte has arrived for `stall_s` from a relay that says that it is still fetching; SilentServer
-        when fewer than `least_bytes` arrive in `stall_s`. Whatever was handed to `keep` stays.
+        when no byte has arrived for `stall_s` from a relay that says that it is still fetching, or when
+        `is_outpaced` is true of the bytes a second so far. It is asked after one to two `stall_s`, and again
+        each time that four times as long has gone by. Whatever was handed to `keep` stays.
         """
         socket, pace = self._connect_to(address), self._pace_of(address)
         left, asked = deque(each for each in missing if each[0] < each[1]), dict[int, int]()
-        arrived_at = judged_at = time.monotonic()
-        num_bytes = 0
+        began = arrived_at = time.monotonic()
+        # By chance, so that of the hosts behind a slow relay few look for another before one has found it.
+        num_bytes, judged_after_s = 0, stall_s * random.uniform(1, 2)
         while left or asked:
             while left and len(asked) < pace.window:
                 begin, end = left.popleft()
@@ -125,18 +128,19 @@ class Puller:
                 num_bytes += len(data)
                 pace.note_chunk(time.monotonic() - arrived_at)
                 arrived_at = time.monotonic()
-                # The rate is judged once in `stall_s`, and not of the very last chunk.
-                if arrived_at - judged_at > stall_s:
-                    if num_bytes < least_bytes and (left or len(asked) > 1):
-                        self.drop_connection(address)
-                        raise SilentServer(
-                            f"only {num_bytes:,} bytes of {name} have come from {address} in {stall_s} s"
-                        )
-                    judged_at, num_bytes = arrived_at, 0
                 # A relay may send fewer bytes than asked for; the rest is asked for again.
                 end, arrived = asked.pop(reply.offset), reply.offset + len(data)
                 if arrived < end:
                     left.appendleft((arrived, end))
+                took_s = arrived_at - began
+                if is_outpaced is not None and took_s > judged_after_s:
+                    judged_after_s = 4 * took_s
+                    if is_outpaced(num_bytes / took_s):
+                        self.drop_connection(address)
+                        raise TransferFailed(
+                            f"only {num_bytes:,} bytes of {name} have come from {address} in {took_s:.1f} s"
+                        )
+                    arrived_at = time.monotonic()
             elif (
                 isinstance(reply, ChunkPending)
                 and reply.offset in asked
