@@ -149,10 +149,12 @@ LEAD = (
 
 def test_slurm_submits_itself_with_options_for_sbatch_and_keys_for_the_run(tmp_path: Path) -> None:
     fake_slurm(tmp_path)
-    done = call_slurm(tmp_path, "-N", "3", "run.steps=5", "+experiment=smoke", "--time=10:00")
+    options, keys = ["-N", "3", "--export", "ALL,A=b", "--comment=a=b"], ["run.steps=5", "+experiment=smoke"]
+    keys += ["++task.args={a: 'b=c'}", "~tracking.trackers", "eval.sets.my-set.task=x"]
+    done = call_slurm(tmp_path, *options, *keys, "--time=10:00")
     script = tmp_path / "scripts/cluster/slurm.sh"
-    wanted = f"sbatch --chdir={tmp_path} -N 3 --time=10:00 {script} run.steps=5 +experiment=smoke\n"
-    assert done.stdout == wanted, done.stderr
+    wanted = " ".join(["sbatch", f"--chdir={tmp_path}", *options, "--time=10:00", str(script), *keys])
+    assert done.stdout == f"{wanted}\n", done.stderr
 
 
 def test_a_dry_run_prints_what_a_job_would_do_and_starts_nothing(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 #   scripts/cluster/slurm.sh --nodes=4 --gpus-per-node=8 --time=24:00:00 key=value ...    submits a job
 #   scripts/cluster/slurm.sh --dry-run --nodes=4 key=value ...                            prints what it would do
 #   sbatch --nodes=4 scripts/cluster/slurm.sh key=value ...                               in the project's folder: the same
-# Options (-...) go to sbatch, keys to scripts/launch.sh. Three minutes before the time limit the run writes a checkpoint, and
+# Options (-...) go to sbatch, keys to scripts/launch.sh (write --comment=A=B: A=B alone is a key). Three minutes before the time limit the run writes a checkpoint, and
 # the job is queued again; so it is when it is preempted or loses its first host. It goes on where it was, under the same name.
 #SBATCH --job-name=slipstream
 #SBATCH --nodes=2
@@ -17,12 +17,11 @@
 set -euo pipefail
 
 dry_run=false options=() overrides=() name='' outputs=outputs
+key='^(\+{0,2}[[:alpha:]_][[:alnum:]_.@/:-]*=|~)'
 for argument in "$@"; do
-  case $argument in
-    --dry-run) dry_run=true ;;
-    [!-]*=*) overrides+=("$argument") ;;
-    *) options+=("$argument") ;; # also the value of the option before it
-  esac
+  if [ "$argument" = --dry-run ]; then dry_run=true
+  elif [[ $argument =~ $key ]]; then overrides+=("$argument")
+  else options+=("$argument"); fi # also the value of the option before it
   case $argument in
     run.name=*) name=${argument#*=} ;;
     run.outputs=*) outputs=${argument#*=} ;;
