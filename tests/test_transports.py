@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch_file
 from weight_ends import fetching_end, locate_manifest, relay_server, server_of
 
+from benchmark_relays import ThrottledServer
 from buffers.keys import make_keys, show_key, start_authenticator
 from sync import patch
 from sync.adapters import PEFT_PREFIX, describe_adapters
@@ -310,20 +310,11 @@ def test_a_relay_that_is_gone_or_wrong_is_passed_over(publisher: Publisher, host
     )
 
 
-class ThrottledServer(SnapshotServer):
-    bytes_per_s = 0.0
-
-    def _make_reply(self, request: Any) -> Any:
-        reply, payload = super()._make_reply(request)
-        time.sleep(sum(map(len, payload)) / self.bytes_per_s)
-        return reply, payload
-
-
 @pytest.mark.parametrize("is_publisher_fast", [True, False])
 def test_a_slow_relay_is_left_where_the_publisher_is_far_faster_and_only_there(
     is_publisher_fast: bool, tmp_path: Path, host: MakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ThrottledServer, "bytes_per_s", 1e5 if is_publisher_fast else 1e6)
+    monkeypatch.setattr(ThrottledServer, "mb_per_s", 0.1 if is_publisher_fast else 1.0)
     folder = tmp_path / "weights"
     server = (SnapshotServer if is_publisher_fast else ThrottledServer)(folder)
     publisher, weights = Publisher(folder, "life", ends=[server]), {"a": torch.randn(300_000)}
@@ -344,7 +335,6 @@ def test_a_slow_relay_is_left_where_the_publisher_is_far_faster_and_only_there(
 SERVE = """
 import sys, time
 from pathlib import Path
-from typing import Any
 from sync.transports.server import SnapshotServer
 class SlowServer(SnapshotServer):
     def _make_reply(self, request):
@@ -357,7 +347,6 @@ time.sleep(60)
 FETCH = """
 import sys
 from pathlib import Path
-from typing import Any
 from sync.transports import fetcher, messages
 messages.CHUNK_BYTES = 1 << 16
 print(fetcher.Fetcher(Path(sys.argv[1])).fetch_version(sys.argv[2], sys.argv[3]))
