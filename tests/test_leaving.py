@@ -37,6 +37,35 @@ with say_farewell(*sys.argv[1:3], sys.argv[3:]):
     time.sleep(3600)
 """
 
+ROLE = """
+import os, signal, sys
+from pathlib import Path
+from types import SimpleNamespace
+os.environ["RAY_RAYLET_PID"] = str(os.getpid())
+from slipstream.roles import GeneratorRole
+
+class ToldGenerator:
+    grace_s = None
+    def leave_within(self, grace_s):
+        self.grace_s = grace_s
+    def run(self):
+        return self.grace_s == 7.0
+
+def join_run(*_, **__):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except BaseException as told:
+        print("swallowed", type(told).__name__, flush=True)
+    return ToldGenerator()
+
+sys.modules["generators.joining"] = SimpleNamespace(join_run=join_run)  # which imports engines
+role = GeneratorRole("g", Path(sys.argv[1]), None, False, 7.0)
+place = SimpleNamespace(memory=None, is_shared=False)
+os._exit(0 if role.run("nowhere", "g", 0, None, place, False) else 1)
+"""
+"""A generator's process that gets SIGTERM while a library starts its engine, which catches all
+exceptions."""
+
 
 @contextmanager
 def serve_buffer(folder: Path, *overrides: str) -> Iterator[BufferServer]:
@@ -87,6 +116,14 @@ def test_a_driver_that_was_killed_leaves_somebody_who_says_farewell_for_its_gene
         wait_for(lambda: list(fetch_status(client).roles) == ["other"])
         wait_for(lambda: not farewell.is_running())
         client.close()
+
+
+def test_a_generator_leaves_although_a_library_that_starts_its_engine_swallows_what_the_signal_raises(
+    tmp_path: Path,
+) -> None:
+    process = subprocess.run([sys.executable, "-c", ROLE, tmp_path], cwd=ROOT, timeout=300)
+    log = (tmp_path / "g.log").read_text()
+    assert process.returncode == 0 and "swallowed ToldToLeave" in log and "g has left: SIGTERM" in log, log
 
 
 class StoppedEngine(SimulatedEngine):

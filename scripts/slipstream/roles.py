@@ -174,6 +174,8 @@ class GeneratorRole(RoleProcess):
             address, name, seed, keys, place.memory, place.is_shared, evaluates=evaluates
         )
         self._joins = False
+        if self._is_leaving:  # a library, or a destructor, has swallowed what the signal raised
+            self._generator.leave_within(self._grace_s)
 
     def _note_sigterm(self, number: int, frame: FrameType | None) -> None:
         """The first one counts: the driver hands on a signal that a scheduler may have sent to all
