@@ -225,7 +225,9 @@ class Buffer:
         self.scaling = Scaling(order=order, count=count)
 
     def note_scaling(self, scaling: Scaling) -> None:
-        """The driver says how far it is with a change."""
+        """The driver says how far it is with a change. It may not have heard of an order that came after."""
+        if scaling.ended and self.scaling is not None and self.scaling.order != scaling.order:
+            return
         self.scaling = scaling
         if scaling.ended and not scaling.failed:
             self.roles.num_wanted = scaling.count + self._config.eval.generators

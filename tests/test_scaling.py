@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 from buffer_harness import SMALL_RUN, BufferHarness
+from msgspec import structs
 from runs import ROOT, SIMULATED, StartedRun, assert_accounts_close
 
+import slipstream.scale
 from buffers import messages as m
 from buffers.client import RefusedByBuffer
 from buffers.run_status import RunStatus, Scaling
 from configs.load import load_config
 from slipstream.run_address import remove_address, write_address
-from slipstream.scale import main
+from slipstream.scale import Gone, follow_order, main
 from slipstream.scaling import GeneratorScaling
 
 
@@ -97,6 +99,7 @@ def test_the_buffer_keeps_one_order_at_a_time_and_learns_of_it_again_from_the_dr
         run.client.call(m.ReportScaling(scaling=done), m.Acknowledged)
         assert run.status().scaling == done
         run.client.call(m.ScaleGenerators(order="b", count=4), m.Acknowledged)
+        run.client.call(m.ReportScaling(scaling=done), m.Acknowledged)  # the driver has not heard of "b" yet
         assert run.status().scaling == Scaling(order="b", count=4)
         run.client.call(m.StopRun(reason="enough"), m.Acknowledged)
         with pytest.raises(RefusedByBuffer, match="told to stop: enough"):
@@ -110,7 +113,7 @@ class RecordedGenerators:
 
     def __init__(self) -> None:
         self.training, self.newcomers, self.leaving = ["generator-0"], dict[str, float](), list[str]()
-        self.failure, self.waits_for_learner = "", False
+        self.failure, self.waits_for_learner, self.forgets_lost = "", False, False
 
     def add(self, number: int) -> None:
         if number > 5:
@@ -120,12 +123,13 @@ class RecordedGenerators:
         self.newcomers |= dict.fromkeys(names, 0.0)
 
     def let_newest_leave(self, number: int) -> None:
-        self.leaving = self.training[-number:]
-        self.training = self.training[:-number]
+        self.leaving = self.training[::-1][:number]
+        self.training = self.training[: len(self.training) - number]
 
     def note_versions(self, status: RunStatus) -> None: ...
 
-    def forget_lost(self) -> None: ...
+    def forget_lost(self) -> None:
+        self.forgets_lost = True
 
     def give_up(self, name: str, why: str) -> None:
         del self.newcomers[name]
@@ -146,8 +150,8 @@ class ScalingDriver:
         assert isinstance(request, m.ReportScaling)
         self.known = request.scaling
 
-    def look(self, *others: str) -> Scaling | None:
-        roles = dict.fromkeys(others)
+    def look(self, *others: str, silent_s: float = 0.0) -> Scaling | None:
+        roles = dict.fromkeys(others, SimpleNamespace(last_heard_s=silent_s))
         status: Any = SimpleNamespace(scaling=self.known, generators=roles, roles=roles, evaluators=[])
         self.scaling.follow(status)
         return self.known
@@ -180,11 +184,16 @@ def test_a_change_that_fails_says_why_and_the_next_one_begins_anew() -> None:
     assert refused is not None and refused.failed and refused.progress.endswith("for these: room for five")
     refused = driver.order("b", 0)
     assert refused is not None and refused.failed and "must be at least 1" in refused.progress
+    driver.known = Scaling(order="b2", count=0)
+    refused = driver.look("far-0", silent_s=20.0)
+    assert refused is not None and refused.failed, "a generator whose host is gone works for nobody"
+    assert not driver.generators.forgets_lost, "those that wait for a node are started later"
     driver.order("c", 2)
+    assert driver.generators.forgets_lost
     driver.now = 301.0
     failed = driver.look()
     assert failed is not None and failed.failed and failed.ended
-    assert failed.progress == "generators of the run: 1; generator-1 has not joined the run within 300 s"
+    assert failed.progress == "generators of the run: 1; generator-1 has not been heard of for 300 s"
     driver.generators.waits_for_learner = True
     assert driver.order("d", 0, "far-0") == Scaling(order="d", count=0), "not before the learner has loaded"
     driver.generators.waits_for_learner = False
@@ -193,6 +202,52 @@ def test_a_change_that_fails_says_why_and_the_next_one_begins_anew() -> None:
     driver.generators.leaving = []
     ended = driver.look("far-0")
     assert ended is not None and ended.ended and not ended.failed
+
+
+def test_a_change_ends_well_with_the_number_that_was_asked_for_alone() -> None:
+    driver = ScalingDriver()
+    same = driver.order("a", 1)
+    assert same == Scaling(order="a", count=1, progress="generators of the run: 1", ended=True)
+    driver.order("b", 3)
+    driver.generators.newcomers.clear()
+    driver.generators.training.remove("generator-0")  # its host was preempted
+    ended = driver.look()
+    assert ended is not None and ended.ended and ended.failed
+    assert ended.progress == "generators of the run: 2; others have left meanwhile"
+
+
+class ScriptedBuffer:
+    """Answers with one status after the other, and notes the orders. The status calls the last of them
+    "own"."""
+
+    def __init__(self, *statuses: Scaling | None) -> None:
+        self.orders: list[str] = []
+        self._statuses = iter(statuses)
+
+    def ask(self, request: m.ScaleGenerators, expect: type[m.Acknowledged]) -> m.Acknowledged:
+        self.orders.append(request.order)
+        return m.Acknowledged()
+
+    def fetch_status(self) -> Any:
+        scaling = next(self._statuses)
+        if scaling is not None and scaling.order == "own":
+            scaling = structs.replace(scaling, order=self.orders[-1])
+        return SimpleNamespace(ended=False, scaling=scaling)
+
+
+def test_a_command_orders_again_what_was_lost_with_the_buffer_and_never_what_another_has_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slipstream.scale, "LOOK_EVERY_S", 0.0)
+    before = Scaling(order="before", count=9, progress="nine", ended=True)
+    started, done = Scaling(order="own", count=2), Scaling(order="own", count=2, progress="two", ended=True)
+    lost: Any = ScriptedBuffer(before, started, None, before, started, done)
+    assert follow_order(lost, 2) == 0
+    assert len(lost.orders) == 3 and len(set(lost.orders)) == 1
+    replaced: Any = ScriptedBuffer(before, started, Scaling(order="after", count=7))
+    with pytest.raises(Gone, match="another change, to 7 generators, has taken the place of this one"):
+        follow_order(replaced, 2)
+    assert len(replaced.orders) == 1
 
 
 def test_what_cannot_be_scaled_is_refused_in_a_sentence(

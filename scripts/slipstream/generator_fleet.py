@@ -33,6 +33,8 @@ from sync.folders import SHARED_MEMORY, sweep_folders
 
 LOOK_EVERY_S = 1.0
 """Seconds after which a fleet looks again whether its generators live."""
+ASK_EVERY_S = 5.0
+"""Seconds after which a generator is asked to leave once more."""
 MAX_WAIT_S = 60.0
 """Seconds for which the buffer lets a request wait at most."""
 NEWS_EVERY_S = 3.0
@@ -185,9 +187,12 @@ class GeneratorFleet:
             "(again: at once)"
         )
         try:
-            for name in ends.values():
-                places.ask_to_leave(name)
-            wait_for_results(list(ends), len(ends), grace_s + LEAVE_S, self._signals)
+            deadline, left = time.monotonic() + grace_s + LEAVE_S, dict(ends)
+            while left and (left_s := deadline - time.monotonic()) > 0:
+                for name in left.values():
+                    places.ask_to_leave(name)  # again: Ray may have started it anew meanwhile
+                for end in wait_for_results(list(left), len(left), min(ASK_EVERY_S, left_s), self._signals):
+                    del left[end]
         except Interrupted:
             self._say("a second signal: the generators leave at once")
 

@@ -58,8 +58,8 @@ class OwnGenerators:
         """Names of those that train and are not to leave, the newest last."""
         self.evaluating: list[str] = []
         self.newcomers: dict[str, float] = {}
-        """Those that were added and have not loaded a version yet -> time of the clock at which they were. If
-        one fails, the run goes on."""
+        """Those that were added and have not loaded a version yet -> time of the clock at which they were
+        started, or last heard of. If one fails, the run goes on."""
         self.failure = ""
         """Why a newcomer has failed last."""
         self._num_lost = {"generator": 0, "evaluator": 0}
@@ -145,36 +145,37 @@ class OwnGenerators:
             self._places.ask_to_leave(name)
 
     def note_versions(self, status: RunStatus) -> None:
-        """Learns which newcomers generate."""
+        """Learns which newcomers generate, and when the others were heard of."""
         for name in list(self.newcomers):
             if (report := status.generators.get(name)) is not None and report.version >= 0:
                 del self.newcomers[name]
+            elif (role := status.roles.get(name)) is not None:
+                self.newcomers[name] = time.monotonic() - role.last_heard_s
 
     def collect_ended(self, is_stopping: bool) -> list[str]:
-        """Forgets the generators that have left, and ends those that were to leave and have not. Returns
-        those of them that could not say so themselves.
+        """Forgets the generators that have ended, and ends those that were to leave and have not. Returns all
+        of them: one that was interrupted may not have said so itself.
 
         Raises RoleFailed for one that has ended otherwise. A newcomer that fails is given up instead.
         """
-        now, silent = time.monotonic(), []
+        now, ended = time.monotonic(), []
         if now - self._looked_at > LOOK_EVERY_S and not is_stopping:
             self._looked_at = now
-            silent = self._lose_with_nodes()
+            ended = self._lose_with_nodes()
             self._replace_lost()
+            for name in self.leaving:
+                self._places.ask_to_leave(name)  # again: Ray may have started it anew meanwhile
         for end, name in list(self._ends.items()):
-            is_late = now > self._deadlines.get(name, now)
-            if is_ready(end):
-                if not self._has_left(end, name, is_stopping):
-                    silent.append(name)
+            has_ended, is_late = is_ready(end), now > self._deadlines.get(name, now)
+            if has_ended:
+                self._check_end(end, name, is_stopping)
+            if has_ended or is_late:
                 self._drop(end, name)
-            elif is_late:
-                silent.append(name)
-                self._drop(end, name)
-        return silent
+                ended.append(name)
+        return ended
 
-    def _has_left(self, end: Any, name: str, is_stopping: bool) -> bool:
-        """True for a generator that has ended and has said so; false for one that has failed and may. Raises
-        RoleFailed where it may not."""
+    def _check_end(self, end: Any, name: str, is_stopping: bool) -> None:
+        """Raises RoleFailed for a generator that has ended and may not."""
         try:
             has_left = get_result(end, name, self._places.read_log_end)
         except RoleFailed as error:
@@ -184,12 +185,14 @@ class OwnGenerators:
                 self._note_lost(name)
             elif name not in self._deadlines:
                 raise
-            return False
+            return
         if not has_left and not is_stopping:
             raise RoleFailed(f"{name} ended before the learner did")
-        if has_left and name not in self._deadlines:
+        if has_left and name in self.evaluating and not is_stopping:
+            self._num_lost["evaluator"] += 1
+            self._say(f"{name} was told to leave (SIGTERM): another starts in its place")
+        elif has_left and name not in self._deadlines:
             self._say(f"{name} was told to leave (SIGTERM): the run goes on without it")
-        return True
 
     # ---- lost with their nodes
 

@@ -168,7 +168,8 @@ class RolePlaces:
             ray.kill(actor)
             return
         with contextlib.suppress(RoleFailed):  # the node does not answer
-            self.agents.ask(found["Address"]["NodeID"], NodeAgent.terminate_process, found["Pid"])
+            node, pid = found["Address"]["NodeID"], found["Pid"]
+            self.agents.ask(node, NodeAgent.terminate_process, pid, answered_s=LISTENING_S)
 
     def end_generator(self, name: str) -> None:
         """Ends the process of a generator that has left. Ray starts none in its place."""

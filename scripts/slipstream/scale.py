@@ -18,6 +18,7 @@ from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, KeysRefused, RefusedByBuffer
 from buffers.keys import KeyRole
 from buffers.message_fields import MAX_GENERATORS, MAX_INT63, WireRecord
+from buffers.run_status import RunStatus
 from configs.addresses import is_tcp_address
 from slipstream.run_address import RunAddress, read_address
 
@@ -30,7 +31,7 @@ R = TypeVar("R", bound=WireRecord)
 
 
 class Gone(RuntimeError):
-    """Raised when the run has ended, or is out of reach."""
+    """Raised when the run has ended, or is out of reach, or follows another order."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -77,6 +78,10 @@ class RunDoor:
                 if time.monotonic() - began > PATIENCE_S:
                     raise Gone(f"no run answers at {self.client.address}: {error}") from None
 
+    def fetch_status(self) -> RunStatus:
+        """Raises as `ask` does."""
+        return self.ask(m.WatchRun(after=MAX_INT63, wait_s=0.0), m.RunNews).status
+
     def _check_driver(self) -> None:
         if self._folder is not None:
             try:
@@ -101,16 +106,19 @@ def follow_order(run: RunDoor, count: int) -> int:
     """Orders the number, and prints what becomes of that. Returns the exit status. Raises Gone,
     RefusedByBuffer, KeysRefused."""
     order, shown = m.ScaleGenerators(order=secrets.token_hex(8), count=count), ""
+    last = run.fetch_status().scaling
     run.ask(order, m.Acknowledged)
     while True:
-        status = run.ask(m.WatchRun(after=MAX_INT63, wait_s=0.0), m.RunNews).status
+        status = run.fetch_status()
         scaling = status.scaling
         if status.ended:
             raise Gone("the run ends, and the change with it")
-        if scaling is None or scaling.order != order.order:
+        if scaling is None or (last is not None and scaling.order == last.order):
             # The buffer was started again before the driver had heard of the order.
             run.ask(order, m.Acknowledged)
             continue
+        if scaling.order != order.order:
+            raise Gone(f"another change, to {scaling.count} generators, has taken the place of this one")
         if scaling.progress != shown:
             shown = scaling.progress
             print(shown, flush=True, file=sys.stderr if scaling.failed else sys.stdout)

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from buffers import messages as m
 from buffers.message_fields import shorten
-from buffers.role_registry import name_some
+from buffers.role_registry import GONE_S, name_some
 from buffers.run_status import RunStatus, Scaling
 from slipstream.answers import GIVEN_UP_S
 from slipstream.own_generators import OwnGenerators
@@ -54,7 +54,6 @@ class GeneratorScaling:
         generators, running = self._generators, len(self._generators.training)
         self._order = structs.replace(asked, progress=self._count())
         generators.failure = ""
-        generators.forget_lost()
         if generators.waits_for_learner:
             self._order = None  # they are started first
         elif asked.count == 0 and not find_others(status, generators):
@@ -63,12 +62,11 @@ class GeneratorScaling:
                 "got 0: it would wait for ever",
                 failed=True,
             )
-        elif asked.count < running:
-            generators.let_newest_leave(running - asked.count)
         elif asked.count > running:
             self._add(asked.count - running)
         else:
-            self._end(self._count())
+            generators.forget_lost()
+            generators.let_newest_leave(running - asked.count)
 
     def _add(self, number: int) -> None:
         running = len(self._generators.training)
@@ -80,19 +78,24 @@ class GeneratorScaling:
                 f"for these: {error}",
                 failed=True,
             )
+        else:
+            self._generators.forget_lost()
 
     def _get_on(self, status: RunStatus) -> None:
+        assert self._order is not None, "an order is under way"
         generators = self._generators
         generators.note_versions(status)
-        for name, since in list(generators.newcomers.items()):
-            if name not in status.generators and self._clock() - since > GIVEN_UP_S:
-                generators.give_up(name, f"{name} has not joined the run within {GIVEN_UP_S:.0f} s")
+        for name, heard_at in list(generators.newcomers.items()):
+            if self._clock() - heard_at > GIVEN_UP_S:
+                generators.give_up(name, f"{name} has not been heard of for {GIVEN_UP_S:.0f} s")
         if generators.newcomers:
             self._tell(f"starting: {name_some([*generators.newcomers])}")
         elif generators.leaving:
             self._tell(f"handing in what they have begun: {name_some(generators.leaving)}")
         elif generators.failure:
             self._end(f"{self._count()}; {generators.failure}", failed=True)
+        elif len(generators.training) != self._order.count:
+            self._end(f"{self._count()}; others have left meanwhile", failed=True)
         else:
             self._end(self._count())
 
@@ -113,4 +116,5 @@ class GeneratorScaling:
 def find_others(status: RunStatus, generators: OwnGenerators) -> list[str]:
     """Returns the generators for training that other commands have started and that are heard of."""
     own = {*generators.training, *generators.leaving, *status.evaluators}
-    return [name for name in status.generators if name in status.roles and name not in own]
+    heard = [name for name, role in status.roles.items() if role.last_heard_s <= GONE_S]
+    return [name for name in heard if name in status.generators and name not in own]
