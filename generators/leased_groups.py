@@ -75,6 +75,7 @@ class LeasedGroups:
         self._waiting: deque[m.Lease] = deque()
         self._playing: dict[int, LeasedGroup] = {}
         """By lease id."""
+        self._is_leaving = False
         self._thread = EpisodeThread()
         try:
             self._thread.start_coroutine(episodes.open()).result()
@@ -180,8 +181,11 @@ class LeasedGroups:
             played.add_done_callback(lambda _: self._wake_loop())
             self._playing[lease.id] = LeasedGroup(lease, progress, time.time(), played, digest)
 
-    def return_waiting_leases(self) -> None:
-        """Gives back the leases that are not begun: others get them at once."""
+    def leave(self) -> None:
+        """Gives back the leases that are not begun: others get them at once. A group that fails from now on
+        does not count as failed: who ends this host may have ended the processes of the task's code
+        already."""
+        self._is_leaving = True
         while self._waiting:
             self._fail_lease(self._waiting.popleft().id, 0, f"{self._generator} leaves", revoked=True)
 
@@ -268,7 +272,7 @@ class LeasedGroups:
     def _report_failure(self, group: LeasedGroup, error: BaseException) -> None:
         self._totals.abandoned_scores += isinstance(error, WorkerDied)
         said = log_failure(log, group.lease, error)
-        self._fail_lease(group.lease.id, group.progress.num_tokens, said)
+        self._fail_lease(group.lease.id, group.progress.num_tokens, said, revoked=self._is_leaving)
 
     def _fail_lease(self, lease_id: int, num_tokens: int, error: str, *, revoked: bool = False) -> None:
         self._client.send_request(

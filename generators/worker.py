@@ -321,7 +321,7 @@ class Generator:
 
     def _begin_groups(self) -> None:
         if self._leave_by is not None:
-            self._groups.return_waiting_leases()
+            self._groups.leave()
         may_begin = self._updates.is_current if self._evaluates else not self._updates.waits_for_idle_engine
         if may_begin:
             self._groups.begin_groups(self._updates.held_version, read_digest(self._updates.held_locator))

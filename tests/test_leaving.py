@@ -29,6 +29,7 @@ from generators.engine import Completion
 from generators.episode import SimulatedEpisodes, SimulatedPrompt
 from generators.simulated_engine import SimulatedEngine
 from generators.task import Score
+from generators.user_code.errors import WorkerDied
 
 DRIVER = """
 import sys, time
@@ -160,6 +161,18 @@ class GatedEngine(SimulatedEngine):
         return super().step()
 
 
+class OrphanedEpisodes(SimulatedEpisodes):
+    """The processes of their task's code are killed when the event is set."""
+
+    def __init__(self) -> None:
+        self.killed = threading.Event()
+
+    async def score_tokens(self, prompt: SimulatedPrompt, tokens: list[int]) -> Score:
+        while not self.killed.is_set():
+            await asyncio.sleep(0.01)
+        raise WorkerDied("was killed by SIGTERM")
+
+
 class WaitingEpisodes(SimulatedEpisodes):
     """Their tool never answers."""
 
@@ -196,6 +209,22 @@ def test_a_generator_that_is_told_to_leave_hands_in_what_it_has_begun_and_return
     assert (status.groups.total, status.groups.trained, status.groups.in_flight) == (12, 4, 4)
     assert {reason for reason, number in status.groups.rejected.items() if number} == {"returned"}
     assert status.tokens.total == status.tokens.trained + status.tokens.in_flight
+
+
+def test_a_group_whose_environment_ends_before_its_generator_has_left_has_not_failed(tmp_path: Path) -> None:
+    """A host that ends sends SIGTERM to all processes, also to those of the task's code."""
+    episodes = OrphanedEpisodes()
+    run = GeneratorRun(load_config([*OVERRIDES, "buffer.max_attempts=1"]), tmp_path, episodes)
+    run.publish_version(0)
+    groups = run.generators[0]._groups
+    wait_for(lambda: groups.is_playing and groups.activity == "scoring")
+    run.generators[0].leave_within(600)
+    wait_for(lambda: groups._is_leaving)
+    episodes.killed.set()
+    run.threads[1].join(60)
+    status = run.wait_for(lambda status: "g0" not in status.roles)
+    assert status.groups.rejected["returned"] == status.groups.total > 0 and not status.quarantined
+    run.close()
 
 
 @pytest.mark.parametrize("holdup", ["engine", "tool", "buffer"])
