@@ -216,7 +216,7 @@ def test_a_change_ends_well_with_the_number_that_was_asked_for_alone() -> None:
     assert ended.progress == "generators of the run: 2; others have left meanwhile"
 
 
-class ScriptedBuffer:
+class ForgetfulBuffer:
     """Answers with one status after the other, and notes the orders. The status calls the last of them
     "own"."""
 
@@ -241,10 +241,10 @@ def test_a_command_orders_again_what_was_lost_with_the_buffer_and_never_what_ano
     monkeypatch.setattr(slipstream.scale, "LOOK_EVERY_S", 0.0)
     before = Scaling(order="before", count=9, progress="nine", ended=True)
     started, done = Scaling(order="own", count=2), Scaling(order="own", count=2, progress="two", ended=True)
-    lost: Any = ScriptedBuffer(before, started, None, before, started, done)
+    lost: Any = ForgetfulBuffer(before, started, None, before, started, done)
     assert follow_order(lost, 2) == 0
     assert len(lost.orders) == 3 and len(set(lost.orders)) == 1
-    replaced: Any = ScriptedBuffer(before, started, Scaling(order="after", count=7))
+    replaced: Any = ForgetfulBuffer(before, started, Scaling(order="after", count=7))
     with pytest.raises(Gone, match="another change, to 7 generators, has taken the place of this one"):
         follow_order(replaced, 2)
     assert len(replaced.orders) == 1
