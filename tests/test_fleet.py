@@ -10,11 +10,14 @@ from slipstream_bench.fleet import FleetRow
 from slipstream_bench.fleet_figures import list_rows, measure_changes, measure_row, print_fleet_rows
 
 
-@pytest.mark.parametrize("has_keys", [False, True])
-def test_a_fleet_hands_in_groups_that_a_consumer_trains(has_keys: bool, tmp_path: Path) -> None:
-    row = FleetRow(num_generators=20, num_tokens=64, groups_per_step=4, has_keys=has_keys)
+@pytest.mark.parametrize(("has_keys", "offered"), [(False, 10_000.0), (True, None)])
+def test_a_fleet_hands_in_groups_that_a_consumer_trains(
+    has_keys: bool, offered: float | None, tmp_path: Path
+) -> None:
+    """Also where a group takes a second, and a step more: then it waits for the steady rate first."""
+    row = FleetRow(num_generators=20, num_tokens=64, groups_per_step=4, has_keys=has_keys, offered=offered)
     found = measure_row(row, 1.0, tmp_path / "row")
-    assert found.groups_per_s > 0 and not found.refused
+    assert found.groups_per_s > 0 and found.num_steps > 0 and not found.refused
     assert found.tokens_per_s == pytest.approx(8 * 64 * found.groups_per_s)
     assert len(found.rss_mb) == 3 and found.cpu_shares["serving"] > 0
     assert all(0 < median <= p99 for median, p99 in found.latencies_ms.values()), found.latencies_ms

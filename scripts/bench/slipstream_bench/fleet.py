@@ -82,9 +82,11 @@ class FleetRow:
 
 
 def make_config(row: FleetRow, address: str, keys: Path | None) -> Config:
-    # Unread submissions wait in memory, so fewer groups are under way where they are large.
-    most = max(2 * row.groups_per_step, row.num_generators + 2 * row.groups_per_step)
+    # A step waits for the last of its groups. Those of later steps are played meanwhile: with fewer,
+    # generators would wait for leases, and all begin together.
+    most = 3 * row.num_generators + 2 * row.groups_per_step
     if row.offered is None:
+        # Unread submissions wait in memory, so fewer groups are under way where they are large.
         most = min(most, max(2 * row.groups_per_step, (1 << 30) // (13 * row.tokens_per_group)))
     return load_config(
         [

@@ -33,6 +33,8 @@ class FleetFigures:
     joined_s: float
     """Seconds from the first connection to the last welcome."""
     seconds: float = 0.0
+    num_steps: int = 0
+    """Steps that the consumer has trained meanwhile."""
     groups_per_s: float = 0.0
     tokens_per_s: float = 0.0
     mb_per_s: float = 0.0
@@ -61,8 +63,10 @@ def measure_row(row: FleetRow, seconds: float, folder: Path) -> FleetFigures:
     fleet = Fleet(row, folder)
     try:
         found = FleetFigures(row, fleet.joined_s)
-        fleet.train_for(seconds / 2)  # until the rate is steady
+        # Until the rate is steady: where groups take their time, no step is whole before that has gone by.
+        fleet.train_for(seconds / 2 + row.play_s)
         fleet.order()
+        first_step = fleet.step
         began, spent = time.monotonic(), read_cpu_times(fleet.server.pid)
         psutil.cpu_percent()
         found.rss_mb = [fleet.server.memory_info().rss / 1e6]
@@ -70,6 +74,7 @@ def measure_row(row: FleetRow, seconds: float, folder: Path) -> FleetFigures:
             fleet.train_for(seconds / 2)
             found.rss_mb.append(fleet.server.memory_info().rss / 1e6)
         count, found.seconds = fleet.order(), time.monotonic() - began
+        found.num_steps = fleet.step - first_step
         found.cpu_share_of_machine = psutil.cpu_percent() / 100
         spent = {name: s - spent[name] for name, s in read_cpu_times(fleet.server.pid).items()}
         found.refused = fleet.ask_status().refused_requests
@@ -222,7 +227,7 @@ def print_row(found: FleetFigures, limits: dict[str, float]) -> None:
     offered = "" if found.row.offered is None else f" of {found.row.offered / 1e6:.2f} offered"
     for what, figure in {
         "sustained": f"{found.tokens_per_s / 1e6:.2f} M tokens/s{offered}, "
-        f"{found.groups_per_s:.1f} groups/s, {found.mb_per_s:.0f} MB/s",
+        f"{found.groups_per_s:.1f} groups/s, {found.mb_per_s:.0f} MB/s; {found.num_steps} steps trained",
         "of the limits": ", ".join(f"{found.mb_per_s / mb:.3f} of {name}" for name, mb in limits.items()),
         "processors busy": f"{busy}; of the whole machine {found.cpu_share_of_machine:.0%}",
         "processor time": f"{found.cpu_ms_per_group:.2f} ms a group, {found.cpu_ms_per_mb:.2f} ms a MB",
