@@ -1,6 +1,7 @@
 """Disturbs whole runs at random, then audits what is left: real roles, a network, a journal and a learner.
 
-    scripts/chaos.sh --run [--faults 300] [--seed 0] [--fleets 2] [--folder DIR] [--alone] [--only TEXT]
+    scripts/chaos.sh --run [--faults 300] [--minutes M] [--seed 0] [--fleets 2] [--folder DIR] [--alone]
+                           [--only TEXT]
 
 The hosts of a run are namespaces of this machine (`slipstream_bench/network_hosts.py`, needs root):
 driver, buffer and learner on the first, a fleet of generators on each other. The learner trains the tiny
@@ -8,16 +9,21 @@ model; the generators sample from it (`slipstream_bench/small_engine.py`). Each 
 other, drawn by the seed (`slipstream_bench/run_faults.py`), while the others get theirs; `--alone`: one fault
 at a time. A recovery lasts from a death, or from the end of a disturbance, until a group that was leased
 afterwards, to a generator of the host, is accepted, and a step is trained after that. Settings that matter
-(the staleness bound, what is done with late groups, durability, leases, checkpoints) differ from run to run.
+(`SETTINGS`) differ from run to run; so many runs as a setting has values have tried all of them.
 
-The audit: nothing that the buffer acknowledged to a generator is lost, no group is trained twice, no token
-beyond the staleness bound, the ledger closes, no process and no shared memory is left, no command ended by
-itself, and `scripts/replay.sh` trains the journal to the bits of the run's checkpoints. The exit status is 1
-when any of this does not hold.
+The audit: nothing that the buffer acknowledged to a generator is lost (with `buffer.durability=none` that is
+not promised), no group is trained twice, no token beyond the staleness bound, the ledger closes and is that
+of the log, no process and no shared memory is left, no command ended by itself, each fault was seen to be
+done, and `scripts/replay.sh` trains the journal to the bits of the run's checkpoints, up to its last step.
+The exit status is 1 when any of this does not hold.
+
+After SIGTERM, Ctrl-C or the minutes given, no fault is begun: the run gets over those under way, ends, and is
+audited. A second signal ends everything at once.
 """
 
 import argparse
 import json
+import math
 import random
 import shutil
 import signal
@@ -37,15 +43,23 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from configs.buffer import Durability
 from configs.load import load_study_config
 from slipstream_bench.audit import AuditReport, audit_whole_run
 from slipstream_bench.host_clocks import find_compiler
 from slipstream_bench.network_hosts import NetworkHosts, find_obstacle
-from slipstream_bench.run_faults import FAULTS_OF_FLEET, FAULTS_OF_RUN, FaultMethod, HostFaults
-from slipstream_bench.run_on_hosts import ChaosFailure, HarnessStopped, RunOnHosts, tail
+from slipstream_bench.run_faults import (
+    FAULTS_OF_FLEET,
+    FAULTS_OF_RUN,
+    FaultMethod,
+    FaultNotDone,
+    HostFaults,
+)
+from slipstream_bench.run_on_hosts import PATIENCE_S, ChaosFailure, HarnessStopped, RunOnHosts, tail
 
-FAULTS_A_RUN = 100
+FAULTS_A_RUN = 50
 SAME = "bit for bit the same as the run"
+AGENT = "slipstream_bench.chaos_agent:ForgetfulAgent"
 
 
 @dataclass(frozen=True)
@@ -65,9 +79,26 @@ class RunSettings:
     """Settings that differ from run to run."""
 
     overrides: list[str]
+    of_fleet: list[str]
+    """Overrides of each fleet."""
     lease_s: float
-    num_generators: int
-    """Generators of one fleet."""
+
+
+class Ending:
+    """Says when no further fault is to begin: at a signal, or when the time is over."""
+
+    def __init__(self, minutes: float | None = None) -> None:
+        self._deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
+        self.is_signalled = False
+
+    def note_signal(self, *_: object) -> None:
+        """Handles a signal. Raises KeyboardInterrupt at the second one."""
+        if self.is_signalled:
+            raise KeyboardInterrupt
+        self.is_signalled = True
+
+    def has_come(self) -> bool:
+        return self.is_signalled or time.monotonic() > self._deadline
 
 
 @dataclass
@@ -83,19 +114,20 @@ class ChaosOfRun:
     kinds_of_fleet: dict[str, FaultMethod]
     alone: bool
     say: Callable[[str], None]
+    ending: Ending = field(default_factory=Ending)
     recoveries: list[BorneFault] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     figures: dict[str, int | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.settings = draw_settings(random.Random(f"{self.seed} {self.number}"))
+        self.settings = draw_settings(self.seed, self.number)
         self._left, self._lock = self.num_faults, threading.Lock()
         self._turn = threading.Lock() if self.alone else nullcontext()
 
     def disturb_and_audit(self) -> None:
         with NetworkHosts(1 + self.num_fleets) as hosts:
             run = RunOnHosts(
-                self.folder, hosts, self.settings.overrides, self.settings.num_generators, self.problems
+                self.folder, hosts, self.settings.overrides, self.settings.of_fleet, self.problems
             )
             try:
                 run.start()
@@ -148,12 +180,15 @@ class ChaosOfRun:
                 return
 
     def _recover(self, faults: HostFaults, kind: str, method: FaultMethod) -> None:
+        deadline = time.monotonic() + PATIENCE_S
         while True:
+            faults.run.tend(faults.host)
             try:
                 began = faults.disturb(method)
                 break
-            except psutil.NoSuchProcess:
-                continue  # the process had just ended
+            except psutil.NoSuchProcess as error:  # the process had just ended
+                if time.monotonic() > deadline:
+                    raise FaultNotDone("whatever is to be disturbed ends before") from error
         faults.run.await_work(faults.host, faults.victim)
         now = time.monotonic()
         with self._lock:
@@ -169,49 +204,77 @@ class ChaosOfRun:
     def _take_fault(self) -> bool:
         with self._lock:
             self._left -= 1
-            return self._left >= 0
+            return self._left >= 0 and not self.ending.has_come()
 
     # ---- the audit
 
     def _audit(self) -> None:
+        if len(self.recoveries) < self.num_faults and not self.problems and not self.ending.has_come():
+            self.problems.append(f"{len(self.recoveries)} of {self.num_faults} faults were done")
         run = self.folder / "kept" / "run"
         if not (run / "summary.json").exists():
             self.problems.append(f"the run has left no summary in {run}")
             return
-        self._replay(run)
         summary = json.loads((run / "summary.json").read_text())
         found: AuditReport = audit_whole_run(run, self.folder, load_study_config(run, []), summary)
         self.problems += found.problems
         self.figures |= found.figures
+        self._replay(run, last=int(found.figures["steps trained"]))
 
-    def _replay(self, run: Path) -> None:
+    def _replay(self, run: Path, last: int) -> None:
+        """Trains the journal again. The checkpoints that are compared must go up to the `last` step: the run
+        ends with one."""
         began = time.monotonic()
         command = [sys.executable, "-P", "-m", "slipstream.replay", str(run)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode or SAME not in done.stdout:
-            self.problems.append(f"the replay is not the run: {tail(done.stdout + done.stderr)}")
-        same = next((line for line in done.stdout.splitlines() if SAME in line), "no")
-        self.figures["replayed"] = f"{same} ({time.monotonic() - began:.0f} s)"
+        same = find_sameness(done.stdout, last)
+        if done.returncode or not same:
+            self.problems.append(
+                f"the replay of {last} steps is not the run: {tail(done.stdout + done.stderr)}"
+            )
+        self.figures["replayed"] = f"{same or 'no'} ({time.monotonic() - began:.0f} s)"
 
 
-def draw_settings(rng: random.Random) -> RunSettings:
-    late = rng.choice([["wait"], ["mask"], ["cancel", "staleness.straggler_timeout_s=15"]])
-    lease_s = rng.choice([4.0, 7.0, 12.0])
-    groups = rng.choice([2, 4])
-    return RunSettings(
-        [
-            f"staleness.max_versions={rng.choice([1, 2, 4])}",
-            f"staleness.on_late={late[0]}",
-            *late[1:],
-            f"buffer.durability={rng.choice(['os', 'fsync'])}",
-            f"buffer.lease_s={lease_s}",
-            f"learner.checkpoint_every={rng.choice([5, 10, 25])}",
-            f"learner.groups_per_step={groups}",
-            f"learner.samples_per_prompt={rng.choice([2, 4])}",
-        ],
-        lease_s,
-        rng.choice([1, 2]),
-    )
+def find_sameness(said: str, last: int) -> str:
+    """Returns the line in which a replay says that it is the run up to the `last` step; empty where it says
+    less."""
+    return next((line for line in said.splitlines() if SAME in line and line.split()[-1] == str(last)), "")
+
+
+SETTINGS: dict[str, list[list[str]]] = {
+    "staleness bound": [[f"staleness.max_versions={bound}"] for bound in (0, 1, 2, 4)],
+    "late groups": [
+        ["staleness.on_late=wait"],
+        ["staleness.on_late=mask"],
+        ["staleness.on_late=cancel", "staleness.straggler_timeout_s=15"],
+    ],
+    "durability": [[f"buffer.durability={durability}"] for durability in Durability],
+    "lease": [[f"buffer.lease_s={seconds}"] for seconds in (4, 7, 12)],
+    "checkpoints": [[f"learner.checkpoint_every={steps}"] for steps in (5, 10, 25)],
+    "groups": [[f"learner.groups_per_step={groups}"] for groups in (2, 4)],
+    "samples": [[f"learner.samples_per_prompt={samples}"] for samples in (2, 4)],
+    "task": [["task.name=sorting"], [f"task.name={AGENT}"]],
+}
+"""Settings that differ from run to run, each with its values."""
+SETTINGS_OF_FLEETS: dict[str, list[list[str]]] = {
+    "generators": [[f"generators.count={count}"] for count in (1, 2)],
+    "leaving": [[f"generators.grace_s={seconds}"] for seconds in (0, 5, 20)],
+}
+
+
+def draw_settings(seed: int, number: int) -> RunSettings:
+    """Returns the settings of a run: of each one the next value, in an order that the seed draws."""
+
+    def draw_from(settings: dict[str, list[list[str]]]) -> list[str]:
+        overrides = []
+        for name, values in settings.items():
+            order = random.Random(f"{seed} {name}").sample(values, len(values))
+            overrides += order[number % len(values)]
+        return overrides
+
+    overrides = draw_from(SETTINGS)
+    (lease_s,) = (one.partition("=")[2] for one in overrides if one.startswith("buffer.lease_s="))
+    return RunSettings(overrides, draw_from(SETTINGS_OF_FLEETS), float(lease_s))
 
 
 # ---- the report
@@ -219,7 +282,7 @@ def draw_settings(rng: random.Random) -> RunSettings:
 
 def print_audit(run: ChaosOfRun, console: Console) -> None:
     say_line = partial(console.print, highlight=False, soft_wrap=True)
-    say_line(f"run {run.number}: {' '.join(run.settings.overrides)}")
+    say_line(f"run {run.number}: {' '.join(run.settings.overrides + run.settings.of_fleet)}")
     for name, value in run.figures.items():
         say_line(f"  {name}: {value}")
     for text in run.problems:
@@ -242,7 +305,7 @@ def print_recoveries(runs: list[ChaosOfRun], console: Console) -> None:
 def write_json(runs: list[ChaosOfRun], seed: int, path: Path) -> None:
     told = [
         {
-            "settings": run.settings.overrides,
+            "settings": run.settings.overrides + run.settings.of_fleet,
             "faults": [asdict(one) for one in run.recoveries],
             "figures": run.figures,
             "problems": run.problems,
@@ -268,6 +331,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--faults", type=int, default=300, help="over all runs (default: 300)")
+    parser.add_argument("--minutes", type=float, help="begin no fault after so many (default: no limit)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fleets", type=int, default=2, help="hosts with a fleet (default: 2)")
     parser.add_argument("--folder", type=Path, help="new folder, which is kept (default: a temporary one)")
@@ -285,23 +349,29 @@ def main() -> int:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="slipstream-chaos-"))
     num_runs = -(-options.faults // FAULTS_A_RUN)
     runs: list[ChaosOfRun] = []
-    for ending in (signal.SIGINT, signal.SIGTERM):  # a shell starts what is in the background without SIGINT
-        signal.signal(ending, signal.default_int_handler)
+    ending = Ending(options.minutes)
+    for told in (signal.SIGINT, signal.SIGTERM):  # a shell starts what is in the background without SIGINT
+        signal.signal(told, ending.note_signal)
     try:
         for number in range(num_runs):
+            if ending.has_come():
+                break
             count = options.faults // num_runs + (number < options.faults % num_runs)
             place = folder / f"run-{number}"
             kinds = (of_run, of_fleet)
             runs.append(
                 ChaosOfRun(
-                    place, number, options.seed, count, options.fleets, *kinds, options.alone, say_line
+                    place, number, options.seed, count, options.fleets, *kinds, options.alone, say_line,
+                    ending,
                 )
-            )
+            )  # fmt: skip
             runs[-1].disturb_and_audit()
             print_audit(runs[-1], console)
     except KeyboardInterrupt:
-        say_line("interrupted: the run under way does not count")
+        say_line("interrupted again: the run under way does not count")
         runs = runs[:-1]
+    if ending.has_come():
+        say_line(f"no fault was begun after {'a signal' if ending.is_signalled else 'the minutes given'}")
     print_recoveries(runs, console)
     if options.json is not None:
         write_json(runs, options.seed, options.json)
@@ -310,7 +380,7 @@ def main() -> int:
         shutil.rmtree(folder)
     elif wrong:
         console.print(f"see {folder}", highlight=False)
-    return 1 if wrong else 0 if len(runs) == num_runs else 130
+    return 1 if wrong else 130 if ending.is_signalled else 0
 
 
 if __name__ == "__main__":

@@ -18,11 +18,13 @@ from buffers import events as e
 from buffers.book_state import export_book
 from buffers.buffer import Buffer
 from buffers.event_log import read_events
+from buffers.ledger import Ledger
 from buffers.prompts import PromptOrder
 from buffers.run_status import RunStatus
 from buffers.segments import Reader
 from buffers.terms import SourceTerms
 from buffers.trajectory import flatten_column
+from configs.buffer import Durability
 from configs.schema import Config
 from configs.staleness import OnLate
 
@@ -54,6 +56,8 @@ class LogRecords:
     """Trained steps, and the rewinds and repairs that undid some of them, in the order of the log."""
     damaged_groups: set[int] = field(default_factory=set)
     """Groups that the buffer rejected, or did not hand out again, because the disk had lost them."""
+    expired_groups: set[int] = field(default_factory=set)
+    """Complete groups that no step took while they were within the bound."""
     cancelled_groups: set[int] = field(default_factory=set)
     """Groups that delayed a step for too long. Their prompts were leased, and are not leased again."""
     repairs: list[e.Repaired] = field(default_factory=list)
@@ -89,11 +93,35 @@ def audit_whole_run(folder: Path, witnesses: Path, config: Config, summary: dict
     found = AuditReport()
     records = _read_log(folder / "journal", found)
     batches = _read_groups(folder / "journal", records, found)
-    _check_acknowledged(witnesses, records, batches, found)
+    _check_acknowledged(
+        witnesses, records, batches, found, may_lose=config.buffer.durability is Durability.none
+    )
+    _check_witnesses(records, found)
+    # No fault of a whole run changes a byte of its journal.
+    found.problems += [f"group {group} was given up as damaged" for group in sorted(records.damaged_groups)]
+    found.problems += ["the journal was repaired" for _ in records.repairs]
     _check_training(config, records, batches, found)
-    _check_ledger(folder, config, records, None, found)
+    ledger = _check_ledger(folder, config, records, None, found)
     found.problems += [f"the summary does not add up: {text}" for text in find_open_accounts(summary)]
+    if ledger is not None:
+        found.problems += compare_summary(summary, ledger)
     return found
+
+
+def compare_summary(summary: dict[str, Any], ledger: Ledger) -> list[str]:
+    """Returns the numbers that differ between a run's last summary and the ledger that its log leads to."""
+    tokens, groups = summary["tokens"], summary["groups"]
+    pairs = {
+        "groups leased": (groups["leased"], ledger.leased),
+        "groups trained": (groups["trained"], ledger.groups["trained"]),
+        "tokens trained": (tokens["trained"], ledger.tokens["trained"]),
+        "tokens masked": (tokens["masked"], ledger.tokens["masked"]),
+    }
+    return [
+        f"{name}: the summary has {said}, the journal {counted}"
+        for name, (said, counted) in pairs.items()
+        if said != counted
+    ]
 
 
 def find_open_accounts(summary: dict[str, Any]) -> list[str]:
@@ -163,6 +191,8 @@ def _read_log(journal: Path, found: AuditReport) -> LogRecords:
                 records.handed_out = {
                     step: groups for step, groups in records.handed_out.items() if group not in groups
                 }
+            case e.Rejected(group=group, reason="unsampled"):
+                records.expired_groups.add(group)
             case e.Rejected(group=group, reason="cancelled"):
                 records.cancelled_groups.add(group)
             case e.Repaired():
@@ -201,10 +231,15 @@ def _read_groups(journal: Path, records: LogRecords, found: AuditReport) -> dict
 
 
 def _check_acknowledged(
-    folder: Path, records: LogRecords, batches: dict[int, pa.RecordBatch], found: AuditReport
+    folder: Path,
+    records: LogRecords,
+    batches: dict[int, pa.RecordBatch],
+    found: AuditReport,
+    *,
+    may_lose: bool = False,
 ) -> None:
     """Checks that the journal holds each group that the buffer acknowledged to a producer, under its
-    lease."""
+    lease. `may_lose`: a buffer that was killed may have lost some (`buffer.durability=none`)."""
     acknowledged = {
         tuple(map(int, line.split()))
         for path in folder.glob("*.acknowledged")
@@ -218,11 +253,22 @@ def _check_acknowledged(
         if pair[1] not in excused
         and (pair[1] not in batches or (records.accepted[pair[1]].lease != pair[0] and not records.repairs))
     ]
-    found.problems += [f"acknowledged group {group} (lease {lease}) is lost" for lease, group in lost]
+    if not may_lose:
+        found.problems += [f"acknowledged group {group} (lease {lease}) is lost" for lease, group in lost]
     found.figures["groups that the disk lost, replaced"] = len(records.damaged_groups)
     found.figures["repairs, groups that they list as lost"] = f"{len(records.repairs)}, {len(excused)}"
     found.figures["groups acknowledged to producers"] = len(acknowledged)
     found.figures["acknowledged groups lost"] = len(lost)
+
+
+def _check_witnesses(records: LogRecords, found: AuditReport) -> None:
+    """Checks that the generators wrote down most of what the journal holds: the others, a few, were killed
+    before they could. An audit without witnesses would find nothing lost."""
+    acknowledged = int(found.figures["groups acknowledged to producers"])
+    if acknowledged < len(records.accepted) / 2:
+        found.problems.append(
+            f"the generators wrote down {acknowledged} of {len(records.accepted)} accepted groups"
+        )
 
 
 def _check_training(
@@ -233,26 +279,30 @@ def _check_training(
     uses = Counter(group for done in records.trained.values() for group in done.groups)
     twice = [group for group, times in uses.items() if times > 1]
     found.problems += [f"group {group} was trained {uses[group]} times" for group in twice]
-    beyond = 0
+    beyond = late_in_time = 0
+    masks = config.staleness.on_late is OnLate.mask
     for step, done in sorted(records.trained.items()):
+        # A repair may leave more groups than places, so the steps after it may train a group late.
+        is_repaired = any(step >= repaired.step for repaired in records.repairs)
         if len(done.groups) != config.learner.groups_per_step:
             found.problems.append(f"step {step} trained {len(done.groups)} groups")
         for group in done.groups:
             if group not in records.accepted:
                 found.problems.append(f"group {group} was trained at step {step} and never accepted")
-            elif (
-                config.staleness.on_late is not OnLate.mask
-                and records.accepted[group].due != step
-                # A repair may leave more groups than places, so the steps after it may train a group late.
-                and not any(step >= repaired.step for repaired in records.repairs)
-            ):
+            elif not (masks or is_repaired) and records.accepted[group].due != step:
                 due = records.accepted[group].due
                 found.problems.append(f"group {group}, due at {due}, was trained at step {step}")
             if group in batches:
                 versions = flatten_column(batches[group], "versions")
                 stale = step - versions[versions >= 0]
                 late = int(((stale < 0) | (stale > config.max_versions)).sum())
-                beyond += late - done.excluded[done.groups.index(group)]
+                beyond += max(0, late - done.excluded[done.groups.index(group)])
+                late_in_time += 0 if masks or is_repaired else late
+    if late_in_time:
+        found.problems.append(
+            f"{late_in_time} tokens that steps were handed were more than `max_versions` versions old under "
+            f"on_late={config.staleness.on_late}"
+        )
     if beyond:
         found.problems.append(f"{beyond} trained tokens were more than `max_versions` versions old")
     found.figures["groups trained twice"] = len(twice)
@@ -347,11 +397,11 @@ def _check_epochs(config: Config, records: LogRecords, found: AuditReport) -> No
 
 def _check_ledger(
     folder: Path, config: Config, records: LogRecords, status: RunStatus | None, found: AuditReport
-) -> None:
+) -> Ledger | None:
     """Recovers the buffer twice, and compares the ledgers with each other, the journal and `status`.
 
     Once from the newest state and the log since then, once from the whole log. Both must lead to one ledger,
-    and the ledger must close.
+    and the ledger must close. Returns it; None where the log cannot be applied.
     """
     alone = folder / "log_alone"
     shutil.rmtree(alone, ignore_errors=True)
@@ -367,7 +417,7 @@ def _check_ledger(
         buffer.close()
     except Exception as error:
         found.problems.append(f"the log cannot be applied: {type(error).__name__}: {error}")
-        return
+        return None
     if export_book(whole.book) != export_book(buffer.book):
         found.problems.append(
             "the newest state and the log after it lead to another ledger than the whole log"
@@ -376,11 +426,16 @@ def _check_ledger(
     trained = [group for done in records.trained.values() for group in done.groups]
     if not ledger.closes() or buffer.book.history.trained_twice:
         found.problems.append(f"the ledger does not close: {vars(ledger)}")
-    if ledger.groups["trained"] != len(trained) or len(trained) + len(pool) + len(
-        records.damaged_groups
-    ) != len(records.accepted):
+    given_up = records.damaged_groups | records.expired_groups
+    if ledger.groups["trained"] != len(trained) or len(trained) + len(pool) + len(given_up) != len(
+        records.accepted
+    ):
         found.problems.append(
             f"the ledger has {ledger.groups} groups; {len(trained)} trained, {len(records.accepted)} accepted"
+        )
+    if ledger.leased != len(records.group_of_lease) and not records.repairs:
+        found.problems.append(
+            f"the ledger has {ledger.leased} leases; the log has granted {len(records.group_of_lease)}"
         )
     num_trained = sum(sum(done.trained) for done in records.trained.values())
     num_excluded = sum(sum(done.excluded) for done in records.trained.values())
@@ -399,6 +454,7 @@ def _check_ledger(
         )
     found.figures["ledger, groups"] = _format_account(ledger.leased, ledger.groups)
     found.figures["ledger, tokens"] = _format_account(ledger.generated, ledger.tokens)
+    return ledger
 
 
 def _format_account(total: int, fates: Counter[str]) -> str:

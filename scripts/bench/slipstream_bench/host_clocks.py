@@ -4,6 +4,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import psutil
+
 SOURCE = Path(__file__).with_name("clock.c")
 
 
@@ -27,6 +29,11 @@ class HostClock:
                     [compiler, "-O2", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True
                 )
             self.environment = {"LD_PRELOAD": str(library), "SLIPSTREAM_CLOCK": str(self._file)}
+
+    def is_read_by(self, process: psutil.Process) -> bool:
+        """True for a program that has this clock. Raises FileNotFoundError or ProcessLookupError for one that
+        has ended."""
+        return str(self._file) in Path(f"/proc/{process.pid}/maps").read_text()
 
     def set_ahead(self, seconds: float) -> None:
         """Sets the clock to the machine's time and `seconds` more, or less."""

@@ -26,7 +26,7 @@ from typing import IO, Any
 
 import psutil
 
-PROGRAMS = ("unshare", "nsenter", "mount", "ip", "tc")
+PROGRAMS = ("unshare", "nsenter", "mount", "ip", "tc", "bash", "timeout")
 SUBNET = "10.77.0"
 HOLD = """
 set -e
@@ -139,6 +139,18 @@ class NetworkHost:
                 if is_here and process.pid != self.pid and process.info["status"] != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
+
+    def reaches(self, other: "NetworkHost", timeout_s: float = 0.5) -> bool:
+        """True when a connection to the other host is made, or refused there."""
+        connect = f"timeout {timeout_s} bash -c 'echo > /dev/tcp/{other.address}/9' 2>&1 || echo $?"
+        said = self.run("sh", "-c", connect)
+        return "refused" in said or not said
+
+    def count_received_bytes(self) -> int:
+        """Returns the bytes that have come over the host's link so far."""
+        lines = Path(f"/proc/{self.pid}/net/dev").read_text().splitlines()
+        (counts,) = (line.split() for line in lines if line.strip().startswith("eth0:"))
+        return int(counts[1])
 
     def list_shared_memory(self) -> list[str]:
         """Returns the names of what is in the host's /dev/shm."""

@@ -17,12 +17,21 @@ from slipstream_bench.run_on_hosts import ChaosFailure, RunOnHosts, tail
 PAGE = 4096
 PREEMPTED_S = 30.0
 """Seconds between the warning of a host that is taken away, and its end."""
+ROLES = ("BufferRole", "LearnerRole", "GeneratorRole")
+SIGHT_S = 60.0
+"""Seconds within which a disturbance must show. The kernel needs a moment, of a machine that is not busy."""
+BURST_BYTES = 1 << 17
+"""Bytes that a slow link lets through at once, and those that were under way: far more than there are."""
+
+
+class FaultNotDone(RuntimeError):
+    """Raised when the host does not show what was to be done to it: no recovery is to count then."""
 
 
 @dataclass
 class HostFaults:
     """The faults of one host. Each method returns the moment from which its recovery counts: that of a death,
-    or of the end of a disturbance."""
+    or of the end of a disturbance. It raises FaultNotDone where the host shows no disturbance."""
 
     run: RunOnHosts
     host: NetworkHost
@@ -107,12 +116,18 @@ class HostFaults:
     # ---- on any host
 
     def set_clock(self) -> float:
-        self.run.clocks[self.host.name].set_ahead(self.random.uniform(-3600, 3600))
+        clock = self.run.clocks[self.host.name]
+        clock.set_ahead(self.random.uniform(-3600, 3600))
+        for role in (one for name in ROLES for one in self.run.find_roles(self.host, name)):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                if not clock.is_read_by(role):
+                    raise FaultNotDone(f"{role} reads another clock than its host's")
         return time.monotonic()
 
     def kill_driver(self) -> float:
         began = kill_process(self.run.commands[self.host.name].started.process)
-        self.run.end_command(self.host)
+        if self.run.end_command(self.host) is None:
+            raise FaultNotDone(f"the command of {self.host.name} goes on without its driver")
         self.start_again("the death of the driver")
         return began
 
@@ -167,7 +182,10 @@ class HostFaults:
     def stop_process(self, process: psutil.Process, seconds: float) -> float:
         process.suspend()
         try:
+            await_sight(lambda: is_stopped(process), f"{process} goes on after SIGSTOP")
             self.run.sleep(seconds)
+            if not is_stopped(process):
+                raise FaultNotDone(f"{process} was continued by somebody else")
         finally:
             process.resume()
         return time.monotonic()
@@ -175,6 +193,8 @@ class HostFaults:
     def cut_link(self, seconds: float) -> float:
         self.run.hosts.cut_link(self.host)
         try:
+            if self.host.reaches(self.run.first):
+                raise FaultNotDone(f"{self.host.name} reaches {self.run.first.name} over a link that is down")
             self.run.sleep(seconds)
         finally:
             self.run.hosts.mend_link(self.host)
@@ -182,8 +202,12 @@ class HostFaults:
 
     def slow_link(self, bits_per_s: int) -> float:
         self.run.hosts.limit_link(self.host, bits_per_s)
+        began, before = time.monotonic(), self.host.count_received_bytes()
         try:
             self.run.sleep(self.random.uniform(5, 15))
+            most = bits_per_s / 8 * (time.monotonic() - began) + BURST_BYTES
+            if (received := self.host.count_received_bytes() - before) > most:
+                raise FaultNotDone(f"{received} bytes came over a link that lets {most:.0f} through")
         finally:
             self.run.hosts.limit_link(self.host, None)
         return time.monotonic()
@@ -239,4 +263,29 @@ def name_role(process: psutil.Process) -> str:
 def kill_process(process: psutil.Process) -> float:
     """Kills a process; returns when that was."""
     process.kill()
-    return time.monotonic()
+    died = time.monotonic()
+    await_sight(lambda: has_died(process), f"{process} goes on after SIGKILL")
+    return died
+
+
+def await_sight(shows: Callable[[], bool], otherwise: str) -> None:
+    """Waits until something shows. Raises FaultNotDone where it does not."""
+    deadline = time.monotonic() + SIGHT_S
+    while not shows():
+        if time.monotonic() > deadline:
+            raise FaultNotDone(otherwise)
+        time.sleep(0.005)
+
+
+def has_died(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def is_stopped(process: psutil.Process) -> bool:
+    """True while SIGSTOP holds. Raises NoSuchProcess for a process that has died."""
+    if has_died(process):
+        raise psutil.NoSuchProcess(process.pid)
+    return process.status() == psutil.STATUS_STOPPED

@@ -9,6 +9,7 @@ does; one that ends for no reason that this module knows is a problem.
 """
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -61,12 +62,13 @@ class HarnessStopped(Exception):
 
 @dataclass
 class RunOnHosts:
-    """One run in `folder`. `settings` are overrides of its configuration; a fleet has `num_generators`."""
+    """One run in `folder`. `settings` are overrides of its configuration, and `fleet_settings` of each
+    fleet's."""
 
     folder: Path
     hosts: NetworkHosts
     settings: Sequence[str]
-    num_generators: int = 1
+    fleet_settings: Sequence[str]
     problems: list[str] = field(default_factory=list)
     """Everything that went wrong, in words."""
     stopped: bool = False
@@ -131,7 +133,7 @@ class RunOnHosts:
         self._start_command(self.first, "again", f"run.resume={self.disk / 'run'}")
 
     def start_fleet(self, host: NetworkHost) -> None:
-        more = [f"generators.count={self.num_generators}", "generators.max_restarts=100000"]
+        more = ["generators.max_restarts=100000", *self.fleet_settings]
         self._start_command(host, "fleet", "role=generators", *self.joining, *more)
 
     def start(self) -> None:
@@ -205,14 +207,24 @@ class RunOnHosts:
 
     def list_left(self, host: NetworkHost) -> list[str]:
         """Returns what the run has on a host: processes but for the nursery's, and shared memory."""
-        nursery, _ = self._nurseries[host.name]
+        of_nursery = self._find_nursery(host)
         left = [f"/dev/shm/{name}" for name in host.list_shared_memory()]
         for process in host.list_processes():
-            with contextlib.suppress(psutil.Error):
-                line = " ".join(process.cmdline())
-                if "slipstream_bench.chaos_nursery" not in line and "slipstream.nursery" not in line:
-                    left.append(f"{process.pid} {line[:100]}")
+            with contextlib.suppress(psutil.Error, OSError):
+                if os.getpgid(process.pid) not in of_nursery:
+                    left.append(f"{process.pid} {' '.join(process.cmdline())[:100]}")
         return left
+
+    def _find_nursery(self, host: NetworkHost) -> set[int]:
+        """Returns the process groups of the host's nursery. Each worker that it forks has a group of its
+        own."""
+        nursery, _ = self._nurseries[host.name]
+        groups = set()
+        if nursery.popen.poll() is None:
+            for process in (nursery.process, *nursery.process.children()):
+                with contextlib.suppress(OSError):
+                    groups.add(os.getpgid(process.pid))
+        return groups
 
     def await_end(self, host: NetworkHost, what: str, within_s: float = 60.0) -> None:
         """Waits until nothing of the run is left on a host; what stays is a problem."""
@@ -290,6 +302,7 @@ class RunOnHosts:
                 )
         for nursery, _ in self._nurseries.values():
             nursery.send_signal(signal.SIGTERM)
+            nursery.popen.wait()
         for host in self.hosts:
             self.await_end(host, "the end of the run")
 
