@@ -59,7 +59,7 @@ from slipstream_bench.run_on_hosts import PATIENCE_S, ChaosFailure, HarnessStopp
 
 FAULTS_A_RUN = 50
 SAME = "bit for bit the same as the run"
-AGENT = "slipstream_bench.chaos_agent:ForgetfulAgent"
+AGENT = "slipstream_bench.chaos_agent:SummingAgent"
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from generators.environment import Row
 NUM_SUMS = 2
 
 
-class ForgetfulAgent:
+class SummingAgent:
     """Adds one number to the next, each time in a conversation that knows nothing of the sums before: each
     sum is a branch of its episode. A tool, a program of its own, says what is right."""
 
-    name = "forgetful"
+    name = "summing"
 
     def make_row(self, split: str, index: int, seed: int) -> Row:
         draw = random.Random(f"{seed}/{split}/{index}")
