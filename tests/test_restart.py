@@ -3,6 +3,7 @@ step."""
 
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -99,6 +100,11 @@ def test_a_run_that_lost_its_buffer_a_rank_and_then_its_driver_ends_with_the_bit
     assert len(expected) > 40 and expected.keys() == found.keys()
     different = [name for name in expected if not torch.equal(expected[name], found[name])]
     assert not different, f"{len(different)} of {len(expected)} tensors differ: {different[:3]}"
+    # Two ranks train the journal again to the bits of two ranks.
+    replay = [sys.executable, "-P", "-m", "slipstream.replay", str(run.folder)]
+    done = subprocess.run(replay, capture_output=True, text=True, check=False)
+    same = "bit for bit the same as the run in its checkpoints of steps"
+    assert done.returncode == 0 and same in done.stdout, done.stdout + done.stderr
 
 
 def last_tensors(run: Path) -> dict[str, torch.Tensor]:

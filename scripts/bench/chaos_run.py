@@ -253,6 +253,7 @@ SETTINGS: dict[str, list[list[str]]] = {
     "checkpoints": [[f"learner.checkpoint_every={steps}"] for steps in (5, 10, 25)],
     "groups": [[f"learner.groups_per_step={groups}"] for groups in (2, 4)],
     "samples": [[f"learner.samples_per_prompt={samples}"] for samples in (2, 4)],
+    "ranks": [[f"learner.ranks={ranks}"] for ranks in (1, 2)],
     "task": [["task.name=sorting"], [f"task.name={AGENT}"]],
 }
 """Settings that differ from run to run, each with its values."""

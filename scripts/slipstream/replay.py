@@ -7,14 +7,19 @@ step log.
                                                        `buffer.retention` has deleted the batches before it)
 
 Writes RUN/replays/NAME with config.yaml, checkpoints and TensorBoard. Without changes, the checkpoints are
-compared with those of the run, tensor by tensor, bit by bit; the exit status is 1 when they differ.
+compared with those of the run, tensor by tensor, bit by bit; the exit status is 1 when they differ. Then the
+replay has as many ranks as the run where both are on CPUs, because other sums round otherwise; else it has
+one.
 """
 
 import argparse
 import dataclasses
+import multiprocessing
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +38,7 @@ from buffers.trajectory import SCHEMA
 from configs.load import load_study_config, to_yaml
 from configs.schema import Config
 from learners import checkpoint
+from learners.learner import BatchSource
 from learners.startup import start_learner
 
 
@@ -72,6 +78,21 @@ class Recording:
         trained = self.steps[step]
         batches = [self._reader.read(self._contents[group]) for group in trained.groups]
         return TakenBatch(step, trained.groups, trained.group_weights, pa.Table.from_batches(batches, SCHEMA))
+
+
+class NoBuffer:
+    """Stands in the buffer's place on the ranks that ask it for nothing: all but the first of a host."""
+
+    def take_batch(self, step: int, wait_s: float) -> TakenBatch:
+        raise AssertionError("the first rank of the host brings the batches")
+
+    def call(self, request: m.Request, expect: type[Any]) -> Any:
+        raise AssertionError("the first rank reports")
+
+    def exchange(self, request: m.Request, *, wait_s: float = 0.0) -> tuple[m.Reply, list[memoryview]]:
+        raise AssertionError("the first rank asks")
+
+    def close(self) -> None: ...
 
 
 class Playback:
@@ -149,14 +170,39 @@ def replay_run(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
         Progress(*columns, console=Console(stderr=True)) as progress,
-        tempfile.TemporaryDirectory() as rendezvous,
+        tempfile.TemporaryDirectory() as place,
+        run_other_ranks(config, folder, rendezvous := f"file://{place}/rendezvous", from_step),
     ):
         playback = Playback(recording, exact, progress, SummaryWriter(str(folder / "tensorboard")), last)
-        learner = start_learner(
-            config, folder, playback, 0, f"file://{rendezvous}/rendezvous", from_step or None, publish=False
-        )
-        learner.run()
+        train_rank(config, folder, playback, 0, rendezvous, from_step)
     return playback
+
+
+def train_rank(
+    config: Config, folder: Path, source: BatchSource, rank: int, rendezvous: str, from_step: int
+) -> None:
+    start_learner(config, folder, source, rank, rendezvous, from_step or None, publish=False).run()
+
+
+@contextmanager
+def run_other_ranks(config: Config, folder: Path, rendezvous: str, from_step: int) -> Iterator[None]:
+    """Trains on all ranks but the first, each in a process of its own; they end with the block."""
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(
+            target=train_rank, args=(config, folder, NoBuffer(), rank, rendezvous, from_step), daemon=True
+        )
+        for rank in range(1, config.num_learner_ranks)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        yield
+        for process in ranks:
+            process.join()
+    finally:
+        for process in ranks:
+            process.kill()
 
 
 def compare_checkpoints(run: Path, folder: Path) -> tuple[list[int], list[str]]:
@@ -172,13 +218,14 @@ def compare_checkpoints(run: Path, folder: Path) -> tuple[list[int], list[str]]:
     return both, different
 
 
-def read_tensors(folder: Path) -> dict[str, bytes]:
-    """Returns the bytes of every tensor in the folder's safetensors files: their order in a file is not the
-    same twice."""
-    found = {}
+def read_tensors(folder: Path) -> dict[str, list[bytes]]:
+    """Returns the bytes of every tensor in the folder's safetensors files, of each rank's part apart: their
+    order in a file is not the same twice."""
+    found: dict[str, list[bytes]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(path).items():
-            found[name] = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            part = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            found.setdefault(name, []).append(part)
     return found
 
 
@@ -196,8 +243,9 @@ def main(arguments: list[str]) -> int:
     folder = options.run / "replays" / name
     try:
         config = load_study_config(options.run, options.overrides)
-        config = dataclasses.replace(config, learner=dataclasses.replace(config.learner, ranks=1))
         exact = not options.overrides
+        if not exact or torch.cuda.is_available():
+            config = dataclasses.replace(config, learner=dataclasses.replace(config.learner, ranks=1))
         playback = replay_run(options.run, config, folder, options.from_step, options.to_step, exact)
     except ValueError as error:
         print(f"Slipstream cannot replay:\n{error}", file=sys.stderr)

@@ -51,7 +51,7 @@ class HostFaults:
         return kill_process(self.run.find_role(self.host, "BufferRole"))
 
     def kill_learner(self) -> float:
-        return kill_process(self.run.find_role(self.host, "LearnerRole"))
+        return kill_process(self.choose_rank())
 
     def stop_buffer_briefly(self) -> float:
         return self.stop_process(self.run.find_role(self.host, "BufferRole"), self.draw_short())
@@ -60,8 +60,7 @@ class HostFaults:
         return self.stop_process(self.run.find_role(self.host, "BufferRole"), self.draw_long())
 
     def stop_learner(self) -> float:
-        learner = self.run.find_role(self.host, "LearnerRole")
-        return self.stop_process(learner, self.random.choice([self.draw_short, self.draw_long])())
+        return self.stop_process(self.choose_rank(), self.random.choice([self.draw_short, self.draw_long])())
 
     def fill_disk(self) -> float:
         """Leaves no room: the run must end with a sentence, and go on once there is some."""
@@ -164,6 +163,11 @@ class HostFaults:
 
     def draw_long(self) -> float:
         return self.random.uniform(1.2, 1.7) * self.lease_s
+
+    def choose_rank(self) -> psutil.Process:
+        """Chooses a rank of the learner."""
+        first = self.run.find_role(self.host, "LearnerRole")
+        return self.random.choice(self.run.find_roles(self.host, "LearnerRole") or [first])
 
     def choose_generator(self) -> psutil.Process:
         """Chooses a generator of the host's fleet, which must be at work again itself."""
