@@ -39,7 +39,7 @@ from sync.transports.fetcher import Fetcher
 from sync.transports.messages import Chunk, EnlistRelay, GetChunk, TransferRefused
 from sync.transports.nccl import BroadcastEnd
 from sync.transports.puller import Puller
-from sync.transports.relay_chains import CHAIN_LENGTH
+from sync.transports.relay_chains import CHAIN_LENGTH, RelayChains
 from sync.transports.server import SnapshotServer
 from sync.transports.tcp import FetchingEnd
 from sync.weight_source import WeightSource
@@ -785,6 +785,24 @@ def test_a_patch_without_room_leaves_nothing(publisher: Publisher, monkeypatch: 
         ".safetensors",
         ".json",
     } and manifest.version == 1
+
+
+def test_a_relay_that_two_hosts_have_asked_in_vain_is_in_no_chain_for_ten_minutes() -> None:
+    """It lives and fetches every version, but nobody reaches it."""
+    now = 0.0
+    chains = RelayChains(clock=lambda: now)
+    far, *hosts = (f"tcp://host-{n}:1" for n in range(4))
+
+    def ask(version: int, host: str, lost: str = "") -> str:
+        return chains.find_parent(EnlistRelay(f"v{version}-life.safetensors", host, lost=lost))
+
+    for version in (0, 1):  # one host alone may be what is wrong
+        assert ask(version, far) == "" and ask(version, hosts[0]) == far
+        assert ask(version, hosts[0], lost=far) == ""
+    assert ask(2, far) == "" and ask(2, hosts[1]) == far and ask(2, hosts[1], lost=far) == ""
+    assert [ask(3, far), ask(3, hosts[0]), ask(3, hosts[1])] == ["", "", hosts[0]]
+    now = 601.0
+    assert ask(4, far) == "" and ask(4, hosts[2]) == far
 
 
 def test_many_relays_are_two_chains_and_a_lost_one_is_bridged(publisher: Publisher) -> None:
