@@ -178,3 +178,5 @@ def test_generators_whose_host_is_lost_are_replaced_as_soon_as_a_node_has_room(c
     summary = json.loads((cluster.folder / "replaced" / "summary.json").read_text())
     assert_accounts_close(summary)
     assert max(one["version"] for one in summary["evaluations"]) > newest, "by the other evaluator"
+    log = (cluster.folder / "replaced" / "logs" / "driver.log").read_text()
+    assert "raylet" in log and "raylet" not in run.said, "Ray's pages of stacks are in the log alone"

@@ -386,11 +386,11 @@ def test_ray_puts_every_process_on_its_gpu_and_what_finds_no_place_is_named(
 
 
 MOVED = """
-import os, ray
+import os, ray, threading
 from pathlib import Path
 from configs.load import load_config
 from slipstream import node_facts, role_places
-from slipstream.cluster import start_node
+from slipstream.cluster import log_words_of_ray, start_node
 from slipstream.role_failures import RoleFailed, get_result
 from slipstream.role_places import RolePlaces
 from slipstream.stop_signals import StopSignals
@@ -406,6 +406,7 @@ role_places.LearnerRole = Rank
 nodes = [start_node(num_cpus=2, num_gpus=1)]
 far = {"address": nodes[0].gcs_address, "labels": {"pool": "far"}}
 nodes += [start_node(num_cpus=3, num_gpus=2, **far) for _ in range(2)]
+ray._private.worker.print_to_stdstream = log_words_of_ray
 ray.init(address=nodes[0].gcs_address, log_to_driver=False, logging_level="ERROR")
 places = place("learner.ranks=3", "generators.count=0")
 first, kept = places.division.ranks[0].node, places.division.ranks[2].node
@@ -417,6 +418,13 @@ for given_up in ([], [first]):
     print(*(f"{names[node]}:{gpus}" for node, gpus in found))
     for rank in ranks:
         ray.kill(rank)
+dying = next(node for node in nodes if node.node_id == kept)
+threading.Timer(2, dying.kill_raylet).start()
+places.say = lambda line: None
+try:
+    places._reserve(places.division, patience_s=100)  # it holds all of that itself
+except role_places.NodeGone as error:
+    print(error)
 fleet = ["role=generators", "buffer.address=tcp://127.0.0.1:9", "generators.count=1", "generators.gpus=0"]
 try:
     broken = place(*fleet, logs=f"{__file__}/logs")
@@ -444,9 +452,10 @@ def test_a_rank_that_moves_has_a_place_beside_others_and_a_node_where_roles_cann
     with (tmp_path / "errors").open("w") as errors:  # a file, whose end no agent of Ray's holds up
         ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert ran.returncode == 0, (tmp_path / "errors").read_text()
-    before, after, no_logs, other_code = ran.stdout.splitlines()
+    before, after, gone, no_logs, other_code = ran.stdout.splitlines()
     assert before == "lost:0 lost:1 kept:0"
     assert after.split()[0] == "driver:0"
     assert {after.split()[1], after.split()[2]} == {"kept:0", "kept:1"}
+    assert gone.endswith(" is gone"), "nobody waits for a node that has died"
     assert other_code.startswith("the code of Slipstream must be the same on every node, got other code on ")
     assert no_logs.startswith("buffer cannot begin: NotADirectoryError: ") and "moved.py/logs" in no_logs

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from configs.schema import Config
 from generators import tasks
 from slipstream import agent, newborn
 from slipstream.nursery import FOLDER, Stage, run_nursery
+from slipstream.role_logs import ray_log
 
 START_S = 120.0
 """Seconds that Ray's own processes may take to start, each."""
@@ -97,6 +98,7 @@ def run_cluster(config: Config) -> Iterator[None]:
     # Ray's default is 15: any other program would starve the run, whose heartbeats then stop.
     os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
+    from ray._private import worker
 
     # Ray counts a processor for each role. As many more may join as the host has (`scripts/scale.sh`).
     room = num_roles + (os.cpu_count() or 1)
@@ -106,6 +108,7 @@ def run_cluster(config: Config) -> Iterator[None]:
     node: Any = None if config.cluster.address else start_node(room)
     _own_node = node
     try:
+        worker.print_to_stdstream = log_words_of_ray
         with keep_sigterm_handler():
             ray.init(
                 address=config.cluster.address or node.gcs_address, log_to_driver=False, logging_level="ERROR"
@@ -118,6 +121,12 @@ def run_cluster(config: Config) -> Iterator[None]:
         if node is not None:
             node.kill_all_processes(check_alive=False, allow_graceful=True)
         _own_node = None
+
+
+def log_words_of_ray(printed: Mapping[str, Any], ignore_prefix: bool) -> None:
+    """Takes Ray's errors: a node that is lost costs a page of the compiled code's stack, where the run has a
+    sentence of its own."""
+    ray_log.info("%s", "\n".join(printed["lines"]))
 
 
 def has_own_cluster() -> bool:

@@ -19,6 +19,8 @@ from pathlib import Path
 NUM_LAST_LINES = 30
 """Lines of a dead role's log that the driver shows."""
 log = logging.getLogger("slipstream")
+ray_log = logging.getLogger("slipstream.ray")
+"""Takes what Ray would print on the driver's console."""
 
 
 def log_into_file(path: Path) -> None:
@@ -45,11 +47,16 @@ def describe_process() -> str:
 
 
 def show_stacks_of_driver(logs: Path) -> None:
-    """Makes the driver answer as the roles do. Its file is not the terminal, where a live view may stand."""
+    """Makes the driver answer as the roles do. Its file is not the terminal, where a live view may stand.
+    Ray's words go into it too."""
     logs.mkdir(parents=True, exist_ok=True)
     file = os.open(logs / "driver.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(file, f"{describe_process()}\n".encode())
     show_stacks_on_request(file)
+    handler = logging.FileHandler(logs / "driver.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s Ray: %(message)s"))
+    ray_log.handlers, ray_log.propagate = [handler], False
+    ray_log.setLevel(logging.INFO)
 
 
 def show_stacks_on_request(file: int) -> None:

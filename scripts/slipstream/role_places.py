@@ -39,6 +39,12 @@ GONE_S, LISTENING_S = 15.0, 2.0
 """Seconds that roles may take to be gone at the end, and after which those that still live are killed."""
 NAMED_S = 3.0
 """Seconds after which the console says what the roles wait for."""
+LOOK_S = 1.0
+"""Seconds after which those who wait look again whether the nodes are there."""
+
+
+class NodeGone(RoleFailed):
+    """A node has gone that roles wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +113,9 @@ class RolePlaces:
         self, division: RoleDivision, patience_s: float = PLACED_S
     ) -> dict[Bundle, tuple[PlacementGroup, int]]:
         """Sets aside the bundles of a division: a reservation for each node, so that the loss of one node
-        touches no other's. Returns the reservation that holds each bundle, and the bundle's number in it."""
+        touches no other's. Returns the reservation that holds each bundle, and the bundle's number in it.
+        Raises RoleFailed when that is not free within `patience_s`, NodeGone, and Interrupted."""
+        names = {node.name: str(node) for node in list_nodes()}
         groups: list[PlacementGroup] = []
         found: dict[Bundle, tuple[PlacementGroup, int]] = {}
         for node in division.nodes:
@@ -121,14 +129,22 @@ class RolePlaces:
             groups.append(group)
             found |= {bundle: (group, number) for number, bundle in enumerate(held)}
         ready = [group.ready() for group in groups]
-        if len(wait_for_results(ready, len(ready), min(NAMED_S, patience_s), self._signals)) == len(groups):
-            return found
-        self.say(f"{describe_wait(division)} (for {patience_s:g} s at most)")
-        left_s = patience_s - NAMED_S
-        if len(wait_for_results(ready, len(ready), left_s, self._signals)) < len(groups):
+        began, is_named = time.monotonic(), False
+        try:
+            while len(wait_for_results(ready, len(ready), LOOK_S, self._signals)) < len(groups):
+                waited_s = time.monotonic() - began
+                if gone := set(division.nodes).difference(node.name for node in list_nodes()):
+                    raise NodeGone(f"{' and '.join(names.get(one, one) for one in gone)} is gone")
+                if waited_s > min(NAMED_S, patience_s) and not is_named:
+                    is_named = True
+                    self.say(f"{describe_wait(division)} (for {patience_s:g} s at most)")
+                if waited_s > patience_s:
+                    waits = describe_wait(division)
+                    raise RoleFailed(f"{waits}; they must be placed within {patience_s:g} s")
+        except BaseException:
             for group in groups:
                 remove_placement_group(group)
-            raise RoleFailed(f"{describe_wait(division)}; they must be placed within {patience_s:g} s")
+            raise
         return found
 
     # ---- actors
@@ -294,6 +310,12 @@ class RolePlaces:
         numbers = [rank for rank, place in enumerate(self.division.ranks) if place.node in gone]
         if not numbers:
             return []
+        while True:
+            with contextlib.suppress(NodeGone):
+                return self._move_ranks(numbers, gone)
+
+    def _move_ranks(self, numbers: Sequence[int], gone: Collection[str]) -> list[str]:
+        """Does what `replace_lost_ranks` does, for these ranks. Raises NodeGone too."""
         lost = [self.agents.nodes[name] for name in gone]
         nodes = [node for node in list_nodes() if node.name not in gone]
         wanted = dataclasses.replace(read_wishes(self._config), ranks=len(numbers), engines=0, evaluators=0)
