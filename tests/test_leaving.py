@@ -43,6 +43,7 @@ import os, signal, sys
 from pathlib import Path
 from types import SimpleNamespace
 os.environ["RAY_RAYLET_PID"] = str(os.getpid())
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # as `node.sh` does in all of Ray's processes
 from slipstream.roles import GeneratorRole
 
 class ToldGenerator:

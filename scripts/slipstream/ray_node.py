@@ -1,13 +1,14 @@
 """Makes this host a node of a Ray cluster, for launchers that start the same program on each host of a job.
 
-    scripts/node.sh head --nodes=3 --peer=OTHER_HOST scripts/launch.sh cluster.address=auto ...
-    scripts/node.sh join HEAD_HOST:PORT
+    scripts/cluster/node.sh head --nodes=3 --peer=OTHER_HOST scripts/launch.sh cluster.address=auto ...
+    scripts/cluster/node.sh join HEAD_HOST:PORT
 
 The head waits until all nodes are there, runs the command, and returns its exit status. The others end when
 the head has ended. All processes of a node end with this one, however it ends.
 
 A scheduler that stops a job sends SIGTERM to everything at once. Ray would end before the run has written its
 checkpoint, so its processes do not see the signal: the command does, and the node stands until it has ended.
+Generators see it too: they hand in what they have begun.
 `RAY_AUTH_TOKEN` is the token of the cluster; make one for each job (`openssl rand -hex 20`).
 """
 

@@ -144,6 +144,8 @@ class GeneratorRole(RoleProcess):
         self._generator: Generator | None = None
         # In the place of Ray's, which ends the process.
         signal.signal(signal.SIGTERM, self._note_sigterm)
+        # `scripts/cluster/node.sh` blocks it in all of Ray's processes.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
     def run(
         self, address: str, name: str, seed: int, keys: str | None, place: RolePlace, evaluates: bool
