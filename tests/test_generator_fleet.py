@@ -3,6 +3,7 @@
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -10,8 +11,9 @@ import ray
 from buffers.client import BufferClient, BufferGone, RefusedByBuffer
 from buffers.server import BufferServer
 from configs.load import load_config
-from slipstream import buffer_silence, role_failures
-from slipstream.generator_fleet import FleetWatch
+from slipstream import answers, buffer_silence, generator_fleet, role_failures
+from slipstream.generator_fleet import FleetWatch, GeneratorFleet
+from slipstream.stop_signals import StopSignals
 
 
 def test_a_buffer_that_does_not_answer_is_named_once_and_once_more_when_it_does(
@@ -51,3 +53,24 @@ def test_a_generator_that_finds_no_buffer_has_failed_in_a_sentence(
     monkeypatch.setattr(role_failures, "ray", SimpleNamespace(get=get, exceptions=ray.exceptions))
     with pytest.raises(role_failures.RoleFailed, match=f"^far-1: {error}$"):
         role_failures.get_result(object(), "far-1", str)
+
+
+class UnaskedPlaces:
+    """Nothing may be asked of a Ray whose processes have died."""
+
+    def ask_to_leave(self, name: str) -> None:
+        raise AssertionError(name)
+
+
+def test_a_fleet_whose_ray_has_got_the_signal_too_leaves_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(answers, "has_own_cluster", lambda: True)
+    monkeypatch.setattr(answers, "list_dead_processes", lambda: ["gcs_server"])
+    monkeypatch.setattr(generator_fleet, "wait_for_results", lambda *_: [])
+    places: Any = UnaskedPlaces()
+    fleet = GeneratorFleet(load_config(["generators.grace_s=600"]), StopSignals())
+    fleet._drain_generators(places, {"its end": "far-0"})
+    said = capsys.readouterr().out
+    assert "within 600 s" in said
+    assert said.endswith("no role can be started again: the generators leave at once\n")

@@ -19,7 +19,7 @@ from buffers.client import BufferClient, BufferGone, KeysRefused, RefusedByBuffe
 from buffers.driver_messages import RUN_OVER
 from buffers.role_registry import FETCHING
 from configs.schema import Config
-from slipstream.answers import FirstAnswers
+from slipstream.answers import FirstAnswers, check_this_node
 from slipstream.buffer_silence import BufferSilence
 from slipstream.cluster import run_cluster
 from slipstream.farewell import say_farewell
@@ -33,6 +33,9 @@ from sync.folders import SHARED_MEMORY, sweep_folders
 
 LOOK_EVERY_S = 1.0
 """Seconds after which a fleet looks again whether its generators live."""
+SETTLE_S = 1.0
+"""Seconds before generators are asked to leave. A signal to all processes of a job ends Ray's too, and a
+question to Ray would wait for minutes then."""
 ASK_EVERY_S = 5.0
 """Seconds after which a generator is asked to leave once more."""
 MAX_WAIT_S = 60.0
@@ -186,15 +189,19 @@ class GeneratorFleet:
             f"SIGTERM: the generators hand in the groups that they have begun, within {grace_s:g} s "
             "(again: at once)"
         )
+        deadline, left, wait_s = time.monotonic() + SETTLE_S + grace_s + LEAVE_S, dict(ends), SETTLE_S
         try:
-            deadline, left = time.monotonic() + grace_s + LEAVE_S, dict(ends)
-            while left and (left_s := deadline - time.monotonic()) > 0:
+            while wait_s > 0:
+                for end in wait_for_results(list(left), len(left), wait_s, self._signals):
+                    del left[end]
+                check_this_node()
                 for name in left.values():
                     places.ask_to_leave(name)  # again: Ray may have started it anew meanwhile
-                for end in wait_for_results(list(left), len(left), min(ASK_EVERY_S, left_s), self._signals):
-                    del left[end]
+                wait_s = min(ASK_EVERY_S, deadline - time.monotonic()) if left else 0.0
         except Interrupted:
             self._say("a second signal: the generators leave at once")
+        except RoleFailed as failed:
+            self._say(f"{failed}: the generators leave at once")
 
     def _note_joined(self, versions: Mapping[str, int]) -> None:
         for name, version in versions.items():
