@@ -55,7 +55,7 @@ def test_a_generator_on_another_host_is_cut_off_and_comes_back(tmp_path: Path) -
         run.wait_for(lambda: count_tokens() > lost, "tokens of the second host for the buffer's next life")
         run.interrupt()
         assert run.finish() == 130, run.said
-        assert fleet.finish() == 0, fleet.said
+        assert fleet.finish() == 1 and "ended before its last step" in fleet.said, fleet.said
         deadline = time.monotonic() + 60
         while left := [one for host in hosts for one in (*host.list_processes(), *host.list_shared_memory())]:
             assert time.monotonic() < deadline, f"nothing is left on any host: {left}"
