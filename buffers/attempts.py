@@ -94,6 +94,10 @@ class Attempts:
         while len(self.ended) > MAX_ENDED:
             self.ended.popitem(last=False)
 
+    def extend_deadlines(self, seconds: float) -> None:
+        for attempt in self.under_way.values():
+            attempt.deadline += seconds
+
     def pop_expired(self, now: float) -> list[Attempt]:
         """Returns the attempts under way whose deadline has passed, each once. The caller must end them."""
         return self._deadlines.pop_passed(now)

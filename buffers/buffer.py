@@ -397,6 +397,11 @@ class Buffer:
 
     # ---- time, and what can be said of it
 
+    def extend_leases(self, seconds: float) -> None:
+        """Lets all leases run longer."""
+        self.book.leases.attempts.extend_deadlines(seconds)
+        self.evaluations.extend_leases(seconds)
+
     def check_time(self) -> None:
         """Expires leases, cancels stragglers, and looks whether the run gets on.
 

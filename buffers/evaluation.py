@@ -342,6 +342,10 @@ class Evaluations:
         self._num_leases[lease.generator] -= 1
         return lease
 
+    def extend_leases(self, seconds: float) -> None:
+        for lease in self._leases.values():
+            lease.deadline += seconds
+
     def expire_leases(self, now: float) -> None:
         for lease_id in [lease_id for lease_id, lease in self._leases.items() if lease.deadline <= now]:
             self.fail_lease(lease_id)

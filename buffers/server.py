@@ -58,6 +58,9 @@ RECEIVE_HIGH_WATER_MARK = 4
 """Messages of one connection that wait in ZeroMQ. Few: a message that waits for long has left the processor's
 cache."""
 TICK_S = 0.05
+AWAY_S = 5.0
+"""Seconds without a tick after which the server was away itself: its process was stopped, or it has waited
+for the disk."""
 METRICS_S = 1.0
 """Seconds after which Prometheus is shown another status. It describes each of perhaps a thousand roles."""
 
@@ -85,6 +88,8 @@ class BufferServer:
         self._config, self._clock = config, clock
         self._learners = LearnerConnections()
         self._ticked_at = self._shown_at = float("-inf")
+        self._present_at = float("inf")
+        """When the server last came round, in seconds of the host's monotonic clock."""
         self._deadlines_due = False
         """True when the waiting room must look for overdue requests: a tick has come, or a request that does
         not wait for the next one."""
@@ -269,11 +274,21 @@ class BufferServer:
             return
         self._ticked_at = now
         self._check_connections()
+        self._note_presence()
         self.buffer.check_time()
         if self._metrics.is_served and now - self._shown_at >= METRICS_S:
             self._shown_at = now
             self._metrics.update(self.status())
         self._deadlines_due = True
+
+    def _note_presence(self) -> None:
+        """Lets leases run longer where this server was away itself, because it has not read all heartbeats
+        that have come since."""
+        now = time.monotonic()
+        if (away_s := now - self._present_at) > AWAY_S:
+            log.warning("the buffer stood still for %.0f s: leases run so much longer", away_s)
+            self.buffer.extend_leases(away_s)
+        self._present_at = now
 
     def _check_connections(self) -> None:
         """Ends connections that take more than their share, and forgets those that have ended."""

@@ -240,6 +240,44 @@ def test_a_buffer_that_was_away_for_longer_than_a_lease_lasts_finds_its_generato
     assert played.error is None and "answers again" in caplog.text
 
 
+def test_a_buffer_that_stood_still_itself_takes_back_no_lease_whose_heartbeat_is_not_read_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn is too short for all that has come, as with a thousand generators: here it reads one message."""
+    monkeypatch.setattr("buffers.server.AWAY_S", 1.0)
+    monkeypatch.setattr("buffers.inbox.MAX_MESSAGES_PER_TURN", 1)
+    words = [
+        "buffer.lease_s=3",
+        "learner.groups_per_step=8",
+        "learner.samples_per_prompt=2",
+        "eval.prompts=0",
+    ]
+    run = BufferHarness(load_config(words), tmp_path / "journal")
+    try:
+        run.publish(0)
+        leases = {f"g{number}": run.ask(1, f"g{number}")[0].id for number in range(6)}
+        end_turn, is_away = run.server._outbox.end_turn, threading.Event()
+
+        def wait_for_disk() -> None:
+            end_turn()
+            if not is_away.is_set():
+                is_away.set()
+                time.sleep(5.0)
+
+        monkeypatch.setattr(run.server._outbox, "end_turn", wait_for_disk)
+        assert is_away.wait(30)
+        for name, lease in leases.items():
+            beat = m.GeneratorHeartbeat(generator=name, progress={lease: 1}, report=GeneratorReport())
+            run.client.send_request(beat)
+        answers: list[m.Reply] = []
+        while len(answers) < len(leases):
+            answers += [answer.reply for answer in run.client.receive_answers(1.0)]
+        assert [reply.revoked for reply in answers if isinstance(reply, m.GeneratorStanding)] == 6 * [[]]
+        assert run.status().groups.rejected.get("failed", 0) == 0
+    finally:
+        run.close()
+
+
 def test_a_generator_leaves_a_run_in_whose_place_another_one_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
