@@ -250,7 +250,7 @@ SETTINGS: dict[str, list[list[str]]] = {
     ],
     "durability": [[f"buffer.durability={durability}"] for durability in Durability],
     "lease": [[f"buffer.lease_s={seconds}"] for seconds in (4, 7, 12)],
-    "checkpoints": [[f"learner.checkpoint_every={steps}"] for steps in (5, 10, 25)],
+    "checkpoints": [[f"learner.checkpoint_every={steps}"] for steps in (2, 5, 10)],
     "groups": [[f"learner.groups_per_step={groups}"] for groups in (2, 4)],
     "samples": [[f"learner.samples_per_prompt={samples}"] for samples in (2, 4)],
     "ranks": [[f"learner.ranks={ranks}"] for ranks in (1, 2)],

@@ -65,6 +65,8 @@ class LogRecords:
     """Steps that were handed out before a repair. The buffer may hand them out again, with other groups."""
     num_rewinds: int = 0
     num_undone: int = 0
+    num_resumed: int = 0
+    """Rewinds to a checkpoint: the others go back to the model itself."""
 
 
 def audit_run(
@@ -211,10 +213,13 @@ def _read_log(journal: Path, found: AuditReport) -> LogRecords:
             case e.Rewound():
                 records.history.append(event)
                 records.num_rewinds += 1
+                records.num_resumed += event.step > 0
                 records.num_undone += sum(step >= event.step for step in records.trained)
                 records.trained = {step: done for step, done in records.trained.items() if step < event.step}
     found.figures["steps trained"] = len(records.trained)
-    found.figures["steps undone by rewinds"] = f"{records.num_undone} in {records.num_rewinds} rewinds"
+    found.figures["steps undone by rewinds"] = (
+        f"{records.num_undone} in {records.num_rewinds} rewinds, {records.num_resumed} of them to a checkpoint"
+    )
     return records
 
 
@@ -305,6 +310,10 @@ def _check_training(
         )
     if beyond:
         found.problems.append(f"{beyond} trained tokens were more than `max_versions` versions old")
+    staleness = sum((Counter(done.staleness) for done in records.trained.values()), Counter[int]())
+    found.figures["trained tokens by staleness"] = ", ".join(
+        f"{versions}: {tokens}" for versions, tokens in sorted(staleness.items())
+    )
     found.figures["groups trained twice"] = len(twice)
     found.figures["trained tokens older than max_versions"] = beyond
 
