@@ -218,7 +218,7 @@ def _read_log(journal: Path, found: AuditReport) -> LogRecords:
                 records.trained = {step: done for step, done in records.trained.items() if step < event.step}
     found.figures["steps trained"] = len(records.trained)
     found.figures["steps undone by rewinds"] = (
-        f"{records.num_undone} in {records.num_rewinds} rewinds, {records.num_resumed} of them to a checkpoint"
+        f"{records.num_undone} in {records.num_rewinds} rewinds, {records.num_resumed} to a checkpoint"
     )
     return records
 
