@@ -84,7 +84,7 @@ def assert_audit_can_fail(witnesses: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     before = shutil.copytree(run, witnesses / "before")
     rewrite_log(run, give_up)
-    assert "was given up as damaged" in " ".join(audit(summary))
+    assert "was accepted and given up as damaged" in " ".join(audit(summary))
     shutil.rmtree(run)
     before.rename(run)
     rewrite_log(run, lambda events: events)  # without the states, which know better

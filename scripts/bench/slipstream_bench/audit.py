@@ -56,8 +56,8 @@ class LogRecords:
     """Trained steps, and the rewinds and repairs that undid some of them, in the order of the log."""
     damaged_groups: set[int] = field(default_factory=set)
     """Groups that the buffer rejected, or did not hand out again, because the disk had lost them."""
-    expired_groups: set[int] = field(default_factory=set)
-    """Complete groups that no step took while they were within the bound."""
+    given_up: dict[int, str] = field(default_factory=dict)
+    """Why accepted groups were rejected, by group."""
     cancelled_groups: set[int] = field(default_factory=set)
     """Groups that delayed a step for too long. Their prompts were leased, and are not leased again."""
     repairs: list[e.Repaired] = field(default_factory=list)
@@ -99,8 +99,12 @@ def audit_whole_run(folder: Path, witnesses: Path, config: Config, summary: dict
         witnesses, records, batches, found, may_lose=config.buffer.durability is Durability.none
     )
     _check_witnesses(records, found)
-    # No fault of a whole run changes a byte of its journal.
-    found.problems += [f"group {group} was given up as damaged" for group in sorted(records.damaged_groups)]
+    found.problems += [
+        f"group {group} was accepted and given up as {reason}"
+        for group, reason in sorted(records.given_up.items())
+        # Under `mask` a group may come when all of its tokens are too old.
+        if (reason, config.staleness.on_late) != ("unsampled", OnLate.mask)
+    ]
     found.problems += ["the journal was repaired" for _ in records.repairs]
     _check_training(config, records, batches, found)
     ledger = _check_ledger(folder, config, records, None, found)
@@ -165,6 +169,8 @@ def restore_journal(folder: Path) -> None:
 def _read_log(journal: Path, found: AuditReport) -> LogRecords:
     records = LogRecords()
     for event in read_events(journal):
+        if isinstance(event, e.Rejected) and event.group in records.accepted:
+            records.given_up[event.group] = event.reason
         match event:
             case e.Leased():
                 if event.lease in records.group_of_lease:
@@ -193,8 +199,6 @@ def _read_log(journal: Path, found: AuditReport) -> LogRecords:
                 records.handed_out = {
                     step: groups for step, groups in records.handed_out.items() if group not in groups
                 }
-            case e.Rejected(group=group, reason="unsampled"):
-                records.expired_groups.add(group)
             case e.Rejected(group=group, reason="cancelled"):
                 records.cancelled_groups.add(group)
             case e.Repaired():
@@ -435,10 +439,8 @@ def _check_ledger(
     trained = [group for done in records.trained.values() for group in done.groups]
     if not ledger.closes() or buffer.book.history.trained_twice:
         found.problems.append(f"the ledger does not close: {vars(ledger)}")
-    given_up = records.damaged_groups | records.expired_groups
-    if ledger.groups["trained"] != len(trained) or len(trained) + len(pool) + len(given_up) != len(
-        records.accepted
-    ):
+    num_held = len(trained) + len(pool) + len(records.given_up)
+    if ledger.groups["trained"] != len(trained) or num_held != len(records.accepted):
         found.problems.append(
             f"the ledger has {ledger.groups} groups; {len(trained)} trained, {len(records.accepted)} accepted"
         )
