@@ -128,12 +128,18 @@ def two_hosts() -> Iterator[NetworkHosts]:
 
 def make_faults(hosts: Any, two_hosts: NetworkHosts, **more: Any) -> HostFaults:
     """Returns the faults of the second host, which end in a moment. `hosts` does what is done to links."""
-    run = SimpleNamespace(hosts=hosts, first=two_hosts[0], sleep=lambda seconds: time.sleep(0.3), **more)
+    run = SimpleNamespace(hosts=hosts, sleep=lambda seconds: time.sleep(0.3), **more)
     return HostFaults(run, two_hosts[1], 4.0, random.Random(0))  # type: ignore[arg-type]
 
 
 class IdleHosts:
-    """Does nothing to any link."""
+    """Two hosts, to whose links nothing is done."""
+
+    def __init__(self, hosts: NetworkHosts) -> None:
+        self._hosts = hosts
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._hosts)
 
     def cut_link(self, host: Any) -> None: ...
     def mend_link(self, host: Any) -> None: ...
@@ -147,7 +153,7 @@ def test_a_link_that_is_cut_lets_nothing_through_and_one_that_is_not_cut_is_no_f
     make_faults(two_hosts, two_hosts).cut_link(1.0)
     assert two_hosts[1].reaches(two_hosts[0], timeout_s=30)
     with pytest.raises(FaultNotDone, match="over a link that is down"):
-        make_faults(IdleHosts(), two_hosts).cut_link(1.0)
+        make_faults(IdleHosts(two_hosts), two_hosts).cut_link(1.0)
 
 
 @needs_hosts
@@ -165,7 +171,7 @@ def test_a_slow_link_lets_little_through_and_one_that_is_not_slow_is_no_fault(
     try:
         make_faults(two_hosts, two_hosts).slow_link(100_000)
         with pytest.raises(FaultNotDone, match="came over a link that lets"):
-            make_faults(IdleHosts(), two_hosts).slow_link(100_000)
+            make_faults(IdleHosts(two_hosts), two_hosts).slow_link(100_000)
     finally:
         for process in two_hosts[0].list_processes():
             process.kill()

@@ -97,6 +97,8 @@ class HostFaults:
         self.start_again("a preemption")
         return began
 
+    # ---- on any host
+
     def cut_link_briefly(self) -> float:
         return self.cut_link(self.draw_short())
 
@@ -111,8 +113,6 @@ class HostFaults:
 
     def slow_link_to_100_kilobits(self) -> float:
         return self.slow_link(100_000)
-
-    # ---- on any host
 
     def set_clock(self) -> float:
         clock = self.run.clocks[self.host.name]
@@ -197,8 +197,9 @@ class HostFaults:
     def cut_link(self, seconds: float) -> float:
         self.run.hosts.cut_link(self.host)
         try:
-            if self.host.reaches(self.run.first):
-                raise FaultNotDone(f"{self.host.name} reaches {self.run.first.name} over a link that is down")
+            for other in self.run.hosts:
+                if other is not self.host and self.host.reaches(other):
+                    raise FaultNotDone(f"{self.host.name} reaches {other.name} over a link that is down")
             self.run.sleep(seconds)
         finally:
             self.run.hosts.mend_link(self.host)
@@ -227,6 +228,9 @@ FAULTS_OF_RUN: dict[str, FaultMethod] = {
     "run's driver: SIGKILL, then run.resume": HostFaults.kill_driver,
     "run's raylet: SIGKILL, then run.resume": HostFaults.kill_raylet,
     "run's disk full, then run.resume": HostFaults.fill_disk,
+    "run's link down, longer than a lease": HostFaults.cut_link_for_longer_than_a_lease,
+    "run's link down for more than 30 s": HostFaults.cut_link_for_half_a_minute,
+    "run's link at 1 Mbit/s": HostFaults.slow_link_to_a_megabit,
     "run's host: clock set, up to an hour off": HostFaults.set_clock,
 }
 FAULTS_OF_FLEET: dict[str, FaultMethod] = {
