@@ -57,7 +57,7 @@ from slipstream_bench.run_faults import (
 )
 from slipstream_bench.run_on_hosts import PATIENCE_S, ChaosFailure, HarnessStopped, RunOnHosts, tail
 
-FAULTS_A_RUN = 50
+FAULTS_A_RUN = 75
 SAME = "bit for bit the same as the run"
 AGENT = "slipstream_bench.chaos_agent:SummingAgent"
 
@@ -371,7 +371,7 @@ def main() -> int:
     except KeyboardInterrupt:
         say_line("interrupted again: the run under way does not count")
         runs = runs[:-1]
-    if ending.has_come():
+    if sum(len(run.recoveries) for run in runs) < options.faults and ending.has_come():
         say_line(f"no fault was begun after {'a signal' if ending.is_signalled else 'the minutes given'}")
     print_recoveries(runs, console)
     if options.json is not None:
