@@ -248,7 +248,14 @@ class BufferClient:
     def _read_connection_events(self) -> None:
         """Sends open requests again to a buffer that was started again. Raises KeysRefused."""
         while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)["event"]
+            message = recv_monitor_message(self._monitor)
+            event = message["event"]
+            if event & HANDSHAKE_BROKEN and message["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+                # ZeroMQ does not try again.
+                raise KeysRefused(
+                    f"buffer.keys must hold keys that fit the buffer at {self.address}, or none if it has "
+                    "none (see scripts/keys.sh): one side has keys, and the other has none"
+                )
             if event & KEY_REFUSED:
                 raise KeysRefused(
                     f"buffer.keys must hold a key that the buffer at {self.address} lets in "

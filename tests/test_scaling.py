@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import subprocess
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,9 @@ from runs import ROOT, SIMULATED, StartedRun, assert_accounts_close
 import slipstream.scale
 from buffers import messages as m
 from buffers.client import RefusedByBuffer
+from buffers.keys import KeyRole, make_keys
 from buffers.run_status import RunStatus, Scaling
+from buffers.server import BufferServer
 from configs.load import load_config
 from slipstream.run_address import remove_address, write_address
 from slipstream.scale import Gone, follow_order, main
@@ -265,9 +268,27 @@ def test_what_cannot_be_scaled_is_refused_in_a_sentence(
         ([run, "2"], f"the run in {run} has ended, or"),
         ([run, "2", f"buffer.keys={tmp_path}/none"], f"the run in {run} has ended, or"),
         (["tcp://127.0.0.1:9", "2", f"buffer.keys={tmp_path}/none"], "buffer.keys must be a folder"),
+        (["tcp://*:9", "2"], "RUN must be an address that can be reached, got tcp:"),
+        (["ipc://", "2"], "RUN must be an address that can be reached, got ipc:"),
     ):
         assert main(arguments) == 2
         assert re.search(why, capsys.readouterr().err), why
     write_address(Path(run), "tcp://127.0.0.1:9", None)
     remove_address(Path(run))
     assert main([run, "2"]) == 2
+
+
+def test_a_command_without_the_keys_of_the_run_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_keys(tmp_path / "keys", list(KeyRole))
+    config = load_config([*SMALL_RUN, f"buffer.keys={tmp_path}/keys"])
+    server = BufferServer(config, tmp_path / "journal")
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        assert main([server.address, "2"]) == 1
+    finally:
+        server.stop()
+        thread.join(60)
+    assert "one side has keys, and the other has none" in capsys.readouterr().err

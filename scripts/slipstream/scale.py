@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import zmq
+
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, KeysRefused, RefusedByBuffer
 from buffers.keys import KeyRole
@@ -60,11 +62,15 @@ class RunDoor:
     """A run that goes on, as a command reaches it: by its folder, or by its buffer's address."""
 
     def __init__(self, run: str, keys: str | None) -> None:
-        """Raises ValueError where the folder holds no run that goes on, or keys are missing."""
+        """Raises ValueError where the folder holds no run that goes on, nobody can have the address, or keys
+        are missing."""
         self._folder = None if is_tcp_address(run) or run.startswith("ipc://") else Path(run)
         found = RunAddress(run, None) if self._folder is None else read_address(self._folder)
         keys = keys or found.keys
-        self.client = BufferClient(found.buffer, timeout_s=ANSWER_S, keys=keys, role=KeyRole.operator)
+        try:
+            self.client = BufferClient(found.buffer, timeout_s=ANSWER_S, keys=keys, role=KeyRole.operator)
+        except zmq.ZMQError as error:
+            raise ValueError(f"RUN must be an address that can be reached, got {run}: {error}") from None
 
     def ask(self, request: m.Request, expect: type[R]) -> R:
         """Returns the buffer's answer, whichever life of the buffer gives it. Raises Gone, RefusedByBuffer,
