@@ -239,14 +239,16 @@ class ForgetfulBuffer:
 
 
 def test_a_command_orders_again_what_was_lost_with_the_buffer_and_never_what_another_has_replaced(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(slipstream.scale, "LOOK_EVERY_S", 0.0)
     before = Scaling(order="before", count=9, progress="nine", ended=True)
     started, done = Scaling(order="own", count=2), Scaling(order="own", count=2, progress="two", ended=True)
-    lost: Any = ForgetfulBuffer(before, started, None, before, started, done)
+    told = structs.replace(started, progress="starting")
+    lost: Any = ForgetfulBuffer(before, started, None, before, told, None, started, done)
     assert follow_order(lost, 2) == 0
-    assert len(lost.orders) == 3 and len(set(lost.orders)) == 1
+    assert capsys.readouterr().out == "starting\ntwo\n"
+    assert len(lost.orders) == 4 and len(set(lost.orders)) == 1
     replaced: Any = ForgetfulBuffer(before, started, Scaling(order="after", count=7))
     with pytest.raises(Gone, match="another change, to 7 generators, has taken the place of this one"):
         follow_order(replaced, 2)

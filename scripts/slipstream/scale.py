@@ -125,7 +125,7 @@ def follow_order(run: RunDoor, count: int) -> int:
             continue
         if scaling.order != order.order:
             raise Gone(f"another change, to {scaling.count} generators, has taken the place of this one")
-        if scaling.progress != shown:
+        if scaling.progress not in ("", shown):
             shown = scaling.progress
             print(shown, flush=True, file=sys.stderr if scaling.failed else sys.stdout)
         if scaling.ended:
