@@ -134,6 +134,7 @@ class ChaosOfRun:
                 self._began = time.monotonic()
                 self._disturb_hosts(run)
                 if not run.stopped:
+                    run.await_work_everywhere()
                     run.finish()
             except ChaosFailure as failure:
                 self.problems.append(str(failure))

@@ -143,8 +143,7 @@ class RunOnHosts:
         self.wait_for(self.first, lambda: "the buffer answers at" in run.said, "buffer")
         for host in self.hosts[1:]:
             self.start_fleet(host)
-        for host in self.hosts[1:]:
-            self.await_work(host, f"{host.name}-")
+        self.await_work_everywhere()
 
     @contextlib.contextmanager
     def disturb(self, host: NetworkHost) -> Iterator[None]:
@@ -276,6 +275,12 @@ class RunOnHosts:
             return is_trained
 
         self.wait_for(host, look, f"step with a group of {generator or 'any generator'}")
+
+    def await_work_everywhere(self) -> None:
+        """Returns when steps are trained from groups of every fleet that were leased from now on, one fleet
+        after the other."""
+        for host in self.hosts[1:]:
+            self.await_work(host, f"{host.name}-")
 
     def find_log_end(self) -> tuple[int, int]:
         return self.log.read_since((max(self.log.find_files(), default=0), 0))[1]
