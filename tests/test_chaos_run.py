@@ -95,7 +95,7 @@ def assert_audit_can_fail(witnesses: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_replay_that_compares_no_checkpoint_of_the_last_step_proves_nothing() -> None:
     said = "trained 12 steps\nbit for bit the same as the run in its checkpoints of steps 5, 10, 12\n"
-    assert find_sameness(said, 12)
+    assert find_sameness(said, 12) and find_sameness(said, None)
     assert not find_sameness(said, 13) and not find_sameness(said, 2)
     assert not find_sameness("NOT the same as the run: 3 tensors differ, the first is step 12", 12)
 

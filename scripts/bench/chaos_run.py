@@ -121,6 +121,7 @@ class ChaosOfRun:
 
     def __post_init__(self) -> None:
         self.settings = draw_settings(self.seed, self.number)
+        self._has_finished = False
         self._left, self._lock = self.num_faults, threading.Lock()
         self._turn = threading.Lock() if self.alone else nullcontext()
 
@@ -136,6 +137,7 @@ class ChaosOfRun:
                 if not run.stopped:
                     run.await_work_everywhere()
                     run.finish()
+                    self._has_finished = True
             except ChaosFailure as failure:
                 self.problems.append(str(failure))
             finally:
@@ -220,26 +222,26 @@ class ChaosOfRun:
         found: AuditReport = audit_whole_run(run, self.folder, load_study_config(run, []), summary)
         self.problems += found.problems
         self.figures |= found.figures
-        self._replay(run, last=int(found.figures["steps trained"]))
+        # A run that was ended in good order ends with a checkpoint.
+        self._replay(run, last=int(found.figures["steps trained"]) if self._has_finished else None)
 
-    def _replay(self, run: Path, last: int) -> None:
-        """Trains the journal again. The checkpoints that are compared must go up to the `last` step: the run
-        ends with one."""
+    def _replay(self, run: Path, last: int | None) -> None:
+        """Trains the journal again. The checkpoints that are compared must go up to the `last` step."""
         began = time.monotonic()
         command = [sys.executable, "-P", "-m", "slipstream.replay", str(run)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         same = find_sameness(done.stdout, last)
         if done.returncode or not same:
-            self.problems.append(
-                f"the replay of {last} steps is not the run: {tail(done.stdout + done.stderr)}"
-            )
+            upto = "" if last is None else f" up to step {last}"
+            self.problems.append(f"the replay is not the run{upto}: {tail(done.stdout + done.stderr)}")
         self.figures["replayed"] = f"{same or 'no'} ({time.monotonic() - began:.0f} s)"
 
 
-def find_sameness(said: str, last: int) -> str:
-    """Returns the line in which a replay says that it is the run up to the `last` step; empty where it says
-    less."""
-    return next((line for line in said.splitlines() if SAME in line and line.split()[-1] == str(last)), "")
+def find_sameness(said: str, last: int | None) -> str:
+    """Returns the line in which a replay says that it is the run, up to the `last` step where one is given;
+    empty where it says less."""
+    same = (line for line in said.splitlines() if SAME in line)
+    return next((line for line in same if last is None or line.split()[-1] == str(last)), "")
 
 
 SETTINGS: dict[str, list[list[str]]] = {
