@@ -18,15 +18,20 @@ RUN_FILE = ".run"
 """Name of a file beside the journal: random characters that name the run in all its lives."""
 
 
+def read_run_name(folder: Path) -> str:
+    """Returns the random name of the run whose journal is in `folder`; empty where it has none yet."""
+    path = folder / RUN_FILE
+    return path.read_text() if path.exists() else ""
+
+
 def name_run(folder: Path, config: Config) -> str:
     """Returns the name of the run whose journal is in `folder`, under what a generator needs to know of its
     configuration (`JoinedRun.run`). Raises DiskFull."""
-    path = folder / RUN_FILE
-    if not path.exists():
-        replace_file(path, secrets.token_hex(16).encode())
+    if not read_run_name(folder):
+        replace_file(folder / RUN_FILE, secrets.token_hex(16).encode())
     # Whether it was resumed, for how many steps, and who is shown its figures, is no matter of a generator.
     told = dataclasses.replace(config, run=RunConfig(), tracking=TrackingConfig())
-    return xxhash.xxh3_64_hexdigest(f"{path.read_text()} {to_yaml(told)}".encode())
+    return xxhash.xxh3_64_hexdigest(f"{read_run_name(folder)} {to_yaml(told)}".encode())
 
 
 class Announcer:

@@ -67,6 +67,8 @@ class ScaleGenerators(WireRecord):
     order: RoleName
     """Name of the change, as in `Scaling`."""
     count: GeneratorCount
+    run: BoundedText = ""
+    """Random name of the run that is meant (`announcements.RUN_FILE`). Empty: whichever answers."""
 
 
 class ReportScaling(WireRecord):

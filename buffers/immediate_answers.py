@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from buffers import messages as m
-from buffers.announcements import Announcer
+from buffers.announcements import Announcer, read_run_name
 from buffers.buffer import Buffer
 from buffers.parcels import PackedParcels
 from buffers.parity_probe import ParityProbes
@@ -71,6 +71,8 @@ class ImmediateAnswers:
                     raise Refusal("wrong step", str(error)) from error
                 self._announcer.count_change()
             case m.ScaleGenerators():
+                if request.run and request.run != read_run_name(buffer.journal.folder):
+                    raise Refusal("another run", "the run that was meant is over, and another answers")
                 buffer.order_scaling(request.order, request.count)
             case m.ReportScaling():
                 buffer.note_scaling(request.scaling)

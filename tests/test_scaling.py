@@ -104,6 +104,10 @@ def test_the_buffer_keeps_one_order_at_a_time_and_learns_of_it_again_from_the_dr
         run.client.call(m.ScaleGenerators(order="b", count=4), m.Acknowledged)
         run.client.call(m.ReportScaling(scaling=done), m.Acknowledged)  # the driver has not heard of "b" yet
         assert run.status().scaling == Scaling(order="b", count=4)
+        own = (tmp_path / ".run").read_text()
+        run.client.call(m.ScaleGenerators(order="b", count=4, run=own), m.Acknowledged)
+        with pytest.raises(RefusedByBuffer, match="the run that was meant is over, and another answers"):
+            run.client.call(m.ScaleGenerators(order="d", count=4, run=own[::-1]), m.Acknowledged)
         run.client.call(m.StopRun(reason="enough"), m.Acknowledged)
         with pytest.raises(RefusedByBuffer, match="told to stop: enough"):
             run.client.call(m.ScaleGenerators(order="c", count=4), m.Acknowledged)
@@ -226,6 +230,9 @@ class ForgetfulBuffer:
     def __init__(self, *statuses: Scaling | None) -> None:
         self.orders: list[str] = []
         self._statuses = iter(statuses)
+
+    def read_name(self) -> str:
+        return ""
 
     def ask(self, request: m.ScaleGenerators, expect: type[m.Acknowledged]) -> m.Acknowledged:
         self.orders.append(request.order)

@@ -17,6 +17,7 @@ from typing import TypeVar
 import zmq
 
 from buffers import messages as m
+from buffers.announcements import read_run_name
 from buffers.client import BufferClient, BufferGone, KeysRefused, RefusedByBuffer
 from buffers.keys import KeyRole
 from buffers.message_fields import MAX_GENERATORS, MAX_INT63, WireRecord
@@ -84,6 +85,10 @@ class RunDoor:
                 if time.monotonic() - began > PATIENCE_S:
                     raise Gone(f"no run answers at {self.client.address}: {error}") from None
 
+    def read_name(self) -> str:
+        """Returns the run's random name, which its folder holds; empty where only an address is known."""
+        return "" if self._folder is None else read_run_name(self._folder / "journal")
+
     def fetch_status(self) -> RunStatus:
         """Raises as `ask` does."""
         return self.ask(m.WatchRun(after=MAX_INT63, wait_s=0.0), m.RunNews).status
@@ -111,7 +116,8 @@ def read_arguments(arguments: Sequence[str]) -> tuple[str, int, str | None]:
 def follow_order(run: RunDoor, count: int) -> int:
     """Orders the number, and prints what becomes of that. Returns the exit status. Raises Gone,
     RefusedByBuffer, KeysRefused."""
-    order, shown = m.ScaleGenerators(order=secrets.token_hex(8), count=count), ""
+    order = m.ScaleGenerators(order=secrets.token_hex(8), count=count, run=run.read_name())
+    shown = ""
     last = run.fetch_status().scaling
     run.ask(order, m.Acknowledged)
     while True:
