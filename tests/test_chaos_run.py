@@ -2,6 +2,7 @@
 audit can fail, and so can a fault."""
 
 import copy
+import io
 import json
 import random
 import shutil
@@ -15,11 +16,20 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 from test_chaos import rewrite_log
 
 from buffers import events as e
 from buffers.ledger import Ledger
-from chaos_run import SETTINGS, ChaosOfRun, Ending, RunSettings, draw_settings, find_sameness
+from chaos_run import (
+    SETTINGS,
+    ChaosOfRun,
+    Ending,
+    RunSettings,
+    draw_settings,
+    find_sameness,
+    print_recoveries,
+)
 from configs.load import load_study_config
 from slipstream_bench.audit import audit_whole_run
 from slipstream_bench.host_clocks import HostClock, find_compiler
@@ -105,6 +115,12 @@ def test_so_many_runs_as_a_setting_has_values_try_all_of_them() -> None:
     drawn = [draw_settings(3, number).overrides for number in range(most)]
     for values in SETTINGS.values():
         assert all(any(set(value) <= set(overrides) for overrides in drawn) for value in values)
+
+
+def test_where_no_run_was_audited_nobody_says_that_all_adds_up() -> None:
+    console = Console(file=io.StringIO(), record=True)
+    print_recoveries([], console)
+    assert console.export_text() == "no run was audited\n"
 
 
 def test_no_fault_begins_after_a_signal_or_the_time_given_and_a_second_signal_ends_all() -> None:

@@ -294,6 +294,9 @@ def print_audit(run: ChaosOfRun, console: Console) -> None:
 
 
 def print_recoveries(runs: list[ChaosOfRun], console: Console) -> None:
+    if not runs:
+        console.print("no run was audited")
+        return
     recoveries = [one for run in runs for one in run.recoveries]
     table = Table(title=f"{len(recoveries)} faults in {len(runs)} runs", title_justify="left")
     for title in ("fault", "times", "median s", "worst s"):
