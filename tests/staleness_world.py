@@ -21,6 +21,7 @@ from buffers.staleness import count_trainable, mask_trainable
 from buffers.state import BookState
 from buffers.terms import Terms
 from configs.staleness import OnLate
+from slipstream_bench.audit import describe_logged_book
 
 
 def submit_versions(
@@ -137,7 +138,7 @@ class StalenessWorld:
         if self.state is not None:  # recovery from a state and what came after leads to the same
             data, num_before = self.state
             replayed, self.book = self.book, self.rebuild_book(data, noted[num_before:])
-            assert describe_book(self.book) == describe_book(replayed)
+            assert describe_logged_book(self.book) == describe_logged_book(replayed)
         self.ledger = self.book.ledger
         self.book.note = self.events_noted.append
         self.events_noted += noted
@@ -360,20 +361,6 @@ class StalenessWorld:
         damage_group,
     )
     """Moves of the adversary. A move that stands here n times is n times as likely."""
-
-
-def describe_book(book: Book) -> dict[str, object]:
-    """Returns the state of a book without the token counts that heartbeats alone have told, which events
-    do not record."""
-    state = msgspec.to_builtins(export_book(book))
-    for attempt in (*state["attempts_under_way"], *state["attempts_ended"]):
-        attempt[3] = 0
-    generated, leased, tokens, groups, *rest = state.pop("ledger")
-    kept = {
-        fate: tokens.get(fate, 0)
-        for fate in ("trained", "masked", "late", "zero_variance", "unsampled", "damaged")
-    }
-    return state | {"ledger": [leased, {fate: n for fate, n in groups.items() if n}, kept, *rest]}
 
 
 def make_world_terms(

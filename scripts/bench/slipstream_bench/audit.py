@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 
 from buffers import events as e
+from buffers.book import Book
 from buffers.book_state import export_book
 from buffers.buffer import Buffer
 from buffers.event_log import read_events
@@ -28,6 +30,9 @@ from configs.buffer import Durability
 from configs.schema import Config
 from configs.staleness import OnLate
 
+LOGGED_FATES = ("trained", "masked", "late", "zero_variance", "uninformative", "unsampled", "damaged")
+"""Fates of tokens that events count to the last one. Attempts that came to nothing may have sampled tokens of
+which a last heartbeat told."""
 TrainFunction = Callable[[str, pa.Table], str]
 """(state, groups of a step) -> the next state. It stands for the training step of the consumer."""
 
@@ -431,7 +436,7 @@ def _check_ledger(
     except Exception as error:
         found.problems.append(f"the log cannot be applied: {type(error).__name__}: {error}")
         return None
-    if export_book(whole.book) != export_book(buffer.book):
+    if describe_logged_book(whole.book) != describe_logged_book(buffer.book):
         found.problems.append(
             "the newest state and the log after it lead to another ledger than the whole log"
         )
@@ -472,3 +477,15 @@ def _format_account(total: int, fates: Counter[str]) -> str:
     return f"{total:,} = " + " + ".join(
         f"{number:,} {fate}" for fate, number in sorted(fates.items()) if number
     )
+
+
+def describe_logged_book(book: Book) -> dict[str, object]:
+    """Returns the state of a book as far as events record it: without the token counts of attempts that
+    heartbeats alone have told."""
+    state = msgspec.to_builtins(export_book(book))
+    for attempt in (*state["attempts_under_way"], *state["attempts_ended"]):
+        if attempt[4] != "accepted":
+            attempt[3] = 0
+    generated, leased, tokens, groups, *rest = state.pop("ledger")
+    kept = {fate: tokens.get(fate, 0) for fate in LOGGED_FATES}
+    return state | {"ledger": [leased, {fate: n for fate, n in groups.items() if n}, kept, *rest]}

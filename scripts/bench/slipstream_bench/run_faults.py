@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from slipstream_bench.network_hosts import NetworkHost
-from slipstream_bench.run_on_hosts import ChaosFailure, RunOnHosts, tail
+from slipstream_bench.run_on_hosts import ChaosFailure, RunOnHosts, has_rightly_ended, tail
 
 PAGE = 4096
 PREEMPTED_S = 30.0
@@ -90,7 +90,7 @@ class HostFaults:
         command, began = self.run.commands[self.host.name], time.monotonic()
         command.started.send_signal(signal.SIGTERM)
         status = self.run.end_command(self.host, within_s=PREEMPTED_S)
-        if status != 130:
+        if status != 130 and not has_rightly_ended(command):
             self.run.problems.append(f"SIGTERM ended a fleet with status {status}: {tail(command.said)}")
             command.started.send_signal(signal.SIGKILL)
             self.run.end_command(self.host)
@@ -144,11 +144,14 @@ class HostFaults:
 
     def await_failure(self, what: str, sentence: str) -> None:
         """Waits until the host's command has ended; it must have failed, and must have said why."""
-        status, said = self.run.end_command(self.host), self.run.commands[self.host.name].said
+        status, command = self.run.end_command(self.host), self.run.commands[self.host.name]
         if status is None:
             raise ChaosFailure(f"{self.host.name} goes on after {what}: {self.run.describe()}")
-        if status != 1 or sentence not in said:
-            self.run.problems.append(f"{what} ended {self.host.name} with status {status}: {tail(said)}")
+        # A fleet may have ended just before, because its run has.
+        may_have_ended = self.host is not self.run.first and has_rightly_ended(command)
+        if (status != 1 or sentence not in command.said) and not may_have_ended:
+            said = tail(command.said)
+            self.run.problems.append(f"{what} ended {self.host.name} with status {status}: {said}")
 
     def start_again(self, what: str) -> None:
         """Starts the host's command again, once nothing of it is left."""
