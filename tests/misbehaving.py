@@ -52,6 +52,10 @@ class Misbehaving:
     def do_segfault(self, _: str) -> Any:
         ctypes.string_at(0)
 
+    def do_hang_up(self, _: str) -> Any:
+        os.closerange(3, 1000)
+        time.sleep(3600)
+
     def do_exit(self, code: str) -> Any:
         os._exit(int(code))
 

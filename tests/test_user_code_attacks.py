@@ -106,6 +106,24 @@ def test_a_worker_that_dies_says_how_and_another_takes_its_place(
     run_with_pool(play, memory_mb=600)
 
 
+def test_a_call_that_is_cancelled_while_its_worker_dies_gives_the_worker_to_nobody_else() -> None:
+    """The other samples of a group are cancelled when one fails, and they may fail at the same moment."""
+
+    async def play(pool: UserCodePool) -> None:
+        worker = await pool.take_worker()
+        call = asyncio.create_task(score(worker, "hang_up"))
+        while not worker._reader.at_eof():
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.005)  # the call has seen the end, and asks how it came
+        call.cancel()
+        await asyncio.wait({call})
+        pool.return_worker(worker)
+        assert call.cancelled() and not worker.is_alive
+        assert (await score(await pool.take_worker(), "four"))["reward"] == 4.0
+
+    run_with_pool(play)
+
+
 @pytest.mark.parametrize(
     ("attack", "error", "detail"),
     [

@@ -62,7 +62,6 @@ class UserWorker:
         that is cancelled kills the worker.
         """
         assert not self.is_busy, "one call at a time"
-        assert self._writer is not None, "it has been started"
         if not self.is_alive:
             raise WorkerDied(f"{method} could not be called, because its worker has ended")
         self._number += 1
@@ -73,21 +72,9 @@ class UserWorker:
         self.is_busy = True
         self._output.begin_call()
         try:
-            async with asyncio.timeout(deadline_s):
-                self._writer.write(frame)
-                await self._writer.drain()
-                answer = await self._read_answer()
-        except TimeoutError:
-            await self.kill()
-            raise self._make_death(
-                f"{method} must take at most {deadline_s:g} s ({setting}), got no end; its worker was killed"
-            ) from None
-        except (asyncio.IncompleteReadError, ConnectionError):
-            raise self._make_death(await self._explain_end(method)) from None
-        except ValueError as error:  # a broken frame
-            await self.kill()
-            raise self._make_death(f"{method} broke its worker's socket: {error}") from None
+            answer = await self._exchange(frame, method, deadline_s, setting)
         except BaseException:
+            # A call may also be cancelled while the end of its worker is still being explained.
             self.begin_kill()
             raise
         finally:
@@ -105,6 +92,25 @@ class UserWorker:
         if answer.is_spent:
             self.begin_kill()
         return answer.value
+
+    async def _exchange(self, frame: bytes, method: str, deadline_s: float, setting: str) -> MethodAnswer:
+        """Sends a call, and returns its answer. Raises WorkerDied once the worker is gone."""
+        assert self._writer is not None, "it has been started"
+        try:
+            async with asyncio.timeout(deadline_s):
+                self._writer.write(frame)
+                await self._writer.drain()
+                return await self._read_answer()
+        except TimeoutError:
+            await self.kill()
+            raise self._make_death(
+                f"{method} must take at most {deadline_s:g} s ({setting}), got no end; its worker was killed"
+            ) from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise self._make_death(await self._explain_end(method)) from None
+        except ValueError as error:  # a broken frame
+            await self.kill()
+            raise self._make_death(f"{method} broke its worker's socket: {error}") from None
 
     async def kill(self) -> None:
         """Kills the worker and all its descendants, and waits until they are gone."""
