@@ -120,6 +120,8 @@ class WaitingRoom:
         self._fleet_requests: list[Waiter[m.WatchGenerators]] = []
         self._num_waiting: Counter[bytes] = Counter()
         """Waiting requests by sender."""
+        self._offered_step = -1
+        """The last step whose batch a rank has got."""
 
     def __iter__(self) -> Iterator[Waiter[Any]]:
         return itertools.chain(
@@ -274,10 +276,13 @@ class WaitingRoom:
             handout = self._buffer.progress.hand_out(request.step)
         except (Refusal, IndexError) as refusal:
             return self._buffer.refuse_message("wrong step", str(refusal)), []
-        if self._buffer.stopping is not None:
+        # Ranks of another host may still fetch the step under way: all train it, or none does.
+        is_begun = handout is not None and request.step == self._offered_step
+        if self._buffer.stopping is not None and not is_begun:
             return m.RunStopped(reason=self._buffer.stopping), []
         if handout is None:
             return None
+        self._offered_step = request.step
         offer = m.BatchOffer(
             step=request.step,
             groups=handout.groups,

@@ -289,6 +289,40 @@ def test_a_stopped_run_tells_everyone_that_it_is_over(harness: Callable[..., Buf
     assert over == m.RunStopped(reason="SIGINT")
 
 
+def test_a_step_that_one_host_of_ranks_has_is_given_to_the_others_when_the_run_is_told_to_stop(
+    harness: Callable[..., BufferHarness],
+) -> None:
+    """The step under way is trained by all ranks, or by none."""
+    run = harness()
+    run.publish(0)
+    for lease in run.ask():
+        run.submit(lease)
+    first = run.client.take_batch(0, wait_s=1.0)
+    assert isinstance(first, TakenBatch)
+    run.client.call(m.StopRun(reason="SIGTERM"), m.Acknowledged)
+    other = BufferClient(run.server.address, timeout_s=5.0)
+    second = other.take_batch(0, wait_s=1.0)
+    assert isinstance(second, TakenBatch) and second.groups == first.groups
+    assert run.train(0) == first.groups
+    for client in (run.client, other):
+        assert client.take_batch(1, wait_s=1.0) == m.RunStopped(reason="SIGTERM"), "its groups are there"
+    other.close()
+
+
+def test_steps_that_a_rewind_has_undone_are_not_handed_out_when_the_run_is_told_to_stop(
+    harness: Callable[..., BufferHarness],
+) -> None:
+    run = harness()
+    run.publish(0)
+    for lease in run.ask():
+        run.submit(lease)
+    run.train(0)
+    assert isinstance(run.client.take_batch(1, wait_s=1.0), TakenBatch)
+    run.client.call(m.RewindToStep(step=0), m.Acknowledged)
+    run.client.call(m.StopRun(reason="SIGTERM"), m.Acknowledged)
+    assert run.client.take_batch(0, wait_s=1.0) == m.RunStopped(reason="SIGTERM")
+
+
 def test_a_wait_without_end_is_named_and_ends_the_run(harness: Callable[..., BufferHarness]) -> None:
     run = harness("buffer.watchdog_s=1", "staleness.max_versions=0")
     run.publish(0)
