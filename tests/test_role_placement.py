@@ -403,9 +403,9 @@ class Rank:
     def place(self): return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
 
 role_places.LearnerRole = Rank
-nodes = [start_node(num_cpus=2, num_gpus=1)]
+nodes = [start_node(num_cpus=3, num_gpus=1)]
 far = {"address": nodes[0].gcs_address, "labels": {"pool": "far"}}
-nodes += [start_node(num_cpus=3, num_gpus=2, **far) for _ in range(2)]
+nodes += [start_node(num_cpus=9, num_gpus=2, **far) for _ in range(2)]
 ray._private.worker.print_to_stdstream = log_words_of_ray
 ray.init(address=nodes[0].gcs_address, log_to_driver=False, logging_level="ERROR")
 places = place("learner.ranks=3", "generators.count=0")
@@ -431,11 +431,18 @@ try:
     get_result(broken.start_buffer().get_pid.remote(), "buffer", str)
 except RoleFailed as error:
     print(error)
+grown = place(*fleet)  # it takes the last processor of the driver's node
 node_facts.digest_code = lambda: "of other code"  # in this process alone
 try:
     place(*fleet, "placement.generators.pool=far")
 except RoleFailed as error:
     print(error)
+for _ in range(2):
+    try:
+        grown.add_seats(["generator-1"], on_all_nodes=True)
+    except ValueError as error:
+        print(error)
+print(grown.spans_nodes)
 ray.shutdown()
 for node in reversed(nodes):
     node.kill_all_processes(check_alive=False, allow_graceful=True)
@@ -452,10 +459,12 @@ def test_a_rank_that_moves_has_a_place_beside_others_and_a_node_where_roles_cann
     with (tmp_path / "errors").open("w") as errors:  # a file, whose end no agent of Ray's holds up
         ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert ran.returncode == 0, (tmp_path / "errors").read_text()
-    before, after, gone, no_logs, other_code = ran.stdout.splitlines()
+    before, after, gone, no_logs, other_code, said, no_seat, none_again, spans = ran.stdout.splitlines()
     assert before == "lost:0 lost:1 kept:0"
     assert after.split()[0] == "driver:0"
     assert {after.split()[1], after.split()[2]} == {"kept:0", "kept:1"}
     assert gone.endswith(" is gone"), "nobody waits for a node that has died"
     assert other_code.startswith("the code of Slipstream must be the same on every node, got other code on ")
+    assert said == other_code and "at most 0 (the CPUs" in no_seat, "a node that joins later is left out"
+    assert none_again == no_seat and spans == "False", "for good"
     assert no_logs.startswith("buffer cannot begin: NotADirectoryError: ") and "moved.py/logs" in no_logs

@@ -40,6 +40,15 @@ ANSWERED_S = 20.0
 """Seconds that an answer may take afterwards: a slow file system is looked at."""
 
 
+class NodeUnfit(RoleFailed):
+    """A node does not answer, or has other code: no role can be there."""
+
+    def __init__(self, node: str, why: str) -> None:
+        """`node` is Ray's id."""
+        super().__init__(why)
+        self.node = node
+
+
 class NodeAgent:
     """Does on its node what the driver cannot do from afar."""
 
@@ -186,21 +195,35 @@ class NodeAgents:
         self.add_nodes(nodes)
 
     def add_nodes(self, nodes: Sequence[ClusterNode]) -> None:
-        """Starts an agent on each node but the driver's. Raises RoleFailed where one does not come up, or has
-        other code of this project; and Interrupted."""
+        """Starts an agent on each node but the driver's. Raises NodeUnfit where one does not come up, or has
+        other code of this project: then none of them is taken. Raises Interrupted too."""
         self.nodes |= {node.name: node for node in nodes}
         others = [node.name for node in nodes if node.name != self._driver]
         for name in others:
             there = NodeAffinitySchedulingStrategy(name, soft=False)
             agent = ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=there)
             self._agents[name] = agent.remote(is_actor=True)
-        for name in others:
-            if self.ask(name, NodeAgent.digest_code, answered_s=STARTED_S) != self._here.digest_code():
-                raise RoleFailed(
-                    f"the code of Slipstream must be the same on every node, got other code on "
-                    f"{self.nodes[name]} than on {self.nodes[self._driver]} (`scripts/check.sh "
-                    "cluster.address=auto` compares all that nodes have)"
-                )
+        try:
+            for name in others:
+                self._compare_code(name)
+        except BaseException:
+            for name in others:
+                ray.kill(self._agents.pop(name))
+                del self.nodes[name]
+            raise
+
+    def _compare_code(self, name: str) -> None:
+        try:
+            digest = self.ask(name, NodeAgent.digest_code, answered_s=STARTED_S)
+        except RoleFailed as error:
+            raise NodeUnfit(name, str(error)) from error
+        if digest != self._here.digest_code():
+            raise NodeUnfit(
+                name,
+                "the code of Slipstream must be the same on every node, got other code on "
+                f"{self.nodes[name]} than on {self.nodes[self._driver]} (`scripts/check.sh "
+                "cluster.address=auto` compares all that nodes have)",
+            )
 
     def ask(
         self,

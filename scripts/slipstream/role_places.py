@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from configs.schema import Config
 from slipstream.cluster import stage_options
 from slipstream.cluster_nodes import ClusterNode, list_nodes
-from slipstream.node_agents import NodeAgent, NodeAgents
+from slipstream.node_agents import NodeAgent, NodeAgents, NodeUnfit
 from slipstream.ray_waits import wait_for_results
 from slipstream.role_failures import RoleFailed
 from slipstream.role_placement import (
@@ -100,7 +100,7 @@ class RolePlaces:
         self._free_seats: list[EngineSeat] = []
         """Those whose engine has left, set aside for another."""
         self._out_of_reach: set[str] = set()
-        """Nodes that are lost, whether Ray still counts on them or not."""
+        """Nodes that are lost, whether Ray still counts on them or not, or where no role can be."""
         used = {self.driver_node, *self.division.nodes}
         self.agents = NodeAgents(
             [node for node in nodes if node.name in used],
@@ -311,22 +311,22 @@ class RolePlaces:
         if not numbers:
             return []
         while True:
-            with contextlib.suppress(NodeGone):
+            with contextlib.suppress(NodeGone, NodeUnfit):
                 return self._move_ranks(numbers, gone)
 
     def _move_ranks(self, numbers: Sequence[int], gone: Collection[str]) -> list[str]:
-        """Does what `replace_lost_ranks` does, for these ranks. Raises NodeGone too."""
+        """Does what `replace_lost_ranks` does, for these ranks. Raises NodeGone and NodeUnfit too."""
         lost = [self.agents.nodes[name] for name in gone]
-        nodes = [node for node in list_nodes() if node.name not in gone]
+        nodes = [node for node in list_nodes() if node.name not in {*gone, *self._out_of_reach}]
         wanted = dataclasses.replace(read_wishes(self._config), ranks=len(numbers), engines=0, evaluators=0)
         found = self._find_free_places(nodes, wanted, f"{' and '.join(map(str, lost))} is gone")
+        self._add_nodes([node for node in nodes if node.name in found.nodes])
         groups = self._reserve(found)
         ranks = list(self.division.ranks)
         for number, place in zip(numbers, found.ranks, strict=True):
             self._groups_of_ranks[number] = groups[place.bundle]
             ranks[number] = dataclasses.replace(place, memory=ranks[number].memory)
         self.division = dataclasses.replace(self.division, ranks=tuple(ranks))
-        self._add_nodes([node for node in nodes if node.name in found.nodes])
         return [f"learner-{number} moves to {self.find_node(f'learner-{number}')}" for number in numbers]
 
     def _find_free_places(self, nodes: list[ClusterNode], wanted: RoleWishes, why: str) -> RoleDivision:
@@ -336,10 +336,16 @@ class RolePlaces:
             raise RoleFailed(f"{why}, and what is free on the others is not enough: {error}") from None
 
     def _add_nodes(self, nodes: Sequence[ClusterNode]) -> None:
-        """Takes nodes that may be new. Raises RoleFailed where one does not answer, and Interrupted."""
+        """Takes nodes that may be new. Raises NodeUnfit for one where no role can be, which is left out from
+        then on, and Interrupted."""
         new = [node for node in nodes if node.name not in self.agents.nodes]
         self._has_gpus |= {node.name: node.room.num_gpus > 0 for node in new}
-        self.agents.add_nodes(new)
+        try:
+            self.agents.add_nodes(new)
+        except NodeUnfit as unfit:
+            self._out_of_reach.add(unfit.node)
+            self.say(str(unfit))
+            raise
 
     # ---- more generators
 
@@ -352,11 +358,15 @@ class RolePlaces:
         """
         alive = {node.name for node in list_nodes()} - self._out_of_reach
         kept = [seat for seat in self._free_seats if seat.place.node in alive][: len(names)]
-        more = self._reserve_extra_seats(len(names) - len(kept), on_all_nodes)
+        more: list[EngineSeat] | None = None
+        while more is None:
+            with contextlib.suppress(NodeUnfit):
+                more = self._reserve_extra_seats(len(names) - len(kept), on_all_nodes)
         self._free_seats = [seat for seat in self._free_seats if seat not in kept]
         self._seats |= dict(zip(names, [*kept, *more], strict=True))
 
     def _reserve_extra_seats(self, number: int, on_all_nodes: bool) -> list[EngineSeat]:
+        """Sets aside what is free for so many engines. Raises NodeUnfit besides what `add_seats` raises."""
         if not number:
             return []
         nodes = [
