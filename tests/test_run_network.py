@@ -16,9 +16,9 @@ from zmq import auth
 from buffers.keys import make_keys, start_authenticator
 from buffers.run_status import RoleState
 from configs.load import load_config
-from slipstream import preparation, run_network, supervisor
+from slipstream import node_agents, preparation, run_network, supervisor
 from slipstream.cluster_nodes import ClusterNode
-from slipstream.node_agents import NodeAgent
+from slipstream.node_agents import NodeAgent, NodeAgents
 from slipstream.role_failures import RoleFailed
 from slipstream.role_placement import NodeRoom, RoleDivision, RolePlace
 from slipstream.run_network import KEYS, RunNetwork
@@ -295,3 +295,27 @@ def test_checkpoints_that_are_gone_with_their_host_end_the_run_in_a_sentence(
         RoleFailed, match=r"^the learner's checkpoints \(of step 8 .* on host-there .* got none"
     ):
         ranks.find_newest_step(8)
+
+
+class OneSilentNode(NodeAgents):
+    """Agents of two nodes, of which one does not answer; on the other lives a process that listens to
+    nobody."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str, int]] = []
+
+    def ask(self, node: str, method: Any, *arguments: Any, answered_s: float = 0.0) -> Any:
+        self.asked.append((node, method.__name__, *arguments))
+        if node == "silent":
+            raise RoleFailed("it has not answered")
+        return method is NodeAgent.is_alive
+
+
+def test_a_node_that_does_not_answer_keeps_no_process_of_another_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_agents, "LISTENING_S", 0.0)
+    agents = OneSilentNode()
+    agents.wait_until_gone([("silent", 1), ("silent", 2), ("near", 3)], limit_s=0.2)
+    assert ("near", "kill_process", 3) in agents.asked
+    assert ("silent", "kill_process", 2) not in agents.asked, "one question in each round"

@@ -13,6 +13,7 @@ import errno
 import os
 import socket
 import stat
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -38,6 +39,10 @@ STARTED_S = 60.0
 """Seconds that an agent's process may take to answer for the first time."""
 ANSWERED_S = 20.0
 """Seconds that an answer may take afterwards: a slow file system is looked at."""
+LISTENING_S = 2.0
+"""Seconds that a process may take to end when Ray has told it to, and a node to say whether it has."""
+LOOK_S = 0.1
+"""Seconds after which processes that are to end are looked at again."""
 
 
 class NodeUnfit(RoleFailed):
@@ -250,6 +255,23 @@ class NodeAgents:
         except ray.exceptions.RayError as error:
             raise RoleFailed(f"{self.nodes[node]} does not answer: {explain_lost_actor(error)}") from None
         return found
+
+    def wait_until_gone(self, processes: Sequence[tuple[str, int]], limit_s: float) -> None:
+        """Waits for processes [node and number] that are to end, up to `limit_s`, and kills those that do not
+        listen. Raises Interrupted."""
+        alive, began = list(processes), time.monotonic()
+        while alive and (waited_s := time.monotonic() - began) < limit_s:
+            time.sleep(LOOK_S)
+            look = NodeAgent.kill_process if waited_s > LISTENING_S else NodeAgent.is_alive
+            left, silent = [], set[str]()
+            for node, pid in alive:
+                try:
+                    if node in silent or self.ask(node, look, pid, answered_s=LISTENING_S):
+                        left.append((node, pid))
+                except RoleFailed:  # those of other nodes do not wait for it
+                    silent.add(node)
+                    left.append((node, pid))
+            alive = left
 
     def sweep(self) -> None:
         """Cleans up on all other nodes, as far as they answer."""

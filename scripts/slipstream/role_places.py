@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from configs.schema import Config
 from slipstream.cluster import stage_options
 from slipstream.cluster_nodes import ClusterNode, list_nodes
-from slipstream.node_agents import NodeAgent, NodeAgents, NodeUnfit
+from slipstream.node_agents import LISTENING_S, NodeAgent, NodeAgents, NodeUnfit
 from slipstream.ray_waits import wait_for_results
 from slipstream.role_failures import RoleFailed
 from slipstream.role_placement import (
@@ -35,8 +35,8 @@ from slipstream.stop_signals import StopSignals
 PLACED_S, EXTRA_S = 60.0, 5.0
 """Seconds that Ray may take to set aside what a run needs, because another run may hold it; and what one more
 engine needs, which is free."""
-GONE_S, LISTENING_S = 15.0, 2.0
-"""Seconds that roles may take to be gone at the end, and after which those that still live are killed."""
+GONE_S = 15.0
+"""Seconds that roles may take to be gone at the end."""
 NAMED_S = 3.0
 """Seconds after which the console says what the roles wait for."""
 LOOK_S = 1.0
@@ -215,12 +215,7 @@ class RolePlaces:
         for actor in self._actors:
             ray.kill(actor)
         alive = [(found["Address"]["NodeID"], found["Pid"]) for found in known if found["State"] == "ALIVE"]
-        began = time.monotonic()
-        while alive and (waited_s := time.monotonic() - began) < GONE_S:
-            time.sleep(0.1)
-            look = NodeAgent.kill_process if waited_s > LISTENING_S else NodeAgent.is_alive
-            with contextlib.suppress(RoleFailed):
-                alive = [one for one in alive if self.agents.ask(one[0], look, one[1]) is not False]
+        self.agents.wait_until_gone(alive, GONE_S)
         self.agents.sweep()
 
     def _process_arguments(self, node: str) -> tuple[Path, int | None, bool]:
