@@ -15,6 +15,7 @@ open connections too. A key that is added is let in as soon.
 import logging
 import os
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from zmq import auth
 from zmq.utils import z85
 
 from buffers import messages as m
+from buffers.files import replace_file
 from buffers.message_fields import WireRecord
 
 log = logging.getLogger("slipstream.keys")
@@ -106,15 +108,19 @@ def make_keys(folder: Path, clients: list[str]) -> list[Path]:
     for role, name in pairs:
         if (folder / f"{name}.key_secret").exists():
             continue
-        # The umask keeps the secret unreadable to others from its first byte on.
-        before = os.umask(0o077)
-        try:
-            public, secret = auth.create_certificates(folder, name)
-        finally:
-            os.umask(before)
-        if role:
-            (folder / "allowed" / role / f"{name}.key").write_bytes(Path(public).read_bytes())
-        made.append(Path(secret))
+        # The secret comes last: a pair whose secret is there is whole, whenever its maker was killed.
+        with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as unfinished:
+            public, secret = map(Path, auth.create_certificates(unfinished, name))
+            if role:
+                replace_file(folder / "allowed" / role / public.name, public.read_bytes())
+            for path in (public, secret):
+                # The umask keeps the secret unreadable to others from its first byte on.
+                before = os.umask(0o077)
+                try:
+                    replace_file(folder / path.name, path.read_bytes())
+                finally:
+                    os.umask(before)
+        made.append(folder / secret.name)
     return made
 
 

@@ -5,6 +5,8 @@ import contextlib
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -112,6 +114,51 @@ REQUESTS: list[m.Request] = [
     m.WatchGenerators(generators=["g"], wait_s=0.0),
     m.StopRun(reason="r"),
 ]
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from buffers.keys import KeyRole, make_keys
+from zmq import auth
+
+def make_until_killed(folder, num_steps):
+    left = num_steps
+
+    def count(event, arguments):
+        nonlocal left
+        if event in ("open", "os.rename") and folder in str(arguments[0]):
+            left -= 1
+            if left < 0:
+                os._exit(9)
+
+    sys.addaudithook(count)
+    make_keys(Path(folder), list(KeyRole))
+    os._exit(0)
+
+for num_steps in range(1000):
+    folder = Path(sys.argv[1]) / str(num_steps)
+    folder.mkdir()
+    if (pid := os.fork()) == 0:
+        make_until_killed(str(folder), num_steps)
+    _, status = os.waitpid(pid, 0)
+    make_keys(folder, list(KeyRole))
+    for role in KeyRole:
+        public, secret = auth.load_certificate(folder / f"{role}.key_secret")
+        assert secret is not None, (num_steps, role)
+        for path in (folder / f"{role}.key", folder / "allowed" / role / f"{role}.key"):
+            assert auth.load_certificate(path)[0] == public, (num_steps, path)
+    if status == 0:
+        print(num_steps)
+        break
+"""
+
+
+def test_keys_that_were_half_made_when_their_maker_was_killed_are_made_anew(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) >= 3 * len(KeyRole), "it was killed at every step"
 
 
 def test_every_request_has_roles_that_may_send_it() -> None:
