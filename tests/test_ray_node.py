@@ -1,5 +1,10 @@
 """`scripts/cluster/node.sh`: what a user has said wrongly is a sentence, before Ray starts."""
 
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from slipstream import ray_node
@@ -46,3 +51,30 @@ def test_the_address_of_a_host_is_the_one_on_the_way_to_its_peer_or_of_an_interf
         NodeFailed, match="--peer must be a host that this one reaches, got no.such.host.invalid"
     ):
         find_address(None, "no.such.host.invalid")
+
+
+COUNTS = """
+import signal, sys, time
+received = []
+signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+print("ready", flush=True)
+while not received:
+    time.sleep(0.01)
+time.sleep(1.0)
+print(len(received))
+"""
+
+
+def test_ctrl_c_reaches_the_command_once() -> None:
+    """The terminal sends it to the command too: twice would mean "at once", without a checkpoint."""
+    lead = (
+        "import signal, sys; from slipstream import ray_node; "
+        "signal.pthread_sigmask(signal.SIG_BLOCK, ray_node.FORWARDED); "
+        f"sys.exit(ray_node.run_command([sys.executable, '-c', {COUNTS!r}], '127.0.0.1:1'))"
+    )
+    node = subprocess.Popen(
+        [sys.executable, "-c", lead], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert node.stdout is not None and node.stdout.readline() == "ready\n"
+    os.killpg(node.pid, signal.SIGINT)
+    assert node.communicate(timeout=60)[0] == "1\n" and node.returncode == 0

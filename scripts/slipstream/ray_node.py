@@ -232,6 +232,7 @@ def run_command(command: Sequence[str], gcs_address: str) -> int:
         command,
         env=os.environ | {"RAY_ADDRESS": gcs_address},
         preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED),
+        process_group=0,  # a terminal sends Ctrl-C to all of a group, and it would come twice
     )
     while process.poll() is None:
         if (received := receive_signal(FORWARDED, SLICE_S)) is not None:
