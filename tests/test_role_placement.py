@@ -60,6 +60,15 @@ def count_room(wanted: RoleWishes, *ranks: float | None, rank_memory: tuple[floa
     return next(engines for engines in itertools.count() if not fits(engines + 1))
 
 
+def count_whole(gpus: Sequence[int], order: Sequence[int], ranks: int, each: int) -> int:
+    """Counts the engines of several GPUs that fit beside ranks that fill these nodes one after the other."""
+    left = list(gpus)
+    for number in order:
+        taken = min(ranks, left[number])
+        left[number], ranks = left[number] - taken, ranks - taken
+    return sum(free // each for free in left)
+
+
 def is_possible(gpus: Sequence[int], wanted: RoleWishes) -> bool:
     """Does any division exist? By counting, without making one."""
     ranks, engines = wanted.ranks * (wanted.rank_gpus != 0), wanted.engines * (wanted.engine_gpus != 0)
@@ -70,13 +79,10 @@ def is_possible(gpus: Sequence[int], wanted: RoleWishes) -> bool:
     if ranks > sum(gpus):
         return False
     if (each := int(wanted.engine_gpus or 0)) > 1:
-        # Ranks are on the first node that has room for all, else on those with the most.
-        left, on_one = list(gpus), next((n for n, each in enumerate(gpus) if each >= ranks), None)
-        order = [on_one] if on_one is not None else sorted(range(len(gpus)), key=lambda n: -gpus[n])
-        for number in order:
-            taken = min(ranks, left[number])
-            left[number], ranks = left[number] - taken, ranks - taken
-        return engines <= sum(free // each for free in left)
+        # Ranks are on any node that has room for all, else on those with the most.
+        whole = [[number] for number, has in enumerate(gpus) if has >= ranks]
+        most = sorted(range(len(gpus)), key=lambda number: -gpus[number])
+        return any(engines <= count_whole(gpus, order, ranks, each) for order in whole or [most])
     beside = count_room(wanted, wanted.rank_gpus, rank_memory=(wanted.rank_memory,))
     return engines <= ranks * beside + (sum(gpus) - ranks) * count_room(wanted)
 
@@ -291,6 +297,20 @@ POOLS = [
             "head train serve1",
         ),
         ("generators.count=5 learner.gpus=0 generators.gpus=0", "head", "head head head train train"),
+        # The ranks leave a node to engines that have no other one.
+        (
+            "generators.count=8 learner.gpus=0 generators.gpus=0 learner.ranks=4 "
+            "placement.generators.pool=train",
+            "head head head head",
+            "train train train train train train train train",
+        ),
+        (
+            "generators.count=8 learner.gpus=0 generators.gpus=0 learner.ranks=5 "
+            "placement.generators.pool=train",
+            "serve1 serve1 serve1 serve1 serve1",
+            "train train train train train train train train",
+        ),
+        ("generators.count=1 generators.gpus=4", "serve10", "train0,1,2,3"),
     ],
 )
 def test_labels_and_strategy_choose_the_nodes(overrides: str, ranks: str, engines: str) -> None:

@@ -5,7 +5,8 @@
     2 GPUs, 1 rank, 2 engines      │ rank 0 │ engine 0 engine 1 │
     1 GPU,  1 rank, 1 engine       │ rank 0 engine 0 │
 
-All ranks are on one node where one has room for them, the driver's before others; else on as few as can be.
+All ranks are on one node where one has room for them, the driver's before others that leave the engines as
+much room as they need; else on as few as can be.
 A rank has a GPU of its own as long as the engines fit on the others; else engines join the ranks. Two ranks
 never share a GPU: NCCL refuses that. Engines go where the fewest processes share a GPU; among equal places
 `placement.strategy` decides. A process without a GPU takes a processor, whose order is the nodes'.
@@ -188,15 +189,46 @@ def divide_roles(nodes: Sequence[NodeRoom], wanted: RoleWishes) -> RoleDivision:
     any_gpu = any(node.num_gpus for node in nodes)
     ranks_on_gpus = _takes_gpus(for_ranks, wanted.ranks, wanted.rank_gpus, any_gpu, "learner")
     engines_on_gpus = _takes_gpus(for_engines, wanted.engines, wanted.engine_gpus, any_gpu, "generators")
-    places = _Division(nodes, wanted)
-    places.place_ranks(for_ranks, ranks_on_gpus)
-    if not engines_on_gpus:
-        places.place_engines_on_cpus(for_engines)
-    elif (wanted.engine_gpus or 0) > 1:
-        places.place_engines_on_whole_gpus(for_engines)
-    else:
-        places.place_engines_on_shared_gpus(for_engines)
-    return places.finish()
+    refusals = []
+    for homes in _list_homes(for_ranks, for_engines, wanted, ranks_on_gpus):
+        places = _Division(nodes, wanted)
+        places.place_ranks(homes, ranks_on_gpus)
+        try:
+            if not engines_on_gpus:
+                places.place_engines_on_cpus(for_engines)
+            elif (wanted.engine_gpus or 0) > 1:
+                places.place_engines_on_whole_gpus(for_engines)
+            else:
+                places.place_engines_on_shared_gpus(for_engines)
+            return places.finish()
+        except ValueError as refusal:
+            refusals.append(refusal)
+    raise refusals[0]
+
+
+def _list_homes(
+    nodes: Sequence[NodeRoom], for_engines: Sequence[NodeRoom], wanted: RoleWishes, on_gpus: bool
+) -> list[list[NodeRoom]]:
+    """Returns where the ranks may be, the best first: each node that has room for all, or else those that
+    they fill one after the other. Of nodes that are alike, the first stands for all.
+
+    Raises ValueError where the nodes have no room for them.
+    """
+    room = {node.name: _count_ranks(node, on_gpus) for node in nodes}
+    if wanted.ranks > sum(room.values()):
+        raise ValueError(_describe_lack_for_ranks(wanted, nodes, sum(room.values()), on_gpus))
+    if not wanted.ranks:
+        return [[]]
+    kinds: dict[tuple[int, int, bool], list[NodeRoom]] = {}
+    for node in nodes:
+        if room[node.name] >= wanted.ranks:
+            kinds.setdefault((node.num_cpus, node.num_gpus, node in for_engines), [node])
+    return list(kinds.values()) or [sorted(nodes, key=lambda one: -room[one.name])]
+
+
+def _count_ranks(node: NodeRoom, on_gpus: bool) -> int:
+    """Counts the ranks that a node has room for."""
+    return min(node.num_cpus, node.num_gpus) if on_gpus else node.num_cpus
 
 
 def _select_nodes(
@@ -251,17 +283,10 @@ class _Division:
     # ---- ranks
 
     def place_ranks(self, nodes: Sequence[NodeRoom], on_gpus: bool) -> None:
-        """Places all ranks on one node where one has room for them, else on as few as can be."""
+        """Fills one node after the other, until all ranks have a place."""
         left = self._wanted.ranks
-        room = {
-            node.name: min(self._free_cpus[node.name], node.num_gpus if on_gpus else node.num_cpus)
-            for node in nodes
-        }
-        if left > sum(room.values()):
-            raise ValueError(_describe_lack_for_ranks(self._wanted, nodes, sum(room.values()), on_gpus))
-        whole = [node for node in nodes if room[node.name] >= left]
-        for node in whole or sorted(nodes, key=lambda one: -room[one.name]):
-            for number in range(min(left, room[node.name])):
+        for node in nodes:
+            for number in range(min(left, _count_ranks(node, on_gpus))):
                 gpus = (number,) if on_gpus else ()
                 if on_gpus:
                     self._members[(node.name, gpus)] = ([len(self._ranks)], [])
