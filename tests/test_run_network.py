@@ -43,7 +43,10 @@ class TwoNodes:
         self.agents = self
         self.agent = NodeAgent(sweeps=False)
         self.asked: list[tuple[str, str]] = []
-        self.moved = False
+        self.lost: list[str] = []
+
+    def find_lost_nodes(self) -> list[ClusterNode]:
+        return [self.nodes[name] for name in self.lost]
 
     def find_node(self, name: str) -> ClusterNode:
         if name == "buffer":
@@ -281,6 +284,17 @@ def test_a_far_rank_that_is_heard_again_is_not_lost(clock: Clock) -> None:
     hear(ranks, last_heard_s=0.2)
     clock.now += 30
     assert ranks.find_lost_rank() is None
+
+
+def test_a_rank_whose_node_is_lost_before_it_has_a_process_is_lost(clock: Clock) -> None:
+    """Ray lets it wait for the node for ever, and nobody has heard of it."""
+    places = TwoNodes(learner="there")
+    ranks = make_ranks(places, clock)
+    assert ranks.find_lost_rank() is None
+    places.lost = ["there"]
+    lost = ranks.find_lost_rank()
+    assert lost is not None and str(lost) == "learner-0 has died"
+    assert ranks._is_gone(ranks._ranks[0]), "nobody waits for it"
 
 
 def test_checkpoints_that_are_gone_with_their_host_end_the_run_in_a_sentence(

@@ -227,7 +227,15 @@ class LearnerRanks:
             if name not in known and now - since > REPEATED_S:
                 self._lost_nodes.add(self._places.find_node(name).name)
                 losses.append(LostRank(name, None, silent_s=now - self._last_heard[name]))
-        return losses
+        return losses + [LostRank(name, None) for name in self._find_unborn_ranks() if name not in known]
+
+    def _find_unborn_ranks(self) -> list[str]:
+        """Returns the names of ranks whose node is lost, and that had no process there yet: Ray lets them
+        wait for the node for ever."""
+        unborn = [rank.name for rank in self._ranks if not (rank.is_near or is_ready(rank.pid))]
+        gone = {node.name for node in self._places.find_lost_nodes()} if unborn else set[str]()
+        self._lost_nodes |= gone
+        return [name for name in unborn if self._places.find_node(name).name in gone]
 
     def kill(self) -> None:
         """Returns when no rank is alive any more, so that ports, files and devices are free; a node that is
