@@ -268,8 +268,10 @@ def test_a_far_rank_is_lost_once_it_was_silent_for_long_in_this_life(clock: Cloc
     clock.now += 1
     hear(ranks, last_heard_s=31.6)
     assert ranks.find_lost_rank() is None, "the buffer may have stood still itself"
-    clock.now += 6
-    hear(ranks, last_heard_s=37.6)
+    for silent_s in (34.6, 37.6):
+        assert ranks.find_lost_rank() is None
+        clock.now += 3
+        hear(ranks, last_heard_s=silent_s)
     lost = ranks.find_lost_rank()
     assert lost is not None and str(lost) == "learner-0 has not been heard of for 38 s"
 
@@ -283,6 +285,25 @@ def test_a_far_rank_that_is_heard_again_is_not_lost(clock: Clock) -> None:
     clock.now += 1
     hear(ranks, last_heard_s=0.2)
     clock.now += 30
+    assert ranks.find_lost_rank() is None
+
+
+def test_a_far_rank_is_not_lost_while_the_buffer_says_nothing(clock: Clock) -> None:
+    """A buffer that stood still and answers once has not read the heartbeats yet that have come meanwhile."""
+    ranks = make_ranks(TwoNodes(learner="there"), clock)
+    clock.now += 10
+    hear(ranks, last_heard_s=0.1)
+    clock.now += 40
+    hear(ranks, last_heard_s=40.0)
+    clock.now += 20
+    assert ranks.find_lost_rank() is None, "nothing was heard of the buffer since"
+    hear(ranks, last_heard_s=60.0)
+    assert ranks.find_lost_rank() is None, "it has stood still again"
+    for silent_s in (63.0, 66.0):
+        clock.now += 3
+        hear(ranks, last_heard_s=silent_s)
+    assert ranks.find_lost_rank() is not None
+    ranks.note_heartbeats({})  # a buffer that was started again has not heard of it yet
     assert ranks.find_lost_rank() is None
 
 

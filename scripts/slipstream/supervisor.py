@@ -49,7 +49,7 @@ GONE_S = 30.0
 SILENT_S = 30.0
 """Seconds without a heartbeat after which a rank on another node is lost: its host or its link is down."""
 REPEATED_S = 5.0
-"""Seconds for which a silence must go on once it was seen: a buffer that stood still itself catches up."""
+"""Seconds for which a buffer that answers must go on to say so: one that stood still itself catches up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +157,8 @@ class LearnerRanks:
         """Time of the clock of the last heartbeat of each rank in this life."""
         self._silent_since: dict[str, float] = {}
         """Time of the clock at which a rank was first seen to be silent for too long."""
+        self._told_at = 0.0
+        """Time of the clock at which the buffer has said last what it has heard."""
         self._lost_nodes: set[str] = set()
 
     def start(self, step: int | None, answers: FirstAnswers | None = None) -> None:
@@ -190,8 +192,12 @@ class LearnerRanks:
     def note_heartbeats(self, roles: Mapping[str, RoleState]) -> None:
         """Takes what the buffer has heard of the ranks."""
         now = time.monotonic()
+        if now - self._told_at > REPEATED_S:
+            self._silent_since.clear()
+        self._told_at = now
         for rank in self._ranks:
             if (state := roles.get(rank.name)) is None or rank.is_near:
+                self._silent_since.pop(rank.name, None)
                 continue
             # What was heard before this life began was another life's.
             if state.last_heard_s < now - self._started_at:
@@ -224,7 +230,7 @@ class LearnerRanks:
         losses = [loss for rank in self._ranks if (loss := rank.find_loss()) is not None]
         known, now = {loss.name for loss in losses}, time.monotonic()
         for name, since in self._silent_since.items():
-            if name not in known and now - since > REPEATED_S:
+            if name not in known and self._told_at - since > REPEATED_S:
                 self._lost_nodes.add(self._places.find_node(name).name)
                 losses.append(LostRank(name, None, silent_s=now - self._last_heard[name]))
         return losses + [LostRank(name, None) for name in self._find_unborn_ranks() if name not in known]
