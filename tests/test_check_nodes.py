@@ -5,14 +5,18 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 from runs import ROOT
 
+from slipstream.check_nodes import CheckedNode, ClusterCheck
+from slipstream.links import MeasuredLink
 from slipstream.node_facts import NodeFacts, digest_code, find_late_clocks, find_problems
 from slipstream.nursery import FOLDER
 from slipstream_bench.network_hosts import HostProcess, NetworkHost, NetworkHosts, find_obstacle
@@ -115,6 +119,31 @@ def test_the_digest_of_the_code_follows_its_files_and_not_its_place(
         monkeypatch.syspath_prepend(str(tmp_path / folder))
         digests.append(digest_code())
     assert digests[0] == digests[1] != digests[2]
+
+
+class TwelveNodes(ClusterCheck):
+    """A look at nodes of which the first cannot reach the second; others can."""
+
+    def __init__(self) -> None:
+        self._ports, self._say, self.links, self.problems = [], print, {}, []
+        probes: Any = SimpleNamespace(
+            serve_links=SimpleNamespace(remote=lambda *_: ("127.0.0.1", 1)),
+            ping_nodes=SimpleNamespace(remote=lambda servers, _: ["no route"] + [(0.1, 0.0)] * 10),
+            measure_link=SimpleNamespace(remote=lambda *_: MeasuredLink(0.1, 0.0, 1e9, 1e9)),
+        )
+        self.nodes = [CheckedNode(f"host-{number}", "127.0.0.1", probes) for number in range(12)]
+
+    def _collect_answers(
+        self, what: str, asked: Mapping[str, Any], deadline_s: float = 0.0
+    ) -> list[tuple[CheckedNode, Any]]:
+        return [(node, asked[node.name]) for node in self.nodes if node.name in asked]
+
+
+def test_a_node_that_the_first_cannot_reach_is_named_although_their_link_is_not_measured() -> None:
+    look = TwelveNodes()
+    look.measure_links()
+    assert ("host-0", "host-1") not in look.links and ("host-1", "host-0") not in look.links
+    assert look.problems == ["host-1 must be reached from host-0, got: no route"]
 
 
 # ---- over three hosts

@@ -132,6 +132,9 @@ class ClusterCheck:
         pings = {first.name: first.probe.ping_nodes.remote([node.server for node in others], cookie)}
         for _, found in self._collect_answers("clocks", pings):
             pinged = dict(zip([node.name for node in others], found, strict=True))
+            self._name_unreached(
+                {other: one for other, one in pinged.items() if isinstance(one, str)}, first.name
+            )
             self.problems += find_late_clocks(
                 {name: one[1] for name, one in pinged.items() if not isinstance(one, str)}
             )
@@ -150,9 +153,16 @@ class ClusterCheck:
         for node, link in measured:
             other = peers[node.name]
             if isinstance(link, str):
-                self.problems.append(f"{other} must be reached from {node.name}, got: {link}")
+                self._name_unreached({other: link}, node.name)
             else:
                 self.links[node.name, other] = link
+
+    def _name_unreached(self, reasons: Mapping[str, str], name: str) -> None:
+        """Notes nodes that the node of this name cannot reach, once each, and why."""
+        for other, reason in reasons.items():
+            said = f"{other} must be reached from {name}, got: "
+            if not any(problem.startswith(said) for problem in self.problems):
+                self.problems.append(f"{said}{reason}")
 
     def run_checks(self, chosen: Sequence[Check], catalog: str = "slipstream.checks") -> None:
         for number, check in enumerate(chosen, 1):
