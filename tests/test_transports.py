@@ -32,7 +32,7 @@ from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest
 from sync.stream import whole_parts
 from sync.subscriber import Subscriber
-from sync.transports import messages, server
+from sync.transports import messages, served_files, server
 from sync.transports.fetcher import Fetcher
 from sync.transports.messages import Chunk, FileGone, GetChunk
 from sync.transports.puller import Puller
@@ -171,7 +171,7 @@ class FaultyServer(SnapshotServer):
                 case "reorder":
                     reply = Chunk(reply.name, reply.offset + messages.CHUNK_BYTES, reply.total)
                 case "replay":
-                    with open(self._folder / "v0-life.safetensors", "rb") as old:
+                    with open(self.files.folder / "v0-life.safetensors", "rb") as old:
                         old.seek(request.offset)
                         payload = [memoryview(old.read(len(payload[0])))]
                 case "misplace":
@@ -499,7 +499,7 @@ def test_what_zeromq_has_not_let_go_of_is_not_written_over(
 
     ZeroMQ's own word for it is no help: a multipart message's tracker speaks for its last frame.
     """
-    monkeypatch.setattr(server, "IDLE_S", 0.0)  # the server itself lets go of the file at once
+    monkeypatch.setattr(served_files, "IDLE_S", 0.0)  # the server itself lets go of the file at once
     large = {"a": torch.arange(12 << 20, dtype=torch.float32)}  # 48 MB: more than the buffers of sockets hold
     first = publisher.publish_version(0, whole_parts(large))
     inode, whole = os.stat(first.path).st_ino, Path(first.path).read_bytes()
@@ -512,7 +512,7 @@ def test_what_zeromq_has_not_let_go_of_is_not_written_over(
         stalled.send(messages.encode(GetChunk("v0-life.safetensors", offset, size)))
     while server_of(publisher).bytes_sent < first.num_bytes:
         time.sleep(0.01)
-    while server_of(publisher)._files:
+    while len(server_of(publisher).files):
         time.sleep(0.01)
     for version in range(1, 8):
         manifest = publisher.publish_version(version, whole_parts({"a": large["a"] + version}))
@@ -773,7 +773,7 @@ def test_a_patch_is_lossless_and_idempotent_for_any_bits(
 def test_a_file_that_is_gone_is_served_to_its_end_however_slowly_it_is_asked_for(
     publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "IDLE_S", 0.0)
+    monkeypatch.setattr(served_files, "IDLE_S", 0.0)
     manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
     name, size = Path(manifest.path).name, manifest.num_bytes // 2 + 1
     asking, address = Puller(), server_of(publisher).address
@@ -781,7 +781,42 @@ def test_a_file_that_is_gone_is_served_to_its_end_however_slowly_it_is_asked_for
     os.unlink(manifest.path)
     time.sleep(3 * server.TICK_S)
     assert isinstance(asking.ask_server(address, GetChunk(name, size, size), 5.0), Chunk)
-    while server_of(publisher)._files:
+    while len(server_of(publisher).files):
         time.sleep(0.01)
     assert isinstance(asking.ask_server(address, GetChunk(name, 0, size), 5.0), FileGone)
     asking.close()
+
+
+@pytest.fixture
+def asking() -> Iterator[Puller]:
+    puller = Puller()
+    yield puller
+    puller.close()
+
+
+def test_a_snapshot_waits_for_whoever_fetches_its_manifest_however_slowly_that_comes(
+    publisher: Publisher, asking: Puller
+) -> None:
+    address = server_of(publisher).address
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
+    assert isinstance(asking.ask_server(address, GetChunk("v0-life.json", 0, 9), 5.0), Chunk)
+    for version in range(1, 6):  # a link so slow that the learner goes on meanwhile
+        publisher.publish_version(version, whole_parts(make_weights(version)))
+    assert not Path(manifest.path).exists()
+    for name in ("v0-life.json", "v0-life.safetensors"):
+        assert isinstance(asking.ask_server(address, GetChunk(name, 9, 9), 5.0), Chunk)
+
+
+def test_slow_hosts_that_began_first_come_to_their_end_however_many_others_fetch(
+    publisher: Publisher, asking: Puller
+) -> None:
+    address, names, kept = server_of(publisher).address, list[str](), served_files.KEEP_SNAPSHOTS
+    for version in range(kept + 6):
+        manifest = publisher.publish_version(version, whole_parts(make_weights(version)))
+        names.append(Path(manifest.path).name)
+        slow = names[:kept] if version < kept + 3 else []
+        for name in (*slow, names[-1], Path(manifest.locator).name):
+            assert isinstance(asking.ask_server(address, GetChunk(name, 9, 9), 5.0), Chunk), name
+    replies = {name: asking.ask_server(address, GetChunk(name, 9, 9), 5.0) for name in names}
+    assert [name for name in names[:-2] if isinstance(replies[name], Chunk)] == names[:kept]
+    assert len(server_of(publisher).files) <= kept + served_files.KEEP_OTHERS

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -36,15 +36,10 @@ from sync.transports.messages import (
     requests,
 )
 from sync.transports.relay_chains import RelayChains
-from sync.transports.served_file import ServedFile
+from sync.transports.served_files import ServedFiles
 
 log = logging.getLogger("slipstream.weights")
 
-KEEP_MAPPED = 4
-"""Number of files that stay mapped."""
-IDLE_S, UNFINISHED_S = 5.0, 15.0
-"""Seconds after which a file that nobody has asked about is unmapped, and one that nobody has asked for to
-its end: longer than a host waits for a chunk, which may be that slow."""
 PARKED_S = 0.5
 """Seconds that a request waits for bytes that are not there yet, before it is answered with `ChunkPending`.
 """
@@ -88,9 +83,8 @@ class SnapshotServer(LearnerEnd):
         """`secure` returns the `RequestGate` of the socket. `watch` limits messages that never end. `sender`
         sends to those who ask for it; None: such requests are refused. Raises ValueError when the address
         is taken."""
-        self._folder, self._sender = folder, sender
-        self._files: OrderedDict[str, ServedFile] = OrderedDict()
-        """Files that are being asked for, the latest at the end."""
+        self._sender = sender
+        self.files = ServedFiles(folder)
         self.chains = RelayChains()
         self.patches = PatchMaker(folder)
         self._parked: list[tuple[float, bytes, Request]] = []
@@ -159,18 +153,12 @@ class SnapshotServer(LearnerEnd):
                     looked_at = time.monotonic()
                     self._end_connections(self._watch, drained=not has_come)
                 self._parked = [one for one in self._parked if not self._answer_request(*one)]
-                self._unmap_idle_files()
+                self.files.unmap_idle()
         except BaseException as error:
             log.exception("the thread that serves weights at %s has died", self.address)
             self._died = error
         finally:
             self._close_socket()
-
-    def _unmap_idle_files(self) -> None:
-        now = time.monotonic()
-        for name, file in list(self._files.items()):
-            if now - file.used_at > (IDLE_S if file.is_asked_to_end else UNFINISHED_S):
-                del self._files[name]
 
     def _end_connections(self, watch: ConnectionWatch, *, drained: bool) -> None:
         """Ends connections that send without end, do not read what they have asked for, or are too many."""
@@ -252,7 +240,7 @@ class SnapshotServer(LearnerEnd):
         if not FILE_NAME.fullmatch(request.name):
             raise ValueError(f"name must be that of a snapshot, manifest or patch, got {request.name[:80]!r}")
         try:
-            file = self._open_file(request.name)
+            file = self.files.open_file(request.name)
         except (OSError, ValueError):
             # ValueError: the file is empty and cannot be mapped.
             return FileGone(request.name), []
@@ -271,16 +259,3 @@ class SnapshotServer(LearnerEnd):
         if not FILE_NAME.fullmatch(f"{request.name}.json"):
             raise ValueError(f"name must be that of a snapshot, got {request.name[:80]!r}")
         return self._sender.send_snapshot(request)
-
-    def _open_file(self, name: str) -> ServedFile:
-        """Returns a mapped file, also one that has been deleted since it was mapped: a host that has begun to
-        fetch it may finish."""
-        file = self._files.pop(name, None)
-        if file is None or file.is_stale():
-            file = ServedFile(self._folder / name)
-        file.used_at = time.monotonic()
-        self._files[name] = file
-        while len(self._files) > KEEP_MAPPED:
-            # Python unmaps the file when ZeroMQ has sent the last chunk of it.
-            self._files.popitem(last=False)
-        return file
