@@ -32,7 +32,7 @@ from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest
 from sync.stream import whole_parts
 from sync.subscriber import Subscriber
-from sync.transports import messages, served_files, server
+from sync.transports import messages, puller, served_files, server
 from sync.transports.fetcher import Fetcher
 from sync.transports.messages import Chunk, FileGone, GetChunk
 from sync.transports.puller import Puller
@@ -789,9 +789,9 @@ def test_a_file_that_is_gone_is_served_to_its_end_however_slowly_it_is_asked_for
 
 @pytest.fixture
 def asking() -> Iterator[Puller]:
-    puller = Puller()
-    yield puller
-    puller.close()
+    own = Puller()
+    yield own
+    own.close()
 
 
 def test_a_snapshot_waits_for_whoever_fetches_its_manifest_however_slowly_that_comes(
@@ -820,3 +820,36 @@ def test_slow_hosts_that_began_first_come_to_their_end_however_many_others_fetch
     replies = {name: asking.ask_server(address, GetChunk(name, 9, 9), 5.0) for name in names}
     assert [name for name in names[:-2] if isinstance(replies[name], Chunk)] == names[:kept]
     assert len(server_of(publisher).files) <= kept + served_files.KEEP_OTHERS
+
+
+def test_a_host_keeps_few_connections_however_many_relays_it_asks(asking: Puller) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    relays = context.socket(zmq.ROUTER)
+    ports = [relays.bind_to_random_port("tcp://127.0.0.1") for _ in range(puller.MAX_CONNECTIONS + 4)]
+
+    def answer() -> None:
+        for _ in ports:
+            sender, data = relays.recv_multipart()
+            asked = messages.requests.decode(data)
+            relays.send_multipart([sender, messages.encode(Chunk(asked.name, 0, 4)), b"data"])
+
+    with ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(answer)
+        for port in ports:
+            assert asking.read_file(f"tcp://127.0.0.1:{port}", "v0-life.safetensors", 4, 5.0) == b"data"
+        answered.result(timeout=5)
+    assert len(asking._sockets) == puller.MAX_CONNECTIONS, "ZeroMQ has no more than 1,023"
+    relays.close(linger=0)
+    context.term()
+
+
+def test_a_relay_that_names_an_address_which_is_none_is_passed_over(
+    publisher: Publisher, host: MakeHost
+) -> None:
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
+    lie = messages.EnlistRelay(Path(manifest.path).name, "tcp://-:5555")
+    server_of(publisher).chains.find_parent(messages.requests.decode(messages.encode(lie)))  # type: ignore[arg-type]
+    far = host(relay=True)
+    found = far.subscriber.prepare_version(announce_elsewhere(publisher, manifest))
+    assert are_equal(read_tensors(found), make_weights(0))
+    assert list(far.fetcher.silent_relays) == ["tcp://-:5555"]

@@ -34,6 +34,8 @@ WINDOW = 8
 """Number of chunks that are asked for and have not arrived yet: enough to fill a link of 10 GB/s and 3 ms."""
 FIRST_BYTES, LEAST_BYTES = 1 << 16, 1 << 12
 """Size of the first chunk that a server is asked for, and of the smallest."""
+MAX_CONNECTIONS = 16
+"""Connections that a host keeps. In a large run it asks another relay for nearly every file."""
 FAST_S, SLOW_S = 0.05, 0.5
 """Seconds between two chunks: below the first they are made larger, above the second smaller."""
 
@@ -78,7 +80,7 @@ class Puller:
         self._secure = secure
         self._context = zmq.Context()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
-        """By address, as `_paces`."""
+        """By address, as `_paces`; the one that was used last at the end."""
         self._paces: dict[str, ChunkPace] = {}
 
     def close(self) -> None:
@@ -196,15 +198,23 @@ class Puller:
         raise SilentServer(f"nobody has answered at {address} for {timeout_s} s")
 
     def _connect_to(self, address: str) -> "zmq.Socket[bytes]":
-        if address not in self._sockets:
+        """Raises SilentServer for an address to which there is no way, such as another host may name."""
+        socket = self._sockets.pop(address, None)
+        if socket is None:
             socket = self._context.socket(zmq.DEALER)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
             if self._secure is not None:
                 self._secure(socket)
-            socket.connect(address)
-            self._sockets[address] = socket
-        return self._sockets[address]
+            try:
+                socket.connect(address)
+            except zmq.ZMQError as error:
+                socket.close()
+                raise SilentServer(f"nobody can be asked at {address}: {error.strerror}") from error
+        self._sockets[address] = socket
+        while len(self._sockets) > MAX_CONNECTIONS:
+            self.drop_connection(next(iter(self._sockets)))
+        return socket
 
 
 def _describe_problem(address: str, name: str, reply: Reply, num_bytes: int) -> str:
