@@ -853,3 +853,16 @@ def test_a_relay_that_names_an_address_which_is_none_is_passed_over(
     found = far.subscriber.prepare_version(announce_elsewhere(publisher, manifest))
     assert are_equal(read_tensors(found), make_weights(0))
     assert list(far.fetcher.silent_relays) == ["tcp://-:5555"]
+
+
+def test_a_host_without_a_way_to_the_publisher_has_not_the_version_for_now(
+    publisher: Publisher, host: MakeHost
+) -> None:
+    manifest, far = publisher.publish_version(0, whole_parts(make_weights(0))), host(relay=True)
+    for _ in range(2):  # no route leads to the address of all hosts, as when a link is down
+        with pytest.raises(TransferFailed, match="there is no way to tcp://255.255.255.255:5556"):
+            far.subscriber.prepare_version(
+                announce_elsewhere(publisher, manifest, "tcp://255.255.255.255:5556")
+            )
+    found = far.subscriber.prepare_version(announce_elsewhere(publisher, manifest))
+    assert are_equal(read_tensors(found), make_weights(0)) and far.server is not None, "it serves then"

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+from sync.announcement import TransferFailed
 from sync.transports.fetcher import Fetcher
 from sync.transports.server import SnapshotServer
 
@@ -33,8 +34,8 @@ class HostRelay:
         """Starts to serve what comes from the publisher at this address, unless some process of this host
         does so already.
 
-        Raises RuntimeError, with the traceback, when the thread that serves in this process has died, and
-        ValueError where no port is free.
+        Raises RuntimeError, with the traceback, when the thread that serves in this process has died,
+        ValueError where no port is free, and TransferFailed when there is no way to the publisher now.
         """
         folder = self._fetcher.open_folder()
         if self.server is not None:
@@ -43,6 +44,7 @@ class HostRelay:
                 return
             # The fetcher has moved to another folder, because a process was stuck with the lock of the first.
             self._stop_serving()
+        own_address = _find_own_address(publisher)
         record, self.served = folder / "relay", folder
         lock = os.open(record, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -53,7 +55,7 @@ class HostRelay:
             self._fetcher.serve_at = record.read_text()
             return
         self._lock = lock
-        self.server = self._open_at_free_port(folder, _find_own_address(publisher))
+        self.server = self._open_at_free_port(folder, own_address)
         record.write_text(self.server.address)
         self._fetcher.serve_at = self.server.address
 
@@ -81,8 +83,14 @@ class HostRelay:
 
 
 def _find_own_address(peer: str) -> str:
-    """Returns this host's address on the way to a peer. A connected UDP socket knows it; nothing is sent."""
+    """Returns this host's address on the way to a peer. A connected UDP socket knows it; nothing is sent.
+
+    Raises TransferFailed when there is no way: a link is down, or the peer's name is not known.
+    """
     host, _, port = peer.removeprefix("tcp://").rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))
+        try:
+            probe.connect((host, int(port)))
+        except OSError as error:
+            raise TransferFailed(f"there is no way to {peer}: {error.strerror}") from error
         return str(probe.getsockname()[0])
