@@ -621,6 +621,34 @@ def test_a_patch_in_the_making_holds_up_nobody_but_those_who_asked_for_it(
     assert far.fetcher.patches == 1, "made from the two versions, which are gone by now"
 
 
+def test_a_patch_that_takes_longer_than_a_silence_may_last_is_waited_for(
+    publisher: Publisher, host: MakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "ROUTE_PARKED_S", 0.1)
+    far, state, made, asked = host(timeout_s=2.0), make_weights(0), threading.Event(), threading.Event()
+    far.subscriber.prepare_version(
+        announce_elsewhere(publisher, publisher.publish_version(0, whole_parts(state)))
+    )
+
+    def slowly(*arguments: object) -> bool:
+        made.wait(60)
+        return make_patch(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("sync.patch.make_patch", slowly)
+    monkeypatch.setattr(far.fetcher._shared, "note_progress", asked.set)
+    state = change_some(state, 0.01, 1)
+    manifest = publisher.publish_version(1, whole_parts(state))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(far.subscriber.prepare_version, announce_elsewhere(publisher, manifest))
+        for _ in range(25):  # longer than the publisher may be silent
+            assert asked.wait(10), "it has heard that the patch is in the making"
+            asked.clear()
+        assert not waiting.done()
+        made.set()
+        assert are_equal(read_tensors(waiting.result(timeout=20)), state)
+    assert far.fetcher.patches == 1
+
+
 def test_a_patch_that_would_not_be_smaller_is_not_made(publisher: Publisher, host: MakeHost) -> None:
     far = host()
     for version in range(2):

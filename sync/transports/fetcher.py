@@ -31,6 +31,7 @@ from sync.transports.messages import (
     FILE_NAME,
     EnlistRelay,
     GetPatchRoute,
+    PatchPending,
     PatchRoute,
     RelayParent,
 )
@@ -202,6 +203,10 @@ class Fetcher:
             return False
         question = GetPatchRoute(local.stem, Path(base.path).stem)
         route = self._puller.ask_server(address, question, self._timeout_s)
+        while isinstance(route, PatchPending):
+            # A patch of a large model takes minutes, and a link rarely brings the whole model sooner.
+            self._shared.note_progress()
+            route = self._puller.ask_server(address, question, self._timeout_s)
         if not isinstance(route, PatchRoute):
             return False
         if not 0 < sum(size for _, size in route.files) <= WORTH * base.num_bytes:

@@ -9,8 +9,8 @@ copy, or two where there are many hosts. The publisher says which host asks whic
 that fetch a file are a chain, in the order in which they have begun. A manifest always comes from the
 publisher itself, so everything that a relay hands on is compared with the publisher's digests.
 
-A server answers every request: with what was asked for, with `ChunkPending` (a relay is still fetching it),
-`FileGone`, or `TransferRefused`.
+A server answers every request: with what was asked for, with `ChunkPending` (a relay is still fetching it) or
+`PatchPending`, `FileGone`, or `TransferRefused`.
 
 A host that has an earlier version asks the publisher for patches that lead from it (`GetPatchRoute`,
 `sync.patch`) and writes them over a file that no engine of the host uses any more. Whatever does not work
@@ -125,6 +125,12 @@ class PatchRoute(TransferMessage):
     """Name and bytes of each patch."""
 
 
+class PatchPending(TransferMessage):
+    """A patch on the way to the version `name` is still being made; the receiver asks again."""
+
+    name: Name
+
+
 class RelayParent(TransferMessage):
     """The relay to fetch the file from; an empty address: this server."""
 
@@ -145,7 +151,9 @@ class Rendezvous(TransferMessage):
 
 
 Request = GetChunk | GetPatchRoute | EnlistRelay | RequestBroadcast
-Reply = Chunk | ChunkPending | FileGone | TransferRefused | PatchRoute | RelayParent | Rendezvous
+Reply = (
+    Chunk | ChunkPending | FileGone | TransferRefused | PatchRoute | PatchPending | RelayParent | Rendezvous
+)
 requests = msgspec.msgpack.Decoder(Request)
 replies = msgspec.msgpack.Decoder(Reply)
 encode = msgspec.msgpack.Encoder().encode

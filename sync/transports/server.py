@@ -25,6 +25,7 @@ from sync.transports.messages import (
     FileGone,
     GetChunk,
     GetPatchRoute,
+    PatchPending,
     PatchRoute,
     RelayParent,
     Rendezvous,
@@ -40,9 +41,9 @@ from sync.transports.served_files import ServedFiles
 
 log = logging.getLogger("slipstream.weights")
 
-PARKED_S = 0.5
-"""Seconds that a request waits for bytes that are not there yet, before it is answered with `ChunkPending`.
-"""
+PARKED_S, ROUTE_PARKED_S = 0.5, 4.0
+"""Seconds that a request waits for bytes that are not there yet, and for patches in the making, before the
+answer is `ChunkPending` or `PatchPending`."""
 MAX_PARKED = 1024
 """Most requests that wait, for bytes or for patches in the making."""
 TICK_S = 0.1
@@ -205,8 +206,8 @@ class SnapshotServer(LearnerEnd):
         except (OSError, DigestMismatch) as error:
             log.warning("cannot answer %s: %s", request, error)
             reply, payload = FileGone(getattr(request, "name", "")), []
-        if reply is None and isinstance(request, GetChunk) and time.monotonic() - since > PARKED_S:
-            reply = ChunkPending(request.name, request.offset)
+        if reply is None:
+            reply = _ask_for_patience(request, time.monotonic() - since)
         if reply is not None:
             self._send_frames([sender, encode(reply), *payload])
             self.bytes_sent += sum(len(part) for part in payload)
@@ -259,3 +260,13 @@ class SnapshotServer(LearnerEnd):
         if not FILE_NAME.fullmatch(f"{request.name}.json"):
             raise ValueError(f"name must be that of a snapshot, got {request.name[:80]!r}")
         return self._sender.send_snapshot(request)
+
+
+def _ask_for_patience(request: Request, waited_s: float) -> Reply | None:
+    """Returns the answer to a request that has waited so long in vain; None while that is not long."""
+    match request:
+        case GetChunk() if waited_s > PARKED_S:
+            return ChunkPending(request.name, request.offset)
+        case GetPatchRoute() if waited_s > ROUTE_PARKED_S:
+            return PatchPending(request.name)
+    return None
