@@ -8,6 +8,7 @@ only what differs.
 import contextlib
 import fcntl
 import mmap
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -55,7 +56,8 @@ def put_version(
 
 
 def put_manifest(manifest: Manifest, locator: Path) -> None:
-    """Writes a manifest, which appears whole. Raises DiskFull."""
+    """Writes a manifest, which appears whole, and later than all others of its folder: their times are their
+    order (`find_complete_versions`), and a clock may be set back. Raises DiskFull."""
     unfinished, data = locator.with_suffix(".unfinished"), msgspec.json.encode(manifest)
     try:
         unfinished.write_bytes(data)
@@ -64,12 +66,15 @@ def put_manifest(manifest: Manifest, locator: Path) -> None:
         if is_disk_full(error):
             raise disk_full(locator, len(data)) from error
         raise
+    others = (path.stat().st_mtime_ns for path in locator.parent.glob("v*.json"))
+    if (last := max(others, default=0)) >= unfinished.stat().st_mtime_ns:
+        os.utime(unfinished, ns=(last + 1, last + 1))
     unfinished.rename(locator)
 
 
 def find_complete_versions(folder: Path) -> list[Path]:
     """Returns the manifests of the versions that are whole, newest last."""
-    return sorted(folder.glob("v*.json"), key=lambda path: path.stat().st_mtime)
+    return sorted(folder.glob("v*.json"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def retire_version(locator: Path) -> None:

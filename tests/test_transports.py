@@ -894,3 +894,18 @@ def test_a_host_without_a_way_to_the_publisher_has_not_the_version_for_now(
             )
     found = far.subscriber.prepare_version(announce_elsewhere(publisher, manifest))
     assert are_equal(read_tensors(found), make_weights(0)) and far.server is not None, "it serves then"
+
+
+def test_a_clock_that_is_set_back_makes_no_older_version_the_newest(
+    publisher: Publisher, host: MakeHost
+) -> None:
+    far, state = host(), make_weights(0)
+    for version in range(12):
+        manifest = publisher.publish_version(version, whole_parts(state))
+        found = far.subscriber.prepare_version(announce_elsewhere(publisher, manifest))
+        if version == 1:  # the clock is set back by an hour after this
+            os.utime(found.manifest.locator, (time.time() + 3600, time.time() + 3600))
+        far.subscriber.refresh_spare()
+        assert [path.name for path in far.folder.glob("*.json")] == [f"v{version}-life.json"]
+        state = change_some(state, 0.001, version)
+    assert far.fetcher.patches == 11
