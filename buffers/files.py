@@ -12,6 +12,8 @@ from configs.disk import disk_full, is_disk_full, write_all
 
 COPIED_BYTES = 1 << 22
 """Bytes copied at a time."""
+UNFINISHED = ".unfinished"
+"""Ends the name of what is to take the place of a file or a folder, once it is whole."""
 
 
 @contextmanager
@@ -61,7 +63,7 @@ def replace_file(path: Path, data: bytes | memoryview, *, sync: bool = True) -> 
 
     With `sync` it is on the disk when this returns. Raises DiskFull.
     """
-    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished = path.with_name(f"{path.name}{UNFINISHED}")
     try:
         with open(unfinished, "wb", buffering=0) as file:
             write_all(file.fileno(), data, unfinished)

@@ -12,6 +12,7 @@ from runs import ROOT, SIMULATED
 
 from configs.load import load_config, to_yaml
 from slipstream.continuation import COMMAND_FILE, AlreadyFinished, continue_run, note_command
+from slipstream.preparation import prepare_run
 
 NAMED = ["run.name=long", "run.resume=auto"]
 
@@ -62,6 +63,19 @@ def test_a_run_that_has_trained_all_its_steps_is_over_until_it_is_given_more(tmp
     assert continue_run(more) == ["run.steps=9", f"run.resume={run}"]
     (run / "summary.json").write_text('{"status": "interrupted", "steps": 7}')
     assert continue_run(name_run(tmp_path)) == [f"run.resume={run}"]
+
+
+@pytest.mark.parametrize("unfinished", ["config.yaml", "command.json", "data.json", "parcels.json", "model"])
+def test_a_run_begins_in_the_folder_of_one_that_ended_while_it_wrote_its_first_files(
+    tmp_path: Path, unfinished: str
+) -> None:
+    folder = tmp_path / "long"
+    folder.mkdir()
+    (folder / ".lock").touch()
+    (folder / f"{unfinished}.unfinished").write_text("the disk is fu")
+    config = load_config([*SIMULATED, *continue_run(name_run(tmp_path))])
+    assert prepare_run(config)[2] is None
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "config.yaml", "parcels.json"]
 
 
 def test_auto_needs_a_name() -> None:

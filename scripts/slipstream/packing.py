@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from buffers.files import naming_full_disk
+from buffers.files import UNFINISHED, naming_full_disk
 from buffers.parcel_messages import Parcel
 from buffers.parcels import MODEL, PARCELS, PackedParcel, describe_files, write_parcels
 from configs.schema import Config
@@ -40,7 +40,7 @@ def _copy_model(model: Path, copy: Path) -> None:
         copy, list_model_files(copy)
     ):
         return
-    unfinished = copy.with_name(f"{copy.name}.unfinished")
+    unfinished = copy.with_name(f"{copy.name}{UNFINISHED}")
     for leftover in (unfinished, copy):
         shutil.rmtree(leftover, ignore_errors=True)
     with naming_full_disk(unfinished):

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from buffers.files import replace_file
+from buffers.files import UNFINISHED, replace_file
 from buffers.journal import lock_journal
 from buffers.parcels import MODEL, PARCELS
 from buffers.samplers import load_sampler
@@ -267,9 +267,9 @@ def _clear_folder(config: Config, folder: Path) -> None:
             f"{folder.name}, "
             f"which exists in {config.run.outputs}"
         )
-    # Without a configuration it is of a run that was refused or stopped before it wrote it.
-    names = {path.name for path in folder.iterdir()}
-    if "config.yaml" not in names and not {LOCK_FILE} <= names <= BEGUN:
+    # Without a configuration it is of a run that was refused, stopped or killed before it had written it.
+    begun = {path.name.removesuffix(UNFINISHED) for path in folder.iterdir()}
+    if not (folder / "config.yaml").exists() and not {LOCK_FILE} <= begun <= {*BEGUN, "config.yaml"}:
         raise ValueError(
             f"run.overwrite must name the folder of a run, got {folder}, which holds other files"
         )
