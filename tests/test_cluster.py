@@ -1,7 +1,10 @@
 """Ray's processes of a run, however it ends."""
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -40,3 +43,34 @@ def test_a_ray_that_does_not_start_is_told_in_a_sentence_and_leaves_nothing(
     left = [one for one in psutil.Process().children(recursive=True) if one.pid not in own]
     _, alive = psutil.wait_procs(left, timeout=60)
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+
+
+LISTENERS = """
+import os, psutil, ray
+from configs.load import load_config
+from slipstream.cluster import run_cluster
+
+class Role:
+    def get_pid(self):
+        return os.getpid()
+
+with run_cluster(load_config([])):
+    role = ray.remote(Role).remote()
+    pid = ray.get(role.get_pid.remote())
+    me = psutil.Process()
+    for process in [me, *me.children(recursive=True), psutil.Process(pid)]:
+        for one in process.net_connections("inet"):
+            if one.status == psutil.CONN_LISTEN:
+                print(process.name().split()[0], one.laddr.ip.removeprefix("::ffff:"))
+"""
+
+
+def test_the_cluster_of_a_run_of_its_own_listens_on_the_loopback_interface_alone(tmp_path: Path) -> None:
+    (tmp_path / "listeners.py").write_text(LISTENERS)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(tmp_path / "listeners.py")]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    found = [line.split() for line in ran.stdout.splitlines()]
+    assert {"gcs_server", "raylet", "ray::Role"} <= {name for name, _ in found}
+    assert {ip for _, ip in found} == {"127.0.0.1"}, found

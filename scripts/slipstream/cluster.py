@@ -98,8 +98,11 @@ def run_cluster(config: Config) -> Iterator[None]:
     # Ray's default is 15: any other program would starve the run, whose heartbeats then stop.
     os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
-    from ray._private import worker
+    from ray._private import ray_constants, worker
 
+    # Ray executes whatever is sent to its ports. Those of a cluster of our own are for this host alone: else
+    # Ray takes the address by which the host reaches the network, and listens on every interface.
+    ray_constants.ENABLE_RAY_CLUSTER = config.cluster.address is not None
     # Ray counts a processor for each role. As many more may join as the host has (`scripts/scale.sh`).
     room = num_roles + (os.cpu_count() or 1)
     # A busy host needs longer than Ray's 30 s.
