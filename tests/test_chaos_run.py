@@ -4,6 +4,7 @@ audit can fail, and so can a fault."""
 import copy
 import io
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -34,6 +35,7 @@ from configs.load import load_study_config
 from slipstream_bench.audit import audit_whole_run
 from slipstream_bench.host_clocks import HostClock, find_compiler
 from slipstream_bench.network_hosts import NetworkHosts, find_obstacle
+from slipstream_bench.noise import find_noise
 from slipstream_bench.run_faults import FAULTS_OF_FLEET, FAULTS_OF_RUN, FaultNotDone, HostFaults
 
 needs_hosts = pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())
@@ -225,3 +227,70 @@ def test_a_clock_that_a_role_does_not_read_was_not_set(two_hosts: NetworkHosts, 
         make_faults(two_hosts, two_hosts, **run).set_clock()
     for process in (right, wrong):
         process.kill()
+
+
+@needs_hosts
+@pytest.mark.skipif(find_compiler() is None, reason="no disk is slow without a compiler")
+def test_a_slow_disk_holds_up_each_fsync_of_a_host_and_counts_them(tmp_path: Path) -> None:
+    clock = HostClock(tmp_path, "host-1")
+    code = (
+        "import os, time; file = os.open('file', os.O_CREAT | os.O_WRONLY); began = time.monotonic()\n"
+        "os.fsync(file); os.fdatasync(file); print(time.monotonic() - began)"
+    )
+
+    def sync_twice() -> float:
+        command = [sys.executable, "-c", code]
+        environment = os.environ | clock.environment
+        return float(subprocess.check_output(command, cwd=tmp_path, env=environment, text=True))
+
+    sync_twice()
+    assert clock.count_delayed_syncs() == 0
+    clock.delay_syncs(0.5)
+    assert sync_twice() >= 1.0 and clock.count_delayed_syncs() == 2
+    clock.delay_syncs(0)
+    sync_twice()
+    assert clock.count_delayed_syncs() == 2
+
+
+@needs_hosts
+def test_a_host_that_stands_still_does_nothing_until_it_goes_on(two_hosts: NetworkHosts) -> None:
+    host = two_hosts[1]
+    count = "import time\nwhile True: print(1, flush=True); time.sleep(0.01)"
+    started = host.start_program(sys.executable, "-c", count)
+    program, output = started.process, started.popen.stdout
+    assert output is not None and output.readline()
+    faults, seen = make_faults(two_hosts, two_hosts), list[str]()
+    faults.run.sleep = lambda seconds: seen.append(program.status())  # type: ignore[method-assign]
+    faults.stop_host()
+    assert seen == [psutil.STATUS_STOPPED] and program.status() != psutil.STATUS_STOPPED
+    program.kill()
+    assert started.popen.wait(30) != 0  # what has sent the program goes on too, and sees its end
+
+
+@needs_hosts
+def test_full_shared_memory_takes_no_more_and_has_room_again_afterwards(two_hosts: NetworkHosts) -> None:
+    host, write = two_hosts[1], ("sh", "-c", "head -c 100000 /dev/zero > /dev/shm/more")
+
+    def write_and_go_on(host: Any, within_s: float) -> None:
+        with pytest.raises(subprocess.SubprocessError, match="No space left"):
+            two_hosts[1].run(*write)
+        two_hosts[1].run("rm", "/dev/shm/more")
+
+    more = {"commands": {host.name: None}, "end_command": write_and_go_on}
+    make_faults(two_hosts, two_hosts, **more).fill_shared_memory()
+    assert host.list_shared_memory() == []
+    host.run(*write)
+    host.run("rm", "/dev/shm/more")
+
+
+def test_a_console_with_a_traceback_and_a_log_with_a_busy_loop_are_noise(tmp_path: Path) -> None:
+    console, log = tmp_path / "001-run.txt", tmp_path / "buffer.log"
+    console.write_text("step 3\nthe disk must have room\n")
+    lines = [f"2026-11-24 11:00:{second:02},123 INFO slipstream: a line\n" for second in range(60)]
+    log.write_text("".join(lines * 3))
+    assert find_noise([console], [log]) == []
+    console.write_text("Traceback (most recent call last):\n")
+    log.write_text("".join(lines[:1] * 3000 + lines[1:]))
+    assert [text[:40] for text in find_noise([console], [log])] == [
+        "a traceback on the console 001-run.txt, ", "buffer.log has 3000 lines of one second,",
+    ]  # fmt: skip

@@ -13,8 +13,9 @@ afterwards, to a generator of the host, is accepted, and a step is trained after
 
 The audit: nothing that the buffer acknowledged to a generator is lost (with `buffer.durability=none` that is
 not promised), no group is trained twice, no token beyond the staleness bound, the ledger closes and is that
-of the log, no process and no shared memory is left, no command ended by itself, each fault was seen to be
-done, and `scripts/replay.sh` trains the journal to the bits of the run's checkpoints, up to its last step.
+of the log, no process and no shared memory is left, no command ended by itself or printed a traceback, no log
+has the lines of a busy loop, each fault was seen to be done, and `scripts/replay.sh` trains the journal to
+the bits of the run's checkpoints, up to its last step.
 The exit status is 1 when any of this does not hold.
 
 After SIGTERM, Ctrl-C or the minutes given, no fault is begun: the run gets over those under way, ends, and is
@@ -48,9 +49,11 @@ from configs.load import load_study_config
 from slipstream_bench.audit import AuditReport, audit_whole_run
 from slipstream_bench.host_clocks import find_compiler
 from slipstream_bench.network_hosts import NetworkHosts, find_obstacle
+from slipstream_bench.noise import find_noise
 from slipstream_bench.run_faults import (
     FAULTS_OF_FLEET,
     FAULTS_OF_RUN,
+    NEED_COMPILER,
     FaultMethod,
     FaultNotDone,
     HostFaults,
@@ -143,6 +146,8 @@ class ChaosOfRun:
             finally:
                 run.stopped = True
                 run.keep_folder()
+                self.figures |= run.list_figures()
+        self.problems += find_noise(self.folder.glob("*.txt"), self.folder.glob("kept*/**/*.log"))
         self._audit()
 
     def _disturb_hosts(self, run: RunOnHosts) -> None:
@@ -257,6 +262,7 @@ SETTINGS: dict[str, list[list[str]]] = {
     "groups": [[f"learner.groups_per_step={groups}"] for groups in (2, 4)],
     "samples": [[f"learner.samples_per_prompt={samples}"] for samples in (2, 4)],
     "ranks": [[f"learner.ranks={ranks}"] for ranks in (1, 2)],
+    "evaluation": [["eval.prompts=0"], ["eval.prompts=4", "eval.every=3"]],
     "task": [["task.name=sorting"], [f"task.name={AGENT}"]],
 }
 """Settings that differ from run to run, each with its values."""
@@ -323,11 +329,11 @@ def write_json(runs: list[ChaosOfRun], seed: int, path: Path) -> None:
 
 
 def choose_kinds(kinds: dict[str, FaultMethod], only: str) -> dict[str, FaultMethod]:
-    """Returns the faults whose name holds `only`. No clock can be set without a compiler."""
+    """Returns the faults whose name holds `only`. Some cannot be done without a compiler."""
     return {
         name: method
         for name, method in kinds.items()
-        if only in name and (find_compiler() is not None or "clock" not in name)
+        if only in name and (find_compiler() is not None or method not in NEED_COMPILER)
     }
 
 

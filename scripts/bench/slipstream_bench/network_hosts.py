@@ -154,7 +154,19 @@ class NetworkHost:
 
     def list_shared_memory(self) -> list[str]:
         """Returns the names of what is in the host's /dev/shm."""
-        return sorted(os.listdir(f"/proc/{self.pid}/root/dev/shm"))
+        return sorted(os.listdir(self.find_shared_memory()))
+
+    def find_shared_memory(self) -> Path:
+        """Returns the host's /dev/shm as this process sees it."""
+        return Path(f"/proc/{self.pid}/root/dev/shm")
+
+    def limit_shared_memory(self, room: int | None) -> None:
+        """Leaves so many bytes in the host's /dev/shm beside what is there now. None: half of the memory, as
+        at first."""
+        place = os.statvfs(self.find_shared_memory())
+        used = (place.f_blocks - place.f_bfree) * place.f_frsize
+        size = "50%" if room is None else used + room
+        self.run("mount", "-o", f"remount,size={size}", "/dev/shm")
 
     def close(self) -> None:
         """Ends all processes of the host."""

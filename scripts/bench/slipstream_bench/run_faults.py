@@ -20,6 +20,12 @@ PREEMPTED_S = 30.0
 ROLES = ("BufferRole", "LearnerRole", "GeneratorRole")
 SIGHT_S = 60.0
 """Seconds within which a disturbance must show. The kernel needs a moment, of a machine that is not busy."""
+SENDER = "nsenter"
+"""Name of the program by which commands are sent to a host."""
+SLOW_DISK_S = 8.0
+"""Seconds for which a disk is slow at least."""
+SHARED_BYTES = 4 << 20
+"""Bytes of shared memory that are filled: what a run may take in a moment."""
 BURST_BYTES = 1 << 17
 """Bytes that a slow link lets through at once, and those that were under way: far more than there are."""
 
@@ -62,6 +68,44 @@ class HostFaults:
     def stop_learner(self) -> float:
         return self.stop_process(self.choose_rank(), self.random.choice([self.draw_short, self.draw_long])())
 
+    def kill_buffer_while_it_recovers(self) -> float:
+        first = self.run.find_role(self.host, "BufferRole")
+        kill_process(first)
+        found: list[psutil.Process] = []
+
+        def look() -> bool:
+            found[:] = [one for one in self.run.find_roles(self.host, "BufferRole") if one.pid != first.pid]
+            return bool(found)
+
+        self.run.wait_for(self.host, look, "another life of the buffer")
+        self.run.sleep(self.random.uniform(0, 1))
+        return kill_process(found[0])
+
+    def kill_control_store(self) -> float:
+        """Kills Ray's process that keeps the cluster's state: the driver must end by itself, with a
+        sentence."""
+        return self.kill_process_of_ray("gcs_server")
+
+    def delay_syncs(self) -> float:
+        """Makes each `fsync` of the host take seconds, until a few have."""
+        clock = self.run.clocks[self.host.name]
+        before, began = clock.count_delayed_syncs(), time.monotonic()
+        clock.delay_syncs(self.random.uniform(1, 4))
+        try:
+            self.run.wait_for(
+                self.host, lambda: clock.count_delayed_syncs() > before + 2, "sync of a file that was slow"
+            )
+            self.run.sleep(max(0.0, began + SLOW_DISK_S - time.monotonic()))
+        finally:
+            clock.delay_syncs(0)
+        return time.monotonic()
+
+    def scale_generators(self) -> float:
+        """Orders another number of the run's own generators: they must work then."""
+        self.run.scale_run(self.random.choice([1, 2]))
+        self.victim = "generator-"
+        return time.monotonic()
+
     def fill_disk(self) -> float:
         """Leaves no room: the run must end with a sentence, and go on once there is some."""
         filler = self.run.outside / "filler"
@@ -97,7 +141,55 @@ class HostFaults:
         self.start_again("a preemption")
         return began
 
+    def fill_disk_of_fleet(self) -> float:
+        """Leaves no room for the fleet's logs, which does not hinder it."""
+        filler = self.run.find_disk(self.host) / "filler"
+        try:
+            fill_with(filler)
+            self.run.sleep(self.random.uniform(5, 15))
+        finally:
+            filler.unlink()
+        return time.monotonic()
+
     # ---- on any host
+
+    def fill_shared_memory(self) -> float:
+        """Leaves no room for another version: a fleet, or a run, that ends must say so."""
+        filler, began = self.host.find_shared_memory() / "filler", time.monotonic()
+        self.host.limit_shared_memory(SHARED_BYTES)
+        try:
+            fill_with(filler)
+            status = self.run.end_command(self.host, within_s=self.random.uniform(5, 15))
+        finally:
+            self.host.limit_shared_memory(None)
+            filler.unlink()
+        if status is None:
+            return time.monotonic()
+        self.await_failure("full shared memory", "must have room for")
+        self.start_again("full shared memory")
+        return began
+
+    def stop_driver(self) -> float:
+        return self.stop_process(
+            self.run.commands[self.host.name].started.process,
+            self.random.choice([self.draw_short, self.draw_long])(),
+        )
+
+    def stop_host(self) -> float:
+        """Stops all processes of a host, as one that is moved to another machine."""
+        stopped = list[psutil.Process]()
+        try:
+            # Again: what was not stopped yet may have started others.
+            while more := [one for one in self.host.list_processes() if not stand_still(one)]:
+                stopped += more
+                for process in more:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.suspend()
+            self.run.sleep(self.draw_long())
+        finally:
+            for process in stopped:
+                go_on(process)
+        return time.monotonic()
 
     def cut_link_briefly(self) -> float:
         return self.cut_link(self.draw_short())
@@ -132,15 +224,18 @@ class HostFaults:
 
     def kill_raylet(self) -> float:
         """Kills Ray's own process on the host: the driver must end by itself, with a sentence."""
-        raylets = [one for one in self.host.list_processes() if one.name() == "raylet"]
-        if not raylets:
-            raise ChaosFailure(f"there is no raylet on {self.host.name}: {self.run.describe()}")
-        began = kill_process(raylets[0])
-        self.await_failure("the death of the raylet", "has died")
-        self.start_again("the death of the raylet")
-        return began
+        return self.kill_process_of_ray("raylet")
 
     # ---- what they are made of
+
+    def kill_process_of_ray(self, name: str) -> float:
+        found = [one for one in self.host.list_processes() if one.name() == name]
+        if not found:
+            raise ChaosFailure(f"there is no {name} on {self.host.name}: {self.run.describe()}")
+        began = kill_process(found[0])
+        self.await_failure(f"the death of the {name}", "has died")
+        self.start_again(f"the death of the {name}")
+        return began
 
     def await_failure(self, what: str, sentence: str) -> None:
         """Waits until the host's command has ended; it must have failed, and must have said why."""
@@ -194,7 +289,7 @@ class HostFaults:
             if not is_stopped(process):
                 raise FaultNotDone(f"{process} was continued by somebody else")
         finally:
-            process.resume()
+            go_on(process)
         return time.monotonic()
 
     def cut_link(self, seconds: float) -> float:
@@ -228,9 +323,16 @@ FAULTS_OF_RUN: dict[str, FaultMethod] = {
     "buffer: SIGSTOP, longer than a lease": HostFaults.stop_buffer_for_longer_than_a_lease,
     "learner: SIGKILL": HostFaults.kill_learner,
     "learner: SIGSTOP": HostFaults.stop_learner,
+    "buffer: SIGKILL, and again while it recovers": HostFaults.kill_buffer_while_it_recovers,
     "run's driver: SIGKILL, then run.resume": HostFaults.kill_driver,
+    "run's driver: SIGSTOP": HostFaults.stop_driver,
     "run's raylet: SIGKILL, then run.resume": HostFaults.kill_raylet,
+    "run's gcs_server: SIGKILL, then run.resume": HostFaults.kill_control_store,
     "run's disk full, then run.resume": HostFaults.fill_disk,
+    "run's disk: each fsync takes seconds": HostFaults.delay_syncs,
+    "run's /dev/shm full": HostFaults.fill_shared_memory,
+    "run's host stands still, longer than a lease": HostFaults.stop_host,
+    "run's own generators: scripts/scale.sh": HostFaults.scale_generators,
     "run's link down, longer than a lease": HostFaults.cut_link_for_longer_than_a_lease,
     "run's link down for more than 30 s": HostFaults.cut_link_for_half_a_minute,
     "run's link at 1 Mbit/s": HostFaults.slow_link_to_a_megabit,
@@ -242,6 +344,10 @@ FAULTS_OF_FLEET: dict[str, FaultMethod] = {
     "generator: SIGSTOP, longer than a lease": HostFaults.stop_generator_for_longer_than_a_lease,
     "fleet's driver: SIGKILL, then started again": HostFaults.kill_driver,
     "fleet's raylet: SIGKILL, then started again": HostFaults.kill_raylet,
+    "fleet's driver: SIGSTOP": HostFaults.stop_driver,
+    "fleet's host stands still, longer than a lease": HostFaults.stop_host,
+    "fleet's /dev/shm full": HostFaults.fill_shared_memory,
+    "fleet's disk full": HostFaults.fill_disk_of_fleet,
     "fleet preempted (SIGTERM, 30 s, SIGKILL), then started again": HostFaults.preempt_fleet,
     "fleet's link down, shorter than a lease": HostFaults.cut_link_briefly,
     "fleet's link down, longer than a lease": HostFaults.cut_link_for_longer_than_a_lease,
@@ -250,6 +356,8 @@ FAULTS_OF_FLEET: dict[str, FaultMethod] = {
     "fleet's link at 100 kbit/s": HostFaults.slow_link_to_100_kilobits,
     "fleet's host: clock set, up to an hour off": HostFaults.set_clock,
 }
+NEED_COMPILER = (HostFaults.set_clock, HostFaults.delay_syncs)
+"""Faults that change what the C library does."""
 
 
 def fill_with(filler: Path) -> None:
@@ -286,6 +394,23 @@ def await_sight(shows: Callable[[], bool], otherwise: str) -> None:
         if time.monotonic() > deadline:
             raise FaultNotDone(otherwise)
         time.sleep(0.005)
+
+
+def go_on(process: psutil.Process) -> None:
+    """Continues a stopped process. What has sent a command to its host has stopped with it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.resume()
+        sender = process.parent()
+        if sender is not None and sender.name() == SENDER:
+            sender.resume()
+
+
+def stand_still(process: psutil.Process) -> bool:
+    """True for a process that is stopped, or has ended."""
+    try:
+        return is_stopped(process)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def has_died(process: psutil.Process) -> bool:

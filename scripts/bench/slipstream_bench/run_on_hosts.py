@@ -1,8 +1,10 @@
 """A whole run over hosts of this machine: driver, buffer and learner on the first, a fleet on each other.
 
-    host-1  driver, buffer, learner     its run's folder is on a small disk of its own
+    host-1  driver, buffer, learner
     host-2  a fleet of generators  ┐
     host-3  a fleet of generators  ┘ each with its own Ray, joined by keys, weights over tcp
+
+Each host has a small disk of its own, for the folders of its commands.
 
 `chaos_run.py` kills and disturbs what is here. Commands that end are started again, as a cluster's manager
 does; one that ends for no reason that this module knows is a problem.
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +47,7 @@ RIGHTLY_ENDED = {
 }
 """Words of a fleet that ends as the pages say, and its exit status: it is started again."""
 SMALL = [
-    "generators.max_sequences=8", "generators.max_model_len=64", "sampling.max_tokens=8", "eval.prompts=0",
+    "generators.max_sequences=8", "generators.max_model_len=64", "sampling.max_tokens=8",
     "run.steps=1000000", "learner.lr=1e-5", "learner.keep_checkpoints=4", "buffer.segment_mb=1",
     "generators.count=0", "sync.transport=tcp", "buffer.max_restarts=100000", "learner.max_restarts=100000",
     "buffer.max_attempts=1000",
@@ -79,9 +82,9 @@ class RunOnHosts:
         self.disk = self.folder / "disk"
         self.disk.mkdir()
         self.first = self.hosts[0]
-        self.first.run("mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "none", self.disk)
-        self.outside = Path(f"/proc/{self.first.pid}/root{self.disk}")
-        """The disk as this process sees it."""
+        for host in self.hosts:
+            host.run("mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "none", self.disk)
+        self.outside = self.find_disk(self.first)
         self.log = ChaosLog(self.outside / "run")
         make_keys(self.folder / "keys", list(KeyRole))
         self.joining = [
@@ -92,6 +95,10 @@ class RunOnHosts:
         """The driver and the fleets, by host."""
         self.disturbed: set[str] = set()
         """Hosts with a fault under way. Whoever disturbs one tends it alone."""
+        self._ended_by_design = Counter[str]()
+        """Fleets that ended as the pages say, by the words that they said."""
+        self._longest_end_s = 0.0
+        """Seconds that the processes of a host took to end, at most."""
         self._tending = threading.RLock()
         self._num_commands = 0
         self._nurseries = {host.name: self._start_nursery(host) for host in self.hosts}
@@ -122,9 +129,13 @@ class RunOnHosts:
             self.folder,
             f"{self._num_commands:03d}-{host.name}-{name}",
             *overrides,
-            outputs=self.disk if host is self.first else self.folder,
+            outputs=self.disk,
             environment=self._environment_of(host) | {FOLDER: nursery},
         )
+
+    def find_disk(self, host: NetworkHost) -> Path:
+        """Returns a host's disk as this process sees it."""
+        return Path(f"/proc/{host.pid}/root{self.disk}")
 
     def start_run(self) -> None:
         self._start_command(self.first, "run", "run.name=run", *SMALL, *self.joining, *self.settings)
@@ -135,6 +146,22 @@ class RunOnHosts:
     def start_fleet(self, host: NetworkHost) -> None:
         more = ["generators.max_restarts=100000", *self.fleet_settings]
         self._start_command(host, "fleet", "role=generators", *self.joining, *more)
+
+    def scale_run(self, count: int) -> None:
+        """Orders this number of the run's own generators; a refusal is a problem."""
+        self._num_commands += 1
+        output = self.folder / f"{self._num_commands:03d}-{self.first.name}-scale.txt"
+        command = [sys.executable, "-P", "-m", "slipstream.scale", self.disk / "run", str(count)]
+        with open(output, "w") as file:
+            environment = self._environment_of(self.first)
+            popen = self.first.start_program(*command, environment=environment, output=file).popen
+        deadline = time.monotonic() + PATIENCE_S
+        while popen.poll() is None and time.monotonic() < deadline:
+            self.sleep(0.05)
+        if popen.returncode != 0:
+            self.problems.append(
+                f"scripts/scale.sh ended with {popen.returncode}: {tail(output.read_text())}"
+            )
 
     def start(self) -> None:
         """Starts everything, and returns when steps are trained from groups of every fleet."""
@@ -172,7 +199,9 @@ class RunOnHosts:
             self.problems.append(f"the run ended by itself with status {status}: {tail(command.said)}")
             self.resume_run()
             return
-        if not has_rightly_ended(command):
+        if (words := find_rightful_end(command)) is not None:
+            self._ended_by_design[words] += 1
+        else:
             self.problems.append(
                 f"the fleet of {host.name} ended by itself with status {status}: {tail(command.said)}"
             )
@@ -227,9 +256,10 @@ class RunOnHosts:
 
     def await_end(self, host: NetworkHost, what: str, within_s: float = 60.0) -> None:
         """Waits until nothing of the run is left on a host; what stays is a problem."""
-        deadline = time.monotonic() + within_s
-        while (left := self.list_left(host)) and time.monotonic() < deadline:
+        began = time.monotonic()
+        while (left := self.list_left(host)) and time.monotonic() < began + within_s:
             self.sleep(0.2)
+        self._longest_end_s = max(self._longest_end_s, time.monotonic() - began)
         if left:
             self.problems.append(f"left on {host.name} {within_s:.0f} s after {what}: {left}")
 
@@ -312,16 +342,31 @@ class RunOnHosts:
             self.await_end(host, "the end of the run")
 
     def keep_folder(self) -> None:
-        """Copies the run's folder from its disk, which ends with its host."""
-        subprocess.run(["cp", "-a", f"{self.outside}/.", str(self.folder / "kept")], check=False)
+        """Copies what is on the disks, which end with their hosts: the run's to `kept`."""
+        for host in self.hosts:
+            kept = self.folder / ("kept" if host is self.first else f"kept-{host.name}")
+            subprocess.run(["cp", "-a", f"{self.find_disk(host)}/.", str(kept)], check=False)
 
     def count_steps(self) -> int:
         return self.log.count_trained_steps()
 
+    def list_figures(self) -> dict[str, int | str]:
+        ends = ", ".join(f"{times} × {words!r}" for words, times in self._ended_by_design.items())
+        return {
+            "fleets that ended as the pages say": ends or "none",
+            "longest wait for the processes of an ended command": f"{self._longest_end_s:.1f} s",
+        }
+
 
 def has_rightly_ended(fleet: CommandOnHost) -> bool:
+    return find_rightful_end(fleet) is not None
+
+
+def find_rightful_end(fleet: CommandOnHost) -> str | None:
+    """Returns the words with which a fleet has ended as the pages say; None where it has not."""
     status, said = fleet.started.popen.returncode, fleet.said
-    return any(words in said and status == expected for words, expected in RIGHTLY_ENDED.items())
+    found = (words for words, expected in RIGHTLY_ENDED.items() if words in said and status == expected)
+    return next(found, None)
 
 
 def is_named(process: psutil.Process, title: str) -> bool:

@@ -20,17 +20,18 @@ class WitnessedGenerator(Generator):
         super().__init__(*arguments, **options)
         self._record = Path(os.environ[FOLDER_MARK]) / f"{self.name}.acknowledged"
         self._group_of: dict[int, int] = {}
-        """Group of each lease, by lease."""
+        """Group of each lease, by lease; -1 for a lease of an evaluation, which trains nothing."""
 
     def _handle_reply(self, reply: m.Reply) -> None:
         super()._handle_reply(reply)
         if isinstance(reply, m.LeaseGrant):
-            self._group_of |= {lease.id: lease.group for lease in reply.leases if not lease.evaluation}
+            self._group_of |= {lease.id: -1 if lease.evaluation else lease.group for lease in reply.leases}
         if isinstance(reply, m.LeaseReceipt):
             verdicts = zip(reply.leases, reply.verdicts, strict=True)
-            kept = [
-                f"{lease} {self._group_of[lease]}\n" for lease, verdict in verdicts if verdict == "accepted"
+            accepted = [
+                (lease, self._group_of[lease]) for lease, verdict in verdicts if verdict == "accepted"
             ]
+            kept = [f"{lease} {group}\n" for lease, group in accepted if group >= 0]
             with open(self._record, "a") as file:
                 file.write("".join(kept))
 
