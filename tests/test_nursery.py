@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stages(folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(folder))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, sys.path)]))
         with run_nursery(
             {
                 "buffer": Stage(["colorsys"], []),
@@ -55,7 +55,9 @@ def stages(folder: Path) -> Iterator[None]:
             yield
 
 
-def ask_for_worker(folder: Path, stage: str | None, *arguments: str) -> subprocess.Popen[str]:
+def ask_for_worker(
+    folder: Path, stage: str | None, *arguments: str, raylet: int | None = None
+) -> subprocess.Popen[str]:
     """Starts the process that a raylet starts for an actor of this stage."""
     context = {} if stage is None else {"env_vars": {newborn.STAGE: stage}}
     command = [
@@ -66,6 +68,7 @@ def ask_for_worker(folder: Path, stage: str | None, *arguments: str) -> subproce
         "--language=PYTHON",
     ]
     environment = os.environ | {"SET_BY_RAYLET": "yes"}
+    environment |= {} if raylet is None else {"RAY_RAYLET_PID": str(raylet)}
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
@@ -109,6 +112,21 @@ def test_who_asks_lives_as_long_as_the_worker(stages: None, folder: Path) -> Non
     asking.communicate(timeout=60)
     psutil.wait_procs([worker], timeout=60)
     assert not is_alive(worker)
+
+
+def test_a_worker_that_is_no_role_yet_ends_when_its_raylet_does(stages: None, folder: Path) -> None:
+    (folder / "sleep.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    raylet = subprocess.Popen(["sleep", "600"])
+    asking = ask_for_worker(folder, None, str(folder / "sleep.py"), raylet=raylet.pid)
+    assert asking.stdout is not None
+    worker = psutil.Process(int(asking.stdout.readline()))
+    raylet.kill()
+    raylet.wait()
+    psutil.wait_procs([worker], timeout=60)
+    assert not is_alive(worker)
+    asking.communicate(timeout=60)
+    late = ask_for_worker(folder, None, str(folder / "sleep.py"), raylet=raylet.pid)
+    assert late.communicate(timeout=60)[0] == ""
 
 
 def test_where_a_stage_has_ended_ray_starts_its_own_worker(stages: None, folder: Path) -> None:

@@ -21,6 +21,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +31,8 @@ from typing import NamedTuple
 FOLDER = "SLIPSTREAM_NURSERY"
 """Environment variable with the folder of the sockets on which the stages listen."""
 
+LINGER_S = 3.0
+"""Seconds after its raylet's end in which a role ends by itself, in good order (`roles.end_with_driver`)."""
 HARMLESS = {"jemalloc_bg_thd"}
 """Names of threads whose libraries survive a fork."""
 
@@ -113,10 +117,29 @@ def serve_workers(plan: Sequence[tuple[int, Sequence[str], Sequence[str]]], star
                 sys.argv = asked["arguments"]
                 connection.sendall(str(os.getpid()).encode())
                 connection.detach()  # it closes with this process
+                end_with_raylet()
                 return str(sys.argv[0])
         for file in files:
             os.close(file)
         connection.close()
+
+
+def end_with_raylet() -> None:
+    """Ends this process some seconds after the raylet that has asked for it, whatever it does then. One that
+    is not a role yet would look for its raylet for a minute."""
+    if (pid := os.environ.get("RAY_RAYLET_PID")) is None:
+        return
+    try:
+        raylet = os.pidfd_open(int(pid))
+    except ProcessLookupError:
+        os._exit(1)
+
+    def wait_for_end() -> None:
+        select.select([raylet], [], [])
+        time.sleep(LINGER_S)
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end, daemon=True, name="raylet-watch").start()
 
 
 def import_all(modules: Sequence[str]) -> None:
