@@ -31,6 +31,18 @@ def test_agents_end_with_a_raylet_that_is_killed() -> None:
         node.kill_all_processes(check_alive=False, allow_graceful=True)
 
 
+def test_an_agent_whose_raylet_died_before_it_began_ends_at_once(tmp_path: Path) -> None:
+    raylet = subprocess.Popen(["true"])
+    raylet.wait()
+    environment = os.environ | {"RAY_RAYLET_PID": str(raylet.pid)}
+    agent = subprocess.Popen([sys.executable, "-S", AGENT, tmp_path, "node"], env=environment)
+    try:
+        agent.wait(60)
+    finally:
+        agent.kill()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_ray_that_does_not_start_is_told_in_a_sentence_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -21,9 +21,8 @@ SET_PARENT_DEATH_SIGNAL = 1
 
 
 def main(folder: str, node: str, *command: str) -> None:
-    raylet = os.getppid()
     ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != raylet:  # it has ended meanwhile
+    if os.getppid() != int(os.environ["RAY_RAYLET_PID"]):  # it has ended meanwhile
         return
     if command:
         os.execv(command[0], command)
