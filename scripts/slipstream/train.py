@@ -44,6 +44,7 @@ from slipstream.buffer_keeper import BufferKeeper
 from slipstream.buffer_silence import BufferSilence
 from slipstream.cluster import import_ahead, run_cluster
 from slipstream.cluster_check import check_cluster
+from slipstream.console import outlast_console
 from slipstream.continuation import AlreadyFinished, continue_run
 from slipstream.extras import require_extras, run_program
 from slipstream.generator_fleet import GeneratorFleet
@@ -365,6 +366,7 @@ class Run:
 
 def run_command() -> None:
     """Runs as the `slipstream` command."""
+    outlast_console()
     run_program(main)
 
 
