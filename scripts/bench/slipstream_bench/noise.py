@@ -1,5 +1,5 @@
-"""What commands and roles must not print, whatever is done to them: tracebacks on a console, and lines in a
-busy loop."""
+"""Finds what commands and roles must not print, whatever is done to them: tracebacks on a console, and lines
+in a busy loop."""
 
 from collections import Counter
 from collections.abc import Iterable
