@@ -62,6 +62,7 @@ def holds_tensors(found: WeightSource, wanted: dict[str, torch.Tensor]) -> bool:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(puller, "FIRST_BYTES", 1 << 16)
 
 
 @pytest.fixture

@@ -47,6 +47,7 @@ NUM_CHUNKS = 12
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(puller, "FIRST_BYTES", 1 << 16)
     monkeypatch.setattr("sync.snapshot.boot_id", lambda: "here")
     monkeypatch.setattr("sync.announcement.boot_id", lambda: "here")
     monkeypatch.setattr("sync.transports.shared_memory.boot_id", lambda: "here")
@@ -347,8 +348,8 @@ time.sleep(60)
 FETCH = """
 import sys
 from pathlib import Path
-from sync.transports import fetcher, messages
-messages.CHUNK_BYTES = 1 << 16
+from sync.transports import fetcher, messages, puller
+messages.CHUNK_BYTES = puller.FIRST_BYTES = 1 << 16
 print(fetcher.Fetcher(Path(sys.argv[1])).fetch_version(sys.argv[2], sys.argv[3]))
 """
 
@@ -833,21 +834,6 @@ def test_a_snapshot_waits_for_whoever_fetches_its_manifest_however_slowly_that_c
     assert not Path(manifest.path).exists()
     for name in ("v0-life.json", "v0-life.safetensors"):
         assert isinstance(asking.ask_server(address, GetChunk(name, 9, 9), 5.0), Chunk)
-
-
-def test_slow_hosts_that_began_first_come_to_their_end_however_many_others_fetch(
-    publisher: Publisher, asking: Puller
-) -> None:
-    address, names, kept = server_of(publisher).address, list[str](), served_files.KEEP_SNAPSHOTS
-    for version in range(kept + 6):
-        manifest = publisher.publish_version(version, whole_parts(make_weights(version)))
-        names.append(Path(manifest.path).name)
-        slow = names[:kept] if version < kept + 3 else []
-        for name in (*slow, names[-1], Path(manifest.locator).name):
-            assert isinstance(asking.ask_server(address, GetChunk(name, 9, 9), 5.0), Chunk), name
-    replies = {name: asking.ask_server(address, GetChunk(name, 9, 9), 5.0) for name in names}
-    assert [name for name in names[:-2] if isinstance(replies[name], Chunk)] == names[:kept]
-    assert len(server_of(publisher).files) <= kept + served_files.KEEP_OTHERS
 
 
 def test_a_host_keeps_few_connections_however_many_relays_it_asks(asking: Puller) -> None:

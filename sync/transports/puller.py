@@ -32,8 +32,9 @@ from sync.transports.messages import (
 
 WINDOW = 8
 """Number of chunks that are asked for and have not arrived yet: enough to fill a link of 10 GB/s and 3 ms."""
-FIRST_BYTES, LEAST_BYTES = 1 << 16, 1 << 12
-"""Size of the first chunk that a server is asked for, and of the smallest."""
+FIRST_BYTES, LEAST_BYTES = 1 << 14, 1 << 12
+"""Size of the first chunk that a server is asked for, and of the smallest. Over 80 kbit/s the first takes
+less than two seconds: a relay is given up after five."""
 MAX_CONNECTIONS = 16
 """Connections that a host keeps. In a large run it asks another relay for nearly every file."""
 FAST_S, SLOW_S = 0.05, 0.5

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from sync.extents import Extents
 
-KEEP_SNAPSHOTS, KEEP_OTHERS = 4, 16
-"""Number of snapshots, and of manifests and patches, that stay mapped."""
+SNAPSHOT = ".safetensors"
+KEEP_GONE, KEEP_MAPPED = 4, 32
+"""Number of snapshots that stay mapped although they have been deleted, and of all other files. Deleted
+snapshots take memory that nothing else would."""
 IDLE_S, UNFINISHED_S = 5.0, 15.0
 """Seconds after which a file that nobody has asked about is unmapped, and one that nobody has asked for to
 its end: longer than a host waits for a chunk, which may be that slow."""
@@ -67,9 +69,9 @@ class ServedFile:
             # The file was renamed between the two looks, or is gone: the next look tells.
             return not self._path.exists()
 
-    def is_there(self) -> bool:
-        """False when it has been deleted since it was mapped."""
-        return self._path.exists() or self._part.exists()
+    def is_gone(self) -> bool:
+        """True when it has been deleted since it was mapped."""
+        return not (self._path.exists() or self._part.exists())
 
     def end_from(self, offset: int) -> int:
         """Returns where the bytes end that can be served from `offset` on."""
@@ -99,9 +101,7 @@ class ServedFiles:
         file = self._map_file(name)
         if name.endswith(".json"):
             with contextlib.suppress(OSError, ValueError):
-                self._map_file(str(Path(name).with_suffix(".safetensors")))
-        self._unmap_surplus([one for one in self._mapped if one.endswith(".safetensors")], KEEP_SNAPSHOTS)
-        self._unmap_surplus([one for one in self._mapped if not one.endswith(".safetensors")], KEEP_OTHERS)
+                self._map_file(str(Path(name).with_suffix(SNAPSHOT)))
         return file
 
     def unmap_idle(self) -> None:
@@ -113,23 +113,21 @@ class ServedFiles:
     def _map_file(self, name: str) -> ServedFile:
         file = self._mapped.get(name)
         if file is None or file.is_stale():
+            file = ServedFile(self.folder / name)
             self._mapped.pop(name, None)
-            self._mapped[name] = file = ServedFile(self.folder / name)
+            self._unmap_surplus()
+            self._mapped[name] = file
         file.used_at = time.monotonic()
         return file
 
-    def _unmap_surplus(self, names: list[str], keep: int) -> None:
-        """Unmaps the files beyond `keep`: at first those that can be mapped again, and always those that were
-        mapped last.
-
-        So the hosts that have fetched deleted files for the longest time come to their end, however many
-        others begin meanwhile.
-        """
-        if len(names) <= keep:
-            return
-        names.sort(key=lambda name: (self._mapped[name].is_there(), self._mapped[name].mapped_at))
-        for name in names[keep:]:
-            # Python unmaps the file when ZeroMQ has sent the last chunk of it.
+    def _unmap_surplus(self) -> None:
+        """Makes room for one more file. Of the deleted snapshots those go first that were sent to their ends,
+        then those that were mapped last: the hosts that have fetched for the longest time come to their end,
+        however many others begin. Python unmaps a file when ZeroMQ has sent the last chunk of it."""
+        gone = [name for name, file in self._mapped.items() if name.endswith(SNAPSHOT) and file.is_gone()]
+        gone.sort(key=lambda name: (self._mapped[name].is_asked_to_end, self._mapped[name].mapped_at))
+        others = sorted(self._mapped.keys() - gone, key=lambda name: -self._mapped[name].used_at)
+        for name in gone[KEEP_GONE:] + others[KEEP_MAPPED - 1 :]:
             del self._mapped[name]
 
 
