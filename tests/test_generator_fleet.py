@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from buffers.client import BufferClient, BufferGone, RefusedByBuffer
+from buffers.driver_messages import RUN_OVER, GeneratorNews
 from buffers.server import BufferServer
 from configs.load import load_config
 from slipstream import answers, buffer_silence, generator_fleet, role_failures
@@ -74,3 +75,21 @@ def test_a_fleet_whose_ray_has_got_the_signal_too_leaves_at_once(
     said = capsys.readouterr().out
     assert "within 600 s" in said
     assert said.endswith("no role can be started again: the generators leave at once\n")
+
+
+def test_a_fleet_whose_generators_hear_first_that_the_run_is_over_asks_again_how_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The buffer has told its news just before the end, and the driver reads them after it."""
+    monkeypatch.setattr(generator_fleet, "wait_for_results", lambda refs, *_: list(refs))
+    monkeypatch.setattr(generator_fleet, "get_result", lambda *_: False)
+    before, after = (
+        GeneratorNews(num_trained_steps=9, end=end, versions={}, activities={}) for end in (None, RUN_OVER)
+    )
+    told = [before, None, before, after]  # the wait for the end may be cut short
+    monkeypatch.setattr(FleetWatch, "wait_for_news", lambda *_: told.pop(0))
+    watch = FleetWatch.__new__(FleetWatch)
+    places: Any = SimpleNamespace(read_log_end=str)
+    fleet = GeneratorFleet(load_config([]), StopSignals())
+    assert fleet._watch_generators(watch, places, {"its end": "far-0"}) == 0
+    assert capsys.readouterr().out == f"{RUN_OVER}\n" and not told

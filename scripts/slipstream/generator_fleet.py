@@ -81,6 +81,15 @@ class FleetWatch:
             self._asked = None
         return found
 
+    def wait_for_end(self, wait_s: float) -> m.GeneratorNews | None:
+        """Returns the news that say how the run has ended; None when none have come within `wait_s`. Raises
+        as `wait_for_news`."""
+        deadline = time.monotonic() + wait_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            if (news := self.wait_for_news(left_s)) is not None and news.end is not None:
+                return news
+        return None
+
     def _ask(self, wait_s: float) -> int:
         return self._client.send_request(m.WatchGenerators(generators=self._generators, wait_s=wait_s))
 
@@ -170,9 +179,11 @@ class GeneratorFleet:
                 else:
                     is_over = True
             if is_over:
+                if news is None or news.end is None:  # the generators have heard it first
+                    news = watch.wait_for_end(LEAVE_S)
                 # Those that have joined hear it too; those that still start an engine need not finish that.
                 wait_for_results(list(ends), len(ends), LEAVE_S, self._signals)
-                return self._tell_end(news or watch.wait_for_news(LEAVE_S))
+                return self._tell_end(news)
             self._answers.check_silent_roles()
             if news is not None:
                 self._note_joined(news.versions)
