@@ -36,9 +36,10 @@ def join_run(
     shares_gpu: bool = False,
     *,
     evaluates: bool = False,
+    patience_s: float = 60.0,
 ) -> Generator:
     """Returns a generator of the run whose buffer answers at `address`, ready to run. `evaluates`: it leases
-    evaluation prompts alone.
+    evaluation prompts alone. Raises BufferGone after `patience_s` without an answer.
 
     The run's configuration decides model, task and sampling. Two things are matters of this host:
     `gpu_memory`, the share of its GPU that the engine may take, and `shares_gpu`, whether other processes are
@@ -47,7 +48,7 @@ def join_run(
     Heartbeats begin before that, because it and the engine's start take long. When it fails the buffer hears
     why.
     """
-    client = BufferClient(address, keys=keys)
+    client = BufferClient(address, timeout_s=patience_s, keys=keys)
     welcome = client.call(m.JoinRun(generator=name, evaluates=evaluates), m.JoinedRun)
     config = parse_config(welcome.config)
     heart = start_heartbeat(client.open_another(), name, evaluates=evaluates)

@@ -53,7 +53,8 @@ class ToldGenerator:
     def run(self):
         return self.grace_s == 7.0
 
-def join_run(*_, **__):
+def join_run(*_, patience_s, **__):
+    assert patience_s == 300.0
     try:
         os.kill(os.getpid(), signal.SIGTERM)
     except BaseException as told:
@@ -61,7 +62,7 @@ def join_run(*_, **__):
     return ToldGenerator()
 
 sys.modules["generators.joining"] = SimpleNamespace(join_run=join_run)  # which imports engines
-role = GeneratorRole("g", Path(sys.argv[1]), None, False, 7.0)
+role = GeneratorRole("g", Path(sys.argv[1]), None, False, 7.0, 300.0)
 place = SimpleNamespace(memory=None, is_shared=False)
 os._exit(0 if role.run("nowhere", "g", 0, None, place, False) else 1)
 """

@@ -1,14 +1,22 @@
 """The driver's own generators come and go: who is started in whose place, and who is asked to leave."""
 
+import inspect
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from configs.load import load_config
-from slipstream import own_generators
+from buffers.client import BufferGone
+from buffers.server import BufferServer
+from configs.load import load_config, to_yaml
+from generators.joining import join_run
+from slipstream import own_generators, role_places
 from slipstream.own_generators import OwnGenerators
 from slipstream.role_failures import RoleDied
+from slipstream.role_places import RolePlaces
+from slipstream.roles import GeneratorRole
 
 
 class RecordedPlaces:
@@ -119,3 +127,37 @@ def test_a_generator_that_is_to_leave_is_asked_again_because_ray_may_have_starte
     assert scene.places.asked.count("generator-1") == 3
     scene.now += 60.0
     assert scene.look() == ["generator-1"] and scene.places.alive == ["generator-0"]
+
+
+def test_a_generator_that_is_started_again_waits_for_the_buffer_as_long_as_those_that_have_joined(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A run whose buffer stands still for a while would end with a generator that has died meanwhile."""
+    started: list[tuple[Any, ...]] = []
+    actor = SimpleNamespace(remote=lambda *arguments: started.append(arguments))
+    remote = SimpleNamespace(options=lambda **_: actor)
+    monkeypatch.setattr(role_places, "ray", SimpleNamespace(remote=lambda role: remote))
+    monkeypatch.setattr(RolePlaces, "_seat_options", lambda *_: {})
+    places = RolePlaces.__new__(RolePlaces)
+    places._config, places._logs, places._actors = load_config(["buffer.reconnect_s=77"]), tmp_path, []
+    places._generators, places.driver_node = {}, "here"
+    seat: Any = SimpleNamespace(place=SimpleNamespace(node="here"), group=None, bundle=0)
+    places._seats = {"generator-0": seat}
+    places.start_generator("generator-0")
+    given = inspect.signature(GeneratorRole).bind(*started[0]).arguments
+    assert given["patience_s"] == 77.0
+
+    config = load_config(["generators.engine=simulated", "learner.engine=simulated", "eval.prompts=0"])
+    text = to_yaml(config)
+    server = BufferServer(config, tmp_path / "journal", config_text=text)  # it listens, and stands still
+    with pytest.raises(BufferGone):
+        join_run(server.address, "generator-0", 0, None, patience_s=0.2)
+    thread = threading.Thread(target=server.run)
+    threading.Timer(0.5, thread.start).start()
+    try:
+        generator = join_run(server.address, "generator-0", 0, None, patience_s=60.0)
+        generator.leave_within(0.0)
+        assert generator.run(), "it has left"
+    finally:
+        server.stop()
+        thread.join(60)

@@ -167,8 +167,9 @@ class RolePlaces:
             max_task_retries=max_restarts,
             **self._seat_options("generator", seat.place, seat.group, seat.bundle),
         )
-        grace_s = self._config.generators.grace_s
-        actor = self._keep(generator.remote(name, *self._process_arguments(seat.place.node), grace_s))
+        grace_s, patience_s = self._config.generators.grace_s, self._config.buffer.reconnect_s
+        process = self._process_arguments(seat.place.node)
+        actor = self._keep(generator.remote(name, *process, grace_s, patience_s))
         self._generators[name] = actor
         return actor
 

@@ -134,11 +134,18 @@ class GeneratorRole(RoleProcess):
     """SIGTERM asks its generator to leave, whoever sends it."""
 
     def __init__(
-        self, name: str, logs: Path, driver_pid: int | None, own_cluster: bool, grace_s: float
+        self,
+        name: str,
+        logs: Path,
+        driver_pid: int | None,
+        own_cluster: bool,
+        grace_s: float,
+        patience_s: float,
     ) -> None:
-        """`grace_s`: seconds that it has then for the groups that it has begun."""
+        """`grace_s`: seconds that it has then for the groups that it has begun. `patience_s`: seconds that it
+        waits for a silent buffer when it joins."""
         super().__init__(name, logs, driver_pid, own_cluster)
-        self._grace_s, self._joins = grace_s, False
+        self._grace_s, self._patience_s, self._joins = grace_s, patience_s, False
         self._is_leaving = False
         # An attribute, because the destructor of an engine computes for two seconds.
         self._generator: Generator | None = None
@@ -173,7 +180,14 @@ class GeneratorRole(RoleProcess):
         from generators.joining import join_run
 
         self._generator = join_run(
-            address, name, seed, keys, place.memory, place.is_shared, evaluates=evaluates
+            address,
+            name,
+            seed,
+            keys,
+            place.memory,
+            place.is_shared,
+            evaluates=evaluates,
+            patience_s=self._patience_s,
         )
         self._joins = False
         if self._is_leaving:  # a library, or a destructor, has swallowed what the signal raised

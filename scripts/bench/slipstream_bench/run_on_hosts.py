@@ -41,7 +41,7 @@ PATIENCE_S = 400.0
 RIGHTLY_ENDED = {
     # its run has failed, and goes on when it is resumed
     "the run has ended before its last step": 1,
-    # there was no buffer when it began, nor within a minute after that
+    # there was no buffer when it began, nor within `buffer.reconnect_s` after that
     "buffer.address must be a running buffer's": 2,
     "to JoinRun in": 1,
 }
