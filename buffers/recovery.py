@@ -45,14 +45,14 @@ class Recovery:
 
         The groups of segments that were being written are in doubt. So are, under `fsync`, those accepted
         beyond the last durable point, because a closed segment's bytes may reach the disk later than its
-        footer. Without `fsync` all are in doubt once the host was started again.
+        footer. All are in doubt once the host was started again, and on another host, where the journal is a
+        copy.
         """
         began = self.last_began
-        if content.segment in self.unclosed or began is None:
+        if content.segment in self.unclosed or began is None or began.boot != self.boot:
             return True
-        if began.durability == Durability.fsync:
-            return self.accepted_at.get(content.lease, (-1, 0)) > self.tail.durable
-        return began.boot != self.boot
+        is_durable = self.accepted_at.get(content.lease, (-1, 0)) <= self.tail.durable
+        return began.durability == Durability.fsync and not is_durable
 
 
 def read_journal(folder: Path) -> Recovery:

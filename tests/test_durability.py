@@ -17,6 +17,7 @@ from buffers.event_log import read_events
 from buffers.journal import Journal
 from buffers.recovery import read_journal
 from buffers.segments import Reader, is_closed, segment_numbers
+from configs.buffer import Durability
 from configs.load import load_config
 from configs.schema import Config
 
@@ -156,13 +157,23 @@ def test_the_segment_that_a_state_found_open_is_closed_though_nothing_came_after
 
 @pytest.mark.parametrize("segment", ["open", "closed"])
 @pytest.mark.parametrize("boot", ["same", "another"])
-def test_what_the_disk_may_have_lost_is_looked_at_when_a_journal_is_opened_and_nothing_else(
-    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch, segment: str, boot: str
+@pytest.mark.parametrize("durability", ["os", "fsync"])
+def test_what_the_disk_or_a_copy_may_have_lost_is_looked_at_when_a_journal_is_opened_and_nothing_else(
+    tmp_path: Path,
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    segment: str,
+    boot: str,
+    durability: str,
 ) -> None:
+    """A journal of another host is a copy. Its name of host and boot is another one too."""
+    config.buffer.durability = Durability(durability)
     if boot == "another":
         monkeypatch.setattr(journal_module, "boot_id", lambda: "an earlier start")
     buffer = Buffer(config, tmp_path / "journal")
     live_steps(buffer, 0, 1)
+    buffer.progress.publish_version(1, "w1")
+    buffer.commit()  # under `fsync` it tells that the groups before it are on the disk
     folder = copy_killed(buffer, tmp_path / "killed")
     waiting = set(buffer.book.pool.groups)
     buffer.close()
