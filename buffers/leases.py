@@ -258,15 +258,14 @@ class Leases:
         """
         revoked = []
         for lease_id, num_tokens in progress.items():
-            attempt = self.attempts.under_way.get(lease_id)
-            if attempt is None:
+            attempt = self.attempts.find_attempt(lease_id)
+            if lease_id not in self.attempts.under_way:
                 revoked.append(lease_id)
-                attempt = self.attempts.ended.get(lease_id)
-            elif attempt.generator != generator:
-                continue  # nobody renews another's lease
-            else:
+            if attempt is None or attempt.generator != generator:
+                continue  # nobody speaks for another
+            if attempt.fate == "in_flight":
                 attempt.deadline = now + self.terms.lease_s
-            if attempt is not None and attempt.fate != "accepted":
+            if attempt.fate != "accepted":
                 self.attempts.report_tokens(attempt, num_tokens)
         return revoked
 

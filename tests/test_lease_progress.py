@@ -365,6 +365,16 @@ def test_a_request_in_anothers_place_gets_nothing_where_that_one_has_its_answer(
     run.close()
 
 
+def test_nobody_reports_tokens_of_a_lease_that_another_has_had(clocked: Any) -> None:
+    run = clocked()
+    run.buffer.progress.publish_version(0, "w0")
+    lease = run.ask(0, "one")
+    run.buffer.remove_generator("one", None)
+    beat = m.GeneratorHeartbeat(generator="other", progress={lease.id: 7}, report=GeneratorReport())
+    assert run.buffer.take_heartbeat(beat) == [lease.id], "it hears that it holds no such lease"
+    assert run.buffer.make_status("").tokens.total == 0
+
+
 def test_nobody_takes_back_an_evaluation_prompt_of_another(tmp_path: Path) -> None:
     config = load_config([*SMALL_RUN, "eval.prompts=4", "eval.generators=1"])
     buffer = Buffer(config, tmp_path)
