@@ -78,7 +78,7 @@ def test_slow_hosts_finish_the_versions_that_they_have_begun_however_many_newer_
     assert len(gone) <= KEEP_GONE + 3, "what was deleted takes memory"
 
 
-class NarrowServer(SnapshotServer):
+class SlowestServer(SnapshotServer):
     """A server behind a link of 80 kbit/s."""
 
     def _make_reply(self, request: object) -> tuple[object, list[memoryview]]:  # type: ignore[override]
@@ -90,7 +90,7 @@ class NarrowServer(SnapshotServer):
 def test_a_relay_over_the_slowest_link_that_serves_is_not_taken_for_silent(tmp_path: Path) -> None:
     served = ServedVersions(tmp_path / "weights")
     relay, child = (Fetcher(tmp_path / name, timeout_s=60.0) for name in ("relay", "child"))
-    narrow = NarrowServer(relay.open_folder())
+    narrow = SlowestServer(relay.open_folder())
     relay.serve_at, child.serve_at = narrow.address, "tcp://127.0.0.1:9"
     try:
         served.publish_version(num_pieces=15)

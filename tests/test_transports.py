@@ -34,7 +34,7 @@ from sync.stream import whole_parts
 from sync.subscriber import Subscriber
 from sync.transports import messages, puller, served_files, server
 from sync.transports.fetcher import Fetcher
-from sync.transports.messages import Chunk, FileGone, GetChunk
+from sync.transports.messages import Chunk, EnlistRelay, FileGone, GetChunk
 from sync.transports.puller import Puller
 from sync.transports.relay import HostRelay
 from sync.transports.server import SnapshotServer
@@ -861,8 +861,8 @@ def test_a_relay_that_names_an_address_which_is_none_is_passed_over(
     publisher: Publisher, host: MakeHost
 ) -> None:
     manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
-    lie = messages.EnlistRelay(Path(manifest.path).name, "tcp://-:5555")
-    server_of(publisher).chains.find_parent(messages.requests.decode(messages.encode(lie)))  # type: ignore[arg-type]
+    lie = EnlistRelay(Path(manifest.path).name, "tcp://-:5555")
+    server_of(publisher).chains.find_parent(lie)
     far = host(relay=True)
     found = far.subscriber.prepare_version(announce_elsewhere(publisher, manifest))
     assert are_equal(read_tensors(found), make_weights(0))

@@ -40,5 +40,5 @@ class OutlastedStream:
 
 def outlast_console() -> None:
     """Lets this process go on when nobody takes what it prints."""
-    sys.stdout = OutlastedStream(sys.stdout)  # type: ignore[assignment]
-    sys.stderr = OutlastedStream(sys.stderr)  # type: ignore[assignment]
+    sys.stdout = OutlastedStream(sys.stdout)
+    sys.stderr = OutlastedStream(sys.stderr)
