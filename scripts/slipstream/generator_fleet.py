@@ -73,6 +73,8 @@ class FleetWatch:
             self._asked = None if answer.number == self._asked else self._asked
             if isinstance(answer.reply, m.RefusedRequest):
                 raise RefusedByBuffer(answer.reply.reason)
+            if isinstance(answer.reply, m.Acknowledged):  # a farewell has arrived
+                continue
             assert isinstance(answer.reply, m.GeneratorNews), answer.reply
             found = answer.reply
         if found is None and self._silence.note_silence(time.monotonic() - self._asked_at):
@@ -89,6 +91,10 @@ class FleetWatch:
             if (news := self.wait_for_news(left_s)) is not None and news.end is not None:
                 return news
         return None
+
+    def say_left(self, generator: str) -> None:
+        """Tells the buffer that a generator is gone: others may take its leases at once."""
+        self._client.send_request(m.LeaveRun(generator=generator))
 
     def _ask(self, wait_s: float) -> int:
         return self._client.send_request(m.WatchGenerators(generators=self._generators, wait_s=wait_s))
@@ -171,14 +177,7 @@ class GeneratorFleet:
             with self._signals.interruptible():
                 news = watch.wait_for_news(LOOK_EVERY_S)
             is_over = news is not None and news.end is not None
-            for end in [] if is_over else wait_for_results(list(ends), 1, 0.0, self._signals):
-                name = ends.pop(end)
-                if get_result(end, name, places.read_log_end):
-                    self._say(f"{name} was told to leave (SIGTERM), and has left")
-                    places.end_generator(name)
-                else:
-                    is_over = True
-            if is_over:
+            if is_over or self._collect_ended(watch, places, ends):
                 if news is None or news.end is None:  # the generators have heard it first
                     news = watch.wait_for_end(LEAVE_S)
                 # Those that have joined hear it too; those that still start an engine need not finish that.
@@ -192,6 +191,37 @@ class GeneratorFleet:
             self._drain_generators(places, ends)
         self._say(f"{self._signals.received or 'all told to leave'}: the generators have left")
         return KILLED
+
+    def _collect_ended(self, watch: FleetWatch, places: RolePlaces, ends: dict[Any, str]) -> bool:
+        """Forgets the generators that have left, or are lost with their nodes. Returns True once one has
+        ended because the run has.
+
+        Raises RoleFailed for one that has failed, and when the last one is lost.
+        """
+        spans_nodes, has_ended = self._config.cluster.address is not None, False
+        # Ray would start them on the same node only, and a node that comes back is another one to Ray.
+        lost = set(places.find_lost_engines()) if spans_nodes else set[str]()
+        for end in wait_for_results(list(ends), 1, 0.0, self._signals):
+            name = ends[end]
+            try:
+                has_left = name in lost or get_result(end, name, places.read_log_end)
+            except RoleFailed:
+                if not (spans_nodes and places.is_out_of_reach(name)):
+                    raise
+                lost.add(name)
+                continue
+            if has_left and name not in lost:
+                self._say(f"{name} was told to leave (SIGTERM), and has left")
+                places.end_generator(ends.pop(end))
+            has_ended |= not has_left
+        for end, name in [(end, name) for end, name in ends.items() if name in lost]:
+            node = places.find_node(name)
+            watch.say_left(name)
+            places.end_generator(ends.pop(end))
+            if not ends:
+                raise RoleFailed(f"{name} is lost with {node}, and no generator is left")
+            self._say(f"{name} is lost with {node}: the others go on")
+        return has_ended
 
     def _drain_generators(self, places: RolePlaces, ends: Mapping[Any, str]) -> None:
         """Lets the generators hand in what they have begun, until a second signal."""
