@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from slipstream.stop_signals import KILLED
 from slipstream_bench.network_hosts import NetworkHost
 from slipstream_bench.run_on_hosts import ChaosFailure, RunOnHosts, has_rightly_ended, tail
 
@@ -24,6 +25,8 @@ SENDER = "nsenter"
 """Name of the program by which commands are sent to a host."""
 SLOW_DISK_S = 8.0
 """Seconds for which a disk is slow at least."""
+STARTING_S = 12.0
+"""Seconds within which a command that starts is ended: it needs about as many on a busy machine."""
 SHARED_BYTES = 4 << 20
 """Bytes of shared memory that are filled: what a run may take in a moment."""
 BURST_BYTES = 1 << 17
@@ -222,6 +225,22 @@ class HostFaults:
         self.start_again("the death of the driver")
         return began
 
+    def end_driver_while_it_starts(self) -> float:
+        """Kills the driver, starts it again, and kills it or asks it to end before it has begun."""
+        self.kill_driver()
+        self.run.sleep(self.random.uniform(0, STARTING_S))
+        number = self.random.choice([signal.SIGKILL, signal.SIGTERM])
+        command, began = self.run.commands[self.host.name], time.monotonic()
+        command.started.send_signal(number)
+        status = self.run.end_command(self.host)
+        # Before its first lines have run, a program ends by the signal itself.
+        if status not in (-number, KILLED) and not has_rightly_ended(command):
+            self.run.problems.append(
+                f"{number.name} ended a command that starts with status {status}: {tail(command.said)}"
+            )
+        self.start_again(f"{number.name} while it started")
+        return began
+
     def kill_raylet(self) -> float:
         """Kills Ray's own process on the host: the driver must end by itself, with a sentence."""
         return self.kill_process_of_ray("raylet")
@@ -325,6 +344,7 @@ FAULTS_OF_RUN: dict[str, FaultMethod] = {
     "learner: SIGSTOP": HostFaults.stop_learner,
     "buffer: SIGKILL, and again while it recovers": HostFaults.kill_buffer_while_it_recovers,
     "run's driver: SIGKILL, then run.resume": HostFaults.kill_driver,
+    "run's driver: ended while it starts, then run.resume": HostFaults.end_driver_while_it_starts,
     "run's driver: SIGSTOP": HostFaults.stop_driver,
     "run's raylet: SIGKILL, then run.resume": HostFaults.kill_raylet,
     "run's gcs_server: SIGKILL, then run.resume": HostFaults.kill_control_store,
@@ -344,6 +364,7 @@ FAULTS_OF_FLEET: dict[str, FaultMethod] = {
     "generator: SIGSTOP, longer than a lease": HostFaults.stop_generator_for_longer_than_a_lease,
     "fleet's driver: SIGKILL, then started again": HostFaults.kill_driver,
     "fleet's raylet: SIGKILL, then started again": HostFaults.kill_raylet,
+    "fleet's driver: ended while it starts, then started again": HostFaults.end_driver_while_it_starts,
     "fleet's driver: SIGSTOP": HostFaults.stop_driver,
     "fleet's host stands still, longer than a lease": HostFaults.stop_host,
     "fleet's /dev/shm full": HostFaults.fill_shared_memory,
