@@ -2,12 +2,14 @@
 
 import fcntl
 import os
+import resource
 from pathlib import Path
 
 import pytest
 from runs import SIMULATED
 
 from buffers.journal import lock_journal
+from configs.disk import DiskFull
 from configs.load import load_config, load_resumed_config, to_yaml
 from generators.tasks import sorting
 from slipstream import preparation
@@ -127,3 +129,13 @@ def test_a_folder_that_is_no_runs_is_not_deleted(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"run.overwrite must name the folder of a run, got {tmp_path}/run"):
         preparation.prepare_run(config)
     assert contents(tmp_path) == {tmp_path / "run/thesis.tex": b"theirs"}
+
+
+def test_a_disk_without_any_room_is_named_before_anything_else_is_written(run: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(DiskFull, match=r"the disk of .*/run/\.lock must have room for"):
+            preparation.claim_folder(run, "run.resume")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

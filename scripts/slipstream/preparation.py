@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from buffers.files import UNFINISHED, replace_file
+from buffers.files import UNFINISHED, naming_full_disk, replace_file
 from buffers.journal import lock_journal
 from buffers.parcels import MODEL, PARCELS
 from buffers.samplers import load_sampler
@@ -282,7 +282,7 @@ def claim_folder(folder: Path, setting: str, rule: str = "name a run that has en
     folder, `rule` what the key must do.
 
     Raises ValueError, before anything in the folder is touched, when another command runs there, or a role of
-    one does.
+    one does; and DiskFull.
     """
     # The lock is held by an open file, which is never closed: it ends with the process, however the process
     # ends.
@@ -296,8 +296,9 @@ def claim_folder(folder: Path, setting: str, rule: str = "name a run that has en
         owner = os.pread(lock, 100, 0).decode(errors="replace") or "another process"
         os.close(lock)
         raise ValueError(f"{setting} must {rule}, got {folder}, where {owner} is at work") from error
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"process {os.getpid()} of {socket.gethostname()}".encode(), 0)
+    with naming_full_disk(folder / LOCK_FILE):
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} of {socket.gethostname()}".encode(), 0)
 
 
 def resolve_model(config: Config) -> Path:
