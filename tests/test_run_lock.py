@@ -3,6 +3,7 @@
 import fcntl
 import os
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from configs.disk import DiskFull
 from configs.load import load_config, load_resumed_config, to_yaml
 from generators.tasks import sorting
 from slipstream import preparation
+from slipstream.role_logs import show_stacks_of_driver
 
 
 @pytest.fixture
@@ -131,11 +133,19 @@ def test_a_folder_that_is_no_runs_is_not_deleted(tmp_path: Path) -> None:
     assert contents(tmp_path) == {tmp_path / "run/thesis.tex": b"theirs"}
 
 
-def test_a_disk_without_any_room_is_named_before_anything_else_is_written(run: Path) -> None:
+@pytest.fixture
+def full_disk() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        with pytest.raises(DiskFull, match=r"the disk of .*/run/\.lock must have room for"):
-            preparation.claim_folder(run, "run.resume")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_without_any_room_is_named_before_anything_else_is_written(run: Path, full_disk: None) -> None:
+    with pytest.raises(DiskFull, match=r"the disk of .*/run/\.lock must have room for"):
+        preparation.claim_folder(run, "run.resume")
+
+
+def test_a_fleet_whose_disk_has_no_room_for_its_logs_says_so(tmp_path: Path, full_disk: None) -> None:
+    with pytest.raises(DiskFull, match=r"the disk of .*/logs/driver\.log must have room for"):
+        show_stacks_of_driver(tmp_path / "logs")

@@ -16,6 +16,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from buffers.files import naming_full_disk
+
 NUM_LAST_LINES = 30
 """Lines of a dead role's log that the driver shows."""
 log = logging.getLogger("slipstream")
@@ -48,10 +50,11 @@ def describe_process() -> str:
 
 def show_stacks_of_driver(logs: Path) -> None:
     """Makes the driver answer as the roles do. Its file is not the terminal, where a live view may stand.
-    Ray's words go into it too."""
-    logs.mkdir(parents=True, exist_ok=True)
-    file = os.open(logs / "driver.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.write(file, f"{describe_process()}\n".encode())
+    Ray's words go into it too. Raises DiskFull."""
+    with naming_full_disk(logs / "driver.log"):
+        logs.mkdir(parents=True, exist_ok=True)
+        file = os.open(logs / "driver.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(file, f"{describe_process()}\n".encode())
     show_stacks_on_request(file)
     handler = logging.FileHandler(logs / "driver.log")
     handler.setFormatter(logging.Formatter("%(asctime)s Ray: %(message)s"))
