@@ -56,13 +56,15 @@ class PatchMaker:
         """By version, its base and the bytes of the patch that leads from there (0: there is none)."""
         self._last: Manifest | None = None
         self._interest = 0
+        self._lacks_room = False
+        """True after `drop_patches`, until the next version has been published."""
         self._lock = threading.Lock()
 
     def offer_version(self, manifest: Manifest) -> None:
         """Starts a patch to a version that has just been published, while the one before is still there.
         Returns at once."""
         with self._lock:
-            base, self._last = self._last, manifest
+            base, self._last, self._lacks_room = self._last, manifest, False
             self._interest -= 1
             busy = sum(not making.done() for _, making in self._links.values()) >= BACKLOG
             if base is not None and self._interest >= 0 and not busy:
@@ -98,18 +100,37 @@ class PatchMaker:
                 version = before
             return way
 
+    def drop_patches(self) -> None:
+        """Removes all patches, and lets none that is being made be written before the next version is
+        there."""
+        with self._lock:
+            self._lacks_room, links, self._links = True, self._links, {}
+        for version, (base, making) in links.items():
+            making.cancel()
+            self._remove_patch(version, base)
+
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
     def _write_patch(self, base: Snapshot, new: Snapshot) -> int:
         path = self._folder / patch_name(_file_stem(base.manifest), _file_stem(new.manifest))
         try:
-            return path.stat().st_size if make_patch(base, new, path) else 0
+            if not make_patch(base, new, path, self._has_room):
+                return 0
+            with self._lock:
+                is_kept = _file_stem(new.manifest) in self._links
+            if is_kept:
+                return path.stat().st_size
+            path.unlink()  # room was made while it was written
+            return 0
         except (OSError, SafetensorError) as error:
             # There is no room, or the folder has gone meanwhile.
             log.warning("%s could not be made: %s", path.name, error)
             path.with_suffix(".unfinished").unlink(missing_ok=True)
             return 0
+
+    def _has_room(self) -> bool:
+        return not self._lacks_room
 
     def _remove_patch(self, version: str, base: str) -> None:
         (self._folder / patch_name(base, version)).unlink(missing_ok=True)
@@ -119,9 +140,11 @@ def _file_stem(manifest: Manifest) -> str:
     return Path(manifest.path).stem
 
 
-def make_patch(base: Snapshot, new: Snapshot, path: Path) -> bool:
+def make_patch(
+    base: Snapshot, new: Snapshot, path: Path, is_wanted: Callable[[], bool] = lambda: True
+) -> bool:
     """Writes the patch that leads from `base` to `new`. Returns false, and writes nothing, where it would be
-    too large or is not possible."""
+    too large, is not possible, or is not wanted any more."""
     forms = [
         {(entry.name, entry.dtype, entry.shape) for entry in one.manifest.tensors} for one in (base, new)
     ]
@@ -145,6 +168,8 @@ def make_patch(base: Snapshot, new: Snapshot, path: Path) -> bool:
                 return False
         places = np.concatenate(indices)
         parts[f"{entry.name}.indices"], parts[f"{entry.name}.values"] = places, after[places]
+    if not is_wanted():
+        return False
     unfinished = path.with_suffix(".unfinished")
     save_file(parts, unfinished, metadata={"base": base.manifest.digest, "version": new.manifest.digest})
     unfinished.rename(path)

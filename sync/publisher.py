@@ -17,6 +17,7 @@ import fcntl
 import logging
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -40,9 +41,10 @@ from sync.folders import (
 from sync.locks import HeldLock, LockTimedOut, acquire_lock
 from sync.manifest import AdapterRecipe, Manifest
 from sync.model_files import copy_model_files
+from sync.patch import WORTH
 from sync.snapshot import Snapshot
 from sync.snapshot_writer import SnapshotWriter
-from sync.spares import put_version, retire_version
+from sync.spares import find_spare, put_version, retire_version
 from sync.stream import TensorPart
 from sync.transports.ends import LearnerEnd, SocketGuards, load_transport
 
@@ -117,6 +119,7 @@ class Publisher:
         began = time.perf_counter()
         for end in self.ends:
             parts = end.tee_parts(parts)
+        self._make_room()
         manifest = put_version(self.folder, self._writer, version, self.incarnation, parts, self._adapter)
         for end in self.ends:
             end.offer_version(manifest)
@@ -137,6 +140,19 @@ class Publisher:
                 self.seconds,
             )
         return manifest
+
+    def _make_room(self) -> None:
+        """Lets the ends give back what they can spare where the next version might have no room: patches, and
+        old versions that slow hosts are still at."""
+        if not self._published:
+            return
+        # A patch that is being written may take half as much as a version meanwhile.
+        shares = WORTH if find_spare(self.folder) is not None else 1 + WORTH
+        needed, free = int(shares * self._published[-1].num_bytes), shutil.disk_usage(self.folder).free
+        if free < needed:
+            log.info("%s has %d bytes free, and the next version may need %d", self.folder, free, needed)
+            for end in self.ends:
+                end.make_room()
 
     def check_alive(self) -> None:
         """Raises RuntimeError, with the traceback, when a thread that serves weights has died."""

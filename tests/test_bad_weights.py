@@ -30,13 +30,14 @@ from sync.extents import ENTRY, Extents
 from sync.folders import shared_memory_folder, sweep_folders
 from sync.locks import LockTimedOut, hold_lock
 from sync.manifest import DigestMismatch, Manifest, parse_manifest
+from sync.patch import patch_name
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest
 from sync.stream import whole_parts
 from sync.subscriber import Subscriber
 from sync.transports import messages, puller
 from sync.transports.fetcher import Fetcher
-from sync.transports.messages import Chunk, EnlistRelay, GetChunk, TransferRefused
+from sync.transports.messages import Chunk, EnlistRelay, FileGone, GetChunk, TransferRefused
 from sync.transports.nccl import BroadcastEnd
 from sync.transports.puller import Puller
 from sync.transports.relay_chains import CHAIN_LENGTH, RelayChains
@@ -786,6 +787,47 @@ def test_a_patch_without_room_leaves_nothing(publisher: Publisher, monkeypatch: 
         ".safetensors",
         ".json",
     } and manifest.version == 1
+
+
+def test_patches_and_slow_hosts_give_way_where_a_version_would_have_no_room(small_disk: Path) -> None:
+    folder, held = small_disk / "weights", list[Snapshot]()
+    server, asking = SnapshotServer(folder), Puller()
+    publisher = Publisher(folder, "life", ends=[server])
+    state, first = torch.randn(300_000).bfloat16(), GetChunk("v0-life.safetensors", 0, 1)
+    for version in range(12):  # two that are kept, an older one in an engine, a slow host's, and patches
+        manifest = publisher.publish_version(version, whole_parts({"a": state}))
+        held = [*held[-2:], Snapshot(manifest)]
+        server.patches.note_interest()
+        while server.patches.find_route(f"v{version - 1}-life", f"v{version}-life") is None:
+            time.sleep(0.01)
+        if version < 4:
+            assert isinstance(asking.ask_server(server.address, first, 5.0), Chunk)
+        state = torch.where(torch.rand(len(state)) < 0.15, state + 1, state)
+    assert server.patches.find_route("v10-life", "v11-life"), "patches are made when there is room again"
+    assert asking.ask_server(server.address, first, 5.0) == FileGone("v0-life.safetensors")
+    assert {path.name for path in folder.glob("*.patch")} == {
+        patch_name(base, one) for one, (base, _) in server.patches._links.items()
+    }
+    asking.close()
+    publisher.close()
+
+
+def test_a_patch_that_is_not_wanted_any_more_when_it_is_written_leaves_nothing(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patches, state = server_of(publisher).patches, make_weights(0)
+
+    def write_late(tensors: object, path: Path, metadata: object) -> None:
+        patches.drop_patches()
+        path.write_bytes(b"a patch")
+
+    monkeypatch.setattr("sync.patch.save_file", write_late)
+    patches.note_interest()
+    for version in range(2):
+        publisher.publish_version(version, whole_parts(state))
+        state["b"] = state["b"] + 1
+    patches._thread.submit(int).result(timeout=10)
+    assert patches.find_route("v0-life", "v1-life") == [] and not list(publisher.folder.glob("*.patch"))
 
 
 def test_a_relay_that_two_hosts_have_asked_in_vain_is_in_no_chain_for_ten_minutes() -> None:

@@ -685,7 +685,7 @@ def test_a_learner_faster_than_its_patches_does_not_pile_them_up(
     far, going = host(), threading.Event()
     made: list[int] = []
 
-    def slowly(base: Snapshot, new: Snapshot, path: Path) -> bool:
+    def slowly(base: Snapshot, new: Snapshot, *arguments: object) -> bool:
         going.wait(20)
         made.append(new.manifest.version)
         return False

@@ -44,6 +44,9 @@ class LearnerEnd:
         """Makes a version available, whose files in the folder are complete. Returns at once: training waits
         for it."""
 
+    def make_room(self) -> None:
+        """Gives back what only saves time or bytes: the folder has no room for the next version."""
+
     def check_alive(self) -> None:
         """Raises RuntimeError, with the traceback, when a thread of this end has died."""
 

@@ -110,6 +110,10 @@ class ServedFiles:
             if now - file.used_at > (IDLE_S if file.is_asked_to_end else UNFINISHED_S):
                 del self._mapped[name]
 
+    def unmap_deleted(self) -> None:
+        """Lets go of the files that take up room for slow hosts alone."""
+        self._mapped = {name: file for name, file in self._mapped.items() if file.is_there()}
+
     def _map_file(self, name: str) -> ServedFile:
         file = self._mapped.get(name)
         if file is None or file.is_stale():

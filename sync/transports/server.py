@@ -48,6 +48,8 @@ MAX_PARKED = 1024
 """Most requests that wait, for bytes or for patches in the making."""
 TICK_S = 0.1
 """Seconds between two looks at the connections."""
+MAKE_ROOM_S = 2.0
+"""Seconds in which the thread comes to unmap what can be spared."""
 
 
 class RequestGate(Protocol):
@@ -111,6 +113,9 @@ class SnapshotServer(LearnerEnd):
             raise ValueError(f"sync.address must be free, got {address}: {error.strerror}") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._running = True
+        self._has_room = threading.Event()
+        """Cleared when what can be spared is to be unmapped."""
+        self._has_room.set()
         self._thread = threading.Thread(target=self._serve_requests, name="weights", daemon=True)
         self._thread.start()
 
@@ -118,6 +123,13 @@ class SnapshotServer(LearnerEnd):
         """Starts to make the patch that leads to this version. Returns at once. Raises as `check_alive`."""
         self.check_alive()
         self.patches.offer_version(manifest)
+
+    def make_room(self) -> None:
+        """Drops the patches, and the deleted versions that slow hosts are still at: they begin anew. Waits a
+        moment for the thread, which has these mapped."""
+        self.patches.drop_patches()
+        self._has_room.clear()
+        self._has_room.wait(MAKE_ROOM_S)
 
     def check_alive(self) -> None:
         """Raises RuntimeError, with the traceback of the error that has ended the thread, unless the thread
@@ -155,6 +167,9 @@ class SnapshotServer(LearnerEnd):
                     self._end_connections(self._watch, drained=not has_come)
                 self._parked = [one for one in self._parked if not self._answer_request(*one)]
                 self.files.unmap_idle()
+                if not self._has_room.is_set():
+                    self.files.unmap_deleted()
+                    self._has_room.set()
         except BaseException as error:
             log.exception("the thread that serves weights at %s has died", self.address)
             self._died = error
