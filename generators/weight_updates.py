@@ -3,8 +3,9 @@
     announced ──▶ fetched and verified, in a thread, while the engine samples
                     └─▶ loaded between two steps of the engine ──▶ the thread prepares for the next version
 
-A version that cannot be had leaves the one before in service. A version that the engine does not hold as it
-was published is read again once; a second mismatch ends the generator.
+A version that cannot be had leaves the one before in service. A version that is not what was published is
+fetched again once, and the one before serves meanwhile, unless the engine has lost it; a second mismatch
+ends the generator.
 """
 
 import logging
@@ -16,7 +17,7 @@ from buffers.heartbeat import HEARTBEAT_S, HeartbeatThread
 from buffers.run_status import GeneratorReport
 from configs.schema import Config
 from generators.engine import Engine
-from sync.manifest import DigestMismatch, Manifest
+from sync.manifest import DigestMismatch, EngineMismatch, Manifest
 from sync.subscriber import Subscriber
 from sync.weight_source import WeightSource
 
@@ -36,6 +37,8 @@ class Preparation:
     version: int
     manifest_locator: str
     source: "Future[WeightSource]"
+    is_again: bool = False
+    """True when what came at first was not what was published."""
 
 
 class WeightUpdates:
@@ -130,6 +133,8 @@ class WeightUpdates:
         self._preparation = None
         try:
             manifest = self._load_or_fetch_again(preparation)
+            if manifest is None:
+                return None
         except FileNotFoundError as error:
             # A newer version has replaced it, or it cannot be had for now.
             self._note_missing(preparation.manifest_locator, error)
@@ -174,7 +179,7 @@ class WeightUpdates:
 
     def _start_preparation(self, version: int, manifest_locator: str, *, again: bool = False) -> Preparation:
         source = self._preparing_thread.submit(self._fetch_and_verify, manifest_locator, again)
-        return Preparation(version, manifest_locator, source)
+        return Preparation(version, manifest_locator, source, again)
 
     def _fetch_and_verify(self, manifest_locator: str, again: bool) -> WeightSource:
         """Runs in the preparing thread."""
@@ -195,16 +200,24 @@ class WeightUpdates:
         except Exception:
             log.exception("could not prepare for the next version")
 
-    def _load_or_fetch_again(self, preparation: Preparation) -> Manifest:
-        """Loads what was prepared. At a mismatch it fetches everything again; a second mismatch is raised."""
+    def _load_or_fetch_again(self, preparation: Preparation) -> Manifest | None:
+        """Loads what was prepared. At a mismatch it fetches everything again; a second mismatch is raised.
+
+        Returns None while the engine goes on with the version that it holds.
+        """
         try:
             return self._load_into_engine(preparation.source.result())
         except DigestMismatch as error:
+            if preparation.is_again:
+                raise
             self._totals.digest_mismatches += 1
             log.error("%s; pulling it again", error)
+            is_lost = isinstance(error, EngineMismatch)
         self._preparation = again = self._start_preparation(
             preparation.version, preparation.manifest_locator, again=True
         )
+        if not is_lost:
+            return None
         # The loop waits here: the engine may hold what nobody published, so nothing may be sampled meanwhile.
         while not again.source.done():
             self._heart.set_activity(*self.describe_fetching())

@@ -5,7 +5,9 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from scripted_engine import ScriptedBuffer, ScriptedEngine
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, TakenBatch
 from buffers.journal import read_groups
+from buffers.run_status import GeneratorReport
 from buffers.server import BufferServer, Stuck
 from buffers.trajectory import GREEDY
 from configs.load import load_config
@@ -22,8 +25,9 @@ from configs.schema import Config
 from generators.episode import SimulatedEpisodes, SimulatedPrompt
 from generators.simulated_engine import SimulatedEngine
 from generators.task import Score
+from generators.weight_updates import WeightUpdates
 from generators.worker import Generator
-from sync.manifest import EngineMismatch
+from sync.manifest import DigestMismatch, EngineMismatch
 from sync.publisher import Publisher
 from sync.stream import whole_parts
 from sync.subscriber import Subscriber
@@ -247,6 +251,77 @@ def test_a_mismatch_is_repaired_once_and_a_second_one_takes_the_generator_out_of
     else:
         assert "1 of 1 tensors in the engine" in str(ended[0])
         assert status.tokens.total == 0 and status.weight_updates == 0, "it has sampled nothing"
+
+
+class DamagedWeights(Subscriber):
+    """Brings the first version. What it brings of the second is damaged `times` times; the copy that is
+    fetched again takes until `came` is set."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times, self.asked_again, self.came = times, threading.Event(), threading.Event()
+
+    def prepare_version(self, announced: str, *, again: bool = False) -> WeightSource:
+        source = super().prepare_version(announced, again=again)
+        if again:
+            self.asked_again.set()
+            assert self.came.wait(30)
+        if source.manifest.version == 1 and self.times:
+            self.times -= 1
+            raise DigestMismatch("version 1: 1 of 1 tensors in the file do not have the published digest: w")
+        return source
+
+
+class StillHeart:
+    def set_activity(self, activity: str, moves: bool = True) -> None: ...
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_version_that_came_damaged_is_fetched_again_while_the_one_before_serves(
+    tmp_path: Path, times: int
+) -> None:
+    weights, engine, publisher = (
+        DamagedWeights(times),
+        make_refusing_engine(0),
+        Publisher(tmp_path / "w", "life"),
+    )
+    heart: Any = StillHeart()
+    updates = WeightUpdates(load_config(OVERRIDES), engine, weights, heart, GeneratorReport(), time.monotonic)
+
+    def announce(version: int) -> None:
+        manifest = publisher.publish_version(version, whole_parts({"w": torch.tensor([float(version)])}))
+        updates.note_announcement(version, publisher.announce_version(manifest), version)
+
+    def follow(until: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not until():
+            updates.update_engine()
+            assert time.monotonic() < deadline
+
+    try:
+        announce(0)
+        follow(lambda: updates.held_version == 0)
+        announce(1)
+        with ThreadPoolExecutor(1) as pool:
+            followed = pool.submit(follow, weights.asked_again.is_set)
+            assert weights.asked_again.wait(20)
+            late = threading.Timer(10.0, weights.came.set)
+            late.start()
+            followed.result(timeout=20)
+            late.cancel()
+        assert not weights.came.is_set(), "the loop has gone on before the other copy was there"
+        assert updates.update_engine() is None and updates.held_version == engine.version == 0
+        weights.came.set()
+        if times == 1:
+            follow(lambda: updates.held_version == 1)
+        else:
+            with pytest.raises(DigestMismatch):
+                follow(lambda: False)
+            assert engine.version == 0, "nobody has touched the engine"
+    finally:
+        weights.came.set()
+        updates.close()
+        publisher.close()
 
 
 def test_tokens_carry_the_versions_of_an_update_in_flight(
