@@ -895,3 +895,22 @@ def test_a_clock_that_is_set_back_makes_no_older_version_the_newest(
         assert [path.name for path in far.folder.glob("*.json")] == [f"v{version}-life.json"]
         state = change_some(state, 0.001, version)
     assert far.fetcher.patches == 11
+
+
+def test_what_came_damaged_is_fetched_again_once_for_all_engines_of_a_host(
+    publisher: Publisher, host: MakeHost
+) -> None:
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
+    first, announced = host(), announce_elsewhere(publisher, manifest)
+    engines = [first.subscriber, *(Subscriber(FetchingEnd(Fetcher(first.folder))) for _ in range(2))]
+    with open(locate_manifest(first.subscriber, announced).replace(".json", ".safetensors"), "r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        file.write(b"x")
+    for engine in engines:
+        with pytest.raises(DigestMismatch):
+            engine.prepare_version(announced)
+    found = [engine.prepare_version(announced, again=True) for engine in engines]
+    assert all(are_equal(read_tensors(one), make_weights(0)) for one in found)
+    assert sum(engine.fetched_bytes for engine in engines) == 2 * manifest.num_bytes
+    for engine in engines[1:]:
+        engine.close()

@@ -48,6 +48,9 @@ MAX_PARENTS = 4
 SILENT_S = 600.0
 """Seconds in which a relay that has not answered is not asked again."""
 
+FileIdentity = tuple[int, int] | None
+"""Inode and time of change of a file; None: there is none."""
+
 
 class Fetcher:
     """Brings versions into a folder of this host, once for all of the host's processes.
@@ -82,6 +85,8 @@ class Fetcher:
         self.bytes_received = 0
         self.patches = 0
         """Number of versions that were made with patches."""
+        self._returned: tuple[Path, FileIdentity] | None = None
+        """The manifest that was returned last, and which snapshot was beside it."""
 
     def close(self) -> None:
         self._puller.close()
@@ -108,7 +113,7 @@ class Fetcher:
         """
         with self._shared.hold_alone(f"fetches {name}") as folder:
             local = folder / name
-            if direct:
+            if direct and not self._is_there_anew(local):
                 for path in folder.glob(f"{local.stem}.*"):
                     path.unlink(missing_ok=True)
             if not local.exists():
@@ -118,7 +123,15 @@ class Fetcher:
                 if direct or is_begun or not self._fetch_by_patches(address, local):
                     self._fetch_snapshot(address, local, manifest, direct)
                 put_manifest(manifest, local)
+            self._returned = local, _identify_snapshot(local)
         return local
+
+    def _is_there_anew(self, local: Path) -> bool:
+        """True when another process of this host has fetched a version again since this one has returned
+        it."""
+        if self._returned is None or self._returned[0] != local:
+            return False
+        return _identify_snapshot(local) not in (None, self._returned[1])
 
     def refresh_spare(self) -> None:
         """Brings the spare up to the newest version, between two fetches, so that the next patch is the only
@@ -341,6 +354,15 @@ class Fetcher:
         except TransferFailed:
             return False  # the publisher is slow, too, or has the file no more
         return time.monotonic() - began < patience_s
+
+
+def _identify_snapshot(locator: Path) -> FileIdentity:
+    """Returns what tells the snapshot of a manifest from others of its name; None where there is none."""
+    try:
+        found = locator.with_suffix(".safetensors").stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_ctime_ns
 
 
 def _write_at(file: int, data: memoryview, offset: int) -> None:
