@@ -914,3 +914,25 @@ def test_what_came_damaged_is_fetched_again_once_for_all_engines_of_a_host(
     assert sum(engine.fetched_bytes for engine in engines) == 2 * manifest.num_bytes
     for engine in engines[1:]:
         engine.close()
+
+
+def test_a_relay_that_is_ahead_of_slow_hosts_is_asked_for_the_next_version_all_the_same(
+    publisher: Publisher, host: MakeHost
+) -> None:
+    ahead, slow = host(relay=True), [host(relay=True), host(relay=True)]
+    publisher.needed_versions = frozenset({0, 1})
+    announced = []
+    for version in range(4):
+        manifest = publisher.publish_version(version, whole_parts(make_weights(version)))
+        announced.append(announce_elsewhere(publisher, manifest))
+        locate_manifest(ahead.subscriber, announced[-1])
+    for late, one in enumerate(slow):  # the relay that is before it in the chain has this version no more
+        assert not list(ahead.folder.glob(f"v{late}-life.safetensors"))
+        assert are_equal(read_tensors(one.subscriber.prepare_version(announced[late])), make_weights(late))
+    manifest = publisher.publish_version(4, whole_parts(make_weights(4)))
+    announced.append(announce_elsewhere(publisher, manifest))
+    before = server_of(publisher).bytes_sent
+    for one in (ahead, *slow):
+        assert are_equal(read_tensors(one.subscriber.prepare_version(announced[4])), make_weights(4))
+    manifests = 3 * Path(manifest.locator).stat().st_size
+    assert server_of(publisher).bytes_sent - before == manifest.num_bytes + manifests, "one copy"

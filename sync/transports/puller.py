@@ -50,6 +50,10 @@ class SilentServer(TransferFailed):
     """Nobody answers."""
 
 
+class GoneFile(TransferFailed):
+    """The server has answered that it has not the file, or not any more."""
+
+
 class ChunkPace:
     """How much one server is asked for: one small chunk at first, then chunks of a size that arrives in good
     time."""
@@ -152,7 +156,8 @@ class Puller:
                 left.appendleft((reply.offset, asked.pop(reply.offset)))
             else:
                 self.drop_connection(address)
-                raise TransferFailed(_describe_problem(address, name, reply, len(data)))
+                failure = GoneFile if isinstance(reply, FileGone) else TransferFailed
+                raise failure(_describe_problem(address, name, reply, len(data)))
 
     def read_file(self, address: str, name: str, most: int, timeout_s: float) -> bytearray:
         """Returns a whole file of at most so many bytes. Raises TransferFailed."""

@@ -50,9 +50,12 @@ class RelayChains:
         while len(self._relays) > KEEP_CHAINS:
             self._relays.popitem(last=False)
         if request.lost in relays:
-            log.warning("the relay %s is passed over: %s has asked it in vain", request.lost, request.address)
             relays.remove(request.lost)
-            self._note_asked_in_vain(request.lost, request.address)
+            if not request.is_gone:  # a relay that is ahead of a slow host is none the worse
+                log.warning(
+                    "the relay %s is passed over: %s has asked it in vain", request.lost, request.address
+                )
+                self._note_asked_in_vain(request.lost, request.address)
         if self._is_shunned(request.address):
             return ""
         if request.address not in relays:
