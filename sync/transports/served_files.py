@@ -112,7 +112,7 @@ class ServedFiles:
 
     def unmap_deleted(self) -> None:
         """Lets go of the files that take up room for slow hosts alone."""
-        self._mapped = {name: file for name, file in self._mapped.items() if file.is_there()}
+        self._mapped = {name: file for name, file in self._mapped.items() if not file.is_gone()}
 
     def _map_file(self, name: str) -> ServedFile:
         file = self._mapped.get(name)
