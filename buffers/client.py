@@ -45,6 +45,14 @@ UNACKNOWLEDGED_S = 15.0
 kernel of a process that is busy or stopped acknowledges."""
 CONNECT_S = 5.0
 """Seconds of one attempt to connect."""
+PROBES = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 5,
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+}
+"""Seconds without a byte after which the kernel asks whether the other side is still there. A client that
+only waits for an answer would never notice that its connection has ended while the link was down."""
 WINDOW = 4
 """Parts of a record batch that are asked for and have not come yet."""
 MAX_UNSEEN = 3
@@ -164,6 +172,8 @@ class BufferClient:
         # On a link that was cut the kernel would try again after ever longer waits.
         self._socket.setsockopt(zmq.TCP_MAXRT, int(UNACKNOWLEDGED_S * 1000))
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, int(CONNECT_S * 1000))
+        for option, value in PROBES.items():
+            self._socket.setsockopt(option, value)
         if keys is not None:
             show_key(self._socket, Path(keys), role)
         self._broken_since: float | None = None
