@@ -131,6 +131,9 @@ class RequestLeases(WireRecord):
     """Version that the generator holds; -1 before the first. Null: it can begin any lease at once."""
     replaces: bool = False
     """True for a request in the place of the one before. If that one has been answered, nothing is given."""
+    life: Annotated[str, Meta(max_length=64)] = ""
+    """Random name of the generator's present life, whose requests have different numbers. One that comes
+    again over another connection has had no answer. Empty: nothing is known of that."""
 
 
 class LeaseGrant(WireRecord):

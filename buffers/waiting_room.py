@@ -5,7 +5,7 @@ The room is bounded, and so is the share of one client in it.
 """
 
 import itertools
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, assert_never
@@ -75,6 +75,23 @@ class LeaseHand:
             self.num_groups += 1
 
 
+@dataclass(frozen=True, slots=True)
+class GivenLeases:
+    """The leases in the last answer to a generator that gave any."""
+
+    sender: bytes
+    number: bytes
+    life: str
+    """As in the request."""
+    leases: list[int]
+
+    def are_lost(self, sender: bytes, number: bytes, request: m.RequestLeases) -> bool:
+        """True where this request is the one that was answered, and has come again because the connection had
+        ended before the answer came."""
+        is_same = bool(self.life) and (self.life, self.number) == (request.life, number)
+        return is_same and self.sender != sender
+
+
 GiveLease = Callable[[m.RequestLeases, LeaseRoom], m.Lease | None]
 """Gives a lease to a request, within what there is room for. None: there is no more for it."""
 
@@ -113,6 +130,8 @@ class WaitingRoom:
         self._buffer, self._probes, self._announcer, self._outbox = buffer, probes, announcer, outbox
         self.lease_requests: dict[str, Waiter[m.RequestLeases]] = {}
         """By generator, which has one at most; those that wait for longest come first."""
+        self._given: OrderedDict[str, GivenLeases] = OrderedDict()
+        """By generator."""
         self._batch_requests: list[Waiter[m.RequestBatch]] = []
         self._probe_requests: list[Waiter[m.RequestParityProbe]] = []
         self._evaluation_requests: list[Waiter[m.AwaitEvaluations]] = []
@@ -146,6 +165,7 @@ class WaitingRoom:
                 "may wait for an answer",
             )
         if isinstance(request, m.RequestLeases):
+            self._take_back_lost(sender, number, request)
             # A generator has one request: another one takes its place.
             has_ended = self.end_lease_request(request.generator)
             if request.replaces and not has_ended:
@@ -170,6 +190,14 @@ class WaitingRoom:
                 self._fleet_requests.append(Waiter(sender, number, request, deadline, user))
             case _:
                 assert_never(request)
+
+    def _take_back_lost(self, sender: bytes, number: bytes, request: m.RequestLeases) -> None:
+        """Takes back the leases that were given in an answer to this request, which is lost."""
+        given = self._given.get(request.generator)
+        if given is not None and given.are_lost(sender, number, request):
+            del self._given[request.generator]
+            for lease in given.leases:
+                self._buffer.fail_lease(lease, 0, "its grant was lost on the way", revoked=True)
 
     def end_lease_request(self, generator: str) -> bool:
         """Answers a generator's request for leases with none: it has left, has begun a new life, or asks
@@ -252,8 +280,14 @@ class WaitingRoom:
         hands = deal_leases(requests, room, self._buffer.samples_per_group, give_lease)
         for waiter, hand in zip(waiters, hands, strict=False):
             if hand:
-                del self.lease_requests[waiter.request.generator]
+                name, life = waiter.request.generator, waiter.request.life
+                del self.lease_requests[name]
                 self._answer_leases(waiter, hand)
+                ids = [lease.id for lease in hand]
+                self._given[name] = GivenLeases(waiter.sender, waiter.number, life, ids)
+                self._given.move_to_end(name)
+                while len(self._given) > MAX_WAITERS:
+                    self._given.popitem(last=False)
 
     def _answer_queue(
         self, queue: list[Waiter[R]], find_answer: Callable[[R], Found | None], now: float

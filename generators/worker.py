@@ -16,6 +16,7 @@ engine, `leased_groups` makes the groups, and `joining` builds all of them for a
 """
 
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from functools import partial
@@ -78,7 +79,7 @@ class Generator:
         starts one. `run`: name of the run that it has joined (`JoinedRun.run`); empty: whichever answers.
         `evaluates`: it has joined for evaluation alone."""
         self.name, self._config, self._client, self._evaluates = name, config, client, evaluates
-        self._run = run
+        self._run, self._life = run, secrets.token_hex(8)
         self._engine, self._clock = engine, clock
         self._totals = GeneratorReport()
         self._wake_loop = client.open_wake_up()
@@ -316,6 +317,7 @@ class Generator:
                     room=room,
                     version=self._updates.held_version,
                     replaces=replaces,
+                    life=self._life,
                 )
             )
 

@@ -1,6 +1,7 @@
 """Progress keeps a lease: it goes to generators that can begin it, and stays with those that have begun
 it."""
 
+import itertools
 import logging
 import threading
 import time
@@ -362,6 +363,43 @@ def test_a_request_in_anothers_place_gets_nothing_where_that_one_has_its_answer(
     run.publish(1)
     assert count_granted() == [(second, 1)]
     asking.close()
+    run.close()
+
+
+def test_leases_whose_grant_was_lost_with_its_connection_are_free_when_the_request_comes_again(
+    tmp_path: Path,
+) -> None:
+    run = BufferHarness(load_config([*SMALL_RUN, "staleness.max_versions=0"]), tmp_path / "journal")
+    run.publish(0)
+
+    def ask_again(number: int, life: str) -> list[int]:
+        """Sends a request for leases over a new connection; returns the groups that it gets."""
+        client = BufferClient(run.server.address, timeout_s=30.0)
+        client._numbers = itertools.count(number)
+        request = m.RequestLeases(generator="g", count=2, wait_s=0.2, life=life)
+        groups = [lease.group for lease in client.call(request, m.LeaseGrant).leases]
+        client.close()
+        return groups
+
+    assert ask_again(7, "first") == [0, 1]
+    assert ask_again(8, "first") == ask_again(7, "second") == ask_again(7, "") == [], "these are others"
+    assert ask_again(7, "first") == [0, 1], "it has come again, so its answer has not come"
+    groups = run.status().groups
+    assert (groups.in_flight, groups.rejected["returned"], groups.rejected["failed"]) == (2, 2, 0)
+    run.close()
+
+
+def test_a_request_that_comes_twice_over_one_connection_loses_nothing(tmp_path: Path) -> None:
+    """ZeroMQ has kept a request while nobody listened, and the client sends it again."""
+    run = BufferHarness(load_config([*SMALL_RUN, "staleness.max_versions=0"]), tmp_path / "journal")
+    run.publish(0)
+    request = m.RequestLeases(generator="g", count=2, wait_s=0.2, life="first")
+    number = run.client.send_request(request)
+    (first,) = (answer for answer in run.client.receive_answers(30.0) if answer.number == number)
+    assert isinstance(first.reply, m.LeaseGrant) and len(first.reply.leases) == 2
+    run.client._numbers = itertools.count(number)
+    assert run.client.call(request, m.LeaseGrant).leases == []
+    assert run.status().groups.in_flight == 2
     run.close()
 
 
