@@ -1,4 +1,4 @@
-"""What is lost while a link is down: clients of the buffer find out, and ask again."""
+"""Clients of the buffer find out what was lost while a link was down, and ask again."""
 
 import os
 import signal
