@@ -157,12 +157,14 @@ class CheckpointWriter:
     # ---- in the thread
 
     def _write_checkpoint(self, manifest: CheckpointManifest, write: StateWriter) -> CheckpointManifest:
-        self._temporary = temporary = self._folder / f".step_{manifest.step}.tmp"
+        self._temporary = temporary = _hide(self._folder / f"step_{manifest.step}")
         is_first, began = self._world.rank == 0, time.monotonic()
 
         def make_folder() -> Digests:
             if is_first:
-                shutil.rmtree(temporary, ignore_errors=True)
+                # Also what a learner has left that was killed at another step.
+                for leftover in self._folder.glob(_hide(self._folder / "step_*").name):
+                    shutil.rmtree(leftover, ignore_errors=True)
                 temporary.mkdir(parents=True)
                 _sync_folder(self._folder.parent)
             return {}
@@ -264,7 +266,14 @@ def finish_checkpoint(folder: Path, temporary: Path, manifest: CheckpointManifes
     os.replace(temporary, final)
     _sync_folder(folder)
     for old in find_checkpoints(folder)[:-keep]:
-        shutil.rmtree(old.folder)
+        # What a killed learner leaves of it is removed with the next one.
+        os.replace(old.folder, hidden := _hide(old.folder))
+        shutil.rmtree(hidden)
+
+
+def _hide(checkpoint: Path) -> Path:
+    """Returns the name of a checkpoint's folder while it is not whole, or not any more."""
+    return checkpoint.with_name(f".{checkpoint.name}.tmp")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -133,6 +133,42 @@ def test_what_a_killed_learner_was_writing_is_passed_over_and_written_anew(tmp_p
     assert (tmp_path / "step_7" / "engine" / "weights").read_bytes() == b"weights"
 
 
+REMOVING = """
+import os, signal, sys
+from pathlib import Path
+from learners import checkpoint
+from learners.world import World
+def write(folder):
+    (folder / "engine").mkdir()
+    (folder / "engine" / "weights").write_bytes(b"weights")
+    return [folder / "engine" / "weights"]
+left = 1
+def count(event, arguments):
+    global left
+    if event == "os.remove":
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(count)
+writer = checkpoint.CheckpointWriter(Path(sys.argv[1]), 2, World())
+writer.begin_checkpoint(checkpoint.CheckpointManifest(7, "life", 0), write)
+writer.take_written(wait=True)
+"""
+
+
+@pytest.mark.parametrize("dying", [DYING, REMOVING])
+def test_what_a_killed_learner_leaves_of_a_checkpoint_takes_no_room_once_there_is_another(
+    dying: str, tmp_path: Path
+) -> None:
+    """It may be as large as a checkpoint, and no learner comes to its step again."""
+    written(tmp_path, 5, 6)
+    assert subprocess.run([sys.executable, "-c", dying, str(tmp_path)]).returncode == -signal.SIGKILL
+    for step in steps(tmp_path):
+        checkpoint.verify_checkpoint(tmp_path / f"step_{step}")
+    written(tmp_path, 8, 9)
+    assert sorted(os.listdir(tmp_path)) == ["step_8", "step_9"]
+
+
 @pytest.mark.parametrize("harm", ["changed", "cut", "gone"])
 def test_a_file_that_is_not_what_was_written_is_named(harm: str, tmp_path: Path) -> None:
     written(tmp_path, 3)
