@@ -39,6 +39,8 @@ STARTED_S = 60.0
 """Seconds that an agent's process may take to answer for the first time."""
 ANSWERED_S = 20.0
 """Seconds that an answer may take afterwards: a slow file system is looked at."""
+READ_S = 5.0
+"""Seconds that the end of a log may take to be read."""
 LISTENING_S = 2.0
 """Seconds that a process may take to end when Ray has told it to, and a node to say whether it has."""
 LOOK_S = 0.1
@@ -206,7 +208,10 @@ class NodeAgents:
         others = [node.name for node in nodes if node.name != self._driver]
         for name in others:
             there = NodeAffinitySchedulingStrategy(name, soft=False)
-            agent = ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=there)
+            # Ray starts one that dies again, and asks it once more; it gives one up whose node is lost.
+            agent = ray.remote(NodeAgent).options(
+                num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=there
+            )
             self._agents[name] = agent.remote(is_actor=True)
         try:
             for name in others:

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from configs.schema import Config
 from slipstream.cluster import stage_options
 from slipstream.cluster_nodes import ClusterNode, list_nodes
-from slipstream.node_agents import LISTENING_S, NodeAgent, NodeAgents, NodeUnfit
+from slipstream.node_agents import LISTENING_S, READ_S, NodeAgent, NodeAgents, NodeUnfit
 from slipstream.ray_waits import wait_for_results
 from slipstream.role_failures import RoleFailed
 from slipstream.role_placement import (
@@ -267,7 +267,7 @@ class RolePlaces:
         """Returns the last lines of a role's log, or where to find it."""
         node = self.find_node(name)
         try:
-            return self.agents.ask(node.name, NodeAgent.read_log_end, name, self._logs)
+            return self.agents.ask(node.name, NodeAgent.read_log_end, name, self._logs, answered_s=READ_S)
         except RoleFailed as error:
             return f"{self._logs}/{name}.log on {node}, which cannot be read from here ({error})\n"
 
