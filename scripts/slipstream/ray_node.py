@@ -13,6 +13,7 @@ Generators see it too: they hand in what they have begun.
 """
 
 import argparse
+import ctypes
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ from typing import Any
 
 import psutil
 
+from slipstream.agent import SET_PARENT_DEATH_SIGNAL
 from slipstream.stop_signals import KILLED
 
 PORT = 6379
@@ -228,10 +230,16 @@ def wait_until(holds: Callable[[], bool], limit_s: float, describe: Callable[[],
 
 def run_command(command: Sequence[str], gcs_address: str) -> int:
     """Runs the command, and hands signals on to it. Returns its exit status."""
+    c_library = ctypes.CDLL(None)
+
+    def prepare_command() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        c_library.prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+
     process = subprocess.Popen(
         command,
         env=os.environ | {"RAY_ADDRESS": gcs_address},
-        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED),
+        preexec_fn=prepare_command,
         process_group=0,  # a terminal sends Ctrl-C to all of a group, and it would come twice
     )
     while process.poll() is None:
