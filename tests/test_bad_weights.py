@@ -848,6 +848,25 @@ def test_a_relay_that_two_hosts_have_asked_in_vain_is_in_no_chain_for_ten_minute
     assert ask(4, far) == "" and ask(4, hosts[2]) == far
 
 
+def test_when_the_learner_stands_still_no_relay_behind_it_is_shunned(publisher: Publisher) -> None:
+    """Every host sees no byte for a while, and knows only of the relay before it."""
+    manifest = publisher.publish_version(0, whole_parts(make_weights(0)))
+    name = Path(manifest.path).name
+    waiting = SnapshotServer(publisher.folder.with_name("far"))  # a relay to which nothing comes
+    waiting.files.folder.mkdir()
+    for suffix in (".part", ".chunks"):
+        (waiting.files.folder / name).with_suffix(suffix).write_bytes(b"\0" * 32)
+    chains = server_of(publisher).chains
+    for number in range(3):
+        child = Fetcher(publisher.folder.with_name(f"child-{number}"), timeout_s=0.5)
+        child.serve_at = f"tcp://child-{number}:1"
+        chains._relays[name] = [waiting.address]
+        assert child.fetch_version(server_of(publisher).address, Path(manifest.locator).name).exists()
+        child.close()
+    assert not chains._asked_in_vain and waiting.address not in chains.relays_of(name)
+    waiting.close()
+
+
 def test_many_relays_are_two_chains_and_a_lost_one_is_bridged(publisher: Publisher) -> None:
     ask = server_of(publisher).chains.find_parent
     hosts = [f"tcp://host-{n}:1" for n in range(20)]

@@ -35,7 +35,7 @@ from sync.transports.messages import (
     PatchRoute,
     RelayParent,
 )
-from sync.transports.puller import FIRST_BYTES, ByteRange, GoneFile, KeepBytes, Puller, SilentServer
+from sync.transports.puller import FIRST_BYTES, ByteRange, KeepBytes, LackingServer, Puller, SilentServer
 
 log = logging.getLogger("slipstream.weights")
 
@@ -155,18 +155,18 @@ class Fetcher:
         data = self._puller.read_file(address, name, MAX_MANIFEST_BYTES, self._timeout_s)
         return parse_manifest(data, f"{name} at {address}", Path(name).stem, digest)
 
-    def _ask_for_parent(self, address: str, name: str, lost: str = "", is_gone: bool = False) -> str:
+    def _ask_for_parent(self, address: str, name: str, lost: str = "", is_at_fault: bool = True) -> str:
         """Returns the relay to ask for a file; empty: the publisher at `address`. `lost`: the relay that was
-        asked in vain, `is_gone` where it has the file no more."""
+        asked in vain, and `is_at_fault` unless it only had not the bytes."""
         for _ in range(MAX_PARENTS):
-            question = EnlistRelay(name, self.serve_at, lost, is_gone)
+            question = EnlistRelay(name, self.serve_at, lost, is_at_fault)
             reply = self._puller.ask_server(address, question, self._timeout_s)
             if not isinstance(reply, RelayParent):
                 return ""
             silent_since = self.silent_relays.get(reply.address, float("-inf"))
             if time.monotonic() - silent_since > SILENT_S:
                 return reply.address
-            lost, is_gone = reply.address, False
+            lost, is_at_fault = reply.address, True
         return ""
 
     def _newest_manifest(self) -> Manifest | None:
@@ -329,7 +329,9 @@ class Fetcher:
                 log.info("%s; another one is asked", error)
                 if isinstance(error, SilentServer):
                     self.silent_relays[parent] = time.monotonic()
-                parent = self._ask_for_parent(address, name, parent, isinstance(error, GoneFile))
+                parent = self._ask_for_parent(
+                    address, name, parent, is_at_fault=not isinstance(error, LackingServer)
+                )
 
     def _is_outpaced(
         self, rate: float, address: str, name: str, missing: list[ByteRange], keep: KeepBytes

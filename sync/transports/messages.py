@@ -80,8 +80,8 @@ class EnlistRelay(TransferMessage):
     address: Annotated[str, Meta(pattern=rf"\A{ADDRESS}\Z")]
     lost: OptionalAddress = ""
     """The relay that the host was told to ask before, in vain."""
-    is_gone: bool = False
-    """True when that relay has answered that it has the file no more."""
+    is_at_fault: bool = True
+    """False when that relay answers, but has the file no more, or waits for its bytes itself."""
 
 
 class RequestBroadcast(TransferMessage):

@@ -50,8 +50,8 @@ class SilentServer(TransferFailed):
     """Nobody answers."""
 
 
-class GoneFile(TransferFailed):
-    """The server has answered that it has not the file, or not any more."""
+class LackingServer(TransferFailed):
+    """The server answers, but has the file no more, or waits for its bytes itself."""
 
 
 class ChunkPace:
@@ -156,7 +156,8 @@ class Puller:
                 left.appendleft((reply.offset, asked.pop(reply.offset)))
             else:
                 self.drop_connection(address)
-                failure = GoneFile if isinstance(reply, FileGone) else TransferFailed
+                is_lacking = isinstance(reply, FileGone | ChunkPending)
+                failure = LackingServer if is_lacking else TransferFailed
                 raise failure(_describe_problem(address, name, reply, len(data)))
 
     def read_file(self, address: str, name: str, most: int, timeout_s: float) -> bytearray:

@@ -51,7 +51,9 @@ class RelayChains:
             self._relays.popitem(last=False)
         if request.lost in relays:
             relays.remove(request.lost)
-            if not request.is_gone:  # a relay that is ahead of a slow host is none the worse
+            # A relay that is ahead of a slow host is none the worse, nor is one behind another that stands
+            # still.
+            if request.is_at_fault:
                 log.warning(
                     "the relay %s is passed over: %s has asked it in vain", request.lost, request.address
                 )
