@@ -406,7 +406,7 @@ def test_ray_puts_every_process_on_its_gpu_and_what_finds_no_place_is_named(
 
 
 MOVED = """
-import os, ray, threading
+import os, ray, threading, time
 from pathlib import Path
 from configs.load import load_config
 from slipstream import node_facts, role_places
@@ -438,6 +438,11 @@ for given_up in ([], [first]):
     print(*(f"{names[node]}:{gpus}" for node, gpus in found))
     for rank in ranks:
         ray.kill(rank)
+lost_node = [node for node in role_places.list_nodes() if node.name == first]
+deadline = time.monotonic() + 60
+while (free := role_places.read_free_rooms(lost_node)[0]).num_cpus < 9 and time.monotonic() < deadline:
+    time.sleep(0.1)
+print(free.num_cpus, free.num_gpus)
 dying = next(node for node in nodes if node.node_id == kept)
 threading.Timer(2, dying.kill_raylet).start()
 places.say = lambda line: None
@@ -479,10 +484,13 @@ def test_a_rank_that_moves_has_a_place_beside_others_and_a_node_where_roles_cann
     with (tmp_path / "errors").open("w") as errors:  # a file, whose end no agent of Ray's holds up
         ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert ran.returncode == 0, (tmp_path / "errors").read_text()
-    before, after, gone, no_logs, other_code, said, no_seat, none_again, spans = ran.stdout.splitlines()
+    before, after, given_back, gone, no_logs, other_code, said, no_seat, none_again, spans = (
+        ran.stdout.splitlines()
+    )
     assert before == "lost:0 lost:1 kept:0"
     assert after.split()[0] == "driver:0"
     assert {after.split()[1], after.split()[2]} == {"kept:0", "kept:1"}
+    assert given_back == "9 2", "a node that comes back has all of its room again"
     assert gone.endswith(" is gone"), "nobody waits for a node that has died"
     assert other_code.startswith("the code of Slipstream must be the same on every node, got other code on ")
     assert said == other_code and "at most 0 (the CPUs" in no_seat, "a node that joins later is left out"

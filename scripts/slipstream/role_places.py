@@ -318,11 +318,16 @@ class RolePlaces:
         found = self._find_free_places(nodes, wanted, f"{' and '.join(map(str, lost))} is gone")
         self._add_nodes([node for node in nodes if node.name in found.nodes])
         groups = self._reserve(found)
+        before = {self._groups_of_ranks[number][0] for number in numbers}
         ranks = list(self.division.ranks)
         for number, place in zip(numbers, found.ranks, strict=True):
             self._groups_of_ranks[number] = groups[place.bundle]
             ranks[number] = dataclasses.replace(place, memory=ranks[number].memory)
         self.division = dataclasses.replace(self.division, ranks=tuple(ranks))
+        # A node that was out of reach comes back: nothing is to be held there, nor a rank to live on.
+        of_engines = {seat.group for seat in (*self._seats.values(), *self._free_seats)}
+        for group in before - {group for group, _ in self._groups_of_ranks} - of_engines:
+            remove_placement_group(group)
         return [f"learner-{number} moves to {self.find_node(f'learner-{number}')}" for number in numbers]
 
     def _find_free_places(self, nodes: list[ClusterNode], wanted: RoleWishes, why: str) -> RoleDivision:
