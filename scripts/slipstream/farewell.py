@@ -15,8 +15,9 @@ from contextlib import contextmanager, suppress
 from buffers import messages as m
 from buffers.client import BufferClient, BufferGone, KeysRefused, RefusedByBuffer
 
-SAID_S = 5.0
-"""Seconds that the buffer has to hear it."""
+SAID_S, WAITED_S = 5.0, 1.0
+"""Seconds that the buffer has to hear it, and for which a command waits for that. A host that is taken away
+leaves a command little time, and what says farewell goes on without it."""
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def say_farewell(address: str, keys: str | None, names: Sequence[str]) -> Iterat
         assert process.stdin is not None, "it is a pipe"
         process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(SAID_S)
+            process.wait(WAITED_S)
 
 
 def leave_run(address: str, keys: str | None, names: Sequence[str]) -> None:
