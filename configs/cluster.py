@@ -11,6 +11,13 @@ LEAST_PORTS = 4
 learner that follows."""
 
 
+def is_cluster_address(text: str) -> bool:
+    return text == "auto" or re.fullmatch(r"[^\s:/]+:\d{1,5}", text) is not None
+
+
+CLUSTER_ADDRESS = Rule("auto, or HOST:PORT (HOST: a name or an IPv4 address)", is_cluster_address)
+
+
 def is_port_range(text: str) -> bool:
     if (found := re.fullmatch(r"(\d{4,5})-(\d{4,5})", text)) is None:
         return False
@@ -25,9 +32,8 @@ PORT_RANGE = Rule(f"FIRST-LAST, at least {LEAST_PORTS} ports from 1024 to 65535"
 class ClusterConfig(Section):
     """The Ray cluster that runs the roles."""
 
-    address: str | None = setting(None)
-    """Ray cluster to join (`auto` or host:port). Null starts one inside this run and stops it with the
-    run."""
+    address: str | None = setting(None, CLUSTER_ADDRESS)
+    """Ray cluster to join. Null starts one inside this run and stops it with the run."""
     ports: str | None = setting(None, PORT_RANGE)
     """Ports, as FIRST-LAST, at which roles listen for other hosts, on each host: the buffer, the server of
     weights, relays and the meeting point of the ranks. Null: any free ones."""

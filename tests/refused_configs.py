@@ -157,6 +157,10 @@ buffer.address=tcp://0.0.0.0:5555
     sync.address must be set when buffer.address names no host .*0.0.0.0:5555
 role=generators buffer.address=tcp://10.0.0.7:5555
     buffer.keys must name a folder of keys .*10.0.0.7:5555
+cluster.address=local
+    cluster.address must be auto, or HOST:PORT .*, got 'local'
+cluster.address=ray://10.0.0.7:10001
+    cluster.address must be auto, or HOST:PORT .*, got 'ray://10.0.0.7:10001'
 buffer.address=nowhere
     buffer.address must be tcp://HOST:PORT .* or ipc://PATH, got 'nowhere'
 buffer.address=tcp://fd00::1:5555
