@@ -14,7 +14,7 @@ from configs.load import load_config, to_yaml
 from generators.joining import join_run
 from slipstream import own_generators, role_places
 from slipstream.own_generators import OwnGenerators
-from slipstream.role_failures import RoleDied
+from slipstream.role_failures import RoleDied, RoleFailed
 from slipstream.role_places import RolePlaces
 from slipstream.roles import GeneratorRole
 
@@ -113,6 +113,17 @@ def test_an_evaluator_is_replaced_whether_it_was_told_to_leave_or_lost_with_its_
     scene.places.out_of_reach = ["evaluator-2"]
     assert scene.look() == ["evaluator-2"], "its end is known before Ray gives up the host"
     assert scene.own.training == ["generator-0"]
+
+
+def test_an_error_that_a_generator_has_told_is_never_taken_for_the_loss_of_its_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A busy host may not answer for a moment, and the error would be lost."""
+    scene = Scene(monkeypatch, "generators.count=1")
+    scene.ends["generator-0"] = RoleFailed("generator-0 has failed: the engine's assertion")
+    scene.places.out_of_reach = ["generator-0"]
+    with pytest.raises(RoleFailed, match="the engine's assertion"):
+        scene.look()
 
 
 def test_a_generator_that_is_to_leave_is_asked_again_because_ray_may_have_started_it_anew(

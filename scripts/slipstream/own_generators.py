@@ -17,7 +17,7 @@ from buffers.run_status import RunStatus
 from configs.schema import Config
 from slipstream.answers import FirstAnswers
 from slipstream.ray_waits import is_ready
-from slipstream.role_failures import RoleFailed, get_result
+from slipstream.role_failures import RoleDied, RoleFailed, get_result
 from slipstream.role_places import RolePlaces
 from slipstream.run_network import RunNetwork
 
@@ -181,7 +181,11 @@ class OwnGenerators:
         except RoleFailed as error:
             if name in self.newcomers:
                 self.failure = str(error)
-            elif name in [*self.training, *self.evaluating] and self._places.is_out_of_reach(name):
+            elif (
+                isinstance(error, RoleDied)  # who has told an error was heard
+                and name in [*self.training, *self.evaluating]
+                and self._places.is_out_of_reach(name)
+            ):
                 self._note_lost(name)
             elif name not in self._deadlines:
                 raise
