@@ -86,8 +86,11 @@ class WeightUpdates:
 
     @property
     def waits_for_idle_engine(self) -> bool:
-        """True when a newer version may only be loaded once the engine has finished all samples."""
-        return not self._in_flight and not self.is_current and not self._is_missing
+        """True when a newer version is here that may only be loaded once the engine has finished all samples.
+        One that is still on its way keeps nobody waiting, however slow the link is."""
+        preparation = self._preparation
+        is_here = preparation is not None and preparation.source.done()
+        return is_here and not self._in_flight and not self.is_current
 
     @property
     def _is_missing(self) -> bool:
@@ -123,12 +126,14 @@ class WeightUpdates:
         when a version mismatches twice, and whatever else preparing or loading raises.
         """
         is_busy = self._engine.num_unfinished > 0
-        if self.is_current or self._is_missing or (is_busy and not self._in_flight):
+        if self.is_current or self._is_missing:
             return None
         self._preparation = preparation = self._choose_preparation(self._newest_locator)
         if not preparation.source.done() and not is_busy:
             wait([preparation.source], WAIT_S)
         if not preparation.source.done():
+            return None
+        if is_busy and not self._in_flight and preparation.source.exception() is None:
             return None
         self._preparation = None
         try:

@@ -22,6 +22,7 @@ from buffers.server import BufferServer, Stuck
 from buffers.trajectory import GREEDY
 from configs.load import load_config
 from configs.schema import Config
+from generators.engine import Sample
 from generators.episode import SimulatedEpisodes, SimulatedPrompt
 from generators.simulated_engine import SimulatedEngine
 from generators.task import Score
@@ -318,6 +319,53 @@ def test_a_version_that_came_damaged_is_fetched_again_while_the_one_before_serve
             with pytest.raises(DigestMismatch):
                 follow(lambda: False)
             assert engine.version == 0, "nobody has touched the engine"
+    finally:
+        weights.came.set()
+        updates.close()
+        publisher.close()
+
+
+class SlowWeights(Subscriber):
+    """Brings the second version only when `came` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.came = threading.Event(), threading.Event()
+
+    def prepare_version(self, announced: str, *, again: bool = False) -> WeightSource:
+        source = super().prepare_version(announced, again=again)
+        if source.manifest.version == 1:
+            self.asked.set()
+            assert self.came.wait(30)
+        return source
+
+
+def test_an_engine_that_is_to_finish_its_samples_first_takes_on_more_while_a_version_is_on_its_way(
+    tmp_path: Path,
+) -> None:
+    weights, publisher = SlowWeights(), Publisher(tmp_path / "w", "life")
+    engine = SimulatedEngine(tokens_per_s=1, slots=1, mean_tokens=1000, cv=0.1)  # its sample lasts
+    heart: Any = StillHeart()
+    config = load_config([*OVERRIDES, "sync.in_flight=false"])
+    updates = WeightUpdates(config, engine, weights, heart, GeneratorReport(), time.monotonic)
+    try:
+        for version in (0, 1):
+            manifest = publisher.publish_version(version, whole_parts({"w": torch.tensor([0.0])}))
+            updates.note_announcement(version, publisher.announce_version(manifest), version)
+            deadline = time.monotonic() + 20
+            while version > updates.held_version and not weights.asked.is_set():
+                updates.update_engine()
+                assert time.monotonic() < deadline
+            if version == 0:
+                engine.add_sample(Sample(id="1.0", prompt=[1], max_tokens=1000, seed=0))
+        assert engine.num_unfinished and updates.update_engine() is None
+        assert not updates.waits_for_idle_engine, "the link may be as slow as it likes"
+        weights.came.set()
+        while not updates.waits_for_idle_engine:
+            assert updates.update_engine() is None and time.monotonic() < deadline
+        assert updates.update_engine() is None and engine.version == 0, "it is busy"
+        engine.abort_samples(["1.0"])
+        assert updates.update_engine() == engine.version == 1 and not updates.waits_for_idle_engine
     finally:
         weights.came.set()
         updates.close()
