@@ -24,7 +24,7 @@ from slipstream.buffer_silence import BufferSilence
 from slipstream.cluster import run_cluster
 from slipstream.farewell import say_farewell
 from slipstream.ray_waits import wait_for_results
-from slipstream.role_failures import RoleFailed, get_result
+from slipstream.role_failures import RoleDied, RoleFailed, get_result
 from slipstream.role_logs import show_stacks_of_driver
 from slipstream.role_places import RolePlaces
 from slipstream.run_network import NodeKeys
@@ -205,7 +205,7 @@ class GeneratorFleet:
             name = ends[end]
             try:
                 has_left = name in lost or get_result(end, name, places.read_log_end)
-            except RoleFailed:
+            except RoleDied:  # one that has told an error was heard
                 if not (spans_nodes and places.is_out_of_reach(name)):
                     raise
                 lost.add(name)
