@@ -123,9 +123,9 @@ class PatchMaker:
                 return path.stat().st_size
             path.unlink()  # room was made while it was written
             return 0
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, MemoryError) as error:
             # There is no room, or the folder has gone meanwhile.
-            log.warning("%s could not be made: %s", path.name, error)
+            log.warning("%s could not be made: %s", path.name, error or type(error).__name__)
             path.with_suffix(".unfinished").unlink(missing_ok=True)
             return 0
 

@@ -769,10 +769,13 @@ def test_a_fetch_without_room_is_named(publisher: Publisher, small_disk: Path) -
     fetcher.close()
 
 
-def test_a_patch_without_room_leaves_nothing(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lack", [OSError(errno.ENOSPC, "No space left on device"), MemoryError()])
+def test_a_patch_without_room_leaves_nothing(
+    lack: Exception, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fill(tensors: object, path: Path, metadata: object) -> None:
         path.write_bytes(b"half a patch")
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise lack
 
     monkeypatch.setattr("sync.patch.save_file", fill)
     server_of(publisher).patches.note_interest()
