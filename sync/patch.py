@@ -125,7 +125,7 @@ class PatchMaker:
             return 0
         except (OSError, SafetensorError, MemoryError) as error:
             # There is no room, or the folder has gone meanwhile.
-            log.warning("%s could not be made: %s", path.name, error or type(error).__name__)
+            log.warning("%s could not be made: %s", path.name, str(error) or type(error).__name__)
             path.with_suffix(".unfinished").unlink(missing_ok=True)
             return 0
 
