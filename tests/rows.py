@@ -18,6 +18,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -95,7 +96,12 @@ def start_row(name: str, arguments: list[str], outputs: Path, prints: bool) -> i
         out = os.open(outputs / name, os.O_WRONLY | os.O_CREAT)
         os.dup2(out, 1)
         os.dup2(out, 2)
-    end_row(pytest.main([*QUIET, "-rs", "-o", f"cache_dir={outputs / name}.cache", *arguments]))
+    status = int(pytest.ExitCode.INTERNAL_ERROR)
+    try:
+        status = pytest.main([*QUIET, "-rs", "-o", f"cache_dir={outputs / name}.cache", *arguments])
+    except BaseException:  # it would end the nursery on its way
+        traceback.print_exc()
+    end_row(status)
 
 
 def list_failed_tests(name: str, outputs: Path) -> list[str]:

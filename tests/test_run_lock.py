@@ -4,6 +4,7 @@ import fcntl
 import os
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -133,19 +134,22 @@ def test_a_folder_that_is_no_runs_is_not_deleted(tmp_path: Path) -> None:
     assert contents(tmp_path) == {tmp_path / "run/thesis.tex": b"theirs"}
 
 
-@pytest.fixture
+@contextmanager
 def full_disk() -> Iterator[None]:
+    """Lets this process write to no file. The block must be short: pytest itself may write to one."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_disk_without_any_room_is_named_before_anything_else_is_written(run: Path, full_disk: None) -> None:
-    with pytest.raises(DiskFull, match=r"the disk of .*/run/\.lock must have room for"):
+def test_a_disk_without_any_room_is_named_before_anything_else_is_written(run: Path) -> None:
+    with pytest.raises(DiskFull, match=r"the disk of .*/run/\.lock must have room for"), full_disk():
         preparation.claim_folder(run, "run.resume")
 
 
-def test_a_fleet_whose_disk_has_no_room_for_its_logs_says_so(tmp_path: Path, full_disk: None) -> None:
-    with pytest.raises(DiskFull, match=r"the disk of .*/logs/driver\.log must have room for"):
+def test_a_fleet_whose_disk_has_no_room_for_its_logs_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DiskFull, match=r"the disk of .*/logs/driver\.log must have room for"), full_disk():
         show_stacks_of_driver(tmp_path / "logs")
