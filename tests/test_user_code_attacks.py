@@ -558,7 +558,8 @@ def test_a_module_that_breaks_later_fails_those_who_wait_with_one_attempt(
         guard = psutil.Process(worker.pid).parent()
         assert guard is not None
         (template,) = [process for process in guard.children() if process.pid != worker.pid]
-        module.write_text("raise RuntimeError('broken meanwhile')")
+        # It breaks late, so that all five wait for the same attempt, however busy the machine is.
+        module.write_text("import time\ntime.sleep(1)\nraise RuntimeError('broken meanwhile')")
         template.kill()
         wait_until_gone([template])
         while pool.has_template:
