@@ -202,18 +202,20 @@ class GeneratorFleet:
         # Ray would start them on the same node only, and a node that comes back is another one to Ray.
         lost = set(places.find_lost_engines()) if spans_nodes else set[str]()
         for end in wait_for_results(list(ends), 1, 0.0, self._signals):
-            name = ends[end]
+            if (name := ends[end]) in lost:
+                continue
             try:
-                has_left = name in lost or get_result(end, name, places.read_log_end)
+                has_left = get_result(end, name, places.read_log_end)
             except RoleDied:  # one that has told an error was heard
                 if not (spans_nodes and places.is_out_of_reach(name)):
                     raise
                 lost.add(name)
                 continue
-            if has_left and name not in lost:
+            if has_left:
                 self._say(f"{name} was told to leave (SIGTERM), and has left")
                 places.end_generator(ends.pop(end))
-            has_ended |= not has_left
+            else:
+                has_ended = True
         for end, name in [(end, name) for end, name in ends.items() if name in lost]:
             node = places.find_node(name)
             watch.say_left(name)
