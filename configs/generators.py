@@ -12,6 +12,8 @@ class EngineKind(StrEnum):
 
     vllm = "vllm"
     """vLLM, on a GPU or a CPU."""
+    transformers = "transformers"
+    """transformers' continuous batching, for architectures that vLLM lacks."""
     simulated = "simulated"
     """Keeps time like a real engine and samples nothing. For benchmarks of overlap."""
 
@@ -58,6 +60,9 @@ class GeneratorsConfig(Section):
     gpus: float | None = setting(None, gpu_share(most=1024))
     """GPUs of one engine. Null divides those of the driver's host between generators and learner
     (docs/learner.md). 0: the CPU."""
+    tensor_parallel: int = setting(1, POSITIVE)
+    """GPUs (on a CPU: processes) that share each layer's matrices in one engine. `generators.gpus` counts them
+    all."""
     gpu_memory_fraction: float | None = setting(None, above_up_to(0, 1))
     """Share of its GPU's memory that an engine may take. Null: 0.9, or an even part of it where others share
     the GPU."""

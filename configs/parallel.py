@@ -58,6 +58,8 @@ class MegatronConfig(Section):
     """Ranks that share each layer's matrices. Above 1 with Megatron's sequence parallelism."""
     pipeline_parallel: int = setting(1, POSITIVE)
     """Stages of the pipeline, each with a share of the layers."""
+    context_parallel: int = setting(1, POSITIVE)
+    """Ranks that share the tokens of each microbatch. For long sequences."""
     expert_parallel: int = setting(1, POSITIVE)
     """Data-parallel ranks that share the experts of a mixture."""
 

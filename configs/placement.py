@@ -25,10 +25,22 @@ class PlacementStrategy(StrEnum):
     """The node with the fewest engines first."""
 
 
+class PlacementMode(StrEnum):
+    """How learner and engines divide the GPUs."""
+
+    apart = "apart"
+    """Each has GPUs, or parts of GPUs, of its own, and all work at the same time."""
+    colocated = "colocated"
+    """They share the same GPUs and take turns: the learner has them from a batch to the publication, the
+    engines otherwise."""
+
+
 @dataclass(kw_only=True, slots=True)
 class PlacementConfig(Section):
     """The nodes of a Ray cluster that hold the roles, and the ranks that hold the critic."""
 
+    mode: PlacementMode = setting(PlacementMode.apart)
+    """How learner and engines divide the GPUs."""
     learner: dict[str, str] = setting({})
     """Labels (`ray start --labels=KEY=VALUE`) of the nodes that may hold ranks of the learner. Empty: any
     node; all on one if it has room for them, the driver's before others."""

@@ -101,6 +101,7 @@ class MegatronEngine:
         entropy_gradient: bool = False,
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
+        context_parallel: int = 1,
         expert_parallel: int = 1,
         aux_loss_coefficient: float = 0.0,
         router_replay: bool = False,

@@ -66,6 +66,8 @@ def nursery_stages(config: Config) -> dict[str, Stage]:
     match config.generators.engine:
         case EngineKind.simulated:
             generator += ["generators.simulated_engine"]
+        case EngineKind.transformers:
+            generator += ["generators.transformers_engine"]
         case EngineKind.vllm:
             generator += ["generators.vllm_engine", *LATE_IN_VLLM]
             # Only a task of ours: nobody knows which threads the import of another one starts.
